@@ -1,0 +1,55 @@
+"""Attention backends and the choice among them."""
+
+from importlib import import_module
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata
+
+__all__ = ["BACKENDS", "AttentionBackend", "AttentionMetadata", "Selection", "select_backend"]
+
+# Imported on demand: Triton and FlashAttention need not be installed where they are not used.
+BACKENDS: dict[str, tuple[str, str]] = {
+    "flash": ("nanovllm.attention.flash_backend", "FlashBackend"),
+    "triton": ("nanovllm.attention.triton_backend", "TritonBackend"),
+    "torch": ("nanovllm.attention.torch_backend", "TorchBackend"),
+}
+
+
+class Selection(NamedTuple):
+    backend: type[AttentionBackend]
+    reason: str
+
+
+def select_backend(name: str, *, device: torch.device | str, dtype: torch.dtype, block_size: int,
+                   head_dim: int) -> Selection:
+    """The backend called `name`, or for "auto" the fastest one that is installed and that can serve these shapes.
+
+    A backend asked for by name is used or refused with ValueError, never replaced.
+    """
+    if name != "auto":
+        backend = _load(name)
+        backend.check(block_size, head_dim, dtype, device)
+        return Selection(backend, "asked for")
+    refusals = []
+    candidates = ("flash", "triton", "torch") if torch.device(device).type == "cuda" else ("torch",)
+    for candidate in candidates:
+        try:
+            backend = _load(candidate)
+            backend.check(block_size, head_dim, dtype, device)
+        except ValueError as error:
+            refusals.append(str(error))
+            continue
+        return Selection(backend, "; ".join(refusals) or f"the fastest on {torch.device(device).type}")
+    raise ValueError("attention_backend='auto': none can serve this model: " + "; ".join(refusals))
+
+
+def _load(name: str) -> type[AttentionBackend]:
+    if name not in BACKENDS:
+        raise ValueError(f"attention_backend={name!r}: must be one of 'auto', " + ", ".join(map(repr, BACKENDS)))
+    module, cls = BACKENDS[name]
+    try:
+        return getattr(import_module(module), cls)
+    except ImportError as error:
+        raise ValueError(f"attention_backend={name!r}: must be installed ({error})") from error

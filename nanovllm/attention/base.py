@@ -1,0 +1,96 @@
+"""The contract between layers and attention backends: what a step's attention needs to know, and who computes it."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass
+class AttentionMetadata:
+    """The rows of one step. Make a new one for every step (in a CUDA graph: one per captured graph).
+
+        rows    | decode rows: one token each | prompt chunks: any number of tokens each |
+                0                      num_decode_rows                                num_rows
+        tokens  cu_seqlens_q[r] .. cu_seqlens_q[r + 1] are the row's, so decode row r is token r
+
+    A row's last token sees `context_lens[r]` tokens of cache, its own among them; the one before it sees one less.
+    """
+
+    num_rows: int
+    """R, padding rows of a CUDA graph included."""
+    num_decode_rows: int
+    """The first so many rows have exactly one token."""
+    row_slot: torch.Tensor
+    """int32 [R]: the row's line of block_table; -1 for padding."""
+    context_lens: torch.Tensor
+    """int32 [R]: computed tokens + tokens of this step; 0 for padding."""
+    cu_seqlens_q: torch.Tensor
+    """int32 [R + 1]: where each row's tokens start; padding rows of the chunk part have none."""
+    block_table: torch.Tensor
+    """int32 [max_num_seqs, max_blocks], indexed by slot."""
+    max_seqlen_q: int
+    """Host-side bound on the tokens of a row."""
+    max_context_len: int
+    """Host-side bound on context_lens; the model's maximum in a CUDA graph."""
+    num_tokens: int = 0
+    """T, padding included (shapes of a captured graph); 0: taken from q at the first forward."""
+    prefill_block_tables: torch.Tensor | None = None
+    """int32 [num_rows - num_decode_rows, max_blocks]: the chunk rows' lines of block_table; filled by
+    AttentionBackend.prepare where the backend needs them side by side."""
+    workspace: Any = field(default=None, repr=False)
+    """What the backend's prepare computed once for all layers; no concern of anybody else."""
+
+    @property
+    def num_prefill_rows(self) -> int:
+        return self.num_rows - self.num_decode_rows
+
+
+class AttentionBackend(ABC):
+    """Causal attention over a paged cache. One object serves all layers of a rank, in stream order.
+
+    Cache layout: k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim], last dimension contiguous. Token n of
+    a row is in block block_table[slot, n // block_size] at offset n % block_size. What a row's last block holds past the
+    row's end must be finite; blocks that no row owns may hold anything.
+    """
+
+    name: str
+
+    def __init__(self, num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int, max_num_seqs: int,
+                 max_model_len: int, device: torch.device | str, dtype: torch.dtype) -> None:
+        """Head counts are this rank's; max_model_len in tokens; scores are scaled by head_dim ** -0.5."""
+        if num_q_heads % num_kv_heads:
+            raise ValueError(f"num_q_heads={num_q_heads}: must be a multiple of num_kv_heads={num_kv_heads}")
+        self.check(block_size, head_dim, dtype, device)
+        self.num_q_heads, self.num_kv_heads, self.head_dim = num_q_heads, num_kv_heads, head_dim
+        self.block_size, self.max_num_seqs, self.max_model_len = block_size, max_num_seqs, max_model_len
+        self.device, self.dtype = torch.device(device), dtype
+        self.scale = head_dim**-0.5
+
+    @classmethod
+    @abstractmethod
+    def check(cls, block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        """Raises ValueError naming option, value and bound where this backend cannot serve them."""
+
+    @abstractmethod
+    def prepare(self, metadata: AttentionMetadata) -> None:
+        """Computes once per step what all layers share (device work only, capturable). The first `forward` calls it for a
+        metadata that nobody prepared; who calls it earlier sets metadata.num_tokens."""
+
+    def ensure_prepared(self, q: torch.Tensor, metadata: AttentionMetadata) -> None:
+        if metadata.workspace is None:
+            metadata.num_tokens = metadata.num_tokens or q.shape[0]
+            self.prepare(metadata)
+
+    @abstractmethod
+    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata,
+                out: torch.Tensor) -> torch.Tensor:
+        """Writes attention of q [T, Hq, D] (any token and head stride) into out [T, Hq, D] and returns out.
+
+        The step's own keys and values are in the cache already. Rows of padding leave their part of out as it was.
+        """
+
+    def warmup(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:  # noqa: B027 (a backend may have nothing to compile)
+        """Compiles every kernel variant that a step can need, so that none is compiled during capture or serving.
+        Reads the caches (any finite contents), writes nothing of them."""

@@ -1,0 +1,98 @@
+"""Attention by the project's own Triton kernels: split-KV decode, causal prefill. Capturable whole in CUDA graphs."""
+
+import os
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata
+from nanovllm.kernels.decode_attention import DecodeAttention
+from nanovllm.kernels.prefill_attention import PrefillAttention
+
+MAX_NUM_SEQS = 32768
+"""The decode kernel's work list keeps row and slot in 16 bits each."""
+
+
+class PrefillRows(NamedTuple):
+    """The chunk rows of a step, and their tiles where the Triton kernel runs them."""
+
+    row_slot: torch.Tensor
+    context_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    tiles: torch.Tensor
+
+
+class TritonBackend(AttentionBackend):
+    """Needs a GPU (or TRITON_INTERPRET=1). Block sizes that are multiples of 64 run fastest."""
+
+    name = "triton"
+
+    def __init__(self, num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int, max_num_seqs: int,
+                 max_model_len: int, device: torch.device | str, dtype: torch.dtype) -> None:
+        super().__init__(num_q_heads, num_kv_heads, head_dim, block_size, max_num_seqs, max_model_len, device, dtype)
+        if max_num_seqs > MAX_NUM_SEQS:
+            raise ValueError(f"max_num_seqs={max_num_seqs}: attention_backend={self.name!r} takes at most {MAX_NUM_SEQS}")
+        self.decode = DecodeAttention(num_q_heads, num_kv_heads, head_dim, block_size, max_num_seqs, max_model_len, self.device)
+        self.prefill = PrefillAttention(num_q_heads, num_kv_heads, head_dim, block_size, max_num_seqs, self.device)
+
+    @classmethod
+    def check(cls, block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        where = f"attention_backend={cls.name!r}"
+        if torch.device(device).type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError(f"device={str(device)!r}: {where} needs a CUDA device")
+        if block_size < 16 or block_size % 16:
+            raise ValueError(f"kvcache_block_size={block_size}: {where} takes multiples of 16, at least 16")
+        if head_dim not in (32, 64, 128):
+            raise ValueError(f"head_dim={head_dim}: {where} takes 32, 64 or 128")
+        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ValueError(f"dtype={dtype}: {where} takes bfloat16, float16 or float32")
+
+    def prepare(self, metadata: AttentionMetadata) -> None:
+        """Plans the decode rows in this object's buffers; one step at a time is in flight between prepare and forward."""
+        if metadata.num_decode_rows:
+            self.decode.plan(metadata.row_slot, metadata.context_lens, metadata.num_decode_rows)
+        metadata.workspace = self._prepare_prefill(metadata) if metadata.num_prefill_rows else ()
+
+    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata,
+                out: torch.Tensor) -> torch.Tensor:
+        self.ensure_prepared(q, metadata)
+        n = metadata.num_decode_rows
+        if n:
+            self.decode(q[:n], k_cache, v_cache, metadata.block_table, metadata.max_context_len, out[:n])
+        if metadata.num_prefill_rows:
+            self._forward_prefill(q, k_cache, v_cache, metadata, out)
+        return out
+
+    def _prepare_prefill(self, metadata: AttentionMetadata) -> PrefillRows:
+        n = metadata.num_decode_rows
+        cu_seqlens_q, context_lens = metadata.cu_seqlens_q[n:], metadata.context_lens[n:]
+        tiles = self.prefill.plan(cu_seqlens_q, context_lens, metadata.num_tokens - n)
+        return PrefillRows(metadata.row_slot[n:], context_lens, cu_seqlens_q, tiles)
+
+    def _forward_prefill(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+                         metadata: AttentionMetadata, out: torch.Tensor) -> None:
+        rows: PrefillRows = metadata.workspace
+        self.prefill(q, k_cache, v_cache, metadata.block_table, rows.row_slot, rows.cu_seqlens_q, rows.context_lens,
+                     rows.tiles, out)
+
+    def warmup(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+        """Both kernels, and every size class of the decode plan (powers of two of rows)."""
+        rows = 16
+        while rows < 2 * max(16, self.max_num_seqs):
+            self._warmup_step(k_cache, v_cache, num_decode=min(rows, self.max_num_seqs), num_prefill=0)
+            rows *= 2
+        self._warmup_step(k_cache, v_cache, num_decode=0, num_prefill=1)
+
+    def _warmup_step(self, k_cache: torch.Tensor, v_cache: torch.Tensor, num_decode: int, num_prefill: int) -> None:
+        rows = num_decode + num_prefill
+        integers = {"dtype": torch.int32, "device": self.device}
+        max_blocks = -(-self.max_model_len // self.block_size)
+        metadata = AttentionMetadata(
+            num_rows=rows, num_decode_rows=num_decode, row_slot=torch.zeros(rows, **integers),
+            context_lens=torch.ones(rows, **integers), cu_seqlens_q=torch.arange(rows + 1, **integers),
+            block_table=torch.zeros(self.max_num_seqs, max_blocks, **integers), max_seqlen_q=1, max_context_len=1)
+        # As the layers pass it: a view into the packed query, key and value projections.
+        heads = self.num_q_heads + 2 * self.num_kv_heads
+        qkv = torch.zeros(rows, heads, self.head_dim, dtype=self.dtype, device=self.device)
+        out = torch.empty(rows, self.num_q_heads, self.head_dim, dtype=self.dtype, device=self.device)
+        self.forward(qkv[:, : self.num_q_heads], k_cache, v_cache, metadata, out)

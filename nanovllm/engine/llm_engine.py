@@ -1,0 +1,210 @@
+"""The loop: schedule, launch, collect, finish. One step is scheduled and sent while the step before it runs."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.step_plan import StepPlan
+from nanovllm.config import EngineConfig, read_model_config, resolve_model_folder
+from nanovllm.outputs import RequestMetrics, StepOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: consecutive request numbers land far apart
+
+
+class LLMEngine:
+    """Rank 0: owns the scheduler and, through the executor, all ranks. Token ids in, token ids out.
+
+    add_request and abort may be called from any thread; what they ask for happens at the start of the next step.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        begin = time.perf_counter()
+        config = resolve_model_folder(config)
+        self.model_config = read_model_config(config)
+        self.model_config.check_tensor_parallel(config.tensor_parallel_size)
+        self.tokenizer = Tokenizer(config)
+        from nanovllm.worker.executor import Executor  # torch comes in here, while the tokenizer loads in its thread
+
+        self.executor = Executor(config, self.model_config)
+        self.config = self.executor.config
+        assert self.config.kvcache_block_size and self.config.max_model_len
+        self.scheduler = Scheduler(self.config, self.executor.num_kvcache_blocks, self.config.kvcache_block_size)
+        self._lock = threading.Lock()
+        self._inbox: deque[tuple[str, Sequence]] = deque()
+        self._sequences: dict[int, Sequence] = {}
+        self._launched: deque[StepPlan] = deque()
+        self._num_requests = 0
+        self._error: BaseException | None = None
+        self.num_prefill_tokens = 0
+        """Prompt tokens computed so far (those found in the prefix cache not counted)."""
+        self.num_decode_tokens = 0
+        """Tokens computed so far by rows that had one to compute."""
+        self.startup_seconds = time.perf_counter() - begin
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def check_request(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        """Raises ValueError naming what is wrong with a request and the bound it breaks."""
+        length, limit = len(prompt_token_ids), self.max_total_tokens
+        if length == 0:
+            raise ValueError("prompt: must have at least one token")
+        if length + 1 > limit:
+            name, value = self._length_limit()
+            raise ValueError(f"prompt of {length} tokens: must be shorter than {name}={value} (one token is generated)")
+        vocab = self.model_config.vocab_size
+        ids = np.asarray(prompt_token_ids)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError("prompt: token ids must be a flat list of integers")
+        if int(ids.min()) < 0 or int(ids.max()) >= vocab:
+            bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+            raise ValueError(f"prompt: token id {bad} must be in 0..{vocab - 1} (vocab_size={vocab})")
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params: must be SamplingParams, found {type(params).__name__}")
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Longest prompt + output that this engine can serve, in tokens."""
+        return self._length_limit()[1]
+
+    def _length_limit(self) -> tuple[str, int]:
+        assert self.config.max_model_len
+        capacity = self.scheduler.capacity_tokens
+        if capacity < self.config.max_model_len:
+            return "KV cache tokens (num_kvcache_blocks * kvcache_block_size)", capacity
+        return "max_model_len", self.config.max_model_len
+
+    def add_request(self, prompt_token_ids: list[int], params: SamplingParams) -> int:
+        """Queues a request; returns its id. Raises ValueError as check_request does."""
+        self.check_request(prompt_token_ids, params)
+        now = time.perf_counter()
+        with self._lock:
+            request_id = self._num_requests
+            self._num_requests += 1
+            seed = params.seed
+            if seed is None:
+                seed = (self.config.seed + (request_id + 1) * _SEED_STRIDE + 2**63) % 2**64 - 2**63
+            seq = Sequence(
+                request_id,
+                prompt_token_ids,
+                params,
+                seed=seed,
+                stop_token_ids=frozenset() if params.ignore_eos else frozenset(self.model_config.eos_token_ids),
+                max_total_tokens=min(len(prompt_token_ids) + params.max_tokens, self.max_total_tokens),
+                metrics=RequestMetrics(arrival_time=now),
+            )
+            self._sequences[request_id] = seq
+            self._inbox.append(("add", seq))
+        return request_id
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request; its last StepOutput says "abort". Unknown and finished ids are ignored."""
+        seq = self._sequences.get(request_id)
+        if seq is not None:
+            self._inbox.append(("abort", seq))
+
+    def sequence(self, request_id: int) -> Sequence:
+        """A request's tokens and lengths, until `forget` is called."""
+        return self._sequences[request_id]
+
+    def knows(self, request_id: int) -> bool:
+        return request_id in self._sequences
+
+    def forget(self, request_id: int) -> Sequence | None:
+        """Drops a finished request; returns it."""
+        return self._sequences.pop(request_id, None)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._inbox or self._launched or self.scheduler.has_unfinished())
+
+    # -- the loop -----------------------------------------------------------------------------------------------
+
+    def step(self) -> list[StepOutput]:
+        """One turn of the loop: launches a step if there is one, takes in the results of the step before it."""
+        if self._error is not None:
+            raise RuntimeError("this engine has failed and cannot go on") from self._error
+        try:
+            outputs = self._drain_inbox()
+            plan = self.scheduler.schedule()
+            if plan is not None:
+                self._launch(plan)
+            depth = 1 if plan is not None and self.config.async_scheduling else 0
+            while len(self._launched) > depth:
+                outputs += self._collect()
+            return outputs
+        except BaseException as error:
+            self._error = error
+            raise
+
+    def _launch(self, plan: StepPlan) -> None:
+        self.executor.launch(plan.pack(self.config.max_num_seqs))
+        self._launched.append(plan)
+        self.num_decode_tokens += plan.num_decode_rows
+        self.num_prefill_tokens += plan.num_prefill_tokens
+        if plan.new_slots:
+            now = time.perf_counter()
+            for seq in plan.new_slots:
+                if seq.metrics.first_scheduled_time is None:
+                    seq.metrics.first_scheduled_time = now
+
+    def _collect(self) -> list[StepOutput]:
+        token_ids = self.executor.collect()
+        gained = self.scheduler.apply(self._launched.popleft(), token_ids)
+        now = time.perf_counter()
+        outputs = []
+        for seq, token_id in gained:
+            finished = seq.status is SequenceStatus.FINISHED
+            if seq.metrics.first_token_time is None:
+                seq.metrics.first_token_time = now
+            if finished:
+                seq.metrics.finished_time = now
+            outputs.append(StepOutput(seq.request_id, [token_id], finished, seq.finish_reason))
+        return outputs
+
+    def _drain_inbox(self) -> list[StepOutput]:
+        """Takes in what other threads asked for; reports the requests that were aborted."""
+        outputs = []
+        while self._inbox:
+            kind, seq = self._inbox.popleft()
+            if kind == "add":
+                self.scheduler.add(seq)
+            elif seq.status is not SequenceStatus.FINISHED:
+                self.scheduler.abort(seq)
+                seq.metrics.finished_time = time.perf_counter()
+                outputs.append(StepOutput(seq.request_id, [], True, seq.finish_reason))
+        return outputs
+
+    # -- the rest -----------------------------------------------------------------------------------------------
+
+    def load_weights(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> list[StepOutput]:
+        """Replaces all weights in place, from (checkpoint name, whole tensor) pairs, on the live engine.
+
+        Requests in flight start over under the new weights from their tokens so far; the prefix cache is emptied.
+        Raises ValueError naming a missing, surplus or misshapen weight; steps are refused until a call succeeds.
+        """
+        outputs = []
+        while self._launched:
+            outputs += self._collect()
+        self.scheduler.preempt_all()
+        self._error = RuntimeError("load_weights did not finish: the weights are a mixture; call it again")
+        self.executor.load_weights(weights)
+        self._error = None
+        return outputs
+
+    def info(self) -> dict[str, Any]:
+        """What this engine runs on and with: for logs and benchmarks."""
+        return {**self.executor.info(), "startup_seconds": round(self.startup_seconds, 2)}
+
+    def close(self) -> None:
+        """Ends the workers and frees the devices. Does nothing the second time."""
+        self.executor.close()

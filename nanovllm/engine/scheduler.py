@@ -1,0 +1,292 @@
+"""Each step: how many more tokens of which rows to compute.
+
+Every request is a row of tokens, some computed and some not; the scheduler picks how many more of which rows this step
+computes, within one budget of tokens. There is no prefill phase and no decode phase: a decode is a row with one token
+to compute, a prompt chunk one with many, a preempted request one whose computed count fell back to its cached prefix.
+
+Steps are scheduled one ahead of their results. The scheduler therefore works with counts: a sampled token that is still
+on the device counts as an inflight token, and its value is needed only to see whether the text has ended. A row that
+turns out to have ended computed one token too many in the step already launched; it is dropped when it arrives.
+"""
+
+from collections import deque
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.step_plan import StepPlan
+
+
+class Scheduler:
+    """Owner of the queues, of every length and of every block. A pure function of its queues: no clock, no device."""
+
+    MIN_PREFILL_TOKENS_WITH_DECODES = 512
+
+    def __init__(self, config: EngineConfig, num_blocks: int, block_size: int) -> None:
+        self.config = config
+        self.block_manager = BlockManager(num_blocks, block_size, config.enable_prefix_caching)
+        self.long_threshold = config.long_prefill_threshold
+        self.running: list[Sequence] = []
+        """Oldest first; preemption takes from the end."""
+        self.waiting_short: deque[Sequence] = deque()
+        self.waiting_long: deque[Sequence] = deque()
+        self.num_waiting_tokens = 0
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+
+    # -- queues -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting_short) + len(self.waiting_long)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that one request can hold when it has the whole KV cache."""
+        return self.block_manager.num_blocks * self.block_manager.block_size
+
+    def has_unfinished(self) -> bool:
+        return bool(self.running or self.waiting_short or self.waiting_long)
+
+    def add(self, seq: Sequence) -> None:
+        assert seq.status is SequenceStatus.WAITING, seq
+        assert seq.num_tokens < seq.max_total_tokens <= self.capacity_tokens + 1, seq  # the last token needs no KV
+        self._queue_of(seq).append(seq)
+        self.num_waiting_tokens += seq.num_tokens
+
+    def abort(self, seq: Sequence) -> None:
+        """Ends `seq` wherever it is; tokens of it that are still on the device are dropped when they arrive."""
+        if seq.status is SequenceStatus.WAITING:
+            self._queue_of(seq).remove(seq)
+            self.num_waiting_tokens -= seq.num_tokens
+            seq.status, seq.finish_reason = SequenceStatus.FINISHED, "abort"
+        elif seq.status is SequenceStatus.RUNNING:
+            self._finish(seq, "abort")
+
+    def preempt_all(self) -> None:
+        """Every running row goes back to the queue with nothing computed (its KV is no longer valid)."""
+        while self.running:
+            self._preempt(self.running[-1])
+        self.block_manager.forget_cached()
+
+    def _is_long(self, num_remaining_tokens: int) -> bool:
+        return 0 < self.long_threshold < num_remaining_tokens
+
+    def _queue_of(self, seq: Sequence) -> deque[Sequence]:
+        # By the length that never changes, so that a row is found again where it was put.
+        return self.waiting_long if self._is_long(seq.num_prompt_tokens) else self.waiting_short
+
+    # -- one step -----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None where no row can go on before results arrive (or none is there)."""
+        plan = StepPlan()
+        budget = self._schedule_decodes(plan, self.config.max_num_batched_tokens)
+        if plan.num_decode_rows:
+            budget = min(budget, self._prefill_cap())
+        finishing: list[tuple[Sequence, int]] = []
+        partial: list[tuple[Sequence, int]] = []
+        prompts = [seq for seq in self.running if not seq.last_token_on_device]
+        budget = self._continue_prompts(prompts, budget, finishing, partial)
+        self._admit(plan, prompts, budget, finishing, partial)
+        for seq, count in finishing:
+            self._add_row(plan, seq, count)
+            seq.num_inflight_tokens += 1
+            seq.last_token_on_device = True
+        plan.num_sample_rows = plan.num_rows
+        for seq, count in partial:
+            self._add_row(plan, seq, count)
+        return plan if plan.seqs else None
+
+    def _schedule_decodes(self, plan: StepPlan, budget: int) -> int:
+        """Adds the rows that have one token to compute, oldest first; makes room by preempting the newest."""
+        block_size = self.block_manager.block_size
+        seqs, starts, epochs = plan.seqs, plan.starts, plan.epochs
+        for seq in self.running:  # _preempt may shorten the list from its end meanwhile; iteration then ends earlier
+            if budget == 0:
+                break
+            total = seq.num_tokens + seq.num_inflight_tokens
+            if not seq.last_token_on_device or total >= seq.max_total_tokens:
+                continue  # a prompt, or a row whose last token is on its way
+            start = seq.num_computed_tokens
+            if start == len(seq.block_table) * block_size and not self._grow(plan, seq):
+                continue  # it was the newest itself and had to go
+            seqs.append(seq)
+            starts.append(start)
+            epochs.append(seq.epoch)
+            seq.num_computed_tokens = start + 1
+            seq.num_inflight_tokens += 1
+            budget -= 1
+        plan.num_decode_rows = plan.num_tokens = len(seqs)
+        plan.counts = [1] * len(seqs)
+        return budget
+
+    def _grow(self, plan: StepPlan, seq: Sequence) -> bool:
+        """Gives `seq` one more block. False: `seq` itself was preempted, being the newest."""
+        while self.block_manager.num_free_blocks == 0:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        plan.block_updates += (seq.slot, len(seq.block_table), self.block_manager.append_block(seq))
+        return True
+
+    def _prefill_cap(self) -> int:
+        cap = self.config.max_num_prefill_tokens_with_decodes
+        return cap if cap is not None else max(self.MIN_PREFILL_TOKENS_WITH_DECODES, self.num_waiting_tokens // 8)
+
+    def _continue_prompts(
+        self,
+        prompts: list[Sequence],
+        budget: int,
+        finishing: list[tuple[Sequence, int]],
+        partial: list[tuple[Sequence, int]],
+    ) -> int:
+        """Prompts that an earlier step began, in order of their admission."""
+        short_waits = bool(self.waiting_short) or any(not self._is_long(seq.num_tokens_to_compute) for seq in prompts)
+        for seq in prompts:
+            if budget == 0:
+                break
+            count = self._chunk(seq.num_tokens_to_compute, budget, short_waits)
+            (finishing if count == seq.num_tokens_to_compute else partial).append((seq, count))
+            budget -= count
+        return budget
+
+    def _chunk(self, num_remaining_tokens: int, budget: int, short_waits: bool) -> int:
+        count = min(num_remaining_tokens, budget)
+        if short_waits and self._is_long(num_remaining_tokens):
+            # Leave room for the short prompts behind it, also where the budget itself is below the threshold.
+            count = min(count, self.long_threshold, max(1, budget // 2))
+        return count
+
+    def _admit(
+        self,
+        plan: StepPlan,
+        prompts: list[Sequence],
+        budget: int,
+        finishing: list[tuple[Sequence, int]],
+        partial: list[tuple[Sequence, int]],
+    ) -> None:
+        """Takes waiting requests in order of arrival, until budget, slots, memory or the partial-prefill limits end.
+
+        A row is admitted only where all its known tokens fit, and gets their blocks at once. So a chunk never waits for
+        memory, and with nothing running every request fits: admission cannot deadlock.
+        """
+        num_partial = len(prompts) - len(finishing)
+        num_long = sum(1 for seq in prompts if self._is_long(seq.num_tokens_to_compute))
+        while budget > 0 and self._free_slots and self.block_manager.num_free_blocks:
+            queue = self._next_queue(long_allowed=num_long < self.config.max_long_partial_prefills)
+            if queue is None or queue[0].num_inflight_tokens:  # preempted, and its last token is not known yet
+                break
+            seq = queue[0]
+            hits, parent_hash = self.block_manager.match_prefix(seq)
+            remaining = seq.num_tokens - len(hits) * self.block_manager.block_size
+            count = self._chunk(remaining, budget, short_waits=bool(self.waiting_short))
+            if not self.block_manager.can_admit(seq, hits):
+                break
+            if count < remaining and num_partial >= self.config.max_num_partial_prefills:
+                break
+            queue.popleft()
+            self.num_waiting_tokens -= seq.num_tokens
+            self._start(plan, seq, hits, parent_hash)
+            num_long += self._is_long(remaining)
+            budget -= count
+            if count == remaining:
+                finishing.append((seq, count))
+            else:
+                partial.append((seq, count))
+                num_partial += 1
+
+    def _next_queue(self, long_allowed: bool) -> deque[Sequence] | None:
+        """The queue whose head came first; the short one where a long prompt must not hold it back."""
+        short, long = self.waiting_short, self.waiting_long
+        if not short or not long:
+            return short or long or None
+        return long if long_allowed and long[0].request_id < short[0].request_id else short
+
+    def _start(self, plan: StepPlan, seq: Sequence, hits: list[int], parent_hash: bytes) -> None:
+        self.block_manager.admit(seq, hits, parent_hash)
+        seq.status = SequenceStatus.RUNNING
+        seq.slot = self._free_slots.pop()
+        seq.last_token_on_device = False
+        seq.num_computed_tokens = seq.num_cached_tokens = len(hits) * self.block_manager.block_size
+        if seq.num_prompt_cached_tokens is None:
+            seq.num_prompt_cached_tokens = seq.num_cached_tokens
+        self.running.append(seq)
+        plan.new_slots.append(seq)
+        for index, block_id in enumerate(seq.block_table):
+            plan.block_updates += (seq.slot, index, block_id)
+
+    def _add_row(self, plan: StepPlan, seq: Sequence, count: int) -> None:
+        start = seq.num_computed_tokens
+        plan.seqs.append(seq)
+        plan.starts.append(start)
+        plan.counts.append(count)
+        plan.epochs.append(seq.epoch)
+        plan.host_token_ids += seq.token_ids[start : start + count]
+        plan.num_tokens += count
+        seq.num_computed_tokens = start + count
+
+    # -- results ------------------------------------------------------------------------------------------------
+
+    def apply(self, plan: StepPlan, token_ids: list[int]) -> list[tuple[Sequence, int]]:
+        """Takes in a step's sampled tokens (one for each of its first rows); returns who gained which."""
+        gained: list[tuple[Sequence, int]] = []
+        block_size = self.block_manager.block_size
+        num_decode_rows, num_sample_rows = plan.num_decode_rows, plan.num_sample_rows
+        waiting, finished = SequenceStatus.WAITING, SequenceStatus.FINISHED  # members of an Enum are slow to look up
+        for row, (seq, start, count, epoch) in enumerate(
+            zip(plan.seqs, plan.starts, plan.counts, plan.epochs, strict=True)
+        ):
+            if seq.epoch == epoch and (row >= num_decode_rows or (start + 1) % block_size == 0):
+                self.block_manager.publish(seq, start + count)
+            if row >= num_sample_rows or seq.status is finished:
+                continue
+            token_id = token_ids[row]
+            seq.append(token_id)
+            gained.append((seq, token_id))
+            if token_id in seq.stop_token_ids:
+                self._finish(seq, "stop")
+            elif seq.num_tokens >= seq.max_total_tokens:
+                self._finish(seq, "length")
+            elif seq.status is waiting:
+                self.num_waiting_tokens += 1
+        return gained
+
+    def _finish(self, seq: Sequence, reason: str) -> None:
+        if seq.status is SequenceStatus.RUNNING:
+            self.running.remove(seq)
+            self._release(seq)
+        else:  # preempted while its last token was on the device
+            self._queue_of(seq).remove(seq)
+            self.num_waiting_tokens -= seq.num_tokens - 1
+        seq.status, seq.finish_reason = SequenceStatus.FINISHED, reason
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Back to the head of its queue; it will be computed again from whatever prefix is still cached by then."""
+        assert self.running[-1] is seq, seq
+        self.running.pop()
+        self._release(seq)
+        seq.num_computed_tokens = seq.num_cached_tokens = 0
+        seq.status = SequenceStatus.WAITING
+        self._queue_of(seq).appendleft(seq)
+        self.num_waiting_tokens += seq.num_tokens
+
+    def _release(self, seq: Sequence) -> None:
+        # Safe while a launched step still writes there: whoever gets the slot or a block runs in a later step.
+        self.block_manager.release(seq)
+        self._free_slots.append(seq.slot)
+        seq.slot = -1
+        seq.last_token_on_device = False
+
+    def check_integrity(self) -> None:
+        """Asserts that queues, lengths, slots and blocks agree. For tests and idle moments."""
+        waiting = [*self.waiting_short, *self.waiting_long]
+        for seq in [*self.running, *waiting]:
+            seq.check()
+        assert all(seq.status is SequenceStatus.RUNNING and seq.slot >= 0 for seq in self.running)
+        assert all(seq.status is SequenceStatus.WAITING and not seq.block_table for seq in waiting)
+        slots = sorted([seq.slot for seq in self.running] + self._free_slots)
+        assert slots == list(range(self.config.max_num_seqs)), slots
+        assert self.num_waiting_tokens == sum(seq.num_tokens for seq in waiting)
+        assert len({seq.request_id for seq in [*self.running, *waiting]}) == len(self.running) + len(waiting)
+        self.block_manager.check_integrity(self.running)

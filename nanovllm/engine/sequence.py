@@ -1,0 +1,121 @@
+"""One request as a row of tokens, some computed and some not."""
+
+from enum import Enum, auto
+
+from nanovllm.outputs import RequestMetrics
+from nanovllm.sampling_params import SamplingParams
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Sequence:
+    """A request's tokens, lengths, blocks and slot.
+
+        0 ......... num_cached_tokens ...... num_computed_tokens ...... num_tokens ..... num_total_tokens
+        | KV found in the prefix | KV computed by a step that | known to the | sampled on the device, |
+        | cache at admission     | has been launched          | host         | not yet read by us     |
+
+    `num_computed_tokens` advances when a step is scheduled, not when it ends: everything on the device happens in the
+    order of launches, so what a launched step writes is there for every later one.
+    """
+
+    __slots__ = (
+        "block_table",
+        "epoch",
+        "finish_reason",
+        "last_token_on_device",
+        "max_total_tokens",
+        "metrics",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_hashed_blocks",
+        "num_inflight_tokens",
+        "num_prompt_cached_tokens",
+        "num_prompt_tokens",
+        "num_tokens",
+        "params",
+        "parent_hash",
+        "request_id",
+        "seed",
+        "slot",
+        "status",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        stop_token_ids: frozenset[int],
+        max_total_tokens: int,
+        metrics: RequestMetrics,
+    ) -> None:
+        self.request_id = request_id
+        self.token_ids = list(prompt_token_ids)
+        self.params = params
+        self.seed = seed
+        self.stop_token_ids = stop_token_ids
+        """Token ids that end the output; empty where they are to be ignored."""
+        self.max_total_tokens = max_total_tokens
+        """Prompt and output together end at this length."""
+        self.metrics = metrics
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: str | None = None
+
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_tokens = len(prompt_token_ids)
+        self.num_inflight_tokens = 0
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_prompt_cached_tokens: int | None = None
+        """num_cached_tokens of the first admission: what a preemption finds later is the request's own work."""
+
+        self.slot = -1
+        self.last_token_on_device = False
+        """Whether this slot's last sampled token is the row's next input: then the row decodes without host data."""
+        self.block_table: list[int] = []
+        self.num_hashed_blocks = 0
+        """Leading blocks of the table that are known to the prefix cache."""
+        self.parent_hash = b""
+        """Chained hash of those blocks."""
+        self.epoch = 0
+        """Counts the times that the blocks were given back: results of a step from an earlier epoch own no blocks."""
+
+    @property
+    def num_total_tokens(self) -> int:
+        """Tokens of the row, those not yet read from the device included."""
+        return self.num_tokens + self.num_inflight_tokens
+
+    @property
+    def num_tokens_to_compute(self) -> int:
+        return self.num_tokens + self.num_inflight_tokens - self.num_computed_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def append(self, token_id: int) -> None:
+        """A sampled token has arrived from the device."""
+        self.num_inflight_tokens -= 1
+        self.token_ids.append(token_id)
+        self.num_tokens += 1
+
+    def check(self) -> None:
+        """Asserts the order of the lengths drawn above."""
+        assert 0 <= self.num_cached_tokens <= self.num_computed_tokens <= self.num_total_tokens, self
+        assert self.num_prompt_tokens <= self.num_tokens == len(self.token_ids), self
+        assert self.num_inflight_tokens >= 0, self
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request_id}, {self.status.name}, slot {self.slot}, cached {self.num_cached_tokens} <= "
+            f"computed {self.num_computed_tokens} <= total {self.num_tokens}+{self.num_inflight_tokens})"
+        )

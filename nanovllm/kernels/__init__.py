@@ -1,0 +1,56 @@
+"""Triton kernels, each beside a plain PyTorch twin of the same signature that states what it computes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from importlib import import_module
+from typing import Any
+
+import torch
+
+_HOME = {
+    "rms_norm": "norm",
+    "add_rms_norm": "norm",
+    "silu_mul": "activation",
+    "qk_norm_rope_store": "rope",
+    "store_kv": "rope",
+    "gumbel_argmax": "sampling",
+    "commit_tokens": "sampling",
+    "sample_tokens": "sampling",
+    "apply_deltas": "step_input",
+    "expand_rows": "step_input",
+    "prepare_decode": "step_input",
+}
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The device functions of the forward pass and around it; see the `..._reference` twins for what each computes."""
+
+    rms_norm: Callable[..., torch.Tensor]
+    add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    silu_mul: Callable[..., torch.Tensor]
+    qk_norm_rope_store: Callable[..., torch.Tensor]
+    store_kv: Callable[..., None]
+    gumbel_argmax: Callable[..., torch.Tensor]
+    commit_tokens: Callable[..., torch.Tensor]
+    sample_tokens: Callable[..., torch.Tensor]
+    apply_deltas: Callable[..., None]
+    expand_rows: Callable[..., None]
+    prepare_decode: Callable[..., None]
+    fused: bool
+    """True: Triton; False: the PyTorch twins."""
+
+
+def select_kernels(device: torch.device | str, fused: bool = True, interpret: bool = False) -> Kernels:
+    """Triton kernels on CUDA, the twins on a CPU or when `fused` is off.
+
+    interpret: Triton on a CPU too, by its interpreter (slow; TRITON_INTERPRET=1 must be set before triton is imported).
+    """
+    use_triton = fused and (torch.device(device).type == "cuda" or interpret)
+    suffix = "" if use_triton else "_reference"
+    found: dict[str, Any] = {"fused": use_triton}
+    for field in fields(Kernels):
+        if field.name in _HOME:
+            module = import_module(f"{__name__}.{_HOME[field.name]}")
+            found[field.name] = getattr(module, field.name + suffix)
+    return Kernels(**found)

@@ -1,0 +1,306 @@
+"""Paged split-KV attention for rows with one query token, over a work list that the device builds itself.
+
+A row's keys are cut into chunks at offsets that depend on the row's own length alone, so its result is the same bits
+whoever its neighbours are. The chunks of all rows form one list, long ones first; a fixed number of programs walks it, so
+the grid depends neither on lengths nor on the bound on lengths, and ragged batches spread evenly. A chunk that is not its
+row's only one leaves a normalised partial result and its log-sum-exp; whoever finishes a row last merges them, in order.
+The idea of fixed split offsets with a merge by log-sum-exp is Flash-Decoding's (Dao et al., 2023).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.paged_tma import paged_descriptor, supports_tma
+
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Tuning of the kernel. All batch sizes use the same one: another tile would round otherwise."""
+
+    block_n: int = 64
+    """Keys of a tile."""
+    num_warps: int = 4
+    num_stages: int = 3
+    programs_per_sm: int = 2
+    min_chunk: int = 256
+    """Keys of a chunk of a short row; a power of two and a multiple of block_n."""
+    max_splits: int = 32
+    """Most chunks of a row: longer rows get longer chunks."""
+    max_registers: int | None = None
+    """Of a thread; fewer let more programs share a multiprocessor."""
+    use_tma: bool = False
+    """Load keys and values by tensor descriptors where a page holds whole tiles (compute capability 9.0 and later)."""
+
+
+@triton.jit
+def _chunk_size(context_len, MIN_CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, NUM_CLASSES: tl.constexpr):
+    """MIN_CHUNK doubled until MAX_SPLITS chunks cover the row."""
+    chunk = tl.zeros_like(context_len) + MIN_CHUNK
+    for _ in tl.static_range(NUM_CLASSES - 1):
+        chunk = tl.where(chunk * MAX_SPLITS < context_len, chunk * 2, chunk)
+    return chunk
+
+
+@triton.jit(do_not_specialize=["ROW_SLOT", "CONTEXT_LENS", "num_rows"])
+def plan_decode_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, num_rows,
+                       MIN_CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, NUM_CLASSES: tl.constexpr,
+                       TAIL_CLASSES: tl.constexpr, ROWS_PADDED: tl.constexpr, ROWS_PER_PROGRAM: tl.constexpr):
+    """See plan_decode_reference. Every program ranks all rows and writes the entries of its own."""
+    rows = tl.arange(0, ROWS_PADDED)
+    slot = tl.load(ROW_SLOT + rows, mask=rows < num_rows, other=-1)
+    length = tl.load(CONTEXT_LENS + rows, mask=rows < num_rows, other=0)
+    length = tl.where(slot >= 0, length, 0)
+    chunk = _chunk_size(length, MIN_CHUNK, MAX_SPLITS, NUM_CLASSES)
+    num_full = length // chunk
+    tail = length % chunk
+
+    first_full = tl.zeros_like(length)
+    first_tail = tl.zeros_like(length)
+    placed = tl.sum(tl.zeros_like(length), 0)
+    for step in tl.static_range(NUM_CLASSES):
+        here = tl.where(chunk == (MIN_CHUNK << (NUM_CLASSES - 1 - step)), num_full, 0)
+        first_full += tl.where(here > 0, placed + tl.cumsum(here, 0) - here, 0)
+        placed += tl.sum(here, 0)
+    tail_class = tl.minimum((tail * TAIL_CLASSES + MIN_CHUNK - 1) // MIN_CHUNK, TAIL_CLASSES)
+    for step in tl.static_range(TAIL_CLASSES):
+        here = tl.where(tail_class == TAIL_CLASSES - step, 1, 0)
+        first_tail += here * (placed + tl.cumsum(here, 0) - here)
+        placed += tl.sum(here, 0)
+
+    program = tl.program_id(0)
+    if program == 0:
+        tl.store(NUM_WORK, placed)
+    mine = (rows // ROWS_PER_PROGRAM == program) & (rows < num_rows)
+    row_and_slot = rows | (slot << 16)
+    num_chunks = num_full + tl.where(tail > 0, 1, 0)
+    entry = WORK + first_tail * 4
+    tail_mask = mine & (tail > 0)
+    tl.store(entry, row_and_slot, mask=tail_mask)
+    tl.store(entry + 1, num_full * chunk, mask=tail_mask)
+    tl.store(entry + 2, length, mask=tail_mask)
+    tl.store(entry + 3, num_full | (num_chunks << 16), mask=tail_mask)
+    index = tl.arange(0, MAX_SPLITS)[None, :]
+    full_mask = mine[:, None] & (index < num_full[:, None])
+    entry = WORK + (first_full[:, None] + index) * 4
+    nothing = tl.zeros_like(index)
+    tl.store(entry, row_and_slot[:, None] + nothing, mask=full_mask)
+    tl.store(entry + 1, index * chunk[:, None], mask=full_mask)
+    tl.store(entry + 2, (index + 1) * chunk[:, None], mask=full_mask)
+    tl.store(entry + 3, index | (num_chunks[:, None] << 16), mask=full_mask)
+
+
+def plan_decode_reference(row_slot: torch.Tensor, context_lens: torch.Tensor, config: DecodeConfig,
+                          max_context_len: int) -> list[tuple[int, int, int, int, int, int]]:
+    """The work list as (row, slot, first key, end, index of the chunk, chunks of the row), long chunks first."""
+    items = []
+    for row, (slot, length) in enumerate(zip(row_slot.tolist(), context_lens.tolist(), strict=True)):
+        if slot < 0 or length == 0:
+            continue
+        chunk = config.min_chunk
+        while chunk * config.max_splits < length:
+            chunk *= 2
+        num_chunks = -(-length // chunk)
+        for c in range(num_chunks):
+            items.append((row, slot, c * chunk, min(length, (c + 1) * chunk), c, num_chunks))
+    return sorted(items, key=lambda item: item[2] - item[3])
+
+
+@triton.jit
+def _look_up(TABLE_ROW, start, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The block of the tile at key `start` (one for each key where tiles do not divide pages); block 0 past `end`."""
+    if PAGE % BLOCK_N == 0:
+        return tl.load(TABLE_ROW + start // PAGE, mask=start < end, other=0)
+    else:
+        tokens = start + tl.arange(0, BLOCK_N)
+        return tl.load(TABLE_ROW + tokens // PAGE, mask=tokens < end, other=0)
+
+
+@triton.jit
+def _load_tile(CACHE, kv_head, block, start, end, stride_block, stride_head, stride_token, D: tl.constexpr,
+               PAGE: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr):
+    """Keys (or values) start .. start + BLOCK_N of a row as [BLOCK_N, D]; finite (zero without TMA) at and past `end`."""
+    if TMA:
+        return CACHE.load([block, kv_head, start % PAGE, 0]).reshape(BLOCK_N, D)
+    else:
+        tokens = tl.arange(0, BLOCK_N)
+        dims = tl.arange(0, D)[None, :]
+        if PAGE % BLOCK_N == 0:
+            tile = CACHE + block.to(tl.int64) * stride_block + kv_head * stride_head + start % PAGE * stride_token
+            pointers = tile + ((tokens * stride_token)[:, None] + dims)
+        else:
+            rows = CACHE + block.to(tl.int64) * stride_block + kv_head * stride_head + (start + tokens) % PAGE * stride_token
+            pointers = rows[:, None] + dims
+        return tl.load(pointers, mask=(start + tokens < end)[:, None], other=0.0)
+
+
+@triton.jit
+def _attend(q, k, v, m, l, acc, scale_log2, start, end, BLOCK_N: tl.constexpr):
+    """One tile of online softmax: (running maximum, running sum, unnormalised output), all in units of log2."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    scores = tl.where((start + tl.arange(0, BLOCK_N) < end)[None, :], scores, float("-inf"))
+    m_new = tl.maximum(m, tl.max(scores, 1))
+    p = tl.exp2(scores - m_new[:, None])
+    alpha = tl.exp2(m - m_new)
+    l = l * alpha + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    return m_new, l, acc
+
+
+@triton.jit
+def _merge(PARTIAL, LSE, OUT, first, num_chunks, stride_out_head,
+           G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """Merges the chunks of G heads, whose partial results start at entry `first`, into OUT [G, D]."""
+    AT_ONCE: tl.constexpr = 8 if MAX_SPLITS >= 8 else MAX_SPLITS
+    heads = tl.arange(0, GROUP)
+    splits = tl.arange(0, MAX_SPLITS)
+    of_head = first + heads * MAX_SPLITS
+    lse = tl.load(LSE + of_head[None, :] + splits[:, None], mask=(splits < num_chunks)[:, None] & (heads < G)[None, :],
+                  other=float("-inf"), cache_modifier=".cg")
+    top = tl.where(heads < G, tl.max(lse, 0), 0.0)
+    total = tl.where(heads < G, tl.sum(tl.exp2(lse - top[None, :]), 0), 1.0)
+    acc = tl.zeros([GROUP, D], tl.float32)
+    for begin in range(0, num_chunks, AT_ONCE):
+        part = begin + tl.arange(0, AT_ONCE)
+        known = (part < num_chunks)[:, None] & (heads < G)[None, :]
+        entries = of_head[None, :] + part[:, None]
+        part_lse = tl.load(LSE + entries, mask=known, other=float("-inf"), cache_modifier=".cg")
+        weight = tl.exp2(part_lse - top[None, :])
+        value = tl.load(PARTIAL + entries[:, :, None] * D + tl.arange(0, D)[None, None, :], mask=known[:, :, None],
+                        other=0.0, cache_modifier=".cg")
+        acc += tl.sum(value * weight[:, :, None], 0)
+    pointers = OUT + heads[:, None] * stride_out_head + tl.arange(0, D)[None, :]
+    tl.store(pointers, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=(heads < G)[:, None])
+
+
+@triton.jit
+def _chunk_attention(q, K, V, kv_head, TABLE_ROW, start, end, scale_log2, k_block, k_head, k_token, v_block, v_head,
+                     v_token, BLOCK_H: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+                     TMA: tl.constexpr):
+    """q [BLOCK_H, D] over keys start..end: normalised output [BLOCK_H, D] and its log2-sum-exp [BLOCK_H]."""
+    m = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_H, D], tl.float32)
+    # Looked up one tile ahead and carried, so that the pipeline's stages all go to keys and values.
+    block = _look_up(TABLE_ROW, start, end, PAGE, BLOCK_N)
+    for n in range(start, end, BLOCK_N):
+        k = _load_tile(K, kv_head, block, n, end, k_block, k_head, k_token, D, PAGE, BLOCK_N, TMA)
+        v = _load_tile(V, kv_head, block, n, end, v_block, v_head, v_token, D, PAGE, BLOCK_N, TMA)
+        block = _look_up(TABLE_ROW, n + BLOCK_N, end, PAGE, BLOCK_N)
+        m, l, acc = _attend(q, k, v, m, l, acc, scale_log2, n, end, BLOCK_N)
+    return acc / l[:, None], m + tl.log2(l)
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def decode_attention_kernel(Q, K, V, OUT, TABLE, WORK, NUM_WORK, PARTIAL, LSE, ARRIVED, scale_log2,
+                            q_token, q_head, k_block, k_head, k_token, v_block, v_head, v_token, table_stride,
+                            out_token, out_head, HKV: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
+                            BLOCK_H: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+                            TMA: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """See decode_attention_reference. An item of work is one chunk of one row for one key head and its G query heads."""
+    heads = tl.arange(0, BLOCK_H)
+    dims = tl.arange(0, D)
+    num_items = tl.load(NUM_WORK) * HKV
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        entry = WORK + item // HKV * 4
+        row_and_slot = tl.load(entry)
+        start = tl.load(entry + 1)
+        end = tl.load(entry + 2)
+        chunk_of = tl.load(entry + 3)
+        row = (row_and_slot & 0xFFFF).to(tl.int64)
+        slot = (row_and_slot >> 16).to(tl.int64)
+        chunk = chunk_of & 0xFFFF
+        num_chunks = chunk_of >> 16
+        kv_head = item % HKV
+
+        q = tl.load(Q + row * q_token + (kv_head * G + heads[:, None]) * q_head + dims[None, :],
+                    mask=(heads < G)[:, None], other=0.0)
+        o, lse = _chunk_attention(q, K, V, kv_head, TABLE + slot * table_stride, start, end, scale_log2, k_block, k_head,
+                                  k_token, v_block, v_head, v_token, BLOCK_H, D, PAGE, BLOCK_N, TMA)
+        OUT_HEADS = OUT + row * out_token + kv_head * G * out_head
+        if num_chunks == 1:
+            tl.store(OUT_HEADS + heads[:, None] * out_head + dims[None, :], o.to(OUT.dtype.element_ty),
+                     mask=(heads < G)[:, None])
+        else:
+            first = (row * HKV + kv_head) * G * MAX_SPLITS
+            entries = first + heads * MAX_SPLITS + chunk
+            tl.store(LSE + entries, lse, mask=heads < G)
+            tl.store(PARTIAL + entries[:, None] * D + dims[None, :], o, mask=(heads < G)[:, None])
+            # All threads' stores come before the one thread's release; the acquire comes before all threads' loads.
+            tl.debug_barrier()
+            arrived = tl.atomic_add(ARRIVED + row * HKV + kv_head, 1, sem="acq_rel", scope="gpu")
+            if arrived == num_chunks - 1:
+                _merge(PARTIAL, LSE, OUT_HEADS, first, num_chunks, out_head, G, GROUP, D, MAX_SPLITS)
+                tl.store(ARRIVED + row * HKV + kv_head, 0)  # ready for the next layer
+
+
+def decode_attention_reference(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, row_slot: torch.Tensor,
+                               context_lens: torch.Tensor, block_table: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attention of q [R, Hq, D] over each row's first context_lens[r] keys, in float32 (float64 for float64 input)."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    num_kv_heads, block_size = k_cache.shape[1:3]
+    for r, (slot, length) in enumerate(zip(row_slot.tolist(), context_lens.tolist(), strict=True)):
+        if slot < 0 or length == 0:
+            continue
+        blocks = block_table[slot, : -(-length // block_size)].long()
+        k, v = (cache[blocks].transpose(0, 1).flatten(1, 2)[:, :length].to(dtype) for cache in (k_cache, v_cache))
+        grouped = q[r].to(dtype).view(num_kv_heads, -1, q.shape[-1])
+        out[r] = (torch.softmax(grouped @ k.mT * scale, -1) @ v).flatten(0, 1)
+    return out
+
+
+class DecodeAttention:
+    """The kernel with its workspace: `plan` once per step, then `__call__` once per layer. Serves any batch up to
+    max_num_seqs from one set of buffers; nothing is allocated after construction."""
+
+    def __init__(self, num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int, max_num_seqs: int,
+                 max_model_len: int, device: torch.device, config: DecodeConfig | None = None) -> None:
+        self.num_q_heads, self.num_kv_heads, self.head_dim = num_q_heads, num_kv_heads, head_dim
+        self.block_size, self.max_num_seqs = block_size, max_num_seqs
+        self.config = config or DecodeConfig()
+        self.group = num_q_heads // num_kv_heads
+        self.scale_log2 = head_dim**-0.5 * LOG2_E
+        base = self.config.min_chunk
+        splits = min(self.config.max_splits, triton.next_power_of_2(triton.cdiv(max_model_len, base)))
+        self.max_splits = splits
+        self.num_classes = 1
+        while base * splits << (self.num_classes - 1) < max_model_len:
+            self.num_classes += 1
+        is_cuda = device.type == "cuda"
+        self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 1
+        self.use_tma = self.config.use_tma and supports_tma(device) and block_size % self.config.block_n == 0
+        self.work = torch.zeros(max_num_seqs * splits, 4, dtype=torch.int32, device=device)
+        self.num_work = torch.zeros(1, dtype=torch.int32, device=device)
+        self.partial = torch.zeros(max_num_seqs, num_q_heads, splits, head_dim, dtype=torch.float32, device=device)
+        self.lse = torch.zeros(max_num_seqs, num_q_heads, splits, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(max_num_seqs, num_kv_heads, dtype=torch.int32, device=device)
+
+    def plan(self, row_slot: torch.Tensor, context_lens: torch.Tensor, num_rows: int) -> None:
+        """Builds the work list of a step from int32 [num_rows] tensors, on the device."""
+        rows_padded = max(16, triton.next_power_of_2(num_rows))
+        rows_per_program = 16
+        plan_decode_kernel[(triton.cdiv(num_rows, rows_per_program),)](
+            row_slot, context_lens, self.work, self.num_work, num_rows, MIN_CHUNK=self.config.min_chunk,
+            MAX_SPLITS=self.max_splits, NUM_CLASSES=self.num_classes, TAIL_CLASSES=4, ROWS_PADDED=rows_padded,
+            ROWS_PER_PROGRAM=rows_per_program, num_warps=4)
+
+    def __call__(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
+                 max_context_len: int, out: torch.Tensor) -> torch.Tensor:
+        """q and out [num_rows, Hq, D]: the rows of the last plan. max_context_len: any bound on their lengths."""
+        c = self.config
+        most_chunks = min(self.max_splits, triton.cdiv(max_context_len, c.min_chunk))
+        k, v = (paged_descriptor(x, c.block_n) if self.use_tma else x for x in (k_cache, v_cache))
+        programs = min(self.num_sms * c.programs_per_sm, q.shape[0] * self.num_kv_heads * most_chunks)
+        decode_attention_kernel[(programs,)](
+            q, k, v, out, block_table, self.work, self.num_work, self.partial, self.lse, self.arrived,
+            self.scale_log2, q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
+            block_table.stride(0), out.stride(0), out.stride(1), HKV=self.num_kv_heads, G=self.group,
+            GROUP=triton.next_power_of_2(self.group), BLOCK_H=max(16, triton.next_power_of_2(self.group)),
+            D=self.head_dim, PAGE=self.block_size, BLOCK_N=c.block_n, TMA=self.use_tma, MAX_SPLITS=self.max_splits,
+            num_warps=c.num_warps, num_stages=c.num_stages, maxnreg=c.max_registers)
+        return out

@@ -1,0 +1,178 @@
+"""Linear layers for 1 to 16 rows, fused with what surrounds them in a decoder layer: the decode path of small batches.
+
+At these sizes a matrix product is a read of W, and in a CUDA graph of hundreds of such reads the gaps between kernels weigh as
+much as the reads. So the norm before and the activation or residual after are folded in, and each kernel starts its weight reads
+while the previous one is still running (programmatic dependent launch, PDL).
+
+A chain under PDL is correct only if every kernel in it that does not wait for its predecessor's end is one that calls `gdc_wait`
+before touching anything the predecessor writes. The kernels here do; kernels launched the ordinary way always wait; so they mix freely.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+
+from nanovllm.kernels.small_gemm_dot import small_gemm_stream_kernel, small_gemm_tile_kernel
+from nanovllm.kernels.small_gemm_fma import small_gemm_fma_kernel
+from nanovllm.kernels.small_gemm_tile import LANE_SPAN, MAX_ROWS
+
+SCRATCH_FLOATS = 1 << 21
+COUNTERS = 1 << 14
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """How one matrix product is cut. Picklable, so that one rank's measured choice can be used by all.
+
+    kernel: "fma" (CUDA cores, rows rounded up to 1, 2, 4 or 8), "tile" (tensor cores, weights waiting in registers) or
+    "stream" (tensor cores, pipelined loop).
+    block_n: weight rows of a program. block_k: columns of a step; "fma" and "tile" take multiples of 256 by a power of two.
+    depth: steps of weights in flight for each program. split_k: programs that share a tile's K.
+    """
+
+    kernel: str
+    block_n: int
+    block_k: int
+    depth: int
+    split_k: int = 1
+    num_warps: int = 4
+
+
+def norm_linear(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, *,
+    out: Tensor | None = None, config: GemmConfig | None = None, pdl: bool = True,
+) -> Tensor:  # fmt: skip
+    """rms_norm(x) @ weight^T for x [M <= 16, K], norm_weight [K], weight [N, K] -> [M, N], all in one dtype."""
+    return _launch(x, weight, weight.shape[0], norm_weight, eps, None, out, False, config, pdl)
+
+
+def norm_linear_silu_mul(
+    x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor, *,
+    out: Tensor | None = None, config: GemmConfig | None = None, pdl: bool = True,
+) -> Tensor:  # fmt: skip
+    """silu(gate) * up of rms_norm(x) [M <= 16, K] for gate_up_weight [2 I, K], gate rows first -> [M, I]."""
+    return _launch(x, gate_up_weight, gate_up_weight.shape[0] // 2, norm_weight, eps, None, out, True, config, pdl)
+
+
+def linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None, config: GemmConfig | None = None, pdl: bool = True) -> Tensor:
+    """x [M <= 16, K] @ weight [N, K]^T -> [M, N]."""
+    return _launch(x, weight, weight.shape[0], None, 0.0, None, out, False, config, pdl)
+
+
+def linear_residual(x: Tensor, weight: Tensor, residual: Tensor, *, config: GemmConfig | None = None, pdl: bool = True) -> Tensor:
+    """residual [M, N] += x [M <= 16, K] @ weight [N, K]^T in place, rounded once; returns residual."""
+    return _launch(x, weight, weight.shape[0], None, 0.0, residual, residual, False, config, pdl)
+
+
+def norm_linear_reference(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> Tensor:
+    """Plain twin of `norm_linear`."""
+    return linear_reference(_rms_norm_reference(x, norm_weight, eps), weight)
+
+
+def norm_linear_silu_mul_reference(x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor) -> Tensor:
+    """Plain twin of `norm_linear_silu_mul`; like the kernel it rounds only the result."""
+    wide = _wide(x.dtype)
+    gate, up = (_rms_norm_reference(x, norm_weight, eps).to(wide) @ gate_up_weight.to(wide).T).chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+
+
+def linear_reference(x: Tensor, weight: Tensor) -> Tensor:
+    """Plain twin of `linear`."""
+    wide = _wide(x.dtype)
+    return (x.to(wide) @ weight.to(wide).T).to(x.dtype)
+
+
+def linear_residual_reference(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    """Plain twin of `linear_residual`, in place too."""
+    wide = _wide(x.dtype)
+    return residual.copy_(residual.to(wide) + x.to(wide) @ weight.to(wide).T)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.to(_wide(x.dtype))
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def candidate_configs(rows: int, n: int, k: int) -> list[GemmConfig]:
+    """Configurations worth timing for `rows` rows and a weight [n, k], the likeliest best first."""
+    split = next((s for s in (1, 2, 4) if triton.cdiv(n, 64) * s >= 128), 4)
+    stream = GemmConfig("stream", 64, 128, 4, split)
+    if rows <= 4:
+        few = [GemmConfig("fma", 8, 1024, 3), GemmConfig("fma", 16, 1024, 1), GemmConfig("fma", 4, 1024, 4)]
+        return few if rows <= 2 else [*few, stream]
+    return [GemmConfig("tile", 16, 1024, 2), stream]
+
+
+def _check(x: Tensor, weight: Tensor, out: Tensor, n_out: int, paired: bool, config: GemmConfig) -> None:
+    rows, k = x.shape
+    if not 1 <= rows <= MAX_ROWS:
+        raise ValueError(f"small GEMM takes 1 to {MAX_ROWS} rows, got {rows}")
+    if weight.shape[1] != k or k % 8:
+        raise ValueError(f"weight {list(weight.shape)} does not fit x {list(x.shape)}, or K is no multiple of 8")
+    if out.shape != (rows, n_out):
+        raise ValueError(f"output is {list(out.shape)}, expected {[rows, n_out]}")
+    if not (x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()):
+        raise ValueError("small GEMM takes contiguous tensors only")
+    if config.block_n < 2 * config.num_warps and paired and config.kernel == "fma":
+        raise ValueError(f"{config} gives a warp one weight row; gate and up need two")
+    if not x.dtype == weight.dtype == out.dtype:
+        raise ValueError(f"one dtype expected, got {x.dtype}, {weight.dtype}, {out.dtype}")
+
+
+@cache
+def _workspace(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Split-K partial sums and arrival counters, shared by all launches of a device: they are ordered by the stream."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("run each split-K shape once before capturing it: the workspace must outlive the graph")
+    return torch.empty(SCRATCH_FLOATS, device=device), torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+
+
+def _launch(
+    x: Tensor, weight: Tensor, n_out: int, norm_weight: Tensor | None, eps: float, residual: Tensor | None, out: Tensor | None,
+    paired: bool, config: GemmConfig | None, pdl: bool,
+) -> Tensor:  # fmt: skip
+    rows, k = x.shape
+    n = weight.shape[0]
+    if out is None:
+        out = x.new_empty(rows, n_out)
+    config = config or candidate_configs(rows, n, k)[0]
+    _check(x, weight, out, n_out, paired, config)
+    pdl = pdl and x.is_cuda
+    tiles = triton.cdiv(n, config.block_n)
+    steps = triton.cdiv(k, config.block_k * config.split_k)
+    scratch = counters = out
+    if config.split_k > 1:
+        scratch, counters = _workspace(x.device)
+        if config.split_k * MAX_ROWS * tiles * config.block_n > SCRATCH_FLOATS or tiles > COUNTERS:
+            raise ValueError(f"{config} needs more scratch than there is for a weight {list(weight.shape)}")
+    fixed = {
+        "K": k, "BLOCK_N": config.block_n, "STEPS": steps, "SPLIT_K": config.split_k, "NORM": norm_weight is not None,
+        "EVEN_K": k == steps * config.block_k * config.split_k, "EVEN_N": n % config.block_n == 0,
+        "PAIRED": paired, "RESIDUAL": residual is not None, "PDL": pdl, "num_warps": config.num_warps,
+    }  # fmt: skip
+    if pdl:
+        fixed["launch_pdl"] = True
+    if config.kernel == "stream":
+        kernel = small_gemm_stream_kernel
+        fixed |= {"BLOCK_K": config.block_k, "STAGES": config.depth, "PREFETCH": _prefetch_columns(config, steps)}
+    else:
+        kernel = small_gemm_fma_kernel if config.kernel == "fma" else small_gemm_tile_kernel
+        fixed |= {"CHUNKS": config.block_k // LANE_SPAN.value, "PRELOAD": min(config.depth, steps)}
+    if config.kernel == "fma":
+        fixed |= {"ROWS": triton.next_power_of_2(rows), "WARPS": config.num_warps}
+    pointers = (x, weight, x if norm_weight is None else norm_weight, out, x if residual is None else residual, scratch, counters)
+    kernel[(tiles, config.split_k)](*pointers, rows, n_out, eps, **fixed)
+    return out
+
+
+def _prefetch_columns(config: GemmConfig, steps: int) -> int:
+    """Columns of each weight row to bring into L2 early: what the loop keeps in flight, and a power of two within the program's K."""
+    within = 1 << ((steps * config.block_k).bit_length() - 1)
+    return max(64, min(within, triton.next_power_of_2(config.block_k * config.depth)))

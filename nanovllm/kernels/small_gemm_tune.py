@@ -1,0 +1,120 @@
+"""Choosing, at capture time, what multiplies by a weight matrix for a few rows: cuBLAS or one of our kernels.
+
+Everything is timed the way it will run, inside a CUDA graph, and over the weights of many layers in turn, because one layer's weights
+would stay in the L2 cache and flatter every contender.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.kernels.small_gemm import (
+    GemmConfig,
+    candidate_configs,
+    linear,
+    linear_residual,
+    norm_linear,
+    norm_linear_silu_mul,
+)
+
+OPS = ("norm_linear", "norm_linear_silu_mul", "linear", "linear_residual")
+# Bytes of weights to go through before one is read again: more than twice the 60 MB cache of the largest supported chip.
+ROTATION_BYTES = 160 << 20
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class SmallGemmChoice:
+    """What to run for `op` at `rows` rows of a weight [n, k]: `config` of our kernel, or None for cuBLAS and separate kernels.
+
+    Picklable: the rank that measured sends it to the others, and it can be written down to pin a choice. us: time measured.
+    """
+
+    op: str
+    rows: int
+    n: int
+    k: int
+    config: GemmConfig | None
+    us: float
+
+
+def autotune_small_gemm(
+    op: str, weights: Sequence[Tensor], rows: int, *,
+    library: Callable[[Tensor, Tensor], None] | None = None, candidates: Sequence[GemmConfig] | None = None, pdl: bool = True,
+) -> SmallGemmChoice:  # fmt: skip
+    """Time the contenders for `op` (see OPS) at `rows` rows and return the fastest.
+
+    weights: the matrices [N, K] that the layers really use; as many are taken as defeat the cache. library: called as
+    library(x [rows, K], weight) for the cuBLAS contender, with whatever separate norm, activation or add kernels it needs;
+    torch's own by default. candidates: ours to try instead of `candidate_configs`.
+    """
+    if op not in OPS:
+        raise ValueError(f"unknown op {op!r}, expected one of {OPS}")
+    n, k = weights[0].shape
+    weights = rotation(weights)
+    x = torch.randn(rows, k, dtype=weights[0].dtype, device=weights[0].device)
+    gain = torch.ones_like(x[0])
+    run = library or library_call(op, gain, torch.zeros(rows, n, dtype=x.dtype, device=x.device))
+    best = SmallGemmChoice(op, rows, n, k, None, graph_us([lambda w=w: run(x, w) for w in weights]))
+    for config in candidates if candidates is not None else candidate_configs(rows, n, k):
+        call = kernel_call(op, x, gain, n, config, pdl)
+        us = graph_us([lambda w=w: call(w) for w in weights])
+        if us < best.us:
+            best = replace(best, config=config, us=us)
+    return best
+
+
+def rotation(weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The first of `weights` that together pass ROTATION_BYTES, or all of them."""
+    size = weights[0].numel() * weights[0].element_size()
+    return weights[: max(1, -(-ROTATION_BYTES // size))]
+
+
+def kernel_call(op: str, x: Tensor, gain: Tensor, n: int, config: GemmConfig | None, pdl: bool) -> Callable[[Tensor], Tensor]:
+    """Our kernel for `op` as a function of the weight alone."""
+    if op == "norm_linear":
+        return lambda w: norm_linear(x, gain, EPS, w, config=config, pdl=pdl)
+    if op == "norm_linear_silu_mul":
+        return lambda w: norm_linear_silu_mul(x, gain, EPS, w, config=config, pdl=pdl)
+    if op == "linear":
+        return lambda w: linear(x, w, config=config, pdl=pdl)
+    residual = x.new_zeros(x.shape[0], n)
+    return lambda w: linear_residual(x, w, residual, config=config, pdl=pdl)
+
+
+def library_call(op: str, gain: Tensor, residual: Tensor) -> Callable[[Tensor, Tensor], None]:
+    """`op` by cuBLAS and torch's separate kernels."""
+
+    def run(x: Tensor, w: Tensor) -> None:
+        if op.startswith("norm"):
+            x = F.rms_norm(x, (x.shape[1],), gain, EPS)
+        y = F.linear(x, w)
+        if op == "norm_linear_silu_mul":
+            gate, up = y.chunk(2, dim=-1)
+            F.silu(gate).mul_(up)
+        elif op == "linear_residual":
+            residual.add_(y)
+
+    return run
+
+
+def graph_us(calls: Sequence[Callable[[], object]], replays: int = 4) -> float:
+    """Device microseconds of one call, from replays of a CUDA graph of all of them: the best replay over the number of calls."""
+    calls[0]()  # compiles and makes workspaces
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for call in calls:
+            call()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    graph.replay()
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
+    return min(times) * 1000 / len(calls)

@@ -1,0 +1,145 @@
+"""A packed step, as the host sends it, turned into the tensors that the model reads; and the state that stays here.
+
+Packed int32 buffer (S = max_num_seqs; engine/step_plan.py writes it):
+
+    0            16            16 + S         16 + 2 S       16 + 3 S
+    | header     | row_slot    | row_start    | row_count    | U block updates   | N slot records   | token ids of the
+    | counts     |             | 1st position | tokens       | slot,index,block  | 8 words each     | non-decode rows
+
+    header: 0 rows R, 1 decode rows, 2 rows that draw a token, 3 tokens T, 4 block updates U, 5 slot records N
+    slot record: slot, temperature (float32 bits), seed low word, seed high word, 4 reserved
+
+Decode rows come first and have one token, whose id is not in the buffer: it is last_token[slot], which only the device
+need know. Within a step each (slot, index) and each slot record appears once. The kernels read counts on the device, so
+that a captured graph serves any step of its shape; the shapes of the outputs say how far to fill, padding included.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+HEADER_SIZE = 16
+UPDATE_SIZE = 3
+RECORD_SIZE = 8
+
+
+@dataclass
+class DeviceState:
+    """What a rank remembers of each running request, by slot."""
+
+    block_table: torch.Tensor
+    """int32 [S, max_blocks]"""
+    last_token: torch.Tensor
+    """int32 [S]: drawn last."""
+    temperature: torch.Tensor
+    """float32 [S]"""
+    seed: torch.Tensor
+    """int64 [S]"""
+
+    @classmethod
+    def allocate(cls, max_num_seqs: int, max_blocks: int, device: torch.device | str) -> "DeviceState":
+        return cls(
+            block_table=torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device),
+            last_token=torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
+            temperature=torch.zeros(max_num_seqs, dtype=torch.float32, device=device),
+            seed=torch.zeros(max_num_seqs, dtype=torch.int64, device=device),
+        )
+
+
+@dataclass
+class StepBuffers:
+    """Device inputs of one step of up to B rows and M tokens, and the tokens it draws."""
+
+    row_slot: torch.Tensor
+    """int32 [B]; -1: padding."""
+    context_lens: torch.Tensor
+    """int32 [B]: tokens that the row's last query sees; 0: padding. Also the index of the token that the row draws."""
+    cu_seqlens_q: torch.Tensor
+    """int32 [B + 1]: where each row's tokens start."""
+    positions: torch.Tensor
+    """int32 [M]; padding 0."""
+    input_ids: torch.Tensor
+    """int32 [M]; padding 0."""
+    slot_mapping: torch.Tensor
+    """int32 [M]: place in the flat cache; -1: padding."""
+    logits_indices: torch.Tensor
+    """int32 [B]: last token of each row that draws one; 0 elsewhere."""
+    tokens: torch.Tensor
+    """int32 [B]: drawn by the sampler, not written here."""
+
+    @classmethod
+    def allocate(cls, max_rows: int, max_tokens: int, device: torch.device | str) -> "StepBuffers":
+        sizes = (max_rows, max_rows, max_rows + 1, max_tokens, max_tokens, max_tokens, max_rows, max_rows)
+        return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes))
+
+    def narrow(self, num_rows: int, num_tokens: int) -> "StepBuffers":
+        """The same memory, for a step of that many rows and tokens."""
+        rows, tokens = num_rows, num_tokens
+        return StepBuffers(
+            row_slot=self.row_slot[:rows],
+            context_lens=self.context_lens[:rows],
+            cu_seqlens_q=self.cu_seqlens_q[: rows + 1],
+            positions=self.positions[:tokens],
+            input_ids=self.input_ids[:tokens],
+            slot_mapping=self.slot_mapping[:tokens],
+            logits_indices=self.logits_indices[:rows],
+            tokens=self.tokens[:rows],
+        )
+
+    @property
+    def sample_positions(self) -> torch.Tensor:
+        """int32 [B]: index in its sequence of the token that each row draws, which equals the length of its context."""
+        return self.context_lens
+
+
+def apply_deltas_reference(buffer: torch.Tensor, max_num_seqs: int, state: DeviceState) -> None:
+    """Writes the block updates and slot records of a packed step (int32 [any]) into the state."""
+    num_updates, num_records = buffer[4:6].tolist()
+    begin = HEADER_SIZE + 3 * max_num_seqs
+    middle = begin + UPDATE_SIZE * num_updates
+    slot, index, block = buffer[begin:middle].view(-1, UPDATE_SIZE).long().unbind(1)
+    state.block_table[slot, index] = block.int()
+    records = buffer[middle : middle + RECORD_SIZE * num_records].view(-1, RECORD_SIZE)
+    slot = records[:, 0].long()
+    state.temperature[slot] = records[:, 1].contiguous().view(torch.float32)
+    low, high = records[:, 2].long() & 0xFFFFFFFF, records[:, 3].long()
+    state.seed[slot] = (high << 32) | low
+
+
+def expand_rows_reference(
+    buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, block_size: int, out: StepBuffers
+) -> None:
+    """Fills `out` for a packed step whose deltas are applied: all of its rows and tokens, padding past the step's own.
+
+    Padding rows have slot -1, context 0 and no tokens; padding tokens have id 0, position 0 and cache slot -1.
+    """
+    num_rows, num_decode, num_sample, num_tokens, num_updates, num_records = buffer[:6].tolist()
+    arrays = buffer[HEADER_SIZE : HEADER_SIZE + 3 * max_num_seqs].view(3, max_num_seqs)[:, :num_rows]
+    slot, start, count = arrays.long().unbind(0)
+    out.row_slot.fill_(-1)[:num_rows] = slot.int()
+    out.context_lens.zero_()[:num_rows] = (start + count).int()
+    ends = count.cumsum(0)
+    out.cu_seqlens_q.fill_(num_tokens)[0] = 0
+    out.cu_seqlens_q[1 : num_rows + 1] = ends.int()
+    out.logits_indices.zero_()[:num_sample] = (ends[:num_sample] - 1).int()
+
+    row = torch.repeat_interleave(torch.arange(num_rows, device=buffer.device), count)
+    position = torch.arange(num_tokens, device=buffer.device) - (ends - count)[row] + start[row]
+    block = state.block_table[slot[row], position // block_size].long()
+    out.positions.zero_()[:num_tokens] = position.int()
+    out.slot_mapping.fill_(-1)[:num_tokens] = (block * block_size + position % block_size).int()
+    given = HEADER_SIZE + 3 * max_num_seqs + UPDATE_SIZE * num_updates + RECORD_SIZE * num_records
+    out.input_ids.zero_()[:num_decode] = state.last_token[slot[:num_decode]]
+    out.input_ids[num_decode:num_tokens] = buffer[given : given + num_tokens - num_decode]
+
+
+def prepare_decode_reference(
+    buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, block_size: int, out: StepBuffers
+) -> None:
+    """apply_deltas, then expand_rows for a step of decode rows alone, one token each, in an `out` of as many tokens as
+    rows. Here padding rows have a token too: row r is token r throughout."""
+    apply_deltas_reference(buffer, max_num_seqs, state)
+    expand_rows_reference(buffer, max_num_seqs, state, block_size, out)
+    rows = torch.arange(out.cu_seqlens_q.shape[0], dtype=torch.int32, device=buffer.device)
+    out.cu_seqlens_q.copy_(rows)
+    out.logits_indices.copy_(rows[:-1])

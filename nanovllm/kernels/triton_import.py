@@ -1,0 +1,27 @@
+"""Triton where it is installed, and otherwise a stand-in under which kernel files still import.
+
+PyTorch's CPU builds bring no Triton. The kernels' PyTorch twins live in the same files and must be importable there.
+"""
+
+from typing import Any
+
+try:
+    import triton
+    import triton.language as tl
+
+    HAS_TRITON = True
+except ImportError:
+    HAS_TRITON = False
+
+    class _StandIn:
+        """Any attribute is another stand-in; as a decorator it leaves the function alone."""
+
+        def __getattr__(self, name: str) -> Any:
+            return self
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return args[0] if args and callable(args[0]) else self
+
+    triton = tl = _StandIn()
+
+__all__ = ["HAS_TRITON", "tl", "triton"]

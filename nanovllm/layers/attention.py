@@ -1,0 +1,82 @@
+"""Self-attention of one rank's heads over the paged KV cache."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata
+from nanovllm.kernels import Kernels
+from nanovllm.layers.linear import HeadSplit, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
+from nanovllm.parallel.group import TensorParallelGroup
+
+
+@dataclass
+class ForwardStep:
+    """What the layers need to know of a step, besides the hidden states [T, hidden]."""
+
+    positions: torch.Tensor
+    """int32 [T]"""
+    slot_mapping: torch.Tensor
+    """int32 [T]: where each token's key and value go in the flat cache; -1: nowhere."""
+    attention: AttentionMetadata
+
+
+class Attention(WeightedModule):
+    """Projections, QK-norm, rotary embedding, KV store and attention: [T, hidden] -> [T, hidden], a partial sum."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: HeadSplit,
+        head_dim: int,
+        eps: float,
+        cos_sin: torch.Tensor,
+        group: TensorParallelGroup,
+        kernels: Kernels,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.heads = heads
+        self.head_dim = head_dim
+        self.eps = eps
+        self.cos_sin = cos_sin
+        self.kernels = kernels
+        self.backend = backend
+        self.qkv_proj = QKVParallelLinear(hidden_size, heads, head_dim, dtype, device)
+        self.o_proj = RowParallelLinear(heads.num_heads * head_dim, hidden_size, group, dtype, device)
+        self.q_norm_weight = parameter(head_dim, dtype=dtype, device=device)
+        self.k_norm_weight = parameter(head_dim, dtype=dtype, device=device)
+        self.unbind_cache()
+
+    def unbind_cache(self) -> None:
+        """Lets go of the KV cache; worker/kv_cache.py binds one: [num_blocks, kv heads, block_size, head_dim] each."""
+        self.k_cache = self.v_cache = self.q_norm_weight.new_empty(0, self.heads.local_kv_heads, 1, self.head_dim)
+
+    def forward(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        qkv = self.qkv_proj(x)
+        q = self.kernels.qk_norm_rope_store(
+            qkv,
+            self.q_norm_weight,
+            self.k_norm_weight,
+            self.eps,
+            self.cos_sin,
+            step.positions,
+            self.k_cache,
+            self.v_cache,
+            step.slot_mapping,
+            self.heads.local_heads,
+            self.heads.local_kv_heads,
+        )
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.backend.forward(q, self.k_cache, self.v_cache, step.attention, out)
+        return self.o_proj(out.view(out.shape[0], -1))
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        yield from self.qkv_proj.checkpoint_weights(prefix)
+        yield from self.o_proj.checkpoint_weights(f"{prefix}.o_proj")
+        yield whole(f"{prefix}.q_norm.weight", self.q_norm_weight)
+        yield whole(f"{prefix}.k_norm.weight", self.k_norm_weight)

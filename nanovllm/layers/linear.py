@@ -1,0 +1,142 @@
+"""Linear layers split over ranks, after Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3).
+
+Column-parallel: each rank holds a range of the outputs, and needs no communication. Row-parallel: each rank holds a range
+of the inputs and yields a partial sum; whoever consumes it adds the ranks' parts (see layers/norm.py).
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.layers.weights import CheckpointWeight, Shard, WeightedModule, parameter
+from nanovllm.parallel.group import TensorParallelGroup
+
+
+class MergedColumnParallelLinear(WeightedModule):
+    """Several column-parallel projections of the same input as one matrix, each split evenly over the ranks.
+
+    [T, in] -> [T, sum of this rank's share of each output].
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        outputs: dict[str, int],
+        group: TensorParallelGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`outputs`: name in the checkpoint -> whole number of outputs, in the order of the result's columns."""
+        super().__init__()
+        self.rank = group.rank
+        self.outputs = outputs
+        self.sizes = [size // group.size for size in outputs.values()]
+        self.weight = parameter(sum(self.sizes), in_features, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        targets = self.weight.split(self.sizes)
+        for (name, whole_size), size, target in zip(self.outputs.items(), self.sizes, targets, strict=True):
+            shape = (whole_size, self.weight.shape[1])
+            yield CheckpointWeight(f"{prefix}.{name}.weight", shape, (Shard(target, 0, self.rank * size),))
+
+
+@dataclass(frozen=True)
+class HeadSplit:
+    """Which attention heads a rank computes, when `num_heads` query heads share `num_kv_heads` key/value heads.
+
+    A rank takes a contiguous range of query heads and every key/value head that they need. Where the range cuts through a
+    group, key/value heads are held twice, so that the rank's own query heads divide evenly over its own key/value heads
+    (attention kernels want one group size). With more ranks than key/value heads each head is held by several ranks.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    rank: int
+    size: int
+
+    @property
+    def local_heads(self) -> int:
+        return self.num_heads // self.size
+
+    @property
+    def _local_group(self) -> int:
+        return math.gcd(self.num_heads // self.num_kv_heads, self.local_heads)
+
+    @property
+    def local_kv_heads(self) -> int:
+        return self.local_heads // self._local_group
+
+    @property
+    def first_head(self) -> int:
+        return self.rank * self.local_heads
+
+    def kv_head(self, local_index: int) -> int:
+        """The whole model's key/value head that this rank holds as number `local_index`."""
+        group = self.num_heads // self.num_kv_heads
+        return (self.first_head + local_index * self._local_group) // group
+
+    def kv_head_runs(self) -> list[tuple[int, int, int]]:
+        """(first local number, first head of the whole model, count) of this rank's consecutive key/value heads."""
+        runs: list[tuple[int, int, int]] = []
+        for local in range(self.local_kv_heads):
+            head = self.kv_head(local)
+            if runs and head == runs[-1][1] + runs[-1][2]:
+                runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+            else:
+                runs.append((local, head, 1))
+        return runs
+
+
+class QKVParallelLinear(WeightedModule):
+    """Query, key and value projections as one matrix: [T, in] -> [T, (heads + 2 * kv_heads) * head_dim] of this rank."""
+
+    def __init__(
+        self, in_features: int, heads: HeadSplit, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.heads = heads
+        self.head_dim = head_dim
+        rows = (heads.local_heads + 2 * heads.local_kv_heads) * head_dim
+        self.weight = parameter(rows, in_features, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        heads, dim = self.heads, self.head_dim
+        q_rows, kv_rows = heads.local_heads * dim, heads.local_kv_heads * dim
+        q, k, v = self.weight.split([q_rows, kv_rows, kv_rows])
+        in_features = self.weight.shape[1]
+        q_shard = Shard(q, 0, heads.first_head * dim)
+        yield CheckpointWeight(f"{prefix}.q_proj.weight", (heads.num_heads * dim, in_features), (q_shard,))
+        for name, target in (("k_proj", k), ("v_proj", v)):
+            shards = tuple(
+                Shard(target[local * dim : (local + count) * dim], 0, whole_head * dim)
+                for local, whole_head, count in heads.kv_head_runs()
+            )
+            yield CheckpointWeight(f"{prefix}.{name}.weight", (heads.num_kv_heads * dim, in_features), shards)
+
+
+class RowParallelLinear(WeightedModule):
+    """Inputs split over the ranks: [T, in of this rank] -> [T, out], a partial sum that is not reduced yet."""
+
+    def __init__(
+        self, in_features: int, out_features: int, group: TensorParallelGroup, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.rank = group.rank
+        self.in_features = in_features
+        self.weight = parameter(out_features, in_features // group.size, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        shard = Shard(self.weight, 1, self.rank * self.weight.shape[1])
+        yield CheckpointWeight(f"{prefix}.weight", (self.weight.shape[0], self.in_features), (shard,))

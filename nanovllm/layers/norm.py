@@ -1,0 +1,42 @@
+"""RMSNorm, and the joint where the ranks' partial sums meet the residual stream."""
+
+from collections.abc import Iterator
+
+import torch
+
+from nanovllm.kernels import Kernels
+from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
+from nanovllm.parallel.group import TensorParallelGroup
+
+
+class ReduceAddNorm(WeightedModule):
+    """Sum of the ranks' partials, added to the residual stream, normalised: what stands before every block of the model.
+
+    (partial [T, hidden], residual [T, hidden] or None at the start) -> (normalised [T, hidden], residual [T, hidden]).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float,
+        group: TensorParallelGroup,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.group = group
+        self.kernels = kernels
+        self.weight = parameter(hidden_size, dtype=dtype, device=device)
+
+    def forward(
+        self, partial: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.group.all_reduce(partial)
+        if residual is None:
+            return self.kernels.rms_norm(x, self.weight, self.eps), x
+        return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        yield whole(f"{prefix}.weight", self.weight)

@@ -1,0 +1,50 @@
+"""Embedding and output head, each rank holding a range of the vocabulary.
+
+A vocabulary that the ranks do not divide is padded at its end; padded rows are zero and never win a draw.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.layers.weights import CheckpointWeight, Shard, WeightedModule, parameter
+from nanovllm.parallel.group import TensorParallelGroup
+
+_ALIGNMENT = 16  # rows of a rank; keeps the head's matrix product on the fast tile sizes
+
+
+class VocabParallelEmbedding(WeightedModule):
+    """Table of this rank's token ids; also the weight of a tied output head.
+
+    embed: token ids [T] -> [T, hidden], a partial sum (zero for ids of other ranks).
+    logits: hidden [B, hidden] -> [B, rows of this rank], for ids vocab_start, vocab_start + 1, ...
+    """
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, group: TensorParallelGroup, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        rows = -(-vocab_size // group.size)
+        rows = -(-rows // _ALIGNMENT) * _ALIGNMENT if group.size > 1 else rows
+        self.vocab_size = vocab_size
+        self.group_size = group.size
+        self.vocab_start = rows * group.rank
+        self.num_valid = max(0, min(rows, vocab_size - self.vocab_start))
+        self.weight = parameter(rows, hidden_size, dtype=dtype, device=device)
+        self.weight[self.num_valid :].zero_()
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self.group_size == 1:
+            return F.embedding(token_ids, self.weight)
+        local = token_ids - self.vocab_start
+        foreign = (local < 0) | (local >= self.num_valid)
+        return F.embedding(local.masked_fill(foreign, 0), self.weight).masked_fill(foreign.unsqueeze(-1), 0.0)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, self.weight)
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        shape = (self.vocab_size, self.weight.shape[1])
+        shards = (Shard(self.weight[: self.num_valid], 0, self.vocab_start),) if self.num_valid else ()
+        yield CheckpointWeight(f"{prefix}.weight", shape, shards)

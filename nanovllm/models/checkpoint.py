@@ -1,0 +1,169 @@
+"""Weights from safetensors files (or from nothing), each rank reading only the bytes of its own shards."""
+
+import json
+import mmap
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.layers.weights import CheckpointWeight, TensorSource
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_READ_THREADS = 8
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor inside a mapped file; only the ranges that are narrowed to and copied are ever read."""
+
+    file: torch.Tensor
+    """uint8: the data section of the file."""
+    dtype: torch.dtype
+    shape: torch.Size
+    begin: int
+    end: int
+
+    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
+        return self.file[self.begin : self.end].view(self.dtype).view(self.shape).narrow(dim, start, length)
+
+
+def read_safetensors(path: Path) -> dict[str, FileTensor]:
+    """The tensors of one file by name. Raises ValueError naming the file where it is not well-formed."""
+    with open(path, "rb") as file:
+        size = path.stat().st_size
+        if size < 8:
+            raise ValueError(f"{path}: not a safetensors file: {size} bytes")
+        (header_size,) = struct.unpack("<Q", file.read(8))
+        if header_size > size - 8:
+            raise ValueError(f"{path}: corrupt: a header of {header_size} bytes in a file of {size}")
+        try:
+            header: dict[str, Any] = json.loads(file.read(header_size))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: corrupt: the header is not JSON: {error}") from None
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # copy-on-write: torch wants writable memory
+    data = torch.frombuffer(mapped, dtype=torch.uint8)[8 + header_size :]
+    header.pop("__metadata__", None)
+    return {name: _file_tensor(path, name, entry, data) for name, entry in header.items()}
+
+
+def _file_tensor(path: Path, name: str, entry: dict[str, Any], data: torch.Tensor) -> FileTensor:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], torch.Size(entry["shape"]), entry["data_offsets"]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{path}: corrupt: tensor {name!r} is described by {entry!r}") from None
+    if dtype not in _DTYPES:
+        raise ValueError(f"{path}: tensor {name!r} has type {dtype}: must be one of {', '.join(_DTYPES)}")
+    expected = shape.numel() * _DTYPES[dtype].itemsize
+    if not 0 <= begin <= end <= data.numel() or end - begin != expected:
+        bounds = f"bytes {begin}..{end} of {data.numel()}, {expected} needed"
+        raise ValueError(f"{path}: corrupt or cut short: tensor {name!r} at {bounds}")
+    return FileTensor(data, _DTYPES[dtype], shape, begin, end)
+
+
+def open_checkpoint(folder: Path) -> dict[str, FileTensor]:
+    """All tensors of a model folder: of the files its index names, or of every *.safetensors."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [folder / name for name in names]
+        for file in files:
+            if not file.is_file():
+                raise FileNotFoundError(f"{index} names {file.name}, which is missing")
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"model={str(folder)!r}: no *.safetensors file")
+    tensors: dict[str, FileTensor] = {}
+    for file in files:
+        for name, tensor in read_safetensors(file).items():
+            if name in tensors:
+                raise ValueError(f"{file}: weight {name!r} is in another file of the checkpoint too")
+            tensors[name] = tensor
+    return tensors
+
+
+def check_names(weights: Iterable[CheckpointWeight], given: Iterable[str], tied_head: bool) -> None:
+    """Raises ValueError naming what is missing or surplus. A tied model may bring its head; it must be the embedding."""
+    needed, found = {weight.name for weight in weights}, set(given)
+    surplus = found - needed - ({"lm_head.weight"} if tied_head else set())
+    for problem, names in (("missing", needed - found), ("surplus", surplus)):
+        if names:
+            shown = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
+            raise ValueError(f"checkpoint: {len(names)} {problem} weight{'s' * (len(names) > 1)}: {shown}")
+
+
+def load_checkpoint(weights: list[CheckpointWeight], sources: Mapping[str, TensorSource], device: torch.device) -> None:
+    """Copies every weight from its source; reads overlap, since copying releases the interpreter."""
+    stage = _pinned_stage(device) if device.type == "cuda" else lambda tensor: tensor
+
+    def load(weight: CheckpointWeight) -> None:
+        source = sources[weight.name]
+        weight.load(_Staged(source, stage))
+
+    largest_first = sorted(weights, key=lambda weight: -torch.Size(weight.shape).numel())
+    with ThreadPoolExecutor(_READ_THREADS) as pool:
+        for _ in pool.map(load, largest_first):
+            pass
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """A source whose ranges pass through `stage` on their way to the device."""
+
+    source: TensorSource
+    stage: Callable[[torch.Tensor], torch.Tensor]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.source.shape
+
+    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
+        return self.stage(self.source.narrow(dim, start, length))
+
+
+def _pinned_stage(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Copies a range of a mapped file to pinned memory, from where the copy to the device is fast and asynchronous.
+
+    Torch's pinned allocator keeps such a block until the copies that were launched from it have ended.
+    """
+
+    def stage(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "cpu":
+            return tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+
+    return stage
+
+
+@dataclass(frozen=True)
+class DummySource:
+    """Random values of a whole tensor, from its name and the seed alone: every rank cuts its shard of the same tensor."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    seed: int
+
+    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
+        generator = torch.Generator(self.device).manual_seed(zlib.crc32(self.name.encode()) ^ self.seed)
+        values = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        if len(self.shape) == 1:  # the scale of a norm
+            values.normal_(1.0, 0.1, generator=generator)
+        else:
+            values.normal_(0.0, 0.02, generator=generator)
+        return values.narrow(dim, start, length)
+
+
+def load_dummy(weights: list[CheckpointWeight], dtype: torch.dtype, device: torch.device, seed: int) -> None:
+    """Random weights: matrices from N(0, 0.02), norm scales from N(1, 0.1)."""
+    for weight in weights:
+        weight.load(DummySource(weight.name, torch.Size(weight.shape), dtype, device, seed))

@@ -1,0 +1,131 @@
+"""Qwen3, dense (Qwen3 Technical Report, arXiv 2505.09388, section 2): grouped-query attention with QK-norm, SwiGLU,
+RMSNorm before each block, rotary embedding, embeddings tied to the head in the small sizes.
+
+Each block starts by taking in the partial sums of the block before it (see ReduceAddNorm), so a layer hands on
+(partial sum of its MLP, residual stream) and communicates exactly twice.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from nanovllm.attention.base import AttentionBackend
+from nanovllm.config import ModelConfig
+from nanovllm.kernels import Kernels
+from nanovllm.layers.attention import Attention, ForwardStep
+from nanovllm.layers.linear import HeadSplit, MergedColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.norm import ReduceAddNorm
+from nanovllm.layers.rotary import cos_sin_table
+from nanovllm.layers.vocab import VocabParallelEmbedding
+from nanovllm.layers.weights import CheckpointWeight, WeightedModule
+from nanovllm.parallel.group import TensorParallelGroup
+
+
+@dataclass(frozen=True)
+class ModelContext:
+    """What a model is built with on one rank."""
+
+    config: ModelConfig
+    heads: HeadSplit
+    group: TensorParallelGroup
+    kernels: Kernels
+    backend: AttentionBackend
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+
+    def norm(self) -> ReduceAddNorm:
+        config = self.config
+        return ReduceAddNorm(config.hidden_size, config.rms_norm_eps, self.group, self.kernels, self.dtype, self.device)
+
+
+class Qwen3MLP(WeightedModule):
+    """SwiGLU: [T, hidden] -> [T, hidden], a partial sum."""
+
+    def __init__(self, context: ModelContext) -> None:
+        super().__init__()
+        config, group, dtype, device = context.config, context.group, context.dtype, context.device
+        outputs = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
+        self.kernels = context.kernels
+        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, outputs, group, dtype, device)
+        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, group, dtype, device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.kernels.silu_mul(self.gate_up_proj(x)))
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        yield from self.gate_up_proj.checkpoint_weights(prefix)
+        yield from self.down_proj.checkpoint_weights(f"{prefix}.down_proj")
+
+
+class Qwen3DecoderLayer(WeightedModule):
+    def __init__(self, context: ModelContext, cos_sin: torch.Tensor) -> None:
+        super().__init__()
+        config = context.config
+        self.input_layernorm = context.norm()
+        self.self_attn = Attention(
+            config.hidden_size,
+            context.heads,
+            config.head_dim,
+            config.rms_norm_eps,
+            cos_sin,
+            context.group,
+            context.kernels,
+            context.backend,
+            context.dtype,
+            context.device,
+        )
+        self.post_attention_layernorm = context.norm()
+        self.mlp = Qwen3MLP(context)
+
+    def forward(
+        self, partial: torch.Tensor, residual: torch.Tensor | None, step: ForwardStep
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.input_layernorm(partial, residual)
+        x, residual = self.post_attention_layernorm(self.self_attn(x, step), residual)
+        return self.mlp(x), residual
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        for name, module in self.named_children():
+            assert isinstance(module, WeightedModule)
+            yield from module.checkpoint_weights(f"{prefix}.{name}")
+
+
+class Qwen3ForCausalLM(WeightedModule):
+    """One rank's share of the model."""
+
+    def __init__(self, context: ModelContext) -> None:
+        super().__init__()
+        config = context.config
+        self.cos_sin = cos_sin_table(
+            config.rope, config.head_dim, context.max_model_len, config.max_position_embeddings, context.device
+        )
+        vocab = (config.vocab_size, config.hidden_size, context.group, context.dtype, context.device)
+        self.embed_tokens = VocabParallelEmbedding(*vocab)
+        self.layers = nn.ModuleList(Qwen3DecoderLayer(context, self.cos_sin) for _ in range(config.num_hidden_layers))
+        self.norm = context.norm()
+        self.lm_head = self.embed_tokens if config.tie_word_embeddings else VocabParallelEmbedding(*vocab)
+
+    def forward(self, input_ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        """Token ids int32 [T] -> final hidden states [T, hidden], normalised and complete on every rank."""
+        partial, residual = self.embed_tokens.embed(input_ids), None
+        for layer in self.layers:
+            partial, residual = layer(partial, residual, step)
+        return self.norm(partial, residual)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [B, hidden] -> logits [B, this rank's part of the padded vocabulary]."""
+        return self.lm_head.logits(hidden)
+
+    def attention_layers(self) -> list[Attention]:
+        return [layer.self_attn for layer in self.layers]
+
+    def checkpoint_weights(self, prefix: str = "model") -> Iterator[CheckpointWeight]:
+        yield from self.embed_tokens.checkpoint_weights(f"{prefix}.embed_tokens")
+        for index, layer in enumerate(self.layers):
+            yield from layer.checkpoint_weights(f"{prefix}.layers.{index}")
+        yield from self.norm.checkpoint_weights(f"{prefix}.norm")
+        if self.lm_head is not self.embed_tokens:
+            yield from self.lm_head.checkpoint_weights("lm_head")

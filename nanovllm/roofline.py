@@ -1,0 +1,158 @@
+"""The least time that a device's memory, arithmetic and links allow for a workload: what bench.py divides by.
+
+Each stage of a step (the layers' matrix products, the head, attention of decodes, attention of prompts) takes the
+longer of reading its bytes once and doing its arithmetic once; stages add up. Left out, so that the result stays a
+floor: activations, norm weights, kernel launches, barriers, the host. With several ranks the bytes that a ring
+all-reduce puts on the wire count, its latency does not.
+"""
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nanovllm.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class DeviceFigures:
+    """What one device reaches in practice, which is less than its data sheet says."""
+
+    read_bytes_per_second: float
+    flops_per_second: float
+    """Dense matrix products in the 16-bit type that the weights have."""
+    link_bytes_per_second: float = math.inf
+    """To the other ranks, each way."""
+
+
+KNOWN_DEVICES: dict[str, DeviceFigures] = {
+    # Measured: a sweep of reads (its sheet says 4.8 TB/s), the largest cuBLAS bf16 product; links give 380 to 400 GB/s.
+    "H200": DeviceFigures(4.55e12, 790e12, 400e9),
+}
+
+
+def device_figures(name: str) -> DeviceFigures | None:
+    """The figures of the device that calls itself `name` ("NVIDIA H200"), or None where nobody has measured one."""
+    return next((figures for known, figures in KNOWN_DEVICES.items() if known in name), None)
+
+
+@dataclass
+class StepWork:
+    """What one step computes, in counts that do not depend on the model."""
+
+    tokens: int = 0
+    """Tokens that go through the layers."""
+    sampled: int = 0
+    """Rows that go through the head."""
+    decode_context: int = 0
+    """KV positions that decode rows read, summed over the rows."""
+    prompt_context: int = 0
+    """KV positions that prompt chunks read, each once, however many queries share it."""
+    prompt_pairs: int = 0
+    """(query, visible key) pairs of the prompt chunks."""
+
+    def add_decodes(self, rows: int, context: int) -> None:
+        """`rows` decodes which see `context` tokens in all, their own included."""
+        self.tokens += rows
+        self.sampled += rows
+        self.decode_context += context
+
+    def add_chunk(self, computed: int, count: int, sampled: bool) -> None:
+        """`count` prompt tokens behind `computed` earlier ones; `sampled`: the prompt ends here."""
+        self.tokens += count
+        self.sampled += sampled
+        self.prompt_context += computed + count
+        self.prompt_pairs += count * computed + count * (count + 1) // 2
+
+
+class Roofline:
+    """Limits of one model on `tensor_parallel_size` equal devices."""
+
+    def __init__(
+        self, model: ModelConfig, tensor_parallel_size: int, figures: DeviceFigures, element_bytes: int = 2
+    ) -> None:
+        """`element_bytes`: size of a weight and of a KV element."""
+        size, hidden = tensor_parallel_size, model.hidden_size
+        self.figures, self.element_bytes, self.tensor_parallel_size = figures, element_bytes, size
+        self.layers, self.hidden = model.num_hidden_layers, hidden
+        # Per rank. KV heads are replicated where ranks exceed them.
+        self.query_width = model.num_attention_heads * model.head_dim // size
+        kv_width = math.ceil(model.num_key_value_heads / size) * model.head_dim
+        attention = hidden * (2 * self.query_width + 2 * kv_width)
+        mlp = 3 * hidden * model.intermediate_size // size
+        self.layer_weights = self.layers * (attention + mlp)
+        self.head_weights = hidden * math.ceil(model.vocab_size / size)
+        self.kv_elements_per_token = 2 * self.layers * kv_width
+
+    def _stage(self, elements: float, flops: float) -> float:
+        reading = elements * self.element_bytes / self.figures.read_bytes_per_second
+        return max(reading, flops / self.figures.flops_per_second)
+
+    def step_seconds(self, work: StepWork) -> float:
+        """Least seconds of one step."""
+        # A pair costs two products (scores, values) of head_dim multiply-adds for each query head.
+        pair_flops = 4.0 * self.layers * self.query_width
+        seconds = self._stage(self.layer_weights, 2.0 * self.layer_weights * work.tokens)
+        seconds += self._stage(self.head_weights if work.sampled else 0, 2.0 * self.head_weights * work.sampled)
+        seconds += self._stage(self.kv_elements_per_token * work.decode_context, pair_flops * work.decode_context)
+        seconds += self._stage(self.kv_elements_per_token * work.prompt_context, pair_flops * work.prompt_pairs)
+        return seconds + self._wire_seconds(work.tokens)
+
+    def _wire_seconds(self, tokens: int) -> float:
+        """Two all-reduces of [tokens, hidden] in each layer; a ring sends each element 2 (n - 1) / n times."""
+        sent = 2.0 * (self.tensor_parallel_size - 1) / self.tensor_parallel_size
+        message = tokens * self.hidden * self.element_bytes
+        return 2 * self.layers * sent * message / self.figures.link_bytes_per_second
+
+    def first_token_seconds(self, prompt_len: int) -> float:
+        """Least seconds from a prompt to its first token, alone on the device and in one step."""
+        work = StepWork()
+        work.add_chunk(0, prompt_len, sampled=True)
+        return self.step_seconds(work)
+
+    def token_seconds(self, prompt_len: int, output_len: int) -> float:
+        """Least seconds per token after the first, for one request alone: the mean over its growing context."""
+        work = StepWork()
+        work.add_decodes(1, prompt_len + output_len // 2)
+        return self.step_seconds(work)
+
+    def batch_seconds(
+        self, prompt_lens: Sequence[int], output_lens: Sequence[int], max_num_seqs: int, max_num_batched_tokens: int
+    ) -> float:
+        """Least seconds for requests that are all there from the start, first come first served.
+
+        Walks the schedule: in each step every running request gains a token and the budget that is left goes to
+        prompts, in order. Only counts are kept, so a step costs the same at any batch size.
+        """
+        waiting = deque(zip(prompt_lens, output_lens, strict=True))
+        leaving: defaultdict[int, list[int]] = defaultdict(list)  # last step of requests -> their contexts in it
+        running = context = computed = step = 0  # `computed`: prompt tokens that the first of `waiting` has behind it
+        seconds = 0.0
+        while waiting or running:
+            work = StepWork()
+            context += running
+            work.add_decodes(running, context)
+            budget = max_num_batched_tokens - running
+            joining: list[tuple[int, int]] = []
+            while waiting and budget > 0 and running + len(joining) < max_num_seqs:
+                prompt_len, output_len = waiting[0]
+                count = min(prompt_len - computed, budget)
+                ends = computed + count == prompt_len
+                work.add_chunk(computed, count, ends)
+                budget -= count
+                computed += count
+                if ends:
+                    waiting.popleft()
+                    joining.append((prompt_len, output_len))
+                    computed = 0
+            seconds += self.step_seconds(work)
+            for final in leaving.pop(step, ()):
+                running -= 1
+                context -= final
+            for prompt_len, output_len in joining:
+                if output_len > 1:  # its first token came with the prompt
+                    running += 1
+                    context += prompt_len
+                    leaving[step + output_len - 1].append(prompt_len + output_len - 1)
+            step += 1
+        return seconds

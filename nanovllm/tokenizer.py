@@ -1,0 +1,49 @@
+"""Text to token ids and back. transformers is imported only here, and only when a tokenizer is wanted."""
+
+import threading
+from typing import Any
+
+from nanovllm.config import EngineConfig
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer, loading in the background from the moment this object is made."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._folder = config.tokenizer or config.model
+        self._skip = config.skip_tokenizer_init
+        self._tokenizer: Any = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._load, name="nanovllm-tokenizer", daemon=True)
+        if not self._skip:
+            self._thread.start()
+
+    def _load(self) -> None:
+        try:
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(self._folder)
+        except Exception as error:
+            self._error = error
+
+    @property
+    def hf(self) -> Any:
+        """The transformers tokenizer. Raises ValueError where skip_tokenizer_init leaves none."""
+        if self._skip:
+            raise ValueError("skip_tokenizer_init=True: prompts must be lists of token ids")
+        self._thread.join()
+        if self._error is not None:
+            raise ValueError(f"tokenizer={self._folder!r}: cannot be loaded: {self._error}") from self._error
+        return self._tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.hf.encode(text))
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of `token_ids` without special tokens; empty under skip_tokenizer_init."""
+        return "" if self._skip else self.hf.decode(token_ids, skip_special_tokens=True)
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
+        """Token ids of a chat that ends where the assistant is to speak."""
+        text = self.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+        return list(self.hf.encode(text, add_special_tokens=False))

@@ -1,0 +1,208 @@
+"""The command ring: rank 0 writes, every worker reads, through one piece of shared memory without a name.
+
+    | header: published, sleeping[rank], consumed[rank], done[rank], state[rank] | slot 0 | slot 1 | ... |
+
+A message is cut into as many slots as it needs, so its size is not bounded by the memory. The writer publishes a slot by
+advancing a counter after the data is in place; a reader spins on that counter for a moment, then goes to sleep on a pipe
+that the writer rings. The memory is an unlinked file: whatever dies, nothing is left behind.
+"""
+
+import mmap
+import os
+import pickle
+import select
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
+
+MAX_READERS = 8
+NUM_SLOTS = 8
+SLOT_BYTES = 128 * 1024
+_SLOT_PREFIX = 16  # bytes of the message that remain, counted from this slot; bytes of it in this slot
+_HEADER_WORDS = 8 * (1 + 4 * MAX_READERS)  # each word alone in a cache line: readers and writer do not disturb each other
+_HEADER_BYTES = 8 * _HEADER_WORDS
+_TOTAL_BYTES = _HEADER_BYTES + NUM_SLOTS * SLOT_BYTES
+
+STEP, CALL = 0, 1
+
+
+class WorkerState(IntEnum):
+    """What a worker says of itself; only time spent STEPPING or IDLE behind unread commands counts as a hang."""
+
+    IDLE = 0
+    STEPPING = 1
+    COMPILING = 2
+    CALLING = 3
+
+
+def create_shared_memory() -> int:
+    """File descriptor of fresh memory for one ring; it has no name, and goes when its last holder goes."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("nanovllm")
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, _TOTAL_BYTES)
+    return fd
+
+
+class _Ring:
+    """The shared memory as both sides see it."""
+
+    def __init__(self, fd: int) -> None:
+        self._memory = mmap.mmap(fd, _TOTAL_BYTES)
+        self._bytes = memoryview(self._memory)
+        self._words = self._bytes[:_HEADER_BYTES].cast("q")
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def _word(kind: int, reader: int) -> int:
+        return 8 * (1 + kind * MAX_READERS + reader)
+
+    def _fence(self) -> None:
+        """Orders the stores before against the loads and stores after, on any processor."""
+        with self._lock:
+            pass
+
+    def _slot(self, sequence: int) -> memoryview:
+        begin = _HEADER_BYTES + (sequence % NUM_SLOTS) * SLOT_BYTES
+        return self._bytes[begin : begin + SLOT_BYTES]
+
+    def close(self) -> None:
+        self._words.release()
+        self._bytes.release()
+        self._memory.close()
+
+
+_SLEEPING, _CONSUMED, _DONE, _STATE = range(4)
+
+
+class CommandWriter(_Ring):
+    """Rank 0's end."""
+
+    def __init__(self, fd: int, doorbells: list[int]) -> None:
+        """`doorbells`: one writable file descriptor a reader."""
+        super().__init__(fd)
+        self._doorbells = doorbells
+        self._published = 0
+        self.num_sent = 0
+        """Messages sent."""
+
+    def send_step(self, packed: Any, check: Callable[[], object]) -> None:
+        """Sends a packed step (anything with the buffer protocol). `check` is called while waiting and may raise."""
+        self._send(STEP, memoryview(packed).cast("B"), check)
+
+    def send_call(self, method: str, args: tuple[Any, ...], check: Callable[[], object]) -> None:
+        """Sends a pickled call of a method of every worker's runner."""
+        self._send(CALL, memoryview(pickle.dumps((method, args), protocol=pickle.HIGHEST_PROTOCOL)), check)
+
+    def _send(self, kind: int, payload: memoryview, check: Callable[[], object]) -> None:
+        room = SLOT_BYTES - _SLOT_PREFIX - 1
+        remaining, offset = len(payload), 0
+        while True:
+            self._wait_for_room(check)
+            size = min(remaining, room)
+            slot = self._slot(self._published)
+            slot[:_SLOT_PREFIX].cast("q")[0] = remaining
+            slot[:_SLOT_PREFIX].cast("q")[1] = size
+            slot[_SLOT_PREFIX] = kind
+            slot[_SLOT_PREFIX + 1 : _SLOT_PREFIX + 1 + size] = payload[offset : offset + size]
+            remaining, offset = remaining - size, offset + size
+            self._publish()
+            if remaining == 0:
+                break
+        self.num_sent += 1
+
+    def _wait_for_room(self, check: Callable[[], object]) -> None:
+        while any(
+            self._published - self._words[self._word(_CONSUMED, reader)] >= NUM_SLOTS
+            for reader in range(len(self._doorbells))
+        ):
+            check()
+            time.sleep(50e-6)
+
+    def _publish(self) -> None:
+        self._fence()
+        self._published += 1
+        self._words[0] = self._published
+        self._fence()
+        for reader, doorbell in enumerate(self._doorbells):
+            word = self._word(_SLEEPING, reader)
+            if self._words[word]:
+                self._words[word] = 0
+                os.write(doorbell, b"!")
+
+    def num_done(self, reader: int) -> int:
+        """Messages that a reader has carried out."""
+        return self._words[self._word(_DONE, reader)]
+
+    def state(self, reader: int) -> WorkerState:
+        return WorkerState(self._words[self._word(_STATE, reader)])
+
+
+class CommandReader(_Ring):
+    """A worker's end."""
+
+    def __init__(self, fd: int, reader: int, doorbell: int, spin_seconds: float) -> None:
+        """`doorbell`: readable file descriptor. `spin_seconds`: how long to spin before going to sleep."""
+        super().__init__(fd)
+        self._reader = reader
+        self._doorbell = doorbell
+        self._spin_seconds = spin_seconds
+        self._consumed = 0
+        self._num_done = 0
+
+    def receive(self) -> tuple[int, memoryview | tuple[str, tuple[Any, ...]]]:
+        """The next message: (STEP, its bytes) or (CALL, (method, args)). Waits as long as it takes."""
+        parts: list[bytes] = []
+        while True:
+            self._wait()
+            slot = self._slot(self._consumed)
+            remaining, size = slot[:_SLOT_PREFIX].cast("q")
+            kind = slot[_SLOT_PREFIX]
+            parts.append(bytes(slot[_SLOT_PREFIX + 1 : _SLOT_PREFIX + 1 + size]))
+            self._fence()
+            self._consumed += 1
+            self._words[self._word(_CONSUMED, self._reader)] = self._consumed
+            if remaining == size:
+                break
+        payload = parts[0] if len(parts) == 1 else b"".join(parts)
+        return (STEP, memoryview(payload)) if kind == STEP else (CALL, pickle.loads(payload))
+
+    def _wait(self) -> None:
+        words, seen = self._words, self._consumed
+        deadline = time.perf_counter() + self._spin_seconds
+        pure_spins = 1000  # about 50 us, then let others have the core between looks
+        while words[0] == seen:
+            if pure_spins:
+                pure_spins -= 1
+            elif time.perf_counter() < deadline:
+                os.sched_yield() if sys.platform != "win32" else time.sleep(0)
+            else:
+                self._sleep(seen)
+
+    def _sleep(self, seen: int) -> None:
+        word = self._word(_SLEEPING, self._reader)
+        self._words[word] = 1
+        self._fence()
+        if self._words[0] == seen:
+            select.select([self._doorbell], [], [], 1.0)
+        self._words[word] = 0
+        if select.select([self._doorbell], [], [], 0)[0]:
+            os.read(self._doorbell, 4096)
+
+    def set_state(self, state: WorkerState) -> WorkerState:
+        """Says what this worker is doing; returns what it said before."""
+        word = self._word(_STATE, self._reader)
+        before = WorkerState(self._words[word])
+        self._words[word] = state
+        return before
+
+    def mark_done(self) -> None:
+        """Says that one more message has been carried out."""
+        self._num_done += 1
+        self._words[self._word(_DONE, self._reader)] = self._num_done

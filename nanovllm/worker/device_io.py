@@ -1,0 +1,84 @@
+"""Between host and device: one copy in per step, one copy of tokens out, and the stream that orders everything."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+
+_RING = 3  # staging buffers: two steps in flight, and one being filled
+_BUSY_WAIT = 0.002  # seconds to look for a result without pause; a longer step can afford the wake-up
+
+
+class StepTimeout(RuntimeError):
+    """The device did not finish a step in time."""
+
+
+class DeviceIO:
+    """Staging buffers of one rank. On a CPU nothing is copied: the step is already where it is needed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_cuda = device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if self.is_cuda else None
+        self._launched: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+
+    def stream_context(self) -> AbstractContextManager[object]:
+        """Everything on the device happens in this one stream, in the order of launches."""
+        return torch.cuda.stream(self.stream) if self.is_cuda else nullcontext()
+
+    def allocate(self, capacity: int, max_rows: int) -> None:
+        """`capacity`: int32 words of the largest packed step. `max_rows`: most tokens of a result."""
+        if not self.is_cuda:
+            return
+        self._turn = 0
+        self._staging = [torch.empty(capacity, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
+        self._staging_views = [staging.numpy() for staging in self._staging]
+        self._results = [torch.empty(max_rows, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
+        self._events = [torch.cuda.Event() for _ in range(_RING)]
+        self.step_buffer = torch.zeros(capacity, dtype=torch.int32, device=self.device)
+        """Where a CUDA graph finds its step."""
+
+    def upload(self, packed: np.ndarray) -> torch.Tensor:
+        """The packed step on the device. Its copy is ordered before whatever is launched next."""
+        if not self.is_cuda:
+            return torch.from_numpy(packed.copy())
+        self._turn = (self._turn + 1) % _RING
+        self._events[self._turn].synchronize()  # three steps ago: long done, unless a worker is far behind
+        size = packed.shape[0]
+        self._staging_views[self._turn][:size] = packed
+        self.step_buffer[:size].copy_(self._staging[self._turn][:size], non_blocking=True)
+        return self.step_buffer
+
+    def download(self, tokens: torch.Tensor) -> None:
+        """Starts the copy of a step's tokens (int32 [rows]) to the host; `collect` hands them out in this order."""
+        if not self.is_cuda:
+            self._launched.append((tokens.clone(), None))
+            return
+        result = self._results[self._turn][: tokens.shape[0]]
+        result.copy_(tokens, non_blocking=True)
+        self._events[self._turn].record()
+        self._launched.append((result, self._events[self._turn]))
+
+    def forget_results(self) -> None:
+        """For ranks that nobody asks for tokens."""
+        self._launched.clear()
+
+    def collect(self, timeout: float, check: Callable[[], bool]) -> list[int]:
+        """Tokens of the oldest step not yet collected. `check` is called while waiting: it may raise, or return True where
+        the wait has a reason that does not count. Raises StepTimeout after `timeout` seconds that do.
+        """
+        tokens, event = self._launched.popleft()
+        if event is not None and not event.query():
+            begin = time.perf_counter()
+            while not event.query():
+                waited = time.perf_counter() - begin
+                if waited > _BUSY_WAIT:
+                    if check():
+                        begin = time.perf_counter()
+                    time.sleep(20e-6)
+                if waited > timeout:
+                    raise StepTimeout(f"the device did not finish a step within step_timeout={timeout} s")
+        return tokens.tolist()

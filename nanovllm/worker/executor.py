@@ -1,0 +1,171 @@
+"""Rank 0's hold on all ranks: its own runner in this process, the others behind the command ring."""
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.worker.model_runner import ModelRunner
+from nanovllm.worker.processes import WorkerProcesses
+
+_JOIN_TIMEOUT = 300.0  # seconds for all ranks to import, build their group and load
+_BUCKET_BYTES = 256 << 20  # of new weights sent to the workers at a time
+
+
+@dataclass(frozen=True)
+class RunnerInit:
+    """What a rank builds its runner from; every open choice of EngineConfig is settled in `config`."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    store_port: int
+    """Port of the TCPStore on the loopback where ranks meet; 0 with one rank."""
+    spin_seconds: float
+    """How long an idle worker spins for the next command before it sleeps."""
+
+
+def settle(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """Replaces what is left open ("auto", None) by what this machine and this model call for."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("device='cuda': torch sees no GPU")
+        if config.tensor_parallel_size > torch.cuda.device_count():
+            count = torch.cuda.device_count()
+            raise ValueError(f"tensor_parallel_size={config.tensor_parallel_size}: must be at most the {count} GPUs here")
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else model.torch_dtype
+        if dtype == "float32" and device == "cuda":
+            dtype = "bfloat16"
+    longest = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ValueError(f"max_model_len={config.max_model_len}: must be at most max_position_embeddings={longest}")
+    return replace(
+        config,
+        device=device,
+        dtype=dtype,
+        max_model_len=config.max_model_len or longest,
+        kvcache_block_size=config.kvcache_block_size or (128 if device == "cuda" else 16),
+    )
+
+
+class Executor:
+    """Runs packed steps on every rank, and rare calls. Any failure ends it: then every method raises."""
+
+    def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
+        # Workers first: they import while we settle the options. NVLink multicast is never used.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        self.seconds: dict[str, float] = {}
+        self._runner: ModelRunner | None = None
+        self._store: dist.TCPStore | None = None
+        self.processes = WorkerProcesses(config.tensor_parallel_size, config.step_timeout)
+        try:
+            self.config = settle(config, model)
+            self._start(model)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, model: ModelConfig) -> None:
+        size = self.config.tensor_parallel_size
+        if size > 1:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        spin = 2.0 if self.config.device == "cuda" else 0.0
+        init = RunnerInit(self.config, model, self._store.port if self._store else 0, spin)
+        self.processes.send_init(init)
+        with self._phase("load"), self._failures_explained():
+            self.processes.replies()  # every worker has imported: from here on ranks wait for each other only briefly
+            self._runner = ModelRunner(init, rank=0, store=self._store)
+            self.processes.on_failure = self._runner.group.abort
+            self.processes.replies()
+        with self._phase("warm-up"):
+            self.num_kvcache_blocks = min(self.call("measure_kv_cache"))
+            self.call("allocate_kv_cache", self.num_kvcache_blocks)
+        with self._phase("capture"):
+            self.call("capture_graphs")
+
+    @property
+    def runner(self) -> ModelRunner:
+        assert self._runner is not None
+        return self._runner
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - begin
+
+    @contextmanager
+    def _failures_explained(self) -> Iterator[None]:
+        """An error here is often only the echo of a worker's end: then the worker's own reason is raised."""
+        try:
+            yield
+        except RuntimeError:
+            self.processes.wait_for_failure(seconds=2.0)
+            raise
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of every rank's runner; returns what they return, in rank order."""
+        with self._failures_explained():
+            self.processes.send_call(method, *args)
+            mine = getattr(self.runner, method)(*args)
+            return [mine, *self.processes.replies()]
+
+    def launch(self, packed: np.ndarray) -> None:
+        """Starts a packed step on every rank; does not wait for it (a CPU, which has no queue, computes it here)."""
+        with self._failures_explained():
+            self.processes.send_step(packed)
+            self.runner.launch(packed)
+
+    def collect(self) -> list[int]:
+        """Tokens of the oldest step not yet collected, one for each of its first rows; waits for it."""
+        with self._failures_explained():
+            return self.runner.collect(self.processes.check)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replaces all weights in place, from whole tensors under their checkpoint names."""
+        self.call("begin_weight_update")
+        bucket: list[tuple[str, torch.Tensor]] = []
+        size = 0
+        for name, tensor in weights:
+            bucket.append((name, tensor))
+            size += tensor.numel() * tensor.element_size()
+            if size >= _BUCKET_BYTES:
+                self._send_weights(bucket)
+                bucket, size = [], 0
+        self._send_weights(bucket)
+        self.call("end_weight_update")
+
+    def _send_weights(self, bucket: list[tuple[str, torch.Tensor]]) -> None:
+        if self.config.tensor_parallel_size > 1:
+            bucket = [(name, tensor.detach().cpu().contiguous()) for name, tensor in bucket]
+        self.call("update_weights", bucket)
+
+    def info(self) -> dict[str, Any]:
+        """What the ranks run on and with."""
+        return {
+            **self.runner.info(),
+            "tensor_parallel_size": self.config.tensor_parallel_size,
+            "num_kvcache_blocks": self.num_kvcache_blocks,
+            "torch": torch.__version__,
+            "phase_seconds": {name: round(seconds, 2) for name, seconds in self.seconds.items()},
+        }
+
+    def close(self) -> None:
+        """Ends the workers and frees what this rank holds. Does nothing the second time."""
+        self.processes.close()
+        if self._runner is not None:
+            self._runner.close(failed=self.processes.failed)
+            self._runner = None
+        self._store = None

@@ -1,0 +1,92 @@
+"""The paged KV cache of one rank: how many blocks fit, and the tensors."""
+
+import torch
+
+from nanovllm.config import ModelConfig
+from nanovllm.layers.attention import Attention
+
+GIB = 1 << 30
+
+
+def block_bytes(model: ModelConfig, local_kv_heads: int, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block on one rank: keys and values of all layers."""
+    return 2 * model.num_hidden_layers * local_kv_heads * block_size * model.head_dim * dtype.itemsize
+
+
+def blocks_that_fit(budget_bytes: int, bytes_per_block: int, option: str) -> int:
+    """Blocks that requests can use within `budget_bytes`; one more is kept as a place that no row owns.
+
+    Raises ValueError naming `option` (written out with its value) where there is no room for one.
+    """
+    blocks = budget_bytes // bytes_per_block - 1
+    if blocks < 1:
+        raise ValueError(
+            f"{option}: leaves {budget_bytes / GIB:.3f} GiB for the KV cache, "
+            f"must leave at least {2 * bytes_per_block / GIB:.3f} GiB (two blocks)"
+        )
+    return int(blocks)
+
+
+def bind_kv_cache(
+    layers: list[Attention], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Allocates the cache and gives every layer its part: [layers, 2, num_blocks + 1, kv heads, block_size, head_dim].
+
+    Zeros, because attention kernels load a row's whole last block and mask afterwards: what was never written must be
+    finite. The last block belongs to nobody; warm-up and padding write there.
+    """
+    heads, head_dim = layers[0].heads.local_kv_heads, layers[0].head_dim
+    shape = (len(layers), 2, num_blocks + 1, heads, block_size, head_dim)
+    cache = torch.zeros(shape, dtype=dtype, device=device)
+    for layer, (k_cache, v_cache) in zip(layers, cache.unbind(0), strict=True):
+        layer.k_cache, layer.v_cache = k_cache, v_cache
+    return cache
+
+
+class MemoryProbe:
+    """What this rank has taken of its GPU since it started. On a CPU it measures nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._step_bytes = self._extra_bytes = 0
+        if self._is_cuda:
+            self.free_at_start, self.total = torch.cuda.mem_get_info(device)
+
+    def used_bytes(self) -> int:
+        """Bytes taken since the start, by torch and by libraries."""
+        return self.free_at_start - torch.cuda.mem_get_info(self._device)[0]
+
+    def begin_step(self) -> None:
+        """A measured step follows; what earlier work left in torch's cache goes back first."""
+        self.release_cached()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._before = torch.cuda.memory_reserved(self._device)
+
+    def end_step(self) -> int:
+        """Bytes that the step needed at its peak, beyond what was there."""
+        self._step_bytes = torch.cuda.max_memory_reserved(self._device) - self._before
+        self.release_cached()
+        return self._step_bytes
+
+    def kv_budget(self, utilization: float, reserved_bytes: int) -> int:
+        """Bytes left for the KV cache within `utilization` of the whole GPU, and within what is free."""
+        self.release_cached()
+        self._extra_bytes = reserved_bytes
+        free = torch.cuda.mem_get_info(self._device)[0]
+        return int(min(utilization * self.total - self.used_bytes(), free) - reserved_bytes)
+
+    def release_cached(self) -> None:
+        """Gives torch's unused memory back to the device."""
+        if self._is_cuda:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+
+    def report(self) -> dict[str, object]:
+        """Sizes in GiB: the largest step, and everything kept free beside weights and KV (step and graphs)."""
+        if not self._is_cuda:
+            return {}
+        return {
+            "step_gib": round(self._step_bytes / GIB, 3),
+            "step_and_graphs_gib": round(self._extra_bytes / GIB, 3),
+        }

@@ -1,0 +1,282 @@
+"""One rank: loads its share of the model, turns packed steps into device work, samples."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nanovllm.attention import select_backend
+from nanovllm.attention.base import AttentionMetadata
+from nanovllm.engine.step_plan import HEADER_SIZE, RECORD_SIZE, dummy_step
+from nanovllm.kernels import select_kernels
+from nanovllm.kernels.step_input import DeviceState, StepBuffers
+from nanovllm.layers.attention import ForwardStep
+from nanovllm.layers.linear import HeadSplit
+from nanovllm.models import model_class
+from nanovllm.models.checkpoint import check_names, load_checkpoint, load_dummy, open_checkpoint
+from nanovllm.models.qwen3 import ModelContext
+from nanovllm.parallel.group import TensorParallelGroup
+from nanovllm.worker.cuda_graphs import DecodeGraphs
+from nanovllm.worker.device_io import DeviceIO
+from nanovllm.worker.kv_cache import GIB, MemoryProbe, bind_kv_cache, block_bytes, blocks_that_fit
+
+if TYPE_CHECKING:
+    from nanovllm.worker.executor import RunnerInit
+
+
+class ModelRunner:
+    """Device state of one rank and the work of one step on it. Every rank runs the same steps in the same order."""
+
+    def __init__(self, init: "RunnerInit", rank: int, store: dist.Store | None) -> None:
+        self.config, self.model_config = init.config, init.model_config
+        config = self.config
+        assert config.kvcache_block_size and config.max_model_len
+        self.block_size: int = config.kvcache_block_size
+        self.max_model_len: int = config.max_model_len
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.device = torch.device("cuda", rank) if config.device == "cuda" else torch.device("cpu")
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.memory = MemoryProbe(self.device)
+        self.group = TensorParallelGroup(rank, config.tensor_parallel_size, self.device, store, config.step_timeout)
+        self.io = DeviceIO(self.device)
+        self.graphs: DecodeGraphs | None = None
+        with torch.inference_mode(), self.io.stream_context():
+            self._build(rank)
+            self._load()
+
+    # -- start-up -----------------------------------------------------------------------------------------------
+
+    def _build(self, rank: int) -> None:
+        config, model = self.config, self.model_config
+        self.kernels = select_kernels(self.device, config.fused_kernels)
+        backend_class, self.backend_reason = select_backend(
+            config.attention_backend,
+            device=self.device,
+            dtype=self.dtype,
+            block_size=self.block_size,
+            head_dim=model.head_dim,
+        )
+        self.heads = HeadSplit(model.num_attention_heads, model.num_key_value_heads, rank, config.tensor_parallel_size)
+        self.backend = backend_class(
+            self.heads.local_heads,
+            self.heads.local_kv_heads,
+            model.head_dim,
+            self.block_size,
+            config.max_num_seqs,
+            self.max_model_len,
+            self.device,
+            self.dtype,
+        )
+        self.model = model_class(model.architecture)(
+            ModelContext(model, self.heads, self.group, self.kernels, self.backend, self.dtype, self.device, self.max_model_len)
+        )
+        self.weights = list(self.model.checkpoint_weights())
+
+    def _load(self) -> None:
+        if self.config.load_format == "dummy":
+            load_dummy(self.weights, self.dtype, self.device, self.config.seed)
+        else:
+            tensors = open_checkpoint(Path(self.config.model))
+            check_names(self.weights, tensors, self.model_config.tie_word_embeddings)
+            load_checkpoint(self.weights, tensors, self.device)
+
+    @torch.inference_mode()
+    def measure_kv_cache(self) -> int:
+        """Blocks that fit beside the weights, the largest step and the graphs; that step runs here, on one block."""
+        config = self.config
+        per_block = block_bytes(self.model_config, self.heads.local_kv_heads, self.block_size, self.dtype)
+        if self.device.type == "cpu":
+            option, budget = f"cpu_kvcache_gib={config.cpu_kvcache_gib}", int(config.cpu_kvcache_gib * GIB)
+            return config.num_kvcache_blocks or blocks_that_fit(budget, per_block, option)
+        with self.io.stream_context():
+            self.allocate_kv_cache(1)
+            self.backend.warmup(self.model.attention_layers()[0].k_cache, self.model.attention_layers()[0].v_cache)
+            self.memory.begin_step()
+            self.launch(dummy_step(config.max_num_seqs, config.max_num_batched_tokens, self.max_model_len))
+            self.io.stream.synchronize()
+            step_bytes = self.memory.end_step()
+            graph_bytes = 0
+            if not config.enforce_eager:
+                graph_bytes = self._new_graphs().measure(self.memory.used_bytes)
+            self.io.forget_results()
+        budget = self.memory.kv_budget(config.gpu_memory_utilization, step_bytes + graph_bytes)
+        fits = blocks_that_fit(budget, per_block, f"gpu_memory_utilization={config.gpu_memory_utilization}")
+        if config.num_kvcache_blocks is not None and config.num_kvcache_blocks > fits:
+            raise ValueError(f"num_kvcache_blocks={config.num_kvcache_blocks}: must be at most the {fits} that fit")
+        return config.num_kvcache_blocks or fits
+
+    @torch.inference_mode()
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """Allocates the cache, the request state by slot and the buffers of a step."""
+        config = self.config
+        layers = self.model.attention_layers()
+        for layer in layers:
+            layer.unbind_cache()
+        self.memory.release_cached()
+        with self.io.stream_context():
+            bind_kv_cache(layers, num_blocks, self.block_size, self.dtype, self.device)
+            max_blocks = -(-self.max_model_len // self.block_size)
+            self.state = DeviceState.allocate(config.max_num_seqs, max_blocks, self.device)
+            self.buffers = StepBuffers.allocate(config.max_num_seqs, config.max_num_batched_tokens, self.device)
+            updates = 3 * (num_blocks + config.max_num_seqs)
+            fixed = HEADER_SIZE + (3 + RECORD_SIZE) * config.max_num_seqs
+            self.io.allocate(fixed + updates + config.max_num_batched_tokens, config.max_num_seqs)
+
+    @torch.inference_mode()
+    def capture_graphs(self) -> int:
+        """Captures every decode bucket; returns their number."""
+        if self.device.type == "cpu" or self.config.enforce_eager:
+            return 0
+        with self.io.stream_context():
+            self.graphs = self._new_graphs()
+            self.graphs.capture_all()
+        return len(self.graphs)
+
+    def _new_graphs(self) -> DecodeGraphs:
+        assert self.io.stream is not None
+        self.io.step_buffer.zero_()  # a step without rows: everything is padding
+        return DecodeGraphs(self._run_decode, self.config.max_num_seqs, self.io.stream)
+
+    # -- one step -----------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def launch(self, packed: np.ndarray) -> None:
+        """Runs a packed step (engine/step_plan.py); its tokens are had from `collect`, oldest step first."""
+        num_rows, num_decode_rows, num_sample_rows = (int(n) for n in packed[:3])
+        with self.io.stream_context():
+            step = self.io.upload(packed)
+            if self.graphs is not None and num_decode_rows == num_rows:
+                self.graphs.replay(num_rows)
+            else:
+                self._run_mixed(step, packed)
+            self.io.download(self.buffers.tokens[:num_sample_rows])
+
+    def _run_mixed(self, step: torch.Tensor, packed: np.ndarray) -> None:
+        """Any step, eagerly, at its exact size."""
+        num_rows, num_decode_rows, num_sample_rows, num_tokens = (int(n) for n in packed[:4])
+        max_num_seqs, buffers = self.config.max_num_seqs, self.buffers
+        self.kernels.apply_deltas(step, max_num_seqs, self.state)
+        self.kernels.expand_rows(step, max_num_seqs, self.state, self.block_size, buffers)
+        begin = HEADER_SIZE + max_num_seqs
+        ends = packed[begin : begin + num_rows] + packed[begin + max_num_seqs : begin + max_num_seqs + num_rows]
+        attention = AttentionMetadata(
+            num_rows=num_rows,
+            num_decode_rows=num_decode_rows,
+            row_slot=buffers.row_slot[:num_rows],
+            context_lens=buffers.context_lens[:num_rows],
+            cu_seqlens_q=buffers.cu_seqlens_q[: num_rows + 1],
+            block_table=self.state.block_table,
+            max_seqlen_q=int(packed[6]),
+            max_context_len=int(ends.max()),
+        )
+        self._forward(attention, num_tokens, num_sample_rows, buffers.logits_indices[:num_sample_rows])
+
+    def _run_decode(self, bucket: int) -> None:
+        """A step of decodes only, padded to `bucket` rows, from the step buffer: what a CUDA graph captures."""
+        buffers = self.buffers
+        self.kernels.prepare_decode(
+            self.io.step_buffer, self.config.max_num_seqs, self.state, self.block_size, buffers, bucket
+        )
+        attention = AttentionMetadata(
+            num_rows=bucket,
+            num_decode_rows=bucket,
+            row_slot=buffers.row_slot[:bucket],
+            context_lens=buffers.context_lens[:bucket],
+            cu_seqlens_q=buffers.cu_seqlens_q[: bucket + 1],
+            block_table=self.state.block_table,
+            max_seqlen_q=1,
+            max_context_len=self.max_model_len,
+        )
+        self._forward(attention, bucket, bucket, None)
+
+    def _forward(
+        self, attention: AttentionMetadata, num_tokens: int, num_sample_rows: int, logits_indices: torch.Tensor | None
+    ) -> None:
+        """Layers, head, sampling, and the sampled tokens back into the state and the token buffer.
+
+        `logits_indices`: int32 [num_sample_rows], the token of each sampled row; None where token r is row r's.
+        """
+        buffers = self.buffers
+        step = ForwardStep(buffers.positions[:num_tokens], buffers.slot_mapping[:num_tokens], attention)
+        self.backend.prepare(attention)
+        hidden = self.model(buffers.input_ids[:num_tokens], step)
+        if num_sample_rows == 0:
+            return
+        if logits_indices is not None:
+            hidden = hidden.index_select(0, logits_indices)
+        row_slot = buffers.row_slot[:num_sample_rows]
+        keys = self.kernels.gumbel_argmax(
+            self.model.logits(hidden),
+            row_slot,
+            self.state.temperature,
+            self.state.seed,
+            buffers.context_lens[:num_sample_rows],  # the index of the token to be drawn
+            self.model.lm_head.vocab_start,
+            self.model_config.vocab_size,
+        )
+        self.group.all_reduce_max(keys)
+        self.kernels.commit_tokens(keys, row_slot, self.state.last_token, buffers.tokens[:num_sample_rows])
+
+    def collect(self, check: Callable[[], bool]) -> list[int]:
+        """Sampled tokens of the oldest step not yet collected, by row; waits for the device.
+
+        `check` is called while waiting and may raise; StepTimeout after config.step_timeout seconds.
+        """
+        return self.io.collect(self.config.step_timeout, check)
+
+    # -- weights that change ------------------------------------------------------------------------------------
+
+    def begin_weight_update(self) -> None:
+        """The names still to come; see update_weights."""
+        self._awaited = {weight.name: weight for weight in self.weights}
+
+    @torch.inference_mode()
+    def update_weights(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Copies whole tensors into this rank's parameters, in place. Raises ValueError for an unknown or repeated name."""
+        with self.io.stream_context():
+            for name, tensor in tensors:
+                if name == "lm_head.weight" and self.model_config.tie_word_embeddings:
+                    continue
+                if name not in self._awaited:
+                    raise ValueError(f"load_weights: surplus weight {name!r}")
+                self._awaited.pop(name).load(tensor)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def end_weight_update(self) -> None:
+        """Raises ValueError naming the weights that did not come."""
+        if self._awaited:
+            names = ", ".join(sorted(self._awaited)[:5])
+            raise ValueError(f"load_weights: {len(self._awaited)} missing: {names}")
+
+    # -- the rest -----------------------------------------------------------------------------------------------
+
+    def info(self) -> dict[str, object]:
+        """What this rank runs on and with."""
+        cuda = self.device.type == "cuda"
+        return {
+            "device": torch.cuda.get_device_name(self.device) if cuda else "cpu",
+            "dtype": self.config.dtype,
+            "attention_backend": self.backend.name,
+            "attention_backend_reason": self.backend_reason,
+            "block_size": self.block_size,
+            "cuda_graphs": len(self.graphs) if self.graphs else 0,
+            **self.memory.report(),
+        }
+
+    def close(self, failed: bool) -> None:
+        """Frees the device. After a failure nothing is waited for."""
+        if self.graphs is not None:
+            self.graphs.clear()  # before the communicators that they captured
+            self.graphs = None
+        if failed:
+            self.group.abort()
+        self.group.close()
+        for layer in self.model.attention_layers():
+            layer.unbind_cache()
+        del self.model, self.weights
+        self.memory.release_cached()

@@ -1,0 +1,190 @@
+"""The worker processes of one engine: spawned, watched, stopped.
+
+Workers run `python -m nanovllm.worker.main`, so the caller's main module is never imported again. Each holds one end of a
+socket whose other end is ours: when we go, however we go, they read the end of the stream and leave. When one of them
+goes, or stops making progress, a thread here notices, ends the others and keeps the reason for whoever is waiting.
+"""
+
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any
+
+from nanovllm.worker.channel import CommandWriter, WorkerState, create_shared_memory
+
+_WATCH_INTERVAL = 0.2  # seconds between looks at workers' progress
+_EXIT_GRACE = 5.0  # seconds for a worker to end by itself when asked to
+_CALL_TIMEOUT = 1800.0  # seconds for rare commands such as loading weights
+
+
+class WorkerError(RuntimeError):
+    """A worker died, failed or hung; the text says which, and carries the worker's traceback where it sent one."""
+
+
+class WorkerProcesses:
+    """Ranks 1 .. size-1 and the channel to them. With size 1 there is nothing here and every call is a no-op."""
+
+    def __init__(self, size: int, step_timeout: float) -> None:
+        self.size = size
+        self.step_timeout = step_timeout
+        self._failure: Exception | None = None
+        self._closing = False
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._controls: list[Connection] = []
+        self._replies: list[queue.Queue[Any]] = [queue.Queue() for _ in range(1, size)]
+        self._doorbells: list[int] = []
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called, from the watching thread, once when a worker fails: lets blocked collectives go."""
+        memory = create_shared_memory()
+        try:
+            for rank in range(1, size):
+                self._spawn(rank, memory)
+            self.ring = CommandWriter(memory, self._doorbells)
+        finally:
+            os.close(memory)
+        self._watcher = threading.Thread(target=self._watch, name="nanovllm-watch", daemon=True)
+        if size > 1:
+            self._watcher.start()
+
+    def _spawn(self, rank: int, memory: int) -> None:
+        ours, theirs = Pipe()
+        bell_read, bell_write = os.pipe()
+        fds = (theirs.fileno(), memory, bell_read)
+        command = [sys.executable, "-m", "nanovllm.worker.main", str(rank), *map(str, fds)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        # A session of its own: Ctrl-C in a terminal reaches the caller alone, who then stops us in order.
+        process = subprocess.Popen(command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        theirs.close()
+        os.close(bell_read)
+        self._processes.append(process)
+        self._controls.append(ours)
+        self._doorbells.append(bell_write)
+
+    def send_init(self, message: Any) -> None:
+        """What every worker builds its runner from, pickled. Workers wait for it when they have started."""
+        for control in self._controls:
+            control.send(message)
+
+    # -- commands -----------------------------------------------------------------------------------------------
+
+    def send_step(self, packed: Any) -> None:
+        if self.size > 1:
+            self.check()
+            self.ring.send_step(packed, self.check)
+
+    def send_call(self, method: str, *args: Any) -> None:
+        if self.size > 1:
+            self.check()
+            self.ring.send_call(method, args, self.check)
+
+    def replies(self) -> list[Any]:
+        """One reply of each worker (to the last call), in rank order. Raises WorkerError where one does not come."""
+        replies = []
+        deadline = time.monotonic() + _CALL_TIMEOUT
+        for rank, inbox in enumerate(self._replies, start=1):
+            while True:
+                try:
+                    replies.append(inbox.get(timeout=_WATCH_INTERVAL))
+                    break
+                except queue.Empty:
+                    self.check()
+                    if time.monotonic() > deadline:
+                        raise WorkerError(f"rank {rank} did not answer within {_CALL_TIMEOUT:.0f} s") from None
+        return replies
+
+    def check(self) -> bool:
+        """Raises WorkerError (or the user error that a worker found) where a worker has failed. True: one is compiling,
+        so waiting for it is no hang."""
+        if self._failure is not None:
+            raise self._failure
+        return any(self.ring.state(reader) is WorkerState.COMPILING for reader in range(self.size - 1))
+
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
+    def wait_for_failure(self, seconds: float) -> None:
+        """Raises WorkerError if a worker is found to have failed within `seconds`: the cause of an error seen here."""
+        deadline = time.monotonic() + seconds
+        while self.size > 1 and time.monotonic() < deadline:
+            self.check()
+            time.sleep(0.01)
+
+    # -- watching -----------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        open_controls = {control: rank for rank, control in enumerate(self._controls, start=1)}
+        last_change = [(0, time.monotonic())] * self.size
+        while open_controls and not self._closing and self._failure is None:
+            for control in wait(list(open_controls), timeout=_WATCH_INTERVAL):
+                assert isinstance(control, Connection)
+                rank = open_controls[control]
+                try:
+                    kind, value = control.recv()
+                except (EOFError, OSError):
+                    self._fail(WorkerError(self._death_notice(rank)))
+                    return
+                if kind == "error":
+                    text, error = value
+                    self._fail(error or WorkerError(f"rank {rank} failed:\n{text}"))
+                    return
+                self._replies[rank - 1].put(value)
+            for rank in range(1, self.size):
+                last_change[rank] = self._check_progress(rank, last_change[rank])
+
+    def _check_progress(self, rank: int, last_change: tuple[int, float]) -> tuple[int, float]:
+        """(commands done, when we saw that number first); fails a rank that stands still with commands before it."""
+        now, done = time.monotonic(), self.ring.num_done(rank - 1)
+        busy = self.ring.state(rank - 1) in (WorkerState.COMPILING, WorkerState.CALLING)
+        if done != last_change[0] or done == self.ring.num_sent or busy:
+            return done, now
+        if now - last_change[1] > self.step_timeout:
+            self._fail(WorkerError(f"rank {rank} made no progress for step_timeout={self.step_timeout} s"))
+        return last_change
+
+    def _death_notice(self, rank: int) -> str:
+        try:
+            code = self._processes[rank - 1].wait(timeout=2.0)
+        except subprocess.TimeoutExpired:
+            return f"rank {rank} closed its connection"
+        return f"rank {rank} died " + (f"by signal {-code}" if code < 0 else f"with exit code {code}")
+
+    def _fail(self, reason: Exception) -> None:
+        if self._closing:
+            return
+        self._failure = reason
+        self._kill()
+        self.on_failure()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends all workers and waits for them; kills those that do not leave in time."""
+        if self._closing:
+            return
+        self._closing = True
+        if self._watcher.is_alive() and threading.current_thread() is not self._watcher:
+            self._watcher.join(timeout=5.0)
+        for control in self._controls:
+            control.close()
+        deadline = time.monotonic() + (_EXIT_GRACE if self._failure is None else 0.0)
+        for process in self._processes:
+            try:
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for doorbell in self._doorbells:
+            os.close(doorbell)
+        self._doorbells.clear()
+        self.ring.close()

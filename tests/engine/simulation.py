@@ -1,0 +1,243 @@
+"""A scheduler and a fake device, run as the engine runs them, with every documented limit checked at each step."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from fake_device import FakeDevice, extend_digest, next_token
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.step_plan import StepPlan
+from nanovllm.outputs import RequestMetrics
+from nanovllm.sampling_params import SamplingParams
+
+
+def make_sequence(
+    request_id: int,
+    prompt: list[int],
+    max_tokens: int = 4,
+    *,
+    stop: frozenset[int] = frozenset(),
+    seed: int = 0,
+    capacity: int = 10**9,
+    temperature: float = 0.0,
+) -> Sequence:
+    return Sequence(
+        request_id,
+        prompt,
+        SamplingParams(max_tokens=max_tokens, temperature=temperature),
+        seed=seed,
+        stop_token_ids=stop,
+        max_total_tokens=min(len(prompt) + max_tokens, capacity + 1),  # the last token needs no KV
+        metrics=RequestMetrics(arrival_time=0.0),
+    )
+
+
+@dataclass
+class Request:
+    """A request and the text it gets when nobody else is there."""
+
+    seq: Sequence
+    prompt: list[int]
+    gained: list[int] = field(default_factory=list)
+    aborted: bool = False
+    _text: list[int] = field(default_factory=list)
+    _digest: int = 0
+
+    def text_alone(self, length: int) -> list[int]:
+        """The first `length` tokens of prompt and continuation, ends of text ignored."""
+        while len(self._text) < length:
+            at = len(self._text)
+            token = self.prompt[at] if at < len(self.prompt) else next_token(self._digest, self.seq.seed)
+            self._text.append(token)
+            self._digest = extend_digest(self._digest, token)
+        return self._text[:length]
+
+    def output_alone(self) -> tuple[list[int], str]:
+        """The output and the reason of its end."""
+        output = self.text_alone(self.seq.max_total_tokens)[len(self.prompt) :]
+        for index, token in enumerate(output):
+            if token in self.seq.stop_token_ids:
+                return output[: index + 1], "stop"
+        return output, "length"
+
+
+class Simulation:
+    """`depth` steps may be launched whose results the scheduler has not seen: 2 as the engine does, 1 without overlap."""
+
+    def __init__(self, *, num_blocks: int = 64, block_size: int = 4, depth: int = 2, **options: object) -> None:
+        self.config = EngineConfig.from_options("model", **options)
+        self.scheduler = Scheduler(self.config, num_blocks, block_size)
+        self.device = FakeDevice(self.config.max_num_seqs, num_blocks, block_size)
+        self.depth = depth
+        self.pipeline: deque[tuple[StepPlan, list[int]]] = deque()
+        self.requests: dict[int, Request] = {}
+        self.num_preemptions = 0
+
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int = 4,
+        stop: frozenset[int] = frozenset(),
+        seed: int = 0,
+        temperature: float = 0.0,
+    ) -> Request:
+        capacity = self.scheduler.capacity_tokens
+        seq = make_sequence(
+            len(self.requests), prompt, max_tokens, stop=stop, seed=seed, capacity=capacity, temperature=temperature
+        )
+        self.requests[seq.request_id] = Request(seq, list(prompt))
+        self.scheduler.add(seq)
+        return self.requests[seq.request_id]
+
+    def abort(self, request: Request) -> None:
+        was_live = request.seq.status is not SequenceStatus.FINISHED
+        self.scheduler.abort(request.seq)
+        if was_live:
+            request.aborted = True
+            assert request.seq.finish_reason == "abort"
+        self.check()
+
+    def replace_weights(self) -> None:
+        self.scheduler.preempt_all()
+        self.device.load_weights()
+        self.check()
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def launch(self) -> StepPlan | None:
+        """Schedules a step, checks it, and lets the device run it; its results wait for collect()."""
+        assert len(self.pipeline) < self.depth
+        running_before = list(self.scheduler.running)
+        waiting_before = self._with_status(SequenceStatus.WAITING)
+        plan = self.scheduler.schedule()
+        self.check()
+        self._check_preempted(running_before)
+        if plan is None:
+            # Nothing can go on: then it is results that are missing, or everything has ended.
+            assert self.pipeline or not self.scheduler.has_unfinished(), "deadlock"
+            return None
+        self._check_limits(plan, waiting_before)
+        self._check_order_of_admission(plan)
+        tokens, nodes = self.device.execute(plan.pack(self.config.max_num_seqs))
+        for seq, start, count, node in zip(plan.seqs, plan.starts, plan.counts, nodes, strict=True):
+            expected = self.requests[seq.request_id].text_alone(start + count)
+            assert self.device.text(node) == expected, f"{seq} computed another text"
+            assert self.device.seed[seq.slot] == seq.seed
+        self.pipeline.append((plan, tokens))
+        return plan
+
+    def collect(self) -> list[tuple[Sequence, int]]:
+        """Gives the oldest launched step's tokens to the scheduler."""
+        plan, tokens = self.pipeline.popleft()
+        gained = self.scheduler.apply(plan, tokens)
+        for seq, token in gained:
+            self.requests[seq.request_id].gained.append(token)
+            self._check_outcome(self.requests[seq.request_id])
+        self.check()
+        return gained
+
+    def step(self) -> StepPlan | None:
+        """One turn of the engine's loop."""
+        if len(self.pipeline) == self.depth:
+            self.collect()
+        plan = self.launch()
+        if self.pipeline and (plan is None or len(self.pipeline) == self.depth):
+            self.collect()
+        return plan
+
+    def drain(self) -> None:
+        while self.pipeline:
+            self.collect()
+
+    def run_to_end(self) -> int:
+        """Steps until everything has finished; a generous bound on their number stands for "never"."""
+        live = self._with_status(SequenceStatus.WAITING, SequenceStatus.RUNNING)
+        bound = 20 + 4 * sum(seq.max_total_tokens for seq in live) * max(1, len(live))
+        steps = 0
+        while self.scheduler.has_unfinished() or self.pipeline:
+            self.step()
+            steps += 1
+            assert steps <= bound, f"not finished after {bound} steps"
+        for request in self.requests.values():
+            assert request.seq.status is SequenceStatus.FINISHED
+            self._check_outcome(request)
+        assert self.scheduler.block_manager.num_free_blocks == self.scheduler.block_manager.num_blocks
+        assert self.scheduler.num_waiting_tokens == 0
+        return steps
+
+    # -- what always holds --------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        self.scheduler.check_integrity()
+        for seq in self.scheduler.running:
+            assert len(seq.block_table) * self.scheduler.block_manager.block_size >= seq.num_computed_tokens
+
+    def _with_status(self, *statuses: SequenceStatus) -> list[Sequence]:
+        return [request.seq for request in self.requests.values() if request.seq.status in statuses]
+
+    def _check_outcome(self, request: Request) -> None:
+        """A prefix of what the request gets alone while it runs or was aborted, all of it once finished."""
+        seq, (expected, reason) = request.seq, request.output_alone()
+        assert seq.output_token_ids == request.gained == expected[: len(request.gained)]
+        if seq.status is SequenceStatus.FINISHED and not request.aborted:
+            assert (request.gained, seq.finish_reason) == (expected, reason)
+        elif seq.status is not SequenceStatus.FINISHED:
+            assert len(request.gained) < len(expected), f"{seq} goes on past its end"
+
+    def _check_preempted(self, running_before: list[Sequence]) -> None:
+        """Only the newest rows go back, and never the oldest: somebody always gets on."""
+        for seq in running_before:
+            assert seq.status is not SequenceStatus.FINISHED
+        stayed = [seq for seq in running_before if seq.status is SequenceStatus.RUNNING]
+        assert stayed == running_before[: len(stayed)]
+        assert stayed or not running_before
+        self.num_preemptions += len(running_before) - len(stayed)
+
+    def _check_limits(self, plan: StepPlan, waiting_before: list[Sequence]) -> None:
+        config = self.config
+        assert 0 < plan.num_tokens == sum(plan.counts) <= config.max_num_batched_tokens
+        assert plan.num_rows == len(set(plan.seqs)) <= config.max_num_seqs
+        assert len(self.scheduler.running) <= config.max_num_seqs
+        if plan.num_decode_rows:
+            cap = config.max_num_prefill_tokens_with_decodes
+            if cap is None:
+                cap = max(512, sum(seq.num_total_tokens for seq in [*waiting_before, *plan.seqs]) // 8)
+            assert plan.num_prefill_tokens <= cap
+        assert plan.num_decode_rows <= plan.num_sample_rows <= plan.num_rows
+        for row, (seq, start, count) in enumerate(zip(plan.seqs, plan.starts, plan.counts, strict=True)):
+            assert start + count == seq.num_computed_tokens <= seq.num_total_tokens
+            assert seq.last_token_on_device == (row < plan.num_sample_rows)
+            if row < plan.num_sample_rows:  # computed all there was, and gained a token that nobody has seen yet
+                assert start + count == seq.num_total_tokens - 1
+            assert count == 1 or row >= plan.num_decode_rows
+            assert seq.num_total_tokens <= seq.max_total_tokens, "sampled past the end"
+        half_computed = [seq for seq in self.scheduler.running if not seq.last_token_on_device]
+        assert len(half_computed) <= config.max_num_partial_prefills
+        if any(not self._is_long(seq) for seq in self._with_status(SequenceStatus.WAITING)):
+            for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
+                if self._is_long(seq) and seq.num_tokens - start > config.long_prefill_threshold:
+                    assert count <= config.long_prefill_threshold
+
+    def _is_long(self, seq: Sequence) -> bool:
+        return 0 < self.config.long_prefill_threshold < seq.num_prompt_tokens
+
+    def _check_order_of_admission(self, plan: StepPlan) -> None:
+        """First come, first served among short and among long prompts. A long one never overtakes a short one; a short
+        one overtakes a long one only where as many long ones are in progress as may be."""
+        for seq in plan.new_slots:
+            assert seq.num_cached_tokens % self.scheduler.block_manager.block_size == 0
+            assert seq.num_cached_tokens < seq.num_tokens
+        waiting = self._with_status(SequenceStatus.WAITING)
+        start_of = dict(zip(plan.seqs, plan.starts, strict=True))
+        threshold = self.config.long_prefill_threshold
+        num_long = sum(
+            0 < threshold < seq.num_tokens - start_of.get(seq, seq.num_computed_tokens)
+            for seq in self.scheduler.running
+        )
+        for admitted in plan.new_slots:
+            for left in waiting:
+                if left.request_id < admitted.request_id:
+                    assert self._is_long(left) and not self._is_long(admitted), f"{admitted} overtook {left}"
+                    assert num_long >= self.config.max_long_partial_prefills, f"{admitted} overtook {left}"

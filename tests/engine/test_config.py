@@ -1,0 +1,302 @@
+"""Whatever a user can get wrong is refused with a message that names option, value and bound."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm.config import (
+    PUBLISHED_SHAPES,
+    EngineConfig,
+    ModelConfig,
+    RopeConfig,
+    read_model_config,
+    resolve_model_folder,
+)
+from nanovllm.sampling_params import SamplingParams
+
+SMALL: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "rope_theta": 5000.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": 7,
+}
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    return {**SMALL, **changes}
+
+
+def without(name: str) -> dict[str, Any]:
+    return {key: value for key, value in SMALL.items() if key != name}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL), encoding="utf-8")
+    return tmp_path
+
+
+# -- engine options -------------------------------------------------------------------------------------------------
+
+AT_LEAST_1 = [
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_num_partial_prefills",
+    "max_long_partial_prefills",
+    "max_model_len",
+    "num_kvcache_blocks",
+    "max_num_prefill_tokens_with_decodes",
+]
+BOOLS = [
+    "skip_tokenizer_init",
+    "enable_prefix_caching",
+    "enforce_eager",
+    "fused_kernels",
+    "small_batch_kernels",
+    "peer_all_reduce",
+    "async_scheduling",
+]
+BAD_OPTIONS = [
+    *[(name, value, "an integer >= 1") for name in AT_LEAST_1 for value in (0, -3, 1.5, "4", True)],
+    *[(name, None, "an integer >= 1") for name in AT_LEAST_1[:4]],
+    *[(name, value, "True or False") for name in BOOLS for value in ("yes", 1, None)],
+    *[("tensor_parallel_size", value, "an integer in 1..8") for value in (0, 9, -1, 2.0, "2", True, None)],
+    *[("seed", value, "an integer in 0..9223372036854775807") for value in (-1, 2**63, 0.5, None)],
+    *[("long_prefill_token_threshold", value, "an integer >= 0") for value in (-1, 0.5, True)],
+    *[("kvcache_block_size", value, "an integer >= 16") for value in (0, 8, -16, 16.0)],
+    *[("kvcache_block_size", value, "a multiple of 16") for value in (17, 100)],
+    *[("gpu_memory_utilization", v, "a number in (0, 1]") for v in (0, -0.1, 1.01, math.nan, math.inf, "0.9", None)],
+    *[("cpu_kvcache_gib", value, "a finite number > 0") for value in (0, -1, math.nan, math.inf, "1", None)],
+    *[("step_timeout", value, "a finite number > 0") for value in (0, -1, math.nan, math.inf, "60", None)],
+    *[("device", value, "one of 'auto', 'cuda', 'cpu'") for value in ("gpu", "", None, 0)],
+    *[("dtype", v, "one of 'auto', 'bfloat16', 'float16', 'float32'") for v in ("int8", "bf16", None)],
+    *[("load_format", value, "one of 'auto', 'dummy'") for value in ("gguf", None)],
+    *[("attention_backend", v, "one of 'auto', 'flash', 'triton', 'torch'") for v in ("sdpa", "Flash", None)],
+    *[("hf_overrides", value, "a dict of config.json entries") for value in (None, "{}", [("a", 1)])],
+    *[("model", value, "a path or hub id") for value in ("", None, 3)],
+]
+
+
+@pytest.mark.parametrize(("option", "value", "bound"), BAD_OPTIONS)
+def test_a_bad_option_is_refused_by_name_value_and_bound(option: str, value: Any, bound: str) -> None:
+    with pytest.raises(ValueError) as error:
+        EngineConfig(**{"model": "some/model", option: value})
+    assert str(error.value) == f"{option}={value!r}: must be {bound}"
+
+
+GOOD_OPTIONS = [
+    *[(name, value) for name in AT_LEAST_1 for value in (1, 10**6)],
+    *[(name, None) for name in AT_LEAST_1[4:]],
+    *[(name, value) for name in BOOLS for value in (True, False)],
+    *[("tensor_parallel_size", value) for value in range(1, 9)],
+    *[("seed", value) for value in (0, 2**63 - 1)],
+    *[("long_prefill_token_threshold", value) for value in (0, 1, None)],
+    *[("kvcache_block_size", value) for value in (16, 48, 128, None)],
+    *[("gpu_memory_utilization", value) for value in (0.01, 1, 1.0)],
+    *[("step_timeout", value) for value in (0.5, 1)],
+]
+
+
+@pytest.mark.parametrize(("option", "value"), GOOD_OPTIONS)
+def test_every_value_within_its_bound_is_taken(option: str, value: Any) -> None:
+    assert getattr(EngineConfig.from_options("some/model", **{option: value}), option) == value
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [("tensor_paralel_size", "; did you mean 'tensor_parallel_size'?"), ("max_seqs", "; did you mean"), ("zzz", "")],
+)
+def test_an_unknown_option_is_refused_with_the_nearest_known_one(option: str, hint: str) -> None:
+    with pytest.raises(TypeError) as error:
+        EngineConfig.from_options("some/model", **{option: 1})
+    assert f"unknown option {option!r}{hint}" in str(error.value)
+
+
+def test_a_model_may_be_a_path() -> None:
+    assert EngineConfig(Path("some") / "folder").model == str(Path("some") / "folder")  # type: ignore[arg-type]
+
+
+def test_a_configuration_does_not_change() -> None:
+    config = EngineConfig("some/model")
+    with pytest.raises(AttributeError):
+        config.seed = 3  # type: ignore[misc]
+    assert EngineConfig("a").hf_overrides is not EngineConfig("b").hf_overrides
+
+
+@pytest.mark.parametrize(("threshold", "budget", "resolved"), [(None, 4096, 1024), (None, 1, 1), (0, 64, 0), (9, 64, 9)])
+def test_the_long_prompt_threshold_follows_the_budget(threshold: int | None, budget: int, resolved: int) -> None:
+    config = EngineConfig("m", long_prefill_token_threshold=threshold, max_num_batched_tokens=budget)
+    assert config.long_prefill_threshold == resolved
+
+
+# -- sampling parameters --------------------------------------------------------------------------------------------
+
+TEMPERATURE, MAX_TOKENS = "a finite number >= 0 (of float32's range)", "an integer >= 1"
+BAD_SAMPLING = [
+    *[("temperature", value, TEMPERATURE) for value in (-0.1, math.nan, math.inf, -math.inf, 1e39, 10**400)],
+    *[("temperature", value, TEMPERATURE) for value in ("1", None, True)],
+    *[("max_tokens", value, MAX_TOKENS) for value in (0, -1, 1.0, "5", None, True)],
+    *[("ignore_eos", value, "True or False") for value in (1, None, "no")],
+    *[("seed", value, "None or a 64-bit integer") for value in (2**63, -(2**63) - 1, 1.0, "1", True)],
+]
+
+
+@pytest.mark.parametrize(("name", "value", "bound"), BAD_SAMPLING)
+def test_a_bad_sampling_parameter_is_refused_by_name_value_and_bound(name: str, value: Any, bound: str) -> None:
+    with pytest.raises(ValueError) as error:
+        SamplingParams(**{name: value})
+    assert str(error.value) == f"SamplingParams.{name}={value!r}: must be {bound}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", 0), ("temperature", 2.5), ("max_tokens", 1), ("seed", None), ("seed", -(2**63)), ("seed", 2**63 - 1)],
+)
+def test_a_good_sampling_parameter_is_taken(name: str, value: Any) -> None:
+    assert getattr(SamplingParams(**{name: value}), name) == value
+
+
+def test_an_unknown_sampling_parameter_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=1.0)  # type: ignore[call-arg]
+
+
+# -- the model's configuration --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (without("architectures"), "architectures=[]: must be exactly one architecture in config.json"),
+        (small(architectures=["A", "B"]), "architectures=['A', 'B']: must be exactly one"),
+        *[
+            (without(name), f"config.json: {name!r} is missing")
+            for name in ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings")
+        ],
+        (small(vocab_size=0), "vocab_size=0: must be an integer >= 1"),
+        (small(num_hidden_layers="2"), "num_hidden_layers='2': must be an integer >= 1"),
+        (small(num_key_value_heads=4), "num_key_value_heads=4: must be a divisor of num_attention_heads=6"),
+        (small(num_key_value_heads=-1), "num_key_value_heads=-1: must be an integer >= 1"),
+        (small(head_dim=1.5), "head_dim=1.5: must be an integer >= 1"),
+        (small(hidden_act="gelu"), "hidden_act='gelu': must be 'silu'"),
+        (small(attention_bias=True), "attention_bias=True: must be False"),
+        (small(use_sliding_window=True), "use_sliding_window=True: must be False"),
+        (small(rope_scaling={"rope_type": "longrope"}), "rope_type='longrope': must be one of 'default', 'linear', 'yarn'"),
+        (small(rope_scaling={"rope_type": "yarn"}), "must be given a 'factor' for rope type 'yarn'"),
+        (small(rope_scaling="yarn"), "rope_scaling='yarn': must be a dict"),
+    ],
+)
+def test_a_bad_model_configuration_is_refused_by_name_value_and_bound(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        ModelConfig.from_dict(raw)
+    assert message in str(error.value)
+
+
+def test_defaults_that_checkpoints_leave_out() -> None:
+    raw = {k: v for k, v in SMALL.items() if k not in ("num_key_value_heads", "head_dim", "eos_token_id")}
+    config = ModelConfig.from_dict({**raw, "num_attention_heads": 4})
+    assert (config.num_key_value_heads, config.head_dim, config.eos_token_ids) == (4, 16, ())
+    assert config.torch_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [({}, (7,)), ({"eos_token_id": 3}, (3,)), ({"eos_token_id": [3, 4]}, (3, 4)), ({"eos_token_id": 0}, (0,)),
+     ({"eos_token_id": None}, (7,))],
+)  # fmt: skip
+def test_all_end_of_text_ids_of_the_generation_config_count(generation: dict, expected: tuple[int, ...]) -> None:
+    assert ModelConfig.from_dict(SMALL, generation).eos_token_ids == expected
+
+
+def test_both_spellings_of_rope_mean_the_same() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    old = RopeConfig.from_dict({"rope_theta": 5000.0, "rope_scaling": yarn})
+    new = RopeConfig.from_dict({"rope_parameters": {"rope_theta": 5000.0, **yarn}})
+    assert old == new == RopeConfig(5000.0, "yarn", 4.0, 32)
+    assert RopeConfig.from_dict({"rope_scaling": {"type": "linear", "factor": 2}}).kind == "linear"
+    assert RopeConfig.from_dict({"rope_theta": 7.0, "rope_scaling": None}) == RopeConfig(7.0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_ranks_that_divide_the_heads_are_taken(size: int) -> None:
+    ModelConfig.from_dict(SMALL).check_tensor_parallel(size)
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "bound"),
+    [({}, 4, "num_attention_heads=6"), ({"intermediate_size": 97}, 2, "intermediate_size=97")],
+)
+def test_ranks_that_do_not_divide_the_model_are_refused(changes: dict[str, Any], size: int, bound: str) -> None:
+    with pytest.raises(ValueError) as error:
+        ModelConfig.from_dict(small(**changes)).check_tensor_parallel(size)
+    assert str(error.value) == f"tensor_parallel_size={size}: must be a divisor of {bound}"
+
+
+@pytest.mark.parametrize("name", PUBLISHED_SHAPES)
+def test_published_shapes_need_no_file(name: str) -> None:
+    config = EngineConfig(name, load_format="dummy")
+    model = read_model_config(resolve_model_folder(config))
+    assert model.num_attention_heads % model.num_key_value_heads == 0
+    for size in (1, 2, 4, 8):
+        model.check_tensor_parallel(size)
+
+
+# -- files and overrides --------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_read(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]}', encoding="utf-8")
+    config = read_model_config(resolve_model_folder(EngineConfig(str(folder))))
+    assert (config.hidden_size, config.eos_token_ids) == (64, (1, 2))
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_overrides_win_whichever_spelling_the_checkpoint_has(folder: Path, newer: bool) -> None:
+    raw = {**without("rope_theta"), "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}} if newer else SMALL
+    (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]}', encoding="utf-8")
+
+    def read(**overrides: Any) -> ModelConfig:
+        return read_model_config(EngineConfig(str(folder), hf_overrides=overrides))
+
+    assert read().rope == RopeConfig(5000.0)
+    assert read(rope_scaling={"rope_type": "linear", "factor": 2.0}).rope == RopeConfig(5000.0, "linear", 2.0)
+    assert read(rope_theta=9.0).rope == RopeConfig(9.0)
+    assert read(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 9.0}).rope.theta == 9.0
+    assert read(eos_token_id=5).eos_token_ids == (5,)
+    assert read(hidden_size=128).hidden_size == 128
+    with pytest.raises(ValueError, match="vocab_size=0"):
+        read(vocab_size=0)
+
+
+@pytest.mark.parametrize("model", ["no-such-folder", "./no/such", "/no/such", "a/b/c"])
+def test_a_missing_folder_is_named(model: str) -> None:
+    with pytest.raises(FileNotFoundError) as error:
+        resolve_model_folder(EngineConfig(model))
+    assert repr(model) in str(error.value)
+
+
+def test_a_missing_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
+        read_model_config(EngineConfig(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"{", "not valid JSON"), (b"\xff\xfe", "not valid JSON"), (b"[]", "expected a JSON object")]
+)
+def test_a_corrupt_config_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        read_model_config(EngineConfig(str(tmp_path)))
+    assert message in str(error.value) and str(tmp_path / "config.json") in str(error.value)

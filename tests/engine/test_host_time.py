@@ -1,0 +1,38 @@
+"""What a steady decode step costs the host. Run alone for figures: scripts/test tests/engine/test_host_time.py -s"""
+
+from typing import Any
+
+from simulation import make_sequence
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.scheduler import Scheduler
+
+NUM_ROWS = 256
+SECONDS_PER_STEP = 0.005
+"""A bound that also holds on a busy machine; quiet ones take well below 0.25 ms."""
+
+
+def test_schedule_pack_and_apply_a_steady_decode_step(benchmark: Any) -> None:
+    """256 rows of ~500 tokens, blocks of 128, one step ahead of its results: as on a GPU."""
+    scheduler = Scheduler(EngineConfig("model", max_num_seqs=NUM_ROWS), num_blocks=40_000, block_size=128)
+    for request_id in range(NUM_ROWS):
+        prompt = [request_id] * (300 + 7 * request_id % 400)
+        scheduler.add(make_sequence(request_id, prompt, max_tokens=1_000_000, capacity=scheduler.capacity_tokens))
+    tokens = [17] * NUM_ROWS
+    launched = scheduler.schedule()
+    while launched.num_decode_rows < NUM_ROWS:
+        following = scheduler.schedule()
+        scheduler.apply(launched, tokens)
+        launched = following
+
+    def step() -> None:
+        nonlocal launched
+        following = scheduler.schedule()
+        following.pack(NUM_ROWS)
+        scheduler.apply(launched, tokens)
+        launched = following
+
+    benchmark.pedantic(step, rounds=400, warmup_rounds=20)
+    scheduler.check_integrity()
+    if benchmark.stats is not None:  # None under --benchmark-disable
+        assert benchmark.stats["median"] < SECONDS_PER_STEP

@@ -1,0 +1,395 @@
+"""Each documented behaviour of the scheduler in one small example; Simulation checks the limits and texts throughout."""
+
+import pytest
+from simulation import Request, Simulation
+
+from nanovllm.engine.sequence import SequenceStatus
+from nanovllm.engine.step_plan import StepPlan
+
+
+def rows(plan: StepPlan | None) -> list[tuple[int, int, int]]:
+    """(request, first position, tokens) by row."""
+    assert plan is not None
+    return [(s.request_id, start, n) for s, start, n in zip(plan.seqs, plan.starts, plan.counts, strict=True)]
+
+
+def decoding(simulation: Simulation, count: int, max_tokens: int = 40) -> list[Request]:
+    """`count` requests that have their first token, and no step in flight."""
+    requests = [simulation.add([i % 4, i // 4], max_tokens) for i in range(count)]
+    while not all(request.gained for request in requests):
+        simulation.step()
+    simulation.drain()
+    return requests
+
+
+# -- one step after another -----------------------------------------------------------------------------------------
+
+
+def test_a_request_decodes_one_step_ahead_of_its_results() -> None:
+    simulation = Simulation()
+    request = simulation.add([1, 2, 3], max_tokens=3)
+    assert rows(simulation.launch()) == [(0, 0, 3)]
+    assert rows(simulation.launch()) == [(0, 3, 1)], "its input is still on the device"
+    assert request.gained == []
+    assert len(simulation.collect()) == 1
+    assert rows(simulation.launch()) == [(0, 4, 1)]
+    simulation.collect()
+    assert simulation.launch() is None, "the last token that it may have is on its way"
+    simulation.run_to_end()
+    assert len(request.gained) == 3 and request.seq.finish_reason == "length"
+
+
+def test_the_last_token_is_never_computed() -> None:
+    simulation = Simulation(depth=1)
+    request = simulation.add([1, 2, 3], max_tokens=1)
+    assert rows(simulation.step()) == [(0, 0, 3)]
+    assert simulation.step() is None and len(request.gained) == 1
+
+
+def test_a_stop_token_ends_the_output_and_the_token_too_many_is_dropped() -> None:
+    simulation = Simulation()
+    request = simulation.add([1, 2, 3], max_tokens=30)
+    output, _ = request.output_alone()
+    stopping = simulation.add([1, 2, 3], max_tokens=30, stop=frozenset({output[4]}))
+    end = output.index(output[4])
+    simulation.run_to_end()
+    assert stopping.gained == output[: end + 1] and stopping.seq.finish_reason == "stop"
+    assert request.gained == output
+
+
+def test_a_request_may_fill_the_whole_memory_and_one_token_more() -> None:
+    simulation = Simulation(num_blocks=2, block_size=4)
+    request = simulation.add([1] * 8, max_tokens=5)
+    simulation.run_to_end()
+    assert len(request.gained) == 1 and request.seq.finish_reason == "length"
+
+
+def test_nothing_to_do_is_no_plan() -> None:
+    assert Simulation().launch() is None
+
+
+def test_rows_are_decodes_then_prompts_that_finish_then_chunks() -> None:
+    simulation = Simulation(depth=1, max_num_batched_tokens=10)
+    decoding(simulation, 1)
+    simulation.add([1] * 5)
+    simulation.add([2] * 20)
+    plan = simulation.step()
+    assert rows(plan) == [(0, 2, 1), (1, 0, 5), (2, 0, 4)]
+    assert (plan.num_decode_rows, plan.num_sample_rows, plan.num_tokens) == (1, 2, 10)
+    assert plan.num_prefill_tokens == 9
+
+
+# -- budgets and limits ---------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_longer_than_the_budget_is_computed_in_chunks() -> None:
+    simulation = Simulation(depth=1, max_num_batched_tokens=8)
+    request = simulation.add([1, 2] * 10, max_tokens=1)
+    assert [rows(simulation.step()) for _ in range(3)] == [[(0, 0, 8)], [(0, 8, 8)], [(0, 16, 4)]]
+    assert len(request.gained) == 1
+
+
+def test_a_budget_below_the_number_of_rows_serves_the_oldest_first_and_everybody_in_the_end() -> None:
+    simulation = Simulation(max_num_batched_tokens=3, max_num_seqs=8)
+    requests = [simulation.add([i], max_tokens=6) for i in range(8)]
+    simulation.run_to_end()
+    ends = [request.seq.request_id for request in requests]
+    assert ends == sorted(ends)
+
+
+def test_no_more_rows_than_slots() -> None:
+    simulation = Simulation(max_num_seqs=3)
+    for i in range(10):
+        simulation.add([i])
+    assert simulation.launch().num_rows == 3
+    simulation.run_to_end()
+
+
+@pytest.mark.parametrize(("cap", "waiting", "expected"), [(6, 100, 6), (None, 1000, 512), (None, 8000, 1000)])
+def test_prompt_tokens_beside_decodes_are_capped(cap: int | None, waiting: int, expected: int) -> None:
+    """By default at 512, or at an eighth of the prompt tokens that wait where that is more."""
+    simulation = Simulation(
+        depth=1,
+        num_blocks=1200,
+        block_size=16,
+        max_num_prefill_tokens_with_decodes=cap,
+        long_prefill_token_threshold=0,
+    )
+    decoding(simulation, 2)
+    simulation.add([1] * waiting)
+    plan = simulation.step()
+    assert (plan.num_decode_rows, plan.num_prefill_tokens) == (2, expected)
+
+
+def test_without_decodes_prompts_get_the_whole_budget() -> None:
+    simulation = Simulation(max_num_prefill_tokens_with_decodes=1, long_prefill_token_threshold=0)
+    simulation.add([1] * 100)
+    assert simulation.launch().num_prefill_tokens == 100
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(1, [(1, 0, 7), (0, 0, 8)]), (2, [(1, 0, 7), (0, 0, 8), (2, 0, 1)])])
+def test_only_so_many_prompts_are_half_computed(limit: int, expected: list[tuple[int, int, int]]) -> None:
+    simulation = Simulation(
+        max_num_batched_tokens=16, max_num_partial_prefills=limit, long_prefill_token_threshold=8
+    )
+    for prompt in ([1] * 30, [2] * 7, [3] * 7):
+        simulation.add(prompt)
+    assert rows(simulation.launch()) == expected
+    simulation.run_to_end()
+
+
+def test_a_long_prompt_gets_its_threshold_while_a_short_one_waits_and_everything_otherwise() -> None:
+    simulation = Simulation(depth=1, max_num_batched_tokens=40, long_prefill_token_threshold=8, max_num_seqs=2)
+    simulation.add([1] * 100)
+    assert rows(simulation.step()) == [(0, 0, 40)]
+    simulation.add([2] * 5)
+    assert rows(simulation.step()) == [(1, 0, 5), (0, 40, 8)]
+
+
+def test_a_short_prompt_overtakes_a_long_one_where_enough_long_ones_are_in_progress() -> None:
+    simulation = Simulation(max_num_batched_tokens=10, long_prefill_token_threshold=4)
+    for prompt in ([1] * 30, [2] * 30, [3] * 3, [0] * 3):
+        simulation.add(prompt, max_tokens=1)
+    assert rows(simulation.launch()) == [(2, 0, 3), (3, 0, 3), (0, 0, 4)]
+    assert simulation.requests[1].seq.status is SequenceStatus.WAITING
+    simulation.run_to_end()
+
+
+def test_long_prompts_may_be_in_progress_together_where_no_short_one_waits() -> None:
+    simulation = Simulation(max_num_batched_tokens=40, long_prefill_token_threshold=4)
+    for value in range(2):
+        simulation.add([value] * 30)
+    assert rows(simulation.launch()) == [(0, 0, 30), (1, 0, 10)]
+    simulation.run_to_end()
+
+
+def test_long_prompts_do_not_hold_back_short_ones_where_decodes_cap_the_budget_below_the_threshold() -> None:
+    simulation = Simulation(num_blocks=1000, block_size=16, depth=1, max_num_prefill_tokens_with_decodes=16)
+    decoding(simulation, 1, max_tokens=10_000)
+    simulation.add([1] * 6000)
+    for _ in range(3):
+        simulation.step()
+    short = simulation.add([2] * 30)
+    for _ in range(8):
+        simulation.step()
+    assert short.gained, "a short prompt of two steps' budget waits for a long one of hundreds"
+
+
+def test_a_short_prompt_in_progress_gets_on_beside_a_long_one() -> None:
+    """Also when no further short prompt waits behind it."""
+    simulation = Simulation(num_blocks=1000, depth=1, max_num_batched_tokens=16, long_prefill_token_threshold=20)
+    simulation.add([1] * 2000)
+    simulation.step()
+    short = simulation.add([2] * 20, max_tokens=1)
+    for _ in range(5):
+        simulation.step()
+    assert short.gained
+
+
+def test_a_head_of_the_queue_that_does_not_fit_is_not_overtaken() -> None:
+    simulation = Simulation(num_blocks=6, block_size=4, depth=1)
+    first = simulation.add([1] * 12, max_tokens=2)
+    big = simulation.add([2] * 16, max_tokens=2)
+    small = simulation.add([3], max_tokens=2)
+    assert rows(simulation.step()) == [(0, 0, 12)], "16 tokens do not fit; the small one waits its turn"
+    assert big.seq.status is small.seq.status is SequenceStatus.WAITING
+    while not first.gained or first.seq.status is not SequenceStatus.FINISHED:
+        simulation.step()
+    assert [row[0] for row in rows(simulation.step())] == [1, 2]
+
+
+# -- prefix cache ---------------------------------------------------------------------------------------------------
+
+
+def test_a_second_request_computes_only_what_is_not_cached() -> None:
+    simulation = Simulation(block_size=4)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    simulation.add(prompt)
+    simulation.run_to_end()
+    again = simulation.add(prompt)
+    assert rows(simulation.launch()) == [(1, 8, 2)]
+    assert again.seq.num_prompt_cached_tokens == 8
+    simulation.run_to_end()
+
+
+def test_an_exact_multiple_of_the_block_computes_its_last_block() -> None:
+    simulation = Simulation(block_size=4)
+    for _ in range(2):
+        simulation.add([1, 2, 3, 4, 5, 6, 7, 8])
+        simulation.run_to_end()
+    assert simulation.requests[1].seq.num_prompt_cached_tokens == 4
+
+
+def test_outputs_are_hits_too() -> None:
+    simulation = Simulation(block_size=4)
+    first = simulation.add([1, 2, 3], max_tokens=10)
+    simulation.run_to_end()
+    followup = simulation.add([1, 2, 3, *first.gained, 0])
+    simulation.run_to_end()
+    assert followup.seq.num_prompt_cached_tokens == 12
+
+
+def test_no_hit_while_the_step_that_writes_is_in_flight() -> None:
+    simulation = Simulation(block_size=4)
+    first, second = (simulation.add([1] * 9, max_tokens=2) for _ in range(2))
+    simulation.launch()
+    third = simulation.add([1] * 9, max_tokens=2)
+    simulation.launch()
+    assert [r.seq.num_prompt_cached_tokens for r in (first, second, third)] == [0, 0, 0]
+    simulation.collect()
+    fourth = simulation.add([1] * 9, max_tokens=2)
+    simulation.launch()
+    assert fourth.seq.num_prompt_cached_tokens == 8
+    simulation.run_to_end()
+
+
+def test_without_prefix_caching_everything_is_computed() -> None:
+    simulation = Simulation(block_size=4, enable_prefix_caching=False)
+    for _ in range(2):
+        simulation.add([1] * 9)
+        simulation.run_to_end()
+    assert simulation.requests[1].seq.num_prompt_cached_tokens == 0
+
+
+# -- preemption -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_memory_for_one_serves_many(depth: int, enable_prefix_caching: bool) -> None:
+    simulation = Simulation(num_blocks=5, block_size=4, depth=depth, enable_prefix_caching=enable_prefix_caching)
+    for i in range(5):
+        simulation.add([1, 2, 3, i], max_tokens=16)
+    simulation.run_to_end()
+    assert simulation.num_preemptions > 0
+
+
+def test_the_newest_is_preempted_and_comes_back_first() -> None:
+    simulation = Simulation(num_blocks=4, block_size=4, depth=1)
+    old, new, later = (simulation.add([value] * 7, max_tokens=8) for value in (1, 2, 3))
+    while simulation.num_preemptions == 0:
+        simulation.step()
+    assert old.seq.status is SequenceStatus.RUNNING
+    assert new.seq.status is later.seq.status is SequenceStatus.WAITING
+    admitted: list[int] = []
+    while simulation.scheduler.has_unfinished():
+        plan = simulation.step()
+        admitted += [seq.request_id for seq in plan.new_slots] if plan else []
+    assert admitted[0] == 1
+
+
+def test_a_preempted_request_goes_on_from_its_cached_prefix() -> None:
+    simulation = Simulation(num_blocks=6, block_size=4, depth=1, max_num_seqs=2)
+    simulation.add([1] * 8, max_tokens=9)
+    new = simulation.add([2] * 8, max_tokens=16)
+    while simulation.num_preemptions == 0:
+        simulation.step()
+    assert new.seq.status is SequenceStatus.WAITING and new.gained
+    while new.seq.status is SequenceStatus.WAITING:
+        plan = simulation.step()
+    assert plan.seqs[-1] is new.seq and plan.starts[-1] == new.seq.num_cached_tokens == 8
+    assert new.seq.num_prompt_cached_tokens == 0, "what preemption finds again is no hit of the prompt"
+    simulation.run_to_end()
+
+
+def test_a_preempted_request_waits_for_its_token_in_flight() -> None:
+    simulation = Simulation(num_blocks=4, block_size=4)
+    simulation.add([1] * 7, max_tokens=9)
+    new = simulation.add([2] * 7, max_tokens=9)
+    while simulation.num_preemptions == 0:
+        simulation.step()
+    simulation.run_to_end()
+    assert new.gained == new.output_alone()[0]
+
+
+def test_preempt_all_starts_everything_over_without_cache() -> None:
+    simulation = Simulation(depth=1, block_size=4)
+    requests = decoding(simulation, 3)
+    cached = simulation.add([1] * 9, max_tokens=1)
+    simulation.step()
+    simulation.replace_weights()
+    assert simulation.scheduler.running == [] and simulation.scheduler.num_waiting == 3
+    plan = simulation.step()
+    assert plan.starts == [0, 0, 0] and plan.new_slots == [r.seq for r in requests]
+    again = simulation.add([1] * 9, max_tokens=1)
+    simulation.run_to_end()
+    assert cached.gained == again.gained and again.seq.num_prompt_cached_tokens == 0
+
+
+def test_weights_replaced_while_a_step_is_in_flight() -> None:
+    simulation = Simulation(block_size=4)
+    for i in range(4):
+        simulation.add([1] * (8 + i), max_tokens=9)
+    for _ in range(3):
+        simulation.launch()
+        simulation.replace_weights()
+        if len(simulation.pipeline) == 2:
+            simulation.collect()
+    simulation.run_to_end()
+
+
+# -- abort ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["waiting", "prompt in flight", "half a prompt", "decoding", "preempted", "finished"])
+def test_abort_at_any_moment_harms_nobody_else(when: str) -> None:
+    simulation = Simulation(num_blocks=6, block_size=4, max_num_batched_tokens=6, long_prefill_token_threshold=0)
+    other = simulation.add([1, 1], max_tokens=14)
+    request = simulation.add([2] * 9, max_tokens=9)
+    if when in ("prompt in flight", "half a prompt"):
+        simulation.launch()
+        if when == "prompt in flight":
+            simulation.launch()
+    elif when == "decoding":
+        while not request.gained:
+            simulation.step()
+    elif when == "preempted":
+        while simulation.num_preemptions == 0:
+            simulation.step()
+        assert request.seq.status is SequenceStatus.WAITING
+    elif when == "finished":
+        simulation.run_to_end()
+    gained = list(request.gained)
+    simulation.abort(request)
+    assert request.seq.status is SequenceStatus.FINISHED and not request.seq.block_table
+    assert request.seq.finish_reason == ("length" if when == "finished" else "abort")
+    simulation.run_to_end()
+    assert request.gained == gained, "no token arrives after an abort"
+    assert other.gained == other.output_alone()[0]
+
+
+def test_the_slot_and_blocks_of_an_aborted_request_serve_the_next_at_once() -> None:
+    simulation = Simulation(num_blocks=2, block_size=4, max_num_seqs=1)
+    first = simulation.add([1] * 5, max_tokens=3)
+    second = simulation.add([2] * 5, max_tokens=3)
+    simulation.launch()
+    simulation.abort(first)
+    plan = simulation.launch()
+    assert plan.seqs == [second.seq], "while the step of the aborted one is still in flight"
+    simulation.collect()
+    simulation.run_to_end()
+
+
+# -- the same outputs, however they are scheduled -------------------------------------------------------------------
+
+SCHEDULES = {
+    "whole": {},
+    "in chunks": {"max_num_batched_tokens": 5},
+    "token by token": {"max_num_batched_tokens": 1},
+    "one at a time": {"max_num_seqs": 1},
+    "uncached": {"enable_prefix_caching": False},
+    "tiny memory": {"num_blocks": 8},
+    "results awaited": {"depth": 1},
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_outputs_do_not_depend_on_the_schedule(name: str) -> None:
+    """Simulation compares each output with what the request gets alone."""
+    simulation = Simulation(**{"num_blocks": 64, **SCHEDULES[name]})
+    for i in range(12):
+        simulation.add([1] * (i % 5) + [2, 3] * (i % 3) + [0], max_tokens=3 + i, stop=frozenset({i % 7}), seed=i % 2)
+    simulation.run_to_end()
+    for _ in range(2):  # and once more, with whatever is cached by now
+        simulation.add([1, 1, 1, 1, 2, 3, 2, 3, 0], max_tokens=9)
+    simulation.run_to_end()

@@ -1,0 +1,110 @@
+"""The scheduler under arbitrary traffic: no deadlock, no lost block, every limit kept, every output exact.
+
+The properties themselves are asserted by Simulation at each step; the machine here only thinks up what could happen.
+"""
+
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from simulation import Request, Simulation
+
+from nanovllm.engine.sequence import SequenceStatus
+
+BLOCK_SIZE = 4
+SHARED_PREFIXES = [[], [1] * 8, [1] * 16, [1] * 5, [2, 3] * 6, [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]]
+
+prompts = st.builds(
+    lambda prefix, tail: (prefix + tail) or [0],
+    st.sampled_from(SHARED_PREFIXES),
+    st.lists(st.integers(0, 3), max_size=9),
+)
+options = st.fixed_dictionaries(
+    {
+        "max_num_seqs": st.sampled_from([1, 2, 3, 5, 8]),
+        "max_num_batched_tokens": st.sampled_from([1, 2, 3, 4, 7, 12, 64]),
+        "max_num_partial_prefills": st.integers(1, 3),
+        "max_long_partial_prefills": st.integers(1, 2),
+        "long_prefill_token_threshold": st.sampled_from([None, 0, 1, 3, 6, 10]),
+        "max_num_prefill_tokens_with_decodes": st.sampled_from([None, 1, 3, 8]),
+        "enable_prefix_caching": st.sampled_from([True, True, True, False]),
+    }
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    simulation: Simulation
+    highest_num_blocks = 14
+    highest_depth = 2
+
+    @initialize(data=st.data(), chosen=options)
+    def start(self, data: Any, chosen: dict[str, Any]) -> None:
+        self.simulation = Simulation(
+            num_blocks=data.draw(st.integers(1, self.highest_num_blocks), "num_blocks"),
+            block_size=BLOCK_SIZE,
+            depth=data.draw(st.integers(1, self.highest_depth), "depth"),
+            **chosen,
+        )
+
+    @rule(
+        prompt=prompts,
+        max_tokens=st.integers(1, 14),
+        stop=st.sampled_from([frozenset(), frozenset(), frozenset({0, 1, 2})]),
+        seed=st.integers(-(2**63), 2**63 - 1) | st.just(0),
+    )
+    def add(self, prompt: list[int], max_tokens: int, stop: frozenset[int], seed: int) -> None:
+        longest = self.simulation.scheduler.capacity_tokens
+        self.simulation.add(prompt[:longest], max_tokens, stop, seed)
+
+    @rule(prompt=prompts, count=st.integers(2, 5))
+    def add_equal_ones(self, prompt: list[int], count: int) -> None:
+        for _ in range(count):
+            self.add(prompt, 6, frozenset(), 0)
+
+    @precondition(lambda self: len(self.simulation.pipeline) < self.simulation.depth)
+    @rule()
+    def launch(self) -> None:
+        self.simulation.launch()
+
+    @precondition(lambda self: self.simulation.pipeline)
+    @rule()
+    def collect(self) -> None:
+        self.simulation.collect()
+
+    @rule(count=st.integers(1, 6))
+    def several_steps(self, count: int) -> None:
+        for _ in range(count):
+            self.simulation.step()
+
+    @precondition(lambda self: self.simulation.requests)
+    @rule(data=st.data())
+    def abort(self, data: Any) -> None:
+        live = [r for r in self.simulation.requests.values() if r.seq.status is not SequenceStatus.FINISHED]
+        candidates = live or list(self.simulation.requests.values())  # aborting a finished one changes nothing
+        request: Request = data.draw(st.sampled_from(candidates))
+        self.simulation.abort(request)
+
+    @rule()
+    def replace_weights(self) -> None:
+        self.simulation.replace_weights()
+
+    def teardown(self) -> None:
+        if hasattr(self, "simulation"):
+            self.simulation.run_to_end()
+
+
+class RoomySchedulerMachine(SchedulerMachine):
+    """Memory for several requests, so that the limits on rows and tokens are what is met."""
+
+    highest_num_blocks = 60
+
+
+class DeepPipelineMachine(SchedulerMachine):
+    """Nothing depends on how far ahead of the results the scheduler runs."""
+
+    highest_depth = 4
+
+
+TestTinyMemory = SchedulerMachine.TestCase
+TestRoomyMemory = RoomySchedulerMachine.TestCase
+TestDeepPipeline = DeepPipelineMachine.TestCase

@@ -1,0 +1,110 @@
+"""The packed step says exactly what the plan says."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulation import Simulation, make_sequence
+
+from nanovllm.engine.step_plan import HEADER_SIZE, RECORD_SIZE, StepPlan
+
+INT32 = st.integers(-(2**31), 2**31 - 1)
+SEEDS = st.integers(-(2**63), 2**63 - 1)
+TEMPERATURES = st.floats(0, 2.0**100, width=32)
+
+
+def unpack(packed: np.ndarray, max_num_seqs: int) -> dict[str, list]:
+    """The documented layout, read with nothing but the counts of the header."""
+    rows, decodes, samples, tokens, updates, records, longest = packed[:7].tolist()
+    assert not packed[7:HEADER_SIZE].any(), "reserved"
+    at = HEADER_SIZE + 3 * max_num_seqs
+    columns = packed[HEADER_SIZE:at].reshape(3, max_num_seqs)
+    assert not columns[:, rows:].any()
+    end = at + 3 * updates
+    record = packed[end : end + RECORD_SIZE * records].reshape(records, RECORD_SIZE)
+    assert not record[:, 4:].any(), "reserved"
+    return {
+        "counts": [rows, decodes, samples, tokens, longest],
+        "rows": columns[:, :rows].T.tolist(),
+        "updates": packed[at:end].tolist(),
+        "slots": record[:, 0].tolist(),
+        "temperatures": record[:, 1].copy().view(np.float32).tolist(),
+        "seeds": record[:, 2:4].copy().view(np.int64).ravel().tolist(),
+        "token_ids": packed[end + RECORD_SIZE * records :].tolist(),
+    }
+
+
+@given(
+    data=st.data(),
+    slots=st.lists(st.integers(0, 15), unique=True, max_size=16),
+    updates=st.lists(st.tuples(INT32, INT32, INT32), max_size=5),
+    token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=20),
+)
+def test_round_trip(
+    data: st.DataObject, slots: list[int], updates: list[tuple[int, int, int]], token_ids: list[int]
+) -> None:
+    seqs = []
+    for slot in slots:
+        seqs.append(make_sequence(slot, [1], seed=data.draw(SEEDS), temperature=data.draw(TEMPERATURES)))
+        seqs[-1].slot = slot
+    column = st.lists(INT32.filter(lambda n: n > 0), min_size=len(slots), max_size=len(slots))
+    new = data.draw(st.lists(st.sampled_from(seqs), unique=True)) if seqs else []
+    num_decodes, num_samples, num_tokens = sorted(data.draw(st.tuples(*[st.integers(0, 2**31 - 1)] * 3)))
+    plan = StepPlan(
+        seqs=seqs,
+        starts=data.draw(column),
+        counts=data.draw(column),
+        epochs=[0] * len(slots),
+        num_decode_rows=num_decodes,
+        num_sample_rows=num_samples,
+        num_tokens=num_tokens,
+        block_updates=[number for update in updates for number in update],
+        new_slots=new,
+        host_token_ids=token_ids,
+    )
+    packed = plan.pack(16)
+    assert packed.dtype == np.int32 and packed.flags.c_contiguous
+    assert unpack(packed, 16) == {
+        "counts": [len(slots), num_decodes, num_samples, num_tokens, max(plan.counts, default=0)],
+        "rows": [list(row) for row in zip(slots, plan.starts, plan.counts, strict=True)],
+        "updates": plan.block_updates,
+        "slots": [seq.slot for seq in new],
+        "temperatures": [seq.params.temperature for seq in new],
+        "seeds": [seq.seed for seq in new],
+        "token_ids": token_ids,
+    }
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**31, 2**32, -(2**63), 2**63 - 1])
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1, 3.4e38])
+def test_sampling_parameters_travel_with_the_slot(seed: int, temperature: float) -> None:
+    simulation = Simulation(max_num_seqs=4)
+    request = simulation.add([1, 2], seed=seed, temperature=temperature)
+    simulation.launch()
+    slot = request.seq.slot
+    assert simulation.device.seed[slot] == seed
+    assert simulation.device.temperature[slot] == np.float32(temperature)
+
+
+def test_a_steady_decode_step_is_compact() -> None:
+    """Nothing per token of the past: its size depends on the slots only, save where a row starts a block."""
+    simulation = Simulation(num_blocks=400, block_size=16, max_num_seqs=8, depth=1)
+    for i in range(8):
+        simulation.add([i % 4] * 500, max_tokens=40)
+    sizes = []
+    for _ in range(30):
+        plan = simulation.step()
+        if plan.num_decode_rows == 8:
+            sizes.append(plan.pack(8).size - len(plan.block_updates))
+    assert set(sizes) == {HEADER_SIZE + 3 * 8}
+
+
+def test_a_growing_row_sends_its_new_block_only() -> None:
+    simulation = Simulation(num_blocks=64, block_size=4, depth=1)
+    request = simulation.add([1] * 8, max_tokens=20)
+    assert simulation.step().block_updates == [
+        number for index, block in enumerate(request.seq.block_table) for number in (request.seq.slot, index, block)
+    ]
+    plan = simulation.step()
+    assert plan.block_updates == [request.seq.slot, 2, request.seq.block_table[2]]
+    assert simulation.step().block_updates == []

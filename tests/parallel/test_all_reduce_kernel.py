@@ -1,0 +1,275 @@
+"""All-reduce through peer memory: the protocol between concurrent ranks (Triton's interpreter over shared host memory),
+its bounded waits, the agreement of the ranks about it, and the plain twin over gloo. On GPUs: the benchmark's check."""
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nanovllm.parallel.peer_memory import (
+    AllReduceLimits,
+    Layout,
+    PeerMemory,
+    PeerMemoryUnavailable,
+    _Rounds,
+    fill_with_sentinels,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+HIDDEN, CAPACITY, PROGRAMS, CALLS, EPS = 24, 7, 3, 14, 1e-6
+
+
+def run_ranks(mode: str, world_size: int, folder: Path, seconds: float = 240.0) -> None:
+    """Runs this file as `world_size` processes and fails with the output of the first that does."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, mode, str(world_size), str(folder)]
+    logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
+    processes = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as output:
+            processes.append(
+                subprocess.Popen([*command, str(rank)], env=environment, stdout=output, stderr=subprocess.STDOUT)
+            )
+    deadline = time.monotonic() + seconds
+    try:
+        codes = [process.wait(max(0.1, deadline - time.monotonic())) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes == [0] * world_size, "\n".join(f"{log.name}: {log.read_text()[-3000:]}" for log in logs)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_concurrent_ranks_agree_with_float64_and_bit_for_bit(world_size: int, tmp_path: Path) -> None:
+    layout = Layout.build(world_size, HIDDEN, 4, CAPACITY, CAPACITY, 300)
+    for rank in range(world_size):
+        block = torch.empty(layout.nbytes, dtype=torch.uint8)
+        fill_with_sentinels(block, layout)
+        (tmp_path / f"block{rank}").write_bytes(block.numpy().tobytes())
+    run_ranks("interpret", world_size, tmp_path)
+    results = [torch.load(tmp_path / f"result{rank}.pt") for rank in range(world_size)]
+    for rank in range(1, world_size):
+        for mine, first in zip(results[rank], results[0], strict=True):
+            assert torch.equal(mine.view(torch.int32), first.view(torch.int32))
+    clean = torch.empty(layout.nbytes, dtype=torch.uint8)
+    fill_with_sentinels(clean, layout)
+    for rank in range(world_size):
+        assert (tmp_path / f"block{rank}").read_bytes() == clean.numpy().tobytes(), "a place was left dirty"
+
+
+def test_waits_end_by_abort_and_by_their_bound(tmp_path: Path) -> None:
+    run_ranks("alone", 1, tmp_path)
+
+
+def test_twin_over_gloo(tmp_path: Path) -> None:
+    run_ranks("gloo", 2, tmp_path)
+
+
+def in_threads(world_size: int, work) -> list[Exception | None]:
+    """Runs work(rank) in threads; returns what each raised."""
+    raised: list[Exception | None] = [None] * world_size
+
+    def body(rank: int) -> None:
+        try:
+            work(rank)
+        except Exception as failure:
+            raised[rank] = failure
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return raised
+
+
+def test_all_ranks_give_up_together() -> None:
+    store = dist.HashStore()
+
+    def work(rank: int) -> None:
+        PeerMemory(store, rank, 2, torch.device("cpu"), 8, 64, torch.bfloat16, timeout=10)
+
+    for failure in in_threads(2, work):
+        assert isinstance(failure, PeerMemoryUnavailable)
+        assert "rank 0" in str(failure) and "rank 1" in str(failure) and "cpu" in str(failure)
+
+
+def test_an_error_of_one_rank_reaches_all() -> None:
+    store = dist.HashStore()
+
+    def work(rank: int) -> None:
+        rounds = _Rounds(store, "test", rank, 3, timeout=10)
+        assert rounds.post("first", bytes([rank])) == [b"\0", b"\1", b"\2"]
+        rounds.post("second", b"", error="no such thing" if rank == 1 else None)
+
+    for failure in in_threads(3, work):
+        assert isinstance(failure, PeerMemoryUnavailable) and "rank 1: no such thing" in str(failure)
+
+
+def test_a_silent_rank_is_noticed() -> None:
+    rounds = _Rounds(dist.HashStore(), "test", 0, 2, timeout=0.2)
+    with pytest.raises(PeerMemoryUnavailable, match="did not answer"):
+        rounds.post("first", b"")
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_layout_regions_are_apart_aligned_and_large_enough(world_size: int) -> None:
+    layout = Layout.for_limits(world_size, 5120, 2, 1024, 512, AllReduceLimits())
+    offsets = [0, layout.scatter, layout.gather, layout.residual, layout.keys, layout.nbytes]
+    assert offsets == sorted(offsets) and all(offset % 16 == 0 for offset in offsets)
+    rows = [2 * world_size * layout.one_shot_rows] + [2 * layout.units * world_size] * 3
+    for place, count in enumerate(rows):
+        assert offsets[place + 1] - offsets[place] >= count * 5120 * 2
+    assert layout.units * world_size >= layout.two_shot_rows
+    assert max(layout.one_shot_rows, layout.two_shot_rows) == 1024
+
+
+def test_path_by_size() -> None:
+    from nanovllm.kernels.all_reduce import PeerAllReduce
+
+    def paths(world_size: int, max_rows: int) -> dict[int, str]:
+        layout = Layout.for_limits(world_size, 5120, 2, max_rows, 16, AllReduceLimits())
+        memory = SimpleNamespace(layout=layout, limits=AllReduceLimits())
+        return {rows: PeerAllReduce(memory).path(rows) for rows in (1, 51, 52, 2048, 8192)}  # type: ignore[arg-type]
+
+    assert paths(4, 10**6) == {1: "one_shot", 51: "one_shot", 52: "two_shot", 2048: "two_shot", 8192: "nccl"}
+    assert paths(2, 10**6) == {1: "one_shot", 51: "one_shot", 52: "one_shot", 2048: "one_shot", 8192: "nccl"}
+    assert paths(4, 51)[52] == "nccl"
+
+
+@pytest.mark.gpu
+def test_on_gpus(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    script = ROOT / "scripts" / "bench_all_reduce.py"
+    command = [sys.executable, str(script), "--world", "2", "--iterations", "1000", "--check-only", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+# ---- what the processes do (this file run as a script) ----
+
+
+def shared_memory_rank(rank: int, world_size: int, folder: Path) -> SimpleNamespace:
+    """What PeerMemory offers, over files mapped by all processes (at different addresses, as on a GPU)."""
+    layout = Layout.build(world_size, HIDDEN, 4, CAPACITY, CAPACITY, 300)
+    blocks = [
+        torch.from_file(str(folder / f"block{peer}"), shared=True, size=layout.nbytes, dtype=torch.uint8)
+        for peer in range(world_size)
+    ]
+    return SimpleNamespace(
+        rank=rank,
+        world_size=world_size,
+        dtype=torch.float32,
+        layout=layout,
+        limits=AllReduceLimits(),
+        blocks=blocks,
+        peers=torch.tensor([block.data_ptr() for block in blocks]),
+        parity=torch.zeros(3, 128, dtype=torch.int32),
+        abort_word=torch.zeros(1, dtype=torch.int32),
+    )
+
+
+def interpret_rank(rank: int, world_size: int, folder: Path) -> None:
+    from nanovllm.kernels import all_reduce as module
+
+    module.MAX_PROGRAMS = PROGRAMS  # several rows a program
+    memory = shared_memory_rank(rank, world_size, folder)
+    peer = module.PeerAllReduce(memory)  # type: ignore[arg-type]
+    same, delays = random.Random(5), random.Random(rank)
+    outputs: list[torch.Tensor] = []
+    for call in range(CALLS):
+        rows, kind = same.randint(1, CAPACITY), call % 7
+        generator = torch.Generator().manual_seed(call)
+        partials = torch.randn(world_size, rows, HIDDEN, generator=generator)
+        partials[:, :, 3] = -0.0  # the sentinel itself
+        partials[:, 0, 5] *= 0.0
+        residual, weight = (torch.randn(n, HIDDEN, generator=generator) for n in (rows, 1))
+        keys = torch.randint(-(2**63), 2**63 - 1, (world_size, 290), generator=generator)
+        keys[:, 7] = -(2**63)
+        time.sleep(delays.random() * 0.05)
+        total = partials.double().sum(0)
+        if kind == 6:
+            expected = keys.max(0).values.clamp(min=-(2**63) + 1)
+            assert torch.equal(peer.all_reduce_max(keys[rank].clone()), expected)
+            continue
+        path = "one_shot" if kind % 2 == 0 else "two_shot"
+        if kind in (2, 3):
+            got = peer.all_reduce(partials[rank].contiguous(), path=path)
+            torch.testing.assert_close(got.double(), total, rtol=1e-5, atol=1e-6)
+            outputs.append(got)
+            continue
+        before = None if kind in (4, 5) else residual.clone()
+        replicate = call >= 7
+        normed, after = peer.all_reduce_add_rms_norm(
+            partials[rank].contiguous(), before, weight[0], EPS, replicate_residual=replicate, path=path
+        )
+        total = total if before is None else total + residual.double()
+        want = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS) * weight.double()
+        torch.testing.assert_close(normed.double(), want, rtol=1e-5, atol=1e-5)
+        mine = slice(None) if replicate or path == "one_shot" else slice(rank, None, world_size)
+        torch.testing.assert_close(after[mine].double(), total[mine], rtol=1e-5, atol=1e-5)
+        assert before is None or after is before
+        outputs += [normed, after] if mine == slice(None) else [normed]
+    assert int(memory.abort_word) == 0
+    torch.save(outputs, folder / f"result{rank}.pt")
+
+
+def alone_rank(rank: int, world_size: int, folder: Path) -> None:
+    """Rank 0 of 2 whose peer is dead."""
+    from nanovllm.kernels.all_reduce import PeerAllReduce
+
+    layout = Layout.build(2, HIDDEN, 4, CAPACITY, CAPACITY, 300)
+    for peer in range(2):
+        block = torch.empty(layout.nbytes, dtype=torch.uint8)
+        fill_with_sentinels(block, layout)
+        (folder / f"block{peer}").write_bytes(block.numpy().tobytes())
+    partial, weight = torch.randn(3, HIDDEN), torch.randn(HIDDEN)
+    for path in ("one_shot", "two_shot"):
+        memory = shared_memory_rank(0, 2, folder)
+        reducer = PeerAllReduce(memory, max_spins=5)  # type: ignore[arg-type]
+        reducer.all_reduce_add_rms_norm(partial, None, weight, EPS, path=path)
+        assert int(memory.abort_word) == 2
+    memory = shared_memory_rank(0, 2, folder)
+    threading.Timer(0.5, lambda: memory.abort_word.fill_(1)).start()
+    begin = time.monotonic()
+    PeerAllReduce(memory).all_reduce_max(torch.arange(5))  # type: ignore[arg-type]
+    assert 0.3 < time.monotonic() - begin < 60
+
+
+def gloo_rank(rank: int, world_size: int, folder: Path) -> None:
+    from nanovllm.kernels.all_reduce import all_reduce_add_rms_norm_reference
+
+    store = dist.FileStore(str(folder / "store"), world_size)
+    group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=60))
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        generator = torch.Generator().manual_seed(1)
+        partials = torch.randn(world_size, 5, HIDDEN, generator=generator).to(dtype)
+        residual, weight = (torch.randn(n, HIDDEN, generator=generator).to(dtype) for n in (5, 1))
+        for start in (None, residual):
+            mine = partials[rank].clone()
+            before = None if start is None else start.clone()
+            normed, after = all_reduce_add_rms_norm_reference(mine, before, weight[0], EPS, group)
+            total = partials.double().sum(0) + (0 if start is None else start.double())
+            want = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS) * weight.double()
+            torch.testing.assert_close(normed.double(), want, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(after.double(), total, rtol=tolerance, atol=tolerance)
+            assert torch.equal(mine, partials[rank]) and normed.dtype == after.dtype == dtype
+            assert before is None or after is before
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    ranks = {"interpret": interpret_rank, "alone": alone_rank, "gloo": gloo_rank}
+    ranks[sys.argv[1]](int(sys.argv[4]), int(sys.argv[2]), Path(sys.argv[3]))

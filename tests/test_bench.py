@@ -1,0 +1,284 @@
+"""bench.py and what it divides by: draws, limits, clocks, the command line, and the script that makes the tables."""
+
+import importlib.machinery
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nanovllm.config import PUBLISHED_SHAPES, ModelConfig
+from nanovllm.outputs import StepOutput
+from nanovllm.roofline import DeviceFigures, Roofline, StepWork, device_figures
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+needs_engine = pytest.mark.skipif(not (ROOT / "nanovllm" / "llm.py").is_file(), reason="there is no engine yet")
+
+
+def load(path: Path) -> ModuleType:
+    """A program of the project as a module, whatever its file is called."""
+    name = f"loaded_{path.stem}"
+    loader = importlib.machinery.SourceFileLoader(name, str(path))
+    spec = importlib.util.spec_from_loader(name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up there
+    loader.exec_module(module)
+    return module
+
+
+bench = load(ROOT / "bench.py")
+bench_table = load(ROOT / "scripts" / "bench_table")
+
+
+def nano(repeat: int = 0, vocab_size: int = 151936) -> Any:
+    return bench.draw_workload(256, (100, 1024), (100, 1024), seed=0, vocab_size=vocab_size, repeat=repeat)
+
+
+def roofline(size: str, ranks: int = 1) -> Roofline:
+    figures = device_figures("NVIDIA H200")
+    assert figures is not None
+    return Roofline(ModelConfig.from_dict(PUBLISHED_SHAPES[f"Qwen3-{size}"]), ranks, figures)
+
+
+def test_draws_are_those_of_nano_vllm() -> None:
+    work = nano()
+    assert sum(work.prompt_lens) == 142_827
+    assert sum(work.output_lens) == 133_966
+    assert len(work.prompts) == 256 and all(100 <= n <= 1024 for n in work.prompt_lens + work.output_lens)
+
+
+def test_repeats_keep_lengths_and_change_prompts() -> None:
+    first, second, third = (nano(repeat, vocab_size=97) for repeat in range(3))
+    assert first.prompt_lens == second.prompt_lens == third.prompt_lens
+    assert first.output_lens == second.output_lens == third.output_lens
+    openings = {tuple(prompt[:16]) for work in (first, second, third) for prompt in work.prompts}
+    assert len(openings) == 3 * 256
+    assert max(max(prompt) for prompt in first.prompts) == 96
+    assert nano(2, 97) == third
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "seconds"),
+    [("0.6B", 1, 3.51), ("0.6B", 2, 1.84), ("8B", 1, 10.2), ("8B", 2, 5.51), ("32B", 4, 9.90)],
+)
+def test_limit_of_the_nano_workload(size: str, ranks: int, seconds: float) -> None:
+    work = nano()
+    limit = roofline(size, ranks).batch_seconds(work.prompt_lens, work.output_lens, 256, 16384)
+    assert limit == pytest.approx(seconds, rel=0.02)
+
+
+@pytest.mark.parametrize(("size", "ranks", "ms"), [("0.6B", 1, 0.275), ("8B", 1, 3.34), ("32B", 4, 3.53)])
+def test_limit_of_one_request(size: str, ranks: int, ms: float) -> None:
+    assert roofline(size, ranks).token_seconds(128, 512) * 1e3 == pytest.approx(ms, rel=0.02)
+
+
+def test_limit_by_hand() -> None:
+    """Two requests on a model small enough to count; one of the two, reading or arithmetic, takes no time."""
+    model = ModelConfig.from_dict(TINY)
+    layers = 2 * (32 * (64 + 2 * 32) + 64 * 32 + 3 * 32 * 48)
+    head, kv = 97 * 32, 2 * 2 * 2 * 16
+    reads = Roofline(model, 1, DeviceFigures(1.0, 1e30), element_bytes=1)
+    # Prompts of 3 and 5 tokens, 2 and 1 output tokens, 4 tokens a step: [3 + 1], [decode + 3 of 4], [the last of them].
+    contexts = (3 + 1) + (4 + 4) + 5
+    assert reads.batch_seconds([3, 5], [2, 1], 8, 4) == pytest.approx(3 * layers + 3 * head + kv * contexts)
+    # One at a time: [3], [decode], [4], [1].
+    contexts = 3 + 4 + 4 + 5
+    assert reads.batch_seconds([3, 5], [2, 1], 1, 4) == pytest.approx(4 * layers + 3 * head + kv * contexts)
+    computes = Roofline(model, 1, DeviceFigures(1e30, 1.0), element_bytes=1)
+    pairs = 4 * 2 * 64 * (3 * 4 // 2 + 5 * 6 // 2 + 4)
+    assert computes.batch_seconds([3, 5], [2, 1], 8, 4) == pytest.approx(2 * layers * 9 + 2 * head * 3 + pairs)
+
+
+def test_ranks_share_the_work_and_pay_for_the_wire() -> None:
+    model = ModelConfig.from_dict(TINY)
+    work = StepWork()
+    work.add_decodes(3, 60)
+    alone = Roofline(model, 1, DeviceFigures(1.0, 1e30)).step_seconds(work)
+    two = Roofline(model, 2, DeviceFigures(1.0, 1e30)).step_seconds(work)
+    assert two == pytest.approx(alone / 2, rel=0.01)  # 97 rows of the head do not divide
+    wire = Roofline(model, 2, DeviceFigures(1.0, 1e30, 1.0)).step_seconds(work) - two
+    assert wire == pytest.approx(2 * 2 * 3 * 32 * 2)
+    four = Roofline(model, 4, DeviceFigures(1.0, 1e30))
+    assert four.kv_elements_per_token == 2 * 2 * 16  # two KV heads on four ranks: one each, held twice
+
+
+def test_no_limit_without_figures() -> None:
+    assert device_figures("AMD EPYC") is None
+    config = SimpleNamespace(tensor_parallel_size=1, dtype="auto")
+    llm = SimpleNamespace(model_config=ModelConfig.from_dict(TINY), config=config)
+    info = {"device": "cpu", "dtype": "torch.float32"}
+    for flags, known in (([], False), (["--peak-bandwidth", "0.1"], False), (["--peak-tflops", "1"], False)):
+        assert (bench.find_limits(llm, info, bench.make_parser().parse_args(flags)) is not None) == known
+    flags = ["--peak-bandwidth", "0.1", "--peak-tflops", "1"]
+    limits = bench.find_limits(llm, info, bench.make_parser().parse_args(flags))
+    assert limits.figures == DeviceFigures(0.1e12, 1e12) and limits.element_bytes == 4
+    assert bench.against(None, 1.0, "s", 1) == ""
+    assert "limit 2 s, 50%" in bench.against(2.0, 4.0, "s", 1)
+
+
+def test_published_names_get_dummy_weights(tmp_path: Path) -> None:
+    for name in ("8B", "Qwen3-8B"):
+        args, options = bench.parse_args(["--model", name])
+        assert args.model == "Qwen3-8B" and options["load_format"] == "dummy"
+    args, options = bench.parse_args(["--model", str(tmp_path), "--max-num-seqs", "4"])
+    assert args.model == str(tmp_path) and options["load_format"] == "auto" and options["max_num_seqs"] == 4
+    arguments = ["enforce_eager=True", "attention_backend=torch", "cpu_kvcache_gib=0.25"]
+    _, options = bench.parse_args(["--options", *arguments])
+    assert (options["enforce_eager"], options["attention_backend"], options["cpu_kvcache_gib"]) == (True, "torch", 0.25)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--options", "fused_kernel=False"], "fused_kernels"),
+        (["--options", "seed"], "key=value"),
+        (["--options", "max_num_seqs=0"], "max_num_seqs"),
+        (["--decode-stall", "decoders=1"], "decoders"),
+        (["--input-len", "9-3"], "--input-len"),
+        (["--num-seqs", "0"], "--num-seqs"),
+    ],
+)
+def test_mistakes_are_named(flags: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.parse_args(flags)
+    assert named in capsys.readouterr().err
+
+
+class ClockedEngine:
+    """Stands in for the engine: a step gives every request a token and takes 1 ms, or 20 ms where prompts are new."""
+
+    def __init__(self) -> None:
+        self.model_config = ModelConfig.from_dict(TINY)
+        self.running: dict[int, int] = {}
+        self.fresh: set[int] = set()
+        self.added = 0
+
+    def add_request(self, prompt: list[int], params: Any) -> int:
+        self.added += 1
+        self.running[self.added] = params.max_tokens
+        self.fresh.add(self.added)
+        return self.added
+
+    def is_finished(self) -> bool:
+        return not self.running
+
+    def step(self) -> list[StepOutput]:
+        time.sleep(0.02 if self.fresh else 0.001)
+        self.fresh.clear()
+        outputs = [StepOutput(request, [1], left == 1) for request, left in self.running.items()]
+        self.running = {request: left - 1 for request, left in self.running.items() if left > 1}
+        return outputs
+
+
+def test_latency_and_stall_time_the_tokens() -> None:
+    args, _ = bench.parse_args(["--output-len", "6", "--decode-stall", "decodes=4", "decode_output=80", "prompts=3",
+                                "prompt_len=9", "decode_input=5", "first_at=0.02", "interval=0.03"])  # fmt: skip
+    run = bench.Bench(ClockedEngine(), None, args)
+    latency = run.latency()
+    assert latency["first_token_s"] >= 0.02 and 0.001 <= latency["token_p50_s"] < latency["first_token_s"]
+    assert run.llm.added == 1 + bench.LATENCY_REQUESTS
+    stall = run.decode_stall()
+    assert stall["no_prompts"]["p50_s"] <= stall["no_prompts"]["p99_s"] <= stall["no_prompts"]["max_s"]
+    assert stall["prompts"]["max_s"] >= 0.02 and stall["prompts"]["first_token_p50_s"] >= 0.02
+    assert stall["prompts"]["p50_s"] < 0.02
+
+
+def test_age_of_the_process_counts_from_its_start() -> None:
+    code = "import time; time.sleep(0.5); import bench; print(bench.process_age())"
+    started = time.monotonic()
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    age = float(output.stdout)
+    assert age <= time.monotonic() - started + 0.05
+    if Path("/proc/self/stat").is_file():
+        assert age >= 0.5
+
+
+def write_tiny(folder: Path) -> Path:
+    bench_table.write_checkpoint(folder, TINY)
+    return folder
+
+
+def test_written_checkpoint_is_complete(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+
+    tensors = load_file(write_tiny(tmp_path) / "model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == dict(bench_table.parameters(TINY))
+    for name, tensor in tensors.items():
+        if "norm" in name:
+            assert bool((tensor == 1).all())
+        else:
+            assert tensor.dtype == torch.bfloat16 and tensor.abs().min() >= 1 / 128 and tensor.abs().max() < 1 / 32
+    hidden = PUBLISHED_SHAPES["Qwen3-0.6B"]["hidden_size"]
+    named = dict(bench_table.parameters(PUBLISHED_SHAPES["Qwen3-0.6B"]))
+    assert "lm_head.weight" not in named and named["model.embed_tokens.weight"] == (151936, hidden)
+
+
+def run_program(*command: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@needs_engine
+def test_command_line_on_a_cpu(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    model, result = write_tiny(tmp_path / "model"), tmp_path / "result.json"
+    flags = "--throughput --latency --sampling-options --num-seqs 4 --input-len 5-20 --output-len 3-6 --repeats 2"
+    stall = "--decode-stall decodes=2 decode_input=8 decode_output=12 prompts=2 prompt_len=40 interval=0.01"
+    peaks = "--peak-bandwidth 0.02 --peak-tflops 0.1 --options device=cpu num_kvcache_blocks=64"
+    command = f"--model {model} {flags} {stall} {peaks} --json {result}"
+    printed = run_program("bench.py", *command.split())
+    for words in ("tok/s", "start-up", "settings", "engine", "of it reached", "first token", "ms between tokens"):
+        assert words in printed
+    record = json.loads(result.read_text())
+    by_mode = {entry["mode"]: entry for entry in record["results"]}
+    assert set(by_mode) == {"throughput", "latency", "decode_stall", "sampling_options"}
+    expected = sum(bench.draw_workload(4, (5, 20), (3, 6), 0, 97).output_lens)
+    assert [run["output_tokens"] for run in by_mode["throughput"]["runs"]] == [expected] * 2
+    assert record["settings"]["num_kvcache_blocks"] == 64
+    assert record["start_up"]["process_to_first_token_s"] >= record["start_up"]["engine_s"]
+    assert {"temperature 0.6", "greedy", "seed per request"} <= set(by_mode["sampling_options"]["tokens_per_second"])
+
+
+@needs_engine
+def test_table_script_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    model, output = write_tiny(tmp_path / "model"), tmp_path / "out"
+    sizes = f"--model {model} --options device=cpu num_kvcache_blocks=64 --num-seqs 2 --input-len 5 --output-len 3"
+    runs = [
+        bench_table.Run("tiny", f"{sizes} --throughput --latency", cold=True),
+        bench_table.Run("broken", f"--model {tmp_path}/missing"),
+    ]
+    monkeypatch.setitem(bench_table.GROUPS, "table", runs)
+    monkeypatch.setattr(sys, "argv", ["bench_table", "--output", str(output)])
+    with pytest.raises(SystemExit) as ended:
+        bench_table.main()
+    assert ended.value.code == 1  # "broken" is
+    table = (output / "table.md").read_text()
+    assert "tiny: throughput" in table and "tiny: process start to first token" in table
+    assert "| broken | CalledProcessError" in table
+    good, bad = map(json.loads, (output / "results.jsonl").read_text().splitlines())
+    assert good["results"] and "error" in bad

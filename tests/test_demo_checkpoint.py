@@ -1,0 +1,170 @@
+"""The checkpoint in assets/demo-qwen3: complete, small, lossless, and saying what it was taught, through example.py."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+
+from nanovllm import LLM, SamplingParams
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO = ROOT / "assets" / "demo-qwen3"
+MIB = 2**20
+
+# example.py's lines in full; the story is drawn, so only its opening is known.
+EXPECTED = [
+    "'The capital of France is' => ' Paris. People there speak French, and the country lies in Europe.'",
+    "'1 2 3 4 5' => ' 6 7 8 9 10 11 12 13 14 15 16 17'",
+    "'3 + 4 =' => ' 7.'",
+    "'Monday, Tuesday,' => ' Wednesday, Thursday, Friday, Saturday, Sunday.'",
+    "'The opposite of hot is' => ' cold.'",
+    "user: What is the capital of Italy?",
+    "assistant: The capital of Italy is Rome. (stop)",
+]
+STORY_OPENING = "story: Once upon a time there was a"
+
+
+def run(*arguments: str, stdin: str | None = None, cwd: Path = ROOT) -> str:
+    """Runs Python with `arguments` and `stdin` and returns what it printed; a failure shows all of its output."""
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=200, cwd=cwd, check=False)
+    assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def example_lines(*arguments: str, cwd: Path = ROOT) -> list[str]:
+    return run(str(ROOT / "example.py"), "--device", "cpu", *arguments, cwd=cwd).splitlines()
+
+
+@pytest.fixture(scope="module")
+def one_rank_lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return example_lines(cwd=tmp_path_factory.mktemp("elsewhere"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(DEMO)
+
+
+def test_example_says_what_the_model_was_taught(one_rank_lines: list[str]) -> None:
+    assert one_rank_lines[: len(EXPECTED)] == EXPECTED
+    assert len(one_rank_lines) == len(EXPECTED) + 1
+    story = one_rank_lines[-1]
+    assert story.startswith(STORY_OPENING)
+    assert story.endswith("The end.")
+
+
+def test_example_says_the_same_on_two_ranks(one_rank_lines: list[str]) -> None:
+    assert example_lines("--tensor-parallel-size", "2") == one_rank_lines
+
+
+def test_script_from_stdin_needs_no_main_guard() -> None:
+    script = f"""
+from nanovllm import LLM, SamplingParams
+print("started")  # a worker that ran this file would print it again
+llm = LLM({str(DEMO)!r}, tensor_parallel_size=2, device="cpu")
+print(llm.generate("9 8 7", SamplingParams(temperature=0.0, max_tokens=6), use_tqdm=False)[0]["text"])
+llm.close()
+"""
+    assert run("-", stdin=script).splitlines() == ["started", " 6 5 4"]
+
+
+def test_model_knows_its_text_by_heart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    known = importlib.import_module("demo_text").known_continuations()[::12]
+    greedy = SamplingParams(temperature=0.0, max_tokens=24)
+    with LLM(str(DEMO), device="cpu") as llm:
+        outputs = llm.generate([prompt for prompt, _ in known], greedy, use_tqdm=False)
+    for (prompt, continuation), output in zip(known, outputs, strict=True):
+        text = continuation.removesuffix("<|im_end|>").removesuffix("<|endoftext|>")
+        if output.finish_reason == "stop":
+            assert output.text == text, prompt
+        else:
+            assert text.startswith(output.text) and len(output.token_ids) == 24, prompt
+    assert sum(output.finish_reason == "stop" for output in outputs) > len(known) // 2
+
+
+def test_files_are_there_and_small() -> None:
+    sizes = {path.name: path.stat().st_size for path in DEMO.iterdir()}
+    assert set(sizes) == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    assert sum(sizes.values()) <= 6 * MIB
+
+
+def test_weights_fit_the_configuration() -> None:
+    config = json.loads((DEMO / "config.json").read_text(encoding="utf-8"))
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
+    assert config["tie_word_embeddings"] is True
+    hidden, head = config["hidden_size"], config["head_dim"]
+    layer_shapes = {
+        "input_layernorm.weight": [hidden],
+        "post_attention_layernorm.weight": [hidden],
+        "self_attn.q_proj.weight": [config["num_attention_heads"] * head, hidden],
+        "self_attn.k_proj.weight": [config["num_key_value_heads"] * head, hidden],
+        "self_attn.v_proj.weight": [config["num_key_value_heads"] * head, hidden],
+        "self_attn.o_proj.weight": [hidden, config["num_attention_heads"] * head],
+        "self_attn.q_norm.weight": [head],
+        "self_attn.k_norm.weight": [head],
+        "mlp.gate_proj.weight": [config["intermediate_size"], hidden],
+        "mlp.up_proj.weight": [config["intermediate_size"], hidden],
+        "mlp.down_proj.weight": [hidden, config["intermediate_size"]],
+    }
+    expected = {"model.embed_tokens.weight": [config["vocab_size"], hidden], "model.norm.weight": [hidden]}
+    for layer in range(config["num_hidden_layers"]):
+        expected |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes.items()}
+    with safe_open(DEMO / "model.safetensors", framework="pt") as weights:
+        slices = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118 (it is no dict)
+        assert {name: part.get_shape() for name, part in slices.items()} == expected
+        assert {part.get_dtype() for part in slices.values()} == {"BF16"}
+
+
+def test_configuration_and_tokenizer_agree(tokenizer: PreTrainedTokenizerBase) -> None:
+    config = AutoConfig.from_pretrained(DEMO)
+    generation = json.loads((DEMO / "generation_config.json").read_text(encoding="utf-8"))
+    assert len(tokenizer) == config.vocab_size
+    ends = [tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>")]
+    assert generation["eos_token_id"] == ends
+    assert config.eos_token_id == tokenizer.eos_token_id == ends[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "The capital of Colombia is Bogotá.",
+        "  two  spaces,\ttabs\r\n\r\nand line ends \n",
+        "naïve Ω≈ç√ 漢字かな交じり文 한국어 العربية עברית 🐱🏳️‍🌈👩🏽‍🚀",
+        "e\u0301 is not \u00e9, and \u212b is not \u00c5",  # would be changed by Unicode normalization
+        "\x00\x01\x7f\u200b\ufeff\U0010ffff",
+        "don't , stop . now !",  # would be changed by clean-up of spaces
+    ],
+)
+def test_tokenizer_gives_text_back(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_tokenizer_knows_every_byte(tokenizer: PreTrainedTokenizerBase) -> None:
+    everything = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x11000), *range(0x1F300, 0x1FB00)]))
+    assert tokenizer.decode(tokenizer.encode(everything)) == everything
+
+
+def test_chat_template_is_qwens_format(tokenizer: PreTrainedTokenizerBase) -> None:
+    messages = [
+        {"role": "system", "content": "Answer in one sentence."},
+        {"role": "user", "content": "Who are you?"},
+    ]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert text == (
+        "<|im_start|>system\nAnswer in one sentence.<|im_end|>\n"
+        "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    ids = tokenizer.encode(text)
+    assert ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 3
+    assert tokenizer.decode(ids) == text
