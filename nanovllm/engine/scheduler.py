@@ -230,18 +230,12 @@ class Scheduler:
 
     def apply(self, plan: StepPlan, token_ids: list[int]) -> list[tuple[Sequence, int]]:
         """Takes in a step's sampled tokens (one for each of its first rows); returns who gained which."""
+        self._publish_written(plan)
         gained: list[tuple[Sequence, int]] = []
-        block_size = self.block_manager.block_size
-        num_decode_rows, num_sample_rows = plan.num_decode_rows, plan.num_sample_rows
         waiting, finished = SequenceStatus.WAITING, SequenceStatus.FINISHED  # members of an Enum are slow to look up
-        for row, (seq, start, count, epoch) in enumerate(
-            zip(plan.seqs, plan.starts, plan.counts, plan.epochs, strict=True)
-        ):
-            if seq.epoch == epoch and (row >= num_decode_rows or (start + 1) % block_size == 0):
-                self.block_manager.publish(seq, start + count)
-            if row >= num_sample_rows or seq.status is finished:
+        for seq, token_id in zip(plan.seqs[: plan.num_sample_rows], token_ids, strict=True):
+            if seq.status is finished:
                 continue
-            token_id = token_ids[row]
             seq.append(token_id)
             gained.append((seq, token_id))
             if token_id in seq.stop_token_ids:
@@ -251,6 +245,15 @@ class Scheduler:
             elif seq.status is waiting:
                 self.num_waiting_tokens += 1
         return gained
+
+    def _publish_written(self, plan: StepPlan) -> None:
+        """What the step has written becomes hits, in rows that have kept their blocks since."""
+        block_size = self.block_manager.block_size
+        ended_blocks = [row for row in range(plan.num_decode_rows) if (plan.starts[row] + 1) % block_size == 0]
+        for row in (*ended_blocks, *range(plan.num_decode_rows, plan.num_rows)):
+            seq = plan.seqs[row]
+            if seq.epoch == plan.epochs[row]:
+                self.block_manager.publish(seq, plan.starts[row] + plan.counts[row])
 
     def _finish(self, seq: Sequence, reason: str) -> None:
         if seq.status is SequenceStatus.RUNNING:

@@ -158,7 +158,7 @@ class ModelRunner:
     def _run_mixed(self, step: torch.Tensor, packed: np.ndarray) -> None:
         """Any step, eagerly, at its exact size."""
         num_rows, num_decode_rows, num_sample_rows, num_tokens = (int(n) for n in packed[:4])
-        max_num_seqs, buffers = self.config.max_num_seqs, self.buffers
+        max_num_seqs, buffers = self.config.max_num_seqs, self.buffers.narrow(num_rows, num_tokens)
         self.kernels.apply_deltas(step, max_num_seqs, self.state)
         self.kernels.expand_rows(step, max_num_seqs, self.state, self.block_size, buffers)
         begin = HEADER_SIZE + max_num_seqs
@@ -166,44 +166,47 @@ class ModelRunner:
         attention = AttentionMetadata(
             num_rows=num_rows,
             num_decode_rows=num_decode_rows,
-            row_slot=buffers.row_slot[:num_rows],
-            context_lens=buffers.context_lens[:num_rows],
-            cu_seqlens_q=buffers.cu_seqlens_q[: num_rows + 1],
+            row_slot=buffers.row_slot,
+            context_lens=buffers.context_lens,
+            cu_seqlens_q=buffers.cu_seqlens_q,
             block_table=self.state.block_table,
             max_seqlen_q=int(packed[6]),
             max_context_len=int(ends.max()),
         )
-        self._forward(attention, num_tokens, num_sample_rows, buffers.logits_indices[:num_sample_rows])
+        self._forward(buffers, attention, num_sample_rows, buffers.logits_indices[:num_sample_rows])
 
     def _run_decode(self, bucket: int) -> None:
         """A step of decodes only, padded to `bucket` rows, from the step buffer: what a CUDA graph captures."""
-        buffers = self.buffers
+        buffers = self.buffers.narrow(bucket, bucket)
         self.kernels.prepare_decode(
-            self.io.step_buffer, self.config.max_num_seqs, self.state, self.block_size, buffers, bucket
+            self.io.step_buffer, self.config.max_num_seqs, self.state, self.block_size, buffers
         )
         attention = AttentionMetadata(
             num_rows=bucket,
             num_decode_rows=bucket,
-            row_slot=buffers.row_slot[:bucket],
-            context_lens=buffers.context_lens[:bucket],
-            cu_seqlens_q=buffers.cu_seqlens_q[: bucket + 1],
+            row_slot=buffers.row_slot,
+            context_lens=buffers.context_lens,
+            cu_seqlens_q=buffers.cu_seqlens_q,
             block_table=self.state.block_table,
             max_seqlen_q=1,
             max_context_len=self.max_model_len,
         )
-        self._forward(attention, bucket, bucket, None)
+        self._forward(buffers, attention, bucket, None)
 
     def _forward(
-        self, attention: AttentionMetadata, num_tokens: int, num_sample_rows: int, logits_indices: torch.Tensor | None
+        self,
+        buffers: StepBuffers,
+        attention: AttentionMetadata,
+        num_sample_rows: int,
+        logits_indices: torch.Tensor | None,
     ) -> None:
         """Layers, head, sampling, and the sampled tokens back into the state and the token buffer.
 
         `logits_indices`: int32 [num_sample_rows], the token of each sampled row; None where token r is row r's.
         """
-        buffers = self.buffers
-        step = ForwardStep(buffers.positions[:num_tokens], buffers.slot_mapping[:num_tokens], attention)
         self.backend.prepare(attention)
-        hidden = self.model(buffers.input_ids[:num_tokens], step)
+        step = ForwardStep(buffers.positions, buffers.slot_mapping, attention)
+        hidden = self.model(buffers.input_ids, step)
         if num_sample_rows == 0:
             return
         if logits_indices is not None:
@@ -214,7 +217,7 @@ class ModelRunner:
             row_slot,
             self.state.temperature,
             self.state.seed,
-            buffers.context_lens[:num_sample_rows],  # the index of the token to be drawn
+            buffers.sample_positions[:num_sample_rows],
             self.model.lm_head.vocab_start,
             self.model_config.vocab_size,
         )

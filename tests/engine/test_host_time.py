@@ -22,14 +22,14 @@ def test_schedule_pack_and_apply_a_steady_decode_step(benchmark: Any) -> None:
     launched = scheduler.schedule()
     while launched.num_decode_rows < NUM_ROWS:
         following = scheduler.schedule()
-        scheduler.apply(launched, tokens)
+        scheduler.apply(launched, tokens[: launched.num_sample_rows])
         launched = following
 
     def step() -> None:
         nonlocal launched
         following = scheduler.schedule()
         following.pack(NUM_ROWS)
-        scheduler.apply(launched, tokens)
+        scheduler.apply(launched, tokens[: launched.num_sample_rows])
         launched = following
 
     benchmark.pedantic(step, rounds=400, warmup_rounds=20)

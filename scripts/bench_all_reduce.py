@@ -1,0 +1,421 @@
+#!/usr/bin/env python3
+"""All-reduce + residual + RMSNorm over the GPUs of one host: checks the peer-memory kernels, then times them.
+
+    python scripts/bench_all_reduce.py --world 4 --out logs/            both, under three minutes
+    python scripts/bench_all_reduce.py --world 2 --check-only --same-gpu --iterations 200 --out logs/     on one GPU
+
+Starts its own ranks and ends them at --limit seconds, whatever they do. Exit status 0: no sum was wrong.
+"""
+
+import argparse
+import faulthandler
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from nanovllm.parallel.peer_memory import AllReduceLimits, Layout, PeerMemory, forbid_multicast  # noqa: E402
+
+forbid_multicast()  # before CUDA starts, here and in every rank (they import this file)
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+from nanovllm.kernels.all_reduce import PeerAllReduce  # noqa: E402
+
+ROWS = (1, 8, 64, 256, 512, 2048, 8192)
+ONE_SHOT_ROWS, EPS, KEYS = 2048, 1e-6, 256
+BANK, CALLS, GRAPHS = 4, 20, 4  # data sets of a case, calls of a graph, graphs that take turns in the check
+MAX_SPINS = 1 << 25
+
+
+@triton.jit
+def add_rms_norm_kernel(x, residual, weight, out, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
+    """The second half of the NCCL way: residual += x in place, out = its RMSNorm; one row a program."""
+    cols = tl.arange(0, BLOCK)
+    mask = cols < HIDDEN
+    at = tl.program_id(0).to(tl.int64) * HIDDEN + cols
+    total = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    total += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(residual + at, total.to(out.dtype.element_ty), mask=mask)
+    scale = tl.math.rsqrt(tl.sum(total * total, 0) / HIDDEN + eps)
+    gain = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, (total * scale * gain).to(out.dtype.element_ty), mask=mask)
+
+
+class Rank:
+    """One rank: its device, its host-side group (gloo, for agreeing and for barriers) and where it says things."""
+
+    def __init__(self, rank: int, options: argparse.Namespace) -> None:
+        self.rank, self.world, self.options = rank, options.world, options
+        self.device = torch.device("cuda", 0 if options.same_gpu else rank)
+        torch.cuda.set_device(self.device)
+        self.store = dist.TCPStore("127.0.0.1", options.port, None, False, timedelta(seconds=60))
+        gloo = dist.PrefixStore("gloo", self.store)
+        self.gloo = dist.ProcessGroupGloo(gloo, rank, self.world, timedelta(seconds=90))
+        self.begin = time.monotonic()
+        self.nccl = None
+
+    def say(self, *words: object) -> None:
+        if self.rank == 0:
+            print(f"[{time.monotonic() - self.begin:5.1f} s]", *words, flush=True)
+
+    def extreme(self, values: torch.Tensor, highest: bool) -> torch.Tensor:
+        """Element-wise maximum (minimum) over the ranks of a host tensor; also a barrier."""
+        values = values.detach().cpu().contiguous().clone()
+        choice = dist.AllreduceOptions()
+        choice.reduceOp = dist.ReduceOp.MAX if highest else dist.ReduceOp.MIN
+        self.gloo.allreduce([values], choice).wait()
+        return values
+
+    def all_agree(self, fine: bool) -> bool:
+        return bool(self.extreme(torch.tensor([int(fine)]), highest=False).item())
+
+    def same_bits(self, tensor: torch.Tensor) -> bool:
+        bits = tensor.contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int64).long()
+        return torch.equal(self.extreme(bits, highest=True), self.extreme(bits, highest=False))
+
+    def start_nccl(self) -> None:
+        """Communicator of the baseline; without it its column stays empty."""
+        failure = "all ranks share one GPU" if self.options.same_gpu else ""
+        if not failure:
+            try:
+                settings = dist.ProcessGroupNCCL.Options()
+                settings._timeout = timedelta(seconds=60)
+                self.nccl = dist.ProcessGroupNCCL(
+                    dist.PrefixStore("nccl", self.store), self.rank, self.world, settings
+                )
+                x = torch.ones(8, device=self.device)
+                self.nccl.allreduce([x]).wait()
+                torch.cuda.synchronize()
+                assert x[0].item() == self.world
+            except Exception as error:
+                failure = f"{type(error).__name__}: {error}"
+        if not self.all_agree(not failure):
+            self.nccl = None
+            self.say("no NCCL column:", failure or "another rank failed")
+
+    def memory(self, hidden: int) -> PeerMemory:
+        """Blocks large enough for every row of the table, whatever the switch points."""
+        two_shot_rows = 512 if self.options.same_gpu else max(ROWS)
+        one_shot_rows = 128 if self.options.same_gpu else ONE_SHOT_ROWS
+        layout = Layout.build(self.world, hidden, 2, one_shot_rows, two_shot_rows, 1024)
+        return PeerMemory(
+            self.store, self.rank, self.world, self.device, max(ROWS), hidden, torch.bfloat16, layout=layout,
+            name=f"peer{hidden}", allow_shared_device=self.options.same_gpu,
+        )  # fmt: skip
+
+
+class Case:
+    """One kind of call with a bank of data sets known to all ranks; `expected` are the bits it once gave, checked
+    against float64."""
+
+    def __init__(self, rank: Rank, peer: PeerAllReduce, hidden: int, kind: str, rows: int) -> None:
+        self.rank, self.peer, self.kind, self.rows = rank, peer, kind, rows
+        device, generator = rank.device, torch.Generator(rank.device).manual_seed(rows * 131 + hidden)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, device=device, generator=generator).bfloat16()
+
+        self.weight = 1 + 0.1 * normal(hidden)
+        if kind == "keys":
+            low, high = -(2**62), 2**62
+            shape = (BANK, rank.world, rows)
+            addends = torch.randint(low, high, shape, device=device, generator=generator)
+        else:
+            addends = normal(BANK, rank.world, rows, hidden)
+            addends[:, :, :, 17] = -0.0
+        self.residual = normal(BANK, rows, hidden)
+        self.mine = addends[:, rank.rank].contiguous()
+        self.errors: list[str] = []
+        outputs = [self.call(self.mine[i].clone(), self.residual[i].clone()) for i in range(BANK)]
+        torch.cuda.synchronize()
+        self.expected = [torch.stack(column) for column in zip(*outputs, strict=True)]
+        for i in range(BANK):
+            self._compare(addends[i], i, hidden)
+        for tensor in self.expected:
+            if not rank.same_bits(tensor):
+                self.errors.append("ranks differ in bits")
+
+    def call(self, addend: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The call on one data set; may overwrite its arguments."""
+        if self.kind == "keys":
+            return (self.peer.all_reduce_max(addend),)
+        path, _, fused = self.kind.partition("+")
+        if not fused:
+            return (self.peer.all_reduce(addend, path=path),)  # type: ignore[arg-type]
+        start = None if fused == "norm, no residual" else residual
+        normed, after = self.peer.all_reduce_add_rms_norm(
+            addend, start, self.weight, EPS, replicate_residual=fused != "norm, sharded", path=path  # type: ignore[arg-type]
+        )
+        return (normed,) if fused == "norm, sharded" else (normed, after)
+
+    def _compare(self, addends: torch.Tensor, i: int, hidden: int) -> None:
+        if self.kind == "keys":
+            if not torch.equal(self.expected[0][i], addends.max(0).values):
+                self.errors.append("wrong maximum")
+            return
+        total = addends.double().sum(0)
+        if "+" in self.kind and "no residual" not in self.kind:
+            total = total + self.residual[i].double()
+        scale = torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS)
+        normed = total * scale * self.weight.double()
+        wanted = [normed, total] if "+" in self.kind else [total]
+        for got, want in zip((column[i].double() for column in self.expected), wanted, strict=False):
+            # one rounding to bfloat16 (2^-9 relative at most), and float32 sums before it
+            worst = ((got - want).abs() - want.abs() * 2**-8.9).max().item()
+            if not worst < 2e-4:
+                self.errors.append(f"off by {worst:.2e} beyond the rounding")
+
+    def add_to_graph(self, order: torch.Tensor, step: torch.Tensor, wrong: torch.Tensor, sleep: int) -> None:
+        """One call on the data set that `order[step]` names, after `sleep` cycles; deviations are counted in `wrong`."""
+        choice = order.index_select(0, step)
+        step.add_(1).remainder_(order.numel())
+        addend, residual = (bank.index_select(0, choice)[0] for bank in (self.mine, self.residual))
+        torch.cuda._sleep(sleep)
+        outputs = self.call(addend, residual)
+        for got, bank in zip(outputs, self.expected, strict=True):
+            bits = torch.int16 if got.element_size() == 2 else torch.int64
+            wrong.add_((got.view(bits) != bank.index_select(0, choice)[0].view(bits)).sum())
+
+
+def capture(body: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        body()
+    torch.cuda.synchronize()
+    return graph
+
+
+def check(rank: Rank, peer: PeerAllReduce, hidden: int) -> bool:
+    """Float64 first, then `iterations` calls from graphs with random delays; True: nothing was wrong on any rank."""
+    large = 257 if rank.options.same_gpu else 1030
+    kinds = [("one_shot+norm", 1), ("one_shot+norm", 64), ("one_shot+norm, no residual", 128), ("one_shot", 8),
+             ("two_shot+norm", 5), ("two_shot+norm", large), ("two_shot+norm, sharded", 256),
+             ("two_shot+norm, no residual", 66), ("two_shot", 100), ("keys", 1), ("keys", KEYS)]  # fmt: skip
+    cases = [Case(rank, peer, hidden, kind, rows) for kind, rows in kinds]
+    for case in cases:
+        if case.errors:
+            print(f"rank {rank.rank} {case.kind} {case.rows} rows: {case.errors[:4]}", flush=True)
+    fine = rank.all_agree(not any(case.errors for case in cases))
+    rank.say(f"hidden {hidden}: {len(cases)} kinds of call against float64:", "right" if fine else "WRONG")
+    if not fine:
+        return False
+    same, mine = random.Random(1), random.Random(100 + rank.rank)
+    step, wrong = (torch.zeros(1, dtype=torch.int64, device=rank.device) for _ in range(2))
+    order = torch.tensor([same.randrange(BANK) for _ in range(9973)], device=rank.device)
+    graphs = []
+    for _ in range(GRAPHS):
+        plan = [(same.choice(cases), mine.choice((0, 500, 5_000, 20_000, 60_000))) for _ in range(CALLS)]
+
+        def body(plan: list[tuple[Case, int]] = plan) -> None:
+            for case, sleep in plan:
+                case.add_to_graph(order, step, wrong, sleep)
+
+        graphs.append(capture(body))
+    replays = -(-rank.options.iterations // CALLS)
+    begin = time.monotonic()
+    for replay in range(replays):
+        if mine.random() < 0.05:
+            torch.cuda._sleep(mine.randrange(1_000_000))
+        graphs[same.randrange(GRAPHS)].replay()
+        if replay % 64 == 63:
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    elements, state = int(wrong.item()), peer.memory.aborted()
+    fine = rank.all_agree(elements == 0 and state == 0)
+    if elements or state:
+        print(f"rank {rank.rank}: {elements} wrong elements, abort word {state}", flush=True)
+    verdict = "no wrong sum, all ranks equal in bits" if fine else "WRONG"
+    seconds = time.monotonic() - begin
+    rank.say(f"hidden {hidden}: {replays * CALLS} calls from graphs, ranks delayed at random: {verdict} ({seconds:.1f} s)")
+    return fine
+
+
+def time_call(rank: Rank, call: Callable[[], object], calls: int, repeats: int = 9) -> float:
+    """us per call within a graph of `calls` calls: median of the replays, slowest rank. nan where a rank failed."""
+    failure = ""
+    try:
+        for _ in range(2):
+            call()
+        torch.cuda.synchronize()
+        graph = capture(lambda: [call() for _ in range(calls)] and None)
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+        print(f"rank {rank.rank}: {failure}", flush=True)
+    if not rank.all_agree(not failure):
+        return float("nan")
+    times = []
+    for _ in range(repeats):
+        rank.all_agree(True)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(100_000)  # the ranks leave the barrier some 10 us apart: let the graph wait on the device
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / calls)
+    return float(rank.extreme(torch.tensor([statistics.median(times[2:])]), highest=True).item())
+
+
+def time_rows(rank: Rank, peer: PeerAllReduce, hidden: int, rows: int) -> dict[str, float | int | str]:
+    """One line of the table; us."""
+    generator = torch.Generator(rank.device).manual_seed(rank.rank)
+    x, residual = (torch.randn(rows, hidden, device=rank.device, generator=generator).bfloat16() for _ in range(2))
+    x, weight, out = x * 1e-3, torch.ones(hidden, device=rank.device, dtype=torch.bfloat16), torch.empty_like(x)
+    calls = 40 if rows <= 512 else 10
+    block = triton.next_power_of_2(hidden)
+    norm_grid, warps = (rows,), max(1, min(block // 512, 16))
+
+    def norm() -> None:
+        add_rms_norm_kernel[norm_grid](x, residual, weight, out, EPS, HIDDEN=hidden, BLOCK=block, num_warps=warps)
+
+    def nccl() -> None:
+        assert rank.nccl is not None
+        rank.nccl.allreduce([x]).wait()
+
+    def nccl_norm() -> None:
+        nccl()
+        norm()
+
+    def fused(path: str, replicate: bool) -> Callable[[], object]:
+        return lambda: peer.all_reduce_add_rms_norm(
+            x, residual, weight, EPS, replicate_residual=replicate, path=path  # type: ignore[arg-type]
+        )
+
+    nan = float("nan")
+    line: dict[str, float | int | str] = {"hidden": hidden, "rows": rows, "KiB": rows * hidden * 2 // 1024}
+    line["norm"] = time_call(rank, norm, calls)
+    line["nccl"] = time_call(rank, nccl, calls) if rank.nccl else nan
+    x.zero_()
+    line["nccl+norm"] = time_call(rank, nccl_norm, calls) if rank.nccl else nan
+    small = rows <= peer.memory.layout.one_shot_rows
+    line["one-shot"] = time_call(rank, fused("one_shot", True), calls) if small else nan
+    line["two-shot"] = time_call(rank, fused("two_shot", True), calls)
+    line["two-shot, residual sharded"] = time_call(rank, fused("two_shot", False), calls)
+    line["path"] = peer.path(rows)
+    return line
+
+
+def table(lines: list[dict[str, float | int | str]]) -> str:
+    head = list(lines[0])
+
+    def text(value: float | int | str) -> str:
+        return f"{value:.1f}" if isinstance(value, float) else str(value)
+
+    rows = [head] + [[text(line[name]) for name in head] for line in lines]
+    return "\n".join("| " + " | ".join(cell.rjust(len(head[i])) for i, cell in enumerate(row)) + " |" for row in rows)
+
+
+def check_abort(rank: Rank, peer: PeerAllReduce, hidden: int) -> bool:
+    """Rank 0 alone calls, as if the others were dead; the host stops it. The block is unfit for use afterwards."""
+    fine = True
+    if rank.rank == 0:
+        weight = torch.ones(hidden, device=rank.device, dtype=torch.bfloat16)
+        peer.all_reduce_add_rms_norm(torch.zeros(4, hidden, device=rank.device).bfloat16(), None, weight, EPS)
+        time.sleep(0.3)
+        begin = time.monotonic()
+        waiting = not torch.cuda.current_stream().query()
+        peer.memory.abort()
+        torch.cuda.synchronize()
+        seconds, state = time.monotonic() - begin, peer.memory.aborted()
+        fine = waiting and state == 1 and seconds < 1
+        rank.say(f"a wait without peers ended {seconds * 1e3:.1f} ms after abort(): {'right' if fine else 'WRONG'}")
+    return rank.all_agree(fine)
+
+
+def work(rank: Rank) -> bool:
+    options = rank.options
+    rank.say(f"{rank.world} x {torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
+    fine, lines = True, []
+    for index, hidden in enumerate(options.hidden):
+        memory = rank.memory(hidden)
+        peer = PeerAllReduce(memory, max_spins=MAX_SPINS)
+        rank.say(f"hidden {hidden}: {memory.layout.nbytes >> 20} MiB mapped among {rank.world} ranks")
+        fine = check(rank, peer, hidden) and fine
+        if fine and not options.check_only:
+            if index == 0:
+                rank.start_nccl()
+                keys = torch.arange(KEYS, device=rank.device)
+                rank.say(f"maximum of {KEYS} keys: {time_call(rank, lambda: peer.all_reduce_max(keys), 40):.1f} us")
+            lines += [time_rows(rank, peer, hidden, rows) for rows in ROWS]
+            rank.say(f"hidden {hidden}: timed")
+        if fine and hidden == options.hidden[-1]:
+            fine = check_abort(rank, peer, hidden)
+        memory.close()
+    if rank.rank == 0 and lines:
+        text = f"us per call, slowest rank, world {rank.world}; default switch points: {AllReduceLimits()}\n{table(lines)}"
+        print(text, flush=True)
+        Path(options.out, "table.txt").write_text(text + "\n")
+        Path(options.out, "table.json").write_text(json.dumps(lines))
+    rank.say("result:", "right" if fine else "WRONG")
+    return fine
+
+
+def rank_main(index: int, options: argparse.Namespace) -> None:
+    log = Path(options.out, f"rank{index}.log").open("w")
+    faulthandler.enable(log)
+    faulthandler.dump_traceback_later(options.limit - 5, exit=True, file=log)
+    threading.excepthook = lambda args: traceback.print_exception(args.exc_value, file=log)
+    try:
+        fine = work(Rank(index, options))
+    except BaseException:
+        traceback.print_exc(file=log)
+        traceback.print_exc()
+        fine = False
+    log.flush()
+    sys.stdout.flush()
+    os._exit(0 if fine else 1)  # no destructor may wait for a rank that is gone
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--out", default="bench_all_reduce")
+    parser.add_argument("--hidden", type=lambda text: [int(x) for x in text.split(",")], default=[5120, 4096, 1024])
+    parser.add_argument("--iterations", type=int, default=20_000, help="calls of the check under random delays")
+    parser.add_argument("--check-only", action="store_true")
+    parser.add_argument("--same-gpu", action="store_true", help="all ranks on GPU 0, taking turns: slow, check only")
+    parser.add_argument("--limit", type=float, default=170.0, help="seconds after which everything is ended")
+    options = parser.parse_args()
+    options.check_only = options.check_only or options.same_gpu
+    Path(options.out).mkdir(parents=True, exist_ok=True)
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    options.port = store.port
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=rank_main, args=(index, options)) for index in range(options.world)]
+    for process in ranks:
+        process.start()
+    deadline, reason = time.monotonic() + options.limit, ""
+    while any(process.is_alive() for process in ranks) and not reason:
+        time.sleep(0.1)
+        if time.monotonic() > deadline:
+            reason = f"the limit of {options.limit:.0f} s was reached"
+        elif any(process.exitcode not in (None, 0) for process in ranks):
+            reason = "a rank failed"
+    if reason:
+        time.sleep(2)  # the others may still say why
+        for process in ranks:
+            process.kill()
+    for process in ranks:
+        process.join()
+    codes = [process.exitcode for process in ranks]
+    print("exit codes of the ranks:", codes, reason, flush=True)
+    return 0 if codes == [0] * options.world else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
