@@ -15,18 +15,20 @@ import os
 import random
 import statistics
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from nanovllm.parallel.peer_memory import AllReduceLimits, Layout, PeerMemory, forbid_multicast  # noqa: E402
+from nanovllm.parallel.peer_memory import AllReduceLimits, Layout, PeerMemory, forbid_multicast
 
 forbid_multicast()  # before CUDA starts, here and in every rank (they import this file)
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -64,9 +66,9 @@ class Rank:
         torch.cuda.set_device(self.device)
         self.store = dist.TCPStore("127.0.0.1", options.port, None, False, timedelta(seconds=60))
         gloo = dist.PrefixStore("gloo", self.store)
-        self.gloo = dist.ProcessGroupGloo(gloo, rank, self.world, timedelta(seconds=90))
+        self.gloo: Any = dist.ProcessGroupGloo(gloo, rank, self.world, timedelta(seconds=90))
         self.begin = time.monotonic()
-        self.nccl = None
+        self.nccl: Any = None
 
     def say(self, *words: object) -> None:
         if self.rank == 0:
@@ -75,7 +77,7 @@ class Rank:
     def extreme(self, values: torch.Tensor, highest: bool) -> torch.Tensor:
         """Element-wise maximum (minimum) over the ranks of a host tensor; also a barrier."""
         values = values.detach().cpu().contiguous().clone()
-        choice = dist.AllreduceOptions()
+        choice: Any = dist.AllreduceOptions()
         choice.reduceOp = dist.ReduceOp.MAX if highest else dist.ReduceOp.MIN
         self.gloo.allreduce([values], choice).wait()
         return values
@@ -84,7 +86,7 @@ class Rank:
         return bool(self.extreme(torch.tensor([int(fine)]), highest=False).item())
 
     def same_bits(self, tensor: torch.Tensor) -> bool:
-        bits = tensor.contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int64).long()
+        bits = tensor.view(torch.int16).int() if tensor.element_size() == 2 else tensor
         return torch.equal(self.extreme(bits, highest=True), self.extreme(bits, highest=False))
 
     def start_nccl(self) -> None:
@@ -94,9 +96,8 @@ class Rank:
             try:
                 settings = dist.ProcessGroupNCCL.Options()
                 settings._timeout = timedelta(seconds=60)
-                self.nccl = dist.ProcessGroupNCCL(
-                    dist.PrefixStore("nccl", self.store), self.rank, self.world, settings
-                )
+                store = dist.PrefixStore("nccl", self.store)
+                self.nccl = dist.ProcessGroupNCCL(store, self.rank, self.world, settings)
                 x = torch.ones(8, device=self.device)
                 self.nccl.allreduce([x]).wait()
                 torch.cuda.synchronize()
@@ -113,14 +114,13 @@ class Rank:
         one_shot_rows = 128 if self.options.same_gpu else ONE_SHOT_ROWS
         layout = Layout.build(self.world, hidden, 2, one_shot_rows, two_shot_rows, 1024)
         return PeerMemory(
-            self.store, self.rank, self.world, self.device, max(ROWS), hidden, torch.bfloat16, layout=layout,
-            name=f"peer{hidden}", allow_shared_device=self.options.same_gpu,
+            self.store, self.rank, self.world, self.device, max(ROWS), hidden, torch.bfloat16,
+            layout=layout, name=f"peer{hidden}", allow_shared_device=self.options.same_gpu,
         )  # fmt: skip
 
 
 class Case:
-    """One kind of call with a bank of data sets known to all ranks; `expected` are the bits it once gave, checked
-    against float64."""
+    """One kind of call with data sets known to all ranks; `expected`: the bits it once gave, checked in float64."""
 
     def __init__(self, rank: Rank, peer: PeerAllReduce, hidden: int, kind: str, rows: int) -> None:
         self.rank, self.peer, self.kind, self.rows = rank, peer, kind, rows
@@ -131,9 +131,8 @@ class Case:
 
         self.weight = 1 + 0.1 * normal(hidden)
         if kind == "keys":
-            low, high = -(2**62), 2**62
             shape = (BANK, rank.world, rows)
-            addends = torch.randint(low, high, shape, device=device, generator=generator)
+            addends = torch.randint(-(2**62), 2**62, shape, device=device, generator=generator)
         else:
             addends = normal(BANK, rank.world, rows, hidden)
             addends[:, :, :, 17] = -0.0
@@ -153,14 +152,16 @@ class Case:
         """The call on one data set; may overwrite its arguments."""
         if self.kind == "keys":
             return (self.peer.all_reduce_max(addend),)
-        path, _, fused = self.kind.partition("+")
+        name, _, fused = self.kind.partition("+")
+        path: Any = name
         if not fused:
-            return (self.peer.all_reduce(addend, path=path),)  # type: ignore[arg-type]
+            return (self.peer.all_reduce(addend, path=path),)
         start = None if fused == "norm, no residual" else residual
+        whole = fused != "norm, sharded"
         normed, after = self.peer.all_reduce_add_rms_norm(
-            addend, start, self.weight, EPS, replicate_residual=fused != "norm, sharded", path=path  # type: ignore[arg-type]
+            addend, start, self.weight, EPS, replicate_residual=whole, path=path
         )
-        return (normed,) if fused == "norm, sharded" else (normed, after)
+        return (normed, after) if whole else (normed,)
 
     def _compare(self, addends: torch.Tensor, i: int, hidden: int) -> None:
         if self.kind == "keys":
@@ -180,7 +181,7 @@ class Case:
                 self.errors.append(f"off by {worst:.2e} beyond the rounding")
 
     def add_to_graph(self, order: torch.Tensor, step: torch.Tensor, wrong: torch.Tensor, sleep: int) -> None:
-        """One call on the data set that `order[step]` names, after `sleep` cycles; deviations are counted in `wrong`."""
+        """One call on the data set that `order[step]` names, after `sleep` cycles; counts deviations in `wrong`."""
         choice = order.index_select(0, step)
         step.add_(1).remainder_(order.numel())
         addend, residual = (bank.index_select(0, choice)[0] for bank in (self.mine, self.residual))
@@ -191,7 +192,7 @@ class Case:
             wrong.add_((got.view(bits) != bank.index_select(0, choice)[0].view(bits)).sum())
 
 
-def capture(body: Callable[[], None]) -> torch.cuda.CUDAGraph:
+def capture(body: Callable[[], object]) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -227,7 +228,6 @@ def check(rank: Rank, peer: PeerAllReduce, hidden: int) -> bool:
 
         graphs.append(capture(body))
     replays = -(-rank.options.iterations // CALLS)
-    begin = time.monotonic()
     for replay in range(replays):
         if mine.random() < 0.05:
             torch.cuda._sleep(mine.randrange(1_000_000))
@@ -240,19 +240,19 @@ def check(rank: Rank, peer: PeerAllReduce, hidden: int) -> bool:
     if elements or state:
         print(f"rank {rank.rank}: {elements} wrong elements, abort word {state}", flush=True)
     verdict = "no wrong sum, all ranks equal in bits" if fine else "WRONG"
-    seconds = time.monotonic() - begin
-    rank.say(f"hidden {hidden}: {replays * CALLS} calls from graphs, ranks delayed at random: {verdict} ({seconds:.1f} s)")
+    rank.say(f"hidden {hidden}: {replays * CALLS} calls from graphs, ranks delayed at random: {verdict}")
     return fine
 
 
-def time_call(rank: Rank, call: Callable[[], object], calls: int, repeats: int = 9) -> float:
+def time_call(rank: Rank, peer: PeerAllReduce, call: Callable[[], object], calls: int, repeats: int = 9) -> float:
     """us per call within a graph of `calls` calls: median of the replays, slowest rank. nan where a rank failed."""
+    meeting = torch.zeros(1, dtype=torch.int64, device=rank.device)
     failure = ""
     try:
         for _ in range(2):
             call()
         torch.cuda.synchronize()
-        graph = capture(lambda: [call() for _ in range(calls)] and None)
+        graph = capture(lambda: [call() for _ in range(calls)])
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
         print(f"rank {rank.rank}: {failure}", flush=True)
@@ -262,7 +262,8 @@ def time_call(rank: Rank, call: Callable[[], object], calls: int, repeats: int =
     for _ in range(repeats):
         rank.all_agree(True)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(100_000)  # the ranks leave the barrier some 10 us apart: let the graph wait on the device
+        peer.all_reduce_max(meeting)  # the devices meet, and then wait for their hosts to launch the graph
+        torch.cuda._sleep(300_000)
         begin.record()
         graph.replay()
         end.record()
@@ -275,48 +276,40 @@ def time_rows(rank: Rank, peer: PeerAllReduce, hidden: int, rows: int) -> dict[s
     """One line of the table; us."""
     generator = torch.Generator(rank.device).manual_seed(rank.rank)
     x, residual = (torch.randn(rows, hidden, device=rank.device, generator=generator).bfloat16() for _ in range(2))
-    x, weight, out = x * 1e-3, torch.ones(hidden, device=rank.device, dtype=torch.bfloat16), torch.empty_like(x)
+    weight, out, zeros = torch.ones_like(x[0]), torch.empty_like(x), torch.zeros_like(x)
     calls = 40 if rows <= 512 else 10
     block = triton.next_power_of_2(hidden)
-    norm_grid, warps = (rows,), max(1, min(block // 512, 16))
+    warps = max(1, min(block // 512, 16))
 
     def norm() -> None:
-        add_rms_norm_kernel[norm_grid](x, residual, weight, out, EPS, HIDDEN=hidden, BLOCK=block, num_warps=warps)
+        add_rms_norm_kernel[(rows,)](zeros, residual, weight, out, EPS, HIDDEN=hidden, BLOCK=block, num_warps=warps)
 
     def nccl() -> None:
-        assert rank.nccl is not None
-        rank.nccl.allreduce([x]).wait()
+        rank.nccl.allreduce([zeros]).wait()  # in place: anything else would grow without bound
 
     def nccl_norm() -> None:
         nccl()
         norm()
 
-    def fused(path: str, replicate: bool) -> Callable[[], object]:
-        return lambda: peer.all_reduce_add_rms_norm(
-            x, residual, weight, EPS, replicate_residual=replicate, path=path  # type: ignore[arg-type]
-        )
-
-    nan = float("nan")
+    fused = partial(peer.all_reduce_add_rms_norm, x, residual, weight, EPS)
     line: dict[str, float | int | str] = {"hidden": hidden, "rows": rows, "KiB": rows * hidden * 2 // 1024}
-    line["norm"] = time_call(rank, norm, calls)
-    line["nccl"] = time_call(rank, nccl, calls) if rank.nccl else nan
-    x.zero_()
-    line["nccl+norm"] = time_call(rank, nccl_norm, calls) if rank.nccl else nan
-    small = rows <= peer.memory.layout.one_shot_rows
-    line["one-shot"] = time_call(rank, fused("one_shot", True), calls) if small else nan
-    line["two-shot"] = time_call(rank, fused("two_shot", True), calls)
-    line["two-shot, residual sharded"] = time_call(rank, fused("two_shot", False), calls)
+    ways: dict[str, Callable[[], object] | None] = {
+        "norm": norm,
+        "nccl": nccl if rank.nccl else None,
+        "nccl+norm": nccl_norm if rank.nccl else None,
+        "one-shot": partial(fused, path="one_shot") if rows <= peer.memory.layout.one_shot_rows else None,
+        "two-shot": partial(fused, path="two_shot"),
+        "two-shot, residual sharded": partial(fused, path="two_shot", replicate_residual=False),
+    }
+    line |= {name: time_call(rank, peer, way, calls) if way else float("nan") for name, way in ways.items()}
     line["path"] = peer.path(rows)
     return line
 
 
 def table(lines: list[dict[str, float | int | str]]) -> str:
     head = list(lines[0])
-
-    def text(value: float | int | str) -> str:
-        return f"{value:.1f}" if isinstance(value, float) else str(value)
-
-    rows = [head] + [[text(line[name]) for name in head] for line in lines]
+    cells = [[line[name] for name in head] for line in lines]
+    rows = [head] + [[f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in line] for line in cells]
     return "\n".join("| " + " | ".join(cell.rjust(len(head[i])) for i, cell in enumerate(row)) + " |" for row in rows)
 
 
@@ -349,15 +342,15 @@ def work(rank: Rank) -> bool:
         if fine and not options.check_only:
             if index == 0:
                 rank.start_nccl()
-                keys = torch.arange(KEYS, device=rank.device)
-                rank.say(f"maximum of {KEYS} keys: {time_call(rank, lambda: peer.all_reduce_max(keys), 40):.1f} us")
+                keys = partial(peer.all_reduce_max, torch.arange(KEYS, device=rank.device))
+                rank.say(f"maximum of {KEYS} keys: {time_call(rank, peer, keys, 40):.1f} us")
             lines += [time_rows(rank, peer, hidden, rows) for rows in ROWS]
             rank.say(f"hidden {hidden}: timed")
         if fine and hidden == options.hidden[-1]:
             fine = check_abort(rank, peer, hidden)
         memory.close()
     if rank.rank == 0 and lines:
-        text = f"us per call, slowest rank, world {rank.world}; default switch points: {AllReduceLimits()}\n{table(lines)}"
+        text = f"us per call, slowest rank, world {rank.world}; switch points: {AllReduceLimits()}\n{table(lines)}"
         print(text, flush=True)
         Path(options.out, "table.txt").write_text(text + "\n")
         Path(options.out, "table.json").write_text(json.dumps(lines))
@@ -366,17 +359,14 @@ def work(rank: Rank) -> bool:
 
 
 def rank_main(index: int, options: argparse.Namespace) -> None:
-    log = Path(options.out, f"rank{index}.log").open("w")
-    faulthandler.enable(log)
-    faulthandler.dump_traceback_later(options.limit - 5, exit=True, file=log)
-    threading.excepthook = lambda args: traceback.print_exception(args.exc_value, file=log)
-    try:
-        fine = work(Rank(index, options))
-    except BaseException:
-        traceback.print_exc(file=log)
-        traceback.print_exc()
+    with Path(options.out, f"rank{index}.log").open("w") as log:
+        faulthandler.dump_traceback_later(options.limit - 5, exit=True, file=log)
         fine = False
-    log.flush()
+        try:
+            fine = work(Rank(index, options))
+        except BaseException:
+            traceback.print_exc(file=log)
+            traceback.print_exc()
     sys.stdout.flush()
     os._exit(0 if fine else 1)  # no destructor may wait for a rank that is gone
 
@@ -406,11 +396,10 @@ def main() -> int:
             reason = f"the limit of {options.limit:.0f} s was reached"
         elif any(process.exitcode not in (None, 0) for process in ranks):
             reason = "a rank failed"
-    if reason:
-        time.sleep(2)  # the others may still say why
-        for process in ranks:
-            process.kill()
+    time.sleep(2 if reason else 0)  # the others may still say why
     for process in ranks:
+        if reason:
+            process.kill()
         process.join()
     codes = [process.exitcode for process in ranks]
     print("exit codes of the ranks:", codes, reason, flush=True)

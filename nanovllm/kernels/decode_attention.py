@@ -94,8 +94,8 @@ def plan_decode_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, num_rows,
     tl.store(entry + 3, index | (num_chunks[:, None] << 16), mask=full_mask)
 
 
-def plan_decode_reference(row_slot: torch.Tensor, context_lens: torch.Tensor, config: DecodeConfig,
-                          max_context_len: int) -> list[tuple[int, int, int, int, int, int]]:
+def plan_decode_reference(row_slot: torch.Tensor, context_lens: torch.Tensor, config: DecodeConfig
+                          ) -> list[tuple[int, int, int, int, int, int]]:
     """The work list as (row, slot, first key, end, index of the chunk, chunks of the row), long chunks first."""
     items = []
     for row, (slot, length) in enumerate(zip(row_slot.tolist(), context_lens.tolist(), strict=True)):

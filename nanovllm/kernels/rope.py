@@ -7,6 +7,210 @@ too: the norm's result, the norm times weight, cos, sin, each product and their 
 import torch
 
 from nanovllm.kernels.norm import rms_norm_reference
+from nanovllm.kernels.triton_import import tl, triton
+
+
+@triton.jit
+def _load_halves(base, heads, first_cols, mask, WIDTH: tl.constexpr, HALF: tl.constexpr):
+    """Both halves, each [HEADS, HALF_PADDED], of heads that lie WIDTH apart."""
+    pointers = base + heads[:, None] * WIDTH + first_cols[None, :]
+    return tl.load(pointers, mask=mask, other=0.0), tl.load(pointers + HALF, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_halves(pointers, first, second, mask, HALF: tl.constexpr):
+    tl.store(pointers, first, mask=mask)
+    tl.store(pointers + HALF, second, mask=mask)
+
+
+@triton.jit
+def _normed_half(x, inverse_rms, weight):
+    """x * inverse_rms rounded to x's dtype, times weight rounded again; the value in float32."""
+    normed = (x.to(tl.float32) * inverse_rms[:, None]).to(x.dtype)
+    return (normed.to(tl.float32) * weight[None, :].to(tl.float32)).to(x.dtype).to(tl.float32)
+
+
+@triton.jit
+def _norm_rotate(first, second, WEIGHT, eps, COS_SIN, position, cols, mask_cols, HALF: tl.constexpr):
+    """Normalised and rotated halves in the input's dtype. Products are rounded before they are added."""
+    dtype = first.dtype
+    first32, second32 = first.to(tl.float32), second.to(tl.float32)
+    mean = tl.sum(first32 * first32 + second32 * second32, 1) / (2 * HALF)
+    inverse_rms = tl.rsqrt(mean + eps)
+    a = _normed_half(first, inverse_rms, tl.load(WEIGHT + cols, mask=mask_cols, other=0.0))
+    b = _normed_half(second, inverse_rms, tl.load(WEIGHT + HALF + cols, mask=mask_cols, other=0.0))
+    angles = COS_SIN + position.to(tl.int64) * (2 * HALF) + cols
+    cos = tl.load(angles, mask=mask_cols, other=0.0).to(dtype).to(tl.float32)[None, :]
+    sin = tl.load(angles + HALF, mask=mask_cols, other=0.0).to(dtype).to(tl.float32)[None, :]
+    out_first = (a * cos).to(dtype).to(tl.float32) - (b * sin).to(dtype).to(tl.float32)
+    out_second = (b * cos).to(dtype).to(tl.float32) + (a * sin).to(dtype).to(tl.float32)
+    return out_first.to(dtype), out_second.to(dtype)
+
+
+@triton.jit
+def _qk_norm_rope_store_kernel(
+    QKV,
+    Q_WEIGHT,
+    K_WEIGHT,
+    eps,
+    COS_SIN,
+    POSITIONS,
+    K_CACHE,
+    V_CACHE,
+    SLOT_MAPPING,
+    qkv_stride,
+    k_block_stride,
+    k_head_stride,
+    k_token_stride,
+    v_block_stride,
+    v_head_stride,
+    v_token_stride,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Token `program_id(0)`; `program_id(1)` counts groups of HEADS query heads, then groups of HEADS key/value heads."""
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    q_groups: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
+    cols = tl.arange(0, HALF_PADDED)
+    mask_cols = cols < HALF
+    row = QKV + token * qkv_stride
+    position = tl.load(POSITIONS + token)
+    if group < q_groups:
+        heads = group * HEADS + tl.arange(0, HEADS)
+        mask = (heads < Q_HEADS)[:, None] & mask_cols[None, :]
+        first, second = _load_halves(row, heads, cols, mask, 2 * HALF, HALF)
+        first, second = _norm_rotate(first, second, Q_WEIGHT, eps, COS_SIN, position, cols, mask_cols, HALF)
+        _store_halves(row + heads[:, None] * (2 * HALF) + cols[None, :], first, second, mask, HALF)
+    else:
+        slot = tl.load(SLOT_MAPPING + token)
+        if slot >= 0:
+            heads = (group - q_groups) * HEADS + tl.arange(0, HEADS)
+            mask = (heads < KV_HEADS)[:, None] & mask_cols[None, :]
+            keys = row + Q_HEADS * (2 * HALF)
+            first, second = _load_halves(keys, heads, cols, mask, 2 * HALF, HALF)
+            values = keys + KV_HEADS * (2 * HALF)
+            v_first, v_second = _load_halves(values, heads, cols, mask, 2 * HALF, HALF)
+            block, offset = (slot // BLOCK_SIZE).to(tl.int64), slot % BLOCK_SIZE
+            v_row = V_CACHE + block * v_block_stride + offset * v_token_stride
+            _store_halves(v_row + heads[:, None] * v_head_stride + cols[None, :], v_first, v_second, mask, HALF)
+            first, second = _norm_rotate(first, second, K_WEIGHT, eps, COS_SIN, position, cols, mask_cols, HALF)
+            k_row = K_CACHE + block * k_block_stride + offset * k_token_stride
+            _store_halves(k_row + heads[:, None] * k_head_stride + cols[None, :], first, second, mask, HALF)
+
+
+def qk_norm_rope_store(
+    qkv: torch.Tensor,
+    q_norm_weight: torch.Tensor,
+    k_norm_weight: torch.Tensor,
+    eps: float,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    num_q_heads: int,
+    num_kv_heads: int,
+) -> torch.Tensor:
+    """Triton version of qk_norm_rope_store_reference; rows of qkv may be strided."""
+    num_tokens, head_dim = qkv.shape[0], q_norm_weight.shape[0]
+    heads, num_warps = _heads_per_program(num_tokens, num_q_heads)
+    groups = triton.cdiv(num_q_heads, heads) + triton.cdiv(num_kv_heads, heads)
+    if num_tokens:
+        _qk_norm_rope_store_kernel[(num_tokens, groups)](
+            qkv,
+            q_norm_weight,
+            k_norm_weight,
+            eps,
+            cos_sin,
+            positions,
+            k_cache,
+            v_cache,
+            slot_mapping,
+            qkv.stride(0),
+            *k_cache.stride()[:3],
+            *v_cache.stride()[:3],
+            Q_HEADS=num_q_heads,
+            KV_HEADS=num_kv_heads,
+            HALF=head_dim // 2,
+            HALF_PADDED=triton.next_power_of_2(head_dim // 2),
+            BLOCK_SIZE=k_cache.shape[2],
+            HEADS=heads,
+            num_warps=num_warps,
+        )
+    return qkv.view(num_tokens, -1, head_dim)[:, :num_q_heads]
+
+
+def _heads_per_program(num_tokens: int, num_q_heads: int) -> tuple[int, int]:
+    """(heads, warps) of a program. 8 threads share a head of 128 whenever there are 4 heads or more to a warp, so each
+    choice sums in the same order and a token's result does not depend on its step."""
+    heads = 4 if num_tokens <= 64 else 16
+    heads = min(heads, max(4, triton.next_power_of_2(num_q_heads)))
+    return heads, max(1, heads // 8)
+
+
+@triton.jit
+def _store_kv_kernel(
+    K,
+    V,
+    K_CACHE,
+    V_CACHE,
+    SLOT_MAPPING,
+    k_stride,
+    v_stride,
+    k_block_stride,
+    k_head_stride,
+    k_token_stride,
+    v_block_stride,
+    v_head_stride,
+    v_token_stride,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(SLOT_MAPPING + token)
+    if slot >= 0:
+        heads, cols = tl.arange(0, HEADS_PADDED)[:, None], tl.arange(0, DIM_PADDED)[None, :]
+        mask = (heads < KV_HEADS) & (cols < HEAD_DIM)
+        k = tl.load(K + token * k_stride + heads * HEAD_DIM + cols, mask=mask)
+        v = tl.load(V + token * v_stride + heads * HEAD_DIM + cols, mask=mask)
+        block, offset = (slot // BLOCK_SIZE).to(tl.int64), slot % BLOCK_SIZE
+        k_row = K_CACHE + block * k_block_stride + offset * k_token_stride
+        v_row = V_CACHE + block * v_block_stride + offset * v_token_stride
+        tl.store(k_row + heads * k_head_stride + cols, k, mask=mask)
+        tl.store(v_row + heads * v_head_stride + cols, v, mask=mask)
+
+
+def store_kv(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Triton version of store_kv_reference; tokens of k and v may be strided, their heads are contiguous."""
+    num_tokens, num_heads, head_dim = k.shape
+    if num_tokens:
+        _store_kv_kernel[(num_tokens,)](
+            k,
+            v,
+            k_cache,
+            v_cache,
+            slot_mapping,
+            k.stride(0),
+            v.stride(0),
+            *k_cache.stride()[:3],
+            *v_cache.stride()[:3],
+            KV_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            HEADS_PADDED=triton.next_power_of_2(num_heads),
+            DIM_PADDED=triton.next_power_of_2(head_dim),
+            BLOCK_SIZE=k_cache.shape[2],
+            num_warps=min(max(num_heads * head_dim // 512, 1), 4),
+        )
 
 
 def qk_norm_rope_store_reference(

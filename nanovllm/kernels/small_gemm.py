@@ -100,12 +100,14 @@ def _rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
-def candidate_configs(rows: int, n: int, k: int) -> list[GemmConfig]:
-    """Configurations worth timing for `rows` rows and a weight [n, k], the likeliest best first."""
+def candidate_configs(rows: int, n: int, k: int, paired: bool = False) -> list[GemmConfig]:
+    """Configurations worth timing for `rows` rows and a weight [n, k] (paired: gate and up), the likeliest best first."""
     split = next((s for s in (1, 2, 4) if triton.cdiv(n, 64) * s >= 128), 4)
     stream = GemmConfig("stream", 64, 128, 4, split)
     if rows <= 4:
-        few = [GemmConfig("fma", 8, 1024, 3), GemmConfig("fma", 16, 1024, 1), GemmConfig("fma", 4, 1024, 4)]
+        few = [GemmConfig("fma", 8, 1024, 3), GemmConfig("fma", 16, 1024, 1)]
+        if not paired:
+            few.append(GemmConfig("fma", 4, 1024, 4))
         return few if rows <= 2 else [*few, stream]
     return [GemmConfig("tile", 16, 1024, 2), stream]
 
@@ -142,7 +144,7 @@ def _launch(
     n = weight.shape[0]
     if out is None:
         out = x.new_empty(rows, n_out)
-    config = config or candidate_configs(rows, n, k)[0]
+    config = config or candidate_configs(rows, n, k, paired)[0]
     _check(x, weight, out, n_out, paired, config)
     pdl = pdl and x.is_cuda
     tiles = triton.cdiv(n, config.block_n)

@@ -6,6 +6,7 @@ would stay in the L2 cache and flatter every contender.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -59,9 +60,11 @@ def autotune_small_gemm(
     gain = torch.ones_like(x[0])
     run = library or library_call(op, gain, torch.zeros(rows, n, dtype=x.dtype, device=x.device))
     best = SmallGemmChoice(op, rows, n, k, None, graph_us([lambda w=w: run(x, w) for w in weights]))
-    for config in candidates if candidates is not None else candidate_configs(rows, n, k):
+    if candidates is None:
+        candidates = candidate_configs(rows, n, k, op == "norm_linear_silu_mul")
+    for config in candidates:
         call = kernel_call(op, x, gain, n, config, pdl)
-        us = graph_us([lambda w=w: call(w) for w in weights])
+        us = graph_us([lambda w=w, call=call: call(w) for w in weights])
         if us < best.us:
             best = replace(best, config=config, us=us)
     return best
@@ -116,5 +119,5 @@ def graph_us(calls: Sequence[Callable[[], object]], replays: int = 4) -> float:
         graph.replay()
         mark.record()
     torch.cuda.synchronize()
-    times = [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
+    times = [a.elapsed_time(b) for a, b in pairwise(marks)]
     return min(times) * 1000 / len(calls)

@@ -18,9 +18,16 @@ from dataclasses import dataclass
 
 import torch
 
+from nanovllm.kernels.triton_import import tl, triton
+
 HEADER_SIZE = 16
 UPDATE_SIZE = 3
 RECORD_SIZE = 8
+
+# The same as constants of kernels.
+_HEADER = tl.constexpr(HEADER_SIZE)
+_UPDATE = tl.constexpr(UPDATE_SIZE)
+_RECORD = tl.constexpr(RECORD_SIZE)
 
 
 @dataclass
@@ -90,6 +97,204 @@ class StepBuffers:
     def sample_positions(self) -> torch.Tensor:
         """int32 [B]: index in its sequence of the token that each row draws, which equals the length of its context."""
         return self.context_lens
+
+
+@triton.jit
+def _apply_deltas(BUFFER, BLOCK_TABLE, TEMPERATURE, SEED, table_stride, S: tl.constexpr, first, step, BLOCK: tl.constexpr):
+    """Applies entries first .. first + BLOCK - 1 of both lists, then those `step` further, and so on."""
+    num_updates = tl.load(BUFFER + 4)
+    num_records = tl.load(BUFFER + 5)
+    updates = BUFFER + (_HEADER + 3 * S)
+    for begin in range(first, num_updates, step):
+        entry = begin + tl.arange(0, BLOCK)
+        live = entry < num_updates
+        slot = tl.load(updates + entry * _UPDATE, mask=live, other=0).to(tl.int64)
+        index = tl.load(updates + entry * _UPDATE + 1, mask=live, other=0)
+        block = tl.load(updates + entry * _UPDATE + 2, mask=live, other=0)
+        tl.store(BLOCK_TABLE + slot * table_stride + index, block, mask=live)
+    records = updates + num_updates * _UPDATE
+    for begin in range(first, num_records, step):
+        entry = begin + tl.arange(0, BLOCK)
+        live = entry < num_records
+        slot = tl.load(records + entry * _RECORD, mask=live, other=0)
+        temperature = tl.load(records + entry * _RECORD + 1, mask=live, other=0).to(tl.float32, bitcast=True)
+        low = tl.load(records + entry * _RECORD + 2, mask=live, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
+        high = tl.load(records + entry * _RECORD + 3, mask=live, other=0).to(tl.int64)
+        tl.store(TEMPERATURE + slot, temperature, mask=live)
+        tl.store(SEED + slot, (high << 32) | low, mask=live)
+
+
+@triton.jit
+def _apply_deltas_kernel(BUFFER, BLOCK_TABLE, TEMPERATURE, SEED, table_stride, S: tl.constexpr, BLOCK: tl.constexpr):
+    first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
+    _apply_deltas(BUFFER, BLOCK_TABLE, TEMPERATURE, SEED, table_stride, S, first, step, BLOCK)
+
+
+@triton.jit(do_not_specialize=["out_rows", "out_tokens"])
+def _expand_rows_kernel(
+    BUFFER,
+    BLOCK_TABLE,
+    LAST_TOKEN,
+    ROW_SLOT,
+    CONTEXT_LENS,
+    CU_SEQLENS,
+    POSITIONS,
+    INPUT_IDS,
+    SLOT_MAPPING,
+    LOGITS_INDICES,
+    table_stride,
+    out_rows,
+    out_tokens,
+    S: tl.constexpr,
+    S_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Row `program_id(0)`, of which programs along axis 1 share the tokens; the row after the last one is the padding of
+    the tokens. A program adds up the counts of all rows before its own: S numbers, once, beat a scan kernel."""
+    row = tl.program_id(0)
+    share = tl.program_id(1)
+    num_rows = tl.load(BUFFER + 0)
+    num_decode = tl.load(BUFFER + 1)
+    num_sample = tl.load(BUFFER + 2)
+    given = BUFFER + (_HEADER + 3 * S) + tl.load(BUFFER + 4) * _UPDATE + tl.load(BUFFER + 5) * _RECORD
+    rows = tl.arange(0, S_PADDED)
+    before = (rows < row) & (rows < num_rows)
+    begin = tl.sum(tl.load(BUFFER + (_HEADER + 2 * S) + rows, mask=before, other=0), 0)
+
+    live = row < num_rows
+    slot = tl.load(BUFFER + _HEADER + row, mask=live, other=-1)
+    start = tl.load(BUFFER + (_HEADER + S) + row, mask=live, other=0)
+    count = tl.load(BUFFER + (_HEADER + 2 * S) + row, mask=live, other=0)
+    if share == 0:
+        tl.store(CU_SEQLENS + row, begin)
+        if row < out_rows:
+            tl.store(ROW_SLOT + row, slot)
+            tl.store(CONTEXT_LENS + row, start + count)
+            tl.store(LOGITS_INDICES + row, tl.where(row < num_sample, begin + count - 1, 0))
+
+    end = tl.where(row < out_rows, begin + count, out_tokens)
+    for first in range(begin + share * BLOCK, end, tl.num_programs(1) * BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        inside = token < end
+        read = inside & live
+        position = tl.where(live, start + token - begin, 0)
+        table = BLOCK_TABLE + slot.to(tl.int64) * table_stride
+        block = tl.load(table + position // BLOCK_SIZE, mask=read, other=0)
+        cache_slot = tl.where(live, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+        given_id = tl.load(given + token - num_decode, mask=read & (row >= num_decode), other=0)
+        last_id = tl.load(LAST_TOKEN + slot, mask=row < num_decode, other=0)
+        tl.store(POSITIONS + token, position, mask=inside)
+        tl.store(SLOT_MAPPING + token, cache_slot, mask=inside)
+        tl.store(INPUT_IDS + token, tl.where(row < num_decode, last_id, given_id), mask=inside)
+
+
+@triton.jit(do_not_specialize=["out_rows"])
+def _prepare_decode_kernel(
+    BUFFER,
+    BLOCK_TABLE,
+    LAST_TOKEN,
+    TEMPERATURE,
+    SEED,
+    ROW_SLOT,
+    CONTEXT_LENS,
+    CU_SEQLENS,
+    POSITIONS,
+    INPUT_IDS,
+    SLOT_MAPPING,
+    LOGITS_INDICES,
+    table_stride,
+    out_rows,
+    S: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program, so that a barrier is enough between the updates and their readers."""
+    num_rows = tl.load(BUFFER + 0)
+    _apply_deltas(BUFFER, BLOCK_TABLE, TEMPERATURE, SEED, table_stride, S, 0, BLOCK, BLOCK)
+    tl.debug_barrier()
+    row = tl.arange(0, BLOCK)
+    inside = row < out_rows
+    live = row < num_rows
+    slot = tl.load(BUFFER + _HEADER + row, mask=live, other=-1)
+    start = tl.load(BUFFER + (_HEADER + S) + row, mask=live, other=0)
+    block = tl.load(BLOCK_TABLE + slot.to(tl.int64) * table_stride + start // BLOCK_SIZE, mask=live, other=0)
+    last_id = tl.load(LAST_TOKEN + slot, mask=live, other=0)
+    tl.store(ROW_SLOT + row, slot, mask=inside)
+    tl.store(CONTEXT_LENS + row, tl.where(live, start + 1, 0), mask=inside)
+    tl.store(POSITIONS + row, start, mask=inside)
+    tl.store(INPUT_IDS + row, last_id, mask=inside)
+    tl.store(SLOT_MAPPING + row, tl.where(live, block * BLOCK_SIZE + start % BLOCK_SIZE, -1), mask=inside)
+    tl.store(LOGITS_INDICES + row, row, mask=inside)
+    tl.store(CU_SEQLENS + row, row, mask=inside)
+    tl.store(CU_SEQLENS + out_rows, out_rows)
+
+
+def apply_deltas(buffer: torch.Tensor, max_num_seqs: int, state: DeviceState) -> None:
+    """Triton version of apply_deltas_reference."""
+    _apply_deltas_kernel[(16,)](
+        buffer,
+        state.block_table,
+        state.temperature,
+        state.seed,
+        state.block_table.stride(0),
+        S=max_num_seqs,
+        BLOCK=128,
+        num_warps=4,
+    )
+
+
+def expand_rows(
+    buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, block_size: int, out: StepBuffers
+) -> None:
+    """Triton version of expand_rows_reference."""
+    out_rows, out_tokens = out.row_slot.shape[0], out.positions.shape[0]
+    _expand_rows_kernel[(out_rows + 1, 8)](
+        buffer,
+        state.block_table,
+        state.last_token,
+        out.row_slot,
+        out.context_lens,
+        out.cu_seqlens_q,
+        out.positions,
+        out.input_ids,
+        out.slot_mapping,
+        out.logits_indices,
+        state.block_table.stride(0),
+        out_rows,
+        out_tokens,
+        S=max_num_seqs,
+        S_PADDED=triton.next_power_of_2(max_num_seqs),
+        BLOCK_SIZE=block_size,
+        BLOCK=256,
+        num_warps=4,
+    )
+
+
+def prepare_decode(
+    buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, block_size: int, out: StepBuffers
+) -> None:
+    """Triton version of prepare_decode_reference, one launch."""
+    _prepare_decode_kernel[(1,)](
+        buffer,
+        state.block_table,
+        state.last_token,
+        state.temperature,
+        state.seed,
+        out.row_slot,
+        out.context_lens,
+        out.cu_seqlens_q,
+        out.positions,
+        out.input_ids,
+        out.slot_mapping,
+        out.logits_indices,
+        state.block_table.stride(0),
+        out.row_slot.shape[0],
+        S=max_num_seqs,
+        BLOCK_SIZE=block_size,
+        BLOCK=max(128, triton.next_power_of_2(max_num_seqs)),
+        num_warps=4 if max_num_seqs <= 256 else 8,
+    )
 
 
 def apply_deltas_reference(buffer: torch.Tensor, max_num_seqs: int, state: DeviceState) -> None:

@@ -57,7 +57,10 @@ class Attention(WeightedModule):
         self.k_cache = self.v_cache = self.q_norm_weight.new_empty(0, self.heads.local_kv_heads, 1, self.head_dim)
 
     def forward(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
-        qkv = self.qkv_proj(x)
+        return self.o_proj(self.attend(self.qkv_proj(x), step))
+
+    def attend(self, qkv: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        """Everything between the projections: [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim]."""
         q = self.kernels.qk_norm_rope_store(
             qkv,
             self.q_norm_weight,
@@ -73,7 +76,7 @@ class Attention(WeightedModule):
         )
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self.backend.forward(q, self.k_cache, self.v_cache, step.attention, out)
-        return self.o_proj(out.view(out.shape[0], -1))
+        return out.view(out.shape[0], -1)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield from self.qkv_proj.checkpoint_weights(prefix)

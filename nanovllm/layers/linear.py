@@ -7,6 +7,7 @@ of the inputs and yields a partial sum; whoever consumes it adds the ranks' part
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,30 @@ import torch.nn.functional as F
 from nanovllm.layers.weights import CheckpointWeight, Shard, WeightedModule, parameter
 from nanovllm.parallel.group import TensorParallelGroup
 
+if TYPE_CHECKING:
+    from nanovllm.kernels.small_gemm import GemmConfig
 
-class MergedColumnParallelLinear(WeightedModule):
+
+class ParallelLinear(WeightedModule):
+    """x [T, in] @ weight [out, in]^T, whatever in and out are of the whole."""
+
+    weight: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.few_rows: dict[int, GemmConfig] = {}
+        """Numbers of rows for which a kernel of our own is faster than the library's: see layers/few_rows.py."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        config = self.few_rows.get(x.shape[0])
+        if config is not None:
+            from nanovllm.kernels.small_gemm import linear
+
+            return linear(x, self.weight, config=config)
+        return F.linear(x, self.weight)
+
+
+class MergedColumnParallelLinear(ParallelLinear):
     """Several column-parallel projections of the same input as one matrix, each split evenly over the ranks.
 
     [T, in] -> [T, sum of this rank's share of each output].
@@ -35,9 +58,6 @@ class MergedColumnParallelLinear(WeightedModule):
         self.outputs = outputs
         self.sizes = [size // group.size for size in outputs.values()]
         self.weight = parameter(sum(self.sizes), in_features, dtype=dtype, device=device)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         targets = self.weight.split(self.sizes)
@@ -93,7 +113,7 @@ class HeadSplit:
         return runs
 
 
-class QKVParallelLinear(WeightedModule):
+class QKVParallelLinear(ParallelLinear):
     """Query, key and value projections as one matrix: [T, in] -> [T, (heads + 2 * kv_heads) * head_dim] of this rank."""
 
     def __init__(
@@ -104,9 +124,6 @@ class QKVParallelLinear(WeightedModule):
         self.head_dim = head_dim
         rows = (heads.local_heads + 2 * heads.local_kv_heads) * head_dim
         self.weight = parameter(rows, in_features, dtype=dtype, device=device)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         heads, dim = self.heads, self.head_dim
@@ -123,7 +140,7 @@ class QKVParallelLinear(WeightedModule):
             yield CheckpointWeight(f"{prefix}.{name}.weight", (heads.num_kv_heads * dim, in_features), shards)
 
 
-class RowParallelLinear(WeightedModule):
+class RowParallelLinear(ParallelLinear):
     """Inputs split over the ranks: [T, in of this rank] -> [T, out], a partial sum that is not reduced yet."""
 
     def __init__(
@@ -133,9 +150,6 @@ class RowParallelLinear(WeightedModule):
         self.rank = group.rank
         self.in_features = in_features
         self.weight = parameter(out_features, in_features // group.size, dtype=dtype, device=device)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         shard = Shard(self.weight, 1, self.rank * self.weight.shape[1])

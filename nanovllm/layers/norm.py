@@ -33,6 +33,9 @@ class ReduceAddNorm(WeightedModule):
     def forward(
         self, partial: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        fused = self.group.fused_all_reduce(partial.shape[0])
+        if fused is not None:
+            return fused.all_reduce_add_rms_norm(partial, residual, self.weight, self.eps)
         x = self.group.all_reduce(partial)
         if residual is None:
             return self.kernels.rms_norm(x, self.weight, self.eps), x

@@ -15,6 +15,7 @@ from nanovllm.attention.base import AttentionBackend
 from nanovllm.config import ModelConfig
 from nanovllm.kernels import Kernels
 from nanovllm.layers.attention import Attention, ForwardStep
+from nanovllm.layers.few_rows import linear_residual, norm_linear, norm_linear_silu_mul
 from nanovllm.layers.linear import HeadSplit, MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import ReduceAddNorm
 from nanovllm.layers.rotary import cos_sin_table
@@ -87,6 +88,14 @@ class Qwen3DecoderLayer(WeightedModule):
         x, residual = self.post_attention_layernorm(self.self_attn(x, step), residual)
         return self.mlp(x), residual
 
+    def forward_few_rows(self, residual: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        """The same layer for a handful of rows on one rank, in half as many kernels; updates and returns `residual`."""
+        attention, mlp = self.self_attn, self.mlp
+        qkv = norm_linear(residual, self.input_layernorm, attention.qkv_proj)
+        linear_residual(attention.attend(qkv, step), attention.o_proj, residual)
+        activated = norm_linear_silu_mul(residual, self.post_attention_layernorm, mlp.gate_up_proj)
+        return linear_residual(activated, mlp.down_proj, residual)
+
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         for name, module in self.named_children():
             assert isinstance(module, WeightedModule)
@@ -106,10 +115,17 @@ class Qwen3ForCausalLM(WeightedModule):
         self.embed_tokens = VocabParallelEmbedding(*vocab)
         self.layers = nn.ModuleList(Qwen3DecoderLayer(context, self.cos_sin) for _ in range(config.num_hidden_layers))
         self.norm = context.norm()
+        self.fused_rows: set[int] = set()
+        """Numbers of rows that take forward_few_rows; set with the kernels' choices (worker/tuning.py)."""
         self.lm_head = self.embed_tokens if config.tie_word_embeddings else VocabParallelEmbedding(*vocab)
 
     def forward(self, input_ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """Token ids int32 [T] -> final hidden states [T, hidden], normalised and complete on every rank."""
+        if input_ids.shape[0] in self.fused_rows:
+            hidden = self.embed_tokens.embed(input_ids)
+            for layer in self.layers:
+                hidden = layer.forward_few_rows(hidden, step)
+            return self.norm(hidden, None)[0]
         partial, residual = self.embed_tokens.embed(input_ids), None
         for layer in self.layers:
             partial, residual = layer(partial, residual, step)

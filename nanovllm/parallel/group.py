@@ -1,13 +1,20 @@
-"""The ranks of one engine, and the two sums they need.
+"""The ranks of one engine, and the two reductions they need.
 
 No default process group is used: engines in one program must not meet. Each engine builds its own communicator over a
 TCPStore whose port the operating system chose.
 """
 
+import logging
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.all_reduce import PeerAllReduce
+
+logger = logging.getLogger(__name__)
 
 
 class TensorParallelGroup:
@@ -18,7 +25,9 @@ class TensorParallelGroup:
         self.rank = rank
         self.size = size
         self.device = device
+        self._store = store
         self._group: dist.ProcessGroup | None = None
+        self._peer: PeerAllReduce | None = None
         if size > 1:
             assert store is not None
             if device.type == "cuda":
@@ -30,26 +39,62 @@ class TensorParallelGroup:
                     dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=max(timeout, 600.0))
                 )
 
+    def use_peer_memory(self, max_rows: int, hidden_size: int, dtype: torch.dtype, max_keys: int) -> None:
+        """Lets sums of up to `max_rows` rows go through memory that the GPUs map from each other, where they can; see
+        parallel/peer_memory.py. Where they cannot, everything stays with NCCL and the log says so. All ranks call it."""
+        from nanovllm.kernels.all_reduce import PeerAllReduce
+        from nanovllm.parallel.peer_memory import PeerMemory, PeerMemoryUnavailable
+
+        assert self._store is not None and self.size > 1
+        args = (self._store, self.rank, self.size, self.device, max_rows, hidden_size, dtype)
+        try:
+            self._peer = PeerAllReduce(PeerMemory(*args, max_keys=max_keys))
+        except PeerMemoryUnavailable as reason:
+            if self.rank == 0:
+                logger.warning("all-reduce goes through NCCL alone: %s", reason)
+
+    @property
+    def all_reduce_name(self) -> str:
+        """What sums over the ranks, for reports."""
+        if self.size == 1:
+            return "none"
+        library = "nccl" if self.device.type == "cuda" else "gloo"
+        return library if self._peer is None else f"peer memory, {library} for large sums"
+
+    def fused_all_reduce(self, num_rows: int) -> "PeerAllReduce | None":
+        """What sums, adds and normalises [num_rows, hidden] in one kernel; None where nothing does."""
+        return self._peer if self._peer is not None and self._peer.path(num_rows) != "nccl" else None
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sums `x` over the ranks, in place; returns it. Every rank ends with the same bits."""
         if self._group is not None:
             self._group.allreduce([x]).wait()
         return x
 
-    def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
-        """Element-wise maximum of `x` over the ranks, in place; returns it."""
+    def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:
+        """Element-wise maximum of int64 keys [B] over the ranks, in place; returns them."""
+        if self._peer is not None:
+            return self._peer.all_reduce_max(keys)
         if self._group is not None:
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp.MAX
-            self._group.allreduce([x], options).wait()
-        return x
+            self._group.allreduce([keys], options).wait()
+        return keys
 
     def abort(self) -> None:
-        """Ends collectives in flight whose peers are gone (NCCL kernels spin otherwise)."""
+        """Ends collectives in flight whose peers are gone (they spin on the device otherwise). From any thread."""
+        if self._peer is not None:
+            self._peer.memory.abort()
         if self._group is not None and self.device.type == "cuda":
             self._group.abort()
 
-    def close(self) -> None:
-        if self._group is not None and self.device.type == "cuda":
+    def close(self, failed: bool) -> None:
+        """Leaves the group. `failed`: some rank is gone, so nobody is waited for."""
+        if failed:
+            self.abort()
+        if self._peer is not None:
+            self._peer.memory.close(timeout=0.1 if failed else 5.0)
+            self._peer = None
+        if self._group is not None and self.device.type == "cuda" and not failed:
             self._group.shutdown()
         self._group = None

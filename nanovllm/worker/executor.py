@@ -1,6 +1,5 @@
 """Rank 0's hold on all ranks: its own runner in this process, the others behind the command ring."""
 
-import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.parallel.peer_memory import forbid_multicast
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.processes import WorkerProcesses
 
@@ -64,8 +64,7 @@ class Executor:
 
     def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
         # Workers first: they import while we settle the options. NVLink multicast is never used.
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        forbid_multicast()
         self.seconds: dict[str, float] = {}
         self._runner: ModelRunner | None = None
         self._store: dist.TCPStore | None = None

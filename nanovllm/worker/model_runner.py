@@ -42,6 +42,9 @@ class ModelRunner:
             torch.cuda.set_device(self.device)
         self.memory = MemoryProbe(self.device)
         self.group = TensorParallelGroup(rank, config.tensor_parallel_size, self.device, store, config.step_timeout)
+        if config.peer_all_reduce and self.device.type == "cuda" and self.group.size > 1:
+            rows = config.max_num_batched_tokens
+            self.group.use_peer_memory(rows, self.model_config.hidden_size, self.dtype, config.max_num_seqs)
         self.io = DeviceIO(self.device)
         self.graphs: DecodeGraphs | None = None
         with torch.inference_mode(), self.io.stream_context():
@@ -267,6 +270,7 @@ class ModelRunner:
             "attention_backend": self.backend.name,
             "attention_backend_reason": self.backend_reason,
             "block_size": self.block_size,
+            "all_reduce": self.group.all_reduce_name,
             "cuda_graphs": len(self.graphs) if self.graphs else 0,
             **self.memory.report(),
         }
@@ -276,9 +280,7 @@ class ModelRunner:
         if self.graphs is not None:
             self.graphs.clear()  # before the communicators that they captured
             self.graphs = None
-        if failed:
-            self.group.abort()
-        self.group.close()
+        self.group.close(failed)
         for layer in self.model.attention_layers():
             layer.unbind_cache()
         del self.model, self.weights

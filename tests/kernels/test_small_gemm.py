@@ -130,10 +130,10 @@ def test_row_does_not_depend_on_its_neighbours_on_gpu(config: GemmConfig) -> Non
 
 
 @pytest.mark.gpu
-def test_dependent_launch_in_a_graph_gives_the_same_bits() -> None:
+@pytest.mark.parametrize("config", GPU_CONFIGS, ids=lambda c: f"{c.kernel}-{c.split_k}")
+def test_dependent_launch_in_a_graph_gives_the_same_bits(config: GemmConfig) -> None:
     """30 dependent layers, each reading what the one before wrote: a missing wait would show as a difference."""
     t = inputs(2, 1024, 1024, torch.bfloat16)
-    down = GemmConfig("fma", 8, 512, 1, 2)
 
     def chain(pdl: bool) -> torch.Tensor:
         hidden = t["x"].clone()
@@ -141,7 +141,7 @@ def test_dependent_launch_in_a_graph_gives_the_same_bits() -> None:
         def layers() -> None:
             for _ in range(30):
                 y = sg.norm_linear(hidden, t["gain"], EPS, t["weight"], config=GPU_CONFIGS[0], pdl=pdl)
-                sg.linear_residual(y, t["weight"], hidden, config=down, pdl=pdl)
+                sg.linear_residual(y, t["weight"], hidden, config=config, pdl=pdl)
 
         layers()
         torch.cuda.synchronize()

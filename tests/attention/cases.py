@@ -1,0 +1,93 @@
+"""Random steps over a paged cache, with everything in it that a kernel must not touch or must survive."""
+
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.attention import AttentionMetadata
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+TOLERANCE = 1e-2 if DEVICE == "cuda" else 2e-6
+
+
+@dataclass
+class Case:
+    """One step: q and its caches, the rows' metadata, and what attention comes to in float64 (NaN for padding)."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    metadata: AttentionMetadata
+    expected: torch.Tensor
+
+    def error_of(self, out: torch.Tensor) -> float:
+        """Relative error over the tokens of real rows; infinite if one of them is missing or a padding token is written."""
+        real = ~self.expected.isnan().flatten(1).any(1)
+        if not bool(out[real].isfinite().all()) or not bool(out[~real].isnan().all()):
+            return float("inf")
+        difference = out[real].double() - self.expected[real]
+        return float(difference.norm() / self.expected[real].norm())
+
+
+def make_case(query_lens: list[int], context_lens: list[int], num_decode_rows: int, *, num_q_heads: int, num_kv_heads: int,
+              head_dim: int = 32, block_size: int = 16, seed: int = 0, padding_tokens: int = 0,
+              max_num_seqs: int | None = None, spare_blocks: int = 2) -> Case:
+    """A row of context length 0 is padding. Slots and pages are permuted, blocks that no row owns hold NaN, owned blocks
+    hold large numbers past their row's end, and unused entries of the table name a NaN block."""
+    rng = torch.Generator().manual_seed(seed)
+    num_rows = len(query_lens)
+    max_num_seqs = max_num_seqs or num_rows + 2
+    max_blocks = -(-max(context_lens) // block_size) + spare_blocks
+    counts = [-(-n // block_size) for n in context_lens]
+    order = torch.randperm(sum(counts) + 3, generator=rng)
+    shape = (len(order), num_kv_heads, block_size, head_dim)
+    k, v = (torch.full(shape, float("nan"), dtype=torch.float64) for _ in range(2))
+    table = torch.full((max_num_seqs, max_blocks), int(order[-1]), dtype=torch.int32)
+    row_slot = torch.randperm(max_num_seqs, generator=rng)[:num_rows].int()
+    used = 0
+    for row, (count, context) in enumerate(zip(counts, context_lens, strict=True)):
+        if context == 0:
+            row_slot[row] = -1
+            continue
+        blocks = order[used : used + count]
+        used += count
+        table[row_slot[row], :count] = blocks.int()
+        for cache in (k, v):
+            cache[blocks] = torch.randn(count, *shape[1:], generator=rng, dtype=torch.float64)
+            cache[blocks[-1], :, context - (count - 1) * block_size :] *= 1e3
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    tokens = int(starts[-1]) + padding_tokens
+    # The layers pass a view into the packed projections.
+    qkv = torch.randn(tokens, num_q_heads + 2 * num_kv_heads, head_dim, generator=rng, dtype=torch.float64)
+    qkv, k, v = (x.to(DTYPE) for x in (qkv, k, v))
+    expected = _attention(qkv[:, :num_q_heads], k, v, starts.tolist(), context_lens, table, row_slot)
+    metadata = AttentionMetadata(
+        num_rows=num_rows, num_decode_rows=num_decode_rows, row_slot=row_slot.to(DEVICE),
+        context_lens=torch.tensor(context_lens, dtype=torch.int32, device=DEVICE), cu_seqlens_q=starts.to(DEVICE),
+        block_table=table.to(DEVICE), max_seqlen_q=max(query_lens), max_context_len=max_blocks * block_size)
+    return Case(qkv.to(DEVICE)[:, :num_q_heads], k.to(DEVICE), v.to(DEVICE), metadata, expected.to(DEVICE))
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: list[int], context_lens: list[int],
+               table: torch.Tensor, row_slot: torch.Tensor) -> torch.Tensor:
+    """Token by token and head by head from the definition, in float64; NaN where there is no row."""
+    out = torch.full(q.shape, float("nan"), dtype=torch.float64)
+    block_size, group = k.shape[2], q.shape[1] // k.shape[1]
+    for row, context in enumerate(context_lens):
+        count = starts[row + 1] - starts[row]
+        if context == 0 or count == 0:
+            continue
+        blocks = table[row_slot[row], : -(-context // block_size)].long()
+        keys, values = (x[blocks].transpose(0, 1).flatten(1, 2).double() for x in (k, v))
+        for i in range(count):
+            visible = context - count + 1 + i
+            for head in range(q.shape[1]):
+                scores = keys[head // group, :visible] @ q[starts[row] + i, head].double() * q.shape[2] ** -0.5
+                out[starts[row] + i, head] = scores.softmax(0) @ values[head // group, :visible]
+    return out
+
+
+def nan_like(q: torch.Tensor) -> torch.Tensor:
+    """An output to write into, poisoned."""
+    return torch.full(q.shape, float("nan"), dtype=q.dtype, device=q.device)

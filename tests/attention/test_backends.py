@@ -1,0 +1,114 @@
+import pytest
+import torch
+from cases import DEVICE, DTYPE, TOLERANCE, Case, make_case, nan_like
+
+from nanovllm.attention import BACKENDS, AttentionBackend, select_backend
+from nanovllm.attention.torch_backend import TorchBackend
+
+# Decode rows (one of them padding), then chunks with and without a prefix, then a padding chunk.
+QUERIES = [1, 1, 1, 20, 37, 1, 0]
+CONTEXTS = [50, 0, 300, 20, 90, 65, 0]
+
+
+def make_backend(name: str, case: Case) -> AttentionBackend:
+    num_kv_heads, block_size, head_dim = case.k_cache.shape[1:]
+    try:
+        backend = select_backend(name, device=DEVICE, dtype=DTYPE, block_size=block_size, head_dim=head_dim).backend
+    except ValueError as error:
+        pytest.skip(str(error))
+    slots, max_blocks = case.metadata.block_table.shape
+    return backend(case.q.shape[1], num_kv_heads, head_dim, block_size, slots, max_blocks * block_size, DEVICE, DTYPE)
+
+
+def run(case: Case, backend: AttentionBackend) -> torch.Tensor:
+    case.metadata.workspace = None
+    return backend.forward(case.q, case.k_cache, case.v_cache, case.metadata, nan_like(case.q))
+
+
+@pytest.mark.parametrize("name", list(BACKENDS))
+@pytest.mark.parametrize(("heads", "block_size"), [((4, 2), 128), ((5, 1), 16)])
+def test_mixed_step_matches_float64(name: str, heads: tuple[int, int], block_size: int) -> None:
+    case = make_case(QUERIES, CONTEXTS, 3, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=64,
+                     block_size=block_size, padding_tokens=2)
+    assert case.error_of(run(case, make_backend(name, case))) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", list(BACKENDS))
+@pytest.mark.parametrize("num_decode_rows", [0, 3])
+def test_step_of_one_kind(name: str, num_decode_rows: int) -> None:
+    queries, contexts = ([1, 1, 1], [40, 129, 1]) if num_decode_rows else ([30, 7], [30, 77])
+    case = make_case(queries, contexts, num_decode_rows, num_q_heads=4, num_kv_heads=2, head_dim=64, block_size=128)
+    assert case.error_of(run(case, make_backend(name, case))) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", list(BACKENDS))
+def test_warmup_leaves_the_cache_alone(name: str) -> None:
+    case = make_case([1], [5], 1, num_q_heads=4, num_kv_heads=2, head_dim=64, block_size=128)
+    k, v = torch.zeros_like(case.k_cache), torch.zeros_like(case.v_cache)
+    make_backend(name, case).warmup(k, v)
+    assert not k.any() and not v.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+def test_captured_step_serves_other_lengths() -> None:
+    from nanovllm.kernels.prefill_attention import prefill_attention_reference
+
+    case = make_case([1] * 4 + [60], [700, 30, 2000, 129, 300], 4, num_q_heads=8, num_kv_heads=2, head_dim=128,
+                     block_size=128)
+    backend, m, out = make_backend("triton", case), case.metadata, nan_like(case.q)
+    assert case.error_of(run(case, backend)) < TOLERANCE
+    m.workspace = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        backend.forward(case.q, case.k_cache, case.v_cache, m, out)
+    for lens in ([700, 30, 2000, 129, 300], [1, 0, 1999, 128, 61], [513, 7, 256, 0, 60]):
+        m.context_lens.copy_(torch.tensor(lens))
+        out.fill_(float("nan"))
+        graph.replay()
+        expected = prefill_attention_reference(case.q.double(), case.k_cache, case.v_cache, m.row_slot, m.cu_seqlens_q,
+                                               m.context_lens, m.block_table, backend.scale)
+        expected[:4][m.context_lens[:4] == 0] = float("nan")
+        assert Case(case.q, case.k_cache, case.v_cache, m, expected).error_of(out) < TOLERANCE
+
+
+def test_torch_rows_do_not_depend_on_neighbours() -> None:
+    case = make_case(QUERIES, CONTEXTS, 3, num_q_heads=4, num_kv_heads=2, head_dim=64)
+    together = run(case, make_backend("torch", case))
+    alone = case.metadata
+    for row in (2, 4):
+        tokens = slice(*alone.cu_seqlens_q[row : row + 2].tolist())
+        part = make_case(QUERIES, CONTEXTS, 3, num_q_heads=4, num_kv_heads=2, head_dim=64)
+        part.metadata.row_slot[:row] = -1
+        part.metadata.row_slot[row + 1 :] = -1
+        assert torch.equal(run(part, make_backend("torch", part))[tokens], together[tokens])
+
+
+def test_auto_on_a_cpu_is_torch() -> None:
+    selection = select_backend("auto", device="cpu", dtype=torch.float32, block_size=16, head_dim=64)
+    assert selection.backend is TorchBackend
+    assert "cpu" in selection.reason
+
+
+@pytest.mark.parametrize(("name", "change", "message"), [
+    ("flashy", {}, "attention_backend='flashy': must be one of"),
+    ("triton", {"block_size": 24}, "kvcache_block_size=24"),
+    ("triton", {"head_dim": 80}, "head_dim=80"),
+    ("triton", {"dtype": torch.float64}, "dtype=torch.float64"),
+])
+def test_refusals_name_option_and_value(name: str, change: dict[str, object], message: str) -> None:
+    options: dict[str, object] = {"device": DEVICE, "dtype": DTYPE, "block_size": 16, "head_dim": 64} | change
+    with pytest.raises(ValueError, match=message):
+        select_backend(name, **options)
+
+
+def test_triton_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="device='cpu'"):
+        select_backend("triton", device="cpu", dtype=torch.float32, block_size=16, head_dim=64)
+
+
+def test_head_counts_must_divide() -> None:
+    with pytest.raises(ValueError, match="num_q_heads=5"):
+        TorchBackend(5, 2, 64, 16, 4, 256, "cpu", torch.float32)

@@ -1,0 +1,109 @@
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from cases import DEVICE, TOLERANCE, Case, make_case, nan_like
+
+from nanovllm.kernels.decode_attention import (
+    DecodeAttention,
+    DecodeConfig,
+    decode_attention_reference,
+    plan_decode_reference,
+)
+
+# Small chunks, so that short rows are split too.
+SMALL = DecodeConfig(block_n=32, min_chunk=64, max_splits=8, num_warps=4, num_stages=2)
+LENGTHS = [1, 63, 64, 65, 0, 200, 1030, 17]
+
+
+def build(case: Case, config: DecodeConfig = SMALL) -> DecodeAttention:
+    num_kv_heads, block_size, head_dim = case.k_cache.shape[1:]
+    slots, max_blocks = case.metadata.block_table.shape
+    return DecodeAttention(case.q.shape[1], num_kv_heads, head_dim, block_size, slots, max_blocks * block_size,
+                           torch.device(DEVICE), config)
+
+
+def run(case: Case, attention: DecodeAttention | None = None) -> torch.Tensor:
+    attention = attention or build(case)
+    m = case.metadata
+    attention.plan(m.row_slot, m.context_lens, m.num_rows)
+    return attention(case.q, case.k_cache, case.v_cache, m.block_table, m.max_context_len, nan_like(case.q))
+
+
+def decode_case(lengths: list[int], *, heads: tuple[int, int] = (4, 2), **options: int) -> Case:
+    return make_case([1] * len(lengths), lengths, len(lengths), num_q_heads=heads[0], num_kv_heads=heads[1], **options)
+
+
+@pytest.mark.parametrize(("block_size", "heads", "head_dim"), [
+    (16, (4, 2), 32), (48, (2, 2), 32), (64, (5, 1), 64), (128, (8, 1), 32), (256, (8, 2), 128), (128, (4, 2), 64)])
+def test_matches_float64(block_size: int, heads: tuple[int, int], head_dim: int) -> None:
+    case = decode_case(LENGTHS, heads=heads, head_dim=head_dim, block_size=block_size, seed=block_size)
+    assert case.error_of(run(case)) < TOLERANCE
+
+
+def test_tuned_configuration_matches_float64() -> None:
+    case = decode_case([300, 5, 700], head_dim=64, block_size=128)
+    assert case.error_of(run(case, build(case, DecodeConfig()))) < TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_batches_match_float64(seed: int) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 180, (11,), generator=rng).tolist()
+    case = decode_case(lengths, seed=seed)
+    assert case.error_of(run(case)) < TOLERANCE
+
+
+def test_reference_matches_float64() -> None:
+    case = decode_case(LENGTHS)
+    m = case.metadata
+    out = decode_attention_reference(case.q.double(), case.k_cache.double(), case.v_cache.double(), m.row_slot,
+                                     m.context_lens, m.block_table, case.q.shape[2] ** -0.5)
+    real = m.context_lens > 0
+    assert torch.allclose(out[real], case.expected[real], atol=1e-12)
+    assert not out[~real].any()
+
+
+def test_row_has_the_same_bits_alone_and_in_a_crowd() -> None:
+    crowd = decode_case(LENGTHS)
+    together = run(crowd)
+    m = crowd.metadata
+    for row in (3, 5, 6):
+        attention = build(crowd)
+        attention.plan(m.row_slot[row : row + 1], m.context_lens[row : row + 1], 1)
+        alone = attention(crowd.q[row : row + 1], crowd.k_cache, crowd.v_cache, m.block_table, LENGTHS[row],
+                          nan_like(crowd.q[:1]))
+        assert torch.equal(alone[0], together[row])
+
+
+def test_workspace_is_ready_again_after_a_run() -> None:
+    case = decode_case(LENGTHS)
+    attention = build(case)
+    first = run(case, attention)
+    assert not attention.arrived.any()
+    assert torch.equal(first.nan_to_num(), run(case, attention).nan_to_num())
+
+
+def test_batch_of_padding_alone_writes_nothing() -> None:
+    case = decode_case([40, 0, 0])
+    m = case.metadata
+    attention = build(case)
+    attention.plan(m.row_slot[1:], m.context_lens[1:], 2)
+    out = attention(case.q[1:], case.k_cache, case.v_cache, m.block_table, m.max_context_len, nan_like(case.q[1:]))
+    assert out.isnan().all()
+
+
+@pytest.mark.parametrize("max_model_len", [512, 5000])
+def test_work_list_holds_every_chunk_once_long_ones_first(max_model_len: int) -> None:
+    rng = torch.Generator().manual_seed(max_model_len)
+    lengths = torch.randint(0, max_model_len + 1, (37,), generator=rng).int()
+    slots = torch.randperm(40, generator=rng)[:37].int()
+    slots[3] = -1
+    attention = DecodeAttention(2, 1, 32, 16, 40, max_model_len, torch.device(DEVICE), SMALL)
+    attention.plan(slots.to(DEVICE), lengths.to(DEVICE), 37)
+    work = attention.work[: int(attention.num_work)].tolist()
+    items = [(a & 0xFFFF, a >> 16, start, end, c & 0xFFFF, c >> 16) for a, start, end, c in work]
+    assert sorted(items) == sorted(plan_decode_reference(slots, lengths, SMALL))
+    full = [end - start for _, _, start, end, chunk, num_chunks in items if chunk < num_chunks - 1]
+    assert full == sorted(full, reverse=True)

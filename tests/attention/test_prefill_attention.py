@@ -1,0 +1,100 @@
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from cases import DEVICE, TOLERANCE, Case, make_case, nan_like
+
+from nanovllm.kernels.prefill_attention import (
+    PrefillAttention,
+    PrefillConfig,
+    plan_prefill_reference,
+    prefill_attention_reference,
+)
+
+SMALL = PrefillConfig(block_m=64 if DEVICE == "cuda" else 32, block_n=32, num_warps=4, num_stages=2)
+# Whole prompts, chunks behind a prefix, one token, and two padding rows (with and without tokens of their own).
+QUERIES = [5, 1, 32, 40, 0, 33, 2]
+CONTEXTS = [5, 40, 32, 100, 0, 97, 0]
+
+
+def build(case: Case, config: PrefillConfig = SMALL) -> PrefillAttention:
+    num_kv_heads, block_size, head_dim = case.k_cache.shape[1:]
+    return PrefillAttention(case.q.shape[1], num_kv_heads, head_dim, block_size, case.metadata.block_table.shape[0],
+                            torch.device(DEVICE), config)
+
+
+def run(case: Case, attention: PrefillAttention | None = None) -> torch.Tensor:
+    attention = attention or build(case)
+    m = case.metadata
+    tiles = attention.plan(m.cu_seqlens_q, m.context_lens, case.q.shape[0])
+    return attention(case.q, case.k_cache, case.v_cache, m.block_table, m.row_slot, m.cu_seqlens_q, m.context_lens, tiles,
+                     nan_like(case.q))
+
+
+def chunk_case(queries: list[int], contexts: list[int], *, heads: tuple[int, int] = (4, 2), **options: int) -> Case:
+    return make_case(queries, contexts, 0, num_q_heads=heads[0], num_kv_heads=heads[1], **options)
+
+
+@pytest.mark.parametrize(("block_size", "heads", "head_dim"), [
+    (16, (4, 2), 32), (48, (2, 2), 32), (64, (5, 1), 64), (128, (8, 1), 32), (256, (8, 2), 128)])
+def test_matches_float64(block_size: int, heads: tuple[int, int], head_dim: int) -> None:
+    case = chunk_case(QUERIES, CONTEXTS, heads=heads, head_dim=head_dim, block_size=block_size, seed=block_size,
+                      padding_tokens=3)
+    assert case.error_of(run(case)) < TOLERANCE
+
+
+def test_tuned_configuration_matches_float64() -> None:
+    case = chunk_case([70, 130], [70, 200], head_dim=64, block_size=128)
+    assert case.error_of(run(case, build(case, PrefillConfig()))) < TOLERANCE
+
+
+def test_tensor_descriptors_give_the_same_bits() -> None:
+    case = chunk_case(QUERIES, CONTEXTS, block_size=64)
+    attention = build(case)
+    attention.use_tma = True  # the interpreter has them too
+    with_descriptors = run(case, attention)
+    attention.use_tma = False
+    assert torch.equal(with_descriptors.nan_to_num(), run(case, attention).nan_to_num())
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_batches_match_float64(seed: int) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    queries = torch.randint(1, 50, (6,), generator=rng)
+    prefixes = torch.randint(0, 80, (6,), generator=rng) * torch.randint(0, 2, (6,), generator=rng)
+    case = chunk_case(queries.tolist(), (queries + prefixes).tolist(), seed=seed)
+    assert case.error_of(run(case)) < TOLERANCE
+
+
+def test_reference_matches_float64() -> None:
+    case = chunk_case(QUERIES, CONTEXTS, padding_tokens=2)
+    m = case.metadata
+    out = prefill_attention_reference(case.q.double(), case.k_cache.double(), case.v_cache.double(), m.row_slot,
+                                      m.cu_seqlens_q, m.context_lens, m.block_table, case.q.shape[2] ** -0.5)
+    real = ~case.expected.isnan().flatten(1).any(1)
+    assert torch.allclose(out[real], case.expected[real], atol=1e-12)
+    assert not out[~real].any()
+
+
+def test_chunking_does_not_change_a_bit() -> None:
+    whole = chunk_case([100], [100])
+    expected = run(whole)
+    m = whole.metadata
+    for start, stop in ((0, 37), (37, 38), (38, 100)):
+        m.cu_seqlens_q = torch.tensor([start, stop], dtype=torch.int32, device=DEVICE)
+        m.context_lens = torch.tensor([stop], dtype=torch.int32, device=DEVICE)
+        assert torch.equal(run(whole)[start:stop], expected[start:stop])
+
+
+@pytest.mark.parametrize("first_token", [0, 21])
+def test_tiles_cover_every_query_once_heavy_ones_first(first_token: int) -> None:
+    rng = torch.Generator().manual_seed(0)
+    queries = torch.randint(0, 150, (19,), generator=rng)
+    contexts = (queries + torch.randint(0, 300, (19,), generator=rng)).int()
+    contexts[4] = 0
+    starts = (torch.cat([torch.zeros(1, dtype=torch.int64), queries.cumsum(0)]) + first_token).int()
+    attention = PrefillAttention(2, 1, 32, 16, 19, torch.device(DEVICE), SMALL)
+    tiles = attention.plan(starts.to(DEVICE), contexts.to(DEVICE), int(queries.sum()) + 7)
+    real = [(row, query) for row, query in tiles.tolist() if row >= 0]
+    assert real == plan_prefill_reference(starts, contexts, SMALL.block_m)

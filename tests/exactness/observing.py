@@ -1,0 +1,79 @@
+"""What an engine does while it serves: the logits that it draws from, and the kinds of step that it takes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nanovllm import LLM
+from nanovllm.engine.step_plan import StepPlan
+from nanovllm.kernels.rng import gumbel_noise_reference, random_words_reference, row_key_reference
+
+
+class LogitRecorder:
+    """Keeps rank 0's logits of every sampled token; needs eager steps, and a single rank to see the whole vocabulary."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._scheduler, self._runner = llm.engine.scheduler, llm.engine.executor.runner
+        self._logits: dict[tuple[int, int], torch.Tensor] = {}
+        self._head = self._runner.model.logits
+        self._runner.model.logits = self._record
+
+    def _record(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self._head(hidden)
+        request_of_slot = {seq.slot: seq.request_id for seq in self._scheduler.running}
+        slots = self._runner.buffers.row_slot[: len(logits)].tolist()
+        positions = self._runner.buffers.context_lens[: len(logits)].tolist()
+        for slot, position, row in zip(slots, positions, logits.float().cpu(), strict=True):
+            if slot in request_of_slot:  # not in the warm-up, nor padding
+                self._logits[request_of_slot[slot], position] = row.clone()
+        return logits
+
+    def of(self, request_id: int, prompt_length: int, count: int) -> torch.Tensor:
+        """float32 [count, vocab_size] on the CPU: what each of the request's first `count` output tokens was drawn from."""
+        return torch.stack([self._logits[request_id, prompt_length + i] for i in range(count)])
+
+
+def margins(logits: torch.Tensor, first_position: int, temperature: float, seed: int) -> list[float]:
+    """By how much the drawn token's score leads the second, for each of logits [n, vocab]; row i draws the token at
+    first_position + i of its request."""
+    scores = logits
+    if temperature:
+        positions = torch.arange(first_position, first_position + len(logits)).unsqueeze(1)
+        k0, k1 = row_key_reference(torch.full_like(positions, seed), positions)
+        words = random_words_reference(k0, k1, torch.arange(logits.shape[1]))
+        scores = logits / temperature + gumbel_noise_reference(words)
+    best = scores.topk(2).values
+    return (best[:, 0] - best[:, 1]).tolist()
+
+
+@dataclass
+class StepWitness:
+    """Counts what was scheduled, so that a test of chunks or preemption knows that there were any."""
+
+    num_steps: int = 0
+    num_partial_chunks: int = 0
+    num_mixed_steps: int = 0
+    """Steps with decodes and prompt chunks."""
+    num_rows_after_preemption: int = 0
+    most_rows: int = 0
+
+    def watch(self, llm: LLM) -> "StepWitness":
+        schedule = llm.engine.scheduler.schedule
+
+        def watched() -> StepPlan | None:
+            plan = schedule()
+            if plan is not None:
+                self._note(plan)
+            return plan
+
+        scheduler: Any = llm.engine.scheduler
+        scheduler.schedule = watched
+        return self
+
+    def _note(self, plan: StepPlan) -> None:
+        self.num_steps += 1
+        self.num_partial_chunks += plan.num_rows - plan.num_sample_rows
+        self.num_mixed_steps += 0 < plan.num_decode_rows < plan.num_rows
+        self.num_rows_after_preemption += sum(1 for seq in plan.new_slots if seq.epoch > 0)
+        self.most_rows = max(self.most_rows, plan.num_rows)
