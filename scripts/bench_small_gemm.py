@@ -3,8 +3,9 @@
     python scripts/bench_small_gemm.py                       # accuracy, the table, the layer chains
     python scripts/bench_small_gemm.py --sweep --models 8B   # every configuration, to choose `candidate_configs` by
 
-Times are of CUDA-graph replays over the weights of as many layers as defeat the L2 cache; "ours" is the best configuration under
-programmatic dependent launch, "lib" is cuBLAS with torch's norm, activation and add kernels, "gemm" is cuBLAS alone.
+Times are of CUDA-graph replays over the weights of as many layers as defeat the L2 cache; "ours" is the best
+configuration under programmatic dependent launch, "lib" is cuBLAS with torch's norm, activation and add kernels, "gemm"
+is cuBLAS alone.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import concurrent.futures
 import json
 import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from nanovllm.kernels.small_gemm import GemmConfig
 from nanovllm.kernels.small_gemm_tune import (
     EPS,
     ROTATION_BYTES,
+    autotune_chain,
     autotune_small_gemm,
     graph_us,
     kernel_call,
@@ -34,8 +36,12 @@ READ_BYTES_PER_US = 4.55e6  # what reads reach on an H200
 LAYERS = {"0.6B": 28, "8B": 36, "32B/TP4": 64}
 # Weight shapes [N, K] of one layer and the head.
 MODELS = {
-    "0.6B": {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072), "head": (151936, 1024)},
-    "8B": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288), "head": (151936, 4096)},
+    "0.6B": {
+        "qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072), "head": (151936, 1024),
+    },
+    "8B": {
+        "qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288), "head": (151936, 4096),
+    },
     "32B/TP4": {"qkv": (2560, 5120), "o": (5120, 2048), "gate_up": (12800, 5120), "down": (5120, 6400)},
 }  # fmt: skip
 OPS = {
@@ -91,10 +97,10 @@ def compile_job(job: Job) -> str:
 
 
 def accuracy_job(config: GemmConfig) -> str:
-    """Largest relative error of a configuration over ops, shapes and row counts against float64, and whether rows are independent."""
+    """A configuration's largest relative error against float64, and whether a row depends on how many there are."""
     counts = (1, 2, 3, 4) if config.kernel == "fma" else (1, 5, 8, 16)
     torch.manual_seed(1)
-    worst, invariant = 0.0, True
+    worst, invariant, first = 0.0, True, None
     for n, k in ((512, 1024), (304, 3080)):
         make = lambda *shape: torch.randn(*shape, device="cuda").bfloat16()  # noqa: E731
         x, gain, residual = make(counts[-1], k), make(k), make(counts[-1], n)
@@ -112,9 +118,11 @@ def accuracy_job(config: GemmConfig) -> str:
                 sg.linear(part, weight, config=config),
                 sg.linear_residual(part, weight, residual[:rows].clone(), config=config),
             )
-            errors = [((a.double() - b[:rows]).norm() / b[:rows].norm()).item() for a, b in zip(got, wanted, strict=True)]
+            errors = [
+                ((a.double() - b[:rows]).norm() / b[:rows].norm()).item() for a, b in zip(got, wanted, strict=True)
+            ]
             worst = max(worst, *(error if error == error else float("inf") for error in errors))
-            first = got if rows == counts[0] else first
+            first = first if first and rows != counts[0] else got
             invariant &= all(torch.equal(a[:1], b[:1]) for a, b in zip(got, first, strict=True))
     return f"{short(config):26s} worst error {worst:.1e}, row 0 the same bits at {counts} rows: {invariant}"
 
@@ -185,22 +193,31 @@ class LayerChain:
         self.attended = self.qkv.view(-1)[: rows * shapes["o"][1]].view(rows, -1)
         self.act = self.start.new_empty(rows, shapes["gate_up"][0] // 2)
 
-    def ours(self, configs: dict[str, GemmConfig], pdl: bool) -> None:
+    def run(self, configs: Mapping[str, GemmConfig | None], pdl: bool = True) -> None:
+        """One pass. A part whose configuration is None goes to cuBLAS and torch."""
         for w in self.weights:
-            sg.norm_linear(self.hidden, self.gain, EPS, w["qkv"], out=self.qkv, config=configs["qkv"], pdl=pdl)
-            sg.linear_residual(self.attended, w["o"], self.hidden, config=configs["o"], pdl=pdl)
-            sg.norm_linear_silu_mul(
-                self.hidden, self.gain, EPS, w["gate_up"], out=self.act, config=configs["gate_up"], pdl=pdl
-            )
-            sg.linear_residual(self.act, w["down"], self.hidden, config=configs["down"], pdl=pdl)
+            self._qkv(w["qkv"], configs["qkv"], pdl)
+            self._add(self.attended, w["o"], configs["o"], pdl)
+            act = self._gate_up(w["gate_up"], configs["gate_up"], pdl)
+            self._add(act, w["down"], configs["down"], pdl)
 
-    def library(self) -> None:
-        for w in self.weights:
-            torch.mm(F.rms_norm(self.hidden, self.gain.shape, self.gain, EPS), w["qkv"].T, out=self.qkv)
-            self.hidden.add_(F.linear(self.attended, w["o"]))
-            normed = F.rms_norm(self.hidden, self.gain.shape, self.gain, EPS)
-            gate, up = F.linear(normed, w["gate_up"]).chunk(2, dim=-1)
-            self.hidden.add_(F.linear(F.silu(gate) * up, w["down"]))
+    def _qkv(self, w: Tensor, config: GemmConfig | None, pdl: bool) -> None:
+        if config:
+            sg.norm_linear(self.hidden, self.gain, EPS, w, out=self.qkv, config=config, pdl=pdl)
+        else:
+            torch.mm(F.rms_norm(self.hidden, self.gain.shape, self.gain, EPS), w.T, out=self.qkv)
+
+    def _gate_up(self, w: Tensor, config: GemmConfig | None, pdl: bool) -> Tensor:
+        if config:
+            return sg.norm_linear_silu_mul(self.hidden, self.gain, EPS, w, out=self.act, config=config, pdl=pdl)
+        gate, up = F.linear(F.rms_norm(self.hidden, self.gain.shape, self.gain, EPS), w).chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def _add(self, x: Tensor, w: Tensor, config: GemmConfig | None, pdl: bool) -> None:
+        if config:
+            sg.linear_residual(x, w, self.hidden, config=config, pdl=pdl)
+        else:
+            self.hidden.add_(F.linear(x, w))
 
     def time(self, run: Callable[[], None]) -> tuple[float, Tensor]:
         """(microseconds of the whole chain, the hidden state after one pass)."""
@@ -213,38 +230,29 @@ class LayerChain:
         return us, self.hidden.clone()
 
 
-def chains(best: dict[tuple[str, str, int], GemmConfig], model: str, rows: int) -> dict:
+def chain_row(model: str, rows: int, best: Mapping[tuple[str, str, int], GemmConfig]) -> dict:
+    """Time all layers with the best configuration of each part by itself, then with those chosen within the chain."""
     chain = LayerChain(model, rows)
-    configs = {part: best[model, part, rows] for part in LAYER_PARTS}
-    entry: dict = {"model": model, "rows": rows, "floor": chain.bytes / READ_BYTES_PER_US}
-    entry["pdl"], with_pdl = chain.time(lambda: chain.ours(configs, True))
-    entry["plain"], without = chain.time(lambda: chain.ours(configs, False)) if rows == 1 else (float("nan"), with_pdl)
-    entry["lib"], library = chain.time(chain.library)
+    start = {part: best[model, part, rows] for part in LAYER_PARTS}
+    options: dict[str, list[GemmConfig | None]] = {}
+    for part in LAYER_PARTS:
+        options[part] = [*sg.candidate_configs(rows, *MODELS[model][part], part == "gate_up"), None]
+    chosen = autotune_chain(chain.run, options, start)
+    entry: dict = {"model": model, "rows": rows, "floor": chain.bytes / READ_BYTES_PER_US, "chosen": chosen}
+    entry["alone"], _ = chain.time(lambda: chain.run(start))
+    entry["chain"], with_pdl = chain.time(lambda: chain.run(chosen))
+    entry["no_pdl"], without = chain.time(lambda: chain.run(chosen, pdl=False))
+    entry["lib"], library = chain.time(lambda: chain.run(dict.fromkeys(LAYER_PARTS)))
     entry["same"] = torch.equal(with_pdl, without)
     entry["error"] = ((with_pdl.double() - library.double()).norm() / library.double().norm()).item()
     print(
-        f"chain {model} M{rows}: pdl {entry['pdl']:.0f} us, plain {entry['plain']:.0f}, lib {entry['lib']:.0f}, floor "
-        f"{entry['floor']:.0f}; same bits with and without pdl: {entry['same']}; against lib {entry['error']:.1e}",
+        f"chain {model} M{rows}: {entry['chain']:.0f} us (parts chosen alone {entry['alone']:.0f}, without pdl "
+        f"{entry['no_pdl']:.0f}), lib {entry['lib']:.0f}, floor {entry['floor']:.0f}; same bits with and without pdl: "
+        f"{entry['same']}; against lib {entry['error']:.1e};",
+        " ".join(f"{part} {short(config)}" for part, config in chosen.items()),
         flush=True,
     )
     return entry
-
-
-def improve(model: str, best: dict[tuple[str, str, int], GemmConfig], entries: list[dict], most: int) -> None:
-    """Re-choose each part of the one-row chain in place: alone, a kernel overlaps only with copies of itself."""
-    chain = LayerChain(model, 1)
-    configs = {part: best[model, part, 1] for part in LAYER_PARTS}
-    fastest = chain.time(lambda: chain.ours(configs, True))[0]
-    by_name = {short(c): c for part in LAYER_PARTS for c in sweep_configs(part, *MODELS[model][part], 1)}
-    for part in LAYER_PARTS:
-        names = next(e["all"] for e in entries if (e["model"], e["part"], e["rows"]) == (model, part, 1))
-        for _, name in names[:most]:
-            trial = configs | {part: by_name[name]}
-            us = chain.time(lambda trial=trial: chain.ours(trial, True))[0]
-            print(f"   {part} {name}: {us:.0f}", end=";", flush=True)
-            if us < fastest:
-                fastest, configs = us, trial
-    print(f"\nchain {model} M1 re-chosen: {fastest:.0f} us with", {part: short(c) for part, c in configs.items()}, flush=True)
 
 
 def precompile(jobs: Sequence[Job], checked: Sequence[GemmConfig], workers: int) -> None:
@@ -274,7 +282,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16])
-    parser.add_argument("--sweep", action="store_true", help="time many configurations, not only the tuner's candidates")
+    parser.add_argument(
+        "--sweep", action="store_true", help="time many configurations, not only the tuner's candidates"
+    )
     parser.add_argument("--workers", type=int, default=14, help="processes that compile")
     parser.add_argument("--most", type=int, default=4, help="configurations shown in a line")
     parser.add_argument("--json", type=Path, help="write every figure here")
@@ -286,7 +296,11 @@ def main() -> None:
         for _, p, n, k in shapes for rows in args.rows for c in pick(p, n, k, rows)
     }  # fmt: skip
     checked = [GemmConfig("fma", 8, 1024, 3), GemmConfig("fma", 8, 512, 2, 2), GemmConfig("tile", 16, 512, 2)]
-    checked += [GemmConfig("tile", 16, 512, 2, 2), GemmConfig("stream", 64, 128, 4, 2), GemmConfig("stream", 32, 128, 3)]
+    checked += [
+        GemmConfig("tile", 16, 512, 2, 2),
+        GemmConfig("stream", 64, 128, 4, 2),
+        GemmConfig("stream", 32, 128, 3),
+    ]
     precompile(list(jobs.values()), checked, args.workers)
     entries, best = [], {}
     for model, part, n, k in shapes:
@@ -296,12 +310,9 @@ def main() -> None:
             best[model, part, rows] = entries[-1]["best"]
             show(entries[-1], args.most)
         del weights
-    results = [chains(best, model, rows) for model in args.models if model != "32B/TP4" for rows in args.rows]
+    results = [chain_row(model, rows, best) for model in args.models for rows in args.rows]
     if args.json:
         args.json.write_text(json.dumps({"table": entries, "chains": results}, default=short, indent=1))
-    if args.sweep and 1 in args.rows:
-        for model in args.models:
-            improve(model, best, entries, args.most + 1)
     tuning_cost("0.6B" if "0.6B" in args.models else args.models[0], args.rows)
 
 

@@ -36,6 +36,8 @@ class AttentionMetadata:
     """Host-side bound on context_lens; the model's maximum in a CUDA graph."""
     num_tokens: int = 0
     """T, padding included (shapes of a captured graph); 0: taken from q at the first forward."""
+    is_captured: bool = False
+    """The step is being captured in a CUDA graph: its lengths are known on the device alone."""
     prefill_block_tables: torch.Tensor | None = None
     """int32 [num_rows - num_decode_rows, max_blocks]: the chunk rows' lines of block_table; filled by
     AttentionBackend.prepare where the backend needs them side by side."""

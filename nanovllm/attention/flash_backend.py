@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.attention.base import AttentionMetadata
-from nanovllm.attention.triton_backend import TritonBackend
+from nanovllm.attention.triton_backend import PrefillRows, TritonBackend
 
 try:
     from flash_attn.cute import interface as flash4
@@ -35,7 +35,7 @@ class _ChunkRows(NamedTuple):
 
 
 class FlashBackend(TritonBackend):
-    """Prompt chunks cannot be captured in a CUDA graph (their grid comes from host-side lengths); decode rows can."""
+    """FlashAttention's grid comes from host-side lengths, so chunks of a captured step are left to the Triton kernel."""
 
     name = "flash"
 
@@ -58,7 +58,9 @@ class FlashBackend(TritonBackend):
         if block_size % FLASH2_BLOCK:
             raise ValueError(f"kvcache_block_size={block_size}: {where} with flash-attn 2 takes multiples of {FLASH2_BLOCK}")
 
-    def _prepare_prefill(self, metadata: AttentionMetadata) -> _ChunkRows:
+    def _prepare_prefill(self, metadata: AttentionMetadata) -> PrefillRows | _ChunkRows:
+        if metadata.is_captured:
+            return super()._prepare_prefill(metadata)
         n = metadata.num_decode_rows
         context_lens = metadata.context_lens[n:]
         slots = metadata.row_slot[n:].clamp(min=0)
@@ -70,7 +72,9 @@ class FlashBackend(TritonBackend):
 
     def _forward_prefill(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
                          metadata: AttentionMetadata, out: torch.Tensor) -> None:
-        rows: _ChunkRows = metadata.workspace
+        rows = metadata.workspace
+        if isinstance(rows, PrefillRows):
+            return super()._forward_prefill(q, k_cache, v_cache, metadata, out)
         # As FlashAttention names it, [blocks, tokens, heads, head_dim]: the same memory under other strides.
         k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
         if rows.cu_seqlens_k is not None:

@@ -32,6 +32,6 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up [T, 2I], gates first -> silu(gate) * up, [T, I]; silu(gate) is rounded to the dtype before the product."""
+    """gate_up [T, 2I], gates first -> silu(gate) * up, [T, I]; silu(gate) is rounded to the dtype before that."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up

@@ -154,8 +154,9 @@ def _attend(q, k, v, m, l, acc, scale_log2, start, end, BLOCK_N: tl.constexpr):
 @triton.jit
 def _merge(PARTIAL, LSE, OUT, first, num_chunks, stride_out_head,
            G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Merges the chunks of G heads, whose partial results start at entry `first`, into OUT [G, D]."""
-    AT_ONCE: tl.constexpr = 8 if MAX_SPLITS >= 8 else MAX_SPLITS
+    """Merges the chunks of G heads, whose partial results start at entry `first`, into OUT [G, D]. Unrolled: a loop here
+    would keep the compiler from pipelining the loop around it."""
+    AT_ONCE: tl.constexpr = 16 // GROUP if MAX_SPLITS * GROUP > 16 else MAX_SPLITS
     heads = tl.arange(0, GROUP)
     splits = tl.arange(0, MAX_SPLITS)
     of_head = first + heads * MAX_SPLITS
@@ -164,35 +165,69 @@ def _merge(PARTIAL, LSE, OUT, first, num_chunks, stride_out_head,
     top = tl.where(heads < G, tl.max(lse, 0), 0.0)
     total = tl.where(heads < G, tl.sum(tl.exp2(lse - top[None, :]), 0), 1.0)
     acc = tl.zeros([GROUP, D], tl.float32)
-    for begin in range(0, num_chunks, AT_ONCE):
-        part = begin + tl.arange(0, AT_ONCE)
-        known = (part < num_chunks)[:, None] & (heads < G)[None, :]
-        entries = of_head[None, :] + part[:, None]
-        part_lse = tl.load(LSE + entries, mask=known, other=float("-inf"), cache_modifier=".cg")
-        weight = tl.exp2(part_lse - top[None, :])
-        value = tl.load(PARTIAL + entries[:, :, None] * D + tl.arange(0, D)[None, None, :], mask=known[:, :, None],
-                        other=0.0, cache_modifier=".cg")
-        acc += tl.sum(value * weight[:, :, None], 0)
+    for begin in tl.static_range(0, MAX_SPLITS, AT_ONCE):
+        if begin < num_chunks:
+            part = begin + tl.arange(0, AT_ONCE)
+            known = (part < num_chunks)[:, None] & (heads < G)[None, :]
+            entries = of_head[None, :] + part[:, None]
+            part_lse = tl.load(LSE + entries, mask=known, other=float("-inf"), cache_modifier=".cg")
+            value = tl.load(PARTIAL + entries[:, :, None] * D + tl.arange(0, D)[None, None, :], mask=known[:, :, None],
+                            other=0.0, cache_modifier=".cg")
+            acc += tl.sum(value * tl.exp2(part_lse - top[None, :])[:, :, None], 0)
     pointers = OUT + heads[:, None] * stride_out_head + tl.arange(0, D)[None, :]
     tl.store(pointers, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=(heads < G)[:, None])
 
 
 @triton.jit
-def _chunk_attention(q, K, V, kv_head, TABLE_ROW, start, end, scale_log2, k_block, k_head, k_token, v_block, v_head,
-                     v_token, BLOCK_H: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-                     TMA: tl.constexpr):
-    """q [BLOCK_H, D] over keys start..end: normalised output [BLOCK_H, D] and its log2-sum-exp [BLOCK_H]."""
-    m = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_H], tl.float32)
-    acc = tl.zeros([BLOCK_H, D], tl.float32)
-    # Looked up one tile ahead and carried, so that the pipeline's stages all go to keys and values.
-    block = _look_up(TABLE_ROW, start, end, PAGE, BLOCK_N)
-    for n in range(start, end, BLOCK_N):
-        k = _load_tile(K, kv_head, block, n, end, k_block, k_head, k_token, D, PAGE, BLOCK_N, TMA)
-        v = _load_tile(V, kv_head, block, n, end, v_block, v_head, v_token, D, PAGE, BLOCK_N, TMA)
-        block = _look_up(TABLE_ROW, n + BLOCK_N, end, PAGE, BLOCK_N)
-        m, l, acc = _attend(q, k, v, m, l, acc, scale_log2, n, end, BLOCK_N)
-    return acc / l[:, None], m + tl.log2(l)
+def _finish_chunk(m, l, acc, OUT, PARTIAL, LSE, ARRIVED, row, kv_head, chunk_of, out_token, out_head,
+                  HKV: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr,
+                  MAX_SPLITS: tl.constexpr):
+    """Stores a chunk's result, and merges its row if all other chunks are there already."""
+    heads = tl.arange(0, BLOCK_H)
+    dims = tl.arange(0, D)
+    chunk = chunk_of & 0xFFFF
+    num_chunks = chunk_of >> 16
+    o = acc / l[:, None]
+    OUT_HEADS = OUT + row * out_token + kv_head * G * out_head
+    if num_chunks == 1:
+        tl.store(OUT_HEADS + heads[:, None] * out_head + dims[None, :], o.to(OUT.dtype.element_ty),
+                 mask=(heads < G)[:, None])
+    else:
+        first = (row * HKV + kv_head) * G * MAX_SPLITS
+        entries = first + heads * MAX_SPLITS + chunk
+        tl.store(LSE + entries, m + tl.log2(l), mask=heads < G)
+        tl.store(PARTIAL + entries[:, None] * D + dims[None, :], o, mask=(heads < G)[:, None])
+        # All threads' stores come before the one thread's release; the acquire comes before all threads' loads.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(ARRIVED + row * HKV + kv_head, 1, sem="acq_rel", scope="gpu")
+        if arrived == num_chunks - 1:
+            _merge(PARTIAL, LSE, OUT_HEADS, first, num_chunks, out_head, G, GROUP, D, MAX_SPLITS)
+            tl.store(ARRIVED + row * HKV + kv_head, 0)  # ready for the next layer
+
+
+@triton.jit
+def _count_tiles(WORK, num_items, HKV: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Tiles in all items of this program."""
+    AT_ONCE: tl.constexpr = 64
+    tiles = 0
+    for first in range(tl.program_id(0), num_items, AT_ONCE * tl.num_programs(0)):
+        items = first + tl.arange(0, AT_ONCE) * tl.num_programs(0)
+        entry = WORK + items // HKV * 4
+        start = tl.load(entry + 1, mask=items < num_items, other=0)
+        end = tl.load(entry + 2, mask=items < num_items, other=0)
+        tiles += tl.sum((end - start + BLOCK_N - 1) // BLOCK_N, 0)
+    return tiles
+
+
+@triton.jit
+def _load_item(WORK, item, mask, row_and_slot, start, end, chunk_of, HKV: tl.constexpr):
+    """The item's entry of the work list where mask is true, else the values given."""
+    entry = WORK + item // HKV * 4
+    row_and_slot = tl.load(entry, mask=mask, other=row_and_slot)
+    start = tl.load(entry + 1, mask=mask, other=start)
+    end = tl.load(entry + 2, mask=mask, other=end)
+    chunk_of = tl.load(entry + 3, mask=mask, other=chunk_of)
+    return row_and_slot, start, end, chunk_of
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -201,41 +236,47 @@ def decode_attention_kernel(Q, K, V, OUT, TABLE, WORK, NUM_WORK, PARTIAL, LSE, A
                             out_token, out_head, HKV: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
                             BLOCK_H: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
                             TMA: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """See decode_attention_reference. An item of work is one chunk of one row for one key head and its G query heads."""
+    """See decode_attention_reference. An item of work is one chunk of one row for one key head and its G query heads. A
+    program runs the tiles of all its items in one loop, so that the next item's keys are on their way while this one's
+    result is stored."""
     heads = tl.arange(0, BLOCK_H)
     dims = tl.arange(0, D)
     num_items = tl.load(NUM_WORK) * HKV
-    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        entry = WORK + item // HKV * 4
-        row_and_slot = tl.load(entry)
-        start = tl.load(entry + 1)
-        end = tl.load(entry + 2)
-        chunk_of = tl.load(entry + 3)
+    item = tl.program_id(0)
+    step = tl.num_programs(0)
+    tiles = _count_tiles(WORK, num_items, HKV, BLOCK_N)
+    row_and_slot, n, end, chunk_of = _load_item(WORK, item, item < num_items, 0, 0, 0, 0, HKV)
+    next_row_and_slot, next_start, next_end, next_chunk_of = _load_item(WORK, item + step, item + step < num_items,
+                                                                        0, 0, 0, 0, HKV)
+    block = _look_up(TABLE + (row_and_slot >> 16).to(tl.int64) * table_stride, n, end, PAGE, BLOCK_N)
+    m = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_H, D], tl.float32)
+    for _ in range(tiles):
         row = (row_and_slot & 0xFFFF).to(tl.int64)
-        slot = (row_and_slot >> 16).to(tl.int64)
-        chunk = chunk_of & 0xFFFF
-        num_chunks = chunk_of >> 16
         kv_head = item % HKV
-
+        k = _load_tile(K, kv_head, block, n, end, k_block, k_head, k_token, D, PAGE, BLOCK_N, TMA)
+        v = _load_tile(V, kv_head, block, n, end, v_block, v_head, v_token, D, PAGE, BLOCK_N, TMA)
         q = tl.load(Q + row * q_token + (kv_head * G + heads[:, None]) * q_head + dims[None, :],
                     mask=(heads < G)[:, None], other=0.0)
-        o, lse = _chunk_attention(q, K, V, kv_head, TABLE + slot * table_stride, start, end, scale_log2, k_block, k_head,
-                                  k_token, v_block, v_head, v_token, BLOCK_H, D, PAGE, BLOCK_N, TMA)
-        OUT_HEADS = OUT + row * out_token + kv_head * G * out_head
-        if num_chunks == 1:
-            tl.store(OUT_HEADS + heads[:, None] * out_head + dims[None, :], o.to(OUT.dtype.element_ty),
-                     mask=(heads < G)[:, None])
-        else:
-            first = (row * HKV + kv_head) * G * MAX_SPLITS
-            entries = first + heads * MAX_SPLITS + chunk
-            tl.store(LSE + entries, lse, mask=heads < G)
-            tl.store(PARTIAL + entries[:, None] * D + dims[None, :], o, mask=(heads < G)[:, None])
-            # All threads' stores come before the one thread's release; the acquire comes before all threads' loads.
-            tl.debug_barrier()
-            arrived = tl.atomic_add(ARRIVED + row * HKV + kv_head, 1, sem="acq_rel", scope="gpu")
-            if arrived == num_chunks - 1:
-                _merge(PARTIAL, LSE, OUT_HEADS, first, num_chunks, out_head, G, GROUP, D, MAX_SPLITS)
-                tl.store(ARRIVED + row * HKV + kv_head, 0)  # ready for the next layer
+        m, l, acc = _attend(q, k, v, m, l, acc, scale_log2, n, end, BLOCK_N)
+        is_last = n + BLOCK_N >= end
+        if is_last:
+            _finish_chunk(m, l, acc, OUT, PARTIAL, LSE, ARRIVED, row, kv_head, chunk_of, out_token, out_head,
+                          HKV, G, GROUP, BLOCK_H, D, MAX_SPLITS)
+            m = tl.full([BLOCK_H], float("-inf"), tl.float32)
+            l = tl.zeros([BLOCK_H], tl.float32)
+            acc = tl.zeros([BLOCK_H, D], tl.float32)
+        # The next tile's whereabouts, all looked up an iteration or more before they are needed.
+        n = tl.where(is_last, next_start, n + BLOCK_N)
+        end = tl.where(is_last, next_end, end)
+        row_and_slot = tl.where(is_last, next_row_and_slot, row_and_slot)
+        chunk_of = tl.where(is_last, next_chunk_of, chunk_of)
+        item = tl.where(is_last, item + step, item)
+        block = _look_up(TABLE + (row_and_slot >> 16).to(tl.int64) * table_stride, n, end, PAGE, BLOCK_N)
+        next_row_and_slot, next_start, next_end, next_chunk_of = _load_item(
+            WORK, item + step, is_last & (item + step < num_items), next_row_and_slot, next_start, next_end,
+            next_chunk_of, HKV)
 
 
 def decode_attention_reference(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, row_slot: torch.Tensor,

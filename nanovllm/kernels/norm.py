@@ -1,8 +1,8 @@
 """RMSNorm (Zhang and Sennrich, arXiv 1910.07467), alone and with the residual addition before it.
 
-Rounding is that of Hugging Face's Qwen3RMSNorm: statistics in float32, the normalised value rounded to the model's dtype,
-and only then multiplied by the weight. One program reduces a whole row in a shape that depends on H alone, so a row's
-result is the same bits whatever the number of rows.
+Rounding is that of Hugging Face's Qwen3RMSNorm: statistics in float32, the normalised value rounded to the model's
+dtype, and only then multiplied by the weight. One program reduces a whole row in a shape that depends on H alone, so a
+row's result is the same bits whatever the number of rows.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """QK-norm, rotary embedding and the store of keys and values in the paged cache, in one pass over the projections.
 
 Rotation (Su et al., arXiv 2104.09864) pairs dimension i with i + D / 2, as Hugging Face's models do. Rounding is theirs
-too: the norm's result, the norm times weight, cos, sin, each product and their sum are all rounded to the model's dtype.
+too: the norm's result, the norm times weight, cos, sin, each product and their sum are rounded to the model's dtype.
 """
 
 import torch
@@ -72,7 +72,7 @@ def _qk_norm_rope_store_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Token `program_id(0)`; `program_id(1)` counts groups of HEADS query heads, then groups of HEADS key/value heads."""
+    """Token `program_id(0)`; `program_id(1)` counts groups of HEADS query heads, then of HEADS key/value heads."""
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     q_groups: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
@@ -142,7 +142,7 @@ def qk_norm_rope_store(
             HEADS=heads,
             num_warps=num_warps,
         )
-    return qkv.view(num_tokens, -1, head_dim)[:, :num_q_heads]
+    return qkv.view(num_tokens, num_q_heads + 2 * num_kv_heads, head_dim)[:, :num_q_heads]
 
 
 def _heads_per_program(num_tokens: int, num_q_heads: int) -> tuple[int, int]:

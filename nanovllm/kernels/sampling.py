@@ -260,8 +260,9 @@ def gumbel_argmax_reference(
     """Key of the best token of each row among this rank's ids, int64 [B].
 
     logits [B, Vs] bfloat16 or float32, for the ids from vocab_start on; ids from vocab_size on are padding and never
-    win; a rank that holds padding alone returns NO_CANDIDATE. row_slot int32 [B]: the row's line of temperature float32 [S] and seed int64 [S]; -1: no row, key 0. positions
-    int32 [B]: index in its sequence of the token that is drawn. Temperature 0: the largest logit. NaN counts as -inf.
+    win (NO_CANDIDATE where there is nothing else). row_slot int32 [B]: the row's line of temperature float32 [S] and
+    seed int64 [S]; -1: no row, key 0. positions int32 [B]: index in its sequence of the token that is drawn.
+    Temperature 0: the largest logit. NaN counts as -inf.
     """
     num_rows, num_ids = logits.shape
     num_valid = max(0, min(num_ids, vocab_size - vocab_start))

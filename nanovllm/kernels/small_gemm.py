@@ -1,24 +1,26 @@
 """Linear layers for 1 to 16 rows, fused with what surrounds them in a decoder layer: the decode path of small batches.
 
-At these sizes a matrix product is a read of W, and in a CUDA graph of hundreds of such reads the gaps between kernels weigh as
-much as the reads. So the norm before and the activation or residual after are folded in, and each kernel starts its weight reads
-while the previous one is still running (programmatic dependent launch, PDL).
+At these sizes a matrix product is a read of W, and in a CUDA graph of hundreds of such reads the gaps between kernels
+weigh as much as the reads. So the norm before and the activation or residual after are folded in, and each kernel
+starts its weight reads while the previous one is still running (programmatic dependent launch, PDL).
 
-A chain under PDL is correct only if every kernel in it that does not wait for its predecessor's end is one that calls `gdc_wait`
-before touching anything the predecessor writes. The kernels here do; kernels launched the ordinary way always wait; so they mix freely.
+A chain under PDL is correct only if each kernel in it either is launched the ordinary way, which waits for its
+predecessor's end, or calls `gdc_wait` in every program before touching anything that an earlier kernel writes. The
+kernels here do the latter, so the two sorts mix freely. In return no kernel in flight may write weights.
 """
 
 from dataclasses import dataclass
 from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 
 from nanovllm.kernels.small_gemm_dot import small_gemm_stream_kernel, small_gemm_tile_kernel
 from nanovllm.kernels.small_gemm_fma import small_gemm_fma_kernel
 from nanovllm.kernels.small_gemm_tile import LANE_SPAN, MAX_ROWS
+from nanovllm.kernels.triton_import import triton
 
+SM_COUNT = 132  # of an H100 or H200; only the choice of candidates depends on it
 SCRATCH_FLOATS = 1 << 21
 COUNTERS = 1 << 14
 
@@ -27,9 +29,9 @@ COUNTERS = 1 << 14
 class GemmConfig:
     """How one matrix product is cut. Picklable, so that one rank's measured choice can be used by all.
 
-    kernel: "fma" (CUDA cores, rows rounded up to 1, 2, 4 or 8), "tile" (tensor cores, weights waiting in registers) or
-    "stream" (tensor cores, pipelined loop).
-    block_n: weight rows of a program. block_k: columns of a step; "fma" and "tile" take multiples of 256 by a power of two.
+    kernel: "fma" (CUDA cores, rows rounded up to a power of two), "tile" (tensor cores, weights waiting in registers)
+    or "stream" (tensor cores, pipelined loop).
+    block_n: weight rows of a program. block_k: columns of a step; for "fma" and "tile" 256 times a power of two.
     depth: steps of weights in flight for each program. split_k: programs that share a tile's K.
     """
 
@@ -57,12 +59,16 @@ def norm_linear_silu_mul(
     return _launch(x, gate_up_weight, gate_up_weight.shape[0] // 2, norm_weight, eps, None, out, True, config, pdl)
 
 
-def linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None, config: GemmConfig | None = None, pdl: bool = True) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, *, out: Tensor | None = None, config: GemmConfig | None = None, pdl: bool = True
+) -> Tensor:
     """x [M <= 16, K] @ weight [N, K]^T -> [M, N]."""
     return _launch(x, weight, weight.shape[0], None, 0.0, None, out, False, config, pdl)
 
 
-def linear_residual(x: Tensor, weight: Tensor, residual: Tensor, *, config: GemmConfig | None = None, pdl: bool = True) -> Tensor:
+def linear_residual(
+    x: Tensor, weight: Tensor, residual: Tensor, *, config: GemmConfig | None = None, pdl: bool = True
+) -> Tensor:
     """residual [M, N] += x [M <= 16, K] @ weight [N, K]^T in place, rounded once; returns residual."""
     return _launch(x, weight, weight.shape[0], None, 0.0, residual, residual, False, config, pdl)
 
@@ -101,15 +107,30 @@ def _rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def candidate_configs(rows: int, n: int, k: int, paired: bool = False) -> list[GemmConfig]:
-    """Configurations worth timing for `rows` rows and a weight [n, k] (paired: gate and up), the likeliest best first."""
-    split = next((s for s in (1, 2, 4) if triton.cdiv(n, 64) * s >= 128), 4)
-    stream = GemmConfig("stream", 64, 128, 4, split)
+    """At most four configurations worth timing for `rows` rows and a weight [n, k] (paired: gate and up, interleaved).
+
+    From a sweep over the shapes of Qwen3 0.6B, 8B and 32B (four ways) on an H200 (scripts/bench_small_gemm.py --sweep).
+    """
+    # Three pipeline stages of 64 x 128 leave room for three programs on a multiprocessor, four stages for two.
+    narrow = GemmConfig("stream", 64, 128, 3, _split(n, k, 64, SM_COUNT * 3, 256))
+    deep = GemmConfig("stream", 64, 128, 4, _split(n, k, 64, SM_COUNT * 2, 768))
+    if rows == 1:
+        cuts = [(8, 1024, 3), (8, 512, 4), (16, 1024, 1), (8, 1024, 2)]
+        steps = [(block_n, block_k, min(depth, triton.cdiv(k, block_k))) for block_n, block_k, depth in cuts]
+        return [GemmConfig("fma", *cut) for cut in dict.fromkeys(steps)]
+    wide_fma = GemmConfig("fma", 16, 512, 1)
+    if rows == 2:
+        return [wide_fma, GemmConfig("fma", 8, 1024, 3), GemmConfig("fma", 16, 1024, 1), narrow]
+    tile = [GemmConfig("tile", 16, 1024, 2)] if k <= 3072 else []  # beyond, the pipelined loops win
     if rows <= 4:
-        few = [GemmConfig("fma", 8, 1024, 3), GemmConfig("fma", 16, 1024, 1)]
-        if not paired:
-            few.append(GemmConfig("fma", 4, 1024, 4))
-        return few if rows <= 2 else [*few, stream]
-    return [GemmConfig("tile", 16, 1024, 2), stream]
+        return [*tile, narrow, deep, wide_fma]
+    return [*tile, narrow, deep, GemmConfig("stream", 128, 64, 4, _split(n, k, 128, SM_COUNT * 3, 256))]
+
+
+def _split(n: int, k: int, block_n: int, slots: int, columns: int) -> int:
+    """Largest power of two, at most 8, that leaves all programs resident at once and `columns` of K to each."""
+    most = min(8, slots // triton.cdiv(n, block_n), k // columns)
+    return 1 << (max(1, most).bit_length() - 1)
 
 
 def _check(x: Tensor, weight: Tensor, out: Tensor, n_out: int, paired: bool, config: GemmConfig) -> None:
@@ -137,8 +158,8 @@ def _workspace(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _launch(
-    x: Tensor, weight: Tensor, n_out: int, norm_weight: Tensor | None, eps: float, residual: Tensor | None, out: Tensor | None,
-    paired: bool, config: GemmConfig | None, pdl: bool,
+    x: Tensor, weight: Tensor, n_out: int, norm_weight: Tensor | None, eps: float, residual: Tensor | None,
+    out: Tensor | None, paired: bool, config: GemmConfig | None, pdl: bool,
 ) -> Tensor:  # fmt: skip
     rows, k = x.shape
     n = weight.shape[0]
@@ -169,12 +190,14 @@ def _launch(
         fixed |= {"CHUNKS": config.block_k // LANE_SPAN.value, "PRELOAD": min(config.depth, steps)}
     if config.kernel == "fma":
         fixed |= {"ROWS": triton.next_power_of_2(rows), "WARPS": config.num_warps}
-    pointers = (x, weight, x if norm_weight is None else norm_weight, out, x if residual is None else residual, scratch, counters)
-    kernel[(tiles, config.split_k)](*pointers, rows, n_out, eps, **fixed)
+    gain = x if norm_weight is None else norm_weight
+    base = x if residual is None else residual
+    grid = (tiles, config.split_k)
+    kernel[grid](x, weight, gain, out, base, scratch, counters, rows, n_out, eps, **fixed)
     return out
 
 
 def _prefetch_columns(config: GemmConfig, steps: int) -> int:
-    """Columns of each weight row to bring into L2 early: what the loop keeps in flight, and a power of two within the program's K."""
+    """Columns of each weight row to bring into L2 early: what the loop keeps in flight, a power of two within its K."""
     within = 1 << ((steps * config.block_k).bit_length() - 1)
     return max(64, min(within, triton.next_power_of_2(config.block_k * config.depth)))

@@ -1,19 +1,18 @@
-"""y = f(x) @ W^T for up to 16 rows on tensor cores: two kernels, for matrices that fit the chip's registers and for streams.
+"""y = f(x) @ W^T for up to 16 rows on tensor cores: a kernel for small matrices, and one for those that must stream.
 
-`small_gemm_tile_kernel` is the tensor-core form of `small_gemm_fma.py`: weight tiles wait in registers from before `gdc_wait`, and each
-warp multiplies its own slice of K (a batched product over CHUNKS), so that few weight rows still occupy all warps.
+`small_gemm_tile_kernel` is the tensor-core form of `small_gemm_fma.py`: weight tiles wait in registers from before
+`gdc_wait`, and each warp multiplies its own slice of K (a batched product over CHUNKS), so that few weight rows still
+occupy all warps.
 
-`small_gemm_stream_kernel` is a plain software-pipelined loop with the weights as the *left* operand (64 weight rows fill a Hopper
-matrix instruction, the 16 rows of x are its narrow side). Before `gdc_wait` it prefetches the first PREFETCH columns of
-its weight rows into L2, since the loop's own asynchronous copies cannot start ahead of the normalisation.
+`small_gemm_stream_kernel` is a plain software-pipelined loop with the weights as the *left* operand (64 weight rows
+fill a Hopper matrix instruction, the 16 rows of x are its narrow side). Before `gdc_wait` it prefetches the first
+PREFETCH columns of its weight rows into L2, since the loop's own copies cannot start ahead of the normalisation.
 
 In both, rows of x beyond `rows` are read as zero; a row's result does not depend on the other rows.
 """
 
-import triton
-import triton.language as tl
-
 from nanovllm.kernels.small_gemm_tile import LANE_SPAN, arrive_last, load_residual, store_tile, sum_splits, weight_rows
+from nanovllm.kernels.triton_import import tl, triton
 
 ROWS: tl.constexpr = tl.constexpr(16)
 
@@ -39,7 +38,9 @@ def _normalise(x, gain, scale):
 
 
 @triton.jit
-def _load_tile(row_ptrs, row_live, k0, K: tl.constexpr, CHUNKS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr):
+def _load_tile(
+    row_ptrs, row_live, k0, K: tl.constexpr, CHUNKS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr
+):
     """A weight tile [CHUNKS, BLOCK_N, 256]. It is read once, so it goes past L1, which x needs."""
     cols = k0 + tl.arange(0, CHUNKS)[:, None, None] * LANE_SPAN + tl.arange(0, LANE_SPAN)[None, None, :]
     if EVEN_K and EVEN_N:
@@ -50,7 +51,9 @@ def _load_tile(row_ptrs, row_live, k0, K: tl.constexpr, CHUNKS: tl.constexpr, EV
 
 
 @triton.jit
-def _load_rows(x_ptr, norm_ptr, scales, rows, k0, K: tl.constexpr, CHUNKS: tl.constexpr, EVEN_K: tl.constexpr, NORM: tl.constexpr):
+def _load_rows(
+    x_ptr, norm_ptr, scales, rows, k0, K: tl.constexpr, CHUNKS: tl.constexpr, EVEN_K: tl.constexpr, NORM: tl.constexpr
+):
     """Input tile [CHUNKS, 16, 256] in the model dtype, normalised when NORM."""
     row = tl.arange(0, ROWS)[None, :, None]
     cols = k0 + tl.arange(0, CHUNKS)[:, None, None] * LANE_SPAN + tl.arange(0, LANE_SPAN)[None, None, :]
@@ -70,7 +73,7 @@ def small_gemm_tile_kernel(
     SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, NORM: tl.constexpr, PAIRED: tl.constexpr,
     RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (column tiles, SPLIT_K); x is [rows <= 16, K]. EVEN_K: STEPS x SPLIT_K steps of CHUNKS x 256 columns tile K exactly."""
+    """Grid (column tiles, SPLIT_K); x is [rows <= 16, K]. EVEN_K: the STEPS x SPLIT_K steps tile K exactly."""
     SPAN: tl.constexpr = CHUNKS * LANE_SPAN
     pid = tl.program_id(0)
     k_first = tl.program_id(1) * (STEPS * SPAN)
@@ -85,7 +88,8 @@ def small_gemm_tile_kernel(
         tl.extra.cuda.gdc_wait()
 
     row = tl.arange(0, ROWS)[:, None]
-    residual = load_residual(res_ptr, tl.arange(0, BLOCK_N)[None, :], row, rows, pid, n_out, BLOCK_N, RESIDUAL and SPLIT_K == 1)
+    lane = tl.arange(0, BLOCK_N)[None, :]
+    residual = load_residual(res_ptr, lane, row, rows, pid, n_out, BLOCK_N, RESIDUAL and SPLIT_K == 1)
     scales = tl.zeros([ROWS], dtype=tl.float32)
     if NORM:
         scales = _row_scales(x_ptr, rows, eps, K, SPAN)
@@ -94,20 +98,24 @@ def small_gemm_tile_kernel(
         tile = tiles[0]
         tiles = tiles[1:]
         if step + PRELOAD < STEPS:
-            tiles = tiles + (_load_tile(row_ptrs, row_live, k_first + (step + PRELOAD) * SPAN, K, CHUNKS, EVEN_K, EVEN_N),)
+            k_ahead = k_first + (step + PRELOAD) * SPAN
+            tiles = tiles + (_load_tile(row_ptrs, row_live, k_ahead, K, CHUNKS, EVEN_K, EVEN_N),)
         x = _load_rows(x_ptr, norm_ptr, scales, rows, k_first + step * SPAN, K, CHUNKS, EVEN_K, NORM)
         acc = tl.dot(x, tl.permute(tile, (0, 2, 1)), acc, input_precision="ieee")
-    _finish(tl.sum(acc, axis=0), residual, out_ptr, res_ptr, scratch_ptr, counter_ptr, rows, n_out, BLOCK_N, SPLIT_K, PAIRED, RESIDUAL)
+    _finish(
+        tl.sum(acc, axis=0), residual, out_ptr, res_ptr, scratch_ptr, counter_ptr, rows, n_out,
+        BLOCK_N, SPLIT_K, PAIRED, RESIDUAL,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "n_out"])
 def small_gemm_stream_kernel(
     x_ptr, w_ptr, norm_ptr, out_ptr, res_ptr, scratch_ptr, counter_ptr, rows, n_out, eps,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, NORM: tl.constexpr, PAIRED: tl.constexpr,
-    RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    PREFETCH: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, NORM: tl.constexpr,
+    PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (column tiles, SPLIT_K); x is [rows <= 16, K]. EVEN_K: STEPS x SPLIT_K steps of BLOCK_K columns tile K exactly."""
+    """Grid (column tiles, SPLIT_K); x is [rows <= 16, K]. EVEN_K: the STEPS x SPLIT_K steps tile K exactly."""
     pid = tl.program_id(0)
     k_first = tl.program_id(1) * (STEPS * BLOCK_K)
     w_rows, w_live = weight_rows(tl.arange(0, BLOCK_N), pid, n_out, BLOCK_N, PAIRED)
@@ -116,14 +124,15 @@ def small_gemm_stream_kernel(
         # One 128-byte line (64 bf16) for each element of `ahead`. Rows past the end prefetch row 0's tile instead.
         safe_ptrs = tl.where(w_live[:, None], row_ptrs, w_ptr)
         ahead = safe_ptrs + tl.arange(0, PREFETCH // 64)[None, :] * 64
-        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ahead], dtype=tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ahead], dtype=tl.int32, is_pure=False, pack=1
+        )
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
     row = tl.arange(0, ROWS)
-    residual = load_residual(
-        res_ptr, tl.arange(0, BLOCK_N)[None, :], row[:, None], rows, pid, n_out, BLOCK_N, RESIDUAL and SPLIT_K == 1
-    )
+    lane = tl.arange(0, BLOCK_N)[None, :]
+    residual = load_residual(res_ptr, lane, row[:, None], rows, pid, n_out, BLOCK_N, RESIDUAL and SPLIT_K == 1)
     scales = tl.zeros([ROWS], dtype=tl.float32)
     if NORM:
         scales = _row_scales(x_ptr, rows, eps, K, 512)
@@ -143,7 +152,10 @@ def small_gemm_stream_kernel(
             gain = tl.load(norm_ptr + k_first + k, mask=k_first + k < K, other=0.0)
             x = _normalise(x, gain[None, :], scales[:, None])
         acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
-    _finish(tl.trans(acc), residual, out_ptr, res_ptr, scratch_ptr, counter_ptr, rows, n_out, BLOCK_N, SPLIT_K, PAIRED, RESIDUAL)
+    _finish(
+        tl.trans(acc), residual, out_ptr, res_ptr, scratch_ptr, counter_ptr, rows, n_out,
+        BLOCK_N, SPLIT_K, PAIRED, RESIDUAL,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -151,7 +163,7 @@ def _finish(
     y, residual, out_ptr, res_ptr, scratch_ptr, counter_ptr, rows, n_out,
     BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, PAIRED: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Sum the splits where there are any, and store y float32 [16, BLOCK_N]. Scratch is float32 [SPLIT_K, 16, padded N]."""
+    """Sum the splits, if any, and store y float32 [16, BLOCK_N]. Scratch is float32 [SPLIT_K, 16, padded N]."""
     OUT_WIDTH: tl.constexpr = BLOCK_N // 2 if PAIRED else BLOCK_N
     pid = tl.program_id(0)
     row = tl.arange(0, ROWS)[:, None]

@@ -1,21 +1,20 @@
-"""y = f(x) @ W^T for a few rows on CUDA cores: the kernel for 1 to 8 rows.
+"""y = f(x) @ W^T for a few rows on CUDA cores: the kernel for 1 to 4 rows (it takes more, but tensor cores win there).
 
-A program owns BLOCK_N weight rows, WARPS groups of BLOCK_N / WARPS, and walks K in steps of CHUNKS x 256 columns. All tiles are
-shaped [WARPS, rows of a warp, CHUNKS, 256]: the compiler then gives each warp whole rows of W (512 contiguous bytes a
-load instruction) and its own copy of x, so nothing but the last sum over 32 lanes crosses threads and no barrier is needed.
+A program owns BLOCK_N weight rows, WARPS groups of BLOCK_N / WARPS, and walks K in steps of CHUNKS x 256 columns. All
+tiles are shaped [WARPS, rows of a warp, CHUNKS, 256]: the compiler then gives each warp whole rows of W (512 contiguous
+bytes a load instruction) and its own copy of x, so only the last sum, over 32 lanes, crosses threads.
 
-The first PRELOAD steps are read into registers *before* `gdc_wait`: weights never depend on the previous kernel, so under
-programmatic dependent launch this kernel streams its weights while its predecessor is still finishing. Everything
-that does depend on the predecessor (x, the residual, the split-K scratch) is touched only after the wait, which every program executes;
-a kernel thus cannot finish before all of its predecessors have, and no buffer is overwritten while an earlier kernel reads it.
+The first PRELOAD steps are read into registers *before* `gdc_wait`: weights never depend on the previous kernel, so
+under programmatic dependent launch this kernel streams its weights while its predecessor is still finishing. Everything
+that does depend on the predecessor (x, the residual, the split-K scratch) is touched only after the wait, which every
+program executes; a kernel thus cannot finish before all of its predecessors have, and no buffer is overwritten while
+an earlier kernel reads it.
 
-Row results do not depend on how many rows share the launch: each row has its own accumulators and a fixed order of summation.
+A row's result does not depend on how many rows share the launch: its accumulators are its own, their order is fixed.
 """
 
-import triton
-import triton.language as tl
-
 from nanovllm.kernels.small_gemm_tile import LANE_SPAN, arrive_last, load_residual, store_tile, sum_splits, weight_rows
+from nanovllm.kernels.triton_import import tl, triton
 
 
 @triton.jit
@@ -26,7 +25,9 @@ def _columns(k0, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def _load_weight(row_ptrs, row_live, k0, K: tl.constexpr, CHUNKS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr):
+def _load_weight(
+    row_ptrs, row_live, k0, K: tl.constexpr, CHUNKS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr
+):
     """A weight tile. It is read once, so it goes past L1, which x needs."""
     cols = _columns(k0, CHUNKS)
     if EVEN_K and EVEN_N:
@@ -80,7 +81,7 @@ def small_gemm_fma_kernel(
     PRELOAD: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, NORM: tl.constexpr,
     PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (column tiles, SPLIT_K); the first `rows` <= ROWS rows of x [rows, K] are real. EVEN_K: STEPS x SPLIT_K steps tile K."""
+    """Grid (column tiles, SPLIT_K); x is [rows <= ROWS, K]. EVEN_K: the STEPS x SPLIT_K steps tile K exactly."""
     SPAN: tl.constexpr = CHUNKS * LANE_SPAN
     PER_WARP: tl.constexpr = BLOCK_N // WARPS
     pid = tl.program_id(0)
@@ -105,7 +106,8 @@ def small_gemm_fma_kernel(
     residuals = ()
     for row in tl.static_range(ROWS):
         accs = accs + (tl.zeros([WARPS, PER_WARP, 32], dtype=tl.float32),)
-        residuals = residuals + (load_residual(res_ptr, lane, row, rows, pid, n_out, BLOCK_N, RESIDUAL and SPLIT_K == 1),)
+        base = load_residual(res_ptr, lane, row, rows, pid, n_out, BLOCK_N, RESIDUAL and SPLIT_K == 1)
+        residuals = residuals + (base,)
     for row in tl.static_range(ROWS):
         if NORM:
             scales = scales + (_row_scale(x_ptr + row * K, row < rows, eps, K, WARPS, CHUNKS, EVEN_K),)
@@ -124,7 +126,10 @@ def small_gemm_fma_kernel(
                 x = _normalise(x, gain, scales[row])
             summed = summed + (accs[row] + _lane_sums(tile * x.to(tl.float32), WARPS, CHUNKS),)
         accs = summed
-    _finish(accs, residuals, out_ptr, res_ptr, scratch_ptr, counter_ptr, rows, n_out, ROWS, BLOCK_N, SPLIT_K, PAIRED, RESIDUAL, WARPS)
+    _finish(
+        accs, residuals, out_ptr, res_ptr, scratch_ptr, counter_ptr, rows, n_out,
+        ROWS, BLOCK_N, SPLIT_K, PAIRED, RESIDUAL, WARPS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -141,7 +146,8 @@ def _finish(
     out_lane = tl.arange(0, WARPS)[:, None] * OUT_WIDTH + tl.arange(0, OUT_WIDTH)[None, :]
     if SPLIT_K == 1:
         for row in tl.static_range(ROWS):
-            store_tile(tl.sum(accs[row], axis=2), residuals[row], out_lane, row, out_ptr, rows, pid, n_out, BLOCK_N, PAIRED)
+            y = tl.sum(accs[row], axis=2)
+            store_tile(y, residuals[row], out_lane, row, out_ptr, rows, pid, n_out, BLOCK_N, PAIRED)
     else:
         width = tl.num_programs(0) * BLOCK_N
         at = pid * BLOCK_N + lane

@@ -1,7 +1,6 @@
 """Parts shared by the two small-row GEMM kernels: which weight rows a program owns, its epilogue, and split-K."""
 
-import triton
-import triton.language as tl
+from nanovllm.kernels.triton_import import tl, triton
 
 # Columns of W that one warp covers with one 16-byte load a lane (bf16). Also the granularity of K.
 LANE_SPAN: tl.constexpr = tl.constexpr(256)
@@ -35,8 +34,10 @@ def load_residual(res_ptr, lane, row, rows, pid, n_out, BLOCK_N: tl.constexpr, W
 
 @triton.jit
 def store_tile(y, residual, lane, row, out_ptr, rows, pid, n_out, BLOCK_N: tl.constexpr, PAIRED: tl.constexpr):
-    """Epilogue on y float32 [A, B] at output rows `row` and tile positions `lane` (both broadcast to [A, B]; a PAIRED tile has
-    [A, B / 2] of them): SiLU(gate) * up, plus the residual, then one rounding to the model dtype."""
+    """Epilogue on y float32 [A, B]: SiLU(gate) * up where PAIRED, plus the residual, one rounding to the model dtype.
+
+    `row` are output rows and `lane` tile positions; both broadcast to [A, B], or to [A, B / 2] where PAIRED.
+    """
     if PAIRED:
         gate, up = tl.split(tl.reshape(y, [y.shape[0], y.shape[1] // 2, 2]))
         y = gate / (1.0 + tl.exp(-gate)) * up
@@ -61,7 +62,8 @@ def arrive_last(counter_ptr, SPLIT_K: tl.constexpr):
 @triton.jit
 def sum_splits(scratch_ptr, at, slab, SPLIT_K: tl.constexpr):
     """Sum of the partial results of all splits, always in the order of the splits."""
-    y = tl.load(scratch_ptr + at, cache_modifier=".cg")  # .cg: L1 may hold the line as it was before another program wrote it
+    # .cg, because L1 may hold a line as it was before another program wrote it
+    y = tl.load(scratch_ptr + at, cache_modifier=".cg")
     for part in tl.static_range(1, SPLIT_K):
         y += tl.load(scratch_ptr + part * slab + at, cache_modifier=".cg")
     return y

@@ -1,10 +1,12 @@
 """Choosing, at capture time, what multiplies by a weight matrix for a few rows: cuBLAS or one of our kernels.
 
-Everything is timed the way it will run, inside a CUDA graph, and over the weights of many layers in turn, because one layer's weights
-would stay in the L2 cache and flatter every contender.
+Everything is timed the way it will run, inside a CUDA graph, and over the weights of many layers in turn, because one
+layer's weights would stay in the L2 cache and flatter every contender. `autotune_small_gemm` times one op as a chain of
+itself, which is quick; `autotune_chain` then corrects the choices where they run: kernels that overlap their neighbours
+also get in their way, and a pair of good kernels can be a bad chain.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -22,16 +24,16 @@ from nanovllm.kernels.small_gemm import (
 )
 
 OPS = ("norm_linear", "norm_linear_silu_mul", "linear", "linear_residual")
-# Bytes of weights to go through before one is read again: more than twice the 60 MB cache of the largest supported chip.
+# Bytes of weights to go through before one is read again: more than twice the 60 MB cache of an H200.
 ROTATION_BYTES = 160 << 20
 EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class SmallGemmChoice:
-    """What to run for `op` at `rows` rows of a weight [n, k]: `config` of our kernel, or None for cuBLAS and separate kernels.
+    """What to run for `op` at `rows` rows of a weight [n, k]: our kernel with `config`, or with None cuBLAS.
 
-    Picklable: the rank that measured sends it to the others, and it can be written down to pin a choice. us: time measured.
+    Picklable: the rank that measured sends it to the others, and it can be written down to pin a choice. us: its time.
     """
 
     op: str
@@ -44,13 +46,14 @@ class SmallGemmChoice:
 
 def autotune_small_gemm(
     op: str, weights: Sequence[Tensor], rows: int, *,
-    library: Callable[[Tensor, Tensor], None] | None = None, candidates: Sequence[GemmConfig] | None = None, pdl: bool = True,
+    library: Callable[[Tensor, Tensor], None] | None = None, candidates: Sequence[GemmConfig] | None = None,
+    pdl: bool = True,
 ) -> SmallGemmChoice:  # fmt: skip
     """Time the contenders for `op` (see OPS) at `rows` rows and return the fastest.
 
-    weights: the matrices [N, K] that the layers really use; as many are taken as defeat the cache. library: called as
-    library(x [rows, K], weight) for the cuBLAS contender, with whatever separate norm, activation or add kernels it needs;
-    torch's own by default. candidates: ours to try instead of `candidate_configs`.
+    weights: the matrices [N, K] that the layers really use; as many are taken as defeat the cache.
+    library: called as library(x [rows, K], weight) for the cuBLAS contender, with whatever separate norm, activation or
+    add kernels it needs; torch's own by default. candidates: ours to try instead of `candidate_configs`.
     """
     if op not in OPS:
         raise ValueError(f"unknown op {op!r}, expected one of {OPS}")
@@ -70,13 +73,41 @@ def autotune_small_gemm(
     return best
 
 
+def autotune_chain(
+    run: Callable[[Mapping[str, GemmConfig | None]], object],
+    options: Mapping[str, Sequence[GemmConfig | None]],
+    start: Mapping[str, GemmConfig | None],
+    timer: Callable[[Sequence[Callable[[], object]]], float] | None = None,
+) -> dict[str, GemmConfig | None]:
+    """Improve the choices `start` of several parts, one part after the other, by timing `run(choices)` as a whole.
+
+    run: launches a few decode layers (enough to pass ROTATION_BYTES of weights), capturable in a graph.
+    options: what to try for each part; None is whatever `run` makes of it, cuBLAS say. timer: `graph_us` by default.
+    Each part is gone through once.
+    """
+    timer = timer or graph_us
+    chosen = dict(start)
+    fastest = timer([lambda: run(chosen)])
+    for part, candidates in options.items():
+        for candidate in candidates:
+            trial = chosen | {part: candidate}
+            if candidate == chosen[part]:
+                continue
+            us = timer([lambda trial=trial: run(trial)])
+            if us < fastest:
+                fastest, chosen = us, trial
+    return chosen
+
+
 def rotation(weights: Sequence[Tensor]) -> Sequence[Tensor]:
     """The first of `weights` that together pass ROTATION_BYTES, or all of them."""
     size = weights[0].numel() * weights[0].element_size()
     return weights[: max(1, -(-ROTATION_BYTES // size))]
 
 
-def kernel_call(op: str, x: Tensor, gain: Tensor, n: int, config: GemmConfig | None, pdl: bool) -> Callable[[Tensor], Tensor]:
+def kernel_call(
+    op: str, x: Tensor, gain: Tensor, n: int, config: GemmConfig | None, pdl: bool
+) -> Callable[[Tensor], Tensor]:
     """Our kernel for `op` as a function of the weight alone."""
     if op == "norm_linear":
         return lambda w: norm_linear(x, gain, EPS, w, config=config, pdl=pdl)
@@ -105,7 +136,7 @@ def library_call(op: str, gain: Tensor, residual: Tensor) -> Callable[[Tensor, T
 
 
 def graph_us(calls: Sequence[Callable[[], object]], replays: int = 4) -> float:
-    """Device microseconds of one call, from replays of a CUDA graph of all of them: the best replay over the number of calls."""
+    """Device microseconds of one call: the best replay of a CUDA graph of all the calls, over their number."""
     calls[0]()  # compiles and makes workspaces
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

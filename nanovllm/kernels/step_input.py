@@ -100,7 +100,9 @@ class StepBuffers:
 
 
 @triton.jit
-def _apply_deltas(BUFFER, BLOCK_TABLE, TEMPERATURE, SEED, table_stride, S: tl.constexpr, first, step, BLOCK: tl.constexpr):
+def _apply_deltas(
+    BUFFER, BLOCK_TABLE, TEMPERATURE, SEED, table_stride, first, step, S: tl.constexpr, BLOCK: tl.constexpr
+):
     """Applies entries first .. first + BLOCK - 1 of both lists, then those `step` further, and so on."""
     num_updates = tl.load(BUFFER + 4)
     num_records = tl.load(BUFFER + 5)
@@ -127,10 +129,10 @@ def _apply_deltas(BUFFER, BLOCK_TABLE, TEMPERATURE, SEED, table_stride, S: tl.co
 @triton.jit
 def _apply_deltas_kernel(BUFFER, BLOCK_TABLE, TEMPERATURE, SEED, table_stride, S: tl.constexpr, BLOCK: tl.constexpr):
     first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
-    _apply_deltas(BUFFER, BLOCK_TABLE, TEMPERATURE, SEED, table_stride, S, first, step, BLOCK)
+    _apply_deltas(BUFFER, BLOCK_TABLE, TEMPERATURE, SEED, table_stride, first, step, S, BLOCK)
 
 
-@triton.jit(do_not_specialize=["out_rows", "out_tokens"])
+@triton.jit(do_not_specialize=["out_rows", "out_tokens", "decode_rows"])
 def _expand_rows_kernel(
     BUFFER,
     BLOCK_TABLE,
@@ -145,35 +147,42 @@ def _expand_rows_kernel(
     table_stride,
     out_rows,
     out_tokens,
+    decode_rows,
     S: tl.constexpr,
     S_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Row `program_id(0)`, of which programs along axis 1 share the tokens; the row after the last one is the padding of
-    the tokens. A program adds up the counts of all rows before its own: S numbers, once, beat a scan kernel."""
-    row = tl.program_id(0)
+    """Output row `program_id(0)`, whose tokens the programs along axis 1 share; the one after the last is the tokens'
+    padding. The first `decode_rows` output rows are decodes or their padding, one token each; chunks follow.
+
+    A program adds up the counts of all chunks before its own: reading S numbers is cheaper than a scan kernel before it.
+    """
+    out_row = tl.program_id(0)
     share = tl.program_id(1)
     num_rows = tl.load(BUFFER + 0)
     num_decode = tl.load(BUFFER + 1)
     num_sample = tl.load(BUFFER + 2)
     given = BUFFER + (_HEADER + 3 * S) + tl.load(BUFFER + 4) * _UPDATE + tl.load(BUFFER + 5) * _RECORD
+    decodes = out_row < decode_rows
+    row = tl.where(decodes, out_row, out_row - decode_rows + num_decode)
     rows = tl.arange(0, S_PADDED)
-    before = (rows < row) & (rows < num_rows)
-    begin = tl.sum(tl.load(BUFFER + (_HEADER + 2 * S) + rows, mask=before, other=0), 0)
+    before = (rows >= num_decode) & (rows < row) & (rows < num_rows)
+    chunks_before = tl.sum(tl.load(BUFFER + (_HEADER + 2 * S) + rows, mask=before, other=0), 0)
+    begin = tl.where(decodes, out_row, decode_rows + chunks_before)
 
-    live = row < num_rows
+    live = row < tl.where(decodes, num_decode, num_rows)
     slot = tl.load(BUFFER + _HEADER + row, mask=live, other=-1)
     start = tl.load(BUFFER + (_HEADER + S) + row, mask=live, other=0)
     count = tl.load(BUFFER + (_HEADER + 2 * S) + row, mask=live, other=0)
     if share == 0:
-        tl.store(CU_SEQLENS + row, begin)
-        if row < out_rows:
-            tl.store(ROW_SLOT + row, slot)
-            tl.store(CONTEXT_LENS + row, start + count)
-            tl.store(LOGITS_INDICES + row, tl.where(row < num_sample, begin + count - 1, 0))
+        tl.store(CU_SEQLENS + out_row, begin)
+        if out_row < out_rows:
+            tl.store(ROW_SLOT + out_row, slot)
+            tl.store(CONTEXT_LENS + out_row, start + count)
+            tl.store(LOGITS_INDICES + out_row, tl.where(live & (row < num_sample), begin + count - 1, 0))
 
-    end = tl.where(row < out_rows, begin + count, out_tokens)
+    end = tl.where(out_row < out_rows, begin + tl.where(decodes, 1, count), out_tokens)
     for first in range(begin + share * BLOCK, end, tl.num_programs(1) * BLOCK):
         token = first + tl.arange(0, BLOCK)
         inside = token < end
@@ -182,11 +191,11 @@ def _expand_rows_kernel(
         table = BLOCK_TABLE + slot.to(tl.int64) * table_stride
         block = tl.load(table + position // BLOCK_SIZE, mask=read, other=0)
         cache_slot = tl.where(live, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
-        given_id = tl.load(given + token - num_decode, mask=read & (row >= num_decode), other=0)
-        last_id = tl.load(LAST_TOKEN + slot, mask=row < num_decode, other=0)
+        given_id = tl.load(given + token - decode_rows, mask=read & (out_row >= decode_rows), other=0)
+        last_id = tl.load(LAST_TOKEN + slot, mask=live & decodes, other=0)
         tl.store(POSITIONS + token, position, mask=inside)
         tl.store(SLOT_MAPPING + token, cache_slot, mask=inside)
-        tl.store(INPUT_IDS + token, tl.where(row < num_decode, last_id, given_id), mask=inside)
+        tl.store(INPUT_IDS + token, tl.where(decodes, last_id, given_id), mask=inside)
 
 
 @triton.jit(do_not_specialize=["out_rows"])
@@ -211,7 +220,7 @@ def _prepare_decode_kernel(
 ):
     """One program, so that a barrier is enough between the updates and their readers."""
     num_rows = tl.load(BUFFER + 0)
-    _apply_deltas(BUFFER, BLOCK_TABLE, TEMPERATURE, SEED, table_stride, S, 0, BLOCK, BLOCK)
+    _apply_deltas(BUFFER, BLOCK_TABLE, TEMPERATURE, SEED, table_stride, 0, BLOCK, S, BLOCK)
     tl.debug_barrier()
     row = tl.arange(0, BLOCK)
     inside = row < out_rows
@@ -245,7 +254,7 @@ def apply_deltas(buffer: torch.Tensor, max_num_seqs: int, state: DeviceState) ->
 
 
 def expand_rows(
-    buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, block_size: int, out: StepBuffers
+    buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, block_size: int, out: StepBuffers, decode_rows: int
 ) -> None:
     """Triton version of expand_rows_reference."""
     out_rows, out_tokens = out.row_slot.shape[0], out.positions.shape[0]
@@ -263,6 +272,7 @@ def expand_rows(
         state.block_table.stride(0),
         out_rows,
         out_tokens,
+        decode_rows,
         S=max_num_seqs,
         S_PADDED=triton.next_power_of_2(max_num_seqs),
         BLOCK_SIZE=block_size,
@@ -312,30 +322,38 @@ def apply_deltas_reference(buffer: torch.Tensor, max_num_seqs: int, state: Devic
 
 
 def expand_rows_reference(
-    buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, block_size: int, out: StepBuffers
+    buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, block_size: int, out: StepBuffers, decode_rows: int
 ) -> None:
     """Fills `out` for a packed step whose deltas are applied: all of its rows and tokens, padding past the step's own.
 
-    Padding rows have slot -1, context 0 and no tokens; padding tokens have id 0, position 0 and cache slot -1.
+    The first `decode_rows` rows of `out` (at least as many as the step decodes) have one token each, be they padding or
+    not; the chunks' rows follow, then padding rows without tokens. Padding rows have slot -1 and context 0; padding tokens
+    have id 0, position 0 and cache slot -1.
     """
     num_rows, num_decode, num_sample, num_tokens, num_updates, num_records = buffer[:6].tolist()
     arrays = buffer[HEADER_SIZE : HEADER_SIZE + 3 * max_num_seqs].view(3, max_num_seqs)[:, :num_rows]
     slot, start, count = arrays.long().unbind(0)
-    out.row_slot.fill_(-1)[:num_rows] = slot.int()
-    out.context_lens.zero_()[:num_rows] = (start + count).int()
+    shift = decode_rows - num_decode
     ends = count.cumsum(0)
-    out.cu_seqlens_q.fill_(num_tokens)[0] = 0
-    out.cu_seqlens_q[1 : num_rows + 1] = ends.int()
-    out.logits_indices.zero_()[:num_sample] = (ends[:num_sample] - 1).int()
+    ends[num_decode:] += shift
+    where = torch.arange(num_rows, device=buffer.device)
+    where[num_decode:] += shift
+    out.row_slot.fill_(-1)[where] = slot.int()
+    out.context_lens.zero_()[where] = (start + count).int()
+    out.cu_seqlens_q.fill_(num_tokens + shift)[: decode_rows + 1] = torch.arange(decode_rows + 1, device=buffer.device).int()
+    out.cu_seqlens_q[where + 1] = ends.int()
+    out.logits_indices.zero_()[where[:num_sample]] = (ends[:num_sample] - 1).int()
 
     row = torch.repeat_interleave(torch.arange(num_rows, device=buffer.device), count)
-    position = torch.arange(num_tokens, device=buffer.device) - (ends - count)[row] + start[row]
+    ordinal = torch.arange(num_tokens, device=buffer.device)
+    token = ordinal + shift * (ordinal >= num_decode)
+    position = token - (ends - count)[row] + start[row]
     block = state.block_table[slot[row], position // block_size].long()
-    out.positions.zero_()[:num_tokens] = position.int()
-    out.slot_mapping.fill_(-1)[:num_tokens] = (block * block_size + position % block_size).int()
+    out.positions.zero_()[token] = position.int()
+    out.slot_mapping.fill_(-1)[token] = (block * block_size + position % block_size).int()
     given = HEADER_SIZE + 3 * max_num_seqs + UPDATE_SIZE * num_updates + RECORD_SIZE * num_records
     out.input_ids.zero_()[:num_decode] = state.last_token[slot[:num_decode]]
-    out.input_ids[num_decode:num_tokens] = buffer[given : given + num_tokens - num_decode]
+    out.input_ids[token[num_decode:]] = buffer[given : given + num_tokens - num_decode]
 
 
 def prepare_decode_reference(
@@ -344,7 +362,6 @@ def prepare_decode_reference(
     """apply_deltas, then expand_rows for a step of decode rows alone, one token each, in an `out` of as many tokens as
     rows. Here padding rows have a token too: row r is token r throughout."""
     apply_deltas_reference(buffer, max_num_seqs, state)
-    expand_rows_reference(buffer, max_num_seqs, state, block_size, out)
-    rows = torch.arange(out.cu_seqlens_q.shape[0], dtype=torch.int32, device=buffer.device)
-    out.cu_seqlens_q.copy_(rows)
-    out.logits_indices.copy_(rows[:-1])
+    rows = out.row_slot.shape[0]
+    expand_rows_reference(buffer, max_num_seqs, state, block_size, out, rows)
+    out.logits_indices.copy_(torch.arange(rows, device=buffer.device))

@@ -102,6 +102,7 @@ def load_checkpoint(weights: list[CheckpointWeight], sources: Mapping[str, Tenso
     """Copies every weight from its source; reads overlap, since copying releases the interpreter."""
     stage = _pinned_stage(device) if device.type == "cuda" else lambda tensor: tensor
 
+    @torch.inference_mode()  # the caller's does not reach the pool's threads
     def load(weight: CheckpointWeight) -> None:
         source = sources[weight.name]
         weight.load(_Staged(source, stage))

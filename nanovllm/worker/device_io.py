@@ -23,7 +23,7 @@ class DeviceIO:
         self.device = device
         self.is_cuda = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if self.is_cuda else None
-        self._launched: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._launched: deque[tuple[torch.Tensor, torch.cuda.Event | None, slice]] = deque()
 
     def stream_context(self) -> AbstractContextManager[object]:
         """Everything on the device happens in this one stream, in the order of launches."""
@@ -52,15 +52,17 @@ class DeviceIO:
         self.step_buffer[:size].copy_(self._staging[self._turn][:size], non_blocking=True)
         return self.step_buffer
 
-    def download(self, tokens: torch.Tensor) -> None:
-        """Starts the copy of a step's tokens (int32 [rows]) to the host; `collect` hands them out in this order."""
+    def download(self, tokens: torch.Tensor, num_decode_rows: int, first_chunk_row: int) -> None:
+        """Starts the copy of a step's tokens (int32 [rows]) to the host; `collect` hands them out in this order, without
+        the padding rows between its `num_decode_rows` decodes and its `first_chunk_row`."""
+        padding = slice(num_decode_rows, first_chunk_row)
         if not self.is_cuda:
-            self._launched.append((tokens.clone(), None))
+            self._launched.append((tokens.clone(), None, padding))
             return
         result = self._results[self._turn][: tokens.shape[0]]
         result.copy_(tokens, non_blocking=True)
         self._events[self._turn].record()
-        self._launched.append((result, self._events[self._turn]))
+        self._launched.append((result, self._events[self._turn], padding))
 
     def forget_results(self) -> None:
         """For ranks that nobody asks for tokens."""
@@ -70,7 +72,7 @@ class DeviceIO:
         """Tokens of the oldest step not yet collected. `check` is called while waiting: it may raise, or return True where
         the wait has a reason that does not count. Raises StepTimeout after `timeout` seconds that do.
         """
-        tokens, event = self._launched.popleft()
+        tokens, event, padding = self._launched.popleft()
         if event is not None and not event.query():
             begin = time.perf_counter()
             while not event.query():
@@ -81,4 +83,6 @@ class DeviceIO:
                     time.sleep(20e-6)
                 if waited > timeout:
                     raise StepTimeout(f"the device did not finish a step within step_timeout={timeout} s")
-        return tokens.tolist()
+        token_ids = tokens.tolist()
+        del token_ids[padding]
+        return token_ids

@@ -19,7 +19,7 @@ from nanovllm.models import model_class
 from nanovllm.models.checkpoint import check_names, load_checkpoint, load_dummy, open_checkpoint
 from nanovllm.models.qwen3 import ModelContext
 from nanovllm.parallel.group import TensorParallelGroup
-from nanovllm.worker.cuda_graphs import DecodeGraphs
+from nanovllm.worker.cuda_graphs import MAX_CHUNK_ROWS, StepGraphs, StepShape
 from nanovllm.worker.device_io import DeviceIO
 from nanovllm.worker.kv_cache import GIB, MemoryProbe, bind_kv_cache, block_bytes, blocks_that_fit
 
@@ -46,7 +46,7 @@ class ModelRunner:
             rows = config.max_num_batched_tokens
             self.group.use_peer_memory(rows, self.model_config.hidden_size, self.dtype, config.max_num_seqs)
         self.io = DeviceIO(self.device)
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
         with torch.inference_mode(), self.io.stream_context():
             self._build(rank)
             self._load()
@@ -124,10 +124,11 @@ class ModelRunner:
             bind_kv_cache(layers, num_blocks, self.block_size, self.dtype, self.device)
             max_blocks = -(-self.max_model_len // self.block_size)
             self.state = DeviceState.allocate(config.max_num_seqs, max_blocks, self.device)
-            self.buffers = StepBuffers.allocate(config.max_num_seqs, config.max_num_batched_tokens, self.device)
+            rows = config.max_num_seqs + MAX_CHUNK_ROWS
+            self.buffers = StepBuffers.allocate(rows, config.max_num_batched_tokens + rows, self.device)
             updates = 3 * (num_blocks + config.max_num_seqs)
             fixed = HEADER_SIZE + (3 + RECORD_SIZE) * config.max_num_seqs
-            self.io.allocate(fixed + updates + config.max_num_batched_tokens, config.max_num_seqs)
+            self.io.allocate(fixed + updates + config.max_num_batched_tokens, rows)
 
     @torch.inference_mode()
     def capture_graphs(self) -> int:
@@ -139,81 +140,89 @@ class ModelRunner:
             self.graphs.capture_all()
         return len(self.graphs)
 
-    def _new_graphs(self) -> DecodeGraphs:
+    def _new_graphs(self) -> StepGraphs:
         assert self.io.stream is not None
         self.io.step_buffer.zero_()  # a step without rows: everything is padding
-        return DecodeGraphs(self._run_decode, self.config.max_num_seqs, self.io.stream)
+        config = self.config
+        return StepGraphs(self._run_padded, config.max_num_seqs, config.max_num_batched_tokens, self.io.stream)
 
     # -- one step -----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def launch(self, packed: np.ndarray) -> None:
         """Runs a packed step (engine/step_plan.py); its tokens are had from `collect`, oldest step first."""
-        num_rows, num_decode_rows, num_sample_rows = (int(n) for n in packed[:3])
+        num_rows, num_decode_rows, num_sample_rows, num_tokens = (int(n) for n in packed[:4])
         with self.io.stream_context():
             step = self.io.upload(packed)
-            if self.graphs is not None and num_decode_rows == num_rows:
-                self.graphs.replay(num_rows)
+            shape = None
+            if self.graphs is not None:
+                chunk_rows, chunk_tokens = num_rows - num_decode_rows, num_tokens - num_decode_rows
+                shape = self.graphs.shape_for(num_decode_rows, chunk_rows, chunk_tokens)
+            if self.graphs is not None and shape is not None:
+                self.graphs.replay(shape)
+                first_chunk_row = shape.decode_rows
             else:
-                self._run_mixed(step, packed)
-            self.io.download(self.buffers.tokens[:num_sample_rows])
+                self._run_exact(step, packed)
+                first_chunk_row = num_decode_rows
+            end = first_chunk_row + num_sample_rows - num_decode_rows
+            self.io.download(self.buffers.tokens[:end], num_decode_rows, first_chunk_row)
 
-    def _run_mixed(self, step: torch.Tensor, packed: np.ndarray) -> None:
+    def _run_exact(self, step: torch.Tensor, packed: np.ndarray) -> None:
         """Any step, eagerly, at its exact size."""
         num_rows, num_decode_rows, num_sample_rows, num_tokens = (int(n) for n in packed[:4])
         max_num_seqs, buffers = self.config.max_num_seqs, self.buffers.narrow(num_rows, num_tokens)
         self.kernels.apply_deltas(step, max_num_seqs, self.state)
-        self.kernels.expand_rows(step, max_num_seqs, self.state, self.block_size, buffers)
+        self.kernels.expand_rows(step, max_num_seqs, self.state, self.block_size, buffers, num_decode_rows)
         begin = HEADER_SIZE + max_num_seqs
         ends = packed[begin : begin + num_rows] + packed[begin + max_num_seqs : begin + max_num_seqs + num_rows]
-        attention = AttentionMetadata(
-            num_rows=num_rows,
+        attention = self._attention(buffers, num_decode_rows, max_seqlen_q=int(packed[6]), max_context_len=int(ends.max()))
+        self._forward(buffers, attention, num_sample_rows)
+
+    def _run_padded(self, shape: StepShape) -> None:
+        """A step from the step buffer, padded to `shape`, without a look at what it holds: what a CUDA graph captures."""
+        num_decode_rows, num_chunk_tokens = shape
+        num_rows = num_decode_rows + (MAX_CHUNK_ROWS if num_chunk_tokens else 0)
+        buffers = self.buffers.narrow(num_rows, num_decode_rows + num_chunk_tokens)
+        args = (self.io.step_buffer, self.config.max_num_seqs, self.state, self.block_size, buffers)
+        if num_chunk_tokens:
+            self.kernels.apply_deltas(*args[:3])
+            self.kernels.expand_rows(*args, num_decode_rows)
+        else:
+            self.kernels.prepare_decode(*args)
+        attention = self._attention(
+            buffers, num_decode_rows, max_seqlen_q=max(1, num_chunk_tokens), max_context_len=self.max_model_len
+        )
+        attention.is_captured = True
+        self._forward(buffers, attention, num_rows)
+
+    def _attention(
+        self, buffers: StepBuffers, num_decode_rows: int, max_seqlen_q: int, max_context_len: int
+    ) -> AttentionMetadata:
+        return AttentionMetadata(
+            num_rows=buffers.row_slot.shape[0],
             num_decode_rows=num_decode_rows,
             row_slot=buffers.row_slot,
             context_lens=buffers.context_lens,
             cu_seqlens_q=buffers.cu_seqlens_q,
             block_table=self.state.block_table,
-            max_seqlen_q=int(packed[6]),
-            max_context_len=int(ends.max()),
+            max_seqlen_q=max_seqlen_q,
+            max_context_len=max_context_len,
+            num_tokens=buffers.positions.shape[0],
         )
-        self._forward(buffers, attention, num_sample_rows, buffers.logits_indices[:num_sample_rows])
 
-    def _run_decode(self, bucket: int) -> None:
-        """A step of decodes only, padded to `bucket` rows, from the step buffer: what a CUDA graph captures."""
-        buffers = self.buffers.narrow(bucket, bucket)
-        self.kernels.prepare_decode(
-            self.io.step_buffer, self.config.max_num_seqs, self.state, self.block_size, buffers
-        )
-        attention = AttentionMetadata(
-            num_rows=bucket,
-            num_decode_rows=bucket,
-            row_slot=buffers.row_slot,
-            context_lens=buffers.context_lens,
-            cu_seqlens_q=buffers.cu_seqlens_q,
-            block_table=self.state.block_table,
-            max_seqlen_q=1,
-            max_context_len=self.max_model_len,
-        )
-        self._forward(buffers, attention, bucket, None)
-
-    def _forward(
-        self,
-        buffers: StepBuffers,
-        attention: AttentionMetadata,
-        num_sample_rows: int,
-        logits_indices: torch.Tensor | None,
-    ) -> None:
+    def _forward(self, buffers: StepBuffers, attention: AttentionMetadata, num_sample_rows: int) -> None:
         """Layers, head, sampling, and the sampled tokens back into the state and the token buffer.
 
-        `logits_indices`: int32 [num_sample_rows], the token of each sampled row; None where token r is row r's.
+        Draws for the first `num_sample_rows` rows. In a captured step these include chunks of unfinished prompts, whose
+        tokens nobody reads: their slot's last token is written again when the prompt ends.
         """
         self.backend.prepare(attention)
         step = ForwardStep(buffers.positions, buffers.slot_mapping, attention)
         hidden = self.model(buffers.input_ids, step)
         if num_sample_rows == 0:
             return
-        if logits_indices is not None:
-            hidden = hidden.index_select(0, logits_indices)
+        if attention.num_prefill_rows:
+            hidden = hidden.index_select(0, buffers.logits_indices[:num_sample_rows])
         row_slot = buffers.row_slot[:num_sample_rows]
         keys = self.kernels.gumbel_argmax(
             self.model.logits(hidden),

@@ -1,4 +1,4 @@
-"""The small-row GEMM kernels against float64 arithmetic: interpreted on a CPU in float32 and float16, on a GPU in bfloat16."""
+"""The small-row GEMM kernels against float64: interpreted on a CPU in float32 and float16, on a GPU in bfloat16."""
 
 import os
 import pickle
@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 
 from nanovllm.kernels import small_gemm as sg
 from nanovllm.kernels.small_gemm import GemmConfig
-from nanovllm.kernels.small_gemm_tune import OPS, SmallGemmChoice, autotune_small_gemm, rotation
+from nanovllm.kernels.small_gemm_tune import OPS, SmallGemmChoice, autotune_chain, autotune_small_gemm, rotation
 
 EPS = 1e-6
 FMA, TILE, STREAM = GemmConfig("fma", 8, 256, 2), GemmConfig("tile", 16, 256, 2), GemmConfig("stream", 32, 64, 3)
@@ -39,7 +39,9 @@ def inputs(rows: int, n: int, k: int, dtype: torch.dtype, seed: int = 0) -> dict
     return {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
 
 
-def run(op: str, t: dict[str, torch.Tensor], config: GemmConfig, rows: int | None = None, pdl: bool = True) -> torch.Tensor:
+def run(
+    op: str, t: dict[str, torch.Tensor], config: GemmConfig, rows: int | None = None, pdl: bool = True
+) -> torch.Tensor:
     x, residual = t["x"][:rows].clone(), t["residual"][:rows].clone()
     if op == "norm_linear":
         return sg.norm_linear(x, t["gain"], EPS, t["weight"], config=config, pdl=pdl)
@@ -83,7 +85,9 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the bfloat16 test covers these on a GPU")
-def test_matches_float64_in_the_interpreter(op: str, dtype: torch.dtype, config: GemmConfig, shape: tuple[int, int, int]) -> None:
+def test_matches_float64_in_the_interpreter(
+    op: str, dtype: torch.dtype, config: GemmConfig, shape: tuple[int, int, int]
+) -> None:
     t = inputs(*shape, dtype)
     assert relative_error(run(op, t, config), exact(op, t)) < TOLERANCE[dtype]
 
@@ -174,6 +178,45 @@ def test_choice_is_picklable_and_rotation_is_bounded() -> None:
     assert len(rotation([weight] * 40)) == 5
 
 
+def test_chain_is_improved_part_by_part() -> None:
+    """Costs that depend on the neighbour: the best choice of each part alone is not the best chain."""
+    costs = {
+        (FMA, FMA): 5.0,
+        (FMA, None): 4.0,
+        (TILE, FMA): 6.0,
+        (TILE, None): 3.0,
+        (None, None): 9.0,
+        (None, FMA): 9.0,
+    }
+    seen = []
+
+    def run(choices: dict[str, GemmConfig | None]) -> None:
+        seen.append((choices["qkv"], choices["o"]))
+
+    def timer(calls: list) -> float:
+        calls[0]()
+        return costs[seen[-1]]
+
+    options = {"o": [FMA, None], "qkv": [None, FMA, TILE]}
+    assert autotune_chain(run, options, {"qkv": FMA, "o": FMA}, timer) == {"qkv": TILE, "o": None}
+    assert len(seen) == 1 + 1 + 2
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 16])
+@pytest.mark.parametrize(
+    "shape", [(4096, 1024), (1024, 3072), (24576, 4096), (4096, 12288), (2560, 5120), (151936, 4096)]
+)
+def test_candidates_are_few_and_fit(rows: int, shape: tuple[int, int]) -> None:
+    n, k = shape
+    for paired in (False, True):
+        candidates = sg.candidate_configs(rows, n, k, paired)
+        assert 1 <= len(set(candidates)) == len(candidates) <= 4
+        for c in candidates:
+            assert c.block_k * c.split_k <= k
+            assert c.split_k == 1 or c.split_k * sg.MAX_ROWS * n <= sg.SCRATCH_FLOATS
+            assert not (paired and c.kernel == "fma" and c.block_n < 2 * c.num_warps)
+
+
 @pytest.mark.parametrize(
     ("shape_x", "shape_w", "message"),
     [((17, 64), (8, 64), "1 to 16 rows"), ((1, 64), (8, 72), "does not fit"), ((1, 60), (8, 60), "multiple of 8")],
@@ -185,7 +228,9 @@ def test_bad_shapes_are_refused(shape_x: tuple[int, int], shape_w: tuple[int, in
 
 def test_gate_and_up_need_two_weight_rows_for_each_warp() -> None:
     with pytest.raises(ValueError, match="gate and up need two"):
-        sg.norm_linear_silu_mul(torch.zeros(1, 64), torch.ones(64), EPS, torch.zeros(16, 64), config=GemmConfig("fma", 4, 256, 1))
+        sg.norm_linear_silu_mul(
+            torch.zeros(1, 64), torch.ones(64), EPS, torch.zeros(16, 64), config=GemmConfig("fma", 4, 256, 1)
+        )
 
 
 def test_strided_input_is_refused() -> None:

@@ -1,0 +1,113 @@
+"""Where a decode step's time goes: a table of its kernels, the gaps between them, and the host's share.
+
+    python scripts/profile_step.py --model 8B --batch 1 --context 512
+
+Takes a profiler trace of steady decode steps on one GPU and prints, per step: each kernel's launches and time, the idle
+time between kernels inside a step, and the idle time between one step's last kernel and the next one's first.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm import LLM, SamplingParams
+
+FIRST_KERNEL = "prepare_decode"  # every decode step begins with it
+
+
+def device_events(trace: Path) -> list[dict[str, Any]]:
+    """Kernels and copies of the trace, in order of start; times in microseconds."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    found = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "dur" in e]
+    return sorted(found, key=lambda event: event["ts"])
+
+
+def split_steps(events: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Events of each whole step; a step runs from its first kernel to whatever follows before the next one's."""
+    starts = [index for index, event in enumerate(events) if FIRST_KERNEL in event["name"]]
+    return [events[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+
+
+def report(steps: list[list[dict[str, Any]]], rows: int) -> dict[str, Any]:
+    """Medians over steps, in microseconds; prints the table and returns the figures."""
+    calls: dict[str, int] = defaultdict(int)
+    times: dict[str, float] = defaultdict(float)
+    inside, between, spans, counts = [], [], [], []
+    for step, following in zip(steps, steps[1:], strict=False):
+        end, idle, kernels = step[0]["ts"], 0.0, 0
+        for event in step:
+            # copies stand between steps: the one in belongs to the step after, the one out to nobody's critical path
+            if event["cat"] == "kernel":
+                idle += max(0.0, event["ts"] - end)
+                end = max(end, event["ts"] + event["dur"])
+                kernels += 1
+            calls[event["name"]] += 1
+            times[event["name"]] += event["dur"]
+        inside.append(idle)
+        between.append(max(0.0, following[0]["ts"] - end))
+        spans.append(following[0]["ts"] - step[0]["ts"])
+        counts.append(kernels)
+    count = len(spans)
+    print(f"{'kernel':70s} {'calls':>7s} {'us/step':>9s} {'us/call':>8s}")
+    for name in sorted(times, key=lambda key: -times[key])[:rows]:
+        print(f"{name[:70]:70s} {calls[name] / count:7.1f} {times[name] / count:9.1f} {times[name] / calls[name]:8.2f}")
+    figures = {
+        "step_us": statistics.median(spans),
+        "kernels": statistics.median(counts),
+        "gaps_inside_us": statistics.median(inside),
+        "idle_between_steps_us": statistics.median(between),
+    }
+    for name, value in figures.items():
+        print(f"{name:70s} {value:26.1f}")
+    print(f"{'idle between steps, share of the step':70s} {figures['idle_between_steps_us'] / figures['step_us']:26.2%}")
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="0.6B", help="one of the published Qwen3 sizes, with random weights, or a folder")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--context", type=int, default=512, help="prompt tokens of each request")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rows", type=int, default=24, help="kernels to list")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--options", nargs="*", default=[], metavar="KEY=VALUE", help="any other option of the engine")
+    args = parser.parse_args()
+    options = {key: json.loads(value) for key, value in (option.split("=", 1) for option in args.options)}
+    dummy = not Path(args.model).is_dir()
+    model = f"Qwen3-{args.model}" if dummy else args.model
+    load_format = "dummy" if dummy else "auto"
+    options |= {"tensor_parallel_size": args.tensor_parallel_size, "skip_tokenizer_init": True}
+    with LLM(model, load_format=load_format, max_num_seqs=max(args.batch, 16), **options) as llm:
+        draw = random.Random(0)
+        vocab = llm.model_config.vocab_size
+        for _ in range(args.batch):
+            prompt = [draw.randrange(vocab) for _ in range(args.context)]
+            llm.add_request(prompt, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=4096))
+        while llm.engine.num_decode_tokens < 20 * args.batch:
+            llm.step()
+        begin = time.perf_counter()
+        for _ in range(args.steps):
+            llm.step()
+        plain = (time.perf_counter() - begin) / args.steps * 1e6
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(args.steps):
+                llm.step()
+            torch.cuda.synchronize()
+        with tempfile.TemporaryDirectory() as folder:
+            trace = Path(folder) / "trace.json"
+            profile.export_chrome_trace(str(trace))
+            report(split_steps(device_events(trace)), args.rows)
+        print(f"{'host clock per step without the profiler, us':70s} {plain:26.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+import pytest
+import torch
+
+from nanovllm.kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from tests.kernels.conftest import poison
+
+EPS = 1e-6
+SHAPES = [(1, 64), (5, 96), (3, 1000), (2, 5120), (7, 1024)]
+
+
+def assert_within_one_rounding(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal to float32 accuracy, or to one step of bfloat16 where a statistic's last bit decided a rounding."""
+    tolerance = 2e-6 if actual.dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance / 4)
+    if actual.dtype != torch.float32:
+        assert (actual != expected).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rms_norm_equals_its_twin(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    x = torch.randn(shape, dtype=dtype, device=device) * 3
+    weight = torch.randn(shape[1], dtype=dtype, device=device)
+    before = x.clone()
+    out = poison(*shape, dtype=dtype, device=device)
+    assert rms_norm(x, weight, EPS, out) is out
+    assert_within_one_rounding(out, rms_norm_reference(x, weight, EPS))
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_add_rms_norm_equals_its_twin(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    x, residual = (torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
+    weight = torch.randn(shape[1], dtype=dtype, device=device)
+    x_before, twin_residual = x.clone(), residual.clone()
+    expected, expected_sum = add_rms_norm_reference(x, twin_residual, weight, EPS)
+    normed, new_residual = add_rms_norm(x, residual, weight, EPS)
+    assert torch.equal(x, x_before)
+    assert new_residual is residual
+    assert torch.equal(new_residual, expected_sum)
+    assert_within_one_rounding(normed, expected)
+
+
+def test_rows_may_be_strided(dtype: torch.dtype, device: torch.device) -> None:
+    x = torch.randn(6, 128, dtype=dtype, device=device)
+    weight = torch.randn(128, dtype=dtype, device=device)
+    assert torch.equal(rms_norm(x[::2], weight, EPS), rms_norm(x[::2].contiguous(), weight, EPS))
+
+
+def test_a_row_does_not_depend_on_its_neighbours(dtype: torch.dtype, device: torch.device) -> None:
+    x = torch.randn(33, 256, dtype=dtype, device=device)
+    weight = torch.randn(256, dtype=dtype, device=device)
+    together = rms_norm(x, weight, EPS)
+    x[1:] = float("nan")
+    assert torch.equal(rms_norm(x, weight, EPS)[0], together[0])
+    assert torch.equal(rms_norm(x[:1], weight, EPS)[0], together[0])
+
+
+def test_no_rows(dtype: torch.dtype, device: torch.device) -> None:
+    x = torch.empty(0, 64, dtype=dtype, device=device)
+    assert rms_norm(x, torch.ones(64, dtype=dtype, device=device), EPS).shape == (0, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_twin_rounds_as_hugging_face(dtype: torch.dtype) -> None:
+    qwen3 = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
+    norm = qwen3.Qwen3RMSNorm(96, eps=EPS)
+    norm.weight.data = torch.randn(96, dtype=dtype)
+    x = torch.randn(4, 96, dtype=dtype)
+    with torch.no_grad():
+        assert torch.equal(rms_norm_reference(x, norm.weight, EPS), norm(x))

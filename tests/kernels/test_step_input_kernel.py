@@ -1,0 +1,176 @@
+import random
+from dataclasses import dataclass, field, fields
+
+import pytest
+import torch
+
+from nanovllm.kernels.step_input import (
+    HEADER_SIZE,
+    DeviceState,
+    StepBuffers,
+    apply_deltas,
+    apply_deltas_reference,
+    expand_rows,
+    expand_rows_reference,
+    prepare_decode,
+    prepare_decode_reference,
+)
+from tests.kernels.conftest import poison
+
+BLOCK_SIZE = 16
+MAX_BLOCKS = 40
+
+
+@dataclass
+class Step:
+    """A packed step and, told apart from it, what it should come to."""
+
+    max_num_seqs: int
+    slots: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    num_decode: int = 0
+    num_sample: int = 0
+    updates: list[tuple[int, int, int]] = field(default_factory=list)
+    records: list[tuple[int, float, int]] = field(default_factory=list)
+    given_ids: list[int] = field(default_factory=list)
+
+    def pack(self) -> torch.Tensor:
+        size = self.max_num_seqs
+        arrays = torch.full((3, size), 999, dtype=torch.int32)  # junk past the rows
+        for line, values in zip(arrays, (self.slots, self.starts, self.counts), strict=True):
+            line[: len(values)] = torch.tensor(values, dtype=torch.int32)
+        header = torch.zeros(HEADER_SIZE, dtype=torch.int32)
+        counts = [len(self.slots), self.num_decode, self.num_sample, sum(self.counts)]
+        header[:6] = torch.tensor([*counts, len(self.updates), len(self.records)])
+        updates = torch.tensor(self.updates, dtype=torch.int32).flatten()
+        records = torch.zeros(len(self.records), 8, dtype=torch.int32)
+        for record, (slot, temperature, seed) in zip(records, self.records, strict=True):
+            record[0] = slot
+            record[1:2] = torch.tensor([temperature]).view(torch.int32)
+            record[2:4] = torch.tensor([seed]).view(torch.int32)
+        given = torch.tensor(self.given_ids, dtype=torch.int32)
+        return torch.cat((header, arrays.flatten(), updates, records.flatten(), given, torch.full((50,), 777))).int()
+
+
+def random_step(rng: random.Random, max_num_seqs: int, decode_only: bool) -> Step:
+    step = Step(max_num_seqs)
+    step.slots = rng.sample(range(max_num_seqs), rng.randint(0, max_num_seqs))
+    step.num_decode = len(step.slots) if decode_only else rng.randint(0, len(step.slots))
+    step.num_sample = rng.randint(step.num_decode, len(step.slots))
+    for row in range(len(step.slots)):
+        count = 1 if row < step.num_decode else rng.choice([1, 2, 15, 16, 17, 300])
+        step.counts.append(count)
+        step.starts.append(rng.randint(0, MAX_BLOCKS * BLOCK_SIZE - count))
+    places = [(slot, index) for slot in range(max_num_seqs) for index in range(MAX_BLOCKS)]
+    for slot, index in rng.sample(places, rng.choice([0, 1, 5, min(300, len(places))])):
+        step.updates.append((slot, index, rng.randint(0, 2**31 // BLOCK_SIZE - 1)))
+    for slot in rng.sample(range(max_num_seqs), rng.choice([0, 1, max_num_seqs])):
+        step.records.append((slot, rng.random(), rng.randint(-(2**63), 2**63 - 1)))
+    step.given_ids = [rng.randint(0, 10**6) for _ in range(sum(step.counts) - step.num_decode)]
+    return step
+
+
+def random_state(max_num_seqs: int, device: torch.device) -> DeviceState:
+    state = DeviceState.allocate(max_num_seqs, MAX_BLOCKS, device)
+    state.block_table.random_(0, 10000)
+    state.last_token.random_(0, 10**6)
+    state.temperature.uniform_()
+    state.seed.random_()
+    return state
+
+
+def clone(state: DeviceState) -> DeviceState:
+    return DeviceState(**{f.name: getattr(state, f.name).clone() for f in fields(state)})
+
+
+def poisoned_buffers(rows: int, tokens: int, device: torch.device) -> StepBuffers:
+    """With a margin that must stay poisoned."""
+    buffers = StepBuffers.allocate(rows + 5, tokens + 5, device)
+    for f in fields(buffers):
+        getattr(buffers, f.name).copy_(poison(*getattr(buffers, f.name).shape, dtype=torch.int32, device=device))
+    return buffers
+
+
+def assert_same(actual: DeviceState | StepBuffers, expected: DeviceState | StepBuffers) -> None:
+    for f in fields(actual):
+        assert torch.equal(getattr(actual, f.name), getattr(expected, f.name)), f.name
+
+
+@pytest.mark.parametrize("case", range(6))
+def test_apply_and_expand_equal_their_twins(case: int, device: torch.device) -> None:
+    rng = random.Random(case)
+    max_num_seqs = [1, 3, 8, 8, 13, 16][case]
+    step = random_step(rng, max_num_seqs, decode_only=False)
+    padding = rng.choice((0, 0, 1, 5))  # decode rows of a CUDA graph that this step does not fill
+    rows, tokens = len(step.slots) + padding + rng.randint(0, 3), sum(step.counts) + padding + rng.randint(0, 40)
+    packed, state = step.pack().to(device), random_state(max_num_seqs, device)
+    twin_state = clone(state)
+    apply_deltas(packed, max_num_seqs, state)
+    apply_deltas_reference(packed, max_num_seqs, twin_state)
+    assert_same(state, twin_state)
+    buffers, twin_buffers = (poisoned_buffers(rows, tokens, device) for _ in range(2))
+    decode_rows = step.num_decode + padding
+    expand_rows(packed, max_num_seqs, state, BLOCK_SIZE, buffers.narrow(rows, tokens), decode_rows)
+    expand_rows_reference(packed, max_num_seqs, state, BLOCK_SIZE, twin_buffers.narrow(rows, tokens), decode_rows)
+    assert_same(buffers, twin_buffers)
+    assert_same(state, twin_state)
+
+
+@pytest.mark.parametrize("case", range(6))
+def test_prepare_decode_equals_its_twin(case: int, device: torch.device) -> None:
+    rng = random.Random(case)
+    max_num_seqs = [1, 3, 8, 130, 17, 16][case]
+    step = random_step(rng, max_num_seqs, decode_only=True)
+    bucket = rng.randint(len(step.slots), max_num_seqs)
+    packed, state = step.pack().to(device), random_state(max_num_seqs, device)
+    twin_state = clone(state)
+    buffers, twin_buffers = (poisoned_buffers(bucket, bucket, device) for _ in range(2))
+    prepare_decode(packed, max_num_seqs, state, BLOCK_SIZE, buffers.narrow(bucket, bucket))
+    prepare_decode_reference(packed, max_num_seqs, twin_state, BLOCK_SIZE, twin_buffers.narrow(bucket, bucket))
+    assert_same(state, twin_state)
+    assert_same(buffers, twin_buffers)
+
+
+@pytest.mark.parametrize("case", range(20))
+def test_twin_says_what_the_host_meant(case: int) -> None:
+    rng = random.Random(1000 + case)
+    step = random_step(rng, 9, decode_only=False)
+    packed, state = step.pack(), random_state(9, torch.device("cpu"))
+    apply_deltas_reference(packed, 9, state)
+    for slot, index, block in step.updates:
+        assert state.block_table[slot, index] == block
+    for slot, temperature, seed in step.records:
+        assert state.temperature[slot] == torch.tensor(temperature)
+        assert state.seed[slot] == seed
+    out = StepBuffers.allocate(12, 4000, "cpu")
+    padding = case % 3
+    decode_rows = step.num_decode + padding
+    expand_rows_reference(packed, 9, state, BLOCK_SIZE, out, decode_rows)
+    token, given = 0, iter(step.given_ids)
+    for order, (slot, start, count) in enumerate(zip(step.slots, step.starts, step.counts, strict=True)):
+        row = order
+        if order >= step.num_decode:
+            row, token = order + padding, max(token, decode_rows)
+        assert (out.row_slot[row], out.context_lens[row], out.cu_seqlens_q[row]) == (slot, start + count, token)
+        for position in range(start, start + count):
+            block = int(state.block_table[slot, position // BLOCK_SIZE])
+            assert out.positions[token] == position
+            assert out.slot_mapping[token] == block * BLOCK_SIZE + position % BLOCK_SIZE
+            expected = int(state.last_token[slot]) if order < step.num_decode else next(given)
+            assert out.input_ids[token] == expected
+            token += 1
+        assert out.logits_indices[row] == (token - 1 if order < step.num_sample else 0)
+    rows, token = len(step.slots) + padding, sum(step.counts) + padding
+    unused = slice(step.num_decode, decode_rows)
+    assert (out.row_slot[unused] == -1).all() and (out.slot_mapping[unused] == -1).all()
+    assert (out.row_slot[rows:] == -1).all() and (out.context_lens[rows:] == 0).all()
+    assert (out.cu_seqlens_q[rows:] == token).all() and (out.slot_mapping[token:] == -1).all()
+    assert (out.positions[token:] == 0).all() and (out.input_ids[token:] == 0).all()
+
+
+def test_host_and_device_agree_on_the_layout() -> None:
+    step_plan = pytest.importorskip("nanovllm.engine.step_plan")
+    from nanovllm.kernels import step_input
+
+    assert (step_plan.HEADER_SIZE, step_plan.RECORD_SIZE) == (step_input.HEADER_SIZE, step_input.RECORD_SIZE)
