@@ -63,8 +63,8 @@ class EngineConfig:
     max_long_partial_prefills: int = 1
     """Most long prompts in progress while a short one waits."""
     long_prefill_token_threshold: int | None = None
-    """A prompt with more tokens to compute than this is long, and while short ones wait it gets at most this many tokens
-    a step. Default: a quarter of max_num_batched_tokens; 0 switches the distinction off."""
+    """A prompt with more tokens to compute than this is long, and while short ones wait it gets at most this many
+    tokens a step, and at most half of those left for prompts. Default: a quarter of max_num_batched_tokens; 0 switches the distinction off."""
 
     gpu_memory_utilization: float = 0.9
     """Share of each GPU's memory for weights, activations, graphs and KV cache together."""
@@ -93,9 +93,19 @@ class EngineConfig:
     """Seconds after which a step (or a worker) without progress is an error; compiling does not count."""
 
     def __post_init__(self) -> None:
-        _require(isinstance(self.model, (str, os.PathLike)) and bool(str(self.model)), "model", self.model, "a path or hub id")
+        _require(
+            isinstance(self.model, (str, os.PathLike)) and bool(str(self.model)),
+            "model",
+            self.model,
+            "a path or hub id",
+        )
         object.__setattr__(self, "model", str(self.model))
-        for option in ("max_num_seqs", "max_num_batched_tokens", "max_num_partial_prefills", "max_long_partial_prefills"):
+        for option in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_num_partial_prefills",
+            "max_long_partial_prefills",
+        ):
             _require_int(option, getattr(self, option), 1)
         for option in ("max_model_len", "num_kvcache_blocks", "max_num_prefill_tokens_with_decodes"):
             if getattr(self, option) is not None:
@@ -106,13 +116,17 @@ class EngineConfig:
             _require_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         if self.kvcache_block_size is not None:
             _require_int("kvcache_block_size", self.kvcache_block_size, 16)
-            _require(self.kvcache_block_size % 16 == 0, "kvcache_block_size", self.kvcache_block_size, "a multiple of 16")
+            _require(
+                self.kvcache_block_size % 16 == 0, "kvcache_block_size", self.kvcache_block_size, "a multiple of 16"
+            )
         share = self.gpu_memory_utilization
         _require(_is_number(share) and 0 < share <= 1, "gpu_memory_utilization", share, "a number in (0, 1]")
         for option in ("cpu_kvcache_gib", "step_timeout"):
             value = getattr(self, option)
             _require(_is_number(value) and value > 0, option, value, "a finite number > 0")
-        _require(isinstance(self.hf_overrides, dict), "hf_overrides", self.hf_overrides, "a dict of config.json entries")
+        _require(
+            isinstance(self.hf_overrides, dict), "hf_overrides", self.hf_overrides, "a dict of config.json entries"
+        )
         for option in (f.name for f in fields(self) if f.type is bool):
             _require(isinstance(getattr(self, option), bool), option, getattr(self, option), "True or False")
         self._require_choice("device", "auto", "cuda", "cpu")
@@ -165,7 +179,12 @@ class RopeConfig:
         _require(isinstance(scaling, dict), "rope_scaling", scaling, "a dict")
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         _require(kind in cls.KINDS, "rope_type", kind, "one of " + ", ".join(map(repr, cls.KINDS)))
-        _require("factor" in scaling or kind == "default", "rope_scaling", scaling, f"given a 'factor' for rope type {kind!r}")
+        _require(
+            "factor" in scaling or kind == "default",
+            "rope_scaling",
+            scaling,
+            f"given a 'factor' for rope type {kind!r}",
+        )
         names = ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate")
         given = {name: scaling[name] for name in names if scaling.get(name) is not None}
         return cls(float(scaling.get("rope_theta", raw.get("rope_theta", 10000.0))), kind, **given)
@@ -200,7 +219,9 @@ class ModelConfig:
                 raise ValueError(f"config.json: {name!r} is missing")
             _require_int(name, raw[name], 1)
         for name, supported in _ONLY_SUPPORTED.items():
-            _require(raw.get(name, supported) == supported, name, raw.get(name), f"{supported!r} (others are not supported)")
+            _require(
+                raw.get(name, supported) == supported, name, raw.get(name), f"{supported!r} (others are not supported)"
+            )
         heads = raw["num_attention_heads"]
         kv_heads = raw.get("num_key_value_heads") or heads
         _require_int("num_key_value_heads", kv_heads, 1)

@@ -83,7 +83,7 @@ def fits(part: str, n: int, k: int, config: GemmConfig) -> bool:
 
 
 def compile_job(job: Job) -> str:
-    """Run one configuration once, in a worker process, so that its binary is in Triton's cache. Returns an error or ''."""
+    """Run one configuration once in a worker process, to put it in Triton's cache; an error message or ''."""
     part, n, k, rows, config = job
     n = min(n, 16384)
     x = torch.randn(rows, k, device="cuda").bfloat16()
@@ -174,7 +174,7 @@ def show(entry: dict, most: int) -> None:
 
 
 class LayerChain:
-    """The four matrix products of every layer of a model in decode order, without attention: o reads a part of qkv's output."""
+    """The four matrix products of every layer in decode order, without attention: o reads a part of qkv's output."""
 
     def __init__(self, model: str, rows: int) -> None:
         shapes = MODELS[model]

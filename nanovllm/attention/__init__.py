@@ -51,5 +51,5 @@ def _load(name: str) -> type[AttentionBackend]:
     module, cls = BACKENDS[name]
     try:
         return getattr(import_module(module), cls)
-    except ImportError as error:
+    except (ImportError, RuntimeError, OSError) as error:  # half an installation fails in its own ways
         raise ValueError(f"attention_backend={name!r}: must be installed ({error})") from error

@@ -12,6 +12,7 @@ Rank Q writes again into the place that I read in call n in its call n+2. Then Q
 needed data that every rank sent in ITS call n+1; mine began after my call n had ended (stream order), read-back and
 cleaning included. Hence: calls of one block run in one stream order, and never with programmatic dependent launch.
 
+Rounding is that of `kernels/norm.py`, with one rounding for sum and residual together.
 Sums are float32 in a fixed order, computed from the same bits by the same code on all ranks (two-shot: on one rank,
 then copied), so that all ranks hold the same bits.
 
@@ -23,9 +24,8 @@ after their own pushes; a launch has at most MAX_PROGRAMS of them, so that all a
 from typing import Any, Literal
 
 import torch
-import triton
-import triton.language as tl
 
+from nanovllm.kernels.triton_import import tl, triton
 from nanovllm.parallel.peer_memory import MAX_PROGRAMS, SENTINELS, PeerMemory
 
 Path = Literal["one_shot", "two_shot", "nccl"]
@@ -82,9 +82,11 @@ def _finish_row(arrived, kept_before, gain, at, residual_out, out, mask, eps, HI
     kept = _rounded(total, out, INT, SENTINEL)
     result = kept
     if NORM:
-        tl.store(residual_out + at, kept.to(out.dtype.element_ty, bitcast=True), mask=mask)
-        scale = tl.math.rsqrt(tl.sum(total * total, 0) / HIDDEN + eps)
-        result = _rounded(total * scale * gain, out, INT, SENTINEL)
+        x = kept.to(out.dtype.element_ty, bitcast=True)
+        tl.store(residual_out + at, x, mask=mask)
+        x32 = x.to(tl.float32)
+        normed = (x32 * tl.math.rsqrt(tl.sum(x32 * x32, 0) / HIDDEN + eps)).to(out.dtype.element_ty)
+        result = _rounded(normed.to(tl.float32) * gain, out, INT, SENTINEL)
     tl.store(out + at, result.to(out.dtype.element_ty, bitcast=True), mask=mask)
     return result, kept
 
@@ -250,9 +252,9 @@ def all_reduce_add_rms_norm_reference(
         residual = torch.empty_like(partial)
     else:
         total = total + residual.float()
-    residual.copy_(total)
-    scale = torch.rsqrt(total.square().mean(-1, keepdim=True) + eps)
-    return (total * scale * weight.float()).to(partial.dtype), residual
+    x32 = residual.copy_(total).float()
+    normed = (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(partial.dtype)
+    return normed * weight, residual
 
 
 class PeerAllReduce:
@@ -296,7 +298,7 @@ class PeerAllReduce:
         replicate_residual: bool = True,
         path: Path | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum over the ranks + residual, and its RMSNorm; float32 inside, one rounding each.
+        """Sum over the ranks + residual (float32, one rounding), and the RMSNorm of that.
 
         partial [T, hidden]: this rank's addend, contiguous, any memory. residual [T, hidden]: updated in place; None:
         zeros, and a new tensor is returned. weight [hidden]. Returns (normalised [T, hidden], residual [T, hidden]).

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from nanovllm.kernels.paged_tma import paged_descriptor, supports_tma
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2_E = 1.4426950408889634
 
 
@@ -179,6 +180,13 @@ def _merge(PARTIAL, LSE, OUT, first, num_chunks, stride_out_head,
 
 
 @triton.jit
+def _sync_threads():
+    """tl.debug_barrier, in a form that does not keep the compiler from pipelining the loop around it."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def _finish_chunk(m, l, acc, OUT, PARTIAL, LSE, ARRIVED, row, kv_head, chunk_of, out_token, out_head,
                   HKV: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr,
                   MAX_SPLITS: tl.constexpr):
@@ -198,7 +206,7 @@ def _finish_chunk(m, l, acc, OUT, PARTIAL, LSE, ARRIVED, row, kv_head, chunk_of,
         tl.store(LSE + entries, m + tl.log2(l), mask=heads < G)
         tl.store(PARTIAL + entries[:, None] * D + dims[None, :], o, mask=(heads < G)[:, None])
         # All threads' stores come before the one thread's release; the acquire comes before all threads' loads.
-        tl.debug_barrier()
+        _sync_threads()
         arrived = tl.atomic_add(ARRIVED + row * HKV + kv_head, 1, sem="acq_rel", scope="gpu")
         if arrived == num_chunks - 1:
             _merge(PARTIAL, LSE, OUT_HEADS, first, num_chunks, out_head, G, GROUP, D, MAX_SPLITS)
@@ -207,10 +215,10 @@ def _finish_chunk(m, l, acc, OUT, PARTIAL, LSE, ARRIVED, row, kv_head, chunk_of,
 
 @triton.jit
 def _count_tiles(WORK, num_items, HKV: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Tiles in all items of this program."""
+    """Tiles in all items of this program but its first."""
     AT_ONCE: tl.constexpr = 64
     tiles = 0
-    for first in range(tl.program_id(0), num_items, AT_ONCE * tl.num_programs(0)):
+    for first in range(tl.program_id(0) + tl.num_programs(0), num_items, AT_ONCE * tl.num_programs(0)):
         items = first + tl.arange(0, AT_ONCE) * tl.num_programs(0)
         entry = WORK + items // HKV * 4
         start = tl.load(entry + 1, mask=items < num_items, other=0)
@@ -244,8 +252,10 @@ def decode_attention_kernel(Q, K, V, OUT, TABLE, WORK, NUM_WORK, PARTIAL, LSE, A
     num_items = tl.load(NUM_WORK) * HKV
     item = tl.program_id(0)
     step = tl.num_programs(0)
-    tiles = _count_tiles(WORK, num_items, HKV, BLOCK_N)
-    row_and_slot, n, end, chunk_of = _load_item(WORK, item, item < num_items, 0, 0, 0, 0, HKV)
+    # The first entry is read before it is known to be one, which it is in all but the smallest batches.
+    row_and_slot, n, end, chunk_of = _load_item(WORK, item, True, 0, 0, 0, 0, HKV)
+    end = tl.where(item < num_items, end, n)
+    tiles = (end - n + BLOCK_N - 1) // BLOCK_N + _count_tiles(WORK, num_items, HKV, BLOCK_N)
     next_row_and_slot, next_start, next_end, next_chunk_of = _load_item(WORK, item + step, item + step < num_items,
                                                                         0, 0, 0, 0, HKV)
     block = _look_up(TABLE + (row_and_slot >> 16).to(tl.int64) * table_stride, n, end, PAGE, BLOCK_N)

@@ -131,13 +131,10 @@ def _commit_tokens_kernel(KEYS, ROW_SLOT, LAST_TOKEN, TOKENS, num_rows, BLOCK: t
     tl.store(LAST_TOKEN + slot, token, mask=slot >= 0)
 
 
-def _tiling(num_rows: int) -> tuple[int, int, int]:
+def _tiling(num_rows: int, num_valid: int) -> tuple[int, int, int]:
     """(ids of a tile, tiles of a chunk, warps): few rows need many programs, many rows long ones."""
-    if num_rows <= 4:
-        return 1024, 1, 4
-    if num_rows <= 32:
-        return 1024, 4, 4
-    return 1024, 16, 4
+    tiles = 1 if num_rows <= 4 else 4 if num_rows <= 32 else 16
+    return 1024, min(tiles, triton.next_power_of_2(triton.cdiv(num_valid, 1024))), 4
 
 
 def _best_of_chunks(
@@ -151,7 +148,7 @@ def _best_of_chunks(
 ) -> torch.Tensor:
     """Keys int64 [B, chunks]; nothing is written for rows of slot -1."""
     num_rows = logits.shape[0]
-    tile, tiles, num_warps = _tiling(num_rows)
+    tile, tiles, num_warps = _tiling(num_rows, num_valid)
     num_chunks = triton.cdiv(num_valid, tile * tiles)
     partial = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
     _best_of_chunks_kernel[(num_chunks, num_rows)](

@@ -107,15 +107,18 @@ def _apply_deltas(
     num_updates = tl.load(BUFFER + 4)
     num_records = tl.load(BUFFER + 5)
     updates = BUFFER + (_HEADER + 3 * S)
-    for begin in range(first, num_updates, step):
+    begin = first
+    while begin < num_updates:
         entry = begin + tl.arange(0, BLOCK)
         live = entry < num_updates
         slot = tl.load(updates + entry * _UPDATE, mask=live, other=0).to(tl.int64)
         index = tl.load(updates + entry * _UPDATE + 1, mask=live, other=0)
         block = tl.load(updates + entry * _UPDATE + 2, mask=live, other=0)
         tl.store(BLOCK_TABLE + slot * table_stride + index, block, mask=live)
+        begin += step
     records = updates + num_updates * _UPDATE
-    for begin in range(first, num_records, step):
+    begin = first
+    while begin < num_records:
         entry = begin + tl.arange(0, BLOCK)
         live = entry < num_records
         slot = tl.load(records + entry * _RECORD, mask=live, other=0)
@@ -124,6 +127,7 @@ def _apply_deltas(
         high = tl.load(records + entry * _RECORD + 3, mask=live, other=0).to(tl.int64)
         tl.store(TEMPERATURE + slot, temperature, mask=live)
         tl.store(SEED + slot, (high << 32) | low, mask=live)
+        begin += step
 
 
 @triton.jit
@@ -183,7 +187,8 @@ def _expand_rows_kernel(
             tl.store(LOGITS_INDICES + out_row, tl.where(live & (row < num_sample), begin + count - 1, 0))
 
     end = tl.where(out_row < out_rows, begin + tl.where(decodes, 1, count), out_tokens)
-    for first in range(begin + share * BLOCK, end, tl.num_programs(1) * BLOCK):
+    first = begin + share * BLOCK
+    while first < end:
         token = first + tl.arange(0, BLOCK)
         inside = token < end
         read = inside & live
@@ -196,6 +201,7 @@ def _expand_rows_kernel(
         tl.store(POSITIONS + token, position, mask=inside)
         tl.store(SLOT_MAPPING + token, cache_slot, mask=inside)
         tl.store(INPUT_IDS + token, tl.where(decodes, last_id, given_id), mask=inside)
+        first += tl.num_programs(1) * BLOCK
 
 
 @triton.jit(do_not_specialize=["out_rows"])

@@ -35,6 +35,7 @@ MAX_PROGRAMS = 128
 SENTINELS = {2: -(2**15), 4: -(2**31), 8: -(2**63)}
 """Item size -> what an empty place holds, read as an integer: -0.0 for floats, the smallest int64 for keys."""
 
+_PAGE = 2 << 20  # bytes
 _ALIGNMENT = 512  # bytes: every region starts where 16-byte accesses and whole lines do
 
 
@@ -147,8 +148,9 @@ class _Driver:
             raise RuntimeError(f"{name}: {(text.value or b'unknown error').decode()} ({code})")
 
     def allocate(self, nbytes: int) -> int:
+        """Whole 2 MiB pages: a handle covers the pages of an allocation, and those must hold nothing else."""
         address = ctypes.c_uint64()
-        self._call("cuMemAlloc_v2", ctypes.byref(address), nbytes)
+        self._call("cuMemAlloc_v2", ctypes.byref(address), -(-nbytes // _PAGE) * _PAGE)
         return address.value
 
     def free(self, address: int) -> None:
@@ -157,7 +159,7 @@ class _Driver:
     def export(self, address: int) -> bytes:
         handle = _Handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), address)
-        return ctypes.string_at(ctypes.byref(handle), 64)
+        return bytes(handle)
 
     def open(self, handle: bytes) -> int:
         address = ctypes.c_uint64()

@@ -4,7 +4,11 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-_common = {"deadline": None, "stateful_step_count": 40, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much]}
+_common = {
+    "deadline": None,
+    "stateful_step_count": 40,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much],
+}
 settings.register_profile("nanovllm", max_examples=60, **_common)
 settings.register_profile("nanovllm-ci", max_examples=60, derandomize=True, **_common)
 settings.register_profile("nanovllm-thorough", max_examples=3000, **_common)  # NANOVLLM_HYPOTHESIS=thorough

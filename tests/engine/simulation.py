@@ -64,7 +64,7 @@ class Request:
 
 
 class Simulation:
-    """`depth` steps may be launched whose results the scheduler has not seen: 2 as the engine does, 1 without overlap."""
+    """`depth` steps may be launched whose results the scheduler has not seen: 2 as in the engine, 1 without overlap."""
 
     def __init__(self, *, num_blocks: int = 64, block_size: int = 4, depth: int = 2, **options: object) -> None:
         self.config = EngineConfig.from_options("model", **options)
@@ -109,7 +109,7 @@ class Simulation:
     def launch(self) -> StepPlan | None:
         """Schedules a step, checks it, and lets the device run it; its results wait for collect()."""
         assert len(self.pipeline) < self.depth
-        running_before = list(self.scheduler.running)
+        running_before = [(seq, seq.epoch) for seq in self.scheduler.running]
         waiting_before = self._with_status(SequenceStatus.WAITING)
         plan = self.scheduler.schedule()
         self.check()
@@ -186,14 +186,13 @@ class Simulation:
         elif seq.status is not SequenceStatus.FINISHED:
             assert len(request.gained) < len(expected), f"{seq} goes on past its end"
 
-    def _check_preempted(self, running_before: list[Sequence]) -> None:
-        """Only the newest rows go back, and never the oldest: somebody always gets on."""
-        for seq in running_before:
-            assert seq.status is not SequenceStatus.FINISHED
-        stayed = [seq for seq in running_before if seq.status is SequenceStatus.RUNNING]
-        assert stayed == running_before[: len(stayed)]
-        assert stayed or not running_before
-        self.num_preemptions += len(running_before) - len(stayed)
+    def _check_preempted(self, running_before: list[tuple[Sequence, int]]) -> None:
+        """Only the newest rows give their blocks back, and never the oldest: somebody always gets on."""
+        kept = [seq.epoch == epoch for seq, epoch in running_before]
+        assert kept == sorted(kept, reverse=True)
+        assert kept[:1] != [False]
+        assert all(seq.status is not SequenceStatus.FINISHED for seq, _ in running_before)
+        self.num_preemptions += kept.count(False)
 
     def _check_limits(self, plan: StepPlan, waiting_before: list[Sequence]) -> None:
         config = self.config

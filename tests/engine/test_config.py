@@ -134,7 +134,9 @@ def test_a_configuration_does_not_change() -> None:
     assert EngineConfig("a").hf_overrides is not EngineConfig("b").hf_overrides
 
 
-@pytest.mark.parametrize(("threshold", "budget", "resolved"), [(None, 4096, 1024), (None, 1, 1), (0, 64, 0), (9, 64, 9)])
+@pytest.mark.parametrize(
+    ("threshold", "budget", "resolved"), [(None, 4096, 1024), (None, 1, 1), (0, 64, 0), (9, 64, 9)]
+)
 def test_the_long_prompt_threshold_follows_the_budget(threshold: int | None, budget: int, resolved: int) -> None:
     config = EngineConfig("m", long_prefill_token_threshold=threshold, max_num_batched_tokens=budget)
     assert config.long_prefill_threshold == resolved
@@ -161,7 +163,14 @@ def test_a_bad_sampling_parameter_is_refused_by_name_value_and_bound(name: str, 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("temperature", 0), ("temperature", 2.5), ("max_tokens", 1), ("seed", None), ("seed", -(2**63)), ("seed", 2**63 - 1)],
+    [
+        ("temperature", 0),
+        ("temperature", 2.5),
+        ("max_tokens", 1),
+        ("seed", None),
+        ("seed", -(2**63)),
+        ("seed", 2**63 - 1),
+    ],
 )
 def test_a_good_sampling_parameter_is_taken(name: str, value: Any) -> None:
     assert getattr(SamplingParams(**{name: value}), name) == value
@@ -192,7 +201,10 @@ def test_an_unknown_sampling_parameter_is_refused_by_name() -> None:
         (small(hidden_act="gelu"), "hidden_act='gelu': must be 'silu'"),
         (small(attention_bias=True), "attention_bias=True: must be False"),
         (small(use_sliding_window=True), "use_sliding_window=True: must be False"),
-        (small(rope_scaling={"rope_type": "longrope"}), "rope_type='longrope': must be one of 'default', 'linear', 'yarn'"),
+        (
+            small(rope_scaling={"rope_type": "longrope"}),
+            "rope_type='longrope': must be one of 'default', 'linear', 'yarn'",
+        ),
         (small(rope_scaling={"rope_type": "yarn"}), "must be given a 'factor' for rope type 'yarn'"),
         (small(rope_scaling="yarn"), "rope_scaling='yarn': must be a dict"),
     ],
@@ -263,7 +275,9 @@ def test_a_folder_is_read(folder: Path) -> None:
 
 @pytest.mark.parametrize("newer", [False, True])
 def test_overrides_win_whichever_spelling_the_checkpoint_has(folder: Path, newer: bool) -> None:
-    raw = {**without("rope_theta"), "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}} if newer else SMALL
+    raw = (
+        {**without("rope_theta"), "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}} if newer else SMALL
+    )
     (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]}', encoding="utf-8")
 
@@ -293,7 +307,8 @@ def test_a_missing_config_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(b"{", "not valid JSON"), (b"\xff\xfe", "not valid JSON"), (b"[]", "expected a JSON object")]
+    ("content", "message"),
+    [(b"{", "not valid JSON"), (b"\xff\xfe", "not valid JSON"), (b"[]", "expected a JSON object")],
 )
 def test_a_corrupt_config_is_named(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "config.json").write_bytes(content)

@@ -1,4 +1,4 @@
-"""Each documented behaviour of the scheduler in one small example; Simulation checks the limits and texts throughout."""
+"""Each documented behaviour of the scheduler in a small example; Simulation checks limits and texts throughout."""
 
 import pytest
 from simulation import Request, Simulation
@@ -129,9 +129,7 @@ def test_without_decodes_prompts_get_the_whole_budget() -> None:
 
 @pytest.mark.parametrize(("limit", "expected"), [(1, [(1, 0, 7), (0, 0, 8)]), (2, [(1, 0, 7), (0, 0, 8), (2, 0, 1)])])
 def test_only_so_many_prompts_are_half_computed(limit: int, expected: list[tuple[int, int, int]]) -> None:
-    simulation = Simulation(
-        max_num_batched_tokens=16, max_num_partial_prefills=limit, long_prefill_token_threshold=8
-    )
+    simulation = Simulation(max_num_batched_tokens=16, max_num_partial_prefills=limit, long_prefill_token_threshold=8)
     for prompt in ([1] * 30, [2] * 7, [3] * 7):
         simulation.add(prompt)
     assert rows(simulation.launch()) == expected

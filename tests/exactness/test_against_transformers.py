@@ -95,8 +95,17 @@ def reference(folder: Path) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
+@pytest.fixture(scope="module")
+def expected(reference: Qwen3ForCausalLM) -> list[Expected]:
+    texts = [greedy_reference(reference, prompt) for prompt in prompts_of(reference.config.vocab_size)]
+    assert_mostly_sure(texts)
+    return texts
+
+
 @pytest.mark.parametrize("budget", [512, 40])
-def test_logits_and_greedy_tokens(folder: Path, reference: Qwen3ForCausalLM, budget: int) -> None:
+def test_logits_and_greedy_tokens(
+    folder: Path, reference: Qwen3ForCausalLM, expected: list[Expected], budget: int
+) -> None:
     """All prompts at once; a budget of 40 cuts the longer ones into chunks beside decodes."""
     prompts = prompts_of(reference.config.vocab_size)
     options = {"num_kvcache_blocks": 64, "max_num_batched_tokens": budget, "skip_tokenizer_init": True, "device": "cpu"}
@@ -105,8 +114,6 @@ def test_logits_and_greedy_tokens(folder: Path, reference: Qwen3ForCausalLM, bud
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=NUM_TOKENS), use_tqdm=False)
         llm.engine.scheduler.check_integrity()
     assert (witness.num_partial_chunks > 0) == (budget < sum(map(len, prompts)))
-    expected = [greedy_reference(reference, prompt) for prompt in prompts]
-    assert_mostly_sure(expected)
     for prompt, output, greedy in zip(prompts, outputs, expected, strict=True):
         ours = recorder.of(output.request_id, len(prompt), NUM_TOKENS)
         theirs = forced_logits(reference, prompt, output.token_ids)

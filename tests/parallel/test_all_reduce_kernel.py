@@ -30,6 +30,7 @@ HIDDEN, CAPACITY, PROGRAMS, CALLS, EPS = 24, 7, 3, 14, 1e-6
 
 def run_ranks(mode: str, world_size: int, folder: Path, seconds: float = 240.0) -> None:
     """Runs this file as `world_size` processes and fails with the output of the first that does."""
+    pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, mode, str(world_size), str(folder)]
     logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
@@ -136,6 +137,7 @@ def test_layout_regions_are_apart_aligned_and_large_enough(world_size: int) -> N
 
 
 def test_path_by_size() -> None:
+    pytest.importorskip("triton")
     from nanovllm.kernels.all_reduce import PeerAllReduce
 
     def paths(world_size: int, max_rows: int) -> dict[int, str]:

@@ -1,0 +1,240 @@
+"""A request's tokens do not depend on its neighbours, on chunks, cache, preemption, ranks, or order.
+
+The reference of every comparison: each request alone, whole, in steps that wait for each other, without prefix cache.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import SMALL, make_model, save
+from comparing import Expected, assert_mostly_sure, assert_same
+from observing import StepWitness
+from workload import BLOCK, LONGEST, Engines, Request, assert_outputs, make_requests, run, run_alone, shuffles
+
+from nanovllm import LLM, SamplingParams
+
+ONE_REQUEST = LONGEST // BLOCK  # blocks
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An engine, and what is to be seen of it so that it is the scenario that it is named for."""
+
+    options: dict[str, Any]
+    chunks: bool = False
+    preempts: bool = False
+    crowd: int = 2
+    """Rows that are together in some step."""
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+TIGHT = {"num_kvcache_blocks": ONE_REQUEST}
+SETTINGS = {
+    "defaults": Setting({}, crowd=12),
+    "synchronous": Setting({"async_scheduling": False}, crowd=12),
+    "no prefix cache": Setting({"enable_prefix_caching": False}, crowd=12),
+    "one slot": Setting({"max_num_seqs": 1}, crowd=1),
+    "one block a step": Setting({"max_num_batched_tokens": BLOCK}, chunks=True),
+    "fewer tokens than rows": Setting({"max_num_batched_tokens": 3, "max_num_seqs": 8}, chunks=True, crowd=3),
+    "one token a step": Setting({"max_num_batched_tokens": 1}, chunks=True, crowd=1),
+    "blocks of 48": Setting({"kvcache_block_size": 48, "max_num_batched_tokens": 50}, chunks=True),
+    "no chunk left over": Setting({"max_num_partial_prefills": 1, "max_num_batched_tokens": 64}, chunks=True),
+    "room for one request": Setting(TIGHT, preempts=True),
+    "room for one, chunked": Setting({**TIGHT, "max_num_batched_tokens": BLOCK}, chunks=True, preempts=True),
+    "room for one, synchronous": Setting({**TIGHT, "async_scheduling": False}, preempts=True),
+    "room for one, no cache": Setting({**TIGHT, "enable_prefix_caching": False}, preempts=True),
+    "two ranks": Setting({"tensor_parallel_size": 2}, crowd=12),
+    "two ranks, tight": Setting(
+        {**TIGHT, "tensor_parallel_size": 2, "max_num_batched_tokens": 20}, chunks=True, preempts=True
+    ),
+    "four ranks, tight": Setting(
+        {**TIGHT, "tensor_parallel_size": 4, "max_num_batched_tokens": 32}, chunks=True, preempts=True
+    ),
+    "two ranks, heads cut unevenly": Setting(
+        {"tensor_parallel_size": 2, "max_num_batched_tokens": 64},
+        chunks=True,
+        model={"num_attention_heads": 6, "num_key_value_heads": 3},
+    ),
+    "three ranks, tied, two heads in a group of six": Setting(
+        {"tensor_parallel_size": 3, "max_num_batched_tokens": 64, "num_kvcache_blocks": 8},
+        chunks=True,
+        preempts=True,
+        model={
+            "num_attention_heads": 6,
+            "num_key_value_heads": 1,
+            "intermediate_size": 132,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+REQUESTS = make_requests()
+
+
+class Models:
+    """Checkpoints by their configuration, with the reference's texts."""
+
+    def __init__(self, folder: Path, engines: Engines) -> None:
+        self._folder, self._engines = folder, engines
+        self._made: dict[str, tuple[str, list[Expected]]] = {}
+
+    def get(self, config: dict[str, Any]) -> tuple[str, list[Expected]]:
+        key = repr(sorted(config.items()))
+        if key not in self._made:
+            path = str(save(make_model(seed=1, **config), self._folder / str(len(self._made))))
+            alone, _ = self._engines.get(path, async_scheduling=False, enable_prefix_caching=False, max_num_seqs=2)
+            expected = run_alone(alone, REQUESTS)
+            assert_mostly_sure(expected)
+            self._made[key] = (path, expected)
+        return self._made[key]
+
+
+@dataclass
+class Case:
+    llm: LLM
+    witness: StepWitness
+    setting: Setting
+    expected: list[Expected]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
+    common = {"num_kvcache_blocks": 128, "max_num_seqs": 16, "max_num_batched_tokens": 1024}
+    engines = Engines(**common, skip_tokenizer_init=True, device="cpu", max_model_len=256)
+    try:
+        yield Models(tmp_path_factory.mktemp("models"), engines)
+    finally:
+        engines.close()
+
+
+@pytest.fixture(scope="module", params=SETTINGS.values(), ids=SETTINGS.keys())
+def case(request: pytest.FixtureRequest, models: Models) -> Iterator[Case]:
+    setting: Setting = request.param
+    path, expected = models.get(setting.model)
+    options = {"num_kvcache_blocks": 128, "max_num_seqs": 16, "max_num_batched_tokens": 1024, **setting.options}
+    with LLM(path, **options, skip_tokenizer_init=True, device="cpu", max_model_len=256) as llm:
+        yield Case(llm, StepWitness().watch(llm), setting, expected)
+
+
+def test_reference_is_varied(models: Models) -> None:
+    """Texts that repeat one token would hide mistakes."""
+    _, expected = models.get({})
+    assert sum(len(set(one.token_ids)) for one in expected) > 0.5 * sum(len(one.token_ids) for one in expected)
+
+
+def test_in_a_crowd(case: Case) -> None:
+    """All at once on a fresh engine: the prefix cache starts empty, and fills while they run."""
+    outputs = run(case.llm, REQUESTS)
+    assert_outputs(outputs, REQUESTS, case.expected)
+    assert (case.witness.num_partial_chunks > 0) == case.setting.chunks
+    assert (case.witness.num_rows_after_preemption > 0) == case.setting.preempts
+    assert case.witness.most_rows >= case.setting.crowd
+
+
+def test_in_any_order_and_any_call(case: Case) -> None:
+    """Later calls on the same engine find more of their prompts in the cache."""
+    caching = case.llm.config.enable_prefix_caching
+    for call, (requests, expected) in enumerate(islice(shuffles(REQUESTS, case.expected, seed=2), 2)):
+        outputs = run(case.llm, requests)
+        assert_outputs(outputs, requests, expected, f"call {call}")
+        assert any(output.num_cached_tokens for output in outputs) == caching
+
+
+def test_alone(case: Case) -> None:
+    """One after another, each twice: the second time from its own cached blocks, all but the last token's block."""
+    for i, (request, one) in enumerate(zip(REQUESTS, case.expected, strict=True)):
+        if i % 3 and case.llm.config.tensor_parallel_size > 1:
+            continue  # time: a step costs more there
+        for repeat in range(2):
+            outputs = run(case.llm, [request])
+            assert_outputs(outputs, [request], [one], f"time {repeat}")
+        block = case.llm.config.kvcache_block_size
+        assert block is not None
+        whole_blocks = (len(request.prompt) - 1) // block * block
+        assert outputs[0].num_cached_tokens == (whole_blocks if case.llm.config.enable_prefix_caching else 0)
+
+
+def test_in_a_loop_of_ones_own(case: Case) -> None:
+    """add_request, step and abort: requests come and go at any time, and the rest do not notice."""
+    draw = random.Random(4)
+    llm, waiting = case.llm, list(enumerate(REQUESTS))
+    draw.shuffle(waiting)
+    request_of: dict[int, int] = {}
+    gained: dict[int, list[int]] = {}
+    ended: dict[int, str | None] = {}
+    aborted: set[int] = set()
+    while waiting or not llm.is_finished():
+        for _ in range(draw.randrange(3)):
+            if waiting:
+                index, request = waiting.pop()
+                request_id = llm.add_request(request.prompt, request.params)
+                request_of[request_id], gained[request_id] = index, []
+        for output in llm.step():
+            assert output.request_id not in ended
+            gained[output.request_id] += output.new_token_ids
+            if output.finished:
+                ended[output.request_id] = output.finish_reason
+        alive = sorted(request_of.keys() - ended.keys())
+        if alive and draw.random() < 0.08:
+            aborted.add(draw.choice(alive))
+            llm.abort(max(aborted))
+        llm.engine.scheduler.check_integrity()
+    assert ended.keys() == request_of.keys()
+    assert 0 < sum(reason == "abort" for reason in ended.values()) < len(REQUESTS) // 2
+    for request_id, index in request_of.items():
+        expected, tokens = case.expected[index], gained[request_id]
+        if ended[request_id] == "abort":
+            assert request_id in aborted
+            sure = min(expected.num_sure, len(tokens))
+            assert tokens[:sure] == expected.token_ids[:sure]
+        else:
+            assert_same(tokens, expected, f"request {index}")
+
+
+def test_a_whole_block_twice_at_once(case: Case) -> None:
+    """Equal prompts of exactly one block in one call, and a longer one behind them: equal texts."""
+    index = next(i for i, request in enumerate(REQUESTS) if len(request.prompt) == BLOCK)
+    requests, expected = [REQUESTS[index]] * 3, [case.expected[index]] * 3
+    assert_outputs(run(case.llm, requests), requests, expected)
+
+
+def test_own_seed_makes_a_draw_and_engine_seed_the_rest(models: Models) -> None:
+    """Requests without a seed draw from the engine's seed and their number: a second engine repeats the first's calls."""
+    path, _ = models.get({})
+    params = SamplingParams(temperature=1.0, max_tokens=12)
+    prompts = [request.prompt for request in REQUESTS[:4]]
+    options = {"num_kvcache_blocks": 64, "skip_tokenizer_init": True, "device": "cpu"}
+
+    def texts(seed: int) -> list[list[int]]:
+        with LLM(path, seed=seed, **options) as llm:
+            return [output.token_ids for output in llm.generate([*prompts, prompts[0]], params, use_tqdm=False)]
+
+    first = texts(seed=5)
+    assert texts(seed=5) == first
+    assert texts(seed=6) != first
+    assert first[0] != first[-1], "the same prompt twice draws twice"
+
+
+def test_length_ends_where_the_memory_ends(models: Models) -> None:
+    """A request that would outgrow the whole KV cache ends with its last token, whatever max_tokens says."""
+    path, _ = models.get({})
+    request = Request(REQUESTS[8].prompt, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+    texts = []
+    for blocks in (4, 16):
+        with LLM(path, num_kvcache_blocks=blocks, skip_tokenizer_init=True, device="cpu") as llm:
+            (output,) = run(llm, [request])
+            assert output.finish_reason == "length"
+            assert len(request.prompt) + len(output.token_ids) == min(blocks * BLOCK, len(request.prompt) + 200)
+            texts.append(output.token_ids)
+    assert texts[1][: len(texts[0])] == texts[0]
+
+
+def test_unused_options_of_small(models: Models) -> None:
+    """What makes the models hard for ranks stays so: fewer key/value heads than four ranks, a vocabulary they share
+    unevenly."""
+    assert SMALL["num_key_value_heads"] < 4 < SMALL["num_attention_heads"]
+    assert SMALL["vocab_size"] % 2 and SMALL["vocab_size"] % 3

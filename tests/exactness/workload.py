@@ -1,0 +1,114 @@
+"""Requests around every boundary of a block of 16, and the runs of them that are compared."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from checkpoints import SMALL
+from comparing import Expected, assert_same
+from observing import LogitRecorder, StepWitness, margins
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.outputs import RequestOutput
+
+BLOCK = 16
+LONGEST = 6 * BLOCK
+"""Tokens of the longest request, output included: six blocks hold its KV (the last token needs none)."""
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: list[int]
+    params: SamplingParams
+
+
+def make_requests(seed: int = 11, vocab_size: int = SMALL["vocab_size"]) -> list[Request]:
+    """Greedy and sampled in turn. Some share a beginning, some are whole blocks, one needs all of LONGEST."""
+    draw = random.Random(seed)
+
+    def tokens(count: int) -> list[int]:
+        return [draw.randrange(vocab_size) for _ in range(count)]
+
+    shared = tokens(2 * BLOCK)
+    prompts_and_lengths = [
+        (tokens(1), 20),
+        (tokens(BLOCK - 1), 18),
+        (tokens(BLOCK), 6),
+        (shared[:BLOCK], 17),  # one exact block, the beginning of the next ones
+        (shared, 5),
+        (shared + tokens(1), 12),
+        (shared + tokens(13), 21),
+        (shared[:BLOCK] + tokens(BLOCK), 1),  # leaves the others at the block's boundary
+        (tokens(3 * BLOCK), 16),
+        (tokens(LONGEST - 20), 20),
+        (tokens(5), 2 * BLOCK + 3),  # grows by blocks
+        ([7] * 40, 9),
+    ]
+    return [
+        Request(prompt, SamplingParams(temperature=0.8 * (i % 2), max_tokens=length, seed=1000 + i, ignore_eos=True))
+        for i, (prompt, length) in enumerate(prompts_and_lengths)
+    ]
+
+
+def run(llm: LLM, requests: Sequence[Request]) -> list[RequestOutput]:
+    """All in one call; the engine is idle and whole afterwards."""
+    outputs = llm.generate([r.prompt for r in requests], [r.params for r in requests], use_tqdm=False)
+    assert llm.is_finished()
+    llm.engine.scheduler.check_integrity()
+    return outputs
+
+
+def run_alone(llm: LLM, requests: Sequence[Request]) -> list[Expected]:
+    """The reference: one after another, with the margin of every token."""
+    recorder = LogitRecorder(llm)
+    expected = []
+    for request in requests:
+        (output,) = run(llm, [request])
+        begin = len(request.prompt)
+        logits = recorder.of(output.request_id, begin, len(output.token_ids))
+        assert request.params.seed is not None
+        lead = margins(logits, begin, request.params.temperature, request.params.seed)
+        expected.append(Expected(output.token_ids, lead, output.finish_reason))
+    return expected
+
+
+def assert_outputs(
+    outputs: Sequence[RequestOutput], requests: Sequence[Request], expected: Sequence[Expected], what: object = ""
+) -> None:
+    """Every output is the reference's, and belongs to the prompt in its place."""
+    for i, (output, request, one) in enumerate(zip(outputs, requests, expected, strict=True)):
+        assert output.prompt_token_ids == request.prompt
+        assert_same(output.token_ids, one, (what, f"request {i}"))
+        assert output.finish_reason == one.finish_reason
+
+
+class Engines:
+    """Engines by their options, each started once and watched."""
+
+    def __init__(self, **common: Any) -> None:
+        self._common = common
+        self._started: dict[str, tuple[LLM, StepWitness]] = {}
+
+    def get(self, model: str, **options: Any) -> tuple[LLM, StepWitness]:
+        key = repr((model, sorted(options.items())))
+        if key not in self._started:
+            llm = LLM(model, **{**self._common, **options})
+            self._started[key] = (llm, StepWitness().watch(llm))
+        return self._started[key]
+
+    def close(self) -> None:
+        for llm, _ in self._started.values():
+            llm.close()
+        self._started.clear()
+
+
+def shuffles(requests: Sequence[Request], expected: Sequence[Expected], seed: int) -> Iterator[
+    tuple[list[Request], list[Expected]]
+]:
+    """Endless other orders of the same requests."""
+    draw = random.Random(seed)
+    pairs = list(zip(requests, expected, strict=True))
+    while True:
+        draw.shuffle(pairs)
+        yield [request for request, _ in pairs], [one for _, one in pairs]
