@@ -64,7 +64,8 @@ class EngineConfig:
     """Most long prompts in progress while a short one waits."""
     long_prefill_token_threshold: int | None = None
     """A prompt with more tokens to compute than this is long, and while short ones wait it gets at most this many
-    tokens a step, and at most half of those left for prompts. Default: a quarter of max_num_batched_tokens; 0 switches the distinction off."""
+    tokens a step, and at most half of those left for prompts. Default: a quarter of max_num_batched_tokens; 0 switches
+    the distinction off."""
 
     gpu_memory_utilization: float = 0.9
     """Share of each GPU's memory for weights, activations, graphs and KV cache together."""
@@ -85,6 +86,9 @@ class EngineConfig:
     """False: plain PyTorch in place of the Triton kernels around attention (for comparison)."""
     small_batch_kernels: bool = True
     """False: library matrix products also where few rows are in flight (for comparison)."""
+    kernel_choices: str | None = None
+    """A file that pins which kernels small batches use: read where it exists, else written. Repeated runs are bit-equal
+    only with the same choices; by default they are timed at every start."""
     peer_all_reduce: bool = True
     """False: NCCL for every all-reduce (for comparison). Peer memory never uses NVLink multicast."""
     async_scheduling: bool = True
@@ -299,10 +303,11 @@ PUBLISHED_SHAPES: dict[str, dict[str, Any]] = {
 def read_model_config(config: EngineConfig) -> ModelConfig:
     """The model's configuration from its folder (or, for dummy weights, from its published name), with hf_overrides."""
     folder = Path(config.model)
+    generation: dict[str, Any] = {}
     if config.load_format == "dummy" and config.model in PUBLISHED_SHAPES and not folder.is_dir():
-        raw, generation = PUBLISHED_SHAPES[config.model], {}
+        raw = PUBLISHED_SHAPES[config.model]
     else:
-        raw, generation = _read_json(folder / "config.json"), {}
+        raw = _read_json(folder / "config.json")
         if (folder / "generation_config.json").is_file():
             generation = _read_json(folder / "generation_config.json")
     return ModelConfig.from_dict(*_override(raw, generation, config.hf_overrides))

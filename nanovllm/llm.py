@@ -174,7 +174,7 @@ class LLM:
         """Replaces all weights in place: (checkpoint name, whole tensor) pairs, on any device. Graphs stay valid; the
         prefix cache is emptied; requests in flight go on under the new weights."""
         with self._step_lock:
-            self._dispatch(self.engine.load_weights(weights))
+            self.engine.load_weights(weights)
 
     def engine_info(self) -> dict[str, Any]:
         """Device, versions, attention backend and why, KV blocks, start-up seconds: what a benchmark should print."""

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: consecutive request numbers land far apart
 
 
+class WeightsIncomplete(RuntimeError):
+    """load_weights stopped half-way: until a call of it succeeds, there is no model to run."""
+
+
 class LLMEngine:
     """Rank 0: owns the scheduler and, through the executor, all ranks. Token ids in, token ids out.
 
@@ -44,6 +48,8 @@ class LLMEngine:
         self._inbox: deque[tuple[str, Sequence]] = deque()
         self._sequences: dict[int, Sequence] = {}
         self._launched: deque[StepPlan] = deque()
+        self._unreported: list[StepOutput] = []
+        """What load_weights had to collect; the next step hands it out."""
         self._num_requests = 0
         self._error: BaseException | None = None
         self.num_prefill_tokens = 0
@@ -125,16 +131,16 @@ class LLMEngine:
         return self._sequences.pop(request_id, None)
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._inbox or self._launched or self.scheduler.has_unfinished())
+        return bool(self._inbox or self._launched or self._unreported or self.scheduler.has_unfinished())
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
     def step(self) -> list[StepOutput]:
         """One turn of the loop: launches a step if there is one, takes in the results of the step before it."""
-        if self._error is not None:
-            raise RuntimeError("this engine has failed and cannot go on") from self._error
+        self._raise_failure()
         try:
-            outputs = self._drain_inbox()
+            outputs, self._unreported = self._unreported, []
+            outputs += self._drain_inbox()
             plan = self.scheduler.schedule()
             if plan is not None:
                 self._launch(plan)
@@ -145,6 +151,12 @@ class LLMEngine:
         except BaseException as error:
             self._error = error
             raise
+
+    def _raise_failure(self) -> None:
+        if isinstance(self._error, WeightsIncomplete):
+            raise self._error
+        if self._error is not None:
+            raise RuntimeError("this engine has failed and cannot go on") from self._error
 
     def _launch(self, plan: StepPlan) -> None:
         self.executor.launch(plan.pack(self.config.max_num_seqs))
@@ -186,20 +198,20 @@ class LLMEngine:
 
     # -- the rest -----------------------------------------------------------------------------------------------
 
-    def load_weights(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> list[StepOutput]:
+    def load_weights(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
         """Replaces all weights in place, from (checkpoint name, whole tensor) pairs, on the live engine.
 
         Requests in flight start over under the new weights from their tokens so far; the prefix cache is emptied.
         Raises ValueError naming a missing, surplus or misshapen weight; steps are refused until a call succeeds.
         """
-        outputs = []
+        if not isinstance(self._error, WeightsIncomplete):
+            self._raise_failure()
         while self._launched:
-            outputs += self._collect()
+            self._unreported += self._collect()
         self.scheduler.preempt_all()
-        self._error = RuntimeError("load_weights did not finish: the weights are a mixture; call it again")
+        self._error = WeightsIncomplete("load_weights did not finish: the weights are a mixture; call it again")
         self.executor.load_weights(weights)
         self._error = None
-        return outputs
 
     def info(self) -> dict[str, Any]:
         """What this engine runs on and with: for logs and benchmarks."""

@@ -150,8 +150,8 @@ def _check(x: Tensor, weight: Tensor, out: Tensor, n_out: int, paired: bool, con
 
 
 @cache
-def _workspace(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Split-K partial sums and arrival counters, shared by all launches of a device: they are ordered by the stream."""
+def _workspace(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
+    """Split-K partial sums and arrival counters, shared by the launches of one stream: they are ordered by it."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("run each split-K shape once before capturing it: the workspace must outlive the graph")
     return torch.empty(SCRATCH_FLOATS, device=device), torch.zeros(COUNTERS, dtype=torch.int32, device=device)
@@ -172,7 +172,7 @@ def _launch(
     steps = triton.cdiv(k, config.block_k * config.split_k)
     scratch = counters = out
     if config.split_k > 1:
-        scratch, counters = _workspace(x.device)
+        scratch, counters = _workspace(x.device, torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0)
         if config.split_k * MAX_ROWS * tiles * config.block_n > SCRATCH_FLOATS or tiles > COUNTERS:
             raise ValueError(f"{config} needs more scratch than there is for a weight {list(weight.shape)}")
     fixed = {

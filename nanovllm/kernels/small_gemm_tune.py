@@ -46,7 +46,7 @@ class SmallGemmChoice:
 
 def autotune_small_gemm(
     op: str, weights: Sequence[Tensor], rows: int, *,
-    library: Callable[[Tensor, Tensor], None] | None = None, candidates: Sequence[GemmConfig] | None = None,
+    library: Callable[[Tensor, Tensor], object] | None = None, candidates: Sequence[GemmConfig] | None = None,
     pdl: bool = True,
 ) -> SmallGemmChoice:  # fmt: skip
     """Time the contenders for `op` (see OPS) at `rows` rows and return the fastest.
@@ -140,7 +140,9 @@ def graph_us(calls: Sequence[Callable[[], object]], replays: int = 4) -> float:
     calls[0]()  # compiles and makes workspaces
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    current = torch.cuda.current_stream()
+    own = None if current == torch.cuda.default_stream() else current  # the default stream cannot be captured
+    with torch.cuda.graph(graph, stream=own, capture_error_mode="thread_local"):
         for call in calls:
             call()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]

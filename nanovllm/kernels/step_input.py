@@ -160,7 +160,7 @@ def _expand_rows_kernel(
     """Output row `program_id(0)`, whose tokens the programs along axis 1 share; the one after the last is the tokens'
     padding. The first `decode_rows` output rows are decodes or their padding, one token each; chunks follow.
 
-    A program adds up the counts of all chunks before its own: reading S numbers is cheaper than a scan kernel before it.
+    A program adds up the counts of all chunks before its own: reading S numbers is cheaper than a scan kernel first.
     """
     out_row = tl.program_id(0)
     share = tl.program_id(1)
@@ -333,8 +333,8 @@ def expand_rows_reference(
     """Fills `out` for a packed step whose deltas are applied: all of its rows and tokens, padding past the step's own.
 
     The first `decode_rows` rows of `out` (at least as many as the step decodes) have one token each, be they padding or
-    not; the chunks' rows follow, then padding rows without tokens. Padding rows have slot -1 and context 0; padding tokens
-    have id 0, position 0 and cache slot -1.
+    not; the chunks' rows follow, then padding rows without tokens. Padding rows have slot -1 and context 0; padding
+    tokens have id 0, position 0 and cache slot -1.
     """
     num_rows, num_decode, num_sample, num_tokens, num_updates, num_records = buffer[:6].tolist()
     arrays = buffer[HEADER_SIZE : HEADER_SIZE + 3 * max_num_seqs].view(3, max_num_seqs)[:, :num_rows]
@@ -346,7 +346,7 @@ def expand_rows_reference(
     where[num_decode:] += shift
     out.row_slot.fill_(-1)[where] = slot.int()
     out.context_lens.zero_()[where] = (start + count).int()
-    out.cu_seqlens_q.fill_(num_tokens + shift)[: decode_rows + 1] = torch.arange(decode_rows + 1, device=buffer.device).int()
+    out.cu_seqlens_q.fill_(num_tokens + shift)[: decode_rows + 1] = torch.arange(decode_rows + 1, device=buffer.device)
     out.cu_seqlens_q[where + 1] = ends.int()
     out.logits_indices.zero_()[where[:num_sample]] = (ends[:num_sample] - 1).int()
 

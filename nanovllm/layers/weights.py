@@ -38,10 +38,14 @@ class CheckpointWeight:
     shape: tuple[int, ...]
     shards: tuple[Shard, ...]
 
-    def load(self, source: TensorSource) -> None:
-        """Copies this rank's parts. Raises ValueError where the shape is not the one the configuration gives."""
+    def check(self, source: TensorSource) -> None:
+        """Raises ValueError where the shape is not the one the configuration gives."""
         if tuple(source.shape) != self.shape:
             raise ValueError(f"weight {self.name!r} has shape {tuple(source.shape)}, the configuration needs {self.shape}")
+
+    def load(self, source: TensorSource) -> None:
+        """Copies this rank's parts, after `check`."""
+        self.check(source)
         for shard in self.shards:
             length = shard.target.shape[shard.dim]
             if length:

@@ -14,7 +14,7 @@ import torch
 
 from nanovllm.layers.weights import CheckpointWeight, TensorSource
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _READ_THREADS = 8
 
 
@@ -30,7 +30,10 @@ class FileTensor:
     end: int
 
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
-        return self.file[self.begin : self.end].view(self.dtype).view(self.shape).narrow(dim, start, length)
+        data = self.file[self.begin : self.end]
+        if data.storage_offset() % self.dtype.itemsize:  # written without the padding that newer files have
+            data = data.clone()
+        return data.view(self.dtype).view(self.shape).narrow(dim, start, length)
 
 
 def read_safetensors(path: Path) -> dict[str, FileTensor]:
@@ -46,6 +49,8 @@ def read_safetensors(path: Path) -> dict[str, FileTensor]:
             header: dict[str, Any] = json.loads(file.read(header_size))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path}: corrupt: the header is not JSON: {error}") from None
+        if not isinstance(header, dict):
+            raise ValueError(f"{path}: corrupt: the header is not a JSON object")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # copy-on-write: torch wants writable memory
     data = torch.frombuffer(mapped, dtype=torch.uint8)[8 + header_size :]
     header.pop("__metadata__", None)
@@ -54,24 +59,30 @@ def read_safetensors(path: Path) -> dict[str, FileTensor]:
 
 def _file_tensor(path: Path, name: str, entry: dict[str, Any], data: torch.Tensor) -> FileTensor:
     try:
-        dtype, shape, (begin, end) = entry["dtype"], torch.Size(entry["shape"]), entry["data_offsets"]
-    except (KeyError, TypeError, ValueError):
+        dtype, shape, (begin, end) = entry["dtype"], torch.Size(entry["shape"]), map(int, entry["data_offsets"])
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise ValueError(f"{path}: corrupt: tensor {name!r} is described by {entry!r}") from None
-    if dtype not in _DTYPES:
-        raise ValueError(f"{path}: tensor {name!r} has type {dtype}: must be one of {', '.join(_DTYPES)}")
-    expected = shape.numel() * _DTYPES[dtype].itemsize
+    if dtype not in DTYPES:
+        raise ValueError(f"{path}: tensor {name!r} has type {dtype}: must be one of {', '.join(DTYPES)}")
+    expected = shape.numel() * DTYPES[dtype].itemsize
     if not 0 <= begin <= end <= data.numel() or end - begin != expected:
         bounds = f"bytes {begin}..{end} of {data.numel()}, {expected} needed"
         raise ValueError(f"{path}: corrupt or cut short: tensor {name!r} at {bounds}")
-    return FileTensor(data, _DTYPES[dtype], shape, begin, end)
+    return FileTensor(data, DTYPES[dtype], shape, begin, end)
+
+
+def _files_of_index(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index}: corrupt: no weight_map from names to files: {error!r}") from None
 
 
 def open_checkpoint(folder: Path) -> dict[str, FileTensor]:
     """All tensors of a model folder: of the files its index names, or of every *.safetensors."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        files = [folder / name for name in names]
+        files = [folder / name for name in _files_of_index(index)]
         for file in files:
             if not file.is_file():
                 raise FileNotFoundError(f"{index} names {file.name}, which is missing")

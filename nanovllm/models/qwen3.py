@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.config import ModelConfig
@@ -113,7 +112,7 @@ class Qwen3ForCausalLM(WeightedModule):
         )
         vocab = (config.vocab_size, config.hidden_size, context.group, context.dtype, context.device)
         self.embed_tokens = VocabParallelEmbedding(*vocab)
-        self.layers = nn.ModuleList(Qwen3DecoderLayer(context, self.cos_sin) for _ in range(config.num_hidden_layers))
+        self.layers = [Qwen3DecoderLayer(context, self.cos_sin) for _ in range(config.num_hidden_layers)]
         self.norm = context.norm()
         self.fused_rows: set[int] = set()
         """Numbers of rows that take forward_few_rows; set with the kernels' choices (worker/tuning.py)."""

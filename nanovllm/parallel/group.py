@@ -6,7 +6,7 @@ TCPStore whose port the operating system chose.
 
 import logging
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,8 @@ class TensorParallelGroup:
         self.size = size
         self.device = device
         self._store = store
-        self._group: dist.ProcessGroup | None = None
+        self._group: Any = None
+        """ProcessGroupNCCL or ProcessGroupGloo; None with one rank."""
         self._peer: PeerAllReduce | None = None
         if size > 1:
             assert store is not None
@@ -77,7 +78,7 @@ class TensorParallelGroup:
             return self._peer.all_reduce_max(keys)
         if self._group is not None:
             options = dist.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp.MAX
+            options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
             self._group.allreduce([keys], options).wait()
         return keys
 

@@ -91,8 +91,10 @@ class Executor:
         with self._phase("warm-up"):
             self.num_kvcache_blocks = min(self.call("measure_kv_cache"))
             self.call("allocate_kv_cache", self.num_kvcache_blocks)
+        with self._phase("choose kernels"):
+            choices = self.runner.choose_kernels()
         with self._phase("capture"):
-            self.call("capture_graphs")
+            self.call("capture_graphs", choices)
 
     @property
     def runner(self) -> ModelRunner:
@@ -144,9 +146,10 @@ class Executor:
                 self._send_weights(bucket)
                 bucket, size = [], 0
         self._send_weights(bucket)
-        self.call("end_weight_update")
+        self.runner.end_weight_update()
 
     def _send_weights(self, bucket: list[tuple[str, torch.Tensor]]) -> None:
+        self.runner.check_weights(bucket)
         if self.config.tensor_parallel_size > 1:
             bucket = [(name, tensor.detach().cpu().contiguous()) for name, tensor in bucket]
         self.call("update_weights", bucket)

@@ -16,7 +16,7 @@ from nanovllm.kernels.step_input import DeviceState, StepBuffers
 from nanovllm.layers.attention import ForwardStep
 from nanovllm.layers.linear import HeadSplit
 from nanovllm.models import model_class
-from nanovllm.models.checkpoint import check_names, load_checkpoint, load_dummy, open_checkpoint
+from nanovllm.models.checkpoint import DTYPES, check_names, load_checkpoint, load_dummy, open_checkpoint
 from nanovllm.models.qwen3 import ModelContext
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.worker.cuda_graphs import MAX_CHUNK_ROWS, StepGraphs, StepShape
@@ -25,6 +25,7 @@ from nanovllm.worker.kv_cache import GIB, MemoryProbe, bind_kv_cache, block_byte
 
 if TYPE_CHECKING:
     from nanovllm.worker.executor import RunnerInit
+    from nanovllm.worker.tuning import Choices
 
 
 class ModelRunner:
@@ -100,7 +101,7 @@ class ModelRunner:
             self.backend.warmup(self.model.attention_layers()[0].k_cache, self.model.attention_layers()[0].v_cache)
             self.memory.begin_step()
             self.launch(dummy_step(config.max_num_seqs, config.max_num_batched_tokens, self.max_model_len))
-            self.io.stream.synchronize()
+            torch.cuda.synchronize(self.device)
             step_bytes = self.memory.end_step()
             graph_bytes = 0
             if not config.enforce_eager:
@@ -131,8 +132,29 @@ class ModelRunner:
             self.io.allocate(fixed + updates + config.max_num_batched_tokens, rows)
 
     @torch.inference_mode()
-    def capture_graphs(self) -> int:
-        """Captures every decode bucket; returns their number."""
+    def choose_kernels(self) -> "Choices":
+        """What all ranks are to multiply with when few rows are in flight (worker/tuning.py). Called on rank 0 alone."""
+        config = self.config
+        if self.device.type == "cpu" or not (config.small_batch_kernels and config.fused_kernels):
+            return {}
+        from nanovllm.worker import tuning
+
+        path = Path(config.kernel_choices) if config.kernel_choices else None
+        choices = tuning.load(path) if path else None
+        if choices is None:
+            with self.io.stream_context():
+                choices = tuning.choose(self.model, self.kernels, self.group.size == 1, config.max_num_seqs)
+            if path:
+                tuning.save(path, choices)
+        return choices
+
+    @torch.inference_mode()
+    def capture_graphs(self, choices: "Choices") -> int:
+        """Takes rank 0's `choices` of kernels and captures every step shape; returns their number."""
+        if choices:
+            from nanovllm.worker import tuning
+
+            tuning.apply(self.model, choices, fused=self.group.size == 1)
         if self.device.type == "cpu" or self.config.enforce_eager:
             return 0
         with self.io.stream_context():
@@ -249,16 +271,27 @@ class ModelRunner:
         """The names still to come; see update_weights."""
         self._awaited = {weight.name: weight for weight in self.weights}
 
+    def check_weights(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Raises ValueError for an unknown or repeated name, a shape or a type that update_weights cannot take. Ranks differ
+        in none of these, so one can ask for all: a worker that raised would be gone."""
+        names = set()
+        for name, tensor in tensors:
+            if name == "lm_head.weight" and self.model_config.tie_word_embeddings:
+                continue
+            if name not in self._awaited or name in names:
+                raise ValueError(f"load_weights: surplus weight {name!r}")
+            if tensor.dtype not in DTYPES.values():
+                raise ValueError(f"load_weights: weight {name!r} has type {tensor.dtype}: must be one of {', '.join(DTYPES)}")
+            self._awaited[name].check(tensor)
+            names.add(name)
+
     @torch.inference_mode()
     def update_weights(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Copies whole tensors into this rank's parameters, in place. Raises ValueError for an unknown or repeated name."""
+        """Copies whole tensors, which check_weights has seen, into this rank's parameters, in place."""
         with self.io.stream_context():
             for name, tensor in tensors:
-                if name == "lm_head.weight" and self.model_config.tie_word_embeddings:
-                    continue
-                if name not in self._awaited:
-                    raise ValueError(f"load_weights: surplus weight {name!r}")
-                self._awaited.pop(name).load(tensor)
+                if name in self._awaited:  # not the copy of a tied head
+                    self._awaited.pop(name).load(tensor)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -1,0 +1,103 @@
+"""Which kernel multiplies by which weight when few rows are in flight: timed once, on rank 0, for all ranks.
+
+Ranks must take the same kernels, or their sums would differ in rounding; and repeated runs are bit-equal only with the same
+choices. So rank 0 decides, and EngineConfig.kernel_choices keeps the decisions in a file.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.kernels import Kernels
+from nanovllm.kernels.small_gemm import GemmConfig, candidate_configs
+from nanovllm.kernels.small_gemm_tune import autotune_small_gemm
+from nanovllm.layers.linear import ParallelLinear
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+
+FEW_ROWS = (1, 2, 4, 8, 12, 16)
+"""Numbers of rows for which kernels of our own are tried; larger steps leave the products to the library."""
+_CANDIDATES = 2  # of our kernels to compile and time for a weight and a number of rows
+
+Choices = dict[str, dict[int, GemmConfig]]
+"""Projection -> rows -> configuration; what is not there goes to the library."""
+
+
+def projections(model: Qwen3ForCausalLM) -> dict[str, list[ParallelLinear]]:
+    """The layers' projections by kind; those of a kind have one shape and one choice."""
+    layers = [(layer.self_attn, layer.mlp) for layer in model.layers]
+    return {
+        "qkv": [attention.qkv_proj for attention, _ in layers],
+        "o": [attention.o_proj for attention, _ in layers],
+        "gate_up": [mlp.gate_up_proj for _, mlp in layers],
+        "down": [mlp.down_proj for _, mlp in layers],
+    }
+
+
+def operations(fused: bool) -> dict[str, str]:
+    """What is fused with each projection. With several ranks the sum over them stands between a projection and what
+    surrounds it, so there is nothing to fuse."""
+    if not fused:
+        return dict.fromkeys(("qkv", "o", "gate_up", "down"), "linear")
+    return {
+        "qkv": "norm_linear",
+        "o": "linear_residual",
+        "gate_up": "norm_linear_silu_mul",
+        "down": "linear_residual",
+    }
+
+
+def choose(model: Qwen3ForCausalLM, kernels: Kernels, fused: bool, max_rows: int) -> Choices:
+    """Times the library against our kernels, over all layers' weights, for every number of rows up to `max_rows`."""
+    choices: Choices = {}
+    for name, layers in projections(model).items():
+        operation = operations(fused)[name]
+        weights = [layer.weight for layer in layers]
+        n, k = weights[0].shape
+        choices[name] = {}
+        for rows in (rows for rows in FEW_ROWS if rows <= max_rows):
+            candidates = candidate_configs(rows, n, k, operation == "norm_linear_silu_mul")[:_CANDIDATES]
+            library = _library(operation, kernels, weights[0], rows)
+            best = autotune_small_gemm(operation, weights, rows, library=library, candidates=candidates)
+            if best.config is not None:
+                choices[name][rows] = best.config
+    return choices
+
+
+def _library(
+    operation: str, kernels: Kernels, weight: torch.Tensor, rows: int
+) -> Callable[[torch.Tensor, torch.Tensor], object]:
+    """The contender: the library's product with our separate kernels around it."""
+    norm_weight = torch.ones_like(weight[0])
+    residual = weight.new_zeros(rows, weight.shape[0])
+    if operation == "norm_linear":
+        return lambda x, w: F.linear(kernels.rms_norm(x, norm_weight, 1e-6), w)
+    if operation == "norm_linear_silu_mul":
+        return lambda x, w: kernels.silu_mul(F.linear(kernels.rms_norm(x, norm_weight, 1e-6), w))
+    if operation == "linear_residual":
+        return lambda x, w: residual.addmm_(x, w.t())
+    return F.linear
+
+
+def apply(model: Qwen3ForCausalLM, choices: Choices, fused: bool) -> None:
+    """Gives every projection its choices. `fused`: steps of these numbers of rows take forward_few_rows."""
+    for name, layers in projections(model).items():
+        for layer in layers:
+            layer.few_rows = choices.get(name, {})
+    model.fused_rows = {rows for by_rows in choices.values() for rows in by_rows} if fused else set()
+
+
+def load(path: Path) -> Choices | None:
+    """Choices written by `save`; None where there is no such file."""
+    if not path.is_file():
+        return None
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    return {name: {int(rows): GemmConfig(**config) for rows, config in by_rows.items()} for name, by_rows in raw.items()}
+
+
+def save(path: Path, choices: Choices) -> None:
+    raw = {name: {rows: asdict(config) for rows, config in by_rows.items()} for name, by_rows in choices.items()}
+    path.write_text(json.dumps(raw, indent=1), encoding="utf-8")
