@@ -87,8 +87,8 @@ class EngineConfig:
     small_batch_kernels: bool = True
     """False: library matrix products also where few rows are in flight (for comparison)."""
     kernel_choices: str | None = None
-    """A file that pins which kernels small batches use: read where it exists, else written. Repeated runs are bit-equal
-    only with the same choices; by default they are timed at every start."""
+    """A file of which kernels small batches use: read where it exists, else timed on this device and written. By default
+    a fixed rule decides."""
     peer_all_reduce: bool = True
     """False: NCCL for every all-reduce (for comparison). Peer memory never uses NVLink multicast."""
     async_scheduling: bool = True

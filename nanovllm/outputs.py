@@ -1,7 +1,10 @@
 """What the engine hands back. Plain data, no torch."""
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
+
+import numpy as np
 
 
 @dataclass
@@ -12,22 +15,109 @@ class RequestMetrics:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
+    token_times: list[float] = field(default_factory=list)
+    """When each output token reached the host."""
+
+    @property
+    def queued(self) -> float | None:
+        """Seconds from arrival to the first step that computes some of it."""
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
 
     @property
     def time_to_first_token(self) -> float | None:
         """Seconds from arrival to the first token."""
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
+    @property
+    def time_per_output_token(self) -> float | None:
+        """Mean seconds between tokens, after the first."""
+        times = self.token_times
+        return None if len(times) < 2 else (times[-1] - times[0]) / (len(times) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token at one position of a text."""
+
+    logprob: float
+    """Natural logarithm of its probability, from the raw logits in float32."""
+    rank: int
+    """1 for the likeliest token; equally likely tokens share the better rank where they were drawn or given."""
+    decoded_token: str | None
+    """The token's own text; None without a tokenizer. Half a character shows as U+FFFD."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRow:
+    """The likeliest tokens at one position and the one that is there, as arrays."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: np.ndarray
+    """int32 [at least k], likeliest first."""
+    top_logprobs: np.ndarray
+    """float32, beside top_ids."""
+
+
+class LogprobsList(Sequence[dict[int, Logprob] | None]):
+    """One dict of token id -> Logprob for each position, the position's own token first; built when it is looked at.
+
+    None stands where there is nothing to say (the first token of a prompt).
+    """
+
+    def __init__(self, rows: Sequence[LogprobRow | None], k: int, decode: Callable[[int], str | None]) -> None:
+        """`k`: likeliest tokens to show of each row. `decode`: token id -> its text."""
+        self._rows, self._k, self._decode = rows, k, decode
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob] | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> "LogprobsList": ...
+    def __getitem__(self, index: int | slice) -> "dict[int, Logprob] | None | LogprobsList":
+        if isinstance(index, slice):
+            return LogprobsList(self._rows[index], self._k, self._decode)
+        row = self._rows[index]
+        if row is None:
+            return None
+        found = {row.token_id: Logprob(row.logprob, row.rank, self._decode(row.token_id))}
+        tops = zip(row.top_ids[: self._k].tolist(), row.top_logprobs[: self._k].tolist(), strict=True)
+        for place, (token_id, logprob) in enumerate(tops, 1):
+            if token_id not in found:
+                found[token_id] = Logprob(logprob, place, self._decode(token_id))
+        return found
+
+    def __iter__(self) -> Iterator[dict[int, Logprob] | None]:
+        return (self[i] for i in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"LogprobsList({list(self)!r})"
+
 
 @dataclass
 class StepOutput:
-    """What one request gained in one step."""
+    """What one completion of a request gained in one step."""
 
     request_id: int
     new_token_ids: list[int]
     finished: bool = False
     finish_reason: str | None = None
-    """"stop" (an end-of-text token), "length" (max_tokens, max_model_len or the whole KV cache) or "abort"."""
+    """"stop" (an end-of-text token, stop_token_ids, a stop string or the end of a grammar), "length" (max_tokens,
+    max_model_len or the whole KV cache) or "abort"."""
+    index: int = 0
+    """Which of the request's n completions; `finished` is about this one."""
+    stop_reason: int | str | None = None
+    """The stop string or the id of stop_token_ids that ended it; for "abort", why where there is a reason to give."""
+    logprobs: LogprobsList | None = None
+    """Of new_token_ids, where the request asks for them."""
 
 
 @dataclass
@@ -38,6 +128,12 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     finish_reason: str | None
+    stop_reason: int | str | None = None
+    """See StepOutput.stop_reason."""
+    logprobs: LogprobsList | None = None
+    cumulative_logprob: float | None = None
+    """Sum of the output tokens' log-probabilities, where `logprobs` was asked for."""
+    metrics: RequestMetrics | None = None
 
 
 @dataclass
@@ -51,7 +147,10 @@ class RequestOutput:
     num_cached_tokens: int
     """Prompt tokens whose KV came from the prefix cache when the request was first scheduled."""
     metrics: RequestMetrics
+    """Those of the first completion."""
     finished: bool = field(default=True)
+    prompt_logprobs: LogprobsList | None = None
+    """By prompt position, None for the first token; where the request asks for them."""
 
     @property
     def text(self) -> str:
@@ -73,4 +172,4 @@ class RequestOutput:
     def keys(self) -> list[str]:
         """Names that out[name] accepts, so that dict(out) works."""
         names = ["request_id", "prompt", "prompt_token_ids", "text", "token_ids", "finish_reason"]
-        return [*names, "num_cached_tokens", "metrics", "outputs"]
+        return [*names, "num_cached_tokens", "metrics", "outputs", "prompt_logprobs"]

@@ -1,36 +1,195 @@
-"""How one request is sampled. Frozen and checked when made; no torch."""
+"""How one request is sampled. Frozen and checked when made; no torch.
 
-from dataclasses import dataclass
+The order in which the options act, as in vLLM: the raw logits give `logprobs`; then allowed_token_ids, bad_words, the
+grammar of `structured_outputs`, min_tokens, logit_bias, the penalties, temperature, min_p, top_k, top_p, and the draw.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 MAX_FLOAT32 = 3.4e38
+MAX_LOGPROBS = 20
+MAX_BIAS = 100.0
 
 
 def _refuse(name: str, value: Any, bound: str) -> None:
     raise ValueError(f"SamplingParams.{name}={value!r}: must be {bound}")
 
 
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True)
+class StructuredOutput:
+    """What an output must look like; exactly one field is given. Needs the optional extra "structured" (llguidance)."""
+
+    json: str | Mapping[str, Any] | None = None
+    """A JSON schema, as a dict or as text: the output is JSON that it admits."""
+    regex: str | None = None
+    """A regular expression that the whole output matches."""
+    choice: tuple[str, ...] | None = None
+    """The output is one of these texts."""
+    grammar: str | None = None
+    """A context-free grammar in llguidance's dialect of Lark."""
+    json_object: bool = False
+    """True: any JSON object."""
+
+    def __post_init__(self) -> None:
+        given = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False)]
+        if len(given) != 1:
+            raise ValueError(f"StructuredOutput: must be given exactly one of its fields, found {given or 'none'}")
+        if self.json is not None and not isinstance(self.json, (str, Mapping)):
+            raise ValueError(f"StructuredOutput.json={self.json!r}: must be a JSON schema, as a dict or as text")
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ValueError(f"StructuredOutput.{name}={value!r}: must be a text that is not empty")
+        if self.choice is not None:
+            choices = () if isinstance(self.choice, str) else tuple(self.choice)
+            if not choices or not all(isinstance(one, str) and one for one in choices):
+                raise ValueError(f"StructuredOutput.choice={self.choice!r}: must be one text or more, none of them empty")
+            object.__setattr__(self, "choice", choices)
+        if not isinstance(self.json_object, bool):
+            raise ValueError(f"StructuredOutput.json_object={self.json_object!r}: must be True or False")
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Parameters of one request; their meaning follows vLLM's, so that they carry over."""
 
+    n: int = 1
+    """Completions of the prompt; they share its KV blocks. Greedy ones are all the same."""
     temperature: float = 1.0
     """Divides the logits; 0 is greedy (ties go to the lowest token id)."""
-    max_tokens: int = 16
-    """Most tokens to generate; fewer where max_model_len or the KV cache ends first."""
+    top_p: float = 1.0
+    """In (0, 1]: draw from the fewest most likely tokens whose probabilities add up to this much. Tokens as likely as the
+    last of them stay too. 1 is off."""
+    top_k: int = 0
+    """Draw from the k most likely tokens; tokens as likely as the k-th stay too. 0 and -1 are off."""
+    min_p: float = 0.0
+    """In [0, 1]: drop tokens less likely than this share of the likeliest one's probability. 0 is off."""
+    presence_penalty: float = 0.0
+    """In [-2, 2]: subtracted from the logits of tokens that the output has."""
+    frequency_penalty: float = 0.0
+    """In [-2, 2]: subtracted from a token's logit as many times as the output has it."""
+    repetition_penalty: float = 1.0
+    """Above 0: divides positive logits, multiplies negative ones, of tokens that prompt or output have. 1 is off."""
+    seed: int | None = None
+    """Keys this request's draws; completion i of n draws from seed + i. Default: derived from the engine's seed and the
+    request's number."""
+    stop: str | Iterable[str] = ()
+    """Texts that end the output where they appear, also across tokens. The output text ends before them. Of several that
+    the same token completes, the one that begins first counts."""
+    include_stop_str_in_output: bool = False
+    """True: the output text ends after the stop string instead."""
+    stop_token_ids: Iterable[int] = ()
+    """Token ids that end the output; the token itself stays part of it."""
     ignore_eos: bool = False
     """True: end-of-text tokens do not end the output."""
-    seed: int | None = None
-    """Keys this request's draws; default: derived from the engine's seed and the request's number."""
+    min_tokens: int = 0
+    """Until the output has this many tokens, end-of-text and stop_token_ids cannot be drawn and `stop` is not looked for."""
+    max_tokens: int = 16
+    """Most tokens to generate; fewer where max_model_len or the KV cache ends first."""
+    logprobs: int | None = None
+    """0..20: log-probabilities (of the raw logits) of that many likeliest tokens and of the drawn one, for each token."""
+    prompt_logprobs: int | None = None
+    """0..20: the same for each token of the prompt but the first. Such a request computes its whole prompt: it takes
+    nothing from the prefix cache."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    """Added to the logits of token ids; each bias in [-100, 100]."""
+    bad_words: Iterable[str] = ()
+    """Texts that the output must not hold, each as the tokenizer writes it at the start of a text and after a blank."""
+    allowed_token_ids: Iterable[int] | None = None
+    """Only these can be drawn."""
+    structured_outputs: StructuredOutput | None = field(default=None, hash=False)
+    """Constrains the output to a JSON schema, a regular expression, a choice or a grammar."""
+    detokenize: bool = True
+    """False: the output's text stays empty."""
+    skip_special_tokens: bool = True
+    """False: special tokens are part of the text."""
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.temperature, (int, float)) and not isinstance(self.temperature, bool)
-        if not is_number or not 0 <= self.temperature <= MAX_FLOAT32:
-            _refuse("temperature", self.temperature, "a finite number >= 0 (of float32's range)")
-        if not isinstance(self.max_tokens, int) or isinstance(self.max_tokens, bool) or self.max_tokens < 1:
-            _refuse("max_tokens", self.max_tokens, "an integer >= 1")
-        is_int = isinstance(self.seed, int) and not isinstance(self.seed, bool)
-        if self.seed is not None and (not is_int or not -(2**63) <= self.seed < 2**63):
+        self._check_counts()
+        self._check_numbers()
+        self._check_lists()
+        for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                _refuse(name, getattr(self, name), "True or False")
+        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutput):
+            _refuse("structured_outputs", self.structured_outputs, "None or a StructuredOutput")
+        if self.min_tokens > self.max_tokens:
+            _refuse("min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
+        if self.stop and not self.detokenize:
+            _refuse("stop", self.stop, "empty with detokenize=False: stop strings are looked for in the text")
+
+    def _check_counts(self) -> None:
+        for name, low in (("n", 1), ("max_tokens", 1), ("min_tokens", 0), ("top_k", -1)):
+            value = getattr(self, name)
+            if not _is_int(value) or value < low:
+                _refuse(name, value, f"an integer >= {low}")
+        if self.seed is not None and (not _is_int(self.seed) or not -(2**63) <= self.seed < 2**63):
             _refuse("seed", self.seed, "None or a 64-bit integer")
-        if not isinstance(self.ignore_eos, bool):
-            _refuse("ignore_eos", self.ignore_eos, "True or False")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and (not _is_int(value) or not 0 <= value <= MAX_LOGPROBS):
+                _refuse(name, value, f"None or an integer in 0..{MAX_LOGPROBS}")
+
+    def _check_numbers(self) -> None:
+        if not _is_number(self.temperature) or not 0 <= self.temperature <= MAX_FLOAT32:
+            _refuse("temperature", self.temperature, "a finite number >= 0 (of float32's range)")
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            _refuse("top_p", self.top_p, "a number in (0, 1]")
+        if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
+            _refuse("min_p", self.min_p, "a number in [0, 1]")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            if not _is_number(value) or not -2 <= value <= 2:
+                _refuse(name, value, "a number in [-2, 2]")
+        if not _is_number(self.repetition_penalty) or not 1e-6 <= self.repetition_penalty <= 1e6:
+            _refuse("repetition_penalty", self.repetition_penalty, "a number > 0 (in [1e-6, 1e6])")
+
+    def _check_lists(self) -> None:
+        """Lists become tuples: a frozen object whose lists can change is not frozen."""
+        for name in ("stop", "bad_words"):
+            value = getattr(self, name)
+            texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (None,)
+            if not all(isinstance(text, str) and text for text in texts):
+                _refuse(name, value, "a text or a list of texts, none of them empty")
+            object.__setattr__(self, name, texts)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            value = getattr(self, name)
+            if name == "allowed_token_ids" and value is None:
+                continue
+            ids = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (None,)
+            if not all(_is_int(one) and one >= 0 for one in ids) or (name == "allowed_token_ids" and not ids):
+                _refuse(name, value, "a list of token ids" + (", not empty" if name == "allowed_token_ids" else ""))
+            object.__setattr__(self, name, ids)
+        bias = self.logit_bias
+        if not isinstance(bias, Mapping):
+            _refuse("logit_bias", bias, "a dict of token id: bias")
+        copy: dict[int, float] = {}
+        for token_id, value in bias.items():
+            number = int(token_id) if isinstance(token_id, str) and token_id.isdecimal() else token_id  # as JSON has it
+            if not _is_int(number) or number < 0:
+                _refuse("logit_bias", {token_id: value}, "a dict whose keys are token ids")
+            if not _is_number(value) or abs(value) > MAX_BIAS:
+                _refuse("logit_bias", {token_id: value}, f"a dict whose values are numbers in [-{MAX_BIAS}, {MAX_BIAS}]")
+            copy[number] = float(value)
+        object.__setattr__(self, "logit_bias", copy)
+
+    @property
+    def filters(self) -> bool:
+        """Whether a draw is limited to the likeliest tokens; a greedy choice is not changed by that."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether a token's logit depends on the tokens before it."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)

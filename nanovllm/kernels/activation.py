@@ -24,8 +24,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     num_rows, width = gate_up.shape
     size = width // 2
     out = torch.empty(num_rows, size, dtype=gate_up.dtype, device=gate_up.device)
-    block = 1024 if num_rows <= 64 else 4096
-    block = min(block, triton.next_power_of_2(size))
+    block = min(1024, triton.next_power_of_2(size))
     if num_rows:
         _silu_mul_kernel[(num_rows, triton.cdiv(size, block))](gate_up, out, SIZE=size, BLOCK=block, num_warps=4)
     return out

@@ -32,9 +32,12 @@ class DecodeConfig:
     """Keys of a chunk of a short row; a power of two and a multiple of block_n."""
     max_splits: int = 32
     """Most chunks of a row: longer rows get longer chunks."""
+    merge_rows: int = 16
+    """Up to so many rows are merged by the program that finishes them, more by a kernel of their own: the former saves
+    a launch, but its memory fence stalls a program behind all that it has in flight."""
     max_registers: int | None = None
     """Of a thread; fewer let more programs share a multiprocessor."""
-    use_tma: bool = False
+    use_tma: bool = True
     """Load keys and values by tensor descriptors where a page holds whole tiles (compute capability 9.0 and later)."""
 
 
@@ -48,7 +51,7 @@ def _chunk_size(context_len, MIN_CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=["ROW_SLOT", "CONTEXT_LENS", "num_rows"])
-def plan_decode_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, num_rows,
+def plan_decode_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, num_rows,
                        MIN_CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, NUM_CLASSES: tl.constexpr,
                        TAIL_CLASSES: tl.constexpr, ROWS_PADDED: tl.constexpr, ROWS_PER_PROGRAM: tl.constexpr):
     """See plan_decode_reference. Every program ranks all rows and writes the entries of its own."""
@@ -79,6 +82,7 @@ def plan_decode_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, num_rows,
     mine = (rows // ROWS_PER_PROGRAM == program) & (rows < num_rows)
     row_and_slot = rows | (slot << 16)
     num_chunks = num_full + tl.where(tail > 0, 1, 0)
+    tl.store(NUM_CHUNKS + rows, num_chunks, mask=mine)
     entry = WORK + first_tail * 4
     tail_mask = mine & (tail > 0)
     tl.store(entry, row_and_slot, mask=tail_mask)
@@ -141,13 +145,14 @@ def _load_tile(CACHE, kv_head, block, start, end, stride_block, stride_head, str
 
 @triton.jit
 def _attend(q, k, v, m, l, acc, scale_log2, start, end, BLOCK_N: tl.constexpr):
-    """One tile of online softmax: (running maximum, running sum, unnormalised output), all in units of log2."""
+    """One tile of online softmax, in units of log2: running maximum m [H], running sum l [H, BLOCK_N] of each column of
+    tiles (added up once a chunk, not once a tile), unnormalised output acc [H, D]."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
     scores = tl.where((start + tl.arange(0, BLOCK_N) < end)[None, :], scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, 1))
     p = tl.exp2(scores - m_new[:, None])
     alpha = tl.exp2(m - m_new)
-    l = l * alpha + tl.sum(p, 1)
+    l = l * alpha[:, None] + p
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
     return m_new, l, acc
 
@@ -155,28 +160,44 @@ def _attend(q, k, v, m, l, acc, scale_log2, start, end, BLOCK_N: tl.constexpr):
 @triton.jit
 def _merge(PARTIAL, LSE, OUT, first, num_chunks, stride_out_head,
            G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Merges the chunks of G heads, whose partial results start at entry `first`, into OUT [G, D]. Unrolled: a loop here
-    would keep the compiler from pipelining the loop around it."""
-    AT_ONCE: tl.constexpr = 16 // GROUP if MAX_SPLITS * GROUP > 16 else MAX_SPLITS
+    """Merges the chunks of G heads, whose partial results start at entry `first`, into OUT [G, D], one chunk after the
+    other. Unrolled: a loop here would keep the compiler from pipelining a loop around it."""
+    AT_ONCE: tl.constexpr = 8
     heads = tl.arange(0, GROUP)
+    dims = tl.arange(0, D)
     splits = tl.arange(0, MAX_SPLITS)
     of_head = first + heads * MAX_SPLITS
     lse = tl.load(LSE + of_head[None, :] + splits[:, None], mask=(splits < num_chunks)[:, None] & (heads < G)[None, :],
                   other=float("-inf"), cache_modifier=".cg")
-    top = tl.where(heads < G, tl.max(lse, 0), 0.0)
-    total = tl.where(heads < G, tl.sum(tl.exp2(lse - top[None, :]), 0), 1.0)
+    top = tl.where(heads < G, tl.max(lse, 0), 0.0)[:, None]
+    entries = of_head[:, None] + tl.zeros([1, D], tl.int32)  # a weight for each element: no exchange among threads
+    total = tl.zeros([GROUP, D], tl.float32)
     acc = tl.zeros([GROUP, D], tl.float32)
     for begin in tl.static_range(0, MAX_SPLITS, AT_ONCE):
         if begin < num_chunks:
-            part = begin + tl.arange(0, AT_ONCE)
-            known = (part < num_chunks)[:, None] & (heads < G)[None, :]
-            entries = of_head[None, :] + part[:, None]
-            part_lse = tl.load(LSE + entries, mask=known, other=float("-inf"), cache_modifier=".cg")
-            value = tl.load(PARTIAL + entries[:, :, None] * D + tl.arange(0, D)[None, None, :], mask=known[:, :, None],
-                            other=0.0, cache_modifier=".cg")
-            acc += tl.sum(value * tl.exp2(part_lse - top[None, :])[:, :, None], 0)
-    pointers = OUT + heads[:, None] * stride_out_head + tl.arange(0, D)[None, :]
-    tl.store(pointers, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=(heads < G)[:, None])
+            for i in tl.static_range(AT_ONCE):
+                part = begin + i
+                known = (heads < G)[:, None] & (dims < D)[None, :] & (part < num_chunks)
+                part_lse = tl.load(LSE + entries + part, mask=known, other=float("-inf"), cache_modifier=".cg")
+                value = tl.load(PARTIAL + (entries + part) * D + dims[None, :], mask=known, other=0.0,
+                                cache_modifier=".cg")
+                weight = tl.exp2(part_lse - top)
+                total += weight
+                acc += value * weight
+    tl.store(OUT + heads[:, None] * stride_out_head + dims[None, :], (acc / total).to(OUT.dtype.element_ty),
+             mask=(heads < G)[:, None] & (dims < D)[None, :])
+
+
+@triton.jit
+def merge_chunks_kernel(PARTIAL, LSE, OUT, NUM_CHUNKS, out_token, out_head, HKV: tl.constexpr, G: tl.constexpr,
+                        GROUP: tl.constexpr, D: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """Merges the rows that have several chunks: a program for each row and key head."""
+    row = (tl.program_id(0) // HKV).to(tl.int64)
+    kv_head = tl.program_id(0) % HKV
+    num_chunks = tl.load(NUM_CHUNKS + row)
+    if num_chunks > 1:
+        _merge(PARTIAL, LSE, OUT + row * out_token + kv_head * G * out_head, (row * HKV + kv_head) * G * MAX_SPLITS,
+               num_chunks, out_head, G, GROUP, D, MAX_SPLITS)
 
 
 @triton.jit
@@ -189,13 +210,14 @@ def _sync_threads():
 @triton.jit
 def _finish_chunk(m, l, acc, OUT, PARTIAL, LSE, ARRIVED, row, kv_head, chunk_of, out_token, out_head,
                   HKV: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr,
-                  MAX_SPLITS: tl.constexpr):
-    """Stores a chunk's result, and merges its row if all other chunks are there already."""
+                  MAX_SPLITS: tl.constexpr, MERGE: tl.constexpr):
+    """Stores a chunk's result; if MERGE, merges its row when all other chunks are there already."""
     heads = tl.arange(0, BLOCK_H)
     dims = tl.arange(0, D)
     chunk = chunk_of & 0xFFFF
     num_chunks = chunk_of >> 16
-    o = acc / l[:, None]
+    total = tl.sum(l, 1)
+    o = acc / total[:, None]
     OUT_HEADS = OUT + row * out_token + kv_head * G * out_head
     if num_chunks == 1:
         tl.store(OUT_HEADS + heads[:, None] * out_head + dims[None, :], o.to(OUT.dtype.element_ty),
@@ -203,14 +225,15 @@ def _finish_chunk(m, l, acc, OUT, PARTIAL, LSE, ARRIVED, row, kv_head, chunk_of,
     else:
         first = (row * HKV + kv_head) * G * MAX_SPLITS
         entries = first + heads * MAX_SPLITS + chunk
-        tl.store(LSE + entries, m + tl.log2(l), mask=heads < G)
+        tl.store(LSE + entries, m + tl.log2(total), mask=heads < G)
         tl.store(PARTIAL + entries[:, None] * D + dims[None, :], o, mask=(heads < G)[:, None])
-        # All threads' stores come before the one thread's release; the acquire comes before all threads' loads.
-        _sync_threads()
-        arrived = tl.atomic_add(ARRIVED + row * HKV + kv_head, 1, sem="acq_rel", scope="gpu")
-        if arrived == num_chunks - 1:
-            _merge(PARTIAL, LSE, OUT_HEADS, first, num_chunks, out_head, G, GROUP, D, MAX_SPLITS)
-            tl.store(ARRIVED + row * HKV + kv_head, 0)  # ready for the next layer
+        if MERGE:
+            # All threads' stores come before the one thread's release; the acquire comes before all threads' loads.
+            _sync_threads()
+            arrived = tl.atomic_add(ARRIVED + row * HKV + kv_head, 1, sem="acq_rel", scope="gpu")
+            if arrived == num_chunks - 1:
+                _merge(PARTIAL, LSE, OUT_HEADS, first, num_chunks, out_head, G, GROUP, D, MAX_SPLITS)
+                tl.store(ARRIVED + row * HKV + kv_head, 0)  # ready for the next layer
 
 
 @triton.jit
@@ -243,7 +266,7 @@ def decode_attention_kernel(Q, K, V, OUT, TABLE, WORK, NUM_WORK, PARTIAL, LSE, A
                             q_token, q_head, k_block, k_head, k_token, v_block, v_head, v_token, table_stride,
                             out_token, out_head, HKV: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
                             BLOCK_H: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-                            TMA: tl.constexpr, MAX_SPLITS: tl.constexpr):
+                            TMA: tl.constexpr, MAX_SPLITS: tl.constexpr, MERGE: tl.constexpr):
     """See decode_attention_reference. An item of work is one chunk of one row for one key head and its G query heads. A
     program runs the tiles of all its items in one loop, so that the next item's keys are on their way while this one's
     result is stored."""
@@ -260,7 +283,7 @@ def decode_attention_kernel(Q, K, V, OUT, TABLE, WORK, NUM_WORK, PARTIAL, LSE, A
                                                                         0, 0, 0, 0, HKV)
     block = _look_up(TABLE + (row_and_slot >> 16).to(tl.int64) * table_stride, n, end, PAGE, BLOCK_N)
     m = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_H], tl.float32)
+    l = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_H, D], tl.float32)
     for _ in range(tiles):
         row = (row_and_slot & 0xFFFF).to(tl.int64)
@@ -273,9 +296,9 @@ def decode_attention_kernel(Q, K, V, OUT, TABLE, WORK, NUM_WORK, PARTIAL, LSE, A
         is_last = n + BLOCK_N >= end
         if is_last:
             _finish_chunk(m, l, acc, OUT, PARTIAL, LSE, ARRIVED, row, kv_head, chunk_of, out_token, out_head,
-                          HKV, G, GROUP, BLOCK_H, D, MAX_SPLITS)
+                          HKV, G, GROUP, BLOCK_H, D, MAX_SPLITS, MERGE)
             m = tl.full([BLOCK_H], float("-inf"), tl.float32)
-            l = tl.zeros([BLOCK_H], tl.float32)
+            l = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
             acc = tl.zeros([BLOCK_H, D], tl.float32)
         # The next tile's whereabouts, all looked up an iteration or more before they are needed.
         n = tl.where(is_last, next_start, n + BLOCK_N)
@@ -327,6 +350,7 @@ class DecodeAttention:
         self.use_tma = self.config.use_tma and supports_tma(device) and block_size % self.config.block_n == 0
         self.work = torch.zeros(max_num_seqs * splits, 4, dtype=torch.int32, device=device)
         self.num_work = torch.zeros(1, dtype=torch.int32, device=device)
+        self.num_chunks = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self.partial = torch.zeros(max_num_seqs, num_q_heads, splits, head_dim, dtype=torch.float32, device=device)
         self.lse = torch.zeros(max_num_seqs, num_q_heads, splits, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(max_num_seqs, num_kv_heads, dtype=torch.int32, device=device)
@@ -336,7 +360,7 @@ class DecodeAttention:
         rows_padded = max(16, triton.next_power_of_2(num_rows))
         rows_per_program = 16
         plan_decode_kernel[(triton.cdiv(num_rows, rows_per_program),)](
-            row_slot, context_lens, self.work, self.num_work, num_rows, MIN_CHUNK=self.config.min_chunk,
+            row_slot, context_lens, self.work, self.num_work, self.num_chunks, num_rows, MIN_CHUNK=self.config.min_chunk,
             MAX_SPLITS=self.max_splits, NUM_CLASSES=self.num_classes, TAIL_CLASSES=4, ROWS_PADDED=rows_padded,
             ROWS_PER_PROGRAM=rows_per_program, num_warps=4)
 
@@ -344,14 +368,20 @@ class DecodeAttention:
                  max_context_len: int, out: torch.Tensor) -> torch.Tensor:
         """q and out [num_rows, Hq, D]: the rows of the last plan. max_context_len: any bound on their lengths."""
         c = self.config
+        num_rows = q.shape[0]
         most_chunks = min(self.max_splits, triton.cdiv(max_context_len, c.min_chunk))
         k, v = (paged_descriptor(x, c.block_n) if self.use_tma else x for x in (k_cache, v_cache))
-        programs = min(self.num_sms * c.programs_per_sm, q.shape[0] * self.num_kv_heads * most_chunks)
+        programs = min(self.num_sms * c.programs_per_sm, num_rows * self.num_kv_heads * most_chunks)
+        heads = {"HKV": self.num_kv_heads, "G": self.group, "GROUP": triton.next_power_of_2(self.group), "D": self.head_dim,
+                 "MAX_SPLITS": self.max_splits}
+        merge = num_rows <= c.merge_rows
         decode_attention_kernel[(programs,)](
             q, k, v, out, block_table, self.work, self.num_work, self.partial, self.lse, self.arrived,
             self.scale_log2, q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
-            block_table.stride(0), out.stride(0), out.stride(1), HKV=self.num_kv_heads, G=self.group,
-            GROUP=triton.next_power_of_2(self.group), BLOCK_H=max(16, triton.next_power_of_2(self.group)),
-            D=self.head_dim, PAGE=self.block_size, BLOCK_N=c.block_n, TMA=self.use_tma, MAX_SPLITS=self.max_splits,
-            num_warps=c.num_warps, num_stages=c.num_stages, maxnreg=c.max_registers)
+            block_table.stride(0), out.stride(0), out.stride(1), BLOCK_H=max(16, heads["GROUP"]), PAGE=self.block_size,
+            BLOCK_N=c.block_n, TMA=self.use_tma, MERGE=merge, num_warps=c.num_warps, num_stages=c.num_stages,
+            maxnreg=c.max_registers, **heads)
+        if not merge and most_chunks > 1:
+            merge_chunks_kernel[(num_rows * self.num_kv_heads,)](
+                self.partial, self.lse, out, self.num_chunks, out.stride(0), out.stride(1), num_warps=4, **heads)
         return out

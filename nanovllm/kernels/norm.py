@@ -48,7 +48,7 @@ def _launch(
             HIDDEN=hidden,
             BLOCK=block,
             ADD=residual is not None,
-            num_warps=min(max(block // 512, 1), 16),
+            num_warps=min(max(block // 1024, 1), 4),
         )
     return out
 

@@ -23,8 +23,8 @@ class PrefillConfig:
 
     block_m: int = 128
     block_n: int = 64
-    num_warps: int = 8
-    num_stages: int = 3
+    num_warps: int = 4
+    num_stages: int = 2
     use_tma: bool = True
     """Load keys and values by tensor descriptors where a page holds whole tiles (compute capability 9.0 and later)."""
 

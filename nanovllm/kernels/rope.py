@@ -9,6 +9,9 @@ import torch
 from nanovllm.kernels.norm import rms_norm_reference
 from nanovllm.kernels.triton_import import tl, triton
 
+HEADS_PER_PROGRAM = 16
+"""Of any step: another number might sum in another order, and a token's result would depend on its step."""
+
 
 @triton.jit
 def _load_halves(base, heads, first_cols, mask, WIDTH: tl.constexpr, HALF: tl.constexpr):
@@ -118,8 +121,7 @@ def qk_norm_rope_store(
 ) -> torch.Tensor:
     """Triton version of qk_norm_rope_store_reference; rows of qkv may be strided."""
     num_tokens, head_dim = qkv.shape[0], q_norm_weight.shape[0]
-    heads, num_warps = _heads_per_program(num_tokens, num_q_heads)
-    groups = triton.cdiv(num_q_heads, heads) + triton.cdiv(num_kv_heads, heads)
+    groups = triton.cdiv(num_q_heads, HEADS_PER_PROGRAM) + triton.cdiv(num_kv_heads, HEADS_PER_PROGRAM)
     if num_tokens:
         _qk_norm_rope_store_kernel[(num_tokens, groups)](
             qkv,
@@ -139,18 +141,11 @@ def qk_norm_rope_store(
             HALF=head_dim // 2,
             HALF_PADDED=triton.next_power_of_2(head_dim // 2),
             BLOCK_SIZE=k_cache.shape[2],
-            HEADS=heads,
-            num_warps=num_warps,
+            HEADS=HEADS_PER_PROGRAM,
+            num_warps=4,
+            enable_fp_fusion=False,  # or products would not be rounded before their sum
         )
     return qkv.view(num_tokens, num_q_heads + 2 * num_kv_heads, head_dim)[:, :num_q_heads]
-
-
-def _heads_per_program(num_tokens: int, num_q_heads: int) -> tuple[int, int]:
-    """(heads, warps) of a program. 8 threads share a head of 128 whenever there are 4 heads or more to a warp, so each
-    choice sums in the same order and a token's result does not depend on its step."""
-    heads = 4 if num_tokens <= 64 else 16
-    heads = min(heads, max(4, triton.next_power_of_2(num_q_heads)))
-    return heads, max(1, heads // 8)
 
 
 @triton.jit

@@ -133,7 +133,7 @@ def _commit_tokens_kernel(KEYS, ROW_SLOT, LAST_TOKEN, TOKENS, num_rows, BLOCK: t
 
 def _tiling(num_rows: int, num_valid: int) -> tuple[int, int, int]:
     """(ids of a tile, tiles of a chunk, warps): few rows need many programs, many rows long ones."""
-    tiles = 1 if num_rows <= 4 else 4 if num_rows <= 32 else 16
+    tiles = 1 if num_rows <= 4 else 4 if num_rows <= 64 else 8
     return 1024, min(tiles, triton.next_power_of_2(triton.cdiv(num_valid, 1024))), 4
 
 

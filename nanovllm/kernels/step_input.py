@@ -136,6 +136,14 @@ def _apply_deltas_kernel(BUFFER, BLOCK_TABLE, TEMPERATURE, SEED, table_stride, S
     _apply_deltas(BUFFER, BLOCK_TABLE, TEMPERATURE, SEED, table_stride, first, step, S, BLOCK)
 
 
+@triton.jit
+def _chunk_tokens_before(BUFFER, row, num_decode, num_rows, S: tl.constexpr, S_PADDED: tl.constexpr):
+    """Tokens of the chunks before a row. Reading S numbers in every program is cheaper than a scan kernel first."""
+    rows = tl.arange(0, S_PADDED)
+    before = (rows >= num_decode) & (rows < row) & (rows < num_rows)
+    return tl.sum(tl.load(BUFFER + (_HEADER + 2 * S) + rows, mask=before, other=0), 0)
+
+
 @triton.jit(do_not_specialize=["out_rows", "out_tokens", "decode_rows"])
 def _expand_rows_kernel(
     BUFFER,
@@ -158,10 +166,7 @@ def _expand_rows_kernel(
     BLOCK: tl.constexpr,
 ):
     """Output row `program_id(0)`, whose tokens the programs along axis 1 share; the one after the last is the tokens'
-    padding. The first `decode_rows` output rows are decodes or their padding, one token each; chunks follow.
-
-    A program adds up the counts of all chunks before its own: reading S numbers is cheaper than a scan kernel first.
-    """
+    padding. The first `decode_rows` output rows are decodes or their padding, one token each; chunks follow."""
     out_row = tl.program_id(0)
     share = tl.program_id(1)
     num_rows = tl.load(BUFFER + 0)
@@ -170,11 +175,8 @@ def _expand_rows_kernel(
     given = BUFFER + (_HEADER + 3 * S) + tl.load(BUFFER + 4) * _UPDATE + tl.load(BUFFER + 5) * _RECORD
     decodes = out_row < decode_rows
     row = tl.where(decodes, out_row, out_row - decode_rows + num_decode)
-    rows = tl.arange(0, S_PADDED)
-    before = (rows >= num_decode) & (rows < row) & (rows < num_rows)
-    chunks_before = tl.sum(tl.load(BUFFER + (_HEADER + 2 * S) + rows, mask=before, other=0), 0)
+    chunks_before = _chunk_tokens_before(BUFFER, row, num_decode, num_rows, S, S_PADDED)
     begin = tl.where(decodes, out_row, decode_rows + chunks_before)
-
     live = row < tl.where(decodes, num_decode, num_rows)
     slot = tl.load(BUFFER + _HEADER + row, mask=live, other=-1)
     start = tl.load(BUFFER + (_HEADER + S) + row, mask=live, other=0)

@@ -59,7 +59,8 @@ def read_safetensors(path: Path) -> dict[str, FileTensor]:
 
 def _file_tensor(path: Path, name: str, entry: dict[str, Any], data: torch.Tensor) -> FileTensor:
     try:
-        dtype, shape, (begin, end) = entry["dtype"], torch.Size(entry["shape"]), map(int, entry["data_offsets"])
+        dtype, shape = str(entry["dtype"]), torch.Size(entry["shape"])
+        begin, end = map(int, entry["data_offsets"])
     except (KeyError, TypeError, ValueError, OverflowError):
         raise ValueError(f"{path}: corrupt: tensor {name!r} is described by {entry!r}") from None
     if dtype not in DTYPES:

@@ -56,7 +56,8 @@ class ModelRunner:
 
     def _build(self, rank: int) -> None:
         config, model = self.config, self.model_config
-        self.kernels = select_kernels(self.device, config.fused_kernels)
+        # The triton backend on a CPU means its interpreter (select_backend refuses it otherwise): then all kernels go there.
+        self.kernels = select_kernels(self.device, config.fused_kernels, interpret=config.attention_backend == "triton")
         backend_class, self.backend_reason = select_backend(
             config.attention_backend,
             device=self.device,
@@ -139,13 +140,15 @@ class ModelRunner:
             return {}
         from nanovllm.worker import tuning
 
-        path = Path(config.kernel_choices) if config.kernel_choices else None
-        choices = tuning.load(path) if path else None
+        fused = self.group.size == 1
+        if config.kernel_choices is None:
+            return tuning.measured(self.model, fused, config.max_num_seqs)
+        path = Path(config.kernel_choices)
+        choices = tuning.load(path)
         if choices is None:
             with self.io.stream_context():
-                choices = tuning.choose(self.model, self.kernels, self.group.size == 1, config.max_num_seqs)
-            if path:
-                tuning.save(path, choices)
+                choices = tuning.timed(self.model, self.kernels, fused, config.max_num_seqs)
+            tuning.save(path, choices)
         return choices
 
     @torch.inference_mode()

@@ -1,7 +1,8 @@
-"""Which kernel multiplies by which weight when few rows are in flight: timed once, on rank 0, for all ranks.
+"""Which kernel multiplies by which weight when few rows are in flight: decided on rank 0 for all ranks.
 
-Ranks must take the same kernels, or their sums would differ in rounding; and repeated runs are bit-equal only with the same
-choices. So rank 0 decides, and EngineConfig.kernel_choices keeps the decisions in a file.
+Ranks must take the same kernels, or their sums would differ in rounding, and repeated runs are bit-equal only with the same
+choices. By default a rule taken from measurements decides, which costs no start-up time and is always the same;
+EngineConfig.kernel_choices has the contenders timed on this device instead, and keeps the decisions in a file.
 """
 
 import json
@@ -20,6 +21,7 @@ from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
 FEW_ROWS = (1, 2, 4, 8, 12, 16)
 """Numbers of rows for which kernels of our own are tried; larger steps leave the products to the library."""
+_SMALL_WEIGHT_BYTES = 16 << 20
 _CANDIDATES = 2  # of our kernels to compile and time for a weight and a number of rows
 
 Choices = dict[str, dict[int, GemmConfig]]
@@ -50,7 +52,23 @@ def operations(fused: bool) -> dict[str, str]:
     }
 
 
-def choose(model: Qwen3ForCausalLM, kernels: Kernels, fused: bool, max_rows: int) -> Choices:
+def measured(model: Qwen3ForCausalLM, fused: bool, max_rows: int) -> Choices:
+    """The rule that the timings on an H200 come to (docs/performance.md): one row always; up to 16 rows where a weight is
+    so small that the library cannot keep the memory busy, but not where two of our own outputs share a program and the
+    norm is worth a kernel of its own."""
+    choices: Choices = {}
+    for name, layers in projections(model).items():
+        weight = layers[0].weight
+        paired = operations(fused)[name] == "norm_linear_silu_mul"
+        is_small = weight.numel() * weight.element_size() <= _SMALL_WEIGHT_BYTES
+        most = 1 if not is_small else 4 if paired else FEW_ROWS[-1]
+        choices[name] = {
+            rows: candidate_configs(rows, *weight.shape, paired)[0] for rows in FEW_ROWS if rows <= min(most, max_rows)
+        }
+    return choices
+
+
+def timed(model: Qwen3ForCausalLM, kernels: Kernels, fused: bool, max_rows: int) -> Choices:
     """Times the library against our kernels, over all layers' weights, for every number of rows up to `max_rows`."""
     choices: Choices = {}
     for name, layers in projections(model).items():

@@ -171,6 +171,8 @@ class Simulation:
 
     def check(self) -> None:
         self.scheduler.check_integrity()
+        for seq in self._with_status(SequenceStatus.WAITING):
+            assert seq.num_computed_tokens == seq.num_cached_tokens == 0
         for seq in self.scheduler.running:
             assert len(seq.block_table) * self.scheduler.block_manager.block_size >= seq.num_computed_tokens
 
@@ -240,3 +242,18 @@ class Simulation:
                 if left.request_id < admitted.request_id:
                     assert self._is_long(left) and not self._is_long(admitted), f"{admitted} overtook {left}"
                     assert num_long >= self.config.max_long_partial_prefills, f"{admitted} overtook {left}"
+
+
+def rows(plan: StepPlan | None) -> list[tuple[int, int, int]]:
+    """(request, first position, tokens) by row."""
+    assert plan is not None
+    return [(s.request_id, start, n) for s, start, n in zip(plan.seqs, plan.starts, plan.counts, strict=True)]
+
+
+def decoding(simulation: Simulation, count: int, max_tokens: int = 40) -> list[Request]:
+    """`count` requests that have their first token, and no step in flight."""
+    requests = [simulation.add([i % 4, i // 4], max_tokens) for i in range(count)]
+    while not all(request.gained for request in requests):
+        simulation.step()
+    simulation.drain()
+    return requests

@@ -131,6 +131,14 @@ def test_blocks_without_content_go_before_hits_and_hits_least_recently_freed_fir
     manager.check_integrity(rows)
 
 
+def test_a_block_freed_without_content_goes_before_hits_freed_earlier() -> None:
+    manager = BlockManager(2, BLOCK_SIZE)
+    manager.release(admit(manager, block_of(1)))
+    manager.release(admit(manager, [9], written=False))
+    admit(manager, [9], written=False)
+    assert num_hits(manager, [*block_of(1), 0]) == 1
+
+
 def test_being_used_again_makes_a_hit_recent() -> None:
     manager = BlockManager(4, BLOCK_SIZE)
     for tokens in (block_of(1), block_of(2), [*block_of(1), 0]):
@@ -192,7 +200,7 @@ def test_the_integrity_check_notices(damage: str) -> None:
 class BlockManagerMachine(RuleBasedStateMachine):
     """Against a model that knows texts only: which prefixes are hits, and which of them goes next."""
 
-    @initialize(num_blocks=st.integers(1, 12))
+    @initialize(num_blocks=st.integers(1, 8))
     def start(self, num_blocks: int) -> None:
         self.manager = BlockManager(num_blocks, BLOCK_SIZE)
         self.rows: list[Sequence] = []

@@ -23,7 +23,7 @@ class LogitRecorder:
         logits = self._head(hidden)
         request_of_slot = {seq.slot: seq.request_id for seq in self._scheduler.running}
         slots = self._runner.buffers.row_slot[: len(logits)].tolist()
-        positions = self._runner.buffers.context_lens[: len(logits)].tolist()
+        positions = self._runner.buffers.sample_positions[: len(logits)].tolist()
         for slot, position, row in zip(slots, positions, logits.float().cpu(), strict=True):
             if slot in request_of_slot:  # not in the warm-up, nor padding
                 self._logits[request_of_slot[slot], position] = row.clone()

@@ -69,7 +69,7 @@ def make_case(
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     tolerance = 3e-6 if actual.dtype == torch.float32 else 2**-6
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
-    if actual.dtype != torch.float32:
+    if actual.dtype != torch.float32 and actual.numel():
         same = (actual == expected) | (actual.isnan() & expected.isnan())
         assert (~same).float().mean() < 0.01
 
@@ -77,7 +77,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("num_tokens", "q_heads", "kv_heads", "head_dim", "block_size"),
     [(1, 4, 2, 64, 16), (7, 6, 2, 128, 16), (5, 5, 1, 32, 32), (3, 16, 8, 128, 16), (3, 6, 3, 80, 16),
-     (70, 8, 2, 16, 16), (0, 4, 2, 64, 16)],
+     (70, 20, 2, 16, 16), (0, 4, 2, 64, 16)],
 )  # fmt: skip
 def test_equals_its_twin(
     num_tokens: int, q_heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype,
@@ -97,10 +97,10 @@ def test_equals_its_twin(
 
 
 def test_a_token_does_not_depend_on_its_step(dtype: torch.dtype, device: torch.device) -> None:
-    case = make_case(80, 16, 8, 128, 16, dtype, device)
+    case = make_case(20, 16, 8, 128, 16, dtype, device)
     alone = case.clone()
     q = case.run(qk_norm_rope_store)
-    for token in (0, 41, 79):
+    for token in (0, 11, 19):
         part = slice(token, token + 1)
         single = replace(alone, qkv=alone.qkv[part], positions=alone.positions[part], slots=alone.slots[part])
         assert torch.equal(single.run(qk_norm_rope_store)[0], q[token])

@@ -147,11 +147,14 @@ def test_dependent_launch_in_a_graph_gives_the_same_bits(config: GemmConfig) -> 
                 y = sg.norm_linear(hidden, t["gain"], EPS, t["weight"], config=GPU_CONFIGS[0], pdl=pdl)
                 sg.linear_residual(y, t["weight"], hidden, config=config, pdl=pdl)
 
-        layers()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        stream = torch.cuda.Stream()  # split-K's workspace belongs to a stream, and must be there before the capture
+        with torch.cuda.stream(stream):
             layers()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                layers()
+        torch.cuda.synchronize()
         hidden.copy_(t["x"])
         graph.replay()
         return hidden.clone()

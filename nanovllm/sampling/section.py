@@ -1,0 +1,131 @@
+"""The part of a packed step that says how its general rows are sampled: what rank 0 sends, and every rank reads.
+
+A row is plain where it is greedy or draws by temperature alone; the step's own sampler serves it. All others are general.
+The section is int32 words behind those of engine/step_plan.py; word SECTION_WORD of the step's header has its length:
+
+    16       G      G       G x 8     E x 3        R        C x 3          M       M x W    T         T
+    | header | rows | slots | records | edits      | resets | counts       | mask  | mask   | hidden  | targets
+    |        |      |       | by row  | g, id, add | slots  | slot, id, n  | slots | words  | indices | ids
+
+rows: which rows of the step, and where they live. edits: float32 `add` to the logit of `id` in general row g (-inf bans
+it). resets: slots whose token counts start at zero; counts: what they hold then, 2 * (times in the output) + (1 if in the
+prompt). masks: new bits of the ids that a slot may draw. hidden, targets: tokens of the step (in its exact, unpadded
+order) after which the log-probability of a known prompt token is wanted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from struct import Struct
+
+import numpy as np
+
+SECTION_WORD = 7
+SECTION_HEADER = 16
+RECORD_WORDS = 8
+RECORD = Struct("<iifffff4x")
+"""flags, top_k, top_p, log(min_p), presence, frequency, repetition penalty."""
+assert RECORD.size == 4 * RECORD_WORDS
+
+PENALTIES, MASK = 1, 2
+"""Flags of a row: its logits depend on its token counts; on its mask."""
+
+
+def mask_words(vocab_size: int) -> int:
+    """int32 words of a mask: bit i % 32 of word i // 32 allows token i."""
+    return -(-vocab_size // 32)
+
+
+@dataclass
+class SectionBuilder:
+    """Rank 0's side: lists that `pack` lays one behind the other."""
+
+    rows: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    records: list[bytes] = field(default_factory=list)
+    edits: list[np.ndarray] = field(default_factory=list)
+    """int32 [n, 3] each, the first column empty until pack fills in the general row."""
+    edit_rows: list[int] = field(default_factory=list)
+    resets: list[int] = field(default_factory=list)
+    counts: list[np.ndarray] = field(default_factory=list)
+    mask_slots: list[int] = field(default_factory=list)
+    masks: list[np.ndarray] = field(default_factory=list)
+    hidden: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+    filters: bool = False
+    flags: int = 0
+    num_logprobs: int = -1
+    """Most of `logprobs` among the rows; -1: none asks."""
+    num_prompt_logprobs: int = -1
+
+    def pack(self) -> np.ndarray:
+        edits = [np.empty((0, 3), np.int32)]
+        for g, entries in zip(self.edit_rows, self.edits, strict=True):
+            edits.append(entries.copy())
+            edits[-1][:, 0] = g
+        edit_words = np.concatenate(edits).ravel()
+        count_words = np.concatenate([np.empty((0, 3), np.int32), *self.counts]).ravel()
+        num_words = self.masks[0].size if self.masks else 0
+        header = [len(self.rows), edit_words.size // 3, len(self.resets), count_words.size // 3, len(self.mask_slots)]
+        header += [num_words, len(self.targets), int(self.filters), self.flags]
+        header += [self.num_logprobs, self.num_prompt_logprobs]
+        parts: list[np.ndarray] = [
+            np.array(header + [0] * (SECTION_HEADER - len(header)) + self.rows + self.slots, np.int32),
+            np.frombuffer(b"".join(self.records), np.int32),
+            edit_words,
+            np.array(self.resets, np.int32),
+            count_words,
+            np.array(self.mask_slots, np.int32),
+            *self.masks,
+            np.array(self.hidden + self.targets, np.int32),
+        ]
+        return np.concatenate(parts)
+
+
+class Section:
+    """Any rank's side: counts as numbers, lists as slices of the words (of an array or a tensor)."""
+
+    def __init__(self, words: np.ndarray) -> None:
+        header = words[:SECTION_HEADER].tolist()
+        self.words = words
+        self.num_rows, self.num_edits, self.num_resets, self.num_counts, self.num_masks = header[:5]
+        self.mask_words, self.num_targets, filters, self.flags, self.num_logprobs, self.num_prompt_logprobs = header[5:11]
+        self.filters = bool(filters)
+        self._slices: dict[str, slice] = {}
+        begin = SECTION_HEADER
+        for name, size in self._sizes():
+            self._slices[name] = slice(begin, begin + size)
+            begin += size
+        assert begin == words.size, (begin, words.size)
+
+    def _sizes(self) -> Sequence[tuple[str, int]]:
+        return (
+            ("rows", self.num_rows),
+            ("slots", self.num_rows),
+            ("records", self.num_rows * RECORD_WORDS),
+            ("edits", self.num_edits * 3),
+            ("resets", self.num_resets),
+            ("counts", self.num_counts * 3),
+            ("mask_slots", self.num_masks),
+            ("masks", self.num_masks * self.mask_words),
+            ("hidden", self.num_targets),
+            ("targets", self.num_targets),
+        )
+
+    def where(self, name: str) -> slice:
+        """Where a list of that name lies among the words."""
+        return self._slices[name]
+
+
+def append_section(packed: np.ndarray, section: np.ndarray) -> np.ndarray:
+    """A packed step with its section behind it."""
+    whole = np.concatenate([packed, section])
+    whole[SECTION_WORD] = section.size
+    return whole
+
+
+def split_section(packed: np.ndarray) -> tuple[np.ndarray, Section | None]:
+    """The step's own words, and its section where it has one."""
+    size = int(packed[SECTION_WORD])
+    if size == 0:
+        return packed, None
+    return packed[:-size], Section(packed[-size:])

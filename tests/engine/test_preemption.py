@@ -1,0 +1,138 @@
+"""Rows that lose their blocks: by preemption, when weights are replaced, by abort. Nobody's text suffers."""
+
+import pytest
+from simulation import Simulation, decoding, rows
+
+from nanovllm.engine.sequence import SequenceStatus
+
+# -- preemption -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_memory_for_one_serves_many(depth: int, enable_prefix_caching: bool) -> None:
+    simulation = Simulation(num_blocks=5, block_size=4, depth=depth, enable_prefix_caching=enable_prefix_caching)
+    for i in range(5):
+        simulation.add([1, 2, 3, i], max_tokens=16)
+    simulation.run_to_end()
+    assert simulation.num_preemptions > 0
+
+
+def test_the_newest_is_preempted_and_comes_back_first() -> None:
+    simulation = Simulation(num_blocks=4, block_size=4, depth=1)
+    old, new, later = (simulation.add([value] * 7, max_tokens=8) for value in (1, 2, 3))
+    while simulation.num_preemptions == 0:
+        simulation.step()
+    assert old.seq.status is SequenceStatus.RUNNING
+    assert new.seq.status is later.seq.status is SequenceStatus.WAITING
+    admitted: list[int] = []
+    while simulation.scheduler.has_unfinished():
+        plan = simulation.step()
+        admitted += [seq.request_id for seq in plan.new_slots] if plan else []
+    assert admitted[0] == 1
+
+
+def test_a_preempted_request_goes_on_from_its_cached_prefix() -> None:
+    simulation = Simulation(num_blocks=6, block_size=4, depth=1, max_num_seqs=2)
+    simulation.add([1] * 8, max_tokens=9)
+    new = simulation.add([2] * 8, max_tokens=16)
+    while simulation.num_preemptions == 0:
+        simulation.step()
+    assert new.seq.status is SequenceStatus.WAITING and new.gained
+    while new.seq.status is SequenceStatus.WAITING:
+        plan = simulation.step()
+    assert plan.seqs[-1] is new.seq and plan.starts[-1] == new.seq.num_cached_tokens == 8
+    assert new.seq.num_prompt_cached_tokens == 0, "what preemption finds again is no hit of the prompt"
+    simulation.run_to_end()
+
+
+def test_a_preempted_request_waits_for_its_token_in_flight() -> None:
+    simulation = Simulation(num_blocks=4, block_size=4)
+    simulation.add([1] * 7, max_tokens=9)
+    new = simulation.add([2] * 7, max_tokens=9)
+    while simulation.num_preemptions == 0:
+        simulation.step()
+    simulation.run_to_end()
+    assert new.gained == new.output_alone()[0]
+
+
+def test_preempt_all_starts_everything_over_without_cache() -> None:
+    simulation = Simulation(depth=1, block_size=4)
+    requests = decoding(simulation, 3)
+    cached = simulation.add([1] * 9, max_tokens=1)
+    simulation.step()
+    simulation.replace_weights()
+    assert simulation.scheduler.running == [] and simulation.scheduler.num_waiting == 3
+    plan = simulation.step()
+    assert plan.starts == [0, 0, 0] and plan.new_slots == [r.seq for r in requests]
+    again = simulation.add([1] * 9, max_tokens=1)
+    simulation.run_to_end()
+    assert cached.gained == again.gained and again.seq.num_prompt_cached_tokens == 0
+
+
+def test_weights_replaced_while_a_step_is_in_flight() -> None:
+    simulation = Simulation(block_size=4)
+    for i in range(4):
+        simulation.add([1] * (8 + i), max_tokens=9)
+    for _ in range(3):
+        simulation.launch()
+        simulation.replace_weights()
+        if len(simulation.pipeline) == 2:
+            simulation.collect()
+    simulation.run_to_end()
+
+
+def test_a_step_from_before_a_preemption_makes_no_hits_of_blocks_owned_since() -> None:
+    simulation = Simulation(max_num_batched_tokens=12, long_prefill_token_threshold=8)
+    prompt = [1] * 20
+    simulation.add(prompt)
+    assert rows(simulation.launch()) == [(0, 0, 12)]
+    simulation.replace_weights()
+    simulation.add([2])
+    assert rows(simulation.launch()) == [(1, 0, 1), (0, 0, 6)], "the same row again, by less"
+    simulation.collect()
+    again = simulation.add(prompt)
+    simulation.run_to_end()
+    assert again.seq.num_prompt_cached_tokens <= 8
+
+
+# -- abort ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["waiting", "prompt in flight", "half a prompt", "decoding", "preempted", "finished"])
+def test_abort_at_any_moment_harms_nobody_else(when: str) -> None:
+    simulation = Simulation(num_blocks=6, block_size=4, max_num_batched_tokens=6, long_prefill_token_threshold=0)
+    other = simulation.add([1, 1], max_tokens=14)
+    request = simulation.add([2] * 9, max_tokens=9)
+    if when in ("prompt in flight", "half a prompt"):
+        simulation.launch()
+        if when == "prompt in flight":
+            simulation.launch()
+    elif when == "decoding":
+        while not request.gained:
+            simulation.step()
+    elif when == "preempted":
+        while simulation.num_preemptions == 0:
+            simulation.step()
+        assert request.seq.status is SequenceStatus.WAITING
+    elif when == "finished":
+        simulation.run_to_end()
+    gained = list(request.gained)
+    simulation.abort(request)
+    assert request.seq.status is SequenceStatus.FINISHED and not request.seq.block_table
+    assert request.seq.finish_reason == ("length" if when == "finished" else "abort")
+    simulation.run_to_end()
+    assert request.gained == gained, "no token arrives after an abort"
+    assert other.gained == other.output_alone()[0]
+
+
+def test_the_slot_and_blocks_of_an_aborted_request_serve_the_next_at_once() -> None:
+    simulation = Simulation(num_blocks=2, block_size=4, max_num_seqs=1)
+    first = simulation.add([1] * 5, max_tokens=3)
+    second = simulation.add([2] * 5, max_tokens=3)
+    simulation.launch()
+    simulation.abort(first)
+    plan = simulation.launch()
+    assert plan.seqs == [second.seq], "while the step of the aborted one is still in flight"
+    simulation.collect()
+    simulation.run_to_end()

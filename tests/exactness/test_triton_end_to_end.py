@@ -1,0 +1,98 @@
+"""The engine on the project's Triton kernels, by Triton's interpreter on a CPU, against the engine on plain PyTorch.
+
+Run as a script, this file is the engine: the interpreter has to be chosen before triton is imported.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comparing import Expected, assert_mostly_sure, assert_same
+from observing import LogitRecorder, StepWitness, margins
+
+from nanovllm import LLM, SamplingParams
+
+BLOCK = 16
+SHARED = [(7 * i) % 150 for i in range(BLOCK)]
+CALLS: list[list[tuple[list[int], int]]] = [
+    # (prompt, tokens to generate): chunks of a budget of 24, and four blocks that the two cannot both have
+    [([*SHARED, *range(20, 34)], 12), ([*range(40, 58)], 16)],
+    [([*SHARED, 3, 4], 3)],  # begins with a block of the first
+]
+OPTIONS: dict[str, Any] = {
+    "num_kvcache_blocks": 4,
+    "max_num_batched_tokens": 24,
+    "max_num_seqs": 4,
+    "max_model_len": 64,
+    "skip_tokenizer_init": True,
+    "device": "cpu",
+}
+
+
+def serve(folder: str, backend: str, fused_kernels: bool) -> dict[str, Any]:
+    """All calls on one engine: texts, margins, and what the scheduler had to do for them."""
+    with LLM(folder, attention_backend=backend, fused_kernels=fused_kernels, **OPTIONS) as llm:
+        recorder, witness = LogitRecorder(llm), StepWitness().watch(llm)
+        texts, leads, cached, ids = [], [], 0, []
+        for number, call in enumerate(CALLS):
+            params = [
+                SamplingParams(temperature=0.7 * (number + i == 1), max_tokens=count, seed=i, ignore_eos=True)
+                for i, (_, count) in enumerate(call)
+            ]
+            outputs = llm.generate([prompt for prompt, _ in call], params, use_tqdm=False)
+            llm.engine.scheduler.check_integrity()
+            for output, param, (prompt, count) in zip(outputs, params, call, strict=True):
+                assert param.seed is not None
+                logits = recorder.of(output.request_id, len(prompt), count)
+                texts.append(output.token_ids)
+                leads.append(margins(logits, len(prompt), param.temperature, param.seed))
+                cached += output.num_cached_tokens
+                ids.append(output.request_id)
+        return {
+            "texts": texts,
+            "margins": leads,
+            "cached": cached,
+            "chunks": witness.num_partial_chunks,
+            "preempted": witness.num_rows_after_preemption,
+            "backend": llm.engine_info()["attention_backend"],
+            "fused": llm.engine.executor.runner.kernels.fused,
+        }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from checkpoints import make_model, save  # here: the script needs no transformers, which is slow to import
+
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 150}
+    return str(save(make_model(seed=4, weight_std=0.25, **shape), tmp_path_factory.mktemp("model")))
+
+
+@pytest.mark.parametrize("fused_kernels", [True, False])
+def test_triton_backend_through_a_chunk_a_hit_and_a_preemption(folder: str, fused_kernels: bool) -> None:
+    """With the kernels around attention in Triton too, and with attention alone in it."""
+    pytest.importorskip("triton")
+    plain = serve(folder, "torch", fused_kernels)
+    command = [sys.executable, str(Path(__file__).resolve()), folder, str(int(fused_kernels))]
+    root = str(Path(__file__).resolve().parents[2])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    triton = json.loads(done.stdout.splitlines()[-1])
+    assert (triton["backend"], triton["fused"]) == ("triton", fused_kernels)
+    assert plain["backend"] == "torch"
+    for seen in (plain, triton):
+        assert seen["chunks"] > 0
+        assert seen["preempted"] > 0
+        assert seen["cached"] >= BLOCK
+    expected = [Expected(*pair) for pair in zip(plain["texts"], plain["margins"], strict=True)]
+    assert_mostly_sure(expected)
+    for text, one in zip(triton["texts"], expected, strict=True):
+        assert_same(text, one)
+
+
+if __name__ == "__main__":
+    print(json.dumps(serve(sys.argv[1], "triton", fused_kernels=sys.argv[2] == "1")))

@@ -1,0 +1,258 @@
+"""Checkpoints on disk: each rank's shards put together are the file's tensors; what is wrong with a file is named."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_model, read_json, save, write_json
+from safetensors.torch import load_file, save_file
+from workload import make_requests, run
+
+from nanovllm import LLM
+from nanovllm.config import EngineConfig, ModelConfig, read_model_config
+from nanovllm.kernels import select_kernels
+from nanovllm.layers.linear import HeadSplit
+from nanovllm.layers.weights import CheckpointWeight
+from nanovllm.models.checkpoint import load_checkpoint, load_dummy, open_checkpoint, read_safetensors
+from nanovllm.models.qwen3 import ModelContext, Qwen3ForCausalLM
+
+CPU = torch.device("cpu")
+OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "device": "cpu", "num_kvcache_blocks": 32}
+FILE = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(make_model(seed=2), tmp_path_factory.mktemp("intact"))
+
+
+@pytest.fixture
+def folder(intact: Path, tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    for path in intact.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def expect_refusal(folder: Path, error: type[Exception], *said: str, **options: Any) -> None:
+    """The engine does not start, and says why."""
+    with pytest.raises(error) as caught:
+        LLM(str(folder), **OPTIONS, **options).close()
+    for part in said:
+        assert part in str(caught.value), caught.value
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(folder / FILE)
+    change(tensors)
+    save_file(tensors, folder / FILE)
+
+
+def change_header(folder: Path, change: Callable[[dict[str, Any]], None], padding: int = 0) -> None:
+    """Rewrites a file's header, `padding` bytes longer than it need be, and leaves the data alone."""
+    raw = (folder / FILE).read_bytes()
+    (size,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + size])
+    change(header)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8 + padding)
+    (folder / FILE).write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + size :])
+
+
+# -- shards ---------------------------------------------------------------------------------------------------------
+
+
+def weights_of_rank(config: ModelConfig, rank: int, size: int) -> list[CheckpointWeight]:
+    """A rank's parameters, filled with NaN, in a model that nobody runs."""
+    heads = HeadSplit(config.num_attention_heads, config.num_key_value_heads, rank, size)
+    group: Any = SimpleNamespace(rank=rank, size=size)
+    backend: Any = None
+    context = ModelContext(config, heads, group, select_kernels(CPU), backend, torch.float32, CPU, 64)
+    model = Qwen3ForCausalLM(context)
+    weights = list(model.checkpoint_weights())
+    for weight in weights:
+        for shard in weight.shards:
+            shard.target.fill_(torch.nan)
+    return weights
+
+
+def gather(ranks: list[list[CheckpointWeight]]) -> dict[str, torch.Tensor]:
+    """Whole tensors from all ranks' shards, which must agree where they overlap."""
+    whole: dict[str, torch.Tensor] = {}
+    for weights in ranks:
+        for weight in weights:
+            target = whole.setdefault(weight.name, torch.full(weight.shape, torch.nan))
+            for shard in weight.shards:
+                part = target.narrow(shard.dim, shard.start, shard.target.shape[shard.dim])
+                assert torch.equal(torch.where(part.isnan(), shard.target, part), shard.target), weight.name
+                part.copy_(shard.target)
+    return whole
+
+
+HEADS = [(8, 8), (8, 4), (8, 2), (8, 1), (4, 4), (12, 4), (12, 2), (20, 4), (24, 3), (40, 8)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_shards_cover_the_checkpoint(tmp_path: Path, size: int, tied: bool) -> None:
+    """For many head counts: every element of every tensor is on some rank, in its place, from files and from dummies."""
+    for heads, kv_heads in HEADS:
+        shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 4, "num_hidden_layers": 1}
+        model = make_model(**shape, hidden_size=12, intermediate_size=20, vocab_size=37, tie_word_embeddings=tied)
+        save(model, tmp_path, max_shard_size="4KB" if heads == 8 else "1GB")
+        config = read_model_config(EngineConfig(str(tmp_path)))
+        ranks = [weights_of_rank(config, rank, size) for rank in range(size)]
+        tensors = open_checkpoint(tmp_path)
+        for weights in ranks:
+            load_checkpoint(weights, tensors, CPU)
+        state = {name: value for name, value in model.state_dict().items() if not (tied and name == "lm_head.weight")}
+        gathered = gather(ranks)
+        assert gathered.keys() == state.keys()
+        for name, value in gathered.items():
+            assert torch.equal(value, state[name]), (name, heads, kv_heads)
+        dummies = [weights_of_rank(config, rank, n) for n in {1, size} for rank in range(n)]
+        for weights in dummies:
+            load_dummy(weights, torch.float32, CPU, seed=3)
+        assert not any(value.isnan().any() for value in gather(dummies).values())
+        for path in tmp_path.iterdir():
+            path.unlink()
+
+
+def test_query_heads_keep_their_keys() -> None:
+    """On each rank, query head i reads the key head that it has in the whole model."""
+    for heads, kv_heads in HEADS:
+        for size in (n for n in range(1, 9) if heads % n == 0):
+            for rank in range(size):
+                split = HeadSplit(heads, kv_heads, rank, size)
+                group = split.local_heads // split.local_kv_heads
+                assert group * split.local_kv_heads == split.local_heads
+                for local in range(split.local_heads):
+                    whole_kv_head = (split.first_head + local) // (heads // kv_heads)
+                    assert split.kv_head(local // group) == whole_kv_head, (split, local)
+
+
+def test_dummy_weights_are_the_same_at_every_rank_count(intact: Path) -> None:
+    """Texts agree, and another seed gives another model."""
+    requests = make_requests()[:4]
+
+    def texts(**options: Any) -> list[list[int]]:
+        with LLM(str(intact), load_format="dummy", **OPTIONS, **options) as llm:
+            return [output.token_ids for output in run(llm, requests)]
+
+    one = texts()
+    assert texts(tensor_parallel_size=2) == one
+    assert texts(tensor_parallel_size=4) == one
+    assert texts(seed=1) != one
+
+
+# -- files that are not as they should be ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_missing_weight(folder: Path, ranks: int) -> None:
+    change_tensors(folder, lambda tensors: tensors.pop("model.layers.1.self_attn.k_norm.weight"))
+    expect_refusal(folder, ValueError, "missing", "model.layers.1.self_attn.k_norm.weight", tensor_parallel_size=ranks)
+
+
+def test_surplus_weight(folder: Path) -> None:
+    change_tensors(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(3)}))
+    expect_refusal(folder, ValueError, "surplus", "model.layers.0.self_attn.q_proj.bias")
+
+
+def test_layers_that_the_configuration_does_not_have(folder: Path) -> None:
+    config = read_json(folder / "config.json")
+    write_json(folder / "config.json", {**config, "num_hidden_layers": 1})
+    expect_refusal(folder, ValueError, "11 surplus", "model.layers.1.")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_misshapen_weight(folder: Path, ranks: int) -> None:
+    name = "model.layers.0.mlp.down_proj.weight"
+    change_tensors(folder, lambda tensors: tensors.update({name: tensors[name].t().contiguous()}))
+    expect_refusal(folder, ValueError, name, "(128, 96)", "(96, 128)", tensor_parallel_size=ranks)
+
+
+def test_wrong_type(folder: Path) -> None:
+    name = "model.norm.weight"
+    change_tensors(folder, lambda tensors: tensors.update({name: tensors[name].long()}))
+    expect_refusal(folder, ValueError, FILE, name, "I64")
+
+
+def test_untied_head_that_is_not_there(folder: Path) -> None:
+    change_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    expect_refusal(folder, ValueError, "missing", "lm_head.weight")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 8, 200, 5000, -1])
+def test_truncated_file(folder: Path, keep: int) -> None:
+    """Wherever it is cut: in the length, in the header, in the data, one byte before its end."""
+    raw = (folder / FILE).read_bytes()
+    (folder / FILE).write_bytes(raw[:keep])
+    expect_refusal(folder, ValueError, str(folder / FILE))
+
+
+@pytest.mark.parametrize("content", [b"[1, 2]  ", b"not json", b"\xff\xfe\x00\x01\x02\x03\x04\x05", b'{"a": 3}'])
+def test_header_of_something_else(folder: Path, content: bytes) -> None:
+    (folder / FILE).write_bytes(struct.pack("<Q", len(content)) + content)
+    expect_refusal(folder, ValueError, str(folder / FILE), "corrupt")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"data_offsets": [-8, 376]},
+        {"data_offsets": [0, 1 << 40]},
+        {"data_offsets": [0]},
+        {"data_offsets": ["a", "b"]},
+        {"shape": [97]},
+        {"shape": "wide"},
+        {"shape": [-96]},
+        {"shape": [1 << 62, 1 << 62]},
+        {"dtype": "F8_E4M3"},
+        {"dtype": ["F32"]},
+    ],
+    ids=str,
+)
+def test_corrupt_description(folder: Path, entry: dict[str, Any]) -> None:
+    name = "model.norm.weight"
+    change_header(folder, lambda header: header[name].update(entry))
+    expect_refusal(folder, ValueError, str(folder / FILE), name)
+
+
+def test_data_that_is_not_aligned(folder: Path) -> None:
+    """Older writers did not pad the header; such a file is as good as any."""
+    before = {name: tensor.narrow(0, 0, 1).clone() for name, tensor in read_safetensors(folder / FILE).items()}
+    change_header(folder, lambda header: None, padding=3)
+    after = read_safetensors(folder / FILE)
+    assert all(torch.equal(after[name].narrow(0, 0, 1), value) for name, value in before.items())
+
+
+def test_no_files(folder: Path) -> None:
+    (folder / FILE).unlink()
+    expect_refusal(folder, FileNotFoundError, str(folder), "safetensors")
+
+
+def test_file_of_the_index_is_missing(tmp_path: Path) -> None:
+    save(make_model(), tmp_path, max_shard_size="100KB")
+    gone = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    gone.unlink()
+    expect_refusal(tmp_path, FileNotFoundError, "model.safetensors.index.json", gone.name)
+    (tmp_path / "model.safetensors.index.json").unlink()  # then every file that is there counts, and some weights are missing
+    expect_refusal(tmp_path, ValueError, "missing")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": ['])
+def test_index_that_is_none(folder: Path, text: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(text)
+    expect_refusal(folder, ValueError, "model.safetensors.index.json")
+
+
+def test_weight_in_two_files(folder: Path) -> None:
+    name = "model.norm.weight"
+    save_file({name: load_file(folder / FILE)[name]}, folder / "more.safetensors")
+    expect_refusal(folder, ValueError, name, "more.safetensors")
