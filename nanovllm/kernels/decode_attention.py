@@ -158,46 +158,40 @@ def _attend(q, k, v, m, l, acc, scale_log2, start, end, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _merge(PARTIAL, LSE, OUT, first, num_chunks, stride_out_head,
-           G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Merges the chunks of G heads, whose partial results start at entry `first`, into OUT [G, D], one chunk after the
-    other. Unrolled: a loop here would keep the compiler from pipelining a loop around it."""
-    AT_ONCE: tl.constexpr = 8
-    heads = tl.arange(0, GROUP)
+def _merge_head(PARTIAL, LSE, OUT, first, num_chunks, D: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """Merges a query head's chunks, whose partial results start at entry `first`, into OUT [D]: element by element and one
+    chunk after the other, so that the bits do not depend on how many threads do it. Unrolled, since a loop here would
+    keep the compiler from pipelining a loop around it."""
+    AT_ONCE: tl.constexpr = 8 if MAX_SPLITS >= 8 else MAX_SPLITS
     dims = tl.arange(0, D)
     splits = tl.arange(0, MAX_SPLITS)
-    of_head = first + heads * MAX_SPLITS
-    lse = tl.load(LSE + of_head[None, :] + splits[:, None], mask=(splits < num_chunks)[:, None] & (heads < G)[None, :],
-                  other=float("-inf"), cache_modifier=".cg")
-    top = tl.where(heads < G, tl.max(lse, 0), 0.0)[:, None]
-    entries = of_head[:, None] + tl.zeros([1, D], tl.int32)  # a weight for each element: no exchange among threads
-    total = tl.zeros([GROUP, D], tl.float32)
-    acc = tl.zeros([GROUP, D], tl.float32)
+    lse = tl.load(LSE + first + splits, mask=splits < num_chunks, other=float("-inf"), cache_modifier=".cg")
+    top = tl.max(lse, 0)
+    total = tl.sum(tl.zeros([1], tl.float32), 0)
+    acc = tl.zeros([D], tl.float32)
     for begin in tl.static_range(0, MAX_SPLITS, AT_ONCE):
         if begin < num_chunks:
             for i in tl.static_range(AT_ONCE):
-                part = begin + i
-                known = (heads < G)[:, None] & (dims < D)[None, :] & (part < num_chunks)
-                part_lse = tl.load(LSE + entries + part, mask=known, other=float("-inf"), cache_modifier=".cg")
-                value = tl.load(PARTIAL + (entries + part) * D + dims[None, :], mask=known, other=0.0,
-                                cache_modifier=".cg")
+                entry = first + begin + i
+                known = begin + i < num_chunks
+                part_lse = tl.load(LSE + entry, mask=known, other=float("-inf"), cache_modifier=".cg")
+                value = tl.load(PARTIAL + entry * D + dims, mask=known & (dims < D), other=0.0, cache_modifier=".cg")
                 weight = tl.exp2(part_lse - top)
                 total += weight
                 acc += value * weight
-    tl.store(OUT + heads[:, None] * stride_out_head + dims[None, :], (acc / total).to(OUT.dtype.element_ty),
-             mask=(heads < G)[:, None] & (dims < D)[None, :])
+    tl.store(OUT + dims, (acc / total).to(OUT.dtype.element_ty))
 
 
 @triton.jit
-def merge_chunks_kernel(PARTIAL, LSE, OUT, NUM_CHUNKS, out_token, out_head, HKV: tl.constexpr, G: tl.constexpr,
-                        GROUP: tl.constexpr, D: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Merges the rows that have several chunks: a program for each row and key head."""
-    row = (tl.program_id(0) // HKV).to(tl.int64)
-    kv_head = tl.program_id(0) % HKV
+def merge_chunks_kernel(PARTIAL, LSE, OUT, NUM_CHUNKS, out_token, out_head, HQ: tl.constexpr, D: tl.constexpr,
+                        MAX_SPLITS: tl.constexpr):
+    """Merges the rows that have several chunks: a program for each row and query head."""
+    row = (tl.program_id(0) // HQ).to(tl.int64)
+    head = tl.program_id(0) % HQ
     num_chunks = tl.load(NUM_CHUNKS + row)
     if num_chunks > 1:
-        _merge(PARTIAL, LSE, OUT + row * out_token + kv_head * G * out_head, (row * HKV + kv_head) * G * MAX_SPLITS,
-               num_chunks, out_head, G, GROUP, D, MAX_SPLITS)
+        _merge_head(PARTIAL, LSE, OUT + row * out_token + head * out_head, (row * HQ + head) * MAX_SPLITS, num_chunks,
+                    D, MAX_SPLITS)
 
 
 @triton.jit
@@ -209,7 +203,7 @@ def _sync_threads():
 
 @triton.jit
 def _finish_chunk(m, l, acc, OUT, PARTIAL, LSE, ARRIVED, row, kv_head, chunk_of, out_token, out_head,
-                  HKV: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr,
+                  HKV: tl.constexpr, G: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr,
                   MAX_SPLITS: tl.constexpr, MERGE: tl.constexpr):
     """Stores a chunk's result; if MERGE, merges its row when all other chunks are there already."""
     heads = tl.arange(0, BLOCK_H)
@@ -232,7 +226,8 @@ def _finish_chunk(m, l, acc, OUT, PARTIAL, LSE, ARRIVED, row, kv_head, chunk_of,
             _sync_threads()
             arrived = tl.atomic_add(ARRIVED + row * HKV + kv_head, 1, sem="acq_rel", scope="gpu")
             if arrived == num_chunks - 1:
-                _merge(PARTIAL, LSE, OUT_HEADS, first, num_chunks, out_head, G, GROUP, D, MAX_SPLITS)
+                for g in tl.static_range(G):
+                    _merge_head(PARTIAL, LSE, OUT_HEADS + g * out_head, first + g * MAX_SPLITS, num_chunks, D, MAX_SPLITS)
                 tl.store(ARRIVED + row * HKV + kv_head, 0)  # ready for the next layer
 
 
@@ -264,7 +259,7 @@ def _load_item(WORK, item, mask, row_and_slot, start, end, chunk_of, HKV: tl.con
 @triton.jit(do_not_specialize=["table_stride"])
 def decode_attention_kernel(Q, K, V, OUT, TABLE, WORK, NUM_WORK, PARTIAL, LSE, ARRIVED, scale_log2,
                             q_token, q_head, k_block, k_head, k_token, v_block, v_head, v_token, table_stride,
-                            out_token, out_head, HKV: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
+                            out_token, out_head, HKV: tl.constexpr, G: tl.constexpr,
                             BLOCK_H: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
                             TMA: tl.constexpr, MAX_SPLITS: tl.constexpr, MERGE: tl.constexpr):
     """See decode_attention_reference. An item of work is one chunk of one row for one key head and its G query heads. A
@@ -296,7 +291,7 @@ def decode_attention_kernel(Q, K, V, OUT, TABLE, WORK, NUM_WORK, PARTIAL, LSE, A
         is_last = n + BLOCK_N >= end
         if is_last:
             _finish_chunk(m, l, acc, OUT, PARTIAL, LSE, ARRIVED, row, kv_head, chunk_of, out_token, out_head,
-                          HKV, G, GROUP, BLOCK_H, D, MAX_SPLITS, MERGE)
+                          HKV, G, BLOCK_H, D, MAX_SPLITS, MERGE)
             m = tl.full([BLOCK_H], float("-inf"), tl.float32)
             l = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
             acc = tl.zeros([BLOCK_H, D], tl.float32)
@@ -372,16 +367,16 @@ class DecodeAttention:
         most_chunks = min(self.max_splits, triton.cdiv(max_context_len, c.min_chunk))
         k, v = (paged_descriptor(x, c.block_n) if self.use_tma else x for x in (k_cache, v_cache))
         programs = min(self.num_sms * c.programs_per_sm, num_rows * self.num_kv_heads * most_chunks)
-        heads = {"HKV": self.num_kv_heads, "G": self.group, "GROUP": triton.next_power_of_2(self.group), "D": self.head_dim,
-                 "MAX_SPLITS": self.max_splits}
         merge = num_rows <= c.merge_rows
         decode_attention_kernel[(programs,)](
             q, k, v, out, block_table, self.work, self.num_work, self.partial, self.lse, self.arrived,
             self.scale_log2, q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
-            block_table.stride(0), out.stride(0), out.stride(1), BLOCK_H=max(16, heads["GROUP"]), PAGE=self.block_size,
-            BLOCK_N=c.block_n, TMA=self.use_tma, MERGE=merge, num_warps=c.num_warps, num_stages=c.num_stages,
-            maxnreg=c.max_registers, **heads)
+            block_table.stride(0), out.stride(0), out.stride(1), HKV=self.num_kv_heads, G=self.group,
+            BLOCK_H=max(16, triton.next_power_of_2(self.group)), D=self.head_dim, PAGE=self.block_size,
+            BLOCK_N=c.block_n, TMA=self.use_tma, MAX_SPLITS=self.max_splits, MERGE=merge, num_warps=c.num_warps,
+            num_stages=c.num_stages, maxnreg=c.max_registers)
         if not merge and most_chunks > 1:
-            merge_chunks_kernel[(num_rows * self.num_kv_heads,)](
-                self.partial, self.lse, out, self.num_chunks, out.stride(0), out.stride(1), num_warps=4, **heads)
+            merge_chunks_kernel[(num_rows * self.num_q_heads,)](
+                self.partial, self.lse, out, self.num_chunks, out.stride(0), out.stride(1), HQ=self.num_q_heads,
+                D=self.head_dim, MAX_SPLITS=self.max_splits, num_warps=1)
         return out

@@ -44,8 +44,8 @@ class ModelRunner:
         self.memory = MemoryProbe(self.device)
         self.group = TensorParallelGroup(rank, config.tensor_parallel_size, self.device, store, config.step_timeout)
         if config.peer_all_reduce and self.device.type == "cuda" and self.group.size > 1:
-            rows = config.max_num_batched_tokens
-            self.group.use_peer_memory(rows, self.model_config.hidden_size, self.dtype, config.max_num_seqs)
+            rows, keys = config.max_num_batched_tokens, config.max_num_seqs + MAX_CHUNK_ROWS
+            self.group.use_peer_memory(rows, self.model_config.hidden_size, self.dtype, max_keys=keys)
         self.io = DeviceIO(self.device)
         self.graphs: StepGraphs | None = None
         with torch.inference_mode(), self.io.stream_context():

@@ -13,7 +13,7 @@ from nanovllm.kernels.decode_attention import (
 )
 
 # Small chunks, so that short rows are split too.
-SMALL = DecodeConfig(block_n=32, min_chunk=64, max_splits=8, num_warps=4, num_stages=2)
+SMALL = DecodeConfig(block_n=32, min_chunk=64, max_splits=8, num_warps=4, num_stages=2, merge_rows=4)
 LENGTHS = [1, 63, 64, 65, 0, 200, 1030, 17]
 
 

@@ -34,16 +34,20 @@ class LogitRecorder:
         return torch.stack([self._logits[request_id, prompt_length + i] for i in range(count)])
 
 
+def draw_scores(logits: torch.Tensor, first_position: int, temperature: float, seed: int) -> torch.Tensor:
+    """[n, vocab] like `logits`: what the drawn tokens are the largest of; row i draws the token at first_position + i of
+    its request."""
+    if not temperature:
+        return logits
+    positions = torch.arange(first_position, first_position + len(logits)).unsqueeze(1)
+    k0, k1 = row_key_reference(torch.full_like(positions, seed), positions)
+    words = random_words_reference(k0, k1, torch.arange(logits.shape[1]))
+    return logits / temperature + gumbel_noise_reference(words)
+
+
 def margins(logits: torch.Tensor, first_position: int, temperature: float, seed: int) -> list[float]:
-    """By how much the drawn token's score leads the second, for each of logits [n, vocab]; row i draws the token at
-    first_position + i of its request."""
-    scores = logits
-    if temperature:
-        positions = torch.arange(first_position, first_position + len(logits)).unsqueeze(1)
-        k0, k1 = row_key_reference(torch.full_like(positions, seed), positions)
-        words = random_words_reference(k0, k1, torch.arange(logits.shape[1]))
-        scores = logits / temperature + gumbel_noise_reference(words)
-    best = scores.topk(2).values
+    """By how much each drawn token's score leads the second."""
+    best = draw_scores(logits, first_position, temperature, seed).topk(2).values
     return (best[:, 0] - best[:, 1]).tolist()
 
 

@@ -1,0 +1,6 @@
+"""The GPU's tests share the helpers of tests/exactness."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "exactness"))
