@@ -25,7 +25,6 @@ _RECORD = tl.constexpr(RECORD_WORDS)
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
 _PENALTIES = tl.constexpr(PENALTIES)
 _PIECES = tl.constexpr(16)  # of a sample
-_POINTS = tl.constexpr(4)
 
 KEY_SHIFT = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 """Low bits of a float32 that values of this type never use."""
@@ -41,7 +40,7 @@ def _order(x):
 @triton.jit
 def _unorder(key, SHIFT: tl.constexpr):
     """The float32 t such that x >= t just where (_order(x) >> SHIFT) >= key."""
-    bits = key << SHIFT
+    bits = (key << SHIFT).to(tl.int32)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
 
@@ -98,9 +97,10 @@ def _guess(x, w, low, high, target, SHIFT: tl.constexpr):
 @triton.jit
 def _search(row, low, high, target, share, peak, inverse_temperature, num_ids, COUNT: tl.constexpr,
             SHIFT: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """The largest key in [low, high) with F >= target; F(low) >= target > F(high) = 0 is given.
+    """The largest key in [low, high) with F >= target, or low where there is none; F(high) is 0.
 
-    COUNT: target is a number of tokens; else `share` of F(low), which the first pass finds out.
+    COUNT: target is a number of tokens; else it is -1 and stands for `share` of F(low), which the first pass finds out.
+    Keys are int64: between the bits of two float32 can lie more than an int32 holds.
     """
     if high - low > 1:
         # Where would it be in a sample of LANES * WIDTH tokens, in pieces from all over the row?
@@ -159,22 +159,191 @@ def _thresholds_kernel(LOGITS, ROW, SLOT, RECORDS, TEMPERATURE, THRESHOLD, row_s
             largest = tl.maximum(largest, tl.max(_load(row, index + tile * (LANES * WIDTH), num_ids), 1))
         peak = tl.max(largest, 0)
         if (peak > float("-inf")) & (peak < float("inf")):
-            lowest = tl.maximum(peak + log_min_p * temperature, -3.4e38)  # every finite logit is at least that
-            low = _order(lowest) >> SHIFT
+            lowest = tl.maximum(peak + log_min_p * temperature, -3.4e38)
+            low = (_order(lowest) >> SHIFT).to(tl.int64)
             low += tl.where(_unorder(low, SHIFT) < lowest, 1, 0)
-            high = (_order(peak) >> SHIFT) + 1
+            high = (_order(peak) >> SHIFT).to(tl.int64) + 1
             low = tl.minimum(low, high - 1)
             if limits_k:
-                f0, f1, f2, f3 = _sums(row, _unorder(low, SHIFT), 0.0, 0.0, 0.0, peak, inverse_temperature, num_ids,
-                                       True, LANES, WIDTH, 1)  # fmt: skip
-                # Fewer tokens than k above min_p's threshold: F(low) < k, and the search must not rely on it.
-                target = top_k.to(tl.float32)
-                start = tl.where(log_min_p > float("-inf"), _order(-3.4e38) >> SHIFT, low)
-                found = _search(row, start, high, target, 1.0, peak, inverse_temperature, num_ids, True, SHIFT, LANES,
-                                WIDTH, TILES)  # fmt: skip
-                low = tl.maximum(low, found)
+                low = _search(row, low, high, top_k.to(tl.float32), 1.0, peak, inverse_temperature, num_ids, True,
+                              SHIFT, LANES, WIDTH, TILES)  # fmt: skip
             if top_p < 1.0:
                 low = _search(row, low, high, -1.0, top_p, peak, inverse_temperature, num_ids, False, SHIFT, LANES,
                               WIDTH, TILES)  # fmt: skip
             threshold = _unorder(low, SHIFT)
     tl.store(THRESHOLD + g, threshold)
+
+
+@triton.jit
+def _best_survivors_kernel(LOGITS, ROW, SLOT, TEMPERATURE, SEED, POSITION, THRESHOLD, PARTIAL, row_stride, num_ids,
+                           num_chunks, FILTERS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+                           APPROX: tl.constexpr):  # fmt: skip
+    """As the sampler's own kernel, for rows picked from LOGITS and ids at or above the row's threshold: the same score
+    bits for the same logit. A tile that nobody of survives costs no noise."""
+    chunk, g = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(SLOT + g)
+    row = LOGITS + tl.load(ROW + g).to(tl.int64) * row_stride
+    lanes = chunk * (TILE * TILES) + tl.arange(0, TILE)
+    temperature = tl.load(TEMPERATURE + slot)
+    best = tl.full([TILE], float("-inf"), tl.float32)
+    best_tile = tl.zeros([TILE], tl.int32)
+    if temperature >= _MIN_TEMPERATURE:
+        inverse_temperature = 1.0 / temperature
+        k0, k1 = row_key(tl.load(SEED + slot), tl.load(POSITION + g))
+        threshold = float("-inf")
+        if FILTERS:
+            threshold = tl.load(THRESHOLD + g)
+        for tile in range(TILES):
+            index = lanes + tile * TILE
+            x = _load(row, index, num_ids)
+            survives = (x >= threshold) & (x > float("-inf"))
+            if tl.max(survives.to(tl.int32), 0) > 0:
+                noise = gumbel_noise(random_words(k0, k1, index), APPROX)
+                scores = tl.where(survives, tl.fma(x, inverse_temperature, noise), float("-inf"))
+                better = scores > best
+                best = tl.where(better, scores, best)
+                best_tile = tl.where(better, tile, best_tile)
+    else:
+        for tile in range(TILES):
+            x = _load(row, lanes + tile * TILE, num_ids)
+            better = x > best
+            best = tl.where(better, x, best)
+            best_tile = tl.where(better, tile, best_tile)
+    tl.store(PARTIAL + g * num_chunks + chunk, tl.max(_pack_keys(best, lanes + best_tile * TILE), 0))
+
+
+@triton.jit
+def _commit_kernel(PARTIAL, TARGET_ROW, SLOT, RECORDS, TOKENS, LAST_TOKEN, COUNTS, counts_stride, num_chunks,
+                   COUNTED: tl.constexpr, CHUNKS_PADDED: tl.constexpr):  # fmt: skip
+    g = tl.program_id(0)
+    chunks = tl.arange(0, CHUNKS_PADDED)
+    keys = tl.load(PARTIAL + g * num_chunks + chunks, mask=chunks < num_chunks, other=-0x8000000000000000)
+    token = (~tl.max(keys, 0)).to(tl.int32)
+    slot = tl.load(SLOT + g)
+    tl.store(TOKENS + tl.load(TARGET_ROW + g), token)
+    tl.store(LAST_TOKEN + slot, token)
+    if COUNTED:
+        if tl.load(RECORDS + g * _RECORD) & _PENALTIES:
+            place = COUNTS + slot.to(tl.int64) * counts_stride + token
+            tl.store(place, tl.load(place) + 2)
+
+
+def _row_tiles(num_ids: int) -> dict[str, int]:
+    lanes = min(1024, max(32, triton.next_power_of_2(triton.cdiv(num_ids, 8))))
+    return {"LANES": lanes, "WIDTH": 8, "TILES": triton.cdiv(num_ids, lanes * 8), "num_warps": 16 if lanes == 1024 else 4}
+
+
+def find_thresholds(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    records: torch.Tensor,
+    temperature: torch.Tensor,
+    vocab_size: int,
+) -> torch.Tensor:
+    """Triton version of find_thresholds_reference: passes over memory, one program for each row."""
+    thresholds = torch.empty(rows.shape[0], dtype=torch.float32, device=logits.device)
+    _thresholds_kernel[(rows.shape[0],)](
+        logits, rows, slots, records, temperature, thresholds, logits.stride(0), vocab_size,
+        SHIFT=KEY_SHIFT[logits.dtype], **_row_tiles(vocab_size),
+    )  # fmt: skip
+    return thresholds
+
+
+def draw_survivors(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    records: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    positions: torch.Tensor,
+    thresholds: torch.Tensor | None,
+    target_rows: torch.Tensor,
+    tokens: torch.Tensor,
+    last_token: torch.Tensor,
+    counts: torch.Tensor | None,
+    vocab_size: int,
+) -> None:
+    """Triton version of draw_survivors_reference."""
+    num_rows = rows.shape[0]
+    tile, tiles, num_warps = _tiling(num_rows, vocab_size)
+    num_chunks = triton.cdiv(vocab_size, tile * tiles)
+    partial = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
+    _best_survivors_kernel[(num_chunks, num_rows)](
+        logits, rows, slots, temperature, seed, positions, temperature if thresholds is None else thresholds, partial,
+        logits.stride(0), vocab_size, num_chunks, FILTERS=thresholds is not None, TILE=tile, TILES=tiles,
+        APPROX=logits.is_cuda, num_warps=num_warps,
+    )  # fmt: skip
+    _commit_kernel[(num_rows,)](
+        partial, target_rows, slots, records, tokens, last_token, tokens if counts is None else counts,
+        0 if counts is None else counts.stride(0), num_chunks, COUNTED=counts is not None,
+        CHUNKS_PADDED=triton.next_power_of_2(num_chunks), num_warps=1,
+    )  # fmt: skip
+
+
+def find_thresholds_reference(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    records: torch.Tensor,
+    temperature: torch.Tensor,
+    vocab_size: int,
+) -> torch.Tensor:
+    """float32 [G]: the least logit that row g's min_p, top_k and top_p let pass; -inf where none of them limits it.
+
+    logits [any, >= vocab_size], row g of them at rows int32 [G]; slots int32 [G] into temperature float32 [S]; records
+    int32 [G, RECORD_WORDS] (sampling/section.py). NaN counts as -inf. Sorts, and adds probabilities in float64.
+    """
+    x = logits[rows.long(), :vocab_size].float()
+    x = x.masked_fill(x.isnan(), -torch.inf)
+    record = records.contiguous()
+    top_k, (top_p, log_min_p) = record[:, 1].long(), record[:, 2:4].contiguous().view(torch.float32).unbind(1)
+    heat = temperature[slots.long()]
+    limited = heat >= MIN_TEMPERATURE
+    limited &= ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1) | (log_min_p > -torch.inf)
+    ordered = x.sort(dim=1, descending=True).values
+    limited &= ordered[:, 0].isfinite()
+    threshold = ordered[:, 0] + log_min_p * heat
+    kth = ordered.gather(1, (top_k.clamp(1, vocab_size) - 1).unsqueeze(1)).squeeze(1)
+    threshold = torch.where((top_k > 0) & (top_k < vocab_size), torch.maximum(threshold, kth), threshold)
+    weights = ((ordered - ordered[:, :1]).double() / heat.clamp(min=MIN_TEMPERATURE).double().unsqueeze(1)).exp()
+    mass = weights.masked_fill(ordered < threshold.unsqueeze(1), 0.0).cumsum(1)
+    enough = mass >= top_p.double().unsqueeze(1) * mass[:, -1:]
+    last = ordered.gather(1, enough.int().argmax(1, keepdim=True)).squeeze(1)
+    threshold = torch.where(top_p < 1, torch.maximum(threshold, last), threshold)
+    return torch.where(limited, threshold, -torch.inf)
+
+
+def draw_survivors_reference(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    records: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    positions: torch.Tensor,
+    thresholds: torch.Tensor | None,
+    target_rows: torch.Tensor,
+    tokens: torch.Tensor,
+    last_token: torch.Tensor,
+    counts: torch.Tensor | None,
+    vocab_size: int,
+) -> None:
+    """Draws for each general row among the ids whose logit is at least its threshold (None: all), and writes the token to
+    tokens[target_rows[g]], to last_token[slots[g]] and, for rows with penalties, into counts [S, vocab_size].
+
+    Arguments as of find_thresholds_reference; seed int64 [S], positions int32 [G], target_rows int32 [G]. The draw is that
+    of gumbel_argmax (kernels/sampling.py): with nothing filtered, the same token. Where no id is left, id 0.
+    """
+    x = logits[rows.long(), :vocab_size].float()
+    x = x.masked_fill(x.isnan(), -torch.inf)
+    if thresholds is not None:
+        random = temperature[slots.long()] >= MIN_TEMPERATURE
+        x = x.masked_fill((x < thresholds.unsqueeze(1)) & random.unsqueeze(1), -torch.inf)
+    drawn = keys_to_tokens(gumbel_argmax_reference(x, slots, temperature, seed, positions, 0, vocab_size))
+    tokens[target_rows.long()] = drawn
+    last_token[slots.long()] = drawn
+    if counts is not None:
+        counted = (records[:, 0] & PENALTIES).nonzero().squeeze(1)
+        counts[slots[counted].long(), drawn[counted].long()] += 2

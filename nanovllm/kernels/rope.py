@@ -7,8 +7,11 @@ too: the norm's result, the norm times weight, cos, sin, each product and their 
 import torch
 
 from nanovllm.kernels.norm import rms_norm_reference
+from nanovllm.kernels.pdl import supports_pdl
 from nanovllm.kernels.triton_import import tl, triton
 
+PDL_TOKENS = 16
+"""Up to so many tokens, the time between kernels is worth saving."""
 HEADS_PER_PROGRAM = 16
 """Of any step: another number might sum in another order, and a token's result would depend on its step."""
 
@@ -74,8 +77,12 @@ def _qk_norm_rope_store_kernel(
     HALF_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Token `program_id(0)`; `program_id(1)` counts groups of HEADS query heads, then of HEADS key/value heads."""
+    if PDL:  # nothing to do before the projections are there, but the launch itself is out of the way
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     q_groups: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
@@ -122,6 +129,7 @@ def qk_norm_rope_store(
     """Triton version of qk_norm_rope_store_reference; rows of qkv may be strided."""
     num_tokens, head_dim = qkv.shape[0], q_norm_weight.shape[0]
     groups = triton.cdiv(num_q_heads, HEADS_PER_PROGRAM) + triton.cdiv(num_kv_heads, HEADS_PER_PROGRAM)
+    pdl = num_tokens <= PDL_TOKENS and supports_pdl(qkv.device)
     if num_tokens:
         _qk_norm_rope_store_kernel[(num_tokens, groups)](
             qkv,
@@ -142,7 +150,9 @@ def qk_norm_rope_store(
             HALF_PADDED=triton.next_power_of_2(head_dim // 2),
             BLOCK_SIZE=k_cache.shape[2],
             HEADS=HEADS_PER_PROGRAM,
+            PDL=pdl,
             num_warps=4,
+            **({"launch_pdl": True} if pdl else {}),
             enable_fp_fusion=False,  # or products would not be rounded before their sum
         )
     return qkv.view(num_tokens, num_q_heads + 2 * num_kv_heads, head_dim)[:, :num_q_heads]

@@ -15,6 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.pdl import supports_pdl
 from nanovllm.kernels.small_gemm_dot import small_gemm_stream_kernel, small_gemm_tile_kernel
 from nanovllm.kernels.small_gemm_fma import small_gemm_fma_kernel
 from nanovllm.kernels.small_gemm_tile import LANE_SPAN, MAX_ROWS
@@ -167,7 +168,7 @@ def _launch(
         out = x.new_empty(rows, n_out)
     config = config or candidate_configs(rows, n, k, paired)[0]
     _check(x, weight, out, n_out, paired, config)
-    pdl = pdl and x.is_cuda
+    pdl = pdl and supports_pdl(x.device)
     tiles = triton.cdiv(n, config.block_n)
     steps = triton.cdiv(k, config.block_k * config.split_k)
     scratch = counters = out
