@@ -2,14 +2,23 @@
 
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.outputs import CompletionOutput, RequestOutput, StepOutput
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput
+from nanovllm.sampling_params import SamplingParams, StructuredOutput
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StepOutput", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "StepOutput",
+    "StructuredOutput",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,22 +3,27 @@
 import signal
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from tqdm import tqdm
 
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.outputs import CompletionOutput, RequestOutput, StepOutput
+from nanovllm.outputs import CompletionOutput, LogprobsList, RequestOutput, StepOutput
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import torch
 
+    from nanovllm.engine.sequence import Sequence as Row
+
 Prompt = str | list[int]
+
+_CLOSE_PATIENCE = 5.0  # seconds that close() lets another thread's step take to end
 
 
 class LLM:
@@ -29,12 +34,12 @@ class LLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         self.engine = LLMEngine(EngineConfig.from_options(model, **options))
-        self._step_lock = threading.Lock()
+        self._step_lock = _TurnLock()
         self._foreign_outputs: list[StepOutput] = []
         """What requests of add_request gained while generate() was stepping; handed out by the next step()."""
         self._generating: set[int] = set()
         # Interpreter exit must not depend on when this object is collected, nor keep it alive until then.
-        self._close_at_exit = weakref.finalize(self, LLMEngine.close, self.engine)
+        self._close_at_exit = weakref.finalize(self, _close, self.engine, self._step_lock)
         self._close_at_exit.atexit = True
 
     @property
@@ -64,12 +69,16 @@ class LLM:
         `sampling_params`: one for all, or one for each. Everything is checked before anything is started: ValueError names
         the option, the value and the bound. An interrupt (Ctrl-C) aborts this call's requests and leaves the engine usable.
         """
+        self._require_open()
         batch = _as_batch(prompts)
         params = _as_params(sampling_params, len(batch))
-        token_ids = [self._token_ids(prompt) for prompt in batch]
-        for index, (ids, param) in enumerate(zip(token_ids, params, strict=True)):
+        if not self.config.skip_tokenizer_init:
+            _ = self.tokenizer  # one that cannot be loaded is found out now, not when the tokens are there
+        token_ids = []
+        for index, (prompt, param) in enumerate(zip(batch, params, strict=True)):
             try:
-                self.engine.check_request(ids, param)
+                token_ids.append(self._token_ids(prompt))
+                self.engine.check_request(token_ids[-1], param)
             except ValueError as error:
                 raise ValueError(f"prompts[{index}]: {error}") from None
         with self._step_lock:
@@ -83,7 +92,8 @@ class LLM:
                 self.engine.forget(request_id)
             raise
         finally:
-            self._generating.difference_update(ids)
+            with self._step_lock:  # whoever took our last results in has handed them out, and knows them as ours
+                self._generating.difference_update(ids)
         texts = [prompt if isinstance(prompt, str) else None for prompt in batch]
         return [self._finish(request_id, text) for request_id, text in zip(ids, texts, strict=True)]
 
@@ -98,12 +108,26 @@ class LLM:
 
         `template_options` go to the template, for example enable_thinking=False.
         """
-        chats = messages if messages and isinstance(messages[0], list) else [messages]
+        self._require_open()
+        if not messages:
+            return []
+        chats = messages if isinstance(messages[0], list) else [messages]
         prompts = [self.engine.tokenizer.apply_chat_template(chat, **template_options) for chat in chats]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
-        return self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self.engine.tokenizer.encode(prompt)
+        if not isinstance(prompt, (list, tuple)):
+            raise TypeError(f"prompt: must be a str or a list of token ids, found {type(prompt).__name__}")
+        kinds = set(map(type, prompt))
+        if kinds <= {int}:
+            return list(prompt)
+        for kind in kinds:
+            if not issubclass(kind, (int, np.integer)) or kind is bool:
+                bad = next(token_id for token_id in prompt if type(token_id) is kind)
+                raise ValueError(f"prompt: token id {bad!r} must be an integer, found {kind.__name__}")
+        return [int(token_id) for token_id in prompt]
 
     def _run_until_finished(self, request_ids: list[int], use_tqdm: bool) -> None:
         unfinished = set(request_ids)
@@ -113,47 +137,75 @@ class LLM:
                     if not self.engine.has_unfinished_requests():
                         break  # another thread's generate() has taken the last results in for us
                     done = self._dispatch(self.engine.step()) & unfinished
-                unfinished = {i for i in unfinished - done if self.engine.sequence(i).finish_reason is None}
+                unfinished = {i for i in unfinished - done if not self.engine.is_finished(i)}
                 progress.update(len(request_ids) - len(unfinished))
                 if interrupted.is_set():
-                    raise KeyboardInterrupt
+                    break
 
     def _dispatch(self, outputs: list[StepOutput]) -> set[int]:
-        """Keeps what belongs to add_request's callers for step(); returns the ids that finished."""
+        """Keeps what belongs to add_request's callers for step(); returns the ids that finished, all completions of them."""
         for output in outputs:
             if output.request_id not in self._generating and self.engine.knows(output.request_id):
                 self._foreign_outputs.append(output)
-        return {output.request_id for output in outputs if output.finished}
+        ended = {output.request_id for output in outputs if output.finished and self.engine.knows(output.request_id)}
+        return {request_id for request_id in ended if self.engine.is_finished(request_id)}
 
     def _finish(self, request_id: int, prompt: str | None) -> RequestOutput:
-        seq = self.engine.forget(request_id)
-        assert seq is not None
-        output_ids = seq.output_token_ids
-        text = self.engine.tokenizer.decode(output_ids)
+        seqs = self.engine.forget(request_id)
+        first, k = seqs[0], seqs[0].params.prompt_logprobs
+        rows = first.sampling.prompt_logprob_rows if first.sampling is not None else None
         return RequestOutput(
             request_id=request_id,
             prompt=prompt,
-            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
-            outputs=[CompletionOutput(0, text, output_ids, seq.finish_reason)],
-            num_cached_tokens=seq.num_prompt_cached_tokens or 0,
-            metrics=seq.metrics,
+            prompt_token_ids=first.token_ids[: first.num_prompt_tokens],
+            outputs=[self._completion(seq) for seq in seqs],
+            num_cached_tokens=first.num_prompt_cached_tokens or 0,
+            metrics=first.metrics,
+            prompt_logprobs=None if rows is None else LogprobsList(rows, k or 0, self.engine.tokenizer.token_text),
         )
+
+    def _completion(self, seq: "Row") -> CompletionOutput:
+        logprobs = self.engine.logprobs(seq)
+        total = None if logprobs is None else logprobs.total
+        reason, ids = seq.finish_reason, seq.output_token_ids
+        return CompletionOutput(seq.index, self._text(seq), ids, reason, seq.stop_reason, logprobs, total, seq.metrics)
+
+    def _text(self, seq: "Row") -> str:
+        """The output's text: up to a stop string, and without the token of stop_token_ids or end of text that ended it,
+        unless include_stop_str_in_output asks for them."""
+        params, ids = seq.params, seq.output_token_ids
+        if not params.detokenize:
+            return ""
+        text = seq.sampling.text if seq.sampling is not None else None
+        by_token = seq.finish_reason == "stop" and ids[-1] in seq.stop_token_ids
+        if text is not None:
+            if by_token and params.include_stop_str_in_output:
+                text.push(ids[-1], watch=False)
+            return text.finish()
+        if by_token and not params.include_stop_str_in_output:
+            ids = ids[:-1]
+        return self.engine.tokenizer.decode(ids, params.skip_special_tokens)
 
     # -- a caller's own loop ------------------------------------------------------------------------------------
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queues one request and returns its id. May be called from any thread."""
-        return self.engine.add_request(self._token_ids(prompt), sampling_params or SamplingParams())
+        self._require_open()
+        return self.engine.add_request(
+            self._token_ids(prompt), SamplingParams() if sampling_params is None else sampling_params
+        )
 
     def step(self) -> list[StepOutput]:
-        """One turn of the engine: what each request of add_request gained. Finished requests are dropped from the engine
-        when they have been reported here."""
-        with self._step_lock:
+        """One turn of the engine: what each request of add_request gained. Finished requests are dropped from the
+        engine when they have been reported here. An interrupt (Ctrl-C) waits for the end of the turn; nothing is lost."""
+        self._require_open()
+        with _interrupt_between_steps(), self._step_lock:
             if self.engine.has_unfinished_requests():
                 self._dispatch(self.engine.step())
+        with self._step_lock:
             outputs, self._foreign_outputs = self._foreign_outputs, []
         for output in outputs:
-            if output.finished:
+            if output.finished and self.engine.knows(output.request_id) and self.engine.is_finished(output.request_id):
                 self.engine.forget(output.request_id)
         return outputs
 
@@ -184,6 +236,10 @@ class LLM:
         """Ends the workers and frees the devices; nothing stays behind. Harmless when called again."""
         self._close_at_exit()
 
+    def _require_open(self) -> None:
+        if not self._close_at_exit.alive:
+            raise RuntimeError("this engine is closed")
+
     def __enter__(self) -> "LLM":
         return self
 
@@ -193,11 +249,46 @@ class LLM:
         self.close()
 
 
+def _close(engine: LLMEngine, step_lock: "_TurnLock") -> None:
+    """Closes between two steps of other threads; but a step that hangs does not keep us."""
+    with step_lock.within(_CLOSE_PATIENCE):
+        engine.close()
+
+
+class _TurnLock:
+    """A lock whose owner, letting go and asking again, comes after those who wait. (A plain lock goes to whoever asks
+    first, and a thread that steps in a loop asks at once: the others would wait until it has finished everything.)"""
+
+    def __init__(self) -> None:
+        self._next = threading.Lock()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._next:
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Waits for the lock no longer than `seconds`, then goes ahead without it."""
+        mine = [lock for lock in (self._next, self._lock) if lock.acquire(timeout=seconds / 2)]
+        try:
+            yield
+        finally:
+            for lock in mine:
+                lock.release()
+
+
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, bytearray, Mapping, Set)):
+        found = type(prompts).__name__
+        raise TypeError(f"prompts: must be a str, a list of token ids or a list of such, found {found}")
     batch = list(prompts)
-    if batch and all(isinstance(item, int) for item in batch):
+    if batch and all(isinstance(item, (int, np.integer)) for item in batch):
         return [batch]  # type: ignore[list-item]
     for index, prompt in enumerate(batch):
         if not isinstance(prompt, (str, list, tuple)):
@@ -208,6 +299,8 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(param, SamplingParams) for param in params):
+        raise TypeError(f"sampling_params={params!r}: must be SamplingParams, or a list of them")
     if len(params) != count:
         raise ValueError(f"sampling_params: {len(params)} given, must be one or as many as prompts ({count})")
     return list(params)
@@ -215,7 +308,8 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: 
 
 @contextmanager
 def _interrupt_between_steps() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event, so that a step is never cut in half; a second one interrupts at once."""
+    """Ctrl-C sets the event, so that a step is never cut in half, and interrupts when the `with` ends; a second Ctrl-C
+    interrupts at once."""
     interrupted = threading.Event()
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -231,6 +325,8 @@ def _interrupt_between_steps() -> Iterator[threading.Event]:
         yield interrupted
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if interrupted.is_set():
+        raise KeyboardInterrupt
 
 
 class _Progress:

@@ -70,6 +70,11 @@ class LogprobsList(Sequence[dict[int, Logprob] | None]):
         """`k`: likeliest tokens to show of each row. `decode`: token id -> its text."""
         self._rows, self._k, self._decode = rows, k, decode
 
+    @property
+    def total(self) -> float:
+        """Sum of the log-probabilities of the positions' own tokens."""
+        return sum(row.logprob for row in self._rows if row is not None)
+
     def __len__(self) -> int:
         return len(self._rows)
 

@@ -4,6 +4,7 @@ import threading
 from typing import Any
 
 from nanovllm.config import EngineConfig
+from nanovllm.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer
 
 
 class Tokenizer:
@@ -13,6 +14,7 @@ class Tokenizer:
         self._folder = config.tokenizer or config.model
         self._skip = config.skip_tokenizer_init
         self._tokenizer: Any = None
+        self._token_bytes: TokenBytes | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._load, name="nanovllm-tokenizer", daemon=True)
         if not self._skip:
@@ -39,9 +41,31 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         return list(self.hf.encode(text))
 
-    def decode(self, token_ids: list[int]) -> str:
-        """Text of `token_ids` without special tokens; empty under skip_tokenizer_init."""
-        return "" if self._skip else self.hf.decode(token_ids, skip_special_tokens=True)
+    @property
+    def is_there(self) -> bool:
+        """Whether there is a tokenizer at all."""
+        return not self._skip
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a piece of text, nothing added around it."""
+        return list(self.hf.encode(text, add_special_tokens=False))
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; empty under skip_tokenizer_init."""
+        return "" if self._skip else self.hf.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str | None:
+        """One token's own text, special or not; None under skip_tokenizer_init."""
+        return None if self._skip else self.hf.decode([token_id])
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """For one output, token by token; the same text in the end as `decode` gives."""
+        hf = self.hf
+        if not TokenBytes.suits(hf):
+            return WindowDetokenizer(lambda ids: hf.decode(ids, skip_special_tokens=skip_special_tokens))
+        if self._token_bytes is None:
+            self._token_bytes = TokenBytes(hf)
+        return ByteDetokenizer(self._token_bytes, skip_special_tokens)
 
     def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
         """Token ids of a chat that ends where the assistant is to speak."""

@@ -52,9 +52,9 @@ class AttentionMetadata:
 class AttentionBackend(ABC):
     """Causal attention over a paged cache. One object serves all layers of a rank, in stream order.
 
-    Cache layout: k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim], last dimension contiguous. Token n of
-    a row is in block block_table[slot, n // block_size] at offset n % block_size. What a row's last block holds past the
-    row's end must be finite; blocks that no row owns may hold anything.
+    Cache layout: k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim], last dimension contiguous. Token n
+    of a row is in block block_table[slot, n // block_size] at offset n % block_size. What a row's last block holds past
+    the row's end must be finite; blocks that no row owns may hold anything.
     """
 
     name: str
@@ -77,8 +77,8 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def prepare(self, metadata: AttentionMetadata) -> None:
-        """Computes once per step what all layers share (device work only, capturable). The first `forward` calls it for a
-        metadata that nobody prepared; who calls it earlier sets metadata.num_tokens."""
+        """Computes once per step what all layers share (device work only, capturable). The first `forward` calls it for
+        a metadata that nobody prepared; who calls it earlier sets metadata.num_tokens."""
 
     def ensure_prepared(self, q: torch.Tensor, metadata: AttentionMetadata) -> None:
         if metadata.workspace is None:

@@ -1,7 +1,7 @@
 """FlashAttention for prompt chunks, the project's own Triton kernel for decode rows.
 
-FlashAttention-4 (package flash-attn-4, module flash_attn.cute) is preferred, FlashAttention-2 (package flash-attn) serves
-where only it is installed. Both read the paged cache through a table of the chunk rows' blocks.
+FlashAttention-4 (package flash-attn-4, module flash_attn.cute) is preferred, FlashAttention-2 (package flash-attn)
+serves where only it is installed. Both read the paged cache through a table of the chunk rows' blocks.
 """
 
 import inspect
@@ -35,7 +35,7 @@ class _ChunkRows(NamedTuple):
 
 
 class FlashBackend(TritonBackend):
-    """FlashAttention's grid comes from host-side lengths, so chunks of a captured step are left to the Triton kernel."""
+    """FlashAttention's grid comes from host-side lengths: chunks of a captured step are left to the Triton kernel."""
 
     name = "flash"
 
@@ -56,7 +56,8 @@ class FlashBackend(TritonBackend):
             raise ValueError(f"device={str(device)!r}: {where} with flash-attn-4 needs compute capability 9.x or 10.x, "
                              f"not {major}.{minor}")
         if block_size % FLASH2_BLOCK:
-            raise ValueError(f"kvcache_block_size={block_size}: {where} with flash-attn 2 takes multiples of {FLASH2_BLOCK}")
+            raise ValueError(
+                f"kvcache_block_size={block_size}: {where} with flash-attn 2 takes multiples of {FLASH2_BLOCK}")
 
     def _prepare_prefill(self, metadata: AttentionMetadata) -> PrefillRows | _ChunkRows:
         if metadata.is_captured:
@@ -79,9 +80,9 @@ class FlashBackend(TritonBackend):
         k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
         if rows.cu_seqlens_k is not None:
             flash2_out = flash2(
-                q, k, v, cu_seqlens_q=rows.cu_seqlens_q, cu_seqlens_k=rows.cu_seqlens_k, max_seqlen_q=metadata.max_seqlen_q,
-                max_seqlen_k=metadata.max_context_len, softmax_scale=self.scale, causal=True,
-                block_table=metadata.prefill_block_tables)
+                q, k, v, cu_seqlens_q=rows.cu_seqlens_q, cu_seqlens_k=rows.cu_seqlens_k,
+                max_seqlen_q=metadata.max_seqlen_q, max_seqlen_k=metadata.max_context_len, softmax_scale=self.scale,
+                causal=True, block_table=metadata.prefill_block_tables)
             out[metadata.num_decode_rows :] = flash2_out[metadata.num_decode_rows :]
             return
         _flash4_forward()(
@@ -95,8 +96,8 @@ def _use_flash4(device: torch.device | str) -> bool:
 
 
 def _flash4_forward() -> Callable[..., object]:
-    """The forward pass that writes into a given tensor, which the package keeps below its public function; the public one
-    allocates its result, which would cost a copy."""
+    """The forward pass that writes into a given tensor, which the package keeps below its public function; the public
+    one allocates its result, which would cost a copy."""
     forward = getattr(flash4, "_flash_attn_fwd", None)
     if forward is not None and "out" in inspect.signature(forward).parameters:
         return forward

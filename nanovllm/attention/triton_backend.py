@@ -1,7 +1,7 @@
 """Attention by the project's own Triton kernels: split-KV decode, causal prefill. Capturable whole in CUDA graphs."""
 
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,8 +31,10 @@ class TritonBackend(AttentionBackend):
                  max_model_len: int, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__(num_q_heads, num_kv_heads, head_dim, block_size, max_num_seqs, max_model_len, device, dtype)
         if max_num_seqs > MAX_NUM_SEQS:
-            raise ValueError(f"max_num_seqs={max_num_seqs}: attention_backend={self.name!r} takes at most {MAX_NUM_SEQS}")
-        self.decode = DecodeAttention(num_q_heads, num_kv_heads, head_dim, block_size, max_num_seqs, max_model_len, self.device)
+            raise ValueError(
+                f"max_num_seqs={max_num_seqs}: attention_backend={self.name!r} takes at most {MAX_NUM_SEQS}")
+        self.decode = DecodeAttention(num_q_heads, num_kv_heads, head_dim, block_size, max_num_seqs, max_model_len,
+                                      self.device)
         self.prefill = PrefillAttention(num_q_heads, num_kv_heads, head_dim, block_size, max_num_seqs, self.device)
 
     @classmethod
@@ -48,7 +50,7 @@ class TritonBackend(AttentionBackend):
             raise ValueError(f"dtype={dtype}: {where} takes bfloat16, float16 or float32")
 
     def prepare(self, metadata: AttentionMetadata) -> None:
-        """Plans the decode rows in this object's buffers; one step at a time is in flight between prepare and forward."""
+        """Plans the decode rows in this object's buffers: one step at a time is between prepare and last forward."""
         if metadata.num_decode_rows:
             self.decode.plan(metadata.row_slot, metadata.context_lens, metadata.num_decode_rows)
         metadata.workspace = self._prepare_prefill(metadata) if metadata.num_prefill_rows else ()
@@ -63,7 +65,7 @@ class TritonBackend(AttentionBackend):
             self._forward_prefill(q, k_cache, v_cache, metadata, out)
         return out
 
-    def _prepare_prefill(self, metadata: AttentionMetadata) -> PrefillRows:
+    def _prepare_prefill(self, metadata: AttentionMetadata) -> Any:
         n = metadata.num_decode_rows
         cu_seqlens_q, context_lens = metadata.cu_seqlens_q[n:], metadata.context_lens[n:]
         tiles = self.prefill.plan(cu_seqlens_q, context_lens, metadata.num_tokens - n)
@@ -85,12 +87,13 @@ class TritonBackend(AttentionBackend):
 
     def _warmup_step(self, k_cache: torch.Tensor, v_cache: torch.Tensor, num_decode: int, num_prefill: int) -> None:
         rows = num_decode + num_prefill
-        integers = {"dtype": torch.int32, "device": self.device}
+        integers: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
         max_blocks = -(-self.max_model_len // self.block_size)
         metadata = AttentionMetadata(
             num_rows=rows, num_decode_rows=num_decode, row_slot=torch.zeros(rows, **integers),
             context_lens=torch.ones(rows, **integers), cu_seqlens_q=torch.arange(rows + 1, **integers),
-            block_table=torch.zeros(self.max_num_seqs, max_blocks, **integers), max_seqlen_q=1, max_context_len=1)
+            block_table=torch.zeros(self.max_num_seqs, max_blocks, **integers), max_seqlen_q=1,
+            max_context_len=self.max_model_len)
         # As the layers pass it: a view into the packed query, key and value projections.
         heads = self.num_q_heads + 2 * self.num_kv_heads
         qkv = torch.zeros(rows, heads, self.head_dim, dtype=self.dtype, device=self.device)

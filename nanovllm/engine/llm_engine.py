@@ -12,7 +12,10 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.config import EngineConfig, read_model_config, resolve_model_folder
-from nanovllm.outputs import RequestMetrics, StepOutput
+from nanovllm.outputs import LogprobsList, RequestMetrics, StepOutput
+from nanovllm.sampling.requests import RequestSampling
+from nanovllm.sampling.section import append_section
+from nanovllm.sampling.step import plan_sampling, take_logprobs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import Tokenizer
 
@@ -38,6 +41,7 @@ class LLMEngine:
         self.model_config = read_model_config(config)
         self.model_config.check_tensor_parallel(config.tensor_parallel_size)
         self.tokenizer = Tokenizer(config)
+        self.request_sampling = RequestSampling(self.tokenizer, self.model_config)
         from nanovllm.worker.executor import Executor  # torch comes in here, while the tokenizer loads in its thread
 
         self.executor = Executor(config, self.model_config)
@@ -45,8 +49,13 @@ class LLMEngine:
         assert self.config.kvcache_block_size and self.config.max_model_len
         self.scheduler = Scheduler(self.config, self.executor.num_kvcache_blocks, self.config.kvcache_block_size)
         self._lock = threading.Lock()
-        self._inbox: deque[tuple[str, Sequence]] = deque()
-        self._sequences: dict[int, Sequence] = {}
+        self._inbox: deque[tuple[str, list[Sequence]]] = deque()
+        self._completions: dict[int, list[Sequence]] = {}
+        """The rows of every request that is known, by its id."""
+        self._siblings: dict[int, list[Sequence]] = {}
+        """Completions that wait until their request's first one has computed the prompt, whose blocks they then share."""
+        self._num_sampling = 0
+        """Unfinished rows that need more than greedy or temperature."""
         self._launched: deque[StepPlan] = deque()
         self._unreported: list[StepOutput] = []
         """What load_weights had to collect; the next step hands it out."""
@@ -77,6 +86,7 @@ class LLMEngine:
             raise ValueError(f"prompt: token id {bad} must be in 0..{vocab - 1} (vocab_size={vocab})")
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params: must be SamplingParams, found {type(params).__name__}")
+        self.request_sampling.check(params)
 
     @property
     def max_total_tokens(self) -> int:
@@ -93,42 +103,61 @@ class LLMEngine:
     def add_request(self, prompt_token_ids: list[int], params: SamplingParams) -> int:
         """Queues a request; returns its id. Raises ValueError as check_request does."""
         self.check_request(prompt_token_ids, params)
+        eos = frozenset() if params.ignore_eos else frozenset(self.model_config.eos_token_ids)
+        stop_ids = eos | frozenset(params.stop_token_ids)
+        rows = [self.request_sampling.row(params, stop_ids, len(prompt_token_ids), i) for i in range(params.n)]
         now = time.perf_counter()
         with self._lock:
             request_id = self._num_requests
-            self._num_requests += 1
-            seed = params.seed
-            if seed is None:
-                seed = (self.config.seed + (request_id + 1) * _SEED_STRIDE + 2**63) % 2**64 - 2**63
-            seq = Sequence(
-                request_id,
-                prompt_token_ids,
-                params,
-                seed=seed,
-                stop_token_ids=frozenset() if params.ignore_eos else frozenset(self.model_config.eos_token_ids),
-                max_total_tokens=min(len(prompt_token_ids) + params.max_tokens, self.max_total_tokens),
-                metrics=RequestMetrics(arrival_time=now),
-            )
-            self._sequences[request_id] = seq
-            self._inbox.append(("add", seq))
+            self._num_requests += params.n
+            seqs = [
+                Sequence(
+                    request_id + index,
+                    prompt_token_ids,
+                    params,
+                    seed=self._seed(params, request_id, index),
+                    stop_token_ids=stop_ids,
+                    max_total_tokens=min(len(prompt_token_ids) + params.max_tokens, self.max_total_tokens),
+                    metrics=RequestMetrics(arrival_time=now),
+                    parent_id=request_id,
+                    index=index,
+                    sampling=row,
+                )
+                for index, row in enumerate(rows)
+            ]
+            self._completions[request_id] = seqs
+            self._num_sampling += sum(row is not None for row in rows)
+            self._inbox.append(("add", seqs))
         return request_id
+
+    def _seed(self, params: SamplingParams, request_id: int, index: int) -> int:
+        number = params.seed
+        if number is None:
+            number = self.config.seed + (request_id + 1) * _SEED_STRIDE
+        if index:
+            number += index if params.seed is not None else index * _SEED_STRIDE
+        return (number + 2**63) % 2**64 - 2**63
 
     def abort(self, request_id: int) -> None:
         """Ends a request; its last StepOutput says "abort". Unknown and finished ids are ignored."""
-        seq = self._sequences.get(request_id)
-        if seq is not None:
-            self._inbox.append(("abort", seq))
+        seqs = self._completions.get(request_id)
+        if seqs is not None:
+            self._inbox.append(("abort", seqs))
 
     def sequence(self, request_id: int) -> Sequence:
-        """A request's tokens and lengths, until `forget` is called."""
-        return self._sequences[request_id]
+        """Tokens and lengths of a request's first completion, until `forget` is called."""
+        return self._completions[request_id][0]
 
     def knows(self, request_id: int) -> bool:
-        return request_id in self._sequences
+        return request_id in self._completions
 
-    def forget(self, request_id: int) -> Sequence | None:
-        """Drops a finished request; returns it."""
-        return self._sequences.pop(request_id, None)
+    def is_finished(self, request_id: int) -> bool:
+        """Whether all completions of a known request have ended."""
+        return all(seq.status is SequenceStatus.FINISHED for seq in self._completions[request_id])
+
+    def forget(self, request_id: int) -> list[Sequence]:
+        """Drops a finished request; returns its completions."""
+        return self._completions.pop(request_id, [])
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._inbox or self._launched or self._unreported or self.scheduler.has_unfinished())
@@ -159,7 +188,12 @@ class LLMEngine:
             raise RuntimeError("this engine has failed and cannot go on") from self._error
 
     def _launch(self, plan: StepPlan) -> None:
-        self.executor.launch(plan.pack(self.config.max_num_seqs))
+        packed = plan.pack(self.config.max_num_seqs)
+        if self._num_sampling:
+            plan.sampling = plan_sampling(plan)
+            if plan.sampling is not None:
+                packed = append_section(packed, plan.sampling.section)
+        self.executor.launch(packed)
         self._launched.append(plan)
         self.num_decode_tokens += plan.num_decode_rows
         self.num_prefill_tokens += plan.num_prefill_tokens
@@ -171,29 +205,61 @@ class LLMEngine:
 
     def _collect(self) -> list[StepOutput]:
         token_ids = self.executor.collect()
-        gained = self.scheduler.apply(self._launched.popleft(), token_ids)
+        plan = self._launched.popleft()
+        gained = self.scheduler.apply(plan, token_ids)
+        if plan.sampling is not None and plan.sampling.brings_logprobs:
+            take_logprobs(plan.sampling, gained, *self.executor.collect_logprobs())
         now = time.perf_counter()
         outputs = []
         for seq, token_id in gained:
             finished = seq.status is SequenceStatus.FINISHED
             if seq.metrics.first_token_time is None:
                 seq.metrics.first_token_time = now
+            seq.metrics.token_times.append(now)
+            output = StepOutput(seq.parent_id, [token_id], finished, seq.finish_reason, seq.index)
             if finished:
-                seq.metrics.finished_time = now
-            outputs.append(StepOutput(seq.request_id, [token_id], finished, seq.finish_reason))
+                self._note_end(seq, now)
+                output.stop_reason = seq.stop_reason
+            if seq.sampling is not None:
+                output.logprobs = self.logprobs(seq, last=1)
+            outputs.append(output)
+            if self._siblings and seq.request_id in self._siblings:
+                for sibling in self._siblings.pop(seq.request_id):
+                    self.scheduler.add(sibling)
         return outputs
+
+    def _note_end(self, seq: Sequence, now: float) -> None:
+        seq.metrics.finished_time = now
+        self._num_sampling -= seq.sampling is not None
+        if seq.finish_reason == "stop" and seq.stop_reason is None:
+            last, params = seq.token_ids[-1], seq.params
+            if last in params.stop_token_ids and (params.ignore_eos or last not in self.model_config.eos_token_ids):
+                seq.stop_reason = last
+
+    def logprobs(self, seq: Sequence, last: int = 0) -> LogprobsList | None:
+        """A completion's log-probabilities by output token (of its `last` tokens, if not 0), where it asked for them."""
+        rows = seq.sampling.logprob_rows if seq.sampling is not None else None
+        if rows is None:
+            return None
+        return LogprobsList(rows[-last:], seq.params.logprobs or 0, self.tokenizer.token_text)
 
     def _drain_inbox(self) -> list[StepOutput]:
         """Takes in what other threads asked for; reports the requests that were aborted."""
         outputs = []
         while self._inbox:
-            kind, seq = self._inbox.popleft()
+            kind, seqs = self._inbox.popleft()
             if kind == "add":
+                self.scheduler.add(seqs[0])
+                if len(seqs) > 1:
+                    self._siblings[seqs[0].request_id] = seqs[1:]
+                continue
+            for seq in self._siblings.pop(seqs[0].request_id, ()):
                 self.scheduler.add(seq)
-            elif seq.status is not SequenceStatus.FINISHED:
-                self.scheduler.abort(seq)
-                seq.metrics.finished_time = time.perf_counter()
-                outputs.append(StepOutput(seq.request_id, [], True, seq.finish_reason))
+            for seq in seqs:
+                if seq.status is not SequenceStatus.FINISHED:
+                    self.scheduler.abort(seq)
+                    self._note_end(seq, time.perf_counter())
+                    outputs.append(StepOutput(seq.parent_id, [], True, seq.finish_reason, seq.index))
         return outputs
 
     # -- the rest -----------------------------------------------------------------------------------------------

@@ -107,6 +107,8 @@ class Scheduler:
             total = seq.num_tokens + seq.num_inflight_tokens
             if not seq.last_token_on_device or total >= seq.max_total_tokens:
                 continue  # a prompt, or a row whose last token is on its way
+            if seq.needs_last_token and seq.num_inflight_tokens:
+                continue  # what it may draw next depends on a token that is not here yet
             start = seq.num_computed_tokens
             if start == len(seq.block_table) * block_size and not self._grow(plan, seq):
                 continue  # it was the newest itself and had to go
@@ -178,7 +180,7 @@ class Scheduler:
             if queue is None or queue[0].num_inflight_tokens:  # preempted, and its last token is not known yet
                 break
             seq = queue[0]
-            hits, parent_hash = self.block_manager.match_prefix(seq)
+            hits, parent_hash = self._prefix_hits(seq)
             remaining = seq.num_tokens - len(hits) * self.block_manager.block_size
             count = self._chunk(remaining, budget, short_waits=bool(self.waiting_short))
             if not self.block_manager.can_admit(seq, hits):
@@ -195,6 +197,11 @@ class Scheduler:
             else:
                 partial.append((seq, count))
                 num_partial += 1
+
+    def _prefix_hits(self, seq: Sequence) -> tuple[list[int], bytes]:
+        if seq.sampling is not None and seq.sampling.num_prompt_logprobs_missing:
+            return [], b""  # log-probabilities of the prompt come with computing it
+        return self.block_manager.match_prefix(seq)
 
     def _next_queue(self, long_allowed: bool) -> deque[Sequence] | None:
         """The queue whose head came first; the short one where a long prompt must not hold it back."""
@@ -240,6 +247,8 @@ class Scheduler:
             gained.append((seq, token_id))
             if token_id in seq.stop_token_ids:
                 self._finish(seq, "stop")
+            elif seq.sampling is not None and (reason := seq.sampling.accept(seq, token_id)) is not None:
+                self._finish(seq, reason)
             elif seq.num_tokens >= seq.max_total_tokens:
                 self._finish(seq, "length")
             elif seq.status is waiting:

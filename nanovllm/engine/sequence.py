@@ -1,9 +1,13 @@
 """One request as a row of tokens, some computed and some not."""
 
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.sampling.row import SamplingRow
 
 
 class SequenceStatus(Enum):
@@ -27,9 +31,11 @@ class Sequence:
         "block_table",
         "epoch",
         "finish_reason",
+        "index",
         "last_token_on_device",
         "max_total_tokens",
         "metrics",
+        "needs_last_token",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_hashed_blocks",
@@ -39,10 +45,13 @@ class Sequence:
         "num_tokens",
         "params",
         "parent_hash",
+        "parent_id",
         "request_id",
+        "sampling",
         "seed",
         "slot",
         "status",
+        "stop_reason",
         "stop_token_ids",
         "token_ids",
     )
@@ -57,8 +66,20 @@ class Sequence:
         stop_token_ids: frozenset[int],
         max_total_tokens: int,
         metrics: RequestMetrics,
+        parent_id: int | None = None,
+        index: int = 0,
+        sampling: "SamplingRow | None" = None,
     ) -> None:
         self.request_id = request_id
+        """This row's own number, by order of arrival."""
+        self.parent_id = request_id if parent_id is None else parent_id
+        """The request whose completion `index` this is."""
+        self.index = index
+        self.sampling = sampling
+        """What greedy and temperature leave out; None for most."""
+        self.needs_last_token = sampling is not None and sampling.needs_last_token
+        """Whether the row waits for each token to reach the host before it goes on."""
+        self.stop_reason: int | str | None = None
         self.token_ids = list(prompt_token_ids)
         self.params = params
         self.seed = seed

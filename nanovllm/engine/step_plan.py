@@ -10,10 +10,14 @@ Packed int32 layout (S = max_num_seqs; see kernels/step_input.py for the device 
 import struct
 from array import array
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nanovllm.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from nanovllm.sampling.step import StepSampling
 
 HEADER_SIZE = 16
 RECORD_SIZE = 8
@@ -42,6 +46,8 @@ class StepPlan:
     """Rows that took a slot in this step: their sampling parameters travel along."""
     host_token_ids: list[int] = field(default_factory=list)
     """Tokens of all rows that are not decodes, in row order."""
+    sampling: "StepSampling | None" = None
+    """What rows need beyond greedy and temperature; it travels as a section of its own (sampling/section.py)."""
 
     @property
     def num_rows(self) -> int:

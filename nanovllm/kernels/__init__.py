@@ -19,6 +19,10 @@ _HOME = {
     "apply_deltas": "step_input",
     "expand_rows": "step_input",
     "prepare_decode": "step_input",
+    "edit_logits": "penalties",
+    "find_thresholds": "filters",
+    "draw_survivors": "filters",
+    "token_logprobs": "logprobs",
 }
 
 
@@ -37,6 +41,10 @@ class Kernels:
     apply_deltas: Callable[..., None]
     expand_rows: Callable[..., None]
     prepare_decode: Callable[..., None]
+    edit_logits: Callable[..., torch.Tensor]
+    find_thresholds: Callable[..., torch.Tensor]
+    draw_survivors: Callable[..., None]
+    token_logprobs: Callable[..., torch.Tensor]
     fused: bool
     """True: Triton; False: the PyTorch twins."""
 

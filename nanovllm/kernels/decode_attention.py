@@ -1,9 +1,11 @@
 """Paged split-KV attention for rows with one query token, over a work list that the device builds itself.
 
-A row's keys are cut into chunks at offsets that depend on the row's own length alone, so its result is the same bits
-whoever its neighbours are. The chunks of all rows form one list, long ones first; a fixed number of programs walks it, so
-the grid depends neither on lengths nor on the bound on lengths, and ragged batches spread evenly. A chunk that is not its
-row's only one leaves a normalised partial result and its log-sum-exp; whoever finishes a row last merges them, in order.
+A row's keys are cut into chunks at offsets that depend on the row's own length, so that its result does not depend on its
+neighbours (within FEW_ROWS or beyond it: see DecodeConfig). The chunks of all rows form one list, long ones first; a fixed
+number of programs walks it, so the grid depends neither on lengths nor on the bound on lengths, and ragged batches spread
+evenly. A chunk that is not its row's only one leaves a normalised partial result and its log-sum-exp; a second kernel
+merges them, in order. (Merging in the program that finishes a row last saves that launch, but its memory fence stalls the
+program behind all that it has in flight: slower in every case measured.)
 The idea of fixed split offsets with a merge by log-sum-exp is Flash-Decoding's (Dao et al., 2023).
 """
 
@@ -14,31 +16,35 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.paged_tma import paged_descriptor, supports_tma
+from nanovllm.kernels.pdl import supports_pdl
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2_E = 1.4426950408889634
+
+
+FEW_ROWS = 16
+"""Up to so many rows, latency decides and rows are cut small; beyond, the memory is busy whichever way they are cut."""
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Tuning of the kernel. All batch sizes use the same one: another tile would round otherwise."""
+    """Tuning of the kernel for a class of batch sizes; all sizes of a class give the same bits."""
 
     block_n: int = 64
     """Keys of a tile."""
     num_warps: int = 4
-    num_stages: int = 3
-    programs_per_sm: int = 2
-    min_chunk: int = 256
-    """Keys of a chunk of a short row; a power of two and a multiple of block_n."""
+    num_stages: int = 2
+    programs_per_sm: int = 4
+    min_chunk: int = 512
+    """Keys of a chunk of a short row, give or take a half; a power of two and a multiple of block_n."""
     max_splits: int = 32
     """Most chunks of a row: longer rows get longer chunks."""
-    merge_rows: int = 16
-    """Up to so many rows are merged by the program that finishes them, more by a kernel of their own: the former saves
-    a launch, but its memory fence stalls a program behind all that it has in flight."""
     max_registers: int | None = None
     """Of a thread; fewer let more programs share a multiprocessor."""
     use_tma: bool = True
     """Load keys and values by tensor descriptors where a page holds whole tiles (compute capability 9.0 and later)."""
+
+
+FEW_ROWS_CONFIG = DecodeConfig(num_stages=3, programs_per_sm=2, min_chunk=128)
 
 
 @triton.jit
@@ -60,8 +66,8 @@ def plan_decode_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, num_r
     length = tl.load(CONTEXT_LENS + rows, mask=rows < num_rows, other=0)
     length = tl.where(slot >= 0, length, 0)
     chunk = _chunk_size(length, MIN_CHUNK, MAX_SPLITS, NUM_CLASSES)
-    num_full = length // chunk
-    tail = length % chunk
+    num_full = tl.maximum((length + chunk // 2) // chunk - 1, 0)  # the last chunk is half a chunk to one and a half
+    tail = length - num_full * chunk
 
     first_full = tl.zeros_like(length)
     first_tail = tl.zeros_like(length)
@@ -109,9 +115,10 @@ def plan_decode_reference(row_slot: torch.Tensor, context_lens: torch.Tensor, co
         chunk = config.min_chunk
         while chunk * config.max_splits < length:
             chunk *= 2
-        num_chunks = -(-length // chunk)
+        num_chunks = max(1, (length + chunk // 2) // chunk)
         for c in range(num_chunks):
-            items.append((row, slot, c * chunk, min(length, (c + 1) * chunk), c, num_chunks))
+            end = length if c == num_chunks - 1 else (c + 1) * chunk
+            items.append((row, slot, c * chunk, end, c, num_chunks))
     return sorted(items, key=lambda item: item[2] - item[3])
 
 
@@ -128,7 +135,7 @@ def _look_up(TABLE_ROW, start, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
 @triton.jit
 def _load_tile(CACHE, kv_head, block, start, end, stride_block, stride_head, stride_token, D: tl.constexpr,
                PAGE: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr):
-    """Keys (or values) start .. start + BLOCK_N of a row as [BLOCK_N, D]; finite (zero without TMA) at and past `end`."""
+    """Keys (or values) start .. start + BLOCK_N of a row as [BLOCK_N, D]; finite from `end` on (zero without TMA)."""
     if TMA:
         return CACHE.load([block, kv_head, start % PAGE, 0]).reshape(BLOCK_N, D)
     else:
@@ -138,97 +145,74 @@ def _load_tile(CACHE, kv_head, block, start, end, stride_block, stride_head, str
             tile = CACHE + block.to(tl.int64) * stride_block + kv_head * stride_head + start % PAGE * stride_token
             pointers = tile + ((tokens * stride_token)[:, None] + dims)
         else:
-            rows = CACHE + block.to(tl.int64) * stride_block + kv_head * stride_head + (start + tokens) % PAGE * stride_token
-            pointers = rows[:, None] + dims
+            tile = CACHE + block.to(tl.int64) * stride_block + kv_head * stride_head
+            pointers = (tile + (start + tokens) % PAGE * stride_token)[:, None] + dims
         return tl.load(pointers, mask=(start + tokens < end)[:, None], other=0.0)
 
 
 @triton.jit
-def _attend(q, k, v, m, l, acc, scale_log2, start, end, BLOCK_N: tl.constexpr):
-    """One tile of online softmax, in units of log2: running maximum m [H], running sum l [H, BLOCK_N] of each column of
-    tiles (added up once a chunk, not once a tile), unnormalised output acc [H, D]."""
+def _attend(q, k, v, m, sums, acc, scale_log2, start, end, BLOCK_N: tl.constexpr):
+    """One tile of online softmax, in units of log2: running maximum m [H], running sums [H, BLOCK_N] of each column of
+    the tiles (added up once a chunk, not once a tile), unnormalised output acc [H, D]."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
     scores = tl.where((start + tl.arange(0, BLOCK_N) < end)[None, :], scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, 1))
     p = tl.exp2(scores - m_new[:, None])
     alpha = tl.exp2(m - m_new)
-    l = l * alpha[:, None] + p
+    sums = sums * alpha[:, None] + p
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
-    return m_new, l, acc
-
-
-@triton.jit
-def _merge_head(PARTIAL, LSE, OUT, first, num_chunks, D: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Merges a query head's chunks, whose partial results start at entry `first`, into OUT [D]: element by element and one
-    chunk after the other, so that the bits do not depend on how many threads do it. Unrolled, since a loop here would
-    keep the compiler from pipelining a loop around it."""
-    AT_ONCE: tl.constexpr = 8 if MAX_SPLITS >= 8 else MAX_SPLITS
-    dims = tl.arange(0, D)
-    splits = tl.arange(0, MAX_SPLITS)
-    lse = tl.load(LSE + first + splits, mask=splits < num_chunks, other=float("-inf"), cache_modifier=".cg")
-    top = tl.max(lse, 0)
-    total = tl.sum(tl.zeros([1], tl.float32), 0)
-    acc = tl.zeros([D], tl.float32)
-    for begin in tl.static_range(0, MAX_SPLITS, AT_ONCE):
-        if begin < num_chunks:
-            for i in tl.static_range(AT_ONCE):
-                entry = first + begin + i
-                known = begin + i < num_chunks
-                part_lse = tl.load(LSE + entry, mask=known, other=float("-inf"), cache_modifier=".cg")
-                value = tl.load(PARTIAL + entry * D + dims, mask=known & (dims < D), other=0.0, cache_modifier=".cg")
-                weight = tl.exp2(part_lse - top)
-                total += weight
-                acc += value * weight
-    tl.store(OUT + dims, (acc / total).to(OUT.dtype.element_ty))
+    return m_new, sums, acc
 
 
 @triton.jit
 def merge_chunks_kernel(PARTIAL, LSE, OUT, NUM_CHUNKS, out_token, out_head, HQ: tl.constexpr, D: tl.constexpr,
-                        MAX_SPLITS: tl.constexpr):
-    """Merges the rows that have several chunks: a program for each row and query head."""
+                        MAX_SPLITS: tl.constexpr, PDL: tl.constexpr):
+    """Merges the rows that have several chunks: a program for each row and query head, one chunk after the other."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    AT_ONCE: tl.constexpr = 8 if MAX_SPLITS >= 8 else MAX_SPLITS
     row = (tl.program_id(0) // HQ).to(tl.int64)
     head = tl.program_id(0) % HQ
     num_chunks = tl.load(NUM_CHUNKS + row)
     if num_chunks > 1:
-        _merge_head(PARTIAL, LSE, OUT + row * out_token + head * out_head, (row * HQ + head) * MAX_SPLITS, num_chunks,
-                    D, MAX_SPLITS)
+        first = (row * HQ + head) * MAX_SPLITS
+        dims = tl.arange(0, D)
+        splits = tl.arange(0, MAX_SPLITS)
+        lse = tl.load(LSE + first + splits, mask=splits < num_chunks, other=float("-inf"))
+        top = tl.max(lse, 0)
+        total = tl.sum(tl.zeros([1], tl.float32), 0)
+        acc = tl.zeros([D], tl.float32)
+        for begin in tl.static_range(0, MAX_SPLITS, AT_ONCE):
+            if begin < num_chunks:
+                for i in tl.static_range(AT_ONCE):
+                    entry = first + begin + i
+                    known = begin + i < num_chunks
+                    part_lse = tl.load(LSE + entry, mask=known, other=float("-inf"))
+                    value = tl.load(PARTIAL + entry * D + dims, mask=known & (dims < D), other=0.0)
+                    weight = tl.exp2(part_lse - top)
+                    total += weight
+                    acc += value * weight
+        tl.store(OUT + row * out_token + head * out_head + dims, (acc / total).to(OUT.dtype.element_ty))
 
 
 @triton.jit
-def _sync_threads():
-    """tl.debug_barrier, in a form that does not keep the compiler from pipelining the loop around it."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _finish_chunk(m, l, acc, OUT, PARTIAL, LSE, ARRIVED, row, kv_head, chunk_of, out_token, out_head,
-                  HKV: tl.constexpr, G: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr,
-                  MAX_SPLITS: tl.constexpr, MERGE: tl.constexpr):
-    """Stores a chunk's result; if MERGE, merges its row when all other chunks are there already."""
+def _finish_chunk(m, sums, acc, OUT, PARTIAL, LSE, row, kv_head, chunk_of, out_token, out_head,
+                  HKV: tl.constexpr, G: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """Stores a chunk's result: where it is its row's only one, the row's."""
     heads = tl.arange(0, BLOCK_H)
     dims = tl.arange(0, D)
     chunk = chunk_of & 0xFFFF
-    num_chunks = chunk_of >> 16
-    total = tl.sum(l, 1)
+    total = tl.sum(sums, 1)
     o = acc / total[:, None]
-    OUT_HEADS = OUT + row * out_token + kv_head * G * out_head
-    if num_chunks == 1:
+    if chunk_of >> 16 == 1:
+        OUT_HEADS = OUT + row * out_token + kv_head * G * out_head
         tl.store(OUT_HEADS + heads[:, None] * out_head + dims[None, :], o.to(OUT.dtype.element_ty),
                  mask=(heads < G)[:, None])
     else:
-        first = (row * HKV + kv_head) * G * MAX_SPLITS
-        entries = first + heads * MAX_SPLITS + chunk
+        entries = ((row * HKV + kv_head) * G + heads) * MAX_SPLITS + chunk
         tl.store(LSE + entries, m + tl.log2(total), mask=heads < G)
         tl.store(PARTIAL + entries[:, None] * D + dims[None, :], o, mask=(heads < G)[:, None])
-        if MERGE:
-            # All threads' stores come before the one thread's release; the acquire comes before all threads' loads.
-            _sync_threads()
-            arrived = tl.atomic_add(ARRIVED + row * HKV + kv_head, 1, sem="acq_rel", scope="gpu")
-            if arrived == num_chunks - 1:
-                for g in tl.static_range(G):
-                    _merge_head(PARTIAL, LSE, OUT_HEADS + g * out_head, first + g * MAX_SPLITS, num_chunks, D, MAX_SPLITS)
-                tl.store(ARRIVED + row * HKV + kv_head, 0)  # ready for the next layer
 
 
 @triton.jit
@@ -257,14 +241,17 @@ def _load_item(WORK, item, mask, row_and_slot, start, end, chunk_of, HKV: tl.con
 
 
 @triton.jit(do_not_specialize=["table_stride"])
-def decode_attention_kernel(Q, K, V, OUT, TABLE, WORK, NUM_WORK, PARTIAL, LSE, ARRIVED, scale_log2,
+def decode_attention_kernel(Q, K, V, OUT, TABLE, WORK, NUM_WORK, PARTIAL, LSE, scale_log2,
                             q_token, q_head, k_block, k_head, k_token, v_block, v_head, v_token, table_stride,
                             out_token, out_head, HKV: tl.constexpr, G: tl.constexpr,
                             BLOCK_H: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-                            TMA: tl.constexpr, MAX_SPLITS: tl.constexpr, MERGE: tl.constexpr):
+                            TMA: tl.constexpr, MAX_SPLITS: tl.constexpr, PDL: tl.constexpr):
     """See decode_attention_reference. An item of work is one chunk of one row for one key head and its G query heads. A
     program runs the tiles of all its items in one loop, so that the next item's keys are on their way while this one's
     result is stored."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     heads = tl.arange(0, BLOCK_H)
     dims = tl.arange(0, D)
     num_items = tl.load(NUM_WORK) * HKV
@@ -278,7 +265,7 @@ def decode_attention_kernel(Q, K, V, OUT, TABLE, WORK, NUM_WORK, PARTIAL, LSE, A
                                                                         0, 0, 0, 0, HKV)
     block = _look_up(TABLE + (row_and_slot >> 16).to(tl.int64) * table_stride, n, end, PAGE, BLOCK_N)
     m = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
+    sums = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_H, D], tl.float32)
     for _ in range(tiles):
         row = (row_and_slot & 0xFFFF).to(tl.int64)
@@ -287,13 +274,13 @@ def decode_attention_kernel(Q, K, V, OUT, TABLE, WORK, NUM_WORK, PARTIAL, LSE, A
         v = _load_tile(V, kv_head, block, n, end, v_block, v_head, v_token, D, PAGE, BLOCK_N, TMA)
         q = tl.load(Q + row * q_token + (kv_head * G + heads[:, None]) * q_head + dims[None, :],
                     mask=(heads < G)[:, None], other=0.0)
-        m, l, acc = _attend(q, k, v, m, l, acc, scale_log2, n, end, BLOCK_N)
+        m, sums, acc = _attend(q, k, v, m, sums, acc, scale_log2, n, end, BLOCK_N)
         is_last = n + BLOCK_N >= end
         if is_last:
-            _finish_chunk(m, l, acc, OUT, PARTIAL, LSE, ARRIVED, row, kv_head, chunk_of, out_token, out_head,
-                          HKV, G, BLOCK_H, D, MAX_SPLITS, MERGE)
+            _finish_chunk(m, sums, acc, OUT, PARTIAL, LSE, row, kv_head, chunk_of, out_token, out_head,
+                          HKV, G, BLOCK_H, D, MAX_SPLITS)
             m = tl.full([BLOCK_H], float("-inf"), tl.float32)
-            l = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
+            sums = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
             acc = tl.zeros([BLOCK_H, D], tl.float32)
         # The next tile's whereabouts, all looked up an iteration or more before they are needed.
         n = tl.where(is_last, next_start, n + BLOCK_N)
@@ -331,52 +318,61 @@ class DecodeAttention:
                  max_model_len: int, device: torch.device, config: DecodeConfig | None = None) -> None:
         self.num_q_heads, self.num_kv_heads, self.head_dim = num_q_heads, num_kv_heads, head_dim
         self.block_size, self.max_num_seqs = block_size, max_num_seqs
-        self.config = config or DecodeConfig()
+        self.configs = (config or FEW_ROWS_CONFIG, config or DecodeConfig())
+        """For up to FEW_ROWS rows, and for more."""
         self.group = num_q_heads // num_kv_heads
         self.scale_log2 = head_dim**-0.5 * LOG2_E
-        base = self.config.min_chunk
-        splits = min(self.config.max_splits, triton.next_power_of_2(triton.cdiv(max_model_len, base)))
-        self.max_splits = splits
-        self.num_classes = 1
-        while base * splits << (self.num_classes - 1) < max_model_len:
-            self.num_classes += 1
+        self.max_model_len = max_model_len
+        splits = max(self._max_splits(c) for c in self.configs)
         is_cuda = device.type == "cuda"
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 1
-        self.use_tma = self.config.use_tma and supports_tma(device) and block_size % self.config.block_n == 0
+        self.has_tma = supports_tma(device)
+        self.has_pdl = supports_pdl(device)
         self.work = torch.zeros(max_num_seqs * splits, 4, dtype=torch.int32, device=device)
         self.num_work = torch.zeros(1, dtype=torch.int32, device=device)
         self.num_chunks = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self.partial = torch.zeros(max_num_seqs, num_q_heads, splits, head_dim, dtype=torch.float32, device=device)
         self.lse = torch.zeros(max_num_seqs, num_q_heads, splits, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(max_num_seqs, num_kv_heads, dtype=torch.int32, device=device)
+
+    def _config(self, num_rows: int) -> DecodeConfig:
+        return self.configs[num_rows > FEW_ROWS]
+
+    def _max_splits(self, config: DecodeConfig) -> int:
+        return min(config.max_splits, triton.next_power_of_2(triton.cdiv(self.max_model_len, config.min_chunk)))
 
     def plan(self, row_slot: torch.Tensor, context_lens: torch.Tensor, num_rows: int) -> None:
         """Builds the work list of a step from int32 [num_rows] tensors, on the device."""
-        rows_padded = max(16, triton.next_power_of_2(num_rows))
+        config = self._config(num_rows)
+        splits, num_classes = self._max_splits(config), 1
+        while config.min_chunk * splits << (num_classes - 1) < self.max_model_len:
+            num_classes += 1
         rows_per_program = 16
         plan_decode_kernel[(triton.cdiv(num_rows, rows_per_program),)](
-            row_slot, context_lens, self.work, self.num_work, self.num_chunks, num_rows, MIN_CHUNK=self.config.min_chunk,
-            MAX_SPLITS=self.max_splits, NUM_CLASSES=self.num_classes, TAIL_CLASSES=4, ROWS_PADDED=rows_padded,
-            ROWS_PER_PROGRAM=rows_per_program, num_warps=4)
+            row_slot, context_lens, self.work, self.num_work, self.num_chunks, num_rows,
+            MIN_CHUNK=config.min_chunk, MAX_SPLITS=splits, NUM_CLASSES=num_classes, TAIL_CLASSES=4,
+            ROWS_PADDED=max(16, triton.next_power_of_2(num_rows)), ROWS_PER_PROGRAM=rows_per_program, num_warps=4)
 
     def __call__(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
                  max_context_len: int, out: torch.Tensor) -> torch.Tensor:
         """q and out [num_rows, Hq, D]: the rows of the last plan. max_context_len: any bound on their lengths."""
-        c = self.config
         num_rows = q.shape[0]
-        most_chunks = min(self.max_splits, triton.cdiv(max_context_len, c.min_chunk))
-        k, v = (paged_descriptor(x, c.block_n) if self.use_tma else x for x in (k_cache, v_cache))
+        c = self._config(num_rows)
+        splits = self._max_splits(c)
+        most_chunks = min(splits, triton.cdiv(max_context_len, c.min_chunk))
+        use_tma = c.use_tma and self.has_tma and self.block_size % c.block_n == 0
+        k, v = (paged_descriptor(x, c.block_n) if use_tma else x for x in (k_cache, v_cache))
         programs = min(self.num_sms * c.programs_per_sm, num_rows * self.num_kv_heads * most_chunks)
-        merge = num_rows <= c.merge_rows
+        pdl = self.has_pdl and num_rows <= FEW_ROWS
+        launch = {"launch_pdl": True} if pdl else {}
         decode_attention_kernel[(programs,)](
-            q, k, v, out, block_table, self.work, self.num_work, self.partial, self.lse, self.arrived,
+            q, k, v, out, block_table, self.work, self.num_work, self.partial, self.lse,
             self.scale_log2, q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
             block_table.stride(0), out.stride(0), out.stride(1), HKV=self.num_kv_heads, G=self.group,
             BLOCK_H=max(16, triton.next_power_of_2(self.group)), D=self.head_dim, PAGE=self.block_size,
-            BLOCK_N=c.block_n, TMA=self.use_tma, MAX_SPLITS=self.max_splits, MERGE=merge, num_warps=c.num_warps,
-            num_stages=c.num_stages, maxnreg=c.max_registers)
-        if not merge and most_chunks > 1:
+            BLOCK_N=c.block_n, TMA=use_tma, MAX_SPLITS=splits, PDL=pdl, num_warps=c.num_warps,
+            num_stages=c.num_stages, maxnreg=c.max_registers, **launch)
+        if most_chunks > 1:
             merge_chunks_kernel[(num_rows * self.num_q_heads,)](
                 self.partial, self.lse, out, self.num_chunks, out.stride(0), out.stride(1), HQ=self.num_q_heads,
-                D=self.head_dim, MAX_SPLITS=self.max_splits, num_warps=1)
+                D=self.head_dim, MAX_SPLITS=splits, PDL=pdl, num_warps=1, **launch)
         return out

@@ -15,11 +15,10 @@ One program works on a row and adds in a fixed order: the threshold's bits depen
 
 import torch
 
+from nanovllm.kernels.penalties import PENALTIES, RECORD_WORDS
 from nanovllm.kernels.rng import gumbel_noise, random_words, row_key
-from nanovllm.kernels.sampling import MIN_TEMPERATURE, gumbel_argmax_reference, keys_to_tokens
-from nanovllm.kernels.sampling import _pack_keys, _tiling
+from nanovllm.kernels.sampling import MIN_TEMPERATURE, _pack_keys, _tiling, gumbel_argmax_reference, keys_to_tokens
 from nanovllm.kernels.triton_import import tl, triton
-from nanovllm.sampling.section import MASK, PENALTIES, RECORD_WORDS
 
 _RECORD = tl.constexpr(RECORD_WORDS)
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
@@ -168,7 +167,7 @@ def _thresholds_kernel(LOGITS, ROW, SLOT, RECORDS, TEMPERATURE, THRESHOLD, row_s
                 low = _search(row, low, high, top_k.to(tl.float32), 1.0, peak, inverse_temperature, num_ids, True,
                               SHIFT, LANES, WIDTH, TILES)  # fmt: skip
             if top_p < 1.0:
-                low = _search(row, low, high, -1.0, top_p, peak, inverse_temperature, num_ids, False, SHIFT, LANES,
+                low = _search(row, low, high, top_p * 0.0 - 1.0, top_p, peak, inverse_temperature, num_ids, False, SHIFT, LANES,
                               WIDTH, TILES)  # fmt: skip
             threshold = _unorder(low, SHIFT)
     tl.store(THRESHOLD + g, threshold)

@@ -10,5 +10,5 @@ def supports_tma(device: torch.device) -> bool:
 
 
 def paged_descriptor(cache: torch.Tensor, block_n: int) -> TensorDescriptor:
-    """A descriptor over cache [num_blocks, num_kv_heads, block_size, head_dim] that loads block_n tokens of one head."""
+    """A descriptor over cache [num_blocks, num_kv_heads, block_size, head_dim]: it loads block_n tokens of one head."""
     return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, 1, block_n, cache.shape[-1]])

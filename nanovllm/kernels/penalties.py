@@ -7,7 +7,12 @@ drawn. Only rows of such steps are copied to float32; a request with nothing of 
 import torch
 
 from nanovllm.kernels.triton_import import tl, triton
-from nanovllm.sampling.section import MASK, PENALTIES, RECORD_WORDS
+
+RECORD_WORDS = 8
+"""int32 words of a row's record: flags, top_k, then as float32 top_p, log(min_p), presence, frequency and repetition
+penalty, and one spare (written by sampling/section.py)."""
+PENALTIES, MASK = 1, 2
+"""Flags: the row's logits depend on its token counts; on its mask."""
 
 _RECORD = tl.constexpr(RECORD_WORDS)
 _PENALTIES = tl.constexpr(PENALTIES)

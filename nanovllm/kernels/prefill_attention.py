@@ -1,6 +1,6 @@
 """Paged causal attention for rows with any number of query tokens (prompt chunks, with or without a cached prefix).
 
-The rows are cut into tiles of BLOCK_M queries; a small kernel lists the tiles once per step, those with most keys first,
+The rows are cut into tiles of BLOCK_M queries; a small kernel lists the tiles once a step, those with most keys first,
 so the grid depends on the number of tokens and rows alone (CUDA graphs) and the causal triangle leaves no long tail.
 Keys are tiled from the row's first token on: a query's result does not depend on how its prompt was cut into chunks.
 The online softmax is FlashAttention-2's (Dao, 2023).
@@ -31,9 +31,9 @@ class PrefillConfig:
 
 @triton.jit
 def _tiles(CU_SEQLENS, CONTEXT_LENS, tile, num_rows, BLOCK_M: tl.constexpr, SEARCH_STEPS: tl.constexpr):
-    """For a vector of tile indices: row, first query within the row, and the keys that the tile's last query sees; no keys
-    where the index belongs to no queries. Row r's tiles start at index cu_seqlens[r] // BLOCK_M + r, which leaves room
-    for the partly filled tile of every row before it."""
+    """For a vector of tile indices: row, first query within the row, and the keys that the tile's last query sees; no
+    keys where the index belongs to no queries. Row r's tiles start at index cu_seqlens[r] // BLOCK_M + r, which leaves
+    room for the partly filled tile of every row before it."""
     first_token = tl.load(CU_SEQLENS)
     low = tl.zeros_like(tile)
     high = tl.zeros_like(tile) + num_rows - 1
@@ -60,13 +60,15 @@ def plan_prefill_kernel(CU_SEQLENS, CONTEXT_LENS, TILES, num_tiles, num_rows, BL
     for begin in range(0, num_tiles, BLOCK):
         other = begin + tl.arange(0, BLOCK)
         _, _, other_keys = _tiles(CU_SEQLENS, CONTEXT_LENS, other, num_rows, BLOCK_M, SEARCH_STEPS)
-        ahead = (other_keys[None, :] > keys[:, None]) | ((other_keys[None, :] == keys[:, None]) & (other[None, :] < mine[:, None]))
+        is_earlier = (other_keys[None, :] == keys[:, None]) & (other[None, :] < mine[:, None])
+        ahead = (other_keys[None, :] > keys[:, None]) | is_earlier
         place += tl.sum((ahead & (other[None, :] < num_tiles)).to(tl.int32), 1)
     tl.store(TILES + place * 2, tl.where(keys > 0, row, -1), mask=mine < num_tiles)
     tl.store(TILES + place * 2 + 1, query, mask=mine < num_tiles)
 
 
-def plan_prefill_reference(cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor, block_m: int) -> list[tuple[int, int]]:
+def plan_prefill_reference(cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor,
+                           block_m: int) -> list[tuple[int, int]]:
     """(row, first query within the row) of every tile, those with most keys first."""
     starts, tiles = cu_seqlens_q.tolist(), []
     for row, context in enumerate(context_lens.tolist()):
@@ -86,8 +88,8 @@ def _load_tile(CACHE, TABLE_ROW, kv_head, start, end, stride_block, stride_head,
         return CACHE.load([block, kv_head, start % PAGE, 0]).reshape(BLOCK_N, D)
     elif PAGE % BLOCK_N == 0:  # a tile never leaves its page, and what its page holds past the row's end is finite
         block = tl.load(TABLE_ROW + start // PAGE).to(tl.int64)
-        rows = CACHE + block * stride_block + kv_head * stride_head + (start % PAGE + tl.arange(0, BLOCK_N)) * stride_token
-        return tl.load(rows[:, None] + tl.arange(0, D)[None, :])
+        tile = CACHE + block * stride_block + kv_head * stride_head + start % PAGE * stride_token
+        return tl.load(tile + (tl.arange(0, BLOCK_N) * stride_token)[:, None] + tl.arange(0, D)[None, :])
     else:
         block = tl.load(TABLE_ROW + tokens // PAGE, mask=tokens < end, other=0).to(tl.int64)
         rows = CACHE + block * stride_block + kv_head * stride_head + (tokens % PAGE) * stride_token
@@ -95,7 +97,7 @@ def _load_tile(CACHE, TABLE_ROW, kv_head, start, end, stride_block, stride_head,
 
 
 @triton.jit
-def _attend(q, k, v, m, l, acc, scale_log2, start, position, BLOCK_N: tl.constexpr, MASKED: tl.constexpr):
+def _attend(q, k, v, m, sums, acc, scale_log2, start, position, BLOCK_N: tl.constexpr, MASKED: tl.constexpr):
     """One tile of online softmax; the query at `position` sees keys up to itself."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
@@ -104,9 +106,9 @@ def _attend(q, k, v, m, l, acc, scale_log2, start, position, BLOCK_N: tl.constex
     m_new = tl.maximum(m, tl.max(scores, 1) * scale_log2)
     p = tl.exp2(scores * scale_log2 - m_new[:, None])
     alpha = tl.exp2(m - m_new)
-    l = l * alpha + tl.sum(p, 1)
+    sums = sums * alpha + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
-    return m_new, l, acc
+    return m_new, sums, acc
 
 
 @triton.jit(do_not_specialize=["ROW_SLOT", "CU_SEQLENS", "CONTEXT_LENS", "table_stride"])
@@ -131,9 +133,10 @@ def prefill_attention_kernel(Q, K, V, OUT, TABLE, ROW_SLOT, CU_SEQLENS, CONTEXT_
     dims = tl.arange(0, D)
     position = context - count + queries
     q_rows = (token + queries).to(tl.int64)
-    q = tl.load(Q + q_rows[:, None] * q_token + head * q_head + dims[None, :], mask=(queries < count)[:, None], other=0.0)
+    q = tl.load(Q + q_rows[:, None] * q_token + head * q_head + dims[None, :], mask=(queries < count)[:, None],
+                other=0.0)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     kv_head = head // G
     end = tl.minimum(context, context - count + query + BLOCK_M)
@@ -142,12 +145,12 @@ def prefill_attention_kernel(Q, K, V, OUT, TABLE, ROW_SLOT, CU_SEQLENS, CONTEXT_
     for n in range(0, end_full, BLOCK_N):
         k = _load_tile(K, TABLE_ROW, kv_head, n, end, k_block, k_head, k_token, D, PAGE, BLOCK_N, TMA)
         v = _load_tile(V, TABLE_ROW, kv_head, n, end, v_block, v_head, v_token, D, PAGE, BLOCK_N, TMA)
-        m, l, acc = _attend(q, k, v, m, l, acc, scale_log2, n, position, BLOCK_N, False)
+        m, sums, acc = _attend(q, k, v, m, sums, acc, scale_log2, n, position, BLOCK_N, False)
     for n in range(end_full, end, BLOCK_N):
         k = _load_tile(K, TABLE_ROW, kv_head, n, end, k_block, k_head, k_token, D, PAGE, BLOCK_N, TMA)
         v = _load_tile(V, TABLE_ROW, kv_head, n, end, v_block, v_head, v_token, D, PAGE, BLOCK_N, TMA)
-        m, l, acc = _attend(q, k, v, m, l, acc, scale_log2, n, position, BLOCK_N, True)
-    acc = acc / l[:, None]
+        m, sums, acc = _attend(q, k, v, m, sums, acc, scale_log2, n, position, BLOCK_N, True)
+    acc = acc / sums[:, None]
     tl.store(OUT + q_rows[:, None] * out_token + head * out_head + dims[None, :], acc.to(OUT.dtype.element_ty),
              mask=(queries < count)[:, None])
 
@@ -186,8 +189,8 @@ class PrefillAttention:
         self.use_tma = self.config.use_tma and supports_tma(device) and block_size % self.config.block_n == 0
 
     def plan(self, cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """The list of tiles, int32 [cdiv(num_tokens, BLOCK_M) + rows, 2], of rows cu_seqlens_q [rows + 1] (which may start
-        at any token). num_tokens: any bound on the rows' tokens."""
+        """The list of tiles, int32 [cdiv(num_tokens, BLOCK_M) + rows, 2], of rows cu_seqlens_q [rows + 1] (which may
+        start at any token). num_tokens: any bound on the rows' tokens."""
         num_rows = context_lens.shape[0]
         num_tiles = triton.cdiv(num_tokens, self.config.block_m) + num_rows
         tiles = torch.empty(num_tiles, 2, dtype=torch.int32, device=cu_seqlens_q.device)

@@ -137,14 +137,17 @@ def library_call(op: str, gain: Tensor, residual: Tensor) -> Callable[[Tensor, T
 
 def graph_us(calls: Sequence[Callable[[], object]], replays: int = 4) -> float:
     """Device microseconds of one call: the best replay of a CUDA graph of all the calls, over their number."""
-    calls[0]()  # compiles and makes workspaces
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
     current = torch.cuda.current_stream()
-    own = None if current == torch.cuda.default_stream() else current  # the default stream cannot be captured
-    with torch.cuda.graph(graph, stream=own, capture_error_mode="thread_local"):
-        for call in calls:
-            call()
+    # The default stream cannot be captured, and a workspace belongs to the stream that it was made in.
+    stream = torch.cuda.Stream() if current == torch.cuda.default_stream() else current
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        calls[0]()  # compiles and makes workspaces
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            for call in calls:
+                call()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
     graph.replay()
     marks[0].record()

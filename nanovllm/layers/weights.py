@@ -41,7 +41,8 @@ class CheckpointWeight:
     def check(self, source: TensorSource) -> None:
         """Raises ValueError where the shape is not the one the configuration gives."""
         if tuple(source.shape) != self.shape:
-            raise ValueError(f"weight {self.name!r} has shape {tuple(source.shape)}, the configuration needs {self.shape}")
+            found = tuple(source.shape)
+            raise ValueError(f"weight {self.name!r} has shape {found}, the configuration needs {self.shape}")
 
     def load(self, source: TensorSource) -> None:
         """Copies this rank's parts, after `check`."""

@@ -1,4 +1,4 @@
-"""The ranks of one engine, and the two reductions they need.
+"""The ranks of one engine, and what they say to each other: two reductions and a gather.
 
 No default process group is used: engines in one program must not meet. Each engine builds its own communicator over a
 TCPStore whose port the operating system chose.
@@ -11,17 +11,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from nanovllm.parallel.store import WatchedStore
+
 if TYPE_CHECKING:
     from nanovllm.kernels.all_reduce import PeerAllReduce
 
 logger = logging.getLogger(__name__)
 
+_CONNECT_TIMEOUT = timedelta(seconds=60)  # for ranks that have found each other to connect
+_NO_TIMEOUT = timedelta(days=1)  # hangs are noticed by the processes' watcher, which knows when a rank compiles
+
 
 class TensorParallelGroup:
     """One rank's view of the group. With one rank every operation is the identity."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, store: dist.Store | None, timeout: float) -> None:
-        """`store`: where the ranks meet; None for one rank. `timeout`: seconds for a rank to join."""
+    def __init__(self, rank: int, size: int, device: torch.device, store: dist.Store | None) -> None:
+        """`store`: where the ranks meet; None for one rank."""
         self.rank = rank
         self.size = size
         self.device = device
@@ -33,12 +38,17 @@ class TensorParallelGroup:
             assert store is not None
             if device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timedelta(days=1)  # hangs are noticed by the executor, which knows when it compiles
+                options._timeout = _NO_TIMEOUT
+                if isinstance(store, WatchedStore):
+                    store = store.unwatched  # NCCL's threads outlive the interpreter, so they must not call into it
                 self._group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
             else:
-                self._group = dist.ProcessGroupGloo(
-                    dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=max(timeout, 600.0))
-                )
+                gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+                # Not the interface that the host's name leads to: it may lead nowhere.
+                gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+                gloo._timeout = _CONNECT_TIMEOUT
+                self._group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, gloo)
+                self._group._set_default_timeout(_NO_TIMEOUT)
 
     def use_peer_memory(self, max_rows: int, hidden_size: int, dtype: torch.dtype, max_keys: int) -> None:
         """Lets sums of up to `max_rows` rows go through memory that the GPUs map from each other, where they can; see
@@ -82,6 +92,18 @@ class TensorParallelGroup:
             self._group.allreduce([keys], options).wait()
         return keys
 
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Every rank's `x` [...], of one shape, to every rank: [ranks, ...]."""
+        if self._group is None:
+            return x.unsqueeze(0)
+        x = x.contiguous()
+        out = x.new_empty(self.size, *x.shape)
+        if self.device.type == "cuda":
+            self._group._allgather_base(out, x).wait()
+        else:
+            self._group.allgather([list(out.unbind(0))], [x]).wait()
+        return out
+
     def abort(self) -> None:
         """Ends collectives in flight whose peers are gone (they spin on the device otherwise). From any thread."""
         if self._peer is not None:
@@ -98,4 +120,4 @@ class TensorParallelGroup:
             self._peer = None
         if self._group is not None and self.device.type == "cuda" and not failed:
             self._group.shutdown()
-        self._group = None
+        self._group = self._store = None

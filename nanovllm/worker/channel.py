@@ -1,6 +1,6 @@
 """The command ring: rank 0 writes, every worker reads, through one piece of shared memory without a name.
 
-    | header: published, sleeping[rank], consumed[rank], done[rank], state[rank] | slot 0 | slot 1 | ... |
+    | header: published, sleeping[rank], consumed[rank], done[rank], state[rank], beat[rank] | slot 0 | slot 1 | ... |
 
 A message is cut into as many slots as it needs, so its size is not bounded by the memory. The writer publishes a slot by
 advancing a counter after the data is in place; a reader spins on that counter for a moment, then goes to sleep on a pipe
@@ -23,20 +23,24 @@ MAX_READERS = 8
 NUM_SLOTS = 8
 SLOT_BYTES = 128 * 1024
 _SLOT_PREFIX = 16  # bytes of the message that remain, counted from this slot; bytes of it in this slot
-_HEADER_WORDS = 8 * (1 + 4 * MAX_READERS)  # each word alone in a cache line: readers and writer do not disturb each other
+# Each word has a cache line to itself: readers and writer do not disturb each other.
+_HEADER_WORDS = 8 * (1 + 5 * MAX_READERS)
 _HEADER_BYTES = 8 * _HEADER_WORDS
 _TOTAL_BYTES = _HEADER_BYTES + NUM_SLOTS * SLOT_BYTES
+
+_LONGEST_SLEEP = 1.0  # seconds: an end to the sleep of a reader whose bell was rung but not heard
 
 STEP, CALL = 0, 1
 
 
 class WorkerState(IntEnum):
-    """What a worker says of itself; only time spent STEPPING or IDLE behind unread commands counts as a hang."""
+    """What a worker says of itself; see WorkerProcesses for what counts as a hang in which state."""
 
-    IDLE = 0
-    STEPPING = 1
-    COMPILING = 2
-    CALLING = 3
+    CALLING = 0
+    """Starting, loading or carrying out a rare call. Fresh memory says so: a worker starts this way."""
+    IDLE = 1
+    STEPPING = 2
+    COMPILING = 3
 
 
 def create_shared_memory() -> int:
@@ -73,12 +77,16 @@ class _Ring:
         return self._bytes[begin : begin + SLOT_BYTES]
 
     def close(self) -> None:
-        self._words.release()
-        self._bytes.release()
-        self._memory.close()
+        """Lets the memory go. From a signal handler in mid-send it goes when the interrupted send lets go of it."""
+        try:
+            self._words.release()
+            self._bytes.release()
+            self._memory.close()
+        except BufferError:
+            pass
 
 
-_SLEEPING, _CONSUMED, _DONE, _STATE = range(4)
+_SLEEPING, _CONSUMED, _DONE, _STATE, _BEAT = range(5)
 
 
 class CommandWriter(_Ring):
@@ -90,7 +98,7 @@ class CommandWriter(_Ring):
         self._doorbells = doorbells
         self._published = 0
         self.num_sent = 0
-        """Messages sent."""
+        """Messages sent, the one being sent included."""
 
     def send_step(self, packed: Any, check: Callable[[], object]) -> None:
         """Sends a packed step (anything with the buffer protocol). `check` is called while waiting and may raise."""
@@ -103,6 +111,7 @@ class CommandWriter(_Ring):
     def _send(self, kind: int, payload: memoryview, check: Callable[[], object]) -> None:
         room = SLOT_BYTES - _SLOT_PREFIX - 1
         remaining, offset = len(payload), 0
+        self.num_sent += 1  # before the first slot: a reader that never makes room for the rest must count as behind
         while True:
             self._wait_for_room(check)
             size = min(remaining, room)
@@ -115,7 +124,6 @@ class CommandWriter(_Ring):
             self._publish()
             if remaining == 0:
                 break
-        self.num_sent += 1
 
     def _wait_for_room(self, check: Callable[[], object]) -> None:
         while any(
@@ -134,7 +142,10 @@ class CommandWriter(_Ring):
             word = self._word(_SLEEPING, reader)
             if self._words[word]:
                 self._words[word] = 0
-                os.write(doorbell, b"!")
+                try:
+                    os.write(doorbell, b"!")
+                except BrokenPipeError:
+                    pass  # the reader is gone; `check` knows why, or will in a moment
 
     def num_done(self, reader: int) -> int:
         """Messages that a reader has carried out."""
@@ -143,20 +154,26 @@ class CommandWriter(_Ring):
     def state(self, reader: int) -> WorkerState:
         return WorkerState(self._words[self._word(_STATE, reader)])
 
+    def num_beats(self, reader: int) -> int:
+        """Signs of life of a reader's process, whatever it is doing; see CommandReader.beat."""
+        return self._words[self._word(_BEAT, reader)]
+
 
 class CommandReader(_Ring):
     """A worker's end."""
 
-    def __init__(self, fd: int, reader: int, doorbell: int, spin_seconds: float) -> None:
+    def __init__(self, fd: int, reader: int, doorbell: int, spin_seconds: float = 0.0) -> None:
         """`doorbell`: readable file descriptor. `spin_seconds`: how long to spin before going to sleep."""
         super().__init__(fd)
         self._reader = reader
         self._doorbell = doorbell
-        self._spin_seconds = spin_seconds
+        self._bell = select.poll()  # select() ends at file 1023, and ours have the numbers they have in the caller
+        self._bell.register(doorbell, select.POLLIN)
+        self.spin_seconds = spin_seconds
         self._consumed = 0
         self._num_done = 0
 
-    def receive(self) -> tuple[int, memoryview | tuple[str, tuple[Any, ...]]]:
+    def receive(self) -> tuple[int, Any]:
         """The next message: (STEP, its bytes) or (CALL, (method, args)). Waits as long as it takes."""
         parts: list[bytes] = []
         while True:
@@ -175,7 +192,7 @@ class CommandReader(_Ring):
 
     def _wait(self) -> None:
         words, seen = self._words, self._consumed
-        deadline = time.perf_counter() + self._spin_seconds
+        deadline = time.perf_counter() + self.spin_seconds
         pure_spins = 1000  # about 50 us, then let others have the core between looks
         while words[0] == seen:
             if pure_spins:
@@ -190,10 +207,14 @@ class CommandReader(_Ring):
         self._words[word] = 1
         self._fence()
         if self._words[0] == seen:
-            select.select([self._doorbell], [], [], 1.0)
+            self._bell.poll(_LONGEST_SLEEP * 1000)
         self._words[word] = 0
-        if select.select([self._doorbell], [], [], 0)[0]:
+        if self._bell.poll(0):
             os.read(self._doorbell, 4096)
+
+    @property
+    def state(self) -> WorkerState:
+        return WorkerState(self._words[self._word(_STATE, self._reader)])
 
     def set_state(self, state: WorkerState) -> WorkerState:
         """Says what this worker is doing; returns what it said before."""
@@ -201,6 +222,10 @@ class CommandReader(_Ring):
         before = WorkerState(self._words[word])
         self._words[word] = state
         return before
+
+    def beat(self) -> None:
+        """Says that this process still runs; from a thread of its own, so that it can be said in the midst of work."""
+        self._words[self._word(_BEAT, self._reader)] += 1
 
     def mark_done(self) -> None:
         """Says that one more message has been carried out."""

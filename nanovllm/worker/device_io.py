@@ -29,6 +29,16 @@ class DeviceIO:
         """Everything on the device happens in this one stream, in the order of launches."""
         return torch.cuda.stream(self.stream) if self.is_cuda else nullcontext()
 
+    def synchronize(self) -> None:
+        """Waits for everything on the device, in whatever stream."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    @property
+    def turn(self) -> int:
+        """Which of the staging buffers the step last uploaded has; that of a step is free when its tokens are here."""
+        return self._turn
+
     def allocate(self, capacity: int, max_rows: int) -> None:
         """`capacity`: int32 words of the largest packed step. `max_rows`: most tokens of a result."""
         if not self.is_cuda:

@@ -1,6 +1,8 @@
 """Rank 0's hold on all ranks: its own runner in this process, the others behind the command ring."""
 
+import os
 import time
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,10 +14,10 @@ import torch.distributed as dist
 
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.parallel.peer_memory import forbid_multicast
+from nanovllm.parallel.store import WatchedStore, open_store
 from nanovllm.worker.model_runner import ModelRunner
-from nanovllm.worker.processes import WorkerProcesses
+from nanovllm.worker.processes import WorkerError, WorkerProcesses
 
-_JOIN_TIMEOUT = 300.0  # seconds for all ranks to import, build their group and load
 _BUCKET_BYTES = 256 << 20  # of new weights sent to the workers at a time
 
 
@@ -29,6 +31,8 @@ class RunnerInit:
     """Port of the TCPStore on the loopback where ranks meet; 0 with one rank."""
     spin_seconds: float
     """How long an idle worker spins for the next command before it sleeps."""
+    num_threads: int
+    """Threads of each rank on a CPU, whose cores the ranks share."""
 
 
 def settle(config: EngineConfig, model: ModelConfig) -> EngineConfig:
@@ -68,24 +72,30 @@ class Executor:
         self.seconds: dict[str, float] = {}
         self._runner: ModelRunner | None = None
         self._store: dist.TCPStore | None = None
+        self._failed = False
+        self._owner = os.getpid()
         self.processes = WorkerProcesses(config.tensor_parallel_size, config.step_timeout)
         try:
             self.config = settle(config, model)
             self._start(model)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            _forget_frames(error)
             raise
 
     def _start(self, model: ModelConfig) -> None:
         size = self.config.tensor_parallel_size
         if size > 1:
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._store = open_store()
         spin = 2.0 if self.config.device == "cuda" else 0.0
-        init = RunnerInit(self.config, model, self._store.port if self._store else 0, spin)
-        self.processes.send_init(init)
+        self._num_threads = max(1, torch.get_num_threads() // size)
+        init = RunnerInit(self.config, model, self._store.port if self._store else 0, spin, self._num_threads)
         with self._phase("load"), self._failures_explained():
+            self.processes.send_init(init)
             self.processes.replies()  # every worker has imported: from here on ranks wait for each other only briefly
-            self._runner = ModelRunner(init, rank=0, store=self._store)
+            store = WatchedStore(self._store, self.processes.check) if self._store else None
+            with self._share_of_threads():
+                self._runner = ModelRunner(init, rank=0, store=store)
             self.processes.on_failure = self._runner.group.abort
             self.processes.replies()
         with self._phase("warm-up"):
@@ -98,7 +108,8 @@ class Executor:
 
     @property
     def runner(self) -> ModelRunner:
-        assert self._runner is not None
+        if self._runner is None:
+            raise RuntimeError("this engine is closed")
         return self._runner
 
     @contextmanager
@@ -110,29 +121,54 @@ class Executor:
     @contextmanager
     def _failures_explained(self) -> Iterator[None]:
         """An error here is often only the echo of a worker's end: then the worker's own reason is raised."""
+        self.processes.check()
+        if self._failed:
+            raise RuntimeError("this engine has failed and cannot go on")
         try:
             yield
-        except RuntimeError:
-            self.processes.wait_for_failure(seconds=2.0)
+        except BaseException as error:
+            self._failed = True  # if only by an interrupt: ranks that are out of step cannot go on, nor be waited for
+            if isinstance(error, (RuntimeError, OSError)) and not isinstance(error, (WorkerError, FileNotFoundError)):
+                self.processes.wait_for_failure(seconds=2.0)
             raise
+
+    @contextmanager
+    def _share_of_threads(self) -> Iterator[None]:
+        """Rank 0 computes in the caller's process: takes no more than its share of the cores (with all of them for rank 0
+        a step of two ranks on two cores took up to three times as long), and leaves the caller's setting as it was."""
+        before = torch.get_num_threads()
+        if self.config.device != "cpu" or before <= self._num_threads:
+            yield
+            return
+        torch.set_num_threads(self._num_threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Calls a method of every rank's runner; returns what they return, in rank order."""
         with self._failures_explained():
             self.processes.send_call(method, *args)
-            mine = getattr(self.runner, method)(*args)
+            with self._share_of_threads():
+                mine = getattr(self.runner, method)(*args)
             return [mine, *self.processes.replies()]
 
     def launch(self, packed: np.ndarray) -> None:
         """Starts a packed step on every rank; does not wait for it (a CPU, which has no queue, computes it here)."""
         with self._failures_explained():
             self.processes.send_step(packed)
-            self.runner.launch(packed)
+            with self._share_of_threads():
+                self.runner.launch(packed)
 
     def collect(self) -> list[int]:
         """Tokens of the oldest step not yet collected, one for each of its first rows; waits for it."""
         with self._failures_explained():
             return self.runner.collect(self.processes.check)
+
+    def collect_logprobs(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Log-probabilities of the step last collected (of sampled tokens, of prompt tokens), where it has any."""
+        return self.runner.collect_logprobs()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replaces all weights in place, from whole tensors under their checkpoint names."""
@@ -166,8 +202,20 @@ class Executor:
 
     def close(self) -> None:
         """Ends the workers and frees what this rank holds. Does nothing the second time."""
-        self.processes.close()
-        if self._runner is not None:
-            self._runner.close(failed=self.processes.failed)
-            self._runner = None
-        self._store = None
+        if os.getpid() != self._owner:
+            return  # a fork of the process whose engine this is: nothing here is ours
+        runner, self._runner = self._runner, None
+        try:
+            self.processes.close()
+        finally:
+            self.processes.on_failure = lambda: None
+            if runner is not None:
+                runner.close(failed=self._failed or self.processes.failed)
+            self._store = None
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Frees what the frames of a failed start hold (weights, a port), though a notebook keeps its last traceback."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__

@@ -19,6 +19,8 @@ from nanovllm.models import model_class
 from nanovllm.models.checkpoint import DTYPES, check_names, load_checkpoint, load_dummy, open_checkpoint
 from nanovllm.models.qwen3 import ModelContext
 from nanovllm.parallel.group import TensorParallelGroup
+from nanovllm.sampling.device import GeneralSampler, LogitsView
+from nanovllm.sampling.section import split_section
 from nanovllm.worker.cuda_graphs import MAX_CHUNK_ROWS, StepGraphs, StepShape
 from nanovllm.worker.device_io import DeviceIO
 from nanovllm.worker.kv_cache import GIB, MemoryProbe, bind_kv_cache, block_bytes, blocks_that_fit
@@ -42,12 +44,16 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.memory = MemoryProbe(self.device)
-        self.group = TensorParallelGroup(rank, config.tensor_parallel_size, self.device, store, config.step_timeout)
+        self.group = TensorParallelGroup(rank, config.tensor_parallel_size, self.device, store)
         if config.peer_all_reduce and self.device.type == "cuda" and self.group.size > 1:
             rows, keys = config.max_num_batched_tokens, config.max_num_seqs + MAX_CHUNK_ROWS
             self.group.use_peer_memory(rows, self.model_config.hidden_size, self.dtype, max_keys=keys)
         self.io = DeviceIO(self.device)
         self.graphs: StepGraphs | None = None
+        self._captured_logits: dict[StepShape, LogitsView] = {}
+        self._keep_hidden = False
+        """Whether this step's hidden states are wanted, which _forward then leaves in _hidden."""
+        self._hidden: torch.Tensor | None = None
         with torch.inference_mode(), self.io.stream_context():
             self._build(rank)
             self._load()
@@ -56,7 +62,7 @@ class ModelRunner:
 
     def _build(self, rank: int) -> None:
         config, model = self.config, self.model_config
-        # The triton backend on a CPU means its interpreter (select_backend refuses it otherwise): then all kernels go there.
+        # On a CPU the triton backend means Triton's interpreter (it is refused otherwise): then all kernels go there.
         self.kernels = select_kernels(self.device, config.fused_kernels, interpret=config.attention_backend == "triton")
         backend_class, self.backend_reason = select_backend(
             config.attention_backend,
@@ -80,6 +86,7 @@ class ModelRunner:
             ModelContext(model, self.heads, self.group, self.kernels, self.backend, self.dtype, self.device, self.max_model_len)
         )
         self.weights = list(self.model.checkpoint_weights())
+        self.general_sampler = GeneralSampler(self.kernels, self.group, self.io, self.device, model.vocab_size)
 
     def _load(self) -> None:
         if self.config.load_format == "dummy":
@@ -176,24 +183,32 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, packed: np.ndarray) -> None:
         """Runs a packed step (engine/step_plan.py); its tokens are had from `collect`, oldest step first."""
+        packed, section = split_section(packed)
         num_rows, num_decode_rows, num_sample_rows, num_tokens = (int(n) for n in packed[:4])
         with self.io.stream_context():
             step = self.io.upload(packed)
             shape = None
-            if self.graphs is not None:
+            self._keep_hidden = section is not None and section.num_targets > 0
+            if self.graphs is not None and not self._keep_hidden:
                 chunk_rows, chunk_tokens = num_rows - num_decode_rows, num_tokens - num_decode_rows
                 shape = self.graphs.shape_for(num_decode_rows, chunk_rows, chunk_tokens)
             if self.graphs is not None and shape is not None:
                 self.graphs.replay(shape)
                 first_chunk_row = shape.decode_rows
             else:
-                self._run_exact(step, packed)
+                logits = self._run_exact(step, packed)
                 first_chunk_row = num_decode_rows
+            if section is not None:
+                if shape is not None:
+                    logits = self._captured_logits[shape].tensor()
+                hidden, self._hidden = self._hidden, None
+                args = (first_chunk_row, num_decode_rows, self.buffers, self.state, hidden, self.model)
+                self.general_sampler.run(section, logits, *args)
             end = first_chunk_row + num_sample_rows - num_decode_rows
             self.io.download(self.buffers.tokens[:end], num_decode_rows, first_chunk_row)
 
-    def _run_exact(self, step: torch.Tensor, packed: np.ndarray) -> None:
-        """Any step, eagerly, at its exact size."""
+    def _run_exact(self, step: torch.Tensor, packed: np.ndarray) -> torch.Tensor | None:
+        """Any step, eagerly, at its exact size; returns the logits of the rows that drew."""
         num_rows, num_decode_rows, num_sample_rows, num_tokens = (int(n) for n in packed[:4])
         max_num_seqs, buffers = self.config.max_num_seqs, self.buffers.narrow(num_rows, num_tokens)
         self.kernels.apply_deltas(step, max_num_seqs, self.state)
@@ -201,7 +216,7 @@ class ModelRunner:
         begin = HEADER_SIZE + max_num_seqs
         ends = packed[begin : begin + num_rows] + packed[begin + max_num_seqs : begin + max_num_seqs + num_rows]
         attention = self._attention(buffers, num_decode_rows, max_seqlen_q=int(packed[6]), max_context_len=int(ends.max()))
-        self._forward(buffers, attention, num_sample_rows)
+        return self._forward(buffers, attention, num_sample_rows)
 
     def _run_padded(self, shape: StepShape) -> None:
         """A step from the step buffer, padded to `shape`, without a look at what it holds: what a CUDA graph captures."""
@@ -218,7 +233,9 @@ class ModelRunner:
             buffers, num_decode_rows, max_seqlen_q=max(1, num_chunk_tokens), max_context_len=self.max_model_len
         )
         attention.is_captured = True
-        self._forward(buffers, attention, num_rows)
+        logits = self._forward(buffers, attention, num_rows)
+        assert logits is not None
+        self._captured_logits[shape] = LogitsView(logits)
 
     def _attention(
         self, buffers: StepBuffers, num_decode_rows: int, max_seqlen_q: int, max_context_len: int
@@ -235,22 +252,27 @@ class ModelRunner:
             num_tokens=buffers.positions.shape[0],
         )
 
-    def _forward(self, buffers: StepBuffers, attention: AttentionMetadata, num_sample_rows: int) -> None:
+    def _forward(
+        self, buffers: StepBuffers, attention: AttentionMetadata, num_sample_rows: int
+    ) -> torch.Tensor | None:
         """Layers, head, sampling, and the sampled tokens back into the state and the token buffer.
 
         Draws for the first `num_sample_rows` rows. In a captured step these include chunks of unfinished prompts, whose
-        tokens nobody reads: their slot's last token is written again when the prompt ends.
+        tokens nobody reads: their slot's last token is written again when the prompt ends. Returns the logits it drew from.
         """
         self.backend.prepare(attention)
         step = ForwardStep(buffers.positions, buffers.slot_mapping, attention)
         hidden = self.model(buffers.input_ids, step)
+        if self._keep_hidden:
+            self._hidden = hidden
         if num_sample_rows == 0:
-            return
+            return None
         if attention.num_prefill_rows:
             hidden = hidden.index_select(0, buffers.logits_indices[:num_sample_rows])
         row_slot = buffers.row_slot[:num_sample_rows]
+        logits = self.model.logits(hidden)
         keys = self.kernels.gumbel_argmax(
-            self.model.logits(hidden),
+            logits,
             row_slot,
             self.state.temperature,
             self.state.seed,
@@ -260,6 +282,7 @@ class ModelRunner:
         )
         self.group.all_reduce_max(keys)
         self.kernels.commit_tokens(keys, row_slot, self.state.last_token, buffers.tokens[:num_sample_rows])
+        return logits
 
     def collect(self, check: Callable[[], bool]) -> list[int]:
         """Sampled tokens of the oldest step not yet collected, by row; waits for the device.
@@ -268,6 +291,10 @@ class ModelRunner:
         """
         return self.io.collect(self.config.step_timeout, check)
 
+    def collect_logprobs(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Those of the step last collected, where it has any; see GeneralSampler.collect."""
+        return self.general_sampler.collect()
+
     # -- weights that change ------------------------------------------------------------------------------------
 
     def begin_weight_update(self) -> None:
@@ -275,8 +302,8 @@ class ModelRunner:
         self._awaited = {weight.name: weight for weight in self.weights}
 
     def check_weights(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Raises ValueError for an unknown or repeated name, a shape or a type that update_weights cannot take. Ranks differ
-        in none of these, so one can ask for all: a worker that raised would be gone."""
+        """Raises ValueError for an unknown or repeated name, a shape or a type that update_weights cannot take. Ranks
+        differ in none of these, so one can ask for all: a worker that raised would be gone."""
         names = set()
         for name, tensor in tensors:
             if name == "lm_head.weight" and self.model_config.tie_word_embeddings:
@@ -284,19 +311,20 @@ class ModelRunner:
             if name not in self._awaited or name in names:
                 raise ValueError(f"load_weights: surplus weight {name!r}")
             if tensor.dtype not in DTYPES.values():
-                raise ValueError(f"load_weights: weight {name!r} has type {tensor.dtype}: must be one of {', '.join(DTYPES)}")
+                known = ", ".join(DTYPES)
+                raise ValueError(f"load_weights: weight {name!r} has type {tensor.dtype}: must be one of {known}")
             self._awaited[name].check(tensor)
             names.add(name)
 
     @torch.inference_mode()
     def update_weights(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Copies whole tensors, which check_weights has seen, into this rank's parameters, in place."""
+        self.io.synchronize()  # the caller may have computed them a moment ago, in a stream that ours does not wait for
         with self.io.stream_context():
             for name, tensor in tensors:
                 if name in self._awaited:  # not the copy of a tied head
                     self._awaited.pop(name).load(tensor)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self.io.synchronize()
 
     def end_weight_update(self) -> None:
         """Raises ValueError naming the weights that did not come."""

@@ -1,29 +1,51 @@
 """The worker processes of one engine: spawned, watched, stopped.
 
-Workers run `python -m nanovllm.worker.main`, so the caller's main module is never imported again. Each holds one end of a
-socket whose other end is ours: when we go, however we go, they read the end of the stream and leave. When one of them
+Workers run `python -m nanovllm.worker.main`, so the caller's main module is never imported again. Each holds one end of
+a socket whose other end is ours: when we go, however we go, they read the end of the stream and leave. When one of them
 goes, or stops making progress, a thread here notices, ends the others and keeps the reason for whoever is waiting.
+
+A worker hangs when it has a command before it and gets none done for step_timeout. While it starts, loads or answers a
+rare call, which may take long, it hangs when its process shows no sign of life for as long. While it compiles, never.
 """
 
 import os
+import pickle
 import queue
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import Any
+from typing import Any, NoReturn
 
 from nanovllm.worker.channel import CommandWriter, WorkerState, create_shared_memory
 
 _WATCH_INTERVAL = 0.2  # seconds between looks at workers' progress
 _EXIT_GRACE = 5.0  # seconds for a worker to end by itself when asked to
 _CALL_TIMEOUT = 1800.0  # seconds for rare commands such as loading weights
+_START_PATIENCE = 60.0  # seconds without a sign of life that libraries may take to load, where step_timeout is less
+_WORKER_MODULE = "nanovllm.worker.main"
 
 
 class WorkerError(RuntimeError):
     """A worker died, failed or hung; the text says which, and carries the worker's traceback where it sent one."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why the workers are gone. Raised anew each time, so that no exception collects the frames of all who met it."""
+
+    kind: type[Exception]
+    text: str
+    note: str = ""
+
+    def raise_it(self) -> NoReturn:
+        error = self.kind(self.text)
+        if self.note:
+            error.add_note(self.note)
+        raise error
 
 
 class WorkerProcesses:
@@ -32,7 +54,7 @@ class WorkerProcesses:
     def __init__(self, size: int, step_timeout: float) -> None:
         self.size = size
         self.step_timeout = step_timeout
-        self._failure: Exception | None = None
+        self._failure: _Failure | None = None
         self._closing = False
         self._processes: list[subprocess.Popen[bytes]] = []
         self._controls: list[Connection] = []
@@ -40,35 +62,44 @@ class WorkerProcesses:
         self._doorbells: list[int] = []
         self.on_failure: Callable[[], None] = lambda: None
         """Called, from the watching thread, once when a worker fails: lets blocked collectives go."""
+        self._watcher = threading.Thread(target=self._watch, name="nanovllm-watch", daemon=True)
         memory = create_shared_memory()
         try:
+            self.ring = CommandWriter(memory, self._doorbells)
             for rank in range(1, size):
                 self._spawn(rank, memory)
-            self.ring = CommandWriter(memory, self._doorbells)
+            if size > 1:
+                self._watcher.start()
+        except BaseException:
+            self.close()
+            raise
         finally:
             os.close(memory)
-        self._watcher = threading.Thread(target=self._watch, name="nanovllm-watch", daemon=True)
-        if size > 1:
-            self._watcher.start()
 
     def _spawn(self, rank: int, memory: int) -> None:
         ours, theirs = Pipe()
         bell_read, bell_write = os.pipe()
-        fds = (theirs.fileno(), memory, bell_read)
-        command = [sys.executable, "-m", "nanovllm.worker.main", str(rank), *map(str, fds)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-        # A session of its own: Ctrl-C in a terminal reaches the caller alone, who then stops us in order.
-        process = subprocess.Popen(command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
-        theirs.close()
-        os.close(bell_read)
-        self._processes.append(process)
         self._controls.append(ours)
         self._doorbells.append(bell_write)
+        fds = (theirs.fileno(), memory, bell_read)
+        # -P: the folder that the user happens to be in must not shadow modules that it does not shadow here.
+        command = [sys.executable, "-P", "-m", _WORKER_MODULE, str(rank), *map(str, fds)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        try:
+            # A session of its own: Ctrl-C in a terminal reaches the caller alone, who then stops us in order.
+            process = subprocess.Popen(
+                command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        finally:
+            theirs.close()
+            os.close(bell_read)
+        self._processes.append(process)
 
     def send_init(self, message: Any) -> None:
         """What every worker builds its runner from, pickled. Workers wait for it when they have started."""
+        pickled = pickle.dumps(message)
         for control in self._controls:
-            control.send(message)
+            control.send_bytes(pickled)
 
     # -- commands -----------------------------------------------------------------------------------------------
 
@@ -101,7 +132,9 @@ class WorkerProcesses:
         """Raises WorkerError (or the user error that a worker found) where a worker has failed. True: one is compiling,
         so waiting for it is no hang."""
         if self._failure is not None:
-            raise self._failure
+            self._failure.raise_it()
+        if self._closing:
+            raise RuntimeError("this engine is closed")
         return any(self.ring.state(reader) is WorkerState.COMPILING for reader in range(self.size - 1))
 
     @property
@@ -119,7 +152,7 @@ class WorkerProcesses:
 
     def _watch(self) -> None:
         open_controls = {control: rank for rank, control in enumerate(self._controls, start=1)}
-        last_change = [(0, time.monotonic())] * self.size
+        last_change: list[tuple[object, float]] = [(None, time.monotonic())] * self.size
         while open_controls and not self._closing and self._failure is None:
             for control in wait(list(open_controls), timeout=_WATCH_INTERVAL):
                 assert isinstance(control, Connection)
@@ -127,24 +160,27 @@ class WorkerProcesses:
                 try:
                     kind, value = control.recv()
                 except (EOFError, OSError):
-                    self._fail(WorkerError(self._death_notice(rank)))
+                    self._fail(_Failure(WorkerError, self._death_notice(rank)))
                     return
                 if kind == "error":
-                    text, error = value
-                    self._fail(error or WorkerError(f"rank {rank} failed:\n{text}"))
+                    self._fail(_worker_failure(rank, *value))
                     return
                 self._replies[rank - 1].put(value)
             for rank in range(1, self.size):
                 last_change[rank] = self._check_progress(rank, last_change[rank])
 
-    def _check_progress(self, rank: int, last_change: tuple[int, float]) -> tuple[int, float]:
-        """(commands done, when we saw that number first); fails a rank that stands still with commands before it."""
-        now, done = time.monotonic(), self.ring.num_done(rank - 1)
-        busy = self.ring.state(rank - 1) in (WorkerState.COMPILING, WorkerState.CALLING)
-        if done != last_change[0] or done == self.ring.num_sent or busy:
-            return done, now
-        if now - last_change[1] > self.step_timeout:
-            self._fail(WorkerError(f"rank {rank} made no progress for step_timeout={self.step_timeout} s"))
+    def _check_progress(self, rank: int, last_change: tuple[object, float]) -> tuple[object, float]:
+        """(what changes when the rank gets on, when we saw it so first); fails a rank that stands still (see above)."""
+        now, state, done = time.monotonic(), self.ring.state(rank - 1), self.ring.num_done(rank - 1)
+        limit = self.step_timeout if self.ring.num_sent else max(self.step_timeout, _START_PATIENCE)
+        progress = (state, done, self.ring.num_beats(rank - 1) if state is WorkerState.CALLING else 0)
+        at_rest = state is WorkerState.IDLE and done == self.ring.num_sent
+        if progress != last_change[0] or at_rest or state is WorkerState.COMPILING:
+            return progress, now
+        if now - last_change[1] > limit:
+            option = f"step_timeout={self.step_timeout} s"
+            what = option if limit == self.step_timeout else f"{limit:.0f} s at its start ({option})"
+            self._fail(_Failure(WorkerError, f"rank {rank} made no progress for {what}"))
         return last_change
 
     def _death_notice(self, rank: int) -> str:
@@ -154,7 +190,7 @@ class WorkerProcesses:
             return f"rank {rank} closed its connection"
         return f"rank {rank} died " + (f"by signal {-code}" if code < 0 else f"with exit code {code}")
 
-    def _fail(self, reason: Exception) -> None:
+    def _fail(self, reason: _Failure) -> None:
         if self._closing:
             return
         self._failure = reason
@@ -173,6 +209,11 @@ class WorkerProcesses:
         if self._closing:
             return
         self._closing = True
+        for control in self._controls:
+            try:
+                control.send_bytes(b"")  # "leave": the stream does not end while a fork of this process holds it open
+            except OSError:
+                pass
         if self._watcher.is_alive() and threading.current_thread() is not self._watcher:
             self._watcher.join(timeout=5.0)
         for control in self._controls:
@@ -184,7 +225,13 @@ class WorkerProcesses:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        for doorbell in self._doorbells:
-            os.close(doorbell)
-        self._doorbells.clear()
+        while self._doorbells:
+            os.close(self._doorbells.pop())
         self.ring.close()
+
+
+def _worker_failure(rank: int, kind: type[Exception] | None, text: str, trace: str) -> _Failure:
+    """`kind`: what to raise to the user for a mistake of theirs; None for everything else."""
+    if kind is None:
+        return _Failure(WorkerError, f"rank {rank} failed:\n{trace}")
+    return _Failure(kind, text, f"Found by rank {rank}:\n{trace}")

@@ -14,9 +14,9 @@ from nanovllm.worker.model_runner import ModelRunner
 
 def run_worker(ring: CommandReader, control: Connection, rank: int, init: RunnerInit) -> None:
     """Returns never; rank 0 ends this process (see main.py)."""
-    ring.set_state(WorkerState.CALLING)
+    ring.spin_seconds = init.spin_seconds
     if init.config.device == "cpu":
-        torch.set_num_threads(1)
+        torch.set_num_threads(init.num_threads)
     control.send(("result", None))  # imported
     store = dist.TCPStore("127.0.0.1", init.store_port, is_master=False)
     runner = ModelRunner(init, rank, store)

@@ -22,7 +22,7 @@ class Case:
     expected: torch.Tensor
 
     def error_of(self, out: torch.Tensor) -> float:
-        """Relative error over the tokens of real rows; infinite if one of them is missing or a padding token is written."""
+        """Relative error over the tokens of real rows; infinite if one is missing or a padding token is written."""
         real = ~self.expected.isnan().flatten(1).any(1)
         if not bool(out[real].isfinite().all()) or not bool(out[~real].isnan().all()):
             return float("inf")
@@ -30,11 +30,11 @@ class Case:
         return float(difference.norm() / self.expected[real].norm())
 
 
-def make_case(query_lens: list[int], context_lens: list[int], num_decode_rows: int, *, num_q_heads: int, num_kv_heads: int,
-              head_dim: int = 32, block_size: int = 16, seed: int = 0, padding_tokens: int = 0,
+def make_case(query_lens: list[int], context_lens: list[int], num_decode_rows: int, *, num_q_heads: int,
+              num_kv_heads: int, head_dim: int = 32, block_size: int = 16, seed: int = 0, padding_tokens: int = 0,
               max_num_seqs: int | None = None, spare_blocks: int = 2) -> Case:
-    """A row of context length 0 is padding. Slots and pages are permuted, blocks that no row owns hold NaN, owned blocks
-    hold large numbers past their row's end, and unused entries of the table name a NaN block."""
+    """A row of context length 0 is padding. Slots and pages are permuted, blocks that no row owns hold NaN, owned
+    blocks hold large numbers past their row's end, and unused entries of the table name a NaN block."""
     rng = torch.Generator().manual_seed(seed)
     num_rows = len(query_lens)
     max_num_seqs = max_num_seqs or num_rows + 2

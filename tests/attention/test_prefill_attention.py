@@ -28,8 +28,8 @@ def run(case: Case, attention: PrefillAttention | None = None) -> torch.Tensor:
     attention = attention or build(case)
     m = case.metadata
     tiles = attention.plan(m.cu_seqlens_q, m.context_lens, case.q.shape[0])
-    return attention(case.q, case.k_cache, case.v_cache, m.block_table, m.row_slot, m.cu_seqlens_q, m.context_lens, tiles,
-                     nan_like(case.q))
+    return attention(case.q, case.k_cache, case.v_cache, m.block_table, m.row_slot, m.cu_seqlens_q, m.context_lens,
+                     tiles, nan_like(case.q))
 
 
 def chunk_case(queries: list[int], contexts: list[int], *, heads: tuple[int, int] = (4, 2), **options: int) -> Case:

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MARGIN = 1e-3
-"""Float32 sums in another order move a score by some 1e-5. Where the best two are closer than this bound, either token is
-right, and what follows is another text."""
+"""Float32 sums in another order move a score by some 1e-5. Where the best two are closer than this bound, either token
+is right, and what follows is another text."""
 SURE_SHARE = 0.95
 
 

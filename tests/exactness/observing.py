@@ -11,7 +11,7 @@ from nanovllm.kernels.rng import gumbel_noise_reference, random_words_reference,
 
 
 class LogitRecorder:
-    """Keeps rank 0's logits of every sampled token; needs eager steps, and a single rank to see the whole vocabulary."""
+    """Keeps rank 0's logits of every sampled token; needs eager steps, and one rank to see the whole vocabulary."""
 
     def __init__(self, llm: LLM) -> None:
         self._scheduler, self._runner = llm.engine.scheduler, llm.engine.executor.runner
@@ -30,13 +30,13 @@ class LogitRecorder:
         return logits
 
     def of(self, request_id: int, prompt_length: int, count: int) -> torch.Tensor:
-        """float32 [count, vocab_size] on the CPU: what each of the request's first `count` output tokens was drawn from."""
+        """float32 [count, vocab_size] on the CPU: what a request's first `count` output tokens were drawn from."""
         return torch.stack([self._logits[request_id, prompt_length + i] for i in range(count)])
 
 
 def draw_scores(logits: torch.Tensor, first_position: int, temperature: float, seed: int) -> torch.Tensor:
-    """[n, vocab] like `logits`: what the drawn tokens are the largest of; row i draws the token at first_position + i of
-    its request."""
+    """[n, vocab] like `logits`: what the drawn tokens are the largest of; row i draws the token at first_position + i
+    of its request."""
     if not temperature:
         return logits
     positions = torch.arange(first_position, first_position + len(logits)).unsqueeze(1)

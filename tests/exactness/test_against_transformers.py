@@ -1,6 +1,6 @@
 """Logits of every token and greedy texts, against transformers on the same files."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ VARIANTS = {
         {"num_attention_heads": 4, "head_dim": 64, "tie_word_embeddings": True, **new_rope("default", 1e6)}
     ),
     "four a group, head 128, linear, in many files": Variant(
-        {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128, **new_rope("linear", 10000.0, factor=3.0)},
+        {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128, **new_rope("linear", 1e4, factor=3.0)},
         {"max_shard_size": "100KB"},
     ),
     "five a group, old yarn, three layers": Variant(
@@ -84,7 +84,7 @@ def forced_logits(model: Qwen3ForCausalLM, prompt: list[int], output: list[int])
     return model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1].float()
 
 
-@pytest.fixture(scope="module", params=VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.fixture(scope="module", params=list(VARIANTS.values()), ids=list(VARIANTS))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     variant: Variant = request.param
     return save(make_model(**variant.config), tmp_path_factory.mktemp("model"), **variant.files)
@@ -136,9 +136,9 @@ def test_generation_ends_at_any_end_of_text_token(tmp_path: Path) -> None:
     folder = save(model, tmp_path, eos_token_id=stops)
     assert read_json(folder / "config.json")["eos_token_id"] is None
     with LLM(str(folder), num_kvcache_blocks=64, skip_tokenizer_init=True, device="cpu") as llm:
-        greedy = {"temperature": 0.0, "max_tokens": NUM_TOKENS}
-        ended = llm.generate(prompts, SamplingParams(**greedy), use_tqdm=False)
-        ignored = llm.generate(prompts, SamplingParams(**greedy, ignore_eos=True), use_tqdm=False)
+        greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
+        ended = llm.generate(prompts, greedy, use_tqdm=False)
+        ignored = llm.generate(prompts, replace(greedy, ignore_eos=True), use_tqdm=False)
         llm.engine.scheduler.check_integrity()
     for output, whole, full in zip(ended, endless, ignored, strict=True):
         ends = [i for i, token in enumerate(whole) if token in stops]

@@ -111,7 +111,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
         engines.close()
 
 
-@pytest.fixture(scope="module", params=SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.fixture(scope="module", params=list(SETTINGS.values()), ids=list(SETTINGS))
 def case(request: pytest.FixtureRequest, models: Models) -> Iterator[Case]:
     setting: Setting = request.param
     path, expected = models.get(setting.model)
@@ -204,7 +204,7 @@ def test_a_whole_block_twice_at_once(case: Case) -> None:
 
 
 def test_own_seed_makes_a_draw_and_engine_seed_the_rest(models: Models) -> None:
-    """Requests without a seed draw from the engine's seed and their number: a second engine repeats the first's calls."""
+    """Requests without a seed draw from the engine's seed and their number: a second engine repeats the first's."""
     path, _ = models.get({})
     params = SamplingParams(temperature=1.0, max_tokens=12)
     prompts = [request.prompt for request in REQUESTS[:4]]

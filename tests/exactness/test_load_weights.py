@@ -81,7 +81,7 @@ def test_weights_of_another_type_are_rounded(llm: LLM, models: tuple[Model, Mode
 
 def test_requests_in_flight_go_on(llm: LLM, models: tuple[Model, Model]) -> None:
     """Each keeps its tokens so far, and goes on as a prompt of them would under the new weights. None is lost."""
-    first, second = models
+    second = models[1]
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     ids = {llm.add_request(request.prompt, params): request for request in REQUESTS[:9]}
     gained: dict[int, list[int]] = {request_id: [] for request_id in ids}
@@ -151,7 +151,7 @@ def test_a_mistake_is_named_and_can_be_repaired(
     llm: LLM, models: tuple[Model, Model], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until a load succeeds nothing runs; then the request that was waiting does, and the engine is as good as new."""
-    first, second = models
+    second = models[1]
     monkeypatch.setattr("nanovllm.worker.executor._BUCKET_BYTES", 50_000)  # so that some of it has arrived
     request_id = llm.add_request(REQUESTS[1].prompt, REQUESTS[1].params)
     name = list(second.weights)[len(second.weights) // 2]

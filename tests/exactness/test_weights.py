@@ -47,7 +47,7 @@ def expect_refusal(folder: Path, error: type[Exception], *said: str, **options: 
         assert part in str(caught.value), caught.value
 
 
-def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     tensors = load_file(folder / FILE)
     change(tensors)
     save_file(tensors, folder / FILE)
@@ -100,7 +100,7 @@ HEADS = [(8, 8), (8, 4), (8, 2), (8, 1), (4, 4), (12, 4), (12, 2), (20, 4), (24,
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_shards_cover_the_checkpoint(tmp_path: Path, size: int, tied: bool) -> None:
-    """For many head counts: every element of every tensor is on some rank, in its place, from files and from dummies."""
+    """For many head counts: every element of every tensor is on some rank, in its place, from files and dummies."""
     for heads, kv_heads in HEADS:
         shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 4, "num_hidden_layers": 1}
         model = make_model(**shape, hidden_size=12, intermediate_size=20, vocab_size=37, tie_word_embeddings=tied)
@@ -242,7 +242,7 @@ def test_file_of_the_index_is_missing(tmp_path: Path) -> None:
     gone = sorted(tmp_path.glob("model-*.safetensors"))[1]
     gone.unlink()
     expect_refusal(tmp_path, FileNotFoundError, "model.safetensors.index.json", gone.name)
-    (tmp_path / "model.safetensors.index.json").unlink()  # then every file that is there counts, and some weights are missing
+    (tmp_path / "model.safetensors.index.json").unlink()  # then every file counts that is there
     expect_refusal(tmp_path, ValueError, "missing")
 
 

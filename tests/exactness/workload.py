@@ -43,6 +43,7 @@ def make_requests(seed: int = 11, vocab_size: int = SMALL["vocab_size"]) -> list
         (tokens(3 * BLOCK), 16),
         (tokens(LONGEST - 20), 20),
         (tokens(5), 2 * BLOCK + 3),  # grows by blocks
+        (shared[:BLOCK] * 2 + tokens(5), 9),  # the same block again, behind another one: not the same KV
         ([7] * 40, 9),
     ]
     return [

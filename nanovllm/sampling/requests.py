@@ -1,0 +1,75 @@
+"""From the parameters of a request to the rows of its completions; everything a request can get wrong is found here."""
+
+import threading
+from collections.abc import Iterable
+
+from nanovllm.config import ModelConfig
+from nanovllm.detokenizer import StreamedText
+from nanovllm.sampling.row import SamplingRow
+from nanovllm.sampling.structured import StructuredOutputs
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.tokenizer import Tokenizer
+
+
+class RequestSampling:
+    """Knows the vocabulary and the tokenizer. From any thread."""
+
+    def __init__(self, tokenizer: Tokenizer, model: ModelConfig) -> None:
+        self._tokenizer, self._model = tokenizer, model
+        self._lock = threading.Lock()
+        self._structured: StructuredOutputs | None = None
+
+    def check(self, params: SamplingParams) -> None:
+        """Raises ValueError naming a field that this model or tokenizer cannot serve, its value and the bound."""
+        ids: tuple[tuple[str, Iterable[int]], ...] = (
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+        )
+        vocab = self._model.vocab_size
+        for name, given in ids:
+            for token_id in given:
+                if token_id >= vocab:
+                    raise ValueError(f"SamplingParams.{name}: token id {token_id} must be below vocab_size={vocab}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > vocab:
+                raise ValueError(f"SamplingParams.{name}={getattr(params, name)}: must be at most vocab_size={vocab}")
+        for name in ("stop", "bad_words", "structured_outputs"):
+            if getattr(params, name) and not self._tokenizer.is_there:
+                raise ValueError(f"SamplingParams.{name}={getattr(params, name)!r}: needs a tokenizer (skip_tokenizer_init)")
+        if params.structured_outputs is not None:
+            self._constraints().matcher(params.structured_outputs)
+        for text in params.bad_words:
+            if not self._words(text):
+                raise ValueError(f"SamplingParams.bad_words={text!r}: must have tokens")
+
+    def row(self, params: SamplingParams, stop_ids: frozenset[int], num_prompt_tokens: int, index: int) -> SamplingRow | None:
+        """State of completion `index` of a checked request; None where greedy or temperature is all there is."""
+        row = SamplingRow(
+            params,
+            stop_ids=stop_ids,
+            vocab_size=self._model.vocab_size,
+            text=self._text(params) if params.stop else None,
+            bad_words=[word for text in params.bad_words for word in self._words(text)],
+            matcher=params.structured_outputs and self._constraints().matcher(params.structured_outputs),
+        )
+        if params.prompt_logprobs is not None and index == 0:
+            row.expect_prompt_logprobs(num_prompt_tokens)
+        return row if row.uses_step or row.text is not None else None
+
+    def _text(self, params: SamplingParams) -> StreamedText:
+        detokenizer = self._tokenizer.detokenizer(params.skip_special_tokens)
+        return StreamedText(detokenizer, tuple(params.stop), params.include_stop_str_in_output)
+
+    def _words(self, text: str) -> list[tuple[int, ...]]:
+        """A bad word's tokens at the start of a text and after a blank."""
+        bare = text.lstrip() or text
+        both = (tuple(self._tokenizer.encode_plain(form)) for form in (bare, " " + bare))
+        return [word for word in dict.fromkeys(both) if word]
+
+    def _constraints(self) -> StructuredOutputs:
+        with self._lock:
+            if self._structured is None:
+                eos = self._model.eos_token_ids
+                self._structured = StructuredOutputs(self._tokenizer.hf, self._model.vocab_size, eos)
+            return self._structured

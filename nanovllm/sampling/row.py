@@ -1,0 +1,147 @@
+"""What the host knows of how one completion is sampled, beyond greedy and temperature. No torch."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nanovllm.detokenizer import StreamedText
+from nanovllm.outputs import LogprobRow
+from nanovllm.sampling.section import MASK, PENALTIES, RECORD, mask_words
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.engine.sequence import Sequence as Row
+    from nanovllm.sampling.structured import Matcher
+
+_BAN = float("-inf")
+
+
+class SamplingRow:
+    """Owned by one engine.Sequence, as its `sampling`; plain requests have none."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        stop_ids: frozenset[int],
+        vocab_size: int,
+        text: StreamedText | None,
+        bad_words: Sequence[tuple[int, ...]],
+        matcher: "Matcher | None",
+    ) -> None:
+        """`stop_ids`: what min_tokens keeps from being drawn. `text`: the output's, where stop strings are looked for.
+        `bad_words`: as token ids. `matcher`: of structured_outputs."""
+        self.params = params
+        self.text = text
+        self.matcher = matcher
+        self.penalizes = params.penalizes
+        self.logprob_rows: list[LogprobRow] | None = None if params.logprobs is None else []
+        self.prompt_logprob_rows: list[LogprobRow | None] | None = None
+        self.num_prompt_logprobs_missing = 0
+        self._vocab_size = vocab_size
+        self._stop_ids = sorted(stop_ids) if params.min_tokens else []
+        self._bad_words = [word for word in bad_words if len(word) > 1]
+        singles = {word[0] for word in bad_words if len(word) == 1}
+        self._edits = dict(params.logit_bias) | dict.fromkeys(singles, _BAN)
+        self._edit_words = _edit_words(self._edits)
+        self.needs_last_token = matcher is not None or bool(self._bad_words)
+        """What may be drawn depends on the tokens before: the row waits until the host knows them."""
+        self.has_mask = params.allowed_token_ids is not None or matcher is not None
+        self._always_general = bool(
+            params.filters or self.penalizes or self._edits or self.has_mask or self._bad_words
+        ) or (params.logprobs is not None)
+        flags = PENALTIES * self.penalizes | MASK * self.has_mask
+        log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
+        top_k = params.top_k if 0 < params.top_k < 2**31 else 0
+        penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+        self.record = RECORD.pack(flags, top_k, params.top_p, log_min_p, *penalties)
+        self.flags = flags
+        self._allowed: np.ndarray | None = None
+
+    @property
+    def uses_step(self) -> bool:
+        """Whether any step ever has something to say of this row."""
+        return self._always_general or bool(self._stop_ids) or self.params.prompt_logprobs is not None
+
+    def expect_prompt_logprobs(self, num_prompt_tokens: int) -> None:
+        """Only the first of n completions says so: the prompt is the same for all."""
+        self.prompt_logprob_rows = [None] * num_prompt_tokens
+        self.num_prompt_logprobs_missing = num_prompt_tokens - 1
+
+    def take_prompt_logprobs(self, first_position: int, rows: Sequence[LogprobRow]) -> None:
+        """Rows of the prompt's tokens from `first_position` on; those of a chunk computed again change nothing."""
+        assert self.prompt_logprob_rows is not None
+        for position, row in enumerate(rows, first_position):
+            self.num_prompt_logprobs_missing -= self.prompt_logprob_rows[position] is None
+            self.prompt_logprob_rows[position] = row
+
+    def is_general(self, num_output_tokens: int) -> bool:
+        """Whether the token after that many is drawn by the general sampler."""
+        return self._always_general or (bool(self._stop_ids) and num_output_tokens < self.params.min_tokens)
+
+    def edits(self, seq: "Row", num_output_tokens: int) -> np.ndarray | None:
+        """int32 [n, 3] (the first column is the caller's): additions to logits for the next token."""
+        bans: set[int] = set()
+        if num_output_tokens < self.params.min_tokens:
+            bans.update(self._stop_ids)
+        for word in self._bad_words:
+            length = len(word) - 1
+            if num_output_tokens >= length and tuple(seq.token_ids[-length:]) == word[:-1]:
+                bans.add(word[-1])
+        if not bans:
+            return self._edit_words if self._edits else None
+        return _edit_words(self._edits | dict.fromkeys(bans, _BAN))
+
+    def mask(self) -> np.ndarray | None:
+        """The ids allowed next, where that changes from token to token."""
+        if self.matcher is None:
+            return None
+        mask = self.matcher.mask()
+        allowed = self.allowed_mask()
+        return mask if allowed is None else mask & allowed
+
+    def allowed_mask(self) -> np.ndarray | None:
+        """int32 bits of allowed_token_ids."""
+        if self.params.allowed_token_ids is None:
+            return None
+        if self._allowed is None:
+            bits = np.zeros(32 * mask_words(self._vocab_size), np.uint8)
+            bits[list(self.params.allowed_token_ids)] = 1
+            self._allowed = np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
+        return self._allowed
+
+    def counts(self, slot: int, token_ids: Sequence[int], num_prompt_tokens: int) -> np.ndarray:
+        """int32 [n, 3]: slot, id, 2 * (times in the output) + (1 if in the prompt), of all ids that are there."""
+        prompt = np.unique(np.array(token_ids[:num_prompt_tokens], np.int32))
+        output, times = np.unique(np.array(token_ids[num_prompt_tokens:], np.int32), return_counts=True)
+        ids = np.union1d(prompt, output)
+        found = np.zeros((ids.size, 3), np.int32)
+        found[:, 0], found[:, 1] = slot, ids
+        found[:, 2] = np.isin(ids, prompt)
+        found[np.searchsorted(ids, output), 2] += 2 * times.astype(np.int32)
+        return found
+
+    def accept(self, seq: "Row", token_id: int) -> str | None:
+        """A token that ends nothing by itself has arrived; "stop" or "abort" where the text or the grammar ends here."""
+        if self.matcher is not None:
+            self.matcher.accept(token_id)
+            if self.matcher.error is not None:
+                seq.stop_reason = self.matcher.error
+                return "abort"
+        if self.text is not None:
+            watch = seq.num_tokens - seq.num_prompt_tokens >= self.params.min_tokens
+            if self.text.push(token_id, watch):
+                seq.stop_reason = self.text.stopped_by
+                return "stop"
+        if self.matcher is not None and self.matcher.is_complete:
+            return "stop"
+        return None
+
+
+def _edit_words(edits: dict[int, float]) -> np.ndarray:
+    words = np.zeros((len(edits), 3), np.int32)
+    words[:, 1] = list(edits.keys())
+    words[:, 2] = np.array(list(edits.values()), np.float32).view(np.int32)
+    return words

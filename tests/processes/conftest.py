@@ -1,0 +1,35 @@
+"""Fixtures of the process tests: a tiny model, and a look for leftovers around a test."""
+
+import gc
+import sys
+import uuid
+from collections.abc import Iterator
+
+import process_checks
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return process_checks.write_tiny_config(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def warmed_up(tiny: str) -> None:
+    """One engine has been here: what libraries open once and keep is open."""
+    with process_checks.tiny_llm(tiny) as llm:
+        process_checks.token_ids(llm, [5, 6, 7])
+
+
+@pytest.fixture
+def mark(warmed_up: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Marks the workers of this test; after it, nothing of any engine may be left."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(process_checks.MARK, mark)
+    gc.collect()
+    leftovers = process_checks.Leftovers(mark)
+    yield mark
+    gc.collect()
+    leftovers.assert_none()

@@ -1,0 +1,47 @@
+"""A worker that fails where the test says: FAULT="import|group|load|step:how", for one rank of an engine."""
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    how = os.environ["FAULT"].split(":")[1]
+    if how == "exit":
+        os._exit(3)
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "sleep":
+        time.sleep(600)
+    if how == "value":
+        raise ValueError("hidden_size=-1: must be positive")
+    raise KeyError("a bug of ours")
+
+
+def install(where: str) -> None:
+    if where == "import":
+        fail()
+    from nanovllm.worker import model_runner
+
+    if where == "group":
+        model_runner.TensorParallelGroup = fail  # type: ignore[misc,assignment]
+    elif where == "load":
+        model_runner.ModelRunner._load = fail  # type: ignore[method-assign]
+    elif where == "step":
+        launch, steps = model_runner.ModelRunner.launch, []
+
+        def launch_or_fail(self: Any, packed: Any) -> None:
+            steps.append(1)
+            fail() if len(steps) == 4 else launch(self, packed)
+
+        model_runner.ModelRunner.launch = launch_or_fail  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    from nanovllm.worker.main import main
+
+    if sys.argv[1] == "1":
+        install(os.environ["FAULT"].split(":")[0])
+    main(*map(int, sys.argv[1:5]))

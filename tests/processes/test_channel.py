@@ -1,0 +1,229 @@
+"""The command ring by itself: sizes, order, sleep and wake-up, and what a command costs."""
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nanovllm.worker.channel import (
+    CALL,
+    NUM_SLOTS,
+    SLOT_BYTES,
+    STEP,
+    CommandReader,
+    CommandWriter,
+    WorkerState,
+    create_shared_memory,
+)
+
+ROOM = SLOT_BYTES - 17  # bytes of a message in one slot
+SIZES = (0, 1, 4096, ROOM - 1, ROOM, ROOM + 1, 2 * ROOM, NUM_SLOTS * SLOT_BYTES, 3 * NUM_SLOTS * SLOT_BYTES + 5)
+
+
+class Ring:
+    """A writer here and its readers, each with a doorbell; readers may also be made in a forked process."""
+
+    def __init__(self, num_readers: int = 1) -> None:
+        self.memory = create_shared_memory()
+        self.bells = [os.pipe() for _ in range(num_readers)]
+        self.writer = CommandWriter(self.memory, [write for _, write in self.bells])
+
+    def reader(self, index: int = 0, spin_seconds: float = 0.0) -> CommandReader:
+        return CommandReader(self.memory, index, self.bells[index][0], spin_seconds)
+
+    def close(self) -> None:
+        self.writer.close()
+        os.close(self.memory)
+        for pair in self.bells:
+            for fd in pair:
+                os.close(fd)
+
+
+@pytest.fixture
+def ring() -> Iterator[Ring]:
+    ring = Ring(num_readers=2)
+    yield ring
+    ring.close()
+
+
+def never() -> None:
+    """`check` of a writer whose readers are well."""
+
+
+def in_thread(function: Any, *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=function, args=args, daemon=True)
+    thread.start()
+    return thread
+
+
+def payload(size: int) -> np.ndarray:
+    return np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("spin_seconds", [0.0, 0.2])
+def test_any_size_gets_through_in_order_to_every_reader(ring: Ring, spin_seconds: float) -> None:
+    received: list[list[bytes]] = [[], []]
+
+    def read(index: int) -> None:
+        reader = ring.reader(index, spin_seconds)
+        for _ in SIZES:
+            kind, message = reader.receive()
+            assert kind == STEP
+            received[index].append(bytes(message))  # type: ignore[arg-type]
+            reader.mark_done()
+        del message  # a view of the reader's own copy
+        reader.close()
+
+    threads = [in_thread(read, index) for index in range(2)]
+    for size in SIZES:
+        ring.writer.send_step(payload(size), never)
+    for thread in threads:
+        thread.join(timeout=30)
+    assert received == [[payload(size).tobytes() for size in SIZES]] * 2
+    assert [ring.writer.num_done(index) for index in range(2)] == [ring.writer.num_sent] * 2 == [len(SIZES)] * 2
+
+
+def _add_up(ring: Ring, index: int, count: int, answers: Any) -> None:
+    reader, total = ring.reader(index), 0
+    for _ in range(count):
+        kind, message = reader.receive()
+        if kind == CALL:
+            method, (numbers,) = message
+            assert method == "add"
+            total += sum(numbers)
+        else:
+            total += int(np.frombuffer(message, dtype=np.int32).sum())
+    answers.send(total)
+
+
+def test_calls_and_steps_across_processes(ring: Ring) -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    workers = [context.Process(target=_add_up, args=(ring, index, 60, theirs)) for index in range(2)]
+    for worker in workers:
+        worker.start()
+    try:
+        for turn in range(30):
+            ring.writer.send_call("add", ([turn] * 100_000,), never)
+            ring.writer.send_step(np.full(50_000 if turn % 5 == 0 else 7, turn, dtype=np.int32), never)
+        expected = sum(turn * (100_000 + (50_000 if turn % 5 == 0 else 7)) for turn in range(30))
+        for _ in workers:
+            assert ours.poll(30)
+            assert ours.recv() == expected
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+
+
+def test_a_sleeper_wakes_at_once(ring: Ring) -> None:
+    arrivals: list[float] = []
+
+    def read() -> None:
+        reader = ring.reader()
+        for _ in range(10):
+            reader.receive()
+            arrivals.append(time.perf_counter())
+
+    single = CommandWriter(ring.memory, [ring.bells[0][1]])  # nobody reads as the second reader here
+    thread, delays = in_thread(read), []
+    for turn in range(10):
+        time.sleep(0.05)  # long enough for the reader to fall asleep
+        sent = time.perf_counter()
+        single.send_step(b"wake up", never)
+        while len(arrivals) <= turn and thread.is_alive():
+            time.sleep(1e-4)
+        delays.append(arrivals[turn] - sent)
+    thread.join(timeout=5)
+    assert sorted(delays)[len(delays) // 2] < 0.05  # an unheard bell would cost a second
+    single.close()
+
+
+def test_a_full_ring_asks_whether_to_go_on_waiting(ring: Ring) -> None:
+    class ReaderDiedError(Exception):
+        pass
+
+    def check() -> None:
+        raise ReaderDiedError
+
+    with pytest.raises(ReaderDiedError):
+        ring.writer.send_step(payload(2 * NUM_SLOTS * SLOT_BYTES), check)
+    assert ring.writer.num_sent == 1
+    assert ring.writer.num_done(0) == 0, "a reader must count as behind while a message for it is being sent"
+
+
+def test_a_reader_that_has_gone_does_not_break_the_writer(ring: Ring) -> None:
+    thread = in_thread(lambda: ring.reader().receive())
+    ring.writer.send_step(b"1", never)
+    thread.join(timeout=5)
+    ring.writer._words[ring.writer._word(0, 0)] = 1  # it has gone to sleep for ever
+    os.close(ring.bells[0][0])
+    ring.writer.send_step(b"2", never)
+    ring.bells[0] = (os.dup(ring.bells[0][1]), ring.bells[0][1])
+
+
+def test_doorbells_beyond_the_first_1024_files() -> None:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1200:
+        pytest.skip("this process may not open so many files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    many = [os.open(os.devnull, os.O_RDONLY) for _ in range(1050)]
+    try:
+        ring = Ring()
+        reader = ring.reader()
+        thread = in_thread(reader.receive)
+        time.sleep(0.05)
+        ring.writer.send_step(b"ring", never)
+        thread.join(timeout=0.9)
+        assert not thread.is_alive()
+        ring.close()
+    finally:
+        for fd in many:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_states_and_beats_cross_over(ring: Ring) -> None:
+    reader = ring.reader(1)
+    assert ring.writer.state(1) is WorkerState.CALLING, "a worker that has said nothing yet is starting"
+    assert reader.set_state(WorkerState.IDLE) is WorkerState.CALLING
+    assert ring.writer.state(1) is reader.state is WorkerState.IDLE
+    reader.beat()
+    assert (ring.writer.num_beats(0), ring.writer.num_beats(1)) == (0, 1)
+    reader.close()
+
+
+def _echo(ring: Ring) -> None:
+    reader = ring.reader(spin_seconds=5.0)
+    while True:
+        reader.receive()
+        reader.mark_done()
+
+
+def test_latency_of_a_4_kb_step(benchmark: Any) -> None:
+    """From send_step to the reader's mark_done, seen from the writer's side: there and back, with a spinning reader."""
+    ring = Ring()
+    worker = multiprocessing.get_context("fork").Process(target=_echo, args=(ring,), daemon=True)
+    worker.start()
+    step = np.arange(1024, dtype=np.int32)
+
+    def round_trip() -> None:
+        ring.writer.send_step(step, never)
+        while ring.writer.num_done(0) != ring.writer.num_sent:
+            pass
+
+    try:
+        benchmark.pedantic(round_trip, rounds=500, warmup_rounds=100)
+        # Tens of microseconds where both sides have a core to themselves; a busy machine has none to give.
+        assert benchmark.stats.stats.min < 5e-3
+    finally:
+        worker.kill()
+        worker.join()
+        ring.close()

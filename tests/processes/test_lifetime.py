@@ -1,0 +1,199 @@
+"""However a program ends, its workers end too; and the program's main module is nobody's business but its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from process_checks import GREEDY, LONG, MARK, marked_processes, tiny_llm, token_ids, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+LEAVE = 5.0  # seconds for workers to leave after their program has
+
+PROLOGUE = f"""
+import os, signal, sys, time
+sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]
+from process_checks import GREEDY, LONG, token_ids, tiny_llm
+llm = tiny_llm(sys.argv[1])
+"""
+
+ENDINGS = {
+    "end of the program": ("print(len(token_ids(llm, [5] * 9)[0]))", 0),
+    "exception": ("raise RuntimeError('an error of the user')", 1),
+    "sys.exit in mid-loop": ("llm.add_request([5] * 9, LONG); llm.step(); llm.step(); sys.exit(3)", 3),
+    "os._exit": ("os._exit(4)", 4),
+    "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
+    "SIGKILL": ("llm.add_request([5] * 9, LONG); llm.step(); os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+}
+
+
+def start(code: str, tiny: str, mark: str, **options: object) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", code, tiny],
+        env={**os.environ, MARK: mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+@pytest.fixture
+def new_mark() -> str:
+    return uuid.uuid4().hex
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_no_worker_outlives_its_program(ending: str, tiny: str, new_mark: str) -> None:
+    code, expected = ENDINGS[ending]
+    program = start(PROLOGUE + code, tiny, new_mark)
+    _, err = program.communicate(timeout=120)
+    assert program.returncode == expected, err
+    assert wait_until(lambda: not marked_processes(new_mark), LEAVE)
+    if ending == "exception":
+        assert "an error of the user" in err
+    elif expected >= 0:
+        assert err == "", "nothing to complain about"
+
+
+def test_no_worker_outlives_a_program_killed_while_they_start(tiny: str, new_mark: str) -> None:
+    program = start(PROLOGUE, tiny, new_mark)
+    assert wait_until(lambda: len(marked_processes(new_mark)) == 2, 60.0)
+    time.sleep(0.3)  # into its imports
+    program.kill()
+    program.communicate()
+    assert wait_until(lambda: not marked_processes(new_mark), LEAVE)
+
+
+def test_ctrl_c_ends_a_program(tiny: str, new_mark: str) -> None:
+    code = PROLOGUE + "print('ready', flush=True)\nwhile True: token_ids(llm, [5] * 9, params=LONG)"
+    program = start(code, tiny, new_mark)
+    assert program.stdout is not None and program.stdout.readline() == "ready\n"
+    time.sleep(0.3)
+    os.killpg(program.pid, signal.SIGINT)  # as a terminal does
+    _, err = program.communicate(timeout=30)
+    assert program.returncode == -signal.SIGINT and "KeyboardInterrupt" in err
+    assert "nanovllm/worker/main.py" not in err, "the worker is not part of this"
+    assert wait_until(lambda: not marked_processes(new_mark), LEAVE)
+
+
+FORKING = """
+child = os.fork()
+if child == 0:
+    sys.exit(0)  # with all that happens at an interpreter's exit
+os.waitpid(child, 0)
+print(len(token_ids(llm, [5] * 9)[0]))
+child = os.fork()
+if child == 0:
+    time.sleep(100)
+print(child)
+begin = time.time()
+llm.close()
+print(time.time() - begin)
+llm = tiny_llm(sys.argv[1])
+second = os.fork()
+if second == 0:
+    time.sleep(100)
+print(second, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_forks_of_a_program_neither_disturb_workers_nor_keep_them(tiny: str, new_mark: str) -> None:
+    """A fork holds copies of all our files: the end of the stream never comes while it lives."""
+    program = start(PROLOGUE + FORKING, tiny, new_mark)
+    assert program.stdout is not None
+    lines = [program.stdout.readline().strip() for _ in range(4)]
+    program.wait(timeout=30)
+    forks = {int(lines[1]), int(lines[3])}
+    try:
+        assert lines[0] == str(GREEDY.max_tokens)
+        assert float(lines[2]) < 3.0, "close() must not sit out its grace"
+        assert wait_until(lambda: set(marked_processes(new_mark)) == forks, LEAVE)
+    finally:
+        for pid in forks:
+            os.kill(pid, signal.SIGKILL)
+        program.communicate()
+
+
+def test_ctrl_c_in_generate_leaves_the_engine_usable(tiny: str, mark: str) -> None:
+    with tiny_llm(tiny) as llm:
+        expected = token_ids(llm, [5] * 9, [6] * 9)
+        foreign = llm.add_request([7] * 9, GREEDY)
+        before = llm.engine.num_decode_tokens
+
+        def interrupt() -> None:
+            wait_until(lambda: llm.engine.num_decode_tokens > before + 20)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5] * 9, [6] * 9], LONG, use_tqdm=False)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert token_ids(llm, [5] * 9, [6] * 9) == expected
+        gained = [output for output in llm.step() if output.request_id == foreign]
+        assert sum(len(output.new_token_ids) for output in gained) == GREEDY.max_tokens
+        assert gained[-1].finished
+        assert llm.is_finished()
+        llm.engine.scheduler.check_integrity()
+
+
+def test_ctrl_c_in_step_loses_nothing(tiny: str, mark: str) -> None:
+    with tiny_llm(tiny, tensor_parallel_size=1) as llm:
+        expected, [request] = token_ids(llm, [5] * 9), [llm.add_request([5] * 9, GREEDY)]
+        gained: list[int] = []
+        step = llm.engine.step
+
+        def interrupted_step() -> list[object]:
+            outputs = step()
+            signal.raise_signal(signal.SIGINT)
+            return outputs  # type: ignore[return-value]
+
+        llm.engine.step = interrupted_step  # type: ignore[assignment,method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(3):
+                llm.step()
+        llm.engine.step = step  # type: ignore[method-assign]
+        while not llm.is_finished():
+            for output in llm.step():
+                assert output.request_id == request
+                gained += output.new_token_ids
+        assert [gained] == expected
+
+
+UNGUARDED = f"""
+import sys
+with open(sys.argv[2], "a") as counter:
+    counter.write("run ")
+sys.path.insert(0, {str(ROOT)!r})
+from nanovllm import LLM, SamplingParams
+llm = LLM(sys.argv[1], load_format="dummy", skip_tokenizer_init=True, device="cpu", tensor_parallel_size=2)
+print(len(llm.generate([5] * 9, SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)[0].token_ids))
+"""
+
+
+@pytest.mark.parametrize("how", ["script", "stdin", "-c"])
+def test_main_module_needs_no_guard_and_runs_once(how: str, tiny: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    if how == "script":  # there, the folder that the user is in is not on the path: its modules must not get in our way
+        for name in ("torch", "queue", "nanovllm"):
+            (elsewhere / f"{name}.py").write_text("raise ImportError('imported from the current folder')")
+    arguments = {"script": [str(tmp_path / "script.py")], "stdin": ["-"], "-c": ["-c", UNGUARDED]}[how]
+    done = subprocess.run(
+        [sys.executable, *arguments, tiny, str(tmp_path / "counter")],
+        input=UNGUARDED if how == "stdin" else None,
+        cwd=elsewhere,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.stdout, done.stderr) == ("3\n", "")
+    assert (tmp_path / "counter").read_text() == "run "

@@ -1,0 +1,170 @@
+"""Engines side by side and in turn, and one engine under several threads."""
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from process_checks import GREEDY, LONG, marked_processes, open_files, tiny_llm, token_ids, wait_until
+
+from nanovllm import LLM, SamplingParams
+
+PROMPTS = ([5] * 9, [6, 7] * 20, list(range(40)))
+
+
+def run_in_threads(*functions: Callable[[], Any]) -> list[Any]:
+    results: list[Any] = [None] * len(functions)
+
+    def run(index: int) -> None:
+        try:
+            results[index] = functions[index]()
+        except BaseException as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    return results
+
+
+def test_two_at_once_and_one_after_another(tiny: str, mark: str) -> None:
+    first = tiny_llm(tiny)
+    expected = token_ids(first, *PROMPTS)
+    [first_worker] = marked_processes(mark)
+    sockets_of_first = {os.readlink(f"/proc/self/fd/{c.fileno()}") for c in first.engine.executor.processes._controls}
+    with tiny_llm(tiny) as second:
+        [second_worker] = set(marked_processes(mark)) - {first_worker}
+        assert not sockets_of_first & set(open_files(second_worker)), "they would keep the first one's worker alive"
+        both = run_in_threads(lambda: token_ids(first, *PROMPTS), lambda: token_ids(second, *PROMPTS))
+        assert both == [expected] * 2
+        first.close()
+        assert wait_until(lambda: marked_processes(mark) == [second_worker])
+        assert token_ids(second, *PROMPTS) == expected
+    with tiny_llm(tiny) as third:
+        assert token_ids(third, *PROMPTS) == expected
+
+
+def test_made_in_a_thread_that_ends_and_dropped_without_close(tiny: str, mark: str) -> None:
+    [llm] = run_in_threads(lambda: tiny_llm(tiny))
+    assert token_ids(llm, [5] * 9) == token_ids(llm, [5] * 9)
+    assert len(marked_processes(mark)) == 1
+    del llm
+    gc.collect()
+    assert wait_until(lambda: not marked_processes(mark))
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: str) -> Any:
+    with tiny_llm(tiny, max_num_seqs=8) as llm:
+        yield llm
+
+
+def test_generate_from_several_threads(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    expected = [token_ids(llm, prompt, params=params) for prompt in PROMPTS]
+    results = run_in_threads(*(lambda prompt=prompt: token_ids(llm, prompt, params=params) for prompt in PROMPTS))
+    assert results == expected
+    assert llm.is_finished()
+    assert llm.step() == [], "what belongs to a generate() is not handed out again"
+
+
+def test_a_short_call_does_not_wait_for_a_long_one(llm: LLM) -> None:
+    ends: dict[str, float] = {}
+
+    def generate(name: str, params: SamplingParams) -> None:
+        token_ids(llm, [5] * 9, params=params)
+        ends[name] = time.monotonic()
+
+    def generate_short() -> None:
+        before = llm.engine.num_decode_tokens
+        wait_until(lambda: llm.engine.num_decode_tokens > before + 5)
+        generate("short", GREEDY)
+
+    run_in_threads(lambda: generate("long", LONG), generate_short)
+    assert ends["short"] < ends["long"]
+
+
+def test_requests_added_and_aborted_from_other_threads(llm: LLM) -> None:
+    expected = token_ids(llm, *PROMPTS)
+    added: list[int] = []
+    generating = threading.Event()
+
+    def keep_generating() -> list[list[list[int]]]:
+        generating.set()
+        try:
+            return [token_ids(llm, *PROMPTS) for _ in range(10)]
+        finally:
+            generating.clear()
+
+    def add_and_abort() -> None:
+        generating.wait(10)
+        while generating.is_set() and len(added) < 60:
+            added.append(llm.add_request(PROMPTS[1], GREEDY))
+            if len(added) % 3 == 0:
+                llm.abort(added[-1])
+            time.sleep(0.002)
+
+    [turns, failure] = run_in_threads(keep_generating, add_and_abort)
+    assert failure is None
+    assert turns == [expected] * 10
+    tokens: dict[int, list[int]] = {request_id: [] for request_id in added}
+    reasons: dict[int, str | None] = {}
+    while not llm.is_finished():
+        for output in llm.step():
+            tokens[output.request_id] += output.new_token_ids
+            if output.finished:
+                assert output.request_id not in reasons
+                reasons[output.request_id] = output.finish_reason
+    assert set(reasons) == set(added)
+    for request_id in added:
+        assert reasons[request_id] in ("length", "abort")
+        if reasons[request_id] == "length":
+            assert tokens[request_id] == expected[1]
+        else:
+            assert tokens[request_id] == expected[1][: len(tokens[request_id])]
+    assert "length" in reasons.values()
+    llm.engine.scheduler.check_integrity()
+
+
+def test_abort_of_a_request_that_generate_waits_for(llm: LLM) -> None:
+    before = llm.engine._num_requests
+
+    def abort() -> None:
+        wait_until(lambda: llm.engine._num_requests > before)
+        time.sleep(0.05)
+        llm.abort(before)
+
+    [outputs, _] = run_in_threads(lambda: llm.generate([[5] * 9, [6] * 9], LONG, use_tqdm=False), abort)
+    assert [output.finish_reason for output in outputs] == ["abort", "length"]
+    assert len(outputs[0].token_ids) < LONG.max_tokens
+
+
+def test_an_idle_engine_rests(llm: LLM, tiny: str) -> None:
+    token_ids(llm, [5] * 9)
+    pid = llm.engine.executor.processes._processes[0].pid
+    before, seconds = _cpu_seconds(pid), 2.0
+    time.sleep(seconds)
+    assert _cpu_seconds(pid) - before <= 0.02 * seconds
+
+
+def _cpu_seconds(pid: int) -> float:
+    with open(f"/proc/{pid}/stat") as stat:
+        fields = stat.read().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_close_while_another_thread_generates(tiny: str, mark: str) -> None:
+    llm = tiny_llm(tiny)
+
+    def close() -> None:
+        wait_until(lambda: llm.engine.num_decode_tokens > 5)
+        llm.close()
+
+    [error, closed] = run_in_threads(lambda: token_ids(llm, [5] * 9, params=LONG), close)
+    assert closed is None
+    assert isinstance(error, RuntimeError) and "closed" in str(error)

@@ -1,0 +1,126 @@
+"""A worker that dies, fails or hangs becomes an exception that says so, soon, and nothing is left behind."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from process_checks import GREEDY, LONG, marked_processes, tiny_llm, token_ids, wait_until, write_tiny_config
+
+from nanovllm import LLM
+from nanovllm.worker import processes
+from nanovllm.worker.channel import NUM_SLOTS, SLOT_BYTES
+from nanovllm.worker.processes import WorkerError
+
+SOON = 5.0  # seconds within which a death must be an exception
+
+
+def signal_in_mid_generate(llm: LLM, pid: int, number: int) -> list[float]:
+    """Sends a signal to a worker once tokens flow; the moment of sending comes to be the list's only element."""
+    sent: list[float] = []
+
+    def send() -> None:
+        wait_until(lambda: llm.engine.num_decode_tokens > 5)
+        sent.append(time.monotonic())
+        os.kill(pid, number)
+
+    threading.Thread(target=send).start()
+    return sent
+
+
+def assert_refuses_use(llm: LLM) -> None:
+    with pytest.raises(RuntimeError, match=r"has failed|rank 1"):
+        llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    llm.add_request([1, 2, 3], GREEDY)
+    with pytest.raises(RuntimeError, match=r"has failed|rank 1"):
+        llm.step()
+
+
+def test_worker_killed_in_mid_step(tiny: str, mark: str) -> None:
+    llm = tiny_llm(tiny)
+    [pid] = marked_processes(mark)
+    sent = signal_in_mid_generate(llm, pid, signal.SIGKILL)
+    with pytest.raises(WorkerError, match="rank 1 died by signal 9"):
+        token_ids(llm, [5] * 9, [6] * 7, params=LONG)
+    assert time.monotonic() - sent[0] < SOON
+    assert_refuses_use(llm)
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+
+
+def test_worker_killed_between_steps(tiny: str, mark: str) -> None:
+    with tiny_llm(tiny) as llm:
+        os.kill(marked_processes(mark)[0], signal.SIGKILL)
+        with pytest.raises(WorkerError, match="rank 1 died by signal 9"):
+            token_ids(llm, [5] * 9)
+
+
+def test_worker_stopped_in_mid_step(tiny: str, mark: str) -> None:
+    with tiny_llm(tiny, step_timeout=2.0) as llm:
+        sent = signal_in_mid_generate(llm, marked_processes(mark)[0], signal.SIGSTOP)
+        with pytest.raises(WorkerError, match=r"rank 1 made no progress for step_timeout=2.0 s"):
+            token_ids(llm, [5] * 9, params=LONG)
+        assert time.monotonic() - sent[0] < 2.0 + SOON
+        assert_refuses_use(llm)
+
+
+def test_worker_that_never_takes_an_oversize_payload(tiny: str, mark: str) -> None:
+    with tiny_llm(tiny, step_timeout=2.0) as llm:
+        os.kill(marked_processes(mark)[0], signal.SIGSTOP)
+        with pytest.raises(WorkerError, match="rank 1 made no progress"):
+            llm.engine.executor.processes.send_call("update_weights", bytes(3 << 20))
+
+
+FAULTS = {
+    "import:raise": (WorkerError, r"(?s)rank 1 died with exit code 1"),
+    "group:exit": (WorkerError, "rank 1 died with exit code 3"),
+    "load:value": (ValueError, "hidden_size=-1: must be positive"),
+    "load:raise": (WorkerError, r"(?s)rank 1 failed:.*Traceback.*KeyError: 'a bug of ours'"),
+    "load:stop": (WorkerError, "rank 1 made no progress for 5 s at its start"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_rank_fails_at_its_start(fault: str, tiny: str, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_WORKER_MODULE", "faulty_worker")
+    if fault == "load:stop":
+        monkeypatch.setattr(processes, "_START_PATIENCE", 5.0)
+    monkeypatch.setenv("FAULT", fault)
+    kind, pattern = FAULTS[fault]
+    begin = time.monotonic()
+    with pytest.raises(kind, match=pattern) as raised:
+        tiny_llm(tiny, step_timeout=1.0)
+    assert time.monotonic() - begin < 5 * SOON  # importing counted, on a busy machine
+    if kind is ValueError:
+        assert "Found by rank 1" in raised.value.__notes__[0]
+        assert "in fail" in raised.value.__notes__[0]
+
+
+def test_ranks_fail_in_mid_step_while_others_wait_for_them(
+    tiny: str, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_WORKER_MODULE", "faulty_worker")
+    monkeypatch.setenv("FAULT", "step:value")
+    with tiny_llm(tiny, tensor_parallel_size=4) as llm:
+        with pytest.raises(WorkerError, match=r"(?s)rank 1 failed:.*Traceback.*ValueError: hidden_size=-1"):
+            token_ids(llm, [5] * 9)
+        assert_refuses_use(llm)
+
+
+def test_weights_larger_than_the_command_ring_and_refused_ones(mark: str, tmp_path: Path) -> None:
+    with tiny_llm(write_tiny_config(tmp_path, vocab_size=6000)) as llm:
+        before = token_ids(llm, [5] * 9, [6] * 7)
+        weights = [(weight.name, torch.randn(weight.shape)) for weight in llm.engine.executor.runner.weights]
+        assert sum(tensor.numel() for _, tensor in weights) * 4 > NUM_SLOTS * SLOT_BYTES
+        with pytest.raises(ValueError, match=r"missing: .*model\.norm\.weight"):
+            llm.load_weights([pair for pair in weights if pair[0] != "model.norm.weight"])
+        with pytest.raises(ValueError, match=r"surplus weight 'model\.surplus'"):
+            llm.load_weights([*weights, ("model.surplus", torch.zeros(7))])
+        with pytest.raises(RuntimeError):
+            token_ids(llm, [5] * 9)
+        llm.load_weights(weights)  # no rank was lost
+        assert token_ids(llm, [5] * 9, [6] * 7) != before

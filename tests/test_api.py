@@ -1,0 +1,200 @@
+"""The user's front: what generate, chat and a loop of one's own take and give, on the checkpoint that ships with us."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nanovllm import LLM, SamplingParams
+
+DEMO = Path(__file__).resolve().parents[1] / "assets" / "demo-qwen3"
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+FIXED = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "num_kvcache_blocks": 64}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(str(DEMO), **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(llm: LLM) -> Iterator[None]:
+    yield
+    while not llm.is_finished():
+        llm.step()
+    llm.engine.scheduler.check_integrity()
+
+
+def run_loop(llm: LLM) -> tuple[dict[int, list[int]], dict[int, str | None]]:
+    """Tokens and finish reasons by request, from a caller's own loop."""
+    tokens: dict[int, list[int]] = {}
+    reasons: dict[int, str | None] = {}
+    while llm.has_unfinished_requests():
+        for output in llm.step():
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+            if output.finished:
+                reasons[output.request_id] = output.finish_reason
+    assert llm.is_finished()
+    return tokens, reasons
+
+
+def generate(llm: LLM, prompts: Any, params: Any = FIXED) -> list[Any]:
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def test_one_prompt_many_prompts_text_and_ids_give_the_same(llm: LLM) -> None:
+    text = "one two three"
+    ids = llm.tokenizer.encode(text)
+    [alone] = generate(llm, text)
+    assert [output.token_ids for output in generate(llm, ids)] == [alone.token_ids]
+    mixed = generate(llm, [text, ids, tuple(ids), np.array(ids).tolist(), list(np.array(ids))])
+    assert [output.token_ids for output in mixed] == [alone.token_ids] * 5
+    assert (alone.prompt, alone.prompt_token_ids) == (text, ids)
+    assert [output.prompt for output in mixed] == [text, None, None, None, None]
+    assert all(type(token_id) is int for output in mixed for token_id in output.prompt_token_ids + output.token_ids)
+    assert alone.text == llm.tokenizer.decode(alone.token_ids, skip_special_tokens=True)
+
+
+def test_outputs_come_in_the_order_of_prompts_whatever_ends_first(llm: LLM) -> None:
+    lengths = [9, 1, 5, 30, 2]
+    prompts = [f"{word} two three" for word in ("one", "red", "four", "six", "ten")]
+    outputs = generate(llm, prompts, [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths])
+    assert [output.prompt for output in outputs] == prompts
+    assert [len(output.token_ids) for output in outputs] == lengths
+    assert [output.request_id for output in outputs] == sorted(output.request_id for output in outputs)
+
+
+def test_an_output_is_an_object_and_a_mapping(llm: LLM) -> None:
+    [output] = generate(llm, "one two three")
+    assert output["text"] == output.text == output.outputs[0].text
+    assert output["token_ids"] == output.token_ids == output.outputs[0].token_ids
+    assert output["finish_reason"] == output.finish_reason == output.outputs[0].finish_reason == "length"
+    assert set(dict(output)) >= {
+        "text",
+        "token_ids",
+        "finish_reason",
+        "num_cached_tokens",
+        "prompt",
+        "outputs",
+        "metrics",
+    }
+    for unknown in ("txt", "__class__", "_text", 0):
+        with pytest.raises(KeyError):
+            output[unknown]
+
+
+def test_empty_batches(llm: LLM) -> None:
+    assert llm.generate([]) == []
+    assert llm.generate([], []) == []
+    assert llm.chat([]) == []
+
+
+def test_finish_reasons(llm: LLM) -> None:
+    chat = [{"role": "user", "content": "What is 2 plus 3?"}]
+    [stopped] = llm.chat(chat, SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids[-1] in llm.model_config.eos_token_ids
+    assert "5" in stopped.text and "<|" not in stopped.text
+    [cut] = llm.chat([chat], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
+    assert (cut.finish_reason, cut.token_ids) == ("length", stopped.token_ids[:2])
+    [full] = generate(llm, [7] * 120, SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True))
+    assert (full.finish_reason, len(full.token_ids)) == ("length", 8)
+
+
+def test_several_chats(llm: LLM) -> None:
+    chats = [[{"role": "user", "content": f"What is {a} plus {b}?"}] for a, b in ((2, 3), (1, 3))]
+    together = llm.chat(chats, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+    alone = [llm.chat(chat, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)[0] for chat in chats]
+    assert [output.text for output in together] == [output.text for output in alone]
+
+
+def test_the_bar_goes_to_stderr_or_nowhere(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    generate(llm, ["one two three"] * 3)
+    assert capfd.readouterr() == ("", "")
+    llm.generate(["one two three"] * 3, FIXED)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "3/3" in err and "prefill" in err and "decode" in err and "tok/s" in err
+
+
+def test_a_loop_of_ones_own(llm: LLM) -> None:
+    prompts = ["one two three", "red and blue"]
+    expected = [output.token_ids for output in generate(llm, prompts)]
+    ids = [llm.add_request(prompt, FIXED) for prompt in prompts]
+    assert not llm.is_finished()
+    tokens, reasons = run_loop(llm)
+    assert [tokens[request_id] for request_id in ids] == expected
+    assert reasons == dict.fromkeys(ids, "length")
+    assert llm.step() == []
+
+
+def test_default_parameters(llm: LLM) -> None:
+    request_id = llm.add_request("one two three")
+    assert len(run_loop(llm)[0][request_id]) <= SamplingParams().max_tokens
+    assert len(llm.generate("one two three", use_tqdm=False)) == 1
+
+
+def test_abort(llm: LLM) -> None:
+    kept, dropped = (llm.add_request("one two three", FIXED) for _ in range(2))
+    never_started = llm.add_request("red and blue", FIXED)
+    llm.abort(never_started)
+    llm.step()
+    llm.step()
+    llm.abort(dropped)
+    llm.abort(123456)  # unknown: ignored
+    tokens, reasons = run_loop(llm)
+    assert reasons.pop(never_started, "abort") == "abort"  # reported by one of the first two steps
+    assert reasons == {kept: "length", dropped: "abort"}
+    assert len(tokens[kept]) <= 5 and len(tokens[dropped]) < 5
+    llm.abort(kept)  # finished: ignored
+    assert llm.is_finished()
+
+
+def test_requests_of_a_loop_survive_a_generate_in_between(llm: LLM) -> None:
+    expected = [output.token_ids for output in generate(llm, ["one two three", "red and blue"])]
+    request_id = llm.add_request("one two three", FIXED)
+    first = [output for output in llm.step() if output.request_id == request_id]
+    assert [output.token_ids for output in generate(llm, "red and blue")] == expected[1:]
+    rest, reasons = run_loop(llm)
+    gained = [token_id for output in first for token_id in output.new_token_ids] + rest[request_id]
+    assert (gained, reasons) == (expected[0], {request_id: "length"})
+
+
+def test_metrics_and_cached_tokens(llm: LLM) -> None:
+    prompt = list(range(20, 20 + 40))  # two full blocks of 16 and a half
+    [first], [second] = generate(llm, prompt), generate(llm, prompt)
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 32)
+    assert first.token_ids == second.token_ids
+    metrics = second.metrics
+    assert metrics.arrival_time <= metrics.first_scheduled_time <= metrics.first_token_time <= metrics.finished_time
+    assert metrics.time_to_first_token == metrics.first_token_time - metrics.arrival_time >= 0
+
+
+def test_token_ids_alone_without_a_tokenizer(llm: LLM) -> None:
+    with LLM(str(DEMO), skip_tokenizer_init=True, **OPTIONS) as bare:
+        [output] = generate(bare, [20, 21, 22])
+        assert output.token_ids == generate(llm, [20, 21, 22])[0].token_ids
+        assert (output.text, output.prompt) == ("", None)
+        for use in (lambda: bare.generate("text"), lambda: bare.add_request("text"), lambda: bare.tokenizer):
+            with pytest.raises(ValueError, match="skip_tokenizer_init=True"):
+                use()
+        assert bare.is_finished()
+
+
+def test_options_as_settled_and_engine_info(llm: LLM) -> None:
+    assert (llm.config.max_model_len, llm.config.dtype, llm.config.device) == (128, "float32", "cpu")
+    info = llm.engine_info()
+    assert info["device"] == "cpu" and info["tensor_parallel_size"] == 1 and info["num_kvcache_blocks"] == 64
+
+
+def test_closed() -> None:
+    llm = LLM(str(DEMO), **OPTIONS)
+    llm.close()
+    llm.close()
+    for use in (lambda: llm.generate("text"), lambda: llm.add_request("text"), llm.step, lambda: llm.chat([])):
+        with pytest.raises(RuntimeError, match="this engine is closed"):
+            use()

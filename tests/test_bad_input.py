@@ -1,0 +1,273 @@
+"""What cannot be served is refused before anything is lost, naming the option, the value and the bound."""
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nanovllm import LLM, SamplingParams
+
+DEMO = Path(__file__).resolve().parents[1] / "assets" / "demo-qwen3"
+OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 64, "num_kvcache_blocks": 3, "kvcache_block_size": 16}
+PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+VOCAB = json.loads((DEMO / "config.json").read_text())["vocab_size"]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    """Three blocks of 16 tokens: a request of 48 fits, though max_model_len is 64."""
+    with LLM(str(DEMO), **OPTIONS) as llm:
+        yield llm
+
+
+BAD_PROMPTS = {
+    "no token": ([], r"at least one token"),
+    "no text": ("", r"at least one token"),
+    "id = vocab_size": ([5, VOCAB], rf"token id {VOCAB} must be in 0\.\.{VOCAB - 1}"),
+    "negative id": ([5, -1], r"token id -1 must be in 0\.\."),
+    "huge id": ([5, 2**40], rf"token id {2**40} must be in 0\.\."),
+    "float id": ([5, 2.0], r"token id 2\.0 must be an integer"),
+    "NaN id": ([math.nan], r"token id nan must be an integer"),
+    "bool id": ([5, True], r"token id True must be an integer"),
+    "text id": (["5"], r"token id '5' must be an integer"),
+    "nested": ([[5]], r"must be an integer"),
+    "None": ([None], r"token id None must be an integer"),
+    "never fits the cache": ([5] * 48, r"prompt of 48 tokens: .*KV cache tokens .*=48"),
+    "far too long": ([5] * 5000, r"prompt of 5000 tokens"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PROMPTS)
+def test_a_bad_prompt_stops_the_call_and_nothing_else(name: str, llm: LLM) -> None:
+    prompt, pattern = BAD_PROMPTS[name]
+    [expected] = llm.generate([[5, 6, 7]], PARAMS, use_tqdm=False)
+    request_id = llm.add_request([5, 6, 7], PARAMS)
+    gained = [token_id for output in llm.step() for token_id in output.new_token_ids]
+    before = llm.engine._num_requests
+    with pytest.raises(ValueError, match=r"prompts\[1\].*" + pattern):
+        llm.generate([[5, 6], prompt, [7]], PARAMS, use_tqdm=False)
+    with pytest.raises(ValueError, match=pattern):
+        llm.add_request(prompt, PARAMS)
+    assert llm.engine._num_requests == before, "nothing of a refused call is started"
+    while not llm.is_finished():
+        for output in llm.step():
+            assert output.request_id == request_id
+            gained += output.new_token_ids
+    assert gained == expected.token_ids
+    llm.engine.scheduler.check_integrity()
+
+
+def test_prompts_up_to_the_bound_are_served() -> None:
+    with LLM(str(DEMO), **{**OPTIONS, "num_kvcache_blocks": 8}) as llm:
+        [output] = llm.generate([[5] * 63], PARAMS, use_tqdm=False)
+        assert len(output.token_ids) == 1
+        with pytest.raises(ValueError, match=r"prompt of 64 tokens: must be shorter than max_model_len=64"):
+            llm.generate([[5] * 64], PARAMS, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [5, None, b"bytes", {"prompt": "text"}, {"a", "b"}, [b"bytes"], [{"prompt": "text"}], [None], [5, "text"]],
+)
+def test_what_is_no_prompt(prompts: Any, llm: LLM) -> None:
+    with pytest.raises(TypeError, match=r"prompts.*must be a str"):
+        llm.generate(prompts, PARAMS, use_tqdm=False)
+    assert llm.is_finished()
+
+
+def test_parameters_that_do_not_go_with_the_prompts(llm: LLM) -> None:
+    with pytest.raises(ValueError, match=r"sampling_params: 3 given, must be one or as many as prompts \(2\)"):
+        llm.generate([[5], [6]], [PARAMS] * 3, use_tqdm=False)
+    with pytest.raises(ValueError, match=r"0 given"):
+        llm.generate([[5], [6]], [], use_tqdm=False)
+    wrong: list[Any] = [5, {"temperature": 0}, "greedy", [PARAMS, None], [PARAMS, {"temperature": 0}]]
+    for params in wrong:
+        with pytest.raises(TypeError, match="must be SamplingParams"):
+            llm.generate([[5], [6]], params, use_tqdm=False)
+    with pytest.raises(TypeError, match="must be SamplingParams"):
+        llm.add_request([5], {"temperature": 0})  # type: ignore[arg-type]
+    assert llm.is_finished()
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    {
+        "temperature": [math.nan, -0.1, math.inf, -math.inf, "hot", None, True, 1e39],
+        "max_tokens": [0, -1, 1.5, "many", True],
+        "seed": [1.5, "seed", 2**63, True],
+        "ignore_eos": [1, None, "yes"],
+    }.items(),
+)
+def test_sampling_params(option: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises((ValueError, TypeError), match=rf"{option}=.*must be"):
+            SamplingParams(**{option: value})
+
+
+BAD_OPTIONS = {
+    "max_num_seqs": [0, -1, 2.5, "all", True],
+    "max_num_batched_tokens": [0, None],
+    "max_model_len": [0, 10**6],
+    "num_kvcache_blocks": [0, -3],
+    "kvcache_block_size": [8, 24, 0],
+    "tensor_parallel_size": [0, 9, 3, "2"],
+    "gpu_memory_utilization": [0, 1.5, math.nan, "most"],
+    "cpu_kvcache_gib": [0, -1.0, math.inf],
+    "step_timeout": [0, math.nan],
+    "dtype": ["int8", 16],
+    "device": ["tpu"],
+    "load_format": ["pickle"],
+    "attention_backend": ["best"],
+    "seed": [-1, 0.5],
+    "enforce_eager": [1, "no"],
+    "hf_overrides": [[]],
+}
+
+
+@pytest.mark.parametrize("option", BAD_OPTIONS)
+def test_engine_options(option: str) -> None:
+    for value in BAD_OPTIONS[option]:
+        with pytest.raises(ValueError, match=rf"{option}={re.escape(repr(value))}.*must be"):
+            LLM(str(DEMO), **{"device": "cpu", option: value})
+
+
+def test_unknown_options_are_named() -> None:
+    with pytest.raises(TypeError, match=r"'tensor_paralel_size'.*'tensor_parallel_size'"):
+        LLM(str(DEMO), tensor_paralel_size=2)
+    with pytest.raises(TypeError, match="presence"):
+        SamplingParams(presence=1)  # type: ignore[call-arg]
+
+
+def test_too_little_memory_for_a_block() -> None:
+    with pytest.raises(ValueError, match=r"cpu_kvcache_gib=1e-07: leaves .* must leave at least"):
+        LLM(str(DEMO), device="cpu", cpu_kvcache_gib=1e-7)
+
+
+def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"device='cuda': torch sees no GPU"):
+            LLM(str(DEMO), device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=2: must be at most the 1 GPUs here"):
+        LLM(str(DEMO), device="cuda", tensor_parallel_size=2)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the shipped checkpoint, to spoil."""
+    return Path(shutil.copytree(DEMO, tmp_path / "model"))
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config.update(changes)
+    (folder / "config.json").write_text(
+        json.dumps({name: value for name, value in config.items() if value is not None})
+    )
+
+
+def refuse(folder: Path, kind: type[Exception], pattern: str, **options: Any) -> None:
+    with pytest.raises(kind, match=pattern):
+        LLM(str(folder), **{**OPTIONS, **options})
+
+
+def test_no_such_model(tmp_path: Path) -> None:
+    refuse(tmp_path / "nowhere", FileNotFoundError, r"model='.*nowhere'")
+    refuse(tmp_path, FileNotFoundError, r"config\.json is missing")
+
+
+@pytest.mark.parametrize(
+    ("changes", "pattern"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, r"architectures='GPT2LMHeadModel': must be one of 'Qwen3ForCausalLM'"),
+        ({"architectures": None}, r"architectures=\[\]"),
+        ({"hidden_size": None}, r"'hidden_size' is missing"),
+        ({"vocab_size": -5}, r"vocab_size=-5: must be"),
+        ({"num_key_value_heads": 3}, r"num_key_value_heads=3: must be a divisor of num_attention_heads"),
+        ({"hidden_act": "gelu"}, r"hidden_act='gelu': must be 'silu'"),
+    ],
+)
+def test_configurations_that_we_do_not_have(folder: Path, changes: dict[str, Any], pattern: str) -> None:
+    edit_config(folder, **changes)
+    refuse(folder, ValueError, pattern)
+
+
+def test_broken_configuration_files(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+    refuse(folder, ValueError, r"config\.json: not valid JSON")
+    (folder / "config.json").write_text("[]")
+    refuse(folder, ValueError, r"expected a JSON object, found list")
+
+
+def test_heads_that_ranks_cannot_share() -> None:
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=7: must be a divisor of num_attention_heads="):
+        LLM(str(DEMO), device="cpu", tensor_parallel_size=7)
+
+
+def test_missing_surplus_and_misshapen_weights(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    save_file({name: tensor for name, tensor in weights.items() if name != "model.norm.weight"}, file)
+    refuse(folder, ValueError, r"1 missing weight: model\.norm\.weight")
+    save_file({**weights, "model.norm.bias": torch.zeros(3)}, file)
+    refuse(folder, ValueError, r"1 surplus weight: model\.norm\.bias")
+    save_file({**weights, "model.norm.weight": torch.zeros(3)}, file)
+    refuse(folder, ValueError, r"model\.norm\.weight.*3")
+    file.unlink()
+    refuse(folder, FileNotFoundError, r"no \*\.safetensors file")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_file_cut_short(folder: Path, ranks: int) -> None:
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    for content, pattern in ((whole[:-100], r"corrupt or cut short: tensor"), (whole[:5], r"not a safetensors file")):
+        file.write_bytes(content)
+        refuse(folder, ValueError, pattern, tensor_parallel_size=ranks)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff" * 64,
+        (10).to_bytes(8, "little") + b"not json!!",
+        (4).to_bytes(8, "little") + b"[]  ",
+        (10).to_bytes(8, "little") + b'{"a": 12} ',
+        (4).to_bytes(8, "little") + b"\xff\xfe\x00\x00",
+    ],
+)
+def test_a_file_of_something_else(folder: Path, content: bytes) -> None:
+    (folder / "model.safetensors").write_bytes(content)
+    refuse(folder, ValueError, r"model\.safetensors")
+
+
+def test_an_index_of_files_that_are_not_there(folder: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refuse(folder, FileNotFoundError, r"model-00002-of-00002\.safetensors")
+    (folder / "model.safetensors.index.json").write_text("{}")
+    refuse(folder, ValueError, r"model\.safetensors\.index\.json")
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_found_before_tokens_are_made(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").unlink()
+    with LLM(str(folder), **OPTIONS) as llm:
+        with pytest.raises(ValueError, match=r"tokenizer='.*model': cannot be loaded"):
+            llm.generate([[5, 6]], PARAMS, use_tqdm=False)
+        assert llm.engine._num_requests == 0
+
+
+def test_numpy_ids_are_ids(llm: LLM) -> None:
+    [first, second] = llm.generate([list(np.array([5, 6])), [5, 6]], PARAMS, use_tqdm=False)
+    assert first.token_ids == second.token_ids
