@@ -29,7 +29,7 @@ _CLOSE_PATIENCE = 5.0  # seconds that close() lets another thread's step take to
 class LLM:
     """A model served on one or several ranks, all started and ended by this object.
 
-    Options are those of EngineConfig, by name. Use it in a `with`, or call close(); at interpreter exit it closes itself.
+    Options are those of EngineConfig, by name. Use it in a `with`, or call close(); the interpreter's exit does it too.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -66,8 +66,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continues each prompt (text or token ids); returns the finished requests in the order of the prompts.
 
-        `sampling_params`: one for all, or one for each. Everything is checked before anything is started: ValueError names
-        the option, the value and the bound. An interrupt (Ctrl-C) aborts this call's requests and leaves the engine usable.
+        `sampling_params`: one for all, or one for each. Everything is checked before anything is started: ValueError
+        names option, value and bound. An interrupt (Ctrl-C) aborts this call's requests; the engine goes on.
         """
         self._require_open()
         batch = _as_batch(prompts)
@@ -197,7 +197,7 @@ class LLM:
 
     def step(self) -> list[StepOutput]:
         """One turn of the engine: what each request of add_request gained. Finished requests are dropped from the
-        engine when they have been reported here. An interrupt (Ctrl-C) waits for the end of the turn; nothing is lost."""
+        engine when they are reported here. An interrupt (Ctrl-C) waits for the end of the turn, and nothing is lost."""
         self._require_open()
         with _interrupt_between_steps(), self._step_lock:
             if self.engine.has_unfinished_requests():

@@ -31,7 +31,7 @@ class DecodeConfig:
 
     block_n: int = 64
     """Keys of a tile."""
-    num_warps: int = 4
+    num_warps: int = 2
     num_stages: int = 2
     programs_per_sm: int = 4
     min_chunk: int = 512
@@ -44,7 +44,7 @@ class DecodeConfig:
     """Load keys and values by tensor descriptors where a page holds whole tiles (compute capability 9.0 and later)."""
 
 
-FEW_ROWS_CONFIG = DecodeConfig(num_stages=3, programs_per_sm=2, min_chunk=128)
+FEW_ROWS_CONFIG = DecodeConfig(num_warps=4, num_stages=3, programs_per_sm=2, min_chunk=64)
 
 
 @triton.jit

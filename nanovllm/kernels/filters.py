@@ -228,8 +228,10 @@ def _commit_kernel(PARTIAL, TARGET_ROW, SLOT, RECORDS, TOKENS, LAST_TOKEN, COUNT
 
 
 def _row_tiles(num_ids: int) -> dict[str, int]:
+    """At most 64 registers a thread, so that two programs share a multiprocessor and hide each other's loads."""
     lanes = min(1024, max(32, triton.next_power_of_2(triton.cdiv(num_ids, 8))))
-    return {"LANES": lanes, "WIDTH": 8, "TILES": triton.cdiv(num_ids, lanes * 8), "num_warps": 16 if lanes == 1024 else 4}
+    warps = 16 if lanes == 1024 else 4
+    return {"LANES": lanes, "WIDTH": 8, "TILES": triton.cdiv(num_ids, lanes * 8), "num_warps": warps, "maxnreg": 64}
 
 
 def find_thresholds(

@@ -52,7 +52,7 @@ class TensorParallelGroup:
 
     def use_peer_memory(self, max_rows: int, hidden_size: int, dtype: torch.dtype, max_keys: int) -> None:
         """Lets sums of up to `max_rows` rows go through memory that the GPUs map from each other, where they can; see
-        parallel/peer_memory.py. Where they cannot, everything stays with NCCL and the log says so. All ranks call it."""
+        parallel/peer_memory.py. Where they cannot, all stays with NCCL and the log says so. All ranks call it."""
         from nanovllm.kernels.all_reduce import PeerAllReduce
         from nanovllm.parallel.peer_memory import PeerMemory, PeerMemoryUnavailable
 

@@ -1,10 +1,10 @@
 """The command ring: rank 0 writes, every worker reads, through one piece of shared memory without a name.
 
-    | header: published, sleeping[rank], consumed[rank], done[rank], state[rank], beat[rank] | slot 0 | slot 1 | ... |
+    | header: published, and of each rank sleeping, consumed, done, state, beat | slot 0 | slot 1 | ... |
 
-A message is cut into as many slots as it needs, so its size is not bounded by the memory. The writer publishes a slot by
-advancing a counter after the data is in place; a reader spins on that counter for a moment, then goes to sleep on a pipe
-that the writer rings. The memory is an unlinked file: whatever dies, nothing is left behind.
+A message is cut into as many slots as it needs, so its size is not bounded by the memory. The writer publishes a slot
+by advancing a counter after the data is in place; a reader spins on that counter for a moment, then goes to sleep on a
+pipe that the writer rings. The memory is an unlinked file: whatever dies, nothing is left behind.
 """
 
 import mmap

@@ -44,8 +44,8 @@ def settle(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         if not torch.cuda.is_available():
             raise ValueError("device='cuda': torch sees no GPU")
         if config.tensor_parallel_size > torch.cuda.device_count():
-            count = torch.cuda.device_count()
-            raise ValueError(f"tensor_parallel_size={config.tensor_parallel_size}: must be at most the {count} GPUs here")
+            size, count = config.tensor_parallel_size, torch.cuda.device_count()
+            raise ValueError(f"tensor_parallel_size={size}: must be at most the {count} GPUs here")
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else model.torch_dtype
@@ -134,8 +134,8 @@ class Executor:
 
     @contextmanager
     def _share_of_threads(self) -> Iterator[None]:
-        """Rank 0 computes in the caller's process: takes no more than its share of the cores (with all of them for rank 0
-        a step of two ranks on two cores took up to three times as long), and leaves the caller's setting as it was."""
+        """Rank 0 computes in the caller's process: takes no more than its share of the cores (with all of them for
+        rank 0 a step of two ranks on two cores took up to four times as long). The caller's setting is left alone."""
         before = torch.get_num_threads()
         if self.config.device != "cpu" or before <= self._num_threads:
             yield

@@ -1,0 +1,33 @@
+"""Kernels run compiled where there is a CUDA device, and by Triton's interpreter in float32 elsewhere."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from serving import Engines
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before the first import of a kernel
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny models on few cores: the threads of one matrix product would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="package")
+def engines() -> Iterator[Engines]:
+    """The demo checkpoint's engines by their options, each started once."""
+    started = Engines()
+    yield started
+    started.close()

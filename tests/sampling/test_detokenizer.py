@@ -1,0 +1,106 @@
+"""Text token by token: the same as decoding at once, never half a character, stop strings as a plain search finds them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from serving import DEMO
+from transformers import AutoTokenizer
+
+from nanovllm.detokenizer import ByteDetokenizer, StreamedText, TokenBytes, WindowDetokenizer, find_stop
+
+
+@pytest.fixture(scope="module")
+def hf() -> Any:
+    return AutoTokenizer.from_pretrained(DEMO)
+
+
+@pytest.fixture(scope="module", params=["bytes", "window"])
+def make(request: pytest.FixtureRequest, hf: Any) -> Callable[[bool], Any]:
+    if request.param == "bytes":
+        assert TokenBytes.suits(hf)
+        return lambda skip: ByteDetokenizer(TokenBytes(hf), skip)
+    return lambda skip: WindowDetokenizer(lambda ids: hf.decode(ids, skip_special_tokens=skip))
+
+
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=30) | st.text("añ€😀漢 \n", max_size=40)
+
+
+@given(text=TEXTS)
+def test_text_comes_back_whole_character_by_character(make: Callable[[bool], Any], hf: Any, text: str) -> None:
+    detokenizer = make(True)
+    pieces = [detokenizer.push(token_id) for token_id in hf.encode(text)]
+    assert "\ufffd" not in "".join(pieces) or "\ufffd" in text
+    assert "".join(pieces) + detokenizer.flush() == hf.decode(hf.encode(text), skip_special_tokens=True)
+
+
+@given(ids=st.lists(st.integers(0, 1023) | st.integers(188, 260), max_size=60), skip=st.booleans())
+def test_any_tokens_give_what_decoding_at_once_gives(
+    make: Callable[[bool], Any], hf: Any, ids: list[int], skip: bool
+) -> None:
+    detokenizer = make(skip)
+    pieces = [detokenizer.push(token_id) for token_id in ids]
+    assert "".join(pieces) + detokenizer.flush() == hf.decode(ids, skip_special_tokens=skip)
+
+
+def test_the_window_stays_small(hf: Any) -> None:
+    lengths: list[int] = []
+
+    def decode(ids: list[int]) -> str:
+        lengths.append(len(ids))
+        return hf.decode(ids, skip_special_tokens=True)
+
+    half = hf.encode("€")[0]
+    for ids in ([half] * 300, [1023] * 300, hf.encode("word " * 100)):
+        detokenizer = WindowDetokenizer(decode)
+        for token_id in ids:
+            detokenizer.push(token_id)
+    assert max(lengths) < 40
+
+
+class Letters:
+    """Token i is the text pieces[i]; an empty piece is a token whose text comes with the next."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self.pieces = pieces
+
+    def push(self, token_id: int) -> str:
+        return self.pieces[token_id]
+
+    def flush(self) -> str:
+        return ""
+
+
+PIECES = st.lists(st.text("ab.", max_size=5), max_size=30)
+STOPS = st.lists(st.text("ab.", min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+@given(pieces=PIECES, stops=STOPS, include=st.booleans(), first=st.integers(0, 4))
+def test_stop_strings_against_a_plain_search(pieces: list[str], stops: list[str], include: bool, first: int) -> None:
+    """Stops count from token `first` on; the token that completes one ends the text, at the one that begins first."""
+    expected, stopped = "".join(pieces), None
+    for count in range(first + 1, len(pieces) + 1):
+        before, text = "".join(pieces[: count - 1]), "".join(pieces[:count])
+        ends = [(end, stop) for stop in stops for end in range(len(before) + 1, len(text) + 1) if text[:end].endswith(stop)]
+        if ends:
+            begin = min(end - len(stop) for end, stop in ends)
+            stopped = next(s for s in stops if any(end - len(s) == begin and s == stop for end, stop in ends))
+            expected = text[: begin + (len(stopped) if include else 0)]
+            break
+    streamed = StreamedText(Letters(pieces), stops, include)
+    taken = ""
+    for index in range(len(pieces)):
+        if streamed.push(index, watch=index >= first):
+            break
+        taken += streamed.take_ready()
+        assert expected.startswith(taken)
+    assert (streamed.finish(), streamed.stopped_by) == (expected, stopped)
+    assert taken + streamed.take_ready(finished=True) == expected
+
+
+def test_the_first_in_the_list_wins_a_tie() -> None:
+    assert find_stop("xabc", ["abc", "ab"], 3) == (1, "abc")
+    assert find_stop("xabc", ["ab", "abc"], 3) == (1, "ab")
+    assert find_stop("xabc", ["ab"], 1) is None

@@ -1,0 +1,99 @@
+"""Draws of whole engines have the distribution that their options define: chi-square with fixed seeds, 1 and 2 ranks."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from serving import Engines, reference_logits
+
+from nanovllm import SamplingParams
+
+NUM_DRAWS = 1500
+TEXT = "One"
+HOT = 2.5  # spreads the demo model's certain choices
+
+CASES: dict[str, dict[str, Any]] = {
+    "temperature": {},
+    "top_k": {"top_k": 6},
+    "top_p": {"top_p": 0.7},
+    "min_p": {"min_p": 0.1},
+    "top_k, top_p": {"top_k": 12, "top_p": 0.6},
+    "all three": {"min_p": 0.02, "top_k": 20, "top_p": 0.8},
+    "penalties": {"repetition_penalty": 1.4, "top_k": 30},
+    "bias": {"logit_bias": {300: 6.0, 301: 6.5}, "top_p": 0.9},
+    "allowed": {"allowed_token_ids": list(range(250, 330))},
+    "logprobs": {"logprobs": 3, "min_p": 0.05},
+}
+
+
+def probabilities(logits: torch.Tensor, prompt: list[int], options: dict[str, Any]) -> torch.Tensor:
+    """float64 [vocab], by the plain definition of every option."""
+    x = logits.double().clone()
+    if "allowed_token_ids" in options:
+        banned = torch.ones_like(x, dtype=torch.bool)
+        banned[options["allowed_token_ids"]] = False
+        x[banned] = -math.inf
+    for token_id, bias in options.get("logit_bias", {}).items():
+        x[token_id] += bias
+    for token_id in set(prompt):
+        penalty = options.get("repetition_penalty", 1.0)
+        x[token_id] = x[token_id] / penalty if x[token_id] > 0 else x[token_id] * penalty
+    p = (x / HOT).softmax(0)
+    p = p * (p >= options.get("min_p", 0.0) * p.max())
+    if options.get("top_k"):
+        p = p * (p >= p.topk(options["top_k"]).values[-1])
+    if "top_p" in options:
+        ordered = (p / p.sum()).sort(descending=True)
+        keep = ordered.values.cumsum(0) - ordered.values < options["top_p"]
+        p[ordered.indices[~keep]] = 0
+    return p / p.sum()
+
+
+def chi_square_is_plausible(drawn: Counter[int], p: torch.Tensor) -> bool:
+    """Pooling cells of fewer than 5 expected draws; by Wilson and Hilferty's normal approximation, at 4 deviations."""
+    expected = p * sum(drawn.values())
+    big = (expected >= 5).nonzero().flatten().tolist()
+    cells = [(drawn[i], float(expected[i])) for i in big]
+    rest = float(expected.sum()) - sum(e for _, e in cells)
+    if rest > 1:
+        cells.append((sum(drawn.values()) - sum(n for n, _ in cells), rest))
+    freedom = len(cells) - 1
+    if freedom == 0:
+        return True
+    statistic = sum((n - e) ** 2 / e for n, e in cells)
+    normal = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+    return normal < 4
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
+def test_chi_square(engines: Engines, options: dict[str, Any], ranks: int) -> None:
+    llm = engines.get(max_num_seqs=256, tensor_parallel_size=ranks, max_num_batched_tokens=1024)
+    prompt = llm.tokenizer.encode(TEXT)
+    p = probabilities(reference_logits(prompt)[-1], prompt, options)
+    params = [SamplingParams(temperature=HOT, max_tokens=1, seed=seed, **options) for seed in range(NUM_DRAWS)]
+    outputs = llm.generate([prompt] * NUM_DRAWS, params, use_tqdm=False)
+    drawn = Counter(output.token_ids[0] for output in outputs)
+    impossible = [token_id for token_id in drawn if p[token_id] == 0]
+    assert not impossible
+    assert len(drawn) > 1 and chi_square_is_plausible(drawn, p)
+
+
+def test_the_test_notices_a_wrong_distribution() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p = torch.rand(12, generator=generator).double() + 0.5
+    p /= p.sum()
+    draws = Counter(torch.multinomial(p, NUM_DRAWS, replacement=True, generator=generator).tolist())
+    assert chi_square_is_plausible(draws, p)
+    assert not chi_square_is_plausible(draws, (p**1.4) / (p**1.4).sum())
+
+
+def test_greedy_ties_go_to_the_lowest_id(engines: Engines) -> None:
+    """Two tokens lifted to the very same height: plain rows, general rows and two ranks take the first."""
+    for ranks in (1, 2):
+        llm = engines.get(max_num_seqs=256, tensor_parallel_size=ranks, max_num_batched_tokens=1024)
+        params = SamplingParams(temperature=0, max_tokens=3, logit_bias={}, allowed_token_ids=[900, 20, 600], logprobs=0)
+        one = llm.generate([TEXT], params, use_tqdm=False)[0].token_ids
+        assert set(one) <= {20, 600, 900}

@@ -1,0 +1,70 @@
+"""SamplingParams: what is refused, by name, value and bound; what is kept."""
+
+import math
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+
+from nanovllm import SamplingParams, StructuredOutput
+
+BAD: list[tuple[str, Any]] = [
+    ("n", 0), ("n", True), ("n", 1.5),
+    ("temperature", -0.1), ("temperature", math.nan), ("temperature", "1"),
+    ("top_p", 0), ("top_p", 1.1), ("top_p", math.nan), ("top_p", None),
+    ("top_k", -2), ("top_k", 0.5),
+    ("min_p", -0.1), ("min_p", 1.1),
+    ("presence_penalty", 2.1), ("presence_penalty", -2.1), ("frequency_penalty", 3), ("frequency_penalty", math.inf),
+    ("repetition_penalty", 0), ("repetition_penalty", -1), ("repetition_penalty", math.inf),
+    ("seed", 2**63), ("seed", 1.0), ("seed", True),
+    ("stop", ""), ("stop", ["a", ""]), ("stop", [1]), ("stop", 5),
+    ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("stop_token_ids", 7), ("stop_token_ids", "12"),
+    ("include_stop_str_in_output", 1), ("ignore_eos", None), ("detokenize", "no"), ("skip_special_tokens", 0),
+    ("min_tokens", -1), ("min_tokens", 17), ("max_tokens", 0), ("max_tokens", None),
+    ("logprobs", -1), ("logprobs", 21), ("logprobs", True), ("prompt_logprobs", 21), ("prompt_logprobs", 1.0),
+    ("logit_bias", {-1: 1.0}), ("logit_bias", {1: 101}), ("logit_bias", {1: math.nan}), ("logit_bias", {"a": 1.0}),
+    ("logit_bias", [1]),
+    ("bad_words", [""]), ("bad_words", [3]),
+    ("allowed_token_ids", []), ("allowed_token_ids", [-1]), ("allowed_token_ids", 3),
+    ("structured_outputs", {"json": "{}"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), BAD, ids=[f"{name}={value!r}" for name, value in BAD])
+def test_refused_by_name_and_value(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"SamplingParams\.{name}=.*must be"):
+        SamplingParams(**{name: value})
+
+
+def test_stop_needs_text() -> None:
+    with pytest.raises(ValueError, match="stop=.*detokenize=False"):
+        SamplingParams(stop="x", detokenize=False)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"json": "{}", "regex": "a"}, {"choice": []}, {"choice": "ab"}, {"choice": ["a", ""]}, {"regex": ""},
+               {"json": 3}, {"grammar": 5}, {"json_object": 2}]
+)  # fmt: skip
+def test_structured_output_is_one_thing(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="StructuredOutput"):
+        StructuredOutput(**fields)
+
+
+def test_frozen_all_through() -> None:
+    stop, bias, ids = ["a", "b"], {"5": 1}, [3, 4]
+    params = SamplingParams(stop=stop, logit_bias=bias, stop_token_ids=ids, allowed_token_ids=iter([1, 2]))
+    stop.append("c")
+    bias["6"] = 2
+    ids.append(5)
+    assert (params.stop, params.logit_bias, params.stop_token_ids) == (("a", "b"), {5: 1.0}, (3, 4))
+    assert params.allowed_token_ids == (1, 2)
+    with pytest.raises(FrozenInstanceError):
+        params.top_k = 3  # type: ignore[misc]
+    assert hash(params) == hash(SamplingParams(stop=["a", "b"], stop_token_ids=[3, 4], allowed_token_ids=[1, 2]))
+    assert SamplingParams(stop="ab").stop == ("ab",)
+
+
+@pytest.mark.parametrize("off", [{}, {"top_k": -1}, {"top_k": 0}, {"top_p": 1, "min_p": 0}, {"temperature": 0, "top_k": 5}])
+def test_what_filters_nothing(off: dict[str, Any]) -> None:
+    assert not SamplingParams(**off).filters
+    assert SamplingParams(**{**off, "temperature": 1.0, "min_p": 0.1}).filters

@@ -1,0 +1,207 @@
+"""What README and docs say that the code knows better: options, outputs, limits, commands, files, who imports whom."""
+
+import ast
+import importlib.machinery
+import importlib.util
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from nanovllm import outputs
+from nanovllm.config import PUBLISHED_SHAPES, EngineConfig, ModelConfig
+from nanovllm.roofline import Roofline, device_figures
+from nanovllm.sampling_params import SamplingParams
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "nanovllm"
+README = ROOT / "README.md"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+OPTIONS = ROOT / "docs" / "options.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+by_page = pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+
+
+def load(path: Path) -> ModuleType:
+    """A program of the project as a module."""
+    loader = importlib.machinery.SourceFileLoader(f"documented_{path.stem}", str(path))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[loader.name] = module  # dataclasses look their module up there
+    loader.exec_module(module)
+    return module
+
+
+def section(page: Path, heading: str) -> str:
+    """The text below a heading, up to the next one of its level or above."""
+    level = len(heading) - len(heading.lstrip("#"))
+    text = page.read_text(encoding="utf-8").partition(f"\n{heading}\n")[2]
+    assert text, f"{page.name} has no {heading!r}"
+    return re.split(rf"^#{{1,{level}}} ", text, flags=re.MULTILINE)[0]
+
+
+def table_rows(text: str) -> list[list[str]]:
+    """Cells of all table lines, headings and rules left out."""
+    lines = text.splitlines()
+    ruled = [bool(re.match(r"\|[-| ]+\|$", line)) for line in [*lines, ""]]
+    kept = [line for n, line in enumerate(lines) if line.startswith("| ") and not ruled[n + 1]]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in kept]
+
+
+def prose(page: Path) -> str:
+    """The page without its Python examples."""
+    return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def names(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def shown_default(option: Any) -> str:
+    if option.default is not MISSING:
+        return f"`{option.default!r}`"
+    return "required" if option.default_factory is MISSING else f"`{option.default_factory()!r}`"
+
+
+@pytest.mark.parametrize(("heading", "kind"), [("## Engine", EngineConfig), ("## Sampling", SamplingParams)])
+def test_every_option_is_described_with_its_default(heading: str, kind: type) -> None:
+    described = [(names(row[0])[0], row[1]) for row in table_rows(section(OPTIONS, heading))]
+    assert sorted(described) == sorted((option.name, shown_default(option)) for option in fields(kind))
+
+
+def test_readme_names_every_option_once() -> None:
+    rows = table_rows(section(README, "## Options"))
+    first = next(n for n, row in enumerate(rows) if row[0].startswith("`SamplingParams`"))
+    for part, kind in ((rows[:first], EngineConfig), (rows[first:], SamplingParams)):
+        assert sorted(name for row in part for name in names(row[1])) == sorted(option.name for option in fields(kind))
+
+
+def test_readme_names_every_field_of_the_outputs() -> None:
+    for row in table_rows(section(README, "## The API on one screen")):
+        kind = getattr(outputs, names(row[0])[0])
+        own = {option.name for option in fields(kind)}
+        said = {name for name in names(row[1]) if name.isidentifier()}
+        assert own <= said, kind
+        assert all(name in own or isinstance(getattr(kind, name, None), property) for name in said), kind
+
+
+def roofline(size: str, ranks: int) -> Roofline:
+    figures = device_figures("NVIDIA H200")
+    assert figures is not None
+    return Roofline(ModelConfig.from_dict(PUBLISHED_SHAPES[f"Qwen3-{size}"]), ranks, figures, 2)
+
+
+def limit(work: str, size: str, ranks: int) -> float:
+    """Tokens per second or milliseconds, as the README's table has them."""
+    limits = roofline(size, ranks)
+    if work == "per token":
+        return limits.token_seconds(128, 512) * 1e3
+    if work == "first token":
+        return limits.first_token_seconds(128) * 1e3
+    bench = sys.modules.get("documented_bench") or load(ROOT / "bench.py")
+    drawn = bench.draw_workload(256, (100, 1024), (100, 1024), 0, 151936)
+    budgets = EngineConfig("model").max_num_seqs, EngineConfig("model").max_num_batched_tokens
+    return sum(drawn.output_lens) / limits.batch_seconds(drawn.prompt_lens, drawn.output_lens, *budgets)
+
+
+def test_limits_of_the_speed_table() -> None:
+    checked = 0
+    for row in table_rows(section(README, "## Speed")):
+        found = re.match(r"(?:nano|b1) ([\d.]+B), (\d) GPUs?(?:, (.+))?$", row[0])
+        if found:
+            expected = limit(found[3] or "nano", found[1], int(found[2]))
+            assert float(row[1].split()[0].replace(",", "")) == pytest.approx(expected, rel=2e-3), row
+            checked += 1
+    assert checked == 11
+
+
+def commands(page: Path, program: str) -> list[list[str]]:
+    """Arguments of every mention of a program in a code block or between backticks, placeholders filled in."""
+    text = prose(page)
+    code = [line for line in text.splitlines() if line.startswith("    ")] + names(text)
+    found = [re.search(rf"(?:^|\s){re.escape(program)}(\s[^#]*)?(?:#|$)", line) for line in code]
+    return [shlex.split(re.sub(r"KEY=VALUE( \.\.\.)?", "seed=1", hit[1] or "")) for hit in found if hit]
+
+
+@by_page
+def test_commands_are_understood(page: Path) -> None:
+    bench = load(ROOT / "bench.py")
+    for arguments in commands(page, "bench.py"):
+        bench.parse_args(arguments)
+    groups = load(ROOT / "scripts" / "bench_table").GROUPS
+    for arguments in commands(page, "scripts/bench_table"):
+        assert set(arguments) <= set(groups), arguments
+
+
+@by_page
+def test_python_examples_use_what_there_is(page: Path) -> None:
+    known = {"LLM": EngineConfig, "SamplingParams": SamplingParams}
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
+        for call in ast.walk(ast.parse(block)):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in known:
+                used = {keyword.arg for keyword in call.keywords}
+                assert used <= {option.name for option in fields(known[call.func.id])}
+
+
+@by_page
+def test_files_that_are_mentioned_exist(page: Path) -> None:
+    text = prose(page)
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+    for name in names(text):
+        if re.fullmatch(r"[\w./]*\w+\.py", name):
+            places = [ROOT / name, PACKAGE / name, *PACKAGE.rglob(name)]
+            assert any(place.is_file() for place in places), name
+        elif name.split("/")[0] in ("scripts", "tests", "docs"):
+            assert (ROOT / name.split()[0]).exists(), name
+
+
+def imported(node: ast.AST) -> Iterator[str]:
+    """Modules that code imports when it runs, also late; what only a type checker sees does not count."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
+            continue
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom) and child.module:
+            yield from (f"{child.module}.{alias.name}" for alias in child.names)
+        yield from imported(child)
+
+
+def room_of(module: str) -> str | None:
+    """nanovllm.config.EngineConfig -> config.py, nanovllm.kernels.norm.rms_norm -> kernels; None for foreign ones."""
+    parts = module.split(".")
+    if parts[0] != "nanovllm" or len(parts) < 2:
+        return None
+    return parts[1] if (PACKAGE / parts[1]).is_dir() else f"{parts[1]}.py"
+
+
+def test_rooms_import_what_the_picture_says() -> None:
+    said: dict[str, set[str]] = {}
+    for row in table_rows(section(ARCHITECTURE, "## Rooms, and what may know what")):
+        for room in names(row[0]):
+            said[room.rstrip("/")] = set(names(row[2]))
+    found: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        room = path.relative_to(PACKAGE).parts[0]
+        if room != "__init__.py":
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            found.setdefault(room, set()).update(filter(None, map(room_of, imported(tree))))
+            found[room].discard(room)
+    assert found == said
+
+
+@pytest.mark.parametrize("room", ["config.py", "sampling_params.py", "outputs.py", "roofline.py", "engine", "sampling"])
+def test_rooms_without_torch(room: str) -> None:
+    place = PACKAGE / room
+    for path in place.rglob("*.py") if place.is_dir() else [place]:
+        if path != PACKAGE / "sampling" / "device.py":
+            packages = {module.split(".")[0] for module in imported(ast.parse(path.read_text(encoding="utf-8")))}
+            assert not packages & {"torch", "triton"}, path

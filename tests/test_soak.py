@@ -1,0 +1,66 @@
+"""Random traffic for some seconds on one rank and on two; and that the soak run sees what it is there to see."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm.engine import block_manager
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.outputs import StepOutput
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS = 15
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import soak  # noqa: E402
+
+DEMO = str(ROOT / "assets" / "demo-qwen3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_random_traffic(ranks: int) -> None:
+    script = [sys.executable, str(ROOT / "scripts" / "soak.py"), "--device", "cpu", "--seed", str(40 + ranks)]
+    options = ["--minutes", str(SECONDS / 60), "--tensor-parallel-size", str(ranks)]
+    done = subprocess.run([*script, *options], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = {line[:20].strip(): int(line[20:].replace(",", "")) for line in done.stdout.splitlines()[:16]}
+    for name in ("compared", "chunks", "preemptions", "cut off", "admitted with hits", "weight loads"):
+        assert counts[name] > 0, done.stdout
+
+
+def violations() -> list[str]:
+    with soak.start(DEMO, "cpu", 1, seed=0) as llm:
+        run = soak.Soak(llm, seed=3)
+        run.run(8.0)
+    return run.ledger.violations
+
+
+def content_of_another_text(parent_hash: bytes, token_ids: list[int]) -> bytes:
+    return parent_hash + len(token_ids).to_bytes(4, "little")
+
+
+@pytest.mark.slow
+def test_wrong_sharing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any full block is taken for any other."""
+    monkeypatch.setattr(block_manager, "_content", content_of_another_text)
+    found = violations()
+    assert any("alone it was" in text for text in found), found
+
+
+@pytest.mark.slow
+def test_a_lost_output_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every fiftieth turn of the engine keeps what it has to report to itself."""
+    step, turns = LLMEngine.step, iter(range(10**9))
+
+    def forgetful(engine: LLMEngine) -> list[StepOutput]:
+        outputs = step(engine)
+        return outputs if next(turns) % 50 else []
+
+    changes: Any = monkeypatch
+    changes.setattr(LLMEngine, "step", forgetful)
+    changes.setattr(soak, "DRAIN_SECONDS", 3.0)
+    assert violations()
