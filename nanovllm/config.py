@@ -57,7 +57,8 @@ class EngineConfig:
     """Most tokens computed in one step: running rows and prompt chunks share this budget."""
     max_num_prefill_tokens_with_decodes: int | None = None
     """Most prompt tokens in a step that also decodes, so that long prompts do not stall running requests. Default:
-    512, or an eighth of the prompt tokens that wait where that is more (with a deep queue everybody waits anyway)."""
+    512, and more with a deep queue, where everybody waits anyway: an eighth of the prompt tokens that wait, at most
+    4096, rounded down to a power of two."""
     max_num_partial_prefills: int = 4
     """Most prompts that may be half computed after a step."""
     max_long_partial_prefills: int = 1

@@ -204,9 +204,10 @@ class LLM:
                 self._dispatch(self.engine.step())
         with self._step_lock:
             outputs, self._foreign_outputs = self._foreign_outputs, []
-        for output in outputs:
-            if output.finished and self.engine.knows(output.request_id) and self.engine.is_finished(output.request_id):
-                self.engine.forget(output.request_id)
+            for output in outputs:  # under the lock: in another thread's turn the last of n completions may just end
+                request_id = output.request_id
+                if output.finished and self.engine.knows(request_id) and self.engine.is_finished(request_id):
+                    self.engine.forget(request_id)
         return outputs
 
     def abort(self, request_id: int) -> None:

@@ -173,15 +173,15 @@ class Soak:
             with self.ledger.lock:
                 open_ids, ended = list(self.ledger.open), list(self.ledger.ended)
             kind = draw.random()
-            if kind < 0.4 and len(open_ids) < most_open:
+            if len(open_ids) < most_open and kind < 0.3:
                 for _ in range(draw.choice((1, 1, 2, 3, 5, self.llm.config.max_num_seqs))):
                     self._ask(draw)
-            elif kind < 0.43:
+            elif len(open_ids) < most_open and kind < 0.33:
                 self._abort(self._ask(draw))  # while it waits
-            elif kind < 0.48 and open_ids:
-                self._abort(draw.choice(open_ids))
-            elif kind < 0.52 and ended:
+            elif kind > 0.98 and ended:
                 self._abort(draw.choice(ended[-3:]))
+            elif kind > 0.93 and open_ids:
+                self._abort(draw.choice(open_ids))
             else:
                 time.sleep(min(2.0, draw.expovariate(8.0)))
 

@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nanovllm import SamplingParams
 from nanovllm.engine import block_manager
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.outputs import StepOutput
@@ -64,3 +66,39 @@ def test_a_lost_output_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     changes.setattr(LLMEngine, "step", forgetful)
     changes.setattr(soak, "DRAIN_SECONDS", 3.0)
     assert violations()
+
+
+def test_the_end_of_a_completion_is_not_lost_between_two_threads() -> None:
+    """step() reports the end of completion 0; while it looks whether that was all, completion 1 ends, in the turn of
+    another thread, which has yet to hand that on."""
+    ended, reported = threading.Event(), threading.Event()
+    with soak.start(DEMO, "cpu", 1, seed=0) as llm:
+        engine: Any = llm.engine
+        step, knows = engine.step, engine.knows
+        other = threading.Thread(target=lambda: llm.generate([[3] * 5], use_tqdm=False))
+        request_id = llm.add_request([5] * 7, SamplingParams(n=2, temperature=0, max_tokens=4, ignore_eos=True))
+        last = engine._completions[request_id][1]
+
+        def slow_step() -> list[StepOutput]:
+            outputs: list[StepOutput] = step()
+            if threading.current_thread() is other and last.finish_reason and not ended.is_set():
+                ended.set()
+                reported.wait(1.0)
+            return outputs
+
+        def slow_knows(number: int) -> bool:
+            if sys._getframe(1).f_code.co_name == "step" and not other.ident:
+                other.start()
+                ended.wait(0.5)
+            known: bool = knows(number)
+            return known
+
+        engine.step, engine.knows = slow_step, slow_knows
+        ends: list[int] = []
+        while len(ends) < 2 and not (reported.is_set() and llm.is_finished()):
+            ends += [output.index for output in llm.step() if output.finished]
+            if other.ident:
+                reported.set()
+        other.join(30)
+        ends += [output.index for output in llm.step() if output.finished]
+    assert sorted(ends) == [0, 1]

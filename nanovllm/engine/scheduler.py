@@ -20,7 +20,9 @@ from nanovllm.engine.step_plan import StepPlan
 class Scheduler:
     """Owner of the queues, of every length and of every block. A pure function of its queues: no clock, no device."""
 
-    MIN_PREFILL_TOKENS_WITH_DECODES = 512
+    PREFILL_TOKENS_WITH_DECODES = (512, 4096)
+    """Bounds of the default cap on prompt tokens beside decodes: what a running request hardly notices, and where a
+    larger chunk gains nothing more. In between it is a power of two, as the padded shapes of CUDA graphs are."""
 
     def __init__(self, config: EngineConfig, num_blocks: int, block_size: int) -> None:
         self.config = config
@@ -133,8 +135,11 @@ class Scheduler:
         return True
 
     def _prefill_cap(self) -> int:
-        cap = self.config.max_num_prefill_tokens_with_decodes
-        return cap if cap is not None else max(self.MIN_PREFILL_TOKENS_WITH_DECODES, self.num_waiting_tokens // 8)
+        if self.config.max_num_prefill_tokens_with_decodes is not None:
+            return self.config.max_num_prefill_tokens_with_decodes
+        low, high = self.PREFILL_TOKENS_WITH_DECODES
+        share = max(low, self.num_waiting_tokens // 8)
+        return min(high, 1 << (share.bit_length() - 1))
 
     def _continue_prompts(
         self,

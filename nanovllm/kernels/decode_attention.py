@@ -165,35 +165,36 @@ def _attend(q, k, v, m, sums, acc, scale_log2, start, end, BLOCK_N: tl.constexpr
 
 
 @triton.jit
-def merge_chunks_kernel(PARTIAL, LSE, OUT, NUM_CHUNKS, out_token, out_head, HQ: tl.constexpr, D: tl.constexpr,
-                        MAX_SPLITS: tl.constexpr, PDL: tl.constexpr):
-    """Merges the rows that have several chunks: a program for each row and query head, one chunk after the other."""
+def merge_chunks_kernel(PARTIAL, LSE, OUT, NUM_CHUNKS, out_token, out_head, HQ: tl.constexpr, HEADS: tl.constexpr,
+                        D: tl.constexpr, MAX_SPLITS: tl.constexpr, PDL: tl.constexpr):
+    """Merges the rows that have several chunks, one chunk after the other. A program takes HEADS query heads of a row,
+    of the HQ there are; where most rows have nothing to merge, the number of programs is all it costs."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     AT_ONCE: tl.constexpr = 8 if MAX_SPLITS >= 8 else MAX_SPLITS
-    row = (tl.program_id(0) // HQ).to(tl.int64)
-    head = tl.program_id(0) % HQ
+    row = tl.program_id(0).to(tl.int64)
     num_chunks = tl.load(NUM_CHUNKS + row)
     if num_chunks > 1:
-        first = (row * HQ + head) * MAX_SPLITS
-        dims = tl.arange(0, D)
-        splits = tl.arange(0, MAX_SPLITS)
-        lse = tl.load(LSE + first + splits, mask=splits < num_chunks, other=float("-inf"))
-        top = tl.max(lse, 0)
-        total = tl.sum(tl.zeros([1], tl.float32), 0)
-        acc = tl.zeros([D], tl.float32)
+        heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        dims = tl.arange(0, D)[None, :]
+        splits = tl.arange(0, MAX_SPLITS)[None, :]
+        first = (row * HQ + heads) * MAX_SPLITS
+        lse = tl.load(LSE + first[:, None] + splits, mask=(heads < HQ)[:, None] & (splits < num_chunks), other=float("-inf"))
+        top = tl.where(heads < HQ, tl.max(lse, 1), 0.0)
+        total = tl.zeros([HEADS], tl.float32)
+        acc = tl.zeros([HEADS, D], tl.float32)
         for begin in tl.static_range(0, MAX_SPLITS, AT_ONCE):
             if begin < num_chunks:
                 for i in tl.static_range(AT_ONCE):
                     entry = first + begin + i
-                    known = begin + i < num_chunks
-                    part_lse = tl.load(LSE + entry, mask=known, other=float("-inf"))
-                    value = tl.load(PARTIAL + entry * D + dims, mask=known & (dims < D), other=0.0)
-                    weight = tl.exp2(part_lse - top)
+                    known = (heads < HQ) & (begin + i < num_chunks)
+                    weight = tl.exp2(tl.load(LSE + entry, mask=known, other=float("-inf")) - top)
+                    value = tl.load(PARTIAL + entry[:, None] * D + dims, mask=known[:, None], other=0.0)
                     total += weight
-                    acc += value * weight
-        tl.store(OUT + row * out_token + head * out_head + dims, (acc / total).to(OUT.dtype.element_ty))
+                    acc += value * weight[:, None]
+        pointers = OUT + row * out_token + heads[:, None] * out_head + dims
+        tl.store(pointers, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=(heads < HQ)[:, None])
 
 
 @triton.jit
@@ -372,7 +373,8 @@ class DecodeAttention:
             BLOCK_N=c.block_n, TMA=use_tma, MAX_SPLITS=splits, PDL=pdl, num_warps=c.num_warps,
             num_stages=c.num_stages, maxnreg=c.max_registers, **launch)
         if most_chunks > 1:
-            merge_chunks_kernel[(num_rows * self.num_q_heads,)](
+            heads = 1 if num_rows <= FEW_ROWS else 8  # of a program
+            merge_chunks_kernel[(num_rows, triton.cdiv(self.num_q_heads, heads))](
                 self.partial, self.lse, out, self.num_chunks, out.stride(0), out.stride(1), HQ=self.num_q_heads,
-                D=self.head_dim, MAX_SPLITS=splits, PDL=pdl, num_warps=1, **launch)
+                HEADS=heads, D=self.head_dim, MAX_SPLITS=splits, PDL=pdl, num_warps=1 if heads == 1 else 4, **launch)
         return out

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from nanovllm.layers.weights import CheckpointWeight, Shard, WeightedModule, parameter
+from nanovllm.layers.linear import ParallelLinear
+from nanovllm.layers.weights import CheckpointWeight, Shard, parameter
 from nanovllm.parallel.group import TensorParallelGroup
 
 _ALIGNMENT = 16  # rows of a rank; keeps the head's matrix product on the fast tile sizes
 
 
-class VocabParallelEmbedding(WeightedModule):
+class VocabParallelEmbedding(ParallelLinear):
     """Table of this rank's token ids; also the weight of a tied output head.
 
     embed: token ids [T] -> [T, hidden], a partial sum (zero for ids of other ranks).
@@ -42,7 +43,7 @@ class VocabParallelEmbedding(WeightedModule):
         return F.embedding(local.masked_fill(foreign, 0), self.weight).masked_fill(foreign.unsqueeze(-1), 0.0)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden, self.weight)
+        return self(hidden)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         shape = (self.vocab_size, self.weight.shape[1])

@@ -14,9 +14,10 @@ class StepShape(NamedTuple):
     chunk_tokens: int
 
 
-MAX_CHUNK_ROWS = 16
-CHUNK_BUCKETS = (16, 64, 128, 256, 512, 1024)
-"""Padded prompt tokens of a captured step; longer steps keep the device busy while the host launches them one by one."""
+MAX_CHUNK_ROWS = 32
+CHUNK_BUCKETS = (16, 64, 128, 256, 512, 1024, 2048, 4096)
+"""Padded prompt tokens of a captured step. Longer ones would need much memory for their activations a second time; they
+keep the device busy while the host launches them kernel by kernel."""
 
 
 def decode_buckets(max_num_seqs: int) -> list[int]:
@@ -31,7 +32,7 @@ def decode_buckets(max_num_seqs: int) -> list[int]:
 
 def mixed_decode_buckets(max_num_seqs: int) -> list[int]:
     """Padded decode rows of steps that also compute prompt chunks."""
-    return [0] + [size for size in (16, 64, 128) if size < max_num_seqs] + [max_num_seqs]
+    return [0] + [size for size in (64,) if size < max_num_seqs] + [max_num_seqs]
 
 
 class StepGraphs:

@@ -271,17 +271,13 @@ class ModelRunner:
             hidden = hidden.index_select(0, buffers.logits_indices[:num_sample_rows])
         row_slot = buffers.row_slot[:num_sample_rows]
         logits = self.model.logits(hidden)
-        keys = self.kernels.gumbel_argmax(
-            logits,
-            row_slot,
-            self.state.temperature,
-            self.state.seed,
-            buffers.sample_positions[:num_sample_rows],
-            self.model.lm_head.vocab_start,
-            self.model_config.vocab_size,
-        )
-        self.group.all_reduce_max(keys)
-        self.kernels.commit_tokens(keys, row_slot, self.state.last_token, buffers.tokens[:num_sample_rows])
+        tokens, state, vocab_size = buffers.tokens[:num_sample_rows], self.state, self.model_config.vocab_size
+        draw = (logits, row_slot, state.temperature, state.seed, buffers.sample_positions[:num_sample_rows])
+        if self.group.size == 1:
+            self.kernels.sample_tokens(*draw, vocab_size, state.last_token, tokens)
+        else:
+            keys = self.kernels.gumbel_argmax(*draw, self.model.lm_head.vocab_start, vocab_size)
+            self.kernels.commit_tokens(self.group.all_reduce_max(keys), row_slot, state.last_token, tokens)
         return logits
 
     def collect(self, check: Callable[[], bool]) -> list[int]:

@@ -36,6 +36,7 @@ def projections(model: Qwen3ForCausalLM) -> dict[str, list[ParallelLinear]]:
         "o": [attention.o_proj for attention, _ in layers],
         "gate_up": [mlp.gate_up_proj for _, mlp in layers],
         "down": [mlp.down_proj for _, mlp in layers],
+        "head": [model.lm_head],
     }
 
 
@@ -43,8 +44,9 @@ def operations(fused: bool) -> dict[str, str]:
     """What is fused with each projection. With several ranks the sum over them stands between a projection and what
     surrounds it, so there is nothing to fuse."""
     if not fused:
-        return dict.fromkeys(("qkv", "o", "gate_up", "down"), "linear")
+        return dict.fromkeys(("qkv", "o", "gate_up", "down", "head"), "linear")
     return {
+        "head": "linear",
         "qkv": "norm_linear",
         "o": "linear_residual",
         "gate_up": "norm_linear_silu_mul",
@@ -105,7 +107,8 @@ def apply(model: Qwen3ForCausalLM, choices: Choices, fused: bool) -> None:
     for name, layers in projections(model).items():
         for layer in layers:
             layer.few_rows = choices.get(name, {})
-    model.fused_rows = {rows for by_rows in choices.values() for rows in by_rows} if fused else set()
+    layers = [by_rows for name, by_rows in choices.items() if name != "head"]
+    model.fused_rows = {rows for by_rows in layers for rows in by_rows} if fused else set()
 
 
 def load(path: Path) -> Choices | None:

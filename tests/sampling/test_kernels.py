@@ -56,6 +56,17 @@ def test_draws(dtype: torch.dtype, device: torch.device) -> None:
     assert not torch.equal(tokens[0], tokens[1])
 
 
+def test_greedy_ties_go_to_the_lowest_id(device: torch.device) -> None:
+    case = make_rows(8, 3, 1100, device)
+    case.temperature.zero_()
+    case.logits.fill_(-1.0)
+    case.logits[:, [1099, 40, 700]] = 2.0
+    for draw in (filters.draw_survivors, filters.draw_survivors_reference):
+        out, last = torch.zeros(2, 20, dtype=torch.int32, device=device)
+        draw(*case.filter_args, case.seed, case.positions, None, case.rows, out, last, None, 1100)
+        assert out[case.rows.long()].tolist() == [40, 40, 40]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("masked", [False, True])

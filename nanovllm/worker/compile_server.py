@@ -1,0 +1,150 @@
+"""Compiles Triton kernels into Triton's on-disk cache: `python -m nanovllm.worker.compile_server CONTROL_FD NUM_PROCESSES`.
+
+Started by precompile.py, which sends one CompileJob after another and hears of each when it is done. A kernel is compiled
+in a fork of this process: compiling holds the interpreter's lock, so threads would not help. No process here touches the
+device, for a CUDA context of its own would cost each of them a second, and the engine the time to share the driver.
+"""
+
+import importlib
+import os
+import pkgutil
+import signal
+import sys
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+_LOOK_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class CompileJob:
+    """One variant of one kernel, in Triton's own terms."""
+
+    module: str
+    name: str
+    """The kernel's qualified name in its module."""
+    specialization: str
+    """What JITFunction.preload takes: signature, constants, attributes and options as JSON."""
+    target: tuple[str, Any, int]
+    """backend, architecture, threads of a warp."""
+
+
+class _TargetOnly:
+    """Stands where Triton looks for the driver of a device: enough to compile for one."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_kernel(job: CompileJob) -> None:
+    """Leaves the kernel in the cache, and the C function that launches it, under the keys that a launch looks up."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    driver.set_active(_TargetOnly(GPUTarget(*job.target)))
+    kernel = getattr(importlib.import_module(job.module), job.name).preload(job.specialization)
+    if job.target[0] == "cuda":
+        from triton.backends.nvidia.driver import CudaLauncher, library_dirs
+
+        try:
+            library_dirs()
+        except (OSError, AssertionError, FileNotFoundError):
+            return  # no driver on this machine (a test): there will be no launch either
+        CudaLauncher(kernel.src, kernel.metadata)
+
+
+def _build_driver_module() -> None:
+    from triton.backends.nvidia.driver import CudaUtils
+
+    CudaUtils()
+
+
+def _import_everything(parent: int) -> None:
+    """What forks then need not do again: the kernels' modules, and what Triton computes once a process."""
+    import triton  # noqa: F401
+
+    _leave_without(parent)
+    package = importlib.import_module("nanovllm.kernels")
+    _leave_without(parent)
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
+    try:
+        from triton.backends.nvidia.compiler import get_ptxas_version  # noqa: F401
+        from triton.backends.nvidia.driver import library_dirs
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+        library_dirs()
+    except Exception:
+        pass  # other versions keep these elsewhere; every fork then does it by itself
+
+
+def _leave_without(parent: int) -> None:
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def _run(job: CompileJob | None) -> None:
+    """In a fork. None: the module through which Triton speaks to CUDA."""
+    _die_with_parent()
+    if job is None:
+        _build_driver_module()
+    else:
+        compile_kernel(job)
+
+
+def _die_with_parent() -> None:
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def serve(control: Connection, num_processes: int, parent: int) -> None:
+    """Answers each job with (name, exit code); returns when the other end is closed or its process is gone."""
+    context = get_context("fork")
+    running: dict[int, tuple[BaseProcess, CompileJob]] = {}
+    while True:
+        for handle in wait([control, *running] if len(running) < num_processes else list(running), _LOOK_SECONDS):
+            if isinstance(handle, int):
+                process, job = running.pop(handle)
+                process.join()
+                control.send((job.name, process.exitcode))
+                continue
+            job = control.recv()
+            process = context.Process(target=_run, args=(job,), daemon=True)
+            process.start()
+            running[process.sentinel] = (process, job)
+        if os.getppid() != parent:  # another process may hold the other end open: a fork of the one that is gone
+            return
+
+
+def main(control_fd: int, num_processes: int, parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control = Connection(control_fd)
+    driver_module = get_context("fork").Process(target=_run, args=(None,), daemon=True)
+    try:
+        import triton  # noqa: F401
+
+        driver_module.start()
+        _import_everything(parent)
+        serve(control, num_processes, parent)
+    except (EOFError, OSError):
+        pass
+    finally:
+        os.killpg(0, signal.SIGKILL)  # the forks too, and the assemblers that they run
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), os.getppid())

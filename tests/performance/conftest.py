@@ -1,0 +1,7 @@
+"""These tests share the makers of the scheduler's and of the processes' tests."""
+
+import sys
+from pathlib import Path
+
+for neighbour in ("engine", "processes"):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / neighbour))

@@ -1,0 +1,123 @@
+"""What a steady decode step sends to the other ranks: bytes, slots of the ring, and the time that it takes.
+
+Figures for 256 rows: 3,136 bytes without news and 12 for each row that takes a block, thus 3,160 on average with blocks
+of 128 tokens (scripts/test tests/performance -s prints the time).
+"""
+
+import multiprocessing
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+from simulation import make_sequence
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.step_plan import HEADER_SIZE, StepPlan
+from nanovllm.worker.channel import SLOT_BYTES, CommandReader, CommandWriter, create_shared_memory
+
+NUM_ROWS = 256
+BLOCK = 128
+FIXED = 4 * (HEADER_SIZE + 3 * NUM_ROWS)
+UPDATE = 12
+"""Bytes of a row's new block: slot, index, block."""
+
+
+class Decoding:
+    """256 rows that decode, one step ahead of their results."""
+
+    def __init__(self) -> None:
+        self.scheduler = Scheduler(EngineConfig("model", max_num_seqs=NUM_ROWS), num_blocks=20_000, block_size=BLOCK)
+        for number in range(NUM_ROWS):
+            prompt = [number] * (300 + 7 * number % 400)
+            sequence = make_sequence(number, prompt, max_tokens=100_000, capacity=self.scheduler.capacity_tokens)
+            self.scheduler.add(sequence)
+        self.launched = self._scheduled()
+        while self.launched.num_decode_rows < NUM_ROWS:
+            self.step()
+
+    def _scheduled(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        assert plan is not None
+        return plan
+
+    def step(self) -> StepPlan:
+        """Schedules the next step and takes in the tokens of the one before."""
+        plan = self._scheduled()
+        self.scheduler.apply(self.launched, [17] * self.launched.num_sample_rows)
+        self.launched = plan
+        return plan
+
+
+def test_bytes_of_a_steady_step() -> None:
+    """Nothing but the fixed part, where a row's place is, and the blocks that rows take: one each in BLOCK steps."""
+    decoding = Decoding()
+    total = 0
+    for _ in range(BLOCK):
+        plan = decoding.step()
+        size = plan.pack(NUM_ROWS).nbytes
+        assert plan.num_decode_rows == plan.num_rows == NUM_ROWS
+        assert size == FIXED + UPDATE * (len(plan.block_updates) // 3)
+        total += size
+    assert total == BLOCK * FIXED + NUM_ROWS * UPDATE
+    assert FIXED == 3136
+    assert total / BLOCK == 3160
+
+
+def test_a_new_row_costs_its_tokens_and_a_record() -> None:
+    decoding = Decoding()
+    first = decoding.scheduler.running[0]
+    decoding.scheduler.abort(first)
+    before = decoding.step()  # without it
+    prompt = [1000 + n for n in range(300)]
+    decoding.scheduler.add(make_sequence(NUM_ROWS, prompt, max_tokens=9))
+    plan = decoding.step()
+    assert (before.num_rows, plan.num_rows, plan.num_decode_rows) == (NUM_ROWS - 1, NUM_ROWS, NUM_ROWS - 1)
+    blocks = -(-len(prompt) // BLOCK) + sum(start % BLOCK == 0 for start in plan.starts[: NUM_ROWS - 1])
+    assert plan.pack(NUM_ROWS).nbytes == FIXED + 4 * len(prompt) + 32 + UPDATE * blocks
+
+
+def _answer(memory: int, bell: int) -> None:
+    reader = CommandReader(memory, 0, bell, spin_seconds=5.0)
+    while True:
+        _, message = reader.receive()
+        assert np.frombuffer(message, dtype=np.int32)[0] == NUM_ROWS
+        reader.mark_done()
+
+
+def test_a_steady_step_through_the_ring(benchmark: Any) -> None:
+    """There and back between two processes, in one slot of the ring: a step never waits for room."""
+    packed = Decoding().step().pack(NUM_ROWS)
+    memory, (bell, doorbell) = create_shared_memory(), os.pipe()
+    writer = CommandWriter(memory, [doorbell])
+    worker = multiprocessing.get_context("fork").Process(target=_answer, args=(memory, bell), daemon=True)
+    worker.start()
+
+    def check() -> None:
+        assert worker.is_alive()
+
+    def round_trip() -> None:
+        writer.send_step(packed, check)
+        while writer.num_done(0) != writer.num_sent:
+            pass
+
+    try:
+        benchmark.pedantic(round_trip, rounds=500, warmup_rounds=100)
+        assert writer._published == writer.num_sent, "one slot a step"
+    finally:
+        worker.kill()
+        worker.join()
+        writer.close()
+        for file in (memory, bell, doorbell):
+            os.close(file)
+    benchmark.extra_info["bytes"] = packed.nbytes
+    if benchmark.stats is not None:  # None under --benchmark-disable
+        # Some 20 us where both processes have a core to themselves; a busy machine has none to give.
+        assert benchmark.stats.stats.min < 5e-3
+
+
+@pytest.mark.parametrize("rows", [1, 256, 1024])
+def test_a_step_has_room_in_one_slot(rows: int) -> None:
+    """Also where every row takes a block."""
+    assert 4 * (HEADER_SIZE + 3 * rows) + UPDATE * rows <= SLOT_BYTES - 17

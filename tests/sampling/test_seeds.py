@@ -1,0 +1,93 @@
+"""A request's draws are its own: the same alone, in a crowd, preempted, chunked, cached, on 1, 2 and 4 ranks, and as when
+this test was written. Every option that rows can have is among the requests."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from serving import Engines
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.outputs import RequestOutput
+
+OPTIONS: list[dict[str, Any]] = [
+    {"top_p": 0.8},
+    {"top_k": 4},
+    {"min_p": 0.05, "temperature": 1.5},
+    {"top_k": 30, "top_p": 0.9, "temperature": 1.8},
+    {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    {"temperature": 0.0, "repetition_penalty": 1.3},
+    {"logit_bias": {300: 4.0, 320: 5.0}, "temperature": 1.3},
+    {"bad_words": [" named", " a little"], "temperature": 1.2},
+    {"allowed_token_ids": range(200, 900), "temperature": 1.2},
+    {"logprobs": 3, "temperature": 1.1},
+    {"min_tokens": 30, "stop_token_ids": [13], "temperature": 1.2},
+    {},
+    {"temperature": 0.0},
+]
+TEXTS = ["Once upon a time there was a", "The capital of France is", "One windy day Zoë found a red kite on the hill. "]
+MAX_TOKENS = 36
+
+DRAWN = {}  # filled in below
+
+
+def requests() -> list[tuple[str, SamplingParams]]:
+    base = {"temperature": 1.0, "max_tokens": MAX_TOKENS, "ignore_eos": True}
+    return [(TEXTS[i % 3] * (1 + i % 2), SamplingParams(**{**base, "seed": 40 + i, **o})) for i, o in enumerate(OPTIONS)]
+
+
+def run(llm: LLM, which: Sequence[int]) -> list[list[int]]:
+    all_requests = requests()
+    chosen = [all_requests[i] for i in which]
+    outputs: list[RequestOutput] = llm.generate([t for t, _ in chosen], [p for _, p in chosen], use_tqdm=False)
+    llm.engine.scheduler.check_integrity()
+    assert llm.engine._num_sampling == 0
+    return [output.token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def alone(engines: Engines) -> list[list[int]]:
+    llm = engines.get(async_scheduling=False, enable_prefix_caching=False)
+    return [run(llm, [i])[0] for i in range(len(OPTIONS))]
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "crowd": {},
+    "synchronous": {"async_scheduling": False},
+    "chunked": {"max_num_batched_tokens": 16},
+    "preempted": {"num_kvcache_blocks": 7},
+    "preempted, chunked": {"num_kvcache_blocks": 7, "max_num_batched_tokens": 24, "max_num_seqs": 5},
+    "two ranks": {"tensor_parallel_size": 2},
+    "two ranks, preempted": {"tensor_parallel_size": 2, "num_kvcache_blocks": 7},
+    "four ranks": {"tensor_parallel_size": 4},
+}
+
+
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
+def test_the_same_tokens(engines: Engines, alone: list[list[int]], options: dict[str, Any]) -> None:
+    llm = engines.get(max_model_len=112, **options)
+    epochs: list[int] = []
+    schedule = llm.engine.scheduler._preempt
+    llm.engine.scheduler._preempt = lambda seq: (epochs.append(seq.epoch), schedule(seq))[1]  # type: ignore[method-assign]
+    everyone = list(range(len(OPTIONS)))
+    assert run(llm, everyone) == alone
+    assert run(llm, everyone[::-1]) == alone[::-1]  # from the prefix cache, in another order
+    assert bool(epochs) == ("num_kvcache_blocks" in options)
+
+
+def test_as_when_this_was_written(alone: list[list[int]]) -> None:
+    assert {i: tokens[:12] for i, tokens in enumerate(alone)} == DRAWN
+
+
+def test_neighbours_keep_the_fast_path(engines: Engines, alone: list[list[int]]) -> None:
+    """Only general rows travel in the section; a batch without any sends none."""
+    llm = engines.get()
+    sections: list[Any] = []
+    launch = llm.engine._launch
+    llm.engine._launch = lambda plan: (launch(plan), sections.append(plan.sampling))[0]  # type: ignore[method-assign]
+    assert run(llm, [11, 12, 0]) == [alone[11], alone[12], alone[0]]
+    assert sections and all(s is None or int(s.section[0]) <= 1 for s in sections)
+    sections.clear()
+    run(llm, [11, 12])
+    assert sections and all(s is None for s in sections)
+    llm.engine._launch = launch  # type: ignore[method-assign]

@@ -1,0 +1,161 @@
+"""How outputs end, how many a request has, and what else comes with them."""
+
+import pytest
+from serving import PROMPT, Engines
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.outputs import RequestOutput
+
+SEEDED = {"temperature": 0.8, "seed": 1, "max_tokens": 60}
+
+
+@pytest.fixture(scope="module")
+def llm(engines: Engines) -> LLM:
+    return engines.get()
+
+
+@pytest.fixture(scope="module")
+def plain(llm: LLM) -> RequestOutput:
+    return one(llm)
+
+
+def one(llm: LLM, prompt: str = PROMPT, **options: object) -> RequestOutput:
+    (output,) = llm.generate([prompt], SamplingParams(**{**SEEDED, **options}), use_tqdm=False)  # type: ignore[arg-type]
+    return output
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("begin", [0, 3, 7, 20, 41, 90])
+def test_stop_strings_end_the_text_where_they_begin(
+    llm: LLM, plain: RequestOutput, begin: int, include: bool
+) -> None:
+    """Whatever piece of the plain text is the stop string, also across tokens."""
+    text = plain.text
+    stop = text[begin : begin + 5]
+    output = one(llm, stop=["never to be found", stop], include_stop_str_in_output=include)
+    end = text.find(stop) + (len(stop) if include else 0)
+    assert output.text == text[:end]
+    assert (output.finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
+    assert plain.token_ids[: len(output.token_ids)] == output.token_ids
+    assert stop in llm.tokenizer.decode(output.token_ids) and stop not in llm.tokenizer.decode(output.token_ids[:-1])
+
+
+def test_stop_strings_of_bytes_that_are_split(llm: LLM) -> None:
+    output = one(llm, "Once upon a time there was a little fox named Z", stop="ë", temperature=0)
+    assert output.outputs[0].stop_reason == "ë" and "ë" not in output.text and "\ufffd" not in output.text
+
+
+def test_stop_token_ids(llm: LLM, plain: RequestOutput) -> None:
+    token_id = plain.token_ids[9]
+    at = plain.token_ids.index(token_id)
+    output = one(llm, stop_token_ids=[token_id])
+    assert (output.finish_reason, output.outputs[0].stop_reason) == ("stop", token_id)
+    assert output.token_ids == plain.token_ids[: at + 1]
+    assert output.text == llm.tokenizer.decode(plain.token_ids[:at])
+    assert one(llm, stop_token_ids=[token_id], include_stop_str_in_output=True).text == llm.tokenizer.decode(output.token_ids)
+
+
+def test_end_of_text_has_no_stop_reason(llm: LLM) -> None:
+    eos = llm.model_config.eos_token_ids[0]
+    output = one(llm, logit_bias={eos: 100})
+    assert (output.token_ids, output.finish_reason, output.outputs[0].stop_reason) == ([eos], "stop", None)
+    kept = one(llm, logit_bias={eos: 100}, ignore_eos=True, max_tokens=3, skip_special_tokens=False)
+    assert kept.token_ids == [eos] * 3 and kept.text == llm.tokenizer.decode([eos]) * 3
+    assert one(llm, logit_bias={eos: 100}, ignore_eos=True, stop_token_ids=[eos]).outputs[0].stop_reason == eos
+
+
+def test_min_tokens(llm: LLM, plain: RequestOutput) -> None:
+    eos = llm.model_config.eos_token_ids[0]
+    output = one(llm, logit_bias={eos: 100}, min_tokens=7)
+    assert len(output.token_ids) == 8 and eos not in output.token_ids[:-1]
+    stop = plain.text[3:6]
+    late = one(llm, stop=stop, min_tokens=50)
+    assert len(late.token_ids) >= 50
+    assert one(llm, min_tokens=60).token_ids == plain.token_ids, "what is suppressed would not have been drawn anyway"
+
+
+def test_bad_words(llm: LLM, plain: RequestOutput) -> None:
+    assert " was" in plain.text and "named Lily" in plain.text
+    text = one(llm, bad_words=["was", "named Lily"]).text
+    assert " was" not in text and "named Lily" not in text
+
+
+def test_text_options(llm: LLM) -> None:
+    assert one(llm, detokenize=False).text == ""
+    eos = llm.model_config.eos_token_ids[0]
+    assert llm.tokenizer.eos_token in one(llm, logit_bias={eos: 8}, ignore_eos=True, skip_special_tokens=False).text
+
+
+def test_n_completions_share_the_prompt(llm: LLM) -> None:
+    prompt = PROMPT * 20
+    output = one(llm, prompt, n=5, max_tokens=12, logprobs=1, prompt_logprobs=0)
+    assert [completion.index for completion in output.outputs] == list(range(5))
+    assert len({tuple(completion.token_ids) for completion in output.outputs}) == 5
+    for index, completion in enumerate(output.outputs):
+        alone = one(llm, prompt, seed=1 + index, max_tokens=12)
+        assert completion.token_ids == alone.token_ids and completion.text == alone.text
+        assert completion.logprobs is not None and len(completion.logprobs) == 12
+    assert output.prompt_logprobs is not None and all(output.prompt_logprobs[1:])
+    assert llm.is_finished()
+
+
+def test_siblings_start_from_the_first_ones_blocks(llm: LLM) -> None:
+    engine = llm.engine
+    before = engine.num_prefill_tokens
+    request = engine.add_request(list(range(100, 165)), SamplingParams(n=4, max_tokens=3, seed=3))
+    while engine.has_unfinished_requests():
+        engine.step()
+    seqs = engine.forget(request)
+    assert [seq.num_prompt_cached_tokens for seq in seqs] == [0, 64, 64, 64]
+    assert engine.num_prefill_tokens - before == 65 + 3
+    engine.scheduler.check_integrity()
+
+
+def test_greedy_duplicates_are_allowed(llm: LLM) -> None:
+    output = one(llm, n=3, temperature=0, seed=None, max_tokens=5)
+    assert len({tuple(completion.token_ids) for completion in output.outputs}) == 1
+
+
+def test_abort_ends_all_completions(llm: LLM) -> None:
+    for steps in (0, 1, 4):
+        request = llm.add_request(PROMPT, SamplingParams(n=3, max_tokens=50, ignore_eos=True))
+        outputs = []
+        for _ in range(steps):
+            outputs += llm.step()
+        llm.abort(request)
+        while not llm.is_finished():
+            outputs += llm.step()
+        assert sorted(o.index for o in outputs if o.finished) == [0, 1, 2]
+        assert all(o.finish_reason == "abort" for o in outputs if o.finished)
+        assert not llm.engine.knows(request)
+
+
+def test_metrics(llm: LLM) -> None:
+    metrics = one(llm, max_tokens=5, ignore_eos=True).metrics
+    assert metrics.queued is not None and metrics.queued >= 0 and metrics.time_to_first_token is not None
+    assert len(metrics.token_times) == 5 and metrics.token_times == sorted(metrics.token_times)
+    assert metrics.first_token_time == metrics.token_times[0] and metrics.finished_time == metrics.token_times[-1]
+    assert metrics.time_per_output_token is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"logit_bias": {1024: 1.0}}, "logit_bias.*1024.*vocab_size=1024"),
+        ({"allowed_token_ids": [0, 5000]}, "allowed_token_ids.*5000.*vocab_size=1024"),
+        ({"stop_token_ids": [1024]}, "stop_token_ids.*1024"),
+    ],
+)
+def test_ids_outside_the_vocabulary(llm: LLM, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        one(llm, **options)
+    assert llm.is_finished()
+
+
+def test_what_needs_a_tokenizer(engines: Engines) -> None:
+    llm = engines.get(skip_tokenizer_init=True)
+    for options in ({"stop": "x"}, {"bad_words": "x"}):
+        with pytest.raises(ValueError, match="needs a tokenizer"):
+            llm.generate([[1, 2]], SamplingParams(**options), use_tqdm=False)
+    (output,) = llm.generate([[1, 2]], SamplingParams(logprobs=1, max_tokens=2), use_tqdm=False)
+    assert output.text == "" and next(iter((output.outputs[0].logprobs or [{}])[0].values())).decoded_token is None
