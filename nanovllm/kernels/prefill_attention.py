@@ -190,13 +190,13 @@ class PrefillAttention:
 
     def plan(self, cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """The list of tiles, int32 [cdiv(num_tokens, BLOCK_M) + rows, 2], of rows cu_seqlens_q [rows + 1] (which may
-        start at any token). num_tokens: any bound on the rows' tokens."""
+        start at any token; a padded step may have more of them than max_num_seqs). num_tokens: any bound on their tokens."""
         num_rows = context_lens.shape[0]
         num_tiles = triton.cdiv(num_tokens, self.config.block_m) + num_rows
         tiles = torch.empty(num_tiles, 2, dtype=torch.int32, device=cu_seqlens_q.device)
         plan_prefill_kernel[(triton.cdiv(num_tiles, 64),)](
             cu_seqlens_q, context_lens, tiles, num_tiles, num_rows, BLOCK_M=self.config.block_m,
-            SEARCH_STEPS=self.search_steps, BLOCK=64, num_warps=4)
+            SEARCH_STEPS=max(self.search_steps, num_rows.bit_length()), BLOCK=64, num_warps=4)
         return tiles
 
     def __call__(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,

@@ -87,14 +87,16 @@ def test_chunking_does_not_change_a_bit() -> None:
         assert torch.equal(run(whole)[start:stop], expected[start:stop])
 
 
+@pytest.mark.parametrize("max_num_seqs", [19, 3])
 @pytest.mark.parametrize("first_token", [0, 21])
-def test_tiles_cover_every_query_once_heavy_ones_first(first_token: int) -> None:
+def test_tiles_cover_every_query_once_heavy_ones_first(first_token: int, max_num_seqs: int) -> None:
+    """Also where a padded step has more rows than there are slots."""
     rng = torch.Generator().manual_seed(0)
     queries = torch.randint(0, 150, (19,), generator=rng)
     contexts = (queries + torch.randint(0, 300, (19,), generator=rng)).int()
     contexts[4] = 0
     starts = (torch.cat([torch.zeros(1, dtype=torch.int64), queries.cumsum(0)]) + first_token).int()
-    attention = PrefillAttention(2, 1, 32, 16, 19, torch.device(DEVICE), SMALL)
+    attention = PrefillAttention(2, 1, 32, 16, max_num_seqs, torch.device(DEVICE), SMALL)
     tiles = attention.plan(starts.to(DEVICE), contexts.to(DEVICE), int(queries.sum()) + 7)
     real = [(row, query) for row, query in tiles.tolist() if row >= 0]
     assert real == plan_prefill_reference(starts, contexts, SMALL.block_m)
