@@ -88,10 +88,12 @@ class EngineConfig:
     small_batch_kernels: bool = True
     """False: library matrix products also where few rows are in flight (for comparison)."""
     kernel_choices: str | None = None
-    """A file of which kernels small batches use: read where it exists, else timed on this device and written. By default
-    a fixed rule decides."""
+    """A file of which kernels small batches use: read where it exists, else timed on this device and written. By
+    default a fixed rule decides."""
     peer_all_reduce: bool = True
     """False: NCCL for every all-reduce (for comparison). Peer memory never uses NVLink multicast."""
+    parallel_compile: bool = True
+    """False: at the first start kernels are compiled one by one, by the engine itself (for comparison)."""
     async_scheduling: bool = True
     """False: wait for each step's tokens before the next step is scheduled (for comparison)."""
     step_timeout: float = 60.0

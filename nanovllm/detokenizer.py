@@ -1,4 +1,5 @@
-"""Token ids to text as they come: never half a character, linear in the output, the same text as decoding all at once."""
+"""Token ids to text as they come: never half a character, linear in the output, the same text as decoding all at
+once."""
 
 import codecs
 from collections.abc import Callable, Sequence
@@ -119,8 +120,8 @@ class WindowDetokenizer:
 
 
 def find_stop(text: str, stops: Sequence[str], num_fresh: int) -> tuple[int, str] | None:
-    """Which of `stops` is completed by the last `num_fresh` characters of text, and where it begins: the one that begins
-    first, of several there the first in the list."""
+    """Which of `stops` is completed by the last `num_fresh` characters of text, and where it begins: the one that
+    begins first, of several there the first in the list."""
     found = []
     for order, stop in enumerate(stops):
         at = text.find(stop, max(0, len(text) - num_fresh - len(stop) + 1))

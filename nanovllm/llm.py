@@ -143,7 +143,8 @@ class LLM:
                     break
 
     def _dispatch(self, outputs: list[StepOutput]) -> set[int]:
-        """Keeps what belongs to add_request's callers for step(); returns the ids that finished, all completions of them."""
+        """Keeps what belongs to add_request's callers for step(); returns the ids that finished, all completions of
+        them."""
         for output in outputs:
             if output.request_id not in self._generating and self.engine.knows(output.request_id):
                 self._foreign_outputs.append(output)

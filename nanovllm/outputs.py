@@ -82,7 +82,7 @@ class LogprobsList(Sequence[dict[int, Logprob] | None]):
     def __getitem__(self, index: int) -> dict[int, Logprob] | None: ...
     @overload
     def __getitem__(self, index: slice) -> "LogprobsList": ...
-    def __getitem__(self, index: int | slice) -> "dict[int, Logprob] | None | LogprobsList":
+    def __getitem__(self, index: int | slice) -> "dict[int, Logprob] | LogprobsList | None":
         if isinstance(index, slice):
             return LogprobsList(self._rows[index], self._k, self._decode)
         row = self._rows[index]

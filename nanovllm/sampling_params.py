@@ -54,7 +54,7 @@ class StructuredOutput:
         if self.choice is not None:
             choices = () if isinstance(self.choice, str) else tuple(self.choice)
             if not choices or not all(isinstance(one, str) and one for one in choices):
-                raise ValueError(f"StructuredOutput.choice={self.choice!r}: must be one text or more, none of them empty")
+                raise ValueError(f"StructuredOutput.choice={self.choice!r}: must be texts, at least one, none empty")
             object.__setattr__(self, "choice", choices)
         if not isinstance(self.json_object, bool):
             raise ValueError(f"StructuredOutput.json_object={self.json_object!r}: must be True or False")
@@ -69,8 +69,8 @@ class SamplingParams:
     temperature: float = 1.0
     """Divides the logits; 0 is greedy (ties go to the lowest token id)."""
     top_p: float = 1.0
-    """In (0, 1]: draw from the fewest most likely tokens whose probabilities add up to this much. Tokens as likely as the
-    last of them stay too. 1 is off."""
+    """In (0, 1]: draw from the fewest most likely tokens whose probabilities add up to this much. Tokens as likely
+    as the last of them stay too. 1 is off."""
     top_k: int = 0
     """Draw from the k most likely tokens; tokens as likely as the k-th stay too. 0 and -1 are off."""
     min_p: float = 0.0
@@ -85,8 +85,8 @@ class SamplingParams:
     """Keys this request's draws; completion i of n draws from seed + i. Default: derived from the engine's seed and the
     request's number."""
     stop: str | Iterable[str] = ()
-    """Texts that end the output where they appear, also across tokens. The output text ends before them. Of several that
-    the same token completes, the one that begins first counts."""
+    """Texts that end the output where they appear, also across tokens. The output text ends before them. Of several
+    that the same token completes, the one that begins first counts."""
     include_stop_str_in_output: bool = False
     """True: the output text ends after the stop string instead."""
     stop_token_ids: Iterable[int] = ()
@@ -94,11 +94,13 @@ class SamplingParams:
     ignore_eos: bool = False
     """True: end-of-text tokens do not end the output."""
     min_tokens: int = 0
-    """Until the output has this many tokens, end-of-text and stop_token_ids cannot be drawn and `stop` is not looked for."""
+    """Until the output has this many tokens, end-of-text and stop_token_ids cannot be drawn and `stop` is not looked
+    for."""
     max_tokens: int = 16
     """Most tokens to generate; fewer where max_model_len or the KV cache ends first."""
     logprobs: int | None = None
-    """0..20: log-probabilities (of the raw logits) of that many likeliest tokens and of the drawn one, for each token."""
+    """0..20: log-probabilities (of the raw logits) of that many likeliest tokens and of the drawn one, for each
+    token."""
     prompt_logprobs: int | None = None
     """0..20: the same for each token of the prompt but the first. Such a request computes its whole prompt: it takes
     nothing from the prefix cache."""
@@ -180,7 +182,7 @@ class SamplingParams:
             if not _is_int(number) or number < 0:
                 _refuse("logit_bias", {token_id: value}, "a dict whose keys are token ids")
             if not _is_number(value) or abs(value) > MAX_BIAS:
-                _refuse("logit_bias", {token_id: value}, f"a dict whose values are numbers in [-{MAX_BIAS}, {MAX_BIAS}]")
+                _refuse("logit_bias", {token_id: value}, f"a dict of numbers in [-{MAX_BIAS}, {MAX_BIAS}]")
             copy[number] = float(value)
         object.__setattr__(self, "logit_bias", copy)
 

@@ -3,8 +3,8 @@
     python scripts/bench_sampling.py --model 0.6B                   # random weights; the table and mixed batches
     python scripts/bench_sampling.py --model 0.6B --schema          # also a JSON schema on a quarter of the requests
 
-The first part is `bench.py --sampling-options`. For a JSON schema without a checkpoint the demo's small tokenizer stands in
-for the model's: masks have the model's size, and computing them costs less than with a large vocabulary.
+The first part is `bench.py --sampling-options`. For a JSON schema without a checkpoint the demo's small tokenizer
+stands in for the model's: masks have the model's size, and computing them costs less than with a large vocabulary.
 """
 
 import argparse
@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench import Bench, draw_workload, parse_args, sampling  # noqa: E402
-
 from nanovllm import LLM, StructuredOutput  # noqa: E402
 
 SCHEMA = {

@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def device_events(trace: Path) -> list[dict[str, Any]]:
 def split_steps(events: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Events of each whole step; a step runs from its first kernel to whatever follows before the next one's."""
     starts = [index for index, event in enumerate(events) if FIRST_KERNEL in event["name"]]
-    return [events[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+    return [events[a:b] for a, b in pairwise(starts)]
 
 
 def report(steps: list[list[dict[str, Any]]], rows: int) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def report(steps: list[list[dict[str, Any]]], rows: int) -> dict[str, Any]:
     calls: dict[str, int] = defaultdict(int)
     times: dict[str, float] = defaultdict(float)
     inside, between, spans, counts = [], [], [], []
-    for step, following in zip(steps, steps[1:], strict=False):
+    for step, following in pairwise(steps):
         end, idle, kernels = step[0]["ts"], 0.0, 0
         for event in step:
             # copies stand between steps: the one in belongs to the step after, the one out to nobody's critical path
@@ -67,13 +68,14 @@ def report(steps: list[list[dict[str, Any]]], rows: int) -> dict[str, Any]:
     }
     for name, value in figures.items():
         print(f"{name:70s} {value:26.1f}")
-    print(f"{'idle between steps, share of the step':70s} {figures['idle_between_steps_us'] / figures['step_us']:26.2%}")
+    share = figures["idle_between_steps_us"] / figures["step_us"]
+    print(f"{'idle between steps, share of the step':70s} {share:26.2%}")
     return figures
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="0.6B", help="one of the published Qwen3 sizes, with random weights, or a folder")
+    parser.add_argument("--model", default="0.6B", help="a published Qwen3 size, with random weights, or a folder")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--context", type=int, default=512, help="prompt tokens of each request")
     parser.add_argument("--steps", type=int, default=30)

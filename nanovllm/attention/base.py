@@ -58,6 +58,10 @@ class AttentionBackend(ABC):
     """
 
     name: str
+    is_required: bool = False
+    """Asked for by name: finding out late that it cannot work is an error, not a reason to do without."""
+    fallen_back_from: str = ""
+    """What could not be used after all, and why."""
 
     def __init__(self, num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int, max_num_seqs: int,
                  max_model_len: int, device: torch.device | str, dtype: torch.dtype) -> None:

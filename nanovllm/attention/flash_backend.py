@@ -4,25 +4,19 @@ FlashAttention-4 (package flash-attn-4, module flash_attn.cute) is preferred, Fl
 serves where only it is installed. Both read the paged cache through a table of the chunk rows' blocks.
 """
 
-import inspect
-from collections.abc import Callable
-from typing import NamedTuple
+import logging
+from typing import Any, NamedTuple
 
 import torch
 
+from nanovllm.attention import flash_import
 from nanovllm.attention.base import AttentionMetadata
 from nanovllm.attention.triton_backend import PrefillRows, TritonBackend
 
-try:
-    from flash_attn.cute import interface as flash4
-except ImportError:
-    flash4 = None
-try:
-    from flash_attn import flash_attn_varlen_func as flash2
-except ImportError:
-    flash2 = None
-if flash4 is None and flash2 is None:
-    raise ImportError("neither flash-attn-4 nor flash-attn can be imported")
+logger = logging.getLogger(__name__)
+
+if not flash_import.installed():
+    raise ImportError("neither flash-attn-4 nor flash-attn is installed")
 
 FLASH2_BLOCK = 256
 """FlashAttention-2 wants KV blocks of a multiple of so many tokens."""
@@ -35,9 +29,19 @@ class _ChunkRows(NamedTuple):
 
 
 class FlashBackend(TritonBackend):
-    """FlashAttention's grid comes from host-side lengths: chunks of a captured step are left to the Triton kernel."""
+    """FlashAttention's grid comes from host-side lengths: chunks of a captured step are left to the Triton kernel.
+
+    The package takes seconds to import, so that happens in the background, from the moment a backend is made until it is
+    first needed. If it fails then, Triton takes all of the work, unless FlashAttention was asked for by name.
+    """
 
     name = "flash"
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._package = _package(self.block_size, self.device)
+        self._is_loaded = False
+        flash_import.start(self._package)
 
     @classmethod
     def check(cls, block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device | str) -> None:
@@ -49,25 +53,30 @@ class FlashBackend(TritonBackend):
             raise ValueError(f"dtype={dtype}: {where} takes bfloat16 or float16")
         if head_dim not in (64, 128):
             raise ValueError(f"head_dim={head_dim}: {where} takes 64 or 128")
-        if _use_flash4(device):
-            return
-        if flash2 is None:
-            major, minor = torch.cuda.get_device_capability(device)
-            raise ValueError(f"device={str(device)!r}: {where} with flash-attn-4 needs compute capability 9.x or 10.x, "
-                             f"not {major}.{minor}")
-        if block_size % FLASH2_BLOCK:
-            raise ValueError(
-                f"kvcache_block_size={block_size}: {where} with flash-attn 2 takes multiples of {FLASH2_BLOCK}")
+        _package(block_size, device)
+
+    def _has_flash(self) -> bool:
+        """Waits for the import. Where it failed: False from now on, or ValueError where FlashAttention is required."""
+        if not self._is_loaded and not self.fallen_back_from:
+            try:
+                self._forward = flash_import.forward(self._package)
+                self._is_loaded = True
+            except flash_import.ImportFailed as error:
+                if self.is_required:
+                    raise ValueError(f"attention_backend='flash': must be installed ({error})") from error
+                self.name, self.fallen_back_from = super().name, f"flash: {error}"
+                logger.warning("attention_backend='auto': triton, for flash cannot be used: %s", error)
+        return self._is_loaded
 
     def _prepare_prefill(self, metadata: AttentionMetadata) -> PrefillRows | _ChunkRows:
-        if metadata.is_captured:
+        if metadata.is_captured or not self._has_flash():
             return super()._prepare_prefill(metadata)
         n = metadata.num_decode_rows
         context_lens = metadata.context_lens[n:]
         slots = metadata.row_slot[n:].clamp(min=0)
         metadata.prefill_block_tables = metadata.block_table.index_select(0, slots)
         cu_seqlens_k = None
-        if not _use_flash4(self.device):
+        if self._package == flash_import.FLASH2:
             cu_seqlens_k = torch.nn.functional.pad(context_lens.cumsum(0, dtype=torch.int32), (1, 0))
         return _ChunkRows(context_lens, metadata.cu_seqlens_q[n:], cu_seqlens_k)
 
@@ -79,31 +88,27 @@ class FlashBackend(TritonBackend):
         # As FlashAttention names it, [blocks, tokens, heads, head_dim]: the same memory under other strides.
         k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
         if rows.cu_seqlens_k is not None:
-            flash2_out = flash2(
+            flash2_out = self._forward(
                 q, k, v, cu_seqlens_q=rows.cu_seqlens_q, cu_seqlens_k=rows.cu_seqlens_k,
                 max_seqlen_q=metadata.max_seqlen_q, max_seqlen_k=metadata.max_context_len, softmax_scale=self.scale,
                 causal=True, block_table=metadata.prefill_block_tables)
             out[metadata.num_decode_rows :] = flash2_out[metadata.num_decode_rows :]
             return
-        _flash4_forward()(
+        self._forward(
             q, k, v, cu_seqlens_q=rows.cu_seqlens_q, seqused_k=rows.context_lens, max_seqlen_q=metadata.max_seqlen_q,
             max_seqlen_k=metadata.max_context_len, page_table=metadata.prefill_block_tables, softmax_scale=self.scale,
             causal=True, num_splits=1, out=out)
 
 
-def _use_flash4(device: torch.device | str) -> bool:
-    return flash4 is not None and torch.cuda.get_device_capability(device)[0] in (9, 10)
-
-
-def _flash4_forward() -> Callable[..., object]:
-    """The forward pass that writes into a given tensor, which the package keeps below its public function; the public
-    one allocates its result, which would cost a copy."""
-    forward = getattr(flash4, "_flash_attn_fwd", None)
-    if forward is not None and "out" in inspect.signature(forward).parameters:
-        return forward
-
-    def copying(*args: torch.Tensor, out: torch.Tensor, **options: object) -> None:
-        result = flash4.flash_attn_varlen_func(*args, **options)
-        out.copy_(result[0] if isinstance(result, tuple) else result)
-
-    return copying
+def _package(block_size: int, device: torch.device | str) -> str:
+    """Which of the installed packages serves here. ValueError where none does."""
+    where, capability = "attention_backend='flash'", torch.cuda.get_device_capability(device)
+    if flash_import.FLASH4 in flash_import.installed() and capability[0] in (9, 10):
+        return flash_import.FLASH4
+    if flash_import.FLASH2 not in flash_import.installed():
+        raise ValueError(f"device={str(device)!r}: {where} with flash-attn-4 needs compute capability 9.x or 10.x, "
+                         f"not {capability[0]}.{capability[1]}")
+    if block_size % FLASH2_BLOCK:
+        raise ValueError(
+            f"kvcache_block_size={block_size}: {where} with flash-attn 2 takes multiples of {FLASH2_BLOCK}")
+    return flash_import.FLASH2

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nanovllm.config import EngineConfig, read_model_config, resolve_model_folder
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step_plan import StepPlan
-from nanovllm.config import EngineConfig, read_model_config, resolve_model_folder
 from nanovllm.outputs import LogprobsList, RequestMetrics, StepOutput
 from nanovllm.sampling.requests import RequestSampling
 from nanovllm.sampling.section import append_section
 from nanovllm.sampling.step import plan_sampling, take_logprobs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import Tokenizer
+from nanovllm.worker.precompile import start_compiler
 
 if TYPE_CHECKING:
     import torch
@@ -42,9 +43,14 @@ class LLMEngine:
         self.model_config.check_tensor_parallel(config.tensor_parallel_size)
         self.tokenizer = Tokenizer(config)
         self.request_sampling = RequestSampling(self.tokenizer, self.model_config)
-        from nanovllm.worker.executor import Executor  # torch comes in here, while the tokenizer loads in its thread
+        compiler = start_compiler(config, self.model_config)
+        try:
+            from nanovllm.worker.executor import Executor  # torch comes in here, while the tokenizer is loading
 
-        self.executor = Executor(config, self.model_config)
+            self.executor = Executor(config, self.model_config, compiler)
+        finally:
+            if compiler is not None:
+                compiler.close()
         self.config = self.executor.config
         assert self.config.kvcache_block_size and self.config.max_model_len
         self.scheduler = Scheduler(self.config, self.executor.num_kvcache_blocks, self.config.kvcache_block_size)
@@ -53,7 +59,8 @@ class LLMEngine:
         self._completions: dict[int, list[Sequence]] = {}
         """The rows of every request that is known, by its id."""
         self._siblings: dict[int, list[Sequence]] = {}
-        """Completions that wait until their request's first one has computed the prompt, whose blocks they then share."""
+        """Completions that wait until their request's first one has computed the prompt, whose blocks they then
+        share."""
         self._num_sampling = 0
         """Unfinished rows that need more than greedy or temperature."""
         self._launched: deque[StepPlan] = deque()
@@ -237,7 +244,8 @@ class LLMEngine:
                 seq.stop_reason = last
 
     def logprobs(self, seq: Sequence, last: int = 0) -> LogprobsList | None:
-        """A completion's log-probabilities by output token (of its `last` tokens, if not 0), where it asked for them."""
+        """A completion's log-probabilities by output token (of its `last` tokens, if not 0), where it asked for
+        them."""
         rows = seq.sampling.logprob_rows if seq.sampling is not None else None
         if rows is None:
             return None

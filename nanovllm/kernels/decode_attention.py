@@ -1,11 +1,11 @@
 """Paged split-KV attention for rows with one query token, over a work list that the device builds itself.
 
-A row's keys are cut into chunks at offsets that depend on the row's own length, so that its result does not depend on its
-neighbours (within FEW_ROWS or beyond it: see DecodeConfig). The chunks of all rows form one list, long ones first; a fixed
-number of programs walks it, so the grid depends neither on lengths nor on the bound on lengths, and ragged batches spread
-evenly. A chunk that is not its row's only one leaves a normalised partial result and its log-sum-exp; a second kernel
-merges them, in order. (Merging in the program that finishes a row last saves that launch, but its memory fence stalls the
-program behind all that it has in flight: slower in every case measured.)
+A row's keys are cut into chunks at offsets that depend on the row's own length, so that its result does not depend on
+its neighbours (within FEW_ROWS or beyond it: see DecodeConfig). The chunks of all rows form one list, long ones first;
+a fixed number of programs walks it, so the grid depends neither on lengths nor on the bound on lengths, and ragged
+batches spread evenly. A chunk that is not its row's only one leaves a normalised partial result and its log-sum-exp; a
+second kernel merges them, in order. (Merging in the program that finishes a row last saves that launch, but its memory
+fence stalls the program behind all that it has in flight: slower in every case measured.)
 The idea of fixed split offsets with a merge by log-sum-exp is Flash-Decoding's (Dao et al., 2023).
 """
 
@@ -180,7 +180,8 @@ def merge_chunks_kernel(PARTIAL, LSE, OUT, NUM_CHUNKS, out_token, out_head, HQ: 
         dims = tl.arange(0, D)[None, :]
         splits = tl.arange(0, MAX_SPLITS)[None, :]
         first = (row * HQ + heads) * MAX_SPLITS
-        lse = tl.load(LSE + first[:, None] + splits, mask=(heads < HQ)[:, None] & (splits < num_chunks), other=float("-inf"))
+        known = (heads < HQ)[:, None] & (splits < num_chunks)
+        lse = tl.load(LSE + first[:, None] + splits, mask=known, other=float("-inf"))
         top = tl.where(heads < HQ, tl.max(lse, 1), 0.0)
         total = tl.zeros([HEADS], tl.float32)
         acc = tl.zeros([HEADS, D], tl.float32)
@@ -188,9 +189,9 @@ def merge_chunks_kernel(PARTIAL, LSE, OUT, NUM_CHUNKS, out_token, out_head, HQ: 
             if begin < num_chunks:
                 for i in tl.static_range(AT_ONCE):
                     entry = first + begin + i
-                    known = (heads < HQ) & (begin + i < num_chunks)
-                    weight = tl.exp2(tl.load(LSE + entry, mask=known, other=float("-inf")) - top)
-                    value = tl.load(PARTIAL + entry[:, None] * D + dims, mask=known[:, None], other=0.0)
+                    there = (heads < HQ) & (begin + i < num_chunks)
+                    weight = tl.exp2(tl.load(LSE + entry, mask=there, other=float("-inf")) - top)
+                    value = tl.load(PARTIAL + entry[:, None] * D + dims, mask=there[:, None], other=0.0)
                     total += weight
                     acc += value * weight[:, None]
         pointers = OUT + row * out_token + heads[:, None] * out_head + dims

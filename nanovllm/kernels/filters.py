@@ -1,4 +1,5 @@
-"""min_p, top_k and top_p without sorting: each row's three filters come to one threshold, kept where logit >= threshold.
+"""min_p, top_k and top_p without sorting: each row's three filters come to one threshold, kept where logit >=
+threshold.
 
 All three keep the likeliest tokens, so together they keep those from some logit upwards; equal logits share their fate.
 With m the largest logit, p(x) = exp((x - m) / temperature), and each filter acting on what the one before has left:
@@ -7,10 +8,11 @@ With m the largest logit, p(x) = exp((x - m) / temperature), and each filter act
     top_k   keeps the k-th largest x and what equals or exceeds it
     top_p   keeps the largest threshold above which (itself included) lies top_p of the mass that is left
 
-The last two are searches for the largest t with F(t) >= target, F(t) the count or mass of x >= t. F is evaluated at several
-t in one pass over the row. Floats of one sign have the order of their bits, so t is an integer and the bracket around it
-at most as wide as the bits of the logits (16 in bfloat16); a sample of the row gives the first points, close to the end.
-One program works on a row and adds in a fixed order: the threshold's bits depend on the row alone, not on its neighbours.
+The last two are searches for the largest t with F(t) >= target, F(t) the count or mass of x >= t. F is evaluated at
+several t in one pass over the row. Floats of one sign have the order of their bits, so t is an integer and the
+bracket around it at most as wide as the bits of the logits (16 in bfloat16); a sample of the row gives the first
+points, close to the end. One program works on a row and adds in a fixed order: the threshold's bits depend on the
+row alone, not on its neighbours.
 """
 
 import torch
@@ -167,8 +169,8 @@ def _thresholds_kernel(LOGITS, ROW, SLOT, RECORDS, TEMPERATURE, THRESHOLD, row_s
                 low = _search(row, low, high, top_k.to(tl.float32), 1.0, peak, inverse_temperature, num_ids, True,
                               SHIFT, LANES, WIDTH, TILES)  # fmt: skip
             if top_p < 1.0:
-                low = _search(row, low, high, top_p * 0.0 - 1.0, top_p, peak, inverse_temperature, num_ids, False, SHIFT, LANES,
-                              WIDTH, TILES)  # fmt: skip
+                low = _search(row, low, high, top_p * 0.0 - 1.0, top_p, peak, inverse_temperature, num_ids, False,
+                              SHIFT, LANES, WIDTH, TILES)  # fmt: skip
             threshold = _unorder(low, SHIFT)
     tl.store(THRESHOLD + g, threshold)
 
@@ -221,7 +223,7 @@ def _commit_kernel(PARTIAL, TARGET_ROW, SLOT, RECORDS, TOKENS, LAST_TOKEN, COUNT
     slot = tl.load(SLOT + g)
     tl.store(TOKENS + tl.load(TARGET_ROW + g), token)
     tl.store(LAST_TOKEN + slot, token)
-    if COUNTED:
+    if COUNTED:  # noqa: SIM102  (one is known when compiling)
         if tl.load(RECORDS + g * _RECORD) & _PENALTIES:
             place = COUNTS + slot.to(tl.int64) * counts_stride + token
             tl.store(place, tl.load(place) + 2)
@@ -331,11 +333,11 @@ def draw_survivors_reference(
     counts: torch.Tensor | None,
     vocab_size: int,
 ) -> None:
-    """Draws for each general row among the ids whose logit is at least its threshold (None: all), and writes the token to
-    tokens[target_rows[g]], to last_token[slots[g]] and, for rows with penalties, into counts [S, vocab_size].
+    """Draws for each general row among the ids whose logit is at least its threshold (None: all), and writes the
+    token to tokens[target_rows[g]], to last_token[slots[g]] and, for rows with penalties, into counts [S, vocab_size].
 
-    Arguments as of find_thresholds_reference; seed int64 [S], positions int32 [G], target_rows int32 [G]. The draw is that
-    of gumbel_argmax (kernels/sampling.py): with nothing filtered, the same token. Where no id is left, id 0.
+    Arguments as of find_thresholds_reference; seed int64 [S], positions int32 [G], target_rows int32 [G]. The draw
+    is that of gumbel_argmax (kernels/sampling.py): with nothing filtered, the same token. Where no id is left, id 0.
     """
     x = logits[rows.long(), :vocab_size].float()
     x = x.masked_fill(x.isnan(), -torch.inf)

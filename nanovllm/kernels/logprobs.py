@@ -92,11 +92,12 @@ def token_logprobs(
 def token_logprobs_reference(
     logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, k: int, vocab_size: int
 ) -> torch.Tensor:
-    """int32 [N, 2 + 2 k] by row n: the log-probability of tokens[n] (float32 bits) and its rank from 1 (one more than ids
-    with a greater logit); the k likeliest ids, lower ids first among equals; their log-probabilities (float32 bits).
+    """int32 [N, 2 + 2 k] by row n: the log-probability of tokens[n] (float32 bits) and its rank from 1 (one more
+    than ids with a greater logit); the k likeliest ids, lower ids first among equals; their log-probabilities
+    (float32 bits).
 
-    logits [any, >= vocab_size], row n of them at rows int32 [N]; tokens int32 [N]. The softmax is over all vocab_size ids,
-    in float32. k at most vocab_size.
+    logits [any, >= vocab_size], row n of them at rows int32 [N]; tokens int32 [N]. The softmax is over all
+    vocab_size ids, in float32. k at most vocab_size.
     """
     x = logits[rows.long(), :vocab_size].float()
     x = x.masked_fill(x.isnan(), -torch.inf)

@@ -1,7 +1,7 @@
 """Programmatic dependent launch: a kernel's start overlaps the end of the one before it.
 
-A kernel launched so must call `gdc_wait` in every program before it touches anything that an earlier kernel writes; then
-chains of such kernels, and of ordinary ones among them, read what they should.
+A kernel launched so must call `gdc_wait` in every program before it touches anything that an earlier kernel writes;
+then chains of such kernels, and of ordinary ones among them, read what they should.
 """
 
 from functools import cache

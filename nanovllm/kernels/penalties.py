@@ -46,11 +46,11 @@ def _edit_kernel(LOGITS, ROW, SLOT, RECORDS, COUNTS, MASKS, OUT, row_stride, cou
     slot = tl.load(SLOT + g)
     flags = tl.load(record)
     x = tl.load(LOGITS + tl.load(ROW + g).to(tl.int64) * row_stride + index, mask=live, other=0.0).to(tl.float32)
-    if COUNTED:
+    if COUNTED:  # noqa: SIM102  (one is known when compiling)
         if flags & _PENALTIES:
             count = tl.load(COUNTS + slot.to(tl.int64) * counts_stride + index, mask=live, other=0)
             x = _penalise(x, count, record)
-    if MASKED:
+    if MASKED:  # noqa: SIM102
         if flags & _MASK:
             x = tl.where(_allowed(MASKS, slot, mask_stride, index, live), x, float("-inf"))
     tl.store(OUT + g.to(tl.int64) * out_stride + index, x, mask=live)
@@ -58,7 +58,8 @@ def _edit_kernel(LOGITS, ROW, SLOT, RECORDS, COUNTS, MASKS, OUT, row_stride, cou
 
 @triton.jit
 def _edit_entries_kernel(LOGITS, ROW, SLOT, RECORDS, COUNTS, MASKS, EDITS, OUT, row_stride, counts_stride, mask_stride,
-                         out_stride, num_edits, COUNTED: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+                         out_stride, num_edits, COUNTED: tl.constexpr, MASKED: tl.constexpr,
+                         TILE: tl.constexpr):  # fmt: skip
     """Writes the edited logit of single ids over what _edit_kernel wrote for them."""
     entry = tl.program_id(0) * TILE + tl.arange(0, TILE)
     live = entry < num_edits
@@ -70,11 +71,11 @@ def _edit_entries_kernel(LOGITS, ROW, SLOT, RECORDS, COUNTS, MASKS, EDITS, OUT, 
     flags = tl.load(record)
     row = tl.load(ROW + g).to(tl.int64)
     x = tl.load(LOGITS + row * row_stride + index, mask=live, other=0.0).to(tl.float32) + add
-    if COUNTED:
+    if COUNTED:  # noqa: SIM102  (one is known when compiling)
         has = live & ((flags & _PENALTIES) != 0)
         count = tl.load(COUNTS + slot.to(tl.int64) * counts_stride + index, mask=has, other=0)
         x = tl.where(has, _penalise(x, count, record), x)
-    if MASKED:
+    if MASKED:  # noqa: SIM102
         has = live & ((flags & _MASK) != 0)
         x = tl.where(has & (_allowed(MASKS, slot, mask_stride, index, has) == 0), float("-inf"), x)
     tl.store(OUT + g.to(tl.int64) * out_stride + index, x, mask=live)
@@ -117,11 +118,11 @@ def edit_logits_reference(
 ) -> torch.Tensor:
     """The general rows' logits, float32 [G, vocab_size], from logits [any, >= vocab_size] at rows int32 [G].
 
-    In this order: `add` of each edit (int32 [E, 3]: general row, id, float32 bits; each (row, id) once); where the record
-    says so, what counts int32 [S, vocab_size] of the row's slot calls for (positive logits of ids that prompt or output
-    hold are divided by the repetition penalty, others multiplied (Keskar et al., arXiv 1909.05858); the frequency penalty
-    is subtracted for each time in the output, the presence penalty once); -inf for ids outside the slot's mask, int32
-    [S, vocab_size / 32], bit by bit.
+    In this order: `add` of each edit (int32 [E, 3]: general row, id, float32 bits; each (row, id) once); where the
+    record says so, what counts int32 [S, vocab_size] of the row's slot calls for (positive logits of ids that prompt
+    or output hold are divided by the repetition penalty, others multiplied (Keskar et al., arXiv 1909.05858); the
+    frequency penalty is subtracted for each time in the output, the presence penalty once); -inf for ids outside the
+    slot's mask, int32 [S, vocab_size / 32], bit by bit.
     """
     x = logits[rows.long(), :vocab_size].float()
     if edits.shape[0]:

@@ -190,7 +190,8 @@ class PrefillAttention:
 
     def plan(self, cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """The list of tiles, int32 [cdiv(num_tokens, BLOCK_M) + rows, 2], of rows cu_seqlens_q [rows + 1] (which may
-        start at any token; a padded step may have more of them than max_num_seqs). num_tokens: any bound on their tokens."""
+        start at any token; a padded step may have more of them than max_num_seqs). num_tokens: any bound on their
+        tokens."""
         num_rows = context_lens.shape[0]
         num_tiles = triton.cdiv(num_tokens, self.config.block_m) + num_rows
         tiles = torch.empty(num_tiles, 2, dtype=torch.int32, device=cu_seqlens_q.device)

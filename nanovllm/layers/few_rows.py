@@ -1,8 +1,8 @@
 """Projections fused with what surrounds them, for steps of a few rows.
 
-A decode step of a few rows reads each weight once and does next to nothing with it: what counts is the number of kernels
-and how early each starts reading. Each function here is one kernel where its layer has a configuration for that number of
-rows (ParallelLinear.few_rows), and the separate kernels it stands for where the library was faster.
+A decode step of a few rows reads each weight once and does next to nothing with it: what counts is the number of
+kernels and how early each starts reading. Each function here is one kernel where its layer has a configuration for that
+number of rows (ParallelLinear.few_rows), and the separate kernels it stands for where the library was faster.
 """
 
 from typing import TYPE_CHECKING

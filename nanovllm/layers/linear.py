@@ -1,7 +1,7 @@
 """Linear layers split over ranks, after Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3).
 
-Column-parallel: each rank holds a range of the outputs, and needs no communication. Row-parallel: each rank holds a range
-of the inputs and yields a partial sum; whoever consumes it adds the ranks' parts (see layers/norm.py).
+Column-parallel: each rank holds a range of the outputs, and needs no communication. Row-parallel: each rank holds a
+range of the inputs and yields a partial sum; whoever consumes it adds the ranks' parts (see layers/norm.py).
 """
 
 import math
@@ -70,9 +70,10 @@ class MergedColumnParallelLinear(ParallelLinear):
 class HeadSplit:
     """Which attention heads a rank computes, when `num_heads` query heads share `num_kv_heads` key/value heads.
 
-    A rank takes a contiguous range of query heads and every key/value head that they need. Where the range cuts through a
-    group, key/value heads are held twice, so that the rank's own query heads divide evenly over its own key/value heads
-    (attention kernels want one group size). With more ranks than key/value heads each head is held by several ranks.
+    A rank takes a contiguous range of query heads and every key/value head that they need. Where the range cuts through
+    a group, key/value heads are held twice, so that the rank's own query heads divide evenly over its own key/value
+    heads (attention kernels want one group size). With more ranks than key/value heads each head is held by several
+    ranks.
     """
 
     num_heads: int
@@ -114,7 +115,8 @@ class HeadSplit:
 
 
 class QKVParallelLinear(ParallelLinear):
-    """Query, key and value projections as one matrix: [T, in] -> [T, (heads + 2 * kv_heads) * head_dim] of this rank."""
+    """Query, key and value projections as one matrix: [T, in] -> [T, (heads + 2 * kv_heads) * head_dim] of this
+    rank."""
 
     def __init__(
         self, in_features: int, heads: HeadSplit, head_dim: int, dtype: torch.dtype, device: torch.device

@@ -10,7 +10,8 @@ from nanovllm.parallel.group import TensorParallelGroup
 
 
 class ReduceAddNorm(WeightedModule):
-    """Sum of the ranks' partials, added to the residual stream, normalised: what stands before every block of the model.
+    """Sum of the ranks' partials, added to the residual stream, normalised: what stands before every block of the
+    model.
 
     (partial [T, hidden], residual [T, hidden] or None at the start) -> (normalised [T, hidden], residual [T, hidden]).
     """

@@ -101,7 +101,8 @@ def open_checkpoint(folder: Path) -> dict[str, FileTensor]:
 
 
 def check_names(weights: Iterable[CheckpointWeight], given: Iterable[str], tied_head: bool) -> None:
-    """Raises ValueError naming what is missing or surplus. A tied model may bring its head; it must be the embedding."""
+    """Raises ValueError naming what is missing or surplus. A tied model may bring its head; it must be the
+    embedding."""
     needed, found = {weight.name for weight in weights}, set(given)
     surplus = found - needed - ({"lm_head.weight"} if tied_head else set())
     for problem, names in (("missing", needed - found), ("surplus", surplus)):
@@ -158,7 +159,8 @@ def _pinned_stage(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor
 
 @dataclass(frozen=True)
 class DummySource:
-    """Random values of a whole tensor, from its name and the seed alone: every rank cuts its shard of the same tensor."""
+    """Random values of a whole tensor, from its name and the seed alone: every rank cuts its shard of the same
+    tensor."""
 
     name: str
     shape: torch.Size

@@ -5,6 +5,8 @@ TCPStore whose port the operating system chose.
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +105,15 @@ class TensorParallelGroup:
         else:
             self._group.allgather([list(out.unbind(0))], [x]).wait()
         return out
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Within it this rank is on its own: reductions through the library are the identity, whatever others do."""
+        group, self._group = self._group, None
+        try:
+            yield
+        finally:
+            self._group = group
 
     def abort(self) -> None:
         """Ends collectives in flight whose peers are gone (they spin on the device otherwise). From any thread."""

@@ -1,11 +1,12 @@
-"""One rank's general sampler: rows that filters, penalties, masks or log-probabilities set apart, after the step itself.
+"""One rank's general sampler: rows that filters, penalties, masks or log-probabilities set apart, after the step
+itself.
 
-The step (a CUDA graph, mostly) has drawn a token for every row by temperature; here the general rows are drawn again from
-the logits it has left behind, and their tokens written over. Nothing waits for the device.
+The step (a CUDA graph, mostly) has drawn a token for every row by temperature; here the general rows are drawn again
+from the logits it has left behind, and their tokens written over. Nothing waits for the device.
 
 With several ranks each holds a range of the vocabulary. Filters and penalties of a row need its whole distribution, so
-the general rows' logits are gathered: [G, vocab / ranks] of every rank to every rank, in the model's type. From there all
-ranks compute the same from the same bits. Rows that are plain move nothing but their winners.
+the general rows' logits are gathered: [G, vocab / ranks] of every rank to every rank, in the model's type. From
+there all ranks compute the same from the same bits. Rows that are plain move nothing but their winners.
 """
 
 from collections import deque

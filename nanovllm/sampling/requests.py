@@ -36,22 +36,26 @@ class RequestSampling:
                 raise ValueError(f"SamplingParams.{name}={getattr(params, name)}: must be at most vocab_size={vocab}")
         for name in ("stop", "bad_words", "structured_outputs"):
             if getattr(params, name) and not self._tokenizer.is_there:
-                raise ValueError(f"SamplingParams.{name}={getattr(params, name)!r}: needs a tokenizer (skip_tokenizer_init)")
+                value = getattr(params, name)
+                raise ValueError(f"SamplingParams.{name}={value!r}: needs a tokenizer (skip_tokenizer_init)")
         if params.structured_outputs is not None:
             self._constraints().matcher(params.structured_outputs)
         for text in params.bad_words:
             if not self._words(text):
                 raise ValueError(f"SamplingParams.bad_words={text!r}: must have tokens")
 
-    def row(self, params: SamplingParams, stop_ids: frozenset[int], num_prompt_tokens: int, index: int) -> SamplingRow | None:
+    def row(
+        self, params: SamplingParams, stop_ids: frozenset[int], num_prompt_tokens: int, index: int
+    ) -> SamplingRow | None:
         """State of completion `index` of a checked request; None where greedy or temperature is all there is."""
+        wanted = params.structured_outputs
         row = SamplingRow(
             params,
             stop_ids=stop_ids,
             vocab_size=self._model.vocab_size,
             text=self._text(params) if params.stop else None,
             bad_words=[word for text in params.bad_words for word in self._words(text)],
-            matcher=params.structured_outputs and self._constraints().matcher(params.structured_outputs),
+            matcher=None if wanted is None else self._constraints().matcher(wanted),
         )
         if params.prompt_logprobs is not None and index == 0:
             row.expect_prompt_logprobs(num_prompt_tokens)

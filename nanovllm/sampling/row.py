@@ -124,7 +124,8 @@ class SamplingRow:
         return found
 
     def accept(self, seq: "Row", token_id: int) -> str | None:
-        """A token that ends nothing by itself has arrived; "stop" or "abort" where the text or the grammar ends here."""
+        """A token that ends nothing by itself has arrived; "stop" or "abort" where the text or the grammar ends
+        here."""
         if self.matcher is not None:
             self.matcher.accept(token_id)
             if self.matcher.error is not None:

@@ -1,16 +1,17 @@
 """The part of a packed step that says how its general rows are sampled: what rank 0 sends, and every rank reads.
 
-A row is plain where it is greedy or draws by temperature alone; the step's own sampler serves it. All others are general.
-The section is int32 words behind those of engine/step_plan.py; word SECTION_WORD of the step's header has its length:
+A row is plain where it is greedy or draws by temperature alone; the step's own sampler serves it. All others are
+general. The section is int32 words behind those of engine/step_plan.py; word SECTION_WORD of the step's header has
+its length:
 
     16       G      G       G x 8     E x 3        R        C x 3          M       M x W    T         T
     | header | rows | slots | records | edits      | resets | counts       | mask  | mask   | hidden  | targets
     |        |      |       | by row  | g, id, add | slots  | slot, id, n  | slots | words  | indices | ids
 
 rows: which rows of the step, and where they live. edits: float32 `add` to the logit of `id` in general row g (-inf bans
-it). resets: slots whose token counts start at zero; counts: what they hold then, 2 * (times in the output) + (1 if in the
-prompt). masks: new bits of the ids that a slot may draw. hidden, targets: tokens of the step (in its exact, unpadded
-order) after which the log-probability of a known prompt token is wanted.
+it). resets: slots whose token counts start at zero; counts: what they hold then, 2 * (times in the output) + (1 if
+in the prompt). masks: new bits of the ids that a slot may draw. hidden, targets: tokens of the step (in its exact,
+unpadded order) after which the log-probability of a known prompt token is wanted.
 """
 
 from collections.abc import Sequence
@@ -88,7 +89,8 @@ class Section:
         header = words[:SECTION_HEADER].tolist()
         self.words = words
         self.num_rows, self.num_edits, self.num_resets, self.num_counts, self.num_masks = header[:5]
-        self.mask_words, self.num_targets, filters, self.flags, self.num_logprobs, self.num_prompt_logprobs = header[5:11]
+        self.mask_words, self.num_targets, filters, self.flags = header[5:9]
+        self.num_logprobs, self.num_prompt_logprobs = header[9:11]
         self.filters = bool(filters)
         self._slices: dict[str, slice] = {}
         begin = SECTION_HEADER

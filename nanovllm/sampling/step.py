@@ -1,4 +1,5 @@
-"""Rank 0's part of a step's sampling: the section that goes out with it, and what comes back beside the tokens. No torch."""
+"""Rank 0's part of a step's sampling: the section that goes out with it, and what comes back beside the tokens. No
+torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,5 @@
-"""Outputs that a grammar admits, through llguidance (optional extra "structured"): compiled once, matched token by token.
+"""Outputs that a grammar admits, through llguidance (optional extra "structured"): compiled once, matched token by
+token.
 
 The library is imported when the first constrained request comes. Its matchers live on rank 0 only; ranks see bit masks.
 """
@@ -16,7 +17,7 @@ from nanovllm.sampling.section import mask_words
 from nanovllm.sampling_params import StructuredOutput
 
 _MAX_CACHED = 128
-_JSON_DEFAULTS = {"whitespace_pattern": r"(\n {0,16}|[ ])"}
+_JSON_DEFAULTS: Any = {"whitespace_pattern": r"(\n {0,16}|[ ])"}
 """Between JSON's tokens: nothing, a blank, or a line break and an indentation. Without a bound a model can go on with
 blanks for ever; a schema's own "x-guidance" entry wins over this."""
 
@@ -130,7 +131,8 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 def _literal(text: str) -> str:
     """A regular expression for exactly `text`; Rust's dialect takes escapes of ASCII punctuation only."""
-    return re.sub(r"([\\.+*?()|\[\]{}^$#&\-~/])", r"\\\1", text).replace("\n", r"\n").replace("\r", r"\r").replace("\t", r"\t")
+    escaped = re.sub(r"([\\.+*?()|\[\]{}^$#&\-~/])", r"\\\1", text)
+    return escaped.replace("\n", r"\n").replace("\r", r"\r").replace("\t", r"\t")
 
 
 def _does_not_compile(name: str, value: Any, error: object) -> ValueError:

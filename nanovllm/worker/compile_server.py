@@ -10,6 +10,7 @@ import os
 import pkgutil
 import signal
 import sys
+import threading
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -68,27 +69,53 @@ def compile_kernel(job: CompileJob) -> None:
 def _build_driver_module() -> None:
     from triton.backends.nvidia.driver import CudaUtils
 
-    CudaUtils()
+    try:
+        CudaUtils()
+    except Exception:
+        pass  # no driver or no C compiler: the engine meets the same, and says so
+
+
+def hash_triton() -> None:
+    """Has Triton compute the hash of its own files that every key of its cache begins with. It keeps the result, takes a
+    second or more for it, and lets other threads run meanwhile."""
+    try:
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+    except Exception:
+        pass  # another version keeps it elsewhere, and computes it when it needs it
+
+
+def settle_keys() -> None:
+    """Has Triton compute the part of each kernel's key that comes from its source: here in the order of definition.
+
+    Left to itself it does so at a kernel's first launch, and what comes out depends on whether a kernel that calls the
+    same function was there before (it takes a callee's globals over before it has looked for them; seen in 3.6).
+    """
+    from triton.runtime.jit import JITFunction
+
+    package = importlib.import_module("nanovllm.kernels")
+    for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        for value in vars(importlib.import_module(found.name)).values():
+            if isinstance(value, JITFunction):
+                _ = value.cache_key
 
 
 def _import_everything(parent: int) -> None:
     """What forks then need not do again: the kernels' modules, and what Triton computes once a process."""
-    import triton  # noqa: F401
+    hashing = threading.Thread(target=hash_triton)
+    hashing.start()
+    import torch  # noqa: F401
 
     _leave_without(parent)
-    package = importlib.import_module("nanovllm.kernels")
-    _leave_without(parent)
-    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-        importlib.import_module(module.name)
+    settle_keys()
+    hashing.join()  # no thread may be about when this process forks
     try:
-        from triton.backends.nvidia.compiler import get_ptxas_version  # noqa: F401
         from triton.backends.nvidia.driver import library_dirs
-        from triton.runtime.cache import triton_key
 
-        triton_key()
         library_dirs()
     except Exception:
-        pass  # other versions keep these elsewhere; every fork then does it by itself
+        pass
 
 
 def _leave_without(parent: int) -> None:
@@ -143,7 +170,8 @@ def main(control_fd: int, num_processes: int, parent: int) -> None:
     except (EOFError, OSError):
         pass
     finally:
-        os.killpg(0, signal.SIGKILL)  # the forks too, and the assemblers that they run
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)  # the forks too, and the assemblers that they run
 
 
 if __name__ == "__main__":

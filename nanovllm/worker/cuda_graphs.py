@@ -41,8 +41,8 @@ class StepGraphs:
     def __init__(
         self, run: Callable[[StepShape], None], max_num_seqs: int, max_tokens: int, stream: torch.cuda.Stream
     ) -> None:
-        """`run(shape)`: the work of a step of that padded shape, on static buffers, in `stream`. `max_tokens`: the largest
-        chunk worth capturing."""
+        """`run(shape)`: the work of a step of that padded shape, on static buffers, in `stream`. `max_tokens`: the
+        largest chunk worth capturing."""
         self._run = run
         self._stream = stream
         self._decode_buckets = decode_buckets(max_num_seqs)
@@ -57,6 +57,11 @@ class StepGraphs:
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+    @property
+    def shapes(self) -> list[StepShape]:
+        """All that are captured, largest first."""
+        return self._shapes
 
     def capture_all(self) -> None:
         for shape in self._shapes:

@@ -63,8 +63,8 @@ class DeviceIO:
         return self.step_buffer
 
     def download(self, tokens: torch.Tensor, num_decode_rows: int, first_chunk_row: int) -> None:
-        """Starts the copy of a step's tokens (int32 [rows]) to the host; `collect` hands them out in this order, without
-        the padding rows between its `num_decode_rows` decodes and its `first_chunk_row`."""
+        """Starts the copy of a step's tokens (int32 [rows]) to the host; `collect` hands them out in this order,
+        without the padding rows between its `num_decode_rows` decodes and its `first_chunk_row`."""
         padding = slice(num_decode_rows, first_chunk_row)
         if not self.is_cuda:
             self._launched.append((tokens.clone(), None, padding))
@@ -79,8 +79,8 @@ class DeviceIO:
         self._launched.clear()
 
     def collect(self, timeout: float, check: Callable[[], bool]) -> list[int]:
-        """Tokens of the oldest step not yet collected. `check` is called while waiting: it may raise, or return True where
-        the wait has a reason that does not count. Raises StepTimeout after `timeout` seconds that do.
+        """Tokens of the oldest step not yet collected. `check` is called while waiting: it may raise, or return True
+        where the wait has a reason that does not count. Raises StepTimeout after `timeout` seconds that do.
         """
         tokens, event, padding = self._launched.popleft()
         if event is not None and not event.query():

@@ -16,6 +16,7 @@ from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.parallel.peer_memory import forbid_multicast
 from nanovllm.parallel.store import WatchedStore, open_store
 from nanovllm.worker.model_runner import ModelRunner
+from nanovllm.worker.precompile import KernelCompiler
 from nanovllm.worker.processes import WorkerError, WorkerProcesses
 
 _BUCKET_BYTES = 256 << 20  # of new weights sent to the workers at a time
@@ -66,7 +67,8 @@ def settle(config: EngineConfig, model: ModelConfig) -> EngineConfig:
 class Executor:
     """Runs packed steps on every rank, and rare calls. Any failure ends it: then every method raises."""
 
-    def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
+    def __init__(self, config: EngineConfig, model: ModelConfig, compiler: KernelCompiler | None = None) -> None:
+        """`compiler`: compiles the kernels, where there is one; it is the caller's to close."""
         # Workers first: they import while we settle the options. NVLink multicast is never used.
         forbid_multicast()
         self.seconds: dict[str, float] = {}
@@ -77,13 +79,13 @@ class Executor:
         self.processes = WorkerProcesses(config.tensor_parallel_size, config.step_timeout)
         try:
             self.config = settle(config, model)
-            self._start(model)
+            self._start(model, compiler if self.config.device == "cuda" else None)
         except BaseException as error:
             self.close()
             _forget_frames(error)
             raise
 
-    def _start(self, model: ModelConfig) -> None:
+    def _start(self, model: ModelConfig, compiler: KernelCompiler | None) -> None:
         size = self.config.tensor_parallel_size
         if size > 1:
             self._store = open_store()
@@ -95,9 +97,13 @@ class Executor:
             self.processes.replies()  # every worker has imported: from here on ranks wait for each other only briefly
             store = WatchedStore(self._store, self.processes.check) if self._store else None
             with self._share_of_threads():
-                self._runner = ModelRunner(init, rank=0, store=store)
+                self._runner = ModelRunner(init, 0, store, compiler)
             self.processes.on_failure = self._runner.group.abort
             self.processes.replies()
+        if compiler is not None:
+            with self._phase("compile"):
+                compiler.wait()
+                compiler.close()
         with self._phase("warm-up"):
             self.num_kvcache_blocks = min(self.call("measure_kv_cache"))
             self.call("allocate_kv_cache", self.num_kvcache_blocks)
@@ -105,6 +111,8 @@ class Executor:
             choices = self.runner.choose_kernels()
         with self._phase("capture"):
             self.call("capture_graphs", choices)
+        if compiler is not None:
+            compiler.mark_complete()
 
     @property
     def runner(self) -> ModelRunner:

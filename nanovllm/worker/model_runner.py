@@ -1,5 +1,6 @@
 """One rank: loads its share of the model, turns packed steps into device work, samples."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,19 +22,24 @@ from nanovllm.models.qwen3 import ModelContext
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.sampling.device import GeneralSampler, LogitsView
 from nanovllm.sampling.section import split_section
+from nanovllm.worker.compile_server import hash_triton, settle_keys
 from nanovllm.worker.cuda_graphs import MAX_CHUNK_ROWS, StepGraphs, StepShape
 from nanovllm.worker.device_io import DeviceIO
 from nanovllm.worker.kv_cache import GIB, MemoryProbe, bind_kv_cache, block_bytes, blocks_that_fit
 
 if TYPE_CHECKING:
     from nanovllm.worker.executor import RunnerInit
+    from nanovllm.worker.precompile import KernelCompiler
     from nanovllm.worker.tuning import Choices
 
 
 class ModelRunner:
     """Device state of one rank and the work of one step on it. Every rank runs the same steps in the same order."""
 
-    def __init__(self, init: "RunnerInit", rank: int, store: dist.Store | None) -> None:
+    def __init__(
+        self, init: "RunnerInit", rank: int, store: dist.Store | None, compiler: "KernelCompiler | None" = None
+    ) -> None:
+        """`compiler`: gets the kernels to compile while the weights load (rank 0, where there is one)."""
         self.config, self.model_config = init.config, init.model_config
         config = self.config
         assert config.kvcache_block_size and config.max_model_len
@@ -43,6 +49,7 @@ class ModelRunner:
         self.device = torch.device("cuda", rank) if config.device == "cuda" else torch.device("cpu")
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            threading.Thread(target=hash_triton, name="nanovllm-hash", daemon=True).start()  # or the first kernel waits
         self.memory = MemoryProbe(self.device)
         self.group = TensorParallelGroup(rank, config.tensor_parallel_size, self.device, store)
         if config.peer_all_reduce and self.device.type == "cuda" and self.group.size > 1:
@@ -56,6 +63,8 @@ class ModelRunner:
         self._hidden: torch.Tensor | None = None
         with torch.inference_mode(), self.io.stream_context():
             self._build(rank)
+            if compiler is not None:
+                self._rehearse(compiler)
             self._load()
 
     # -- start-up -----------------------------------------------------------------------------------------------
@@ -64,6 +73,8 @@ class ModelRunner:
         config, model = self.config, self.model_config
         # On a CPU the triton backend means Triton's interpreter (it is refused otherwise): then all kernels go there.
         self.kernels = select_kernels(self.device, config.fused_kernels, interpret=config.attention_backend == "triton")
+        if self.kernels.fused and self.device.type == "cuda":
+            settle_keys()
         backend_class, self.backend_reason = select_backend(
             config.attention_backend,
             device=self.device,
@@ -82,11 +93,23 @@ class ModelRunner:
             self.device,
             self.dtype,
         )
-        self.model = model_class(model.architecture)(
-            ModelContext(model, self.heads, self.group, self.kernels, self.backend, self.dtype, self.device, self.max_model_len)
-        )
+        self.backend.is_required = config.attention_backend != "auto"
+        parts = (self.heads, self.group, self.kernels, self.backend)
+        context = ModelContext(model, *parts, self.dtype, self.device, self.max_model_len)
+        self.model = model_class(model.architecture)(context)
         self.weights = list(self.model.checkpoint_weights())
         self.general_sampler = GeneralSampler(self.kernels, self.group, self.io, self.device, model.vocab_size)
+
+    def _rehearse(self, compiler: "KernelCompiler") -> None:
+        """Has the kernels of start-up compiled elsewhere; where that fails, the warm-up compiles them here."""
+        from nanovllm.worker.rehearsal import rehearse
+
+        try:
+            rehearse(self, compiler.submit)
+        except Exception as error:
+            if isinstance(error, ValueError):
+                raise  # an option that cannot be served, found out early
+            compiler.failures.append(f"{type(error).__name__}: {error}")
 
     def _load(self) -> None:
         if self.config.load_format == "dummy":
@@ -141,7 +164,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def choose_kernels(self) -> "Choices":
-        """What all ranks are to multiply with when few rows are in flight (worker/tuning.py). Called on rank 0 alone."""
+        """What all ranks are to multiply with when few rows are in flight (worker/tuning.py). Called on rank 0
+        alone."""
         config = self.config
         if self.device.type == "cpu" or not (config.small_batch_kernels and config.fused_kernels):
             return {}
@@ -215,11 +239,13 @@ class ModelRunner:
         self.kernels.expand_rows(step, max_num_seqs, self.state, self.block_size, buffers, num_decode_rows)
         begin = HEADER_SIZE + max_num_seqs
         ends = packed[begin : begin + num_rows] + packed[begin + max_num_seqs : begin + max_num_seqs + num_rows]
-        attention = self._attention(buffers, num_decode_rows, max_seqlen_q=int(packed[6]), max_context_len=int(ends.max()))
+        lengths = {"max_seqlen_q": int(packed[6]), "max_context_len": int(ends.max())}
+        attention = self._attention(buffers, num_decode_rows, **lengths)
         return self._forward(buffers, attention, num_sample_rows)
 
     def _run_padded(self, shape: StepShape) -> None:
-        """A step from the step buffer, padded to `shape`, without a look at what it holds: what a CUDA graph captures."""
+        """A step from the step buffer, padded to `shape`, without a look at what it holds: what a CUDA graph
+        captures."""
         num_decode_rows, num_chunk_tokens = shape
         num_rows = num_decode_rows + (MAX_CHUNK_ROWS if num_chunk_tokens else 0)
         buffers = self.buffers.narrow(num_rows, num_decode_rows + num_chunk_tokens)
@@ -258,7 +284,8 @@ class ModelRunner:
         """Layers, head, sampling, and the sampled tokens back into the state and the token buffer.
 
         Draws for the first `num_sample_rows` rows. In a captured step these include chunks of unfinished prompts, whose
-        tokens nobody reads: their slot's last token is written again when the prompt ends. Returns the logits it drew from.
+        tokens nobody reads: their slot's last token is written again when the prompt ends. Returns the logits it drew
+        from.
         """
         self.backend.prepare(attention)
         step = ForwardStep(buffers.positions, buffers.slot_mapping, attention)
@@ -337,7 +364,7 @@ class ModelRunner:
             "device": torch.cuda.get_device_name(self.device) if cuda else "cpu",
             "dtype": self.config.dtype,
             "attention_backend": self.backend.name,
-            "attention_backend_reason": self.backend_reason,
+            "attention_backend_reason": self.backend.fallen_back_from or self.backend_reason,
             "block_size": self.block_size,
             "all_reduce": self.group.all_reduce_name,
             "cuda_graphs": len(self.graphs) if self.graphs else 0,

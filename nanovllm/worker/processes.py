@@ -29,6 +29,17 @@ _START_PATIENCE = 60.0  # seconds without a sign of life that libraries may take
 _WORKER_MODULE = "nanovllm.worker.main"
 
 
+def start_python(module: str, *args: str, pass_fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
+    """Runs a module of ours in a new interpreter that finds what this one finds."""
+    # -P: the folder that the user happens to be in must not shadow modules that it does not shadow here.
+    command = [sys.executable, "-P", "-m", module, *args]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    # A session of its own: Ctrl-C in a terminal reaches the caller alone, who then stops us in order.
+    return subprocess.Popen(
+        command, pass_fds=pass_fds, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+    )
+
+
 class WorkerError(RuntimeError):
     """A worker died, failed or hung; the text says which, and carries the worker's traceback where it sent one."""
 
@@ -82,14 +93,8 @@ class WorkerProcesses:
         self._controls.append(ours)
         self._doorbells.append(bell_write)
         fds = (theirs.fileno(), memory, bell_read)
-        # -P: the folder that the user happens to be in must not shadow modules that it does not shadow here.
-        command = [sys.executable, "-P", "-m", _WORKER_MODULE, str(rank), *map(str, fds)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         try:
-            # A session of its own: Ctrl-C in a terminal reaches the caller alone, who then stops us in order.
-            process = subprocess.Popen(
-                command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
-            )
+            process = start_python(_WORKER_MODULE, str(rank), *map(str, fds), pass_fds=fds)
         finally:
             theirs.close()
             os.close(bell_read)

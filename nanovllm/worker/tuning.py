@@ -1,7 +1,7 @@
 """Which kernel multiplies by which weight when few rows are in flight: decided on rank 0 for all ranks.
 
-Ranks must take the same kernels, or their sums would differ in rounding, and repeated runs are bit-equal only with the same
-choices. By default a rule taken from measurements decides, which costs no start-up time and is always the same;
+Ranks must take the same kernels, or their sums would differ in rounding, and repeated runs are bit-equal only with the
+same choices. By default a rule taken from measurements decides, which costs no start-up time and is always the same;
 EngineConfig.kernel_choices has the contenders timed on this device instead, and keeps the decisions in a file.
 """
 
@@ -55,9 +55,9 @@ def operations(fused: bool) -> dict[str, str]:
 
 
 def measured(model: Qwen3ForCausalLM, fused: bool, max_rows: int) -> Choices:
-    """The rule that the timings on an H200 come to (docs/performance.md): one row always; up to 16 rows where a weight is
-    so small that the library cannot keep the memory busy, but not where two of our own outputs share a program and the
-    norm is worth a kernel of its own."""
+    """The rule that the timings on an H200 come to (docs/performance.md): one row always; up to 16 rows where a weight
+    is so small that the library cannot keep the memory busy, but not where two of our own outputs share a program and
+    the norm is worth a kernel of its own."""
     choices: Choices = {}
     for name, layers in projections(model).items():
         weight = layers[0].weight
@@ -116,7 +116,7 @@ def load(path: Path) -> Choices | None:
     if not path.is_file():
         return None
     raw = json.loads(path.read_text(encoding="utf-8"))
-    return {name: {int(rows): GemmConfig(**config) for rows, config in by_rows.items()} for name, by_rows in raw.items()}
+    return {name: {int(rows): GemmConfig(**config) for rows, config in kept.items()} for name, kept in raw.items()}
 
 
 def save(path: Path, choices: Choices) -> None:

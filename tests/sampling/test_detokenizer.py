@@ -1,4 +1,5 @@
-"""Text token by token: the same as decoding at once, never half a character, stop strings as a plain search finds them."""
+"""Text token by token: the same as decoding at once, never half a character, stop strings as a plain search finds
+them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -83,7 +84,7 @@ def test_stop_strings_against_a_plain_search(pieces: list[str], stops: list[str]
     expected, stopped = "".join(pieces), None
     for count in range(first + 1, len(pieces) + 1):
         before, text = "".join(pieces[: count - 1]), "".join(pieces[:count])
-        ends = [(end, stop) for stop in stops for end in range(len(before) + 1, len(text) + 1) if text[:end].endswith(stop)]
+        ends = [(n, s) for s in stops for n in range(len(before) + 1, len(text) + 1) if text[:n].endswith(s)]
         if ends:
             begin = min(end - len(stop) for end, stop in ends)
             stopped = next(s for s in stops if any(end - len(s) == begin and s == stop for end, stop in ends))

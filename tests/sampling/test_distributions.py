@@ -1,4 +1,5 @@
-"""Draws of whole engines have the distribution that their options define: chi-square with fixed seeds, 1 and 2 ranks."""
+"""Draws of whole engines have the distribution that their options define: chi-square with fixed seeds, 1 and 2
+ranks."""
 
 import math
 from collections import Counter

@@ -1,4 +1,5 @@
-"""Log-probabilities are those of the reference's float32 softmax, of outputs and of prompts, however they were computed."""
+"""Log-probabilities are those of the reference's float32 softmax, of outputs and of prompts, however they were
+computed."""
 
 from typing import Any
 

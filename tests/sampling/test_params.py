@@ -37,7 +37,7 @@ def test_refused_by_name_and_value(name: str, value: Any) -> None:
 
 
 def test_stop_needs_text() -> None:
-    with pytest.raises(ValueError, match="stop=.*detokenize=False"):
+    with pytest.raises(ValueError, match=r"stop=.*detokenize=False"):
         SamplingParams(stop="x", detokenize=False)
 
 
@@ -64,7 +64,9 @@ def test_frozen_all_through() -> None:
     assert SamplingParams(stop="ab").stop == ("ab",)
 
 
-@pytest.mark.parametrize("off", [{}, {"top_k": -1}, {"top_k": 0}, {"top_p": 1, "min_p": 0}, {"temperature": 0, "top_k": 5}])
+@pytest.mark.parametrize(
+    "off", [{}, {"top_k": -1}, {"top_k": 0}, {"top_p": 1, "min_p": 0}, {"temperature": 0, "top_k": 5}]
+)
 def test_what_filters_nothing(off: dict[str, Any]) -> None:
     assert not SamplingParams(**off).filters
     assert SamplingParams(**{**off, "temperature": 1.0, "min_p": 0.1}).filters

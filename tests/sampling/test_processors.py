@@ -96,7 +96,8 @@ def test_bias_comes_before_penalties() -> None:
         RepetitionPenaltyLogitsProcessor(1.5),
     ])  # fmt: skip
     expected = both(torch.tensor([PROMPT + OUTPUT]), logits.clone())
-    torch.testing.assert_close(edited(SamplingParams(logit_bias=bias, repetition_penalty=1.5), logits, PROMPT, OUTPUT), expected)
+    params = SamplingParams(logit_bias=bias, repetition_penalty=1.5)
+    torch.testing.assert_close(edited(params, logits, PROMPT, OUTPUT), expected)
 
 
 def test_allowed_ids_cannot_be_biased_back() -> None:

@@ -1,0 +1,81 @@
+"""A walk through every kind of step that launches no kernel: it finds out which ones have to be compiled.
+
+Done with the engine's own tensors and by its own code, so that the answer is exactly what the warm-up will look up, down to
+the alignment of each pointer, and cannot fall behind the code.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nanovllm.engine.step_plan import dummy_step
+from nanovllm.worker import tuning
+from nanovllm.worker.compile_server import CompileJob
+
+if TYPE_CHECKING:
+    from nanovllm.worker.model_runner import ModelRunner
+
+_patching = threading.Lock()
+
+
+def rehearse(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> None:
+    """Hands every kernel that start-up needs to `submit`. Rank 0 alone does it; weights need not be there yet, and nothing
+    that is computed here means anything. Afterwards the runner is as before, but for memory in torch's cache.
+
+    One layer stands for all: they differ in nothing but their weights.
+    """
+    config, layers = runner.config, runner.model.layers
+    with torch.inference_mode(), runner.io.stream_context(), runner.group.muted(), launching_nothing(submit):
+        runner.allocate_kv_cache(1)
+        choices: tuning.Choices = {}
+        if config.kernel_choices is None or Path(config.kernel_choices).is_file():
+            choices = runner.choose_kernels()
+        try:
+            tuning.apply(runner.model, choices, fused=runner.group.size == 1)
+            runner.model.layers = layers[:1]
+            for shape in sorted(runner._new_graphs().shapes, key=sum):  # few rows have the most kernels
+                runner._run_padded(shape)
+            attention = layers[0].self_attn
+            runner.backend.warmup(attention.k_cache, attention.v_cache)
+            num_tokens = min(config.max_num_batched_tokens, 2 * config.max_num_seqs)
+            packed = dummy_step(config.max_num_seqs, num_tokens, runner.max_model_len)
+            runner._run_exact(runner.io.upload(packed), packed)
+        finally:
+            runner.model.layers = layers
+            tuning.apply(runner.model, {}, fused=False)
+            runner._captured_logits.clear()
+    runner.io.synchronize()
+
+
+@contextmanager
+def launching_nothing(submit: Callable[[CompileJob], None]) -> Iterator[None]:
+    """Within it a launch of a Triton kernel by this thread does nothing; one that would have to be compiled first is
+    handed to `submit`. Other threads launch as ever."""
+    from triton import knobs
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    me = threading.get_ident()
+    target = driver.active.get_current_target()
+    launch, hook_before = JITFunction.run, knobs.runtime.jit_cache_hook
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return launch(self, *args, grid=grid, warmup=warmup or threading.get_ident() == me, **options)
+
+    def hook(*, fn: Any, compile: dict[str, Any], **rest: Any) -> bool | None:
+        if threading.get_ident() != me:
+            return hook_before(fn=fn, compile=compile, **rest) if hook_before is not None else None
+        where = (target.backend, target.arch, target.warp_size)
+        submit(CompileJob(fn.module, fn.name, compile["specialization_data"], where))
+        return True  # do not compile it here
+
+    with _patching:
+        JITFunction.run, knobs.runtime.jit_cache_hook = run, hook
+        try:
+            yield
+        finally:
+            JITFunction.run, knobs.runtime.jit_cache_hook = launch, hook_before

@@ -1,0 +1,149 @@
+"""Kernels compiled by other processes: the very entries of Triton's cache that a launch looks up; and nobody stays behind."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from process_checks import MARK, marked_processes, wait_until
+
+from nanovllm.config import PUBLISHED_SHAPES, EngineConfig, ModelConfig
+from nanovllm.worker import precompile
+from nanovllm.worker.compile_server import CompileJob
+from nanovllm.worker.precompile import KernelCompiler, process_count, stamp_path, start_compiler
+
+MODEL = ModelConfig.from_dict(PUBLISHED_SHAPES["Qwen3-0.6B"])
+CONFIG = EngineConfig("Qwen3-0.6B", load_format="dummy")
+NOT_THERE = CompileJob("nanovllm.kernels.norm", "no_such_kernel", "{}", ("cuda", 90, 32))
+
+ROUND_TRIP = """
+import os, sys
+from nanovllm.worker.precompile import KernelCompiler
+compiler = KernelCompiler(2)
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from nanovllm.kernels import activation, small_gemm, step_input
+from nanovllm.worker.compile_server import _TargetOnly, settle_keys
+from nanovllm.worker.rehearsal import launching_nothing
+
+driver.set_active(_TargetOnly(GPUTarget("cuda", 90, 32)))
+settle_keys()
+gate_up, weight = torch.full((4, 256), 2.0, dtype=torch.bfloat16), torch.zeros(512, 256, dtype=torch.bfloat16)
+state = step_input.DeviceState.allocate(16, 4, "cpu")
+buffers, step = step_input.StepBuffers.allocate(16, 64, "cpu"), torch.zeros(500, dtype=torch.int32)
+
+def work():
+    step_input.apply_deltas(step, 16, state)
+    for rows in (1, 2, 1):
+        activation.silu_mul(gate_up[:rows])
+        step_input.prepare_decode(step, 16, state, 16, buffers.narrow(rows, rows))
+    small_gemm.linear(gate_up[:1].clone(), weight)
+
+before = JITFunction.run
+with launching_nothing(compiler.submit):
+    work()
+assert JITFunction.run is before and compiler.num_jobs == 4, compiler.num_jobs
+assert compiler.wait(60), compiler.failures
+compiler.close()
+folder = os.environ["TRITON_CACHE_DIR"]
+entries = set(os.listdir(folder))
+JITFunction.run = lambda self, *args, grid, warmup, **options: before(self, *args, grid=grid, warmup=True, **options)
+step_input.prepare_decode(step, 16, state, 16, buffers.narrow(16, 16))  # another order of first use than above
+work()
+assert set(os.listdir(folder)) == entries and len(entries) == 4, (entries, os.listdir(folder))
+"""
+
+
+def test_compiles_what_a_launch_will_look_up(tmp_path: Path) -> None:
+    """In an interpreter of its own, for these tests may run under Triton's interpreter. The target is a GPU that need not
+    be there: compiling for it takes none."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_INTERPRET": "0"}
+    script = subprocess.run([sys.executable, "-c", ROUND_TRIP], env=environment, capture_output=True, text=True)
+    assert script.returncode == 0, script.stdout + script.stderr
+
+
+def test_a_job_that_fails_is_reported_and_leaves_no_stamp(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    compiler = KernelCompiler(2, tmp_path / "stamp")
+    try:
+        compiler.submit(NOT_THERE)
+        compiler.submit(NOT_THERE)
+        assert compiler.num_jobs == 1
+        assert not compiler.wait(60)
+        assert "no_such_kernel" in compiler.failures[0]
+        compiler.mark_complete()
+        assert not (tmp_path / "stamp").exists()
+    finally:
+        compiler.close()
+
+
+def test_a_dead_server_is_no_hang(tmp_path: Path) -> None:
+    compiler = KernelCompiler(2, tmp_path / "stamp")
+    compiler.submit(NOT_THERE)
+    os.kill(compiler._process.pid, signal.SIGKILL)
+    assert not compiler.wait(20)
+    compiler.close()
+    compiler.close()
+
+
+def test_closing_ends_the_processes(mark: str) -> None:
+    compiler = KernelCompiler(2)
+    assert len(marked_processes(mark)) == 1
+    compiler.close()
+    assert marked_processes(mark) == []
+
+
+def test_processes_end_with_their_parent(mark: str) -> None:
+    """Killed outright, in the middle of the imports."""
+    code = "from nanovllm.worker.precompile import KernelCompiler; c = KernelCompiler(2); print(flush=True); input()"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, MARK: mark}
+    )
+    assert parent.stdin and parent.stdout
+    parent.stdout.readline()
+    assert len(marked_processes(mark)) == 2
+    parent.kill()
+    parent.wait()
+    parent.stdin.close()
+    parent.stdout.close()
+    assert wait_until(lambda: marked_processes(mark) == [], seconds=20)
+
+
+def test_stamp_stands_for_build_options_and_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    stamp = stamp_path(CONFIG, MODEL)
+    assert stamp.parent == tmp_path
+    assert stamp_path(replace(CONFIG, seed=3, tokenizer="elsewhere"), MODEL) == stamp
+    assert stamp_path(replace(CONFIG, max_num_seqs=64), MODEL) != stamp
+    assert stamp_path(CONFIG, replace(MODEL, hidden_size=2048)) != stamp
+    monkeypatch.setattr(precompile, "_device_names", lambda: ["Model: another"])
+    assert stamp_path(CONFIG, MODEL) != stamp
+
+
+@pytest.mark.parametrize(("cores", "processes"), [(1, 0), (3, 0), (4, 3), (16, 12), (128, 16)])
+def test_process_count(cores: int, processes: int) -> None:
+    assert process_count(cores) == processes
+
+
+def test_nothing_is_started_where_there_is_nothing_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(precompile, "KernelCompiler", lambda count, stamp: started.append(count))
+    monkeypatch.setattr(precompile, "_DEVICE_FILES", (str(tmp_path),))
+    monkeypatch.setattr(precompile, "process_count", lambda cores: 2)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    start_compiler(CONFIG, MODEL)
+    assert started == [2]
+    start_compiler(replace(CONFIG, device="cpu"), MODEL)
+    start_compiler(replace(CONFIG, parallel_compile=False), MODEL)
+    stamp_path(CONFIG, MODEL).touch()
+    start_compiler(CONFIG, MODEL)
+    monkeypatch.setattr(precompile, "_DEVICE_FILES", (str(tmp_path / "none"),))
+    start_compiler(replace(CONFIG, max_num_seqs=8), MODEL)
+    assert started == [2]

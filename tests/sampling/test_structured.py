@@ -1,0 +1,165 @@
+"""Constrained outputs: what comes out fits, whatever the model would rather say, and nobody else notices."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+from serving import PROMPT, Engines
+
+from nanovllm import LLM, SamplingParams, StructuredOutput
+from nanovllm.sampling.structured import Matcher
+
+pytest.importorskip("llguidance")
+
+HOT: dict[str, Any] = {"temperature": 1.5, "max_tokens": 700}
+ADDRESS = {
+    "type": "object",
+    "properties": {
+        "street": {"type": "string", "maxLength": 12},
+        "number": {"type": "integer", "minimum": 1, "maximum": 99},
+    },
+    "required": ["street", "number"],
+    "additionalProperties": False,
+}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "nested": {"type": "object", "properties": {"home": ADDRESS, "work": ADDRESS}, "required": ["home", "work"],
+               "additionalProperties": False},
+    "array of objects": {"type": "array", "items": ADDRESS, "minItems": 2, "maxItems": 3},
+    "enum and const": {"type": "object",
+                       "properties": {"a": {"enum": ["x y", 3, None, True]}, "b": {"const": {"k": [1]}}},
+                       "required": ["a", "b"], "additionalProperties": False},
+    "any of": {"anyOf": [{"type": "boolean"},
+                         {"type": "array", "items": {"type": "null"}, "minItems": 1, "maxItems": 4}]},
+    "pattern": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"},
+    "references": {"$defs": {"node": {"type": "object", "properties": {
+                       "value": {"type": "integer", "minimum": 0, "maximum": 9},
+                       "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]}},
+                       "required": ["value", "next"], "additionalProperties": False}}, "$ref": "#/$defs/node"},
+    "unicode names": {"type": "object", "properties": {"größe €": {"type": "boolean"}, "\"": {"type": "null"}},
+                      "required": ["größe €", "\""], "additionalProperties": False},
+    "numbers": {"type": "array", "items": {"type": "number", "minimum": -1, "maximum": 1},
+                "minItems": 3, "maxItems": 3},
+}  # fmt: skip
+
+
+def validates(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> bool:
+    """The part of JSON Schema that SCHEMAS use."""
+    if "$ref" in schema:
+        return validates(value, root["$defs"][schema["$ref"].rsplit("/", 1)[1]], root)
+    if "anyOf" in schema:
+        return any(validates(value, one, root) for one in schema["anyOf"])
+    if "enum" in schema:
+        return any(value == one and type(value) is type(one) for one in schema["enum"])
+    if "const" in schema:
+        return bool(value == schema["const"])
+    kinds = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool,
+             "null": type(None)}  # fmt: skip
+    kind = schema["type"]
+    if not isinstance(value, kinds[kind]) or (isinstance(value, bool) and kind in ("integer", "number")):
+        return False
+    if kind == "object":
+        names = set(schema["properties"])
+        return set(schema["required"]) <= set(value) <= names and all(
+            validates(item, schema["properties"][name], root) for name, item in value.items()
+        )
+    if kind == "array":
+        enough = schema["minItems"] <= len(value) <= schema["maxItems"]
+        return enough and all(validates(item, schema["items"], root) for item in value)
+    if kind == "string":
+        return len(value) <= schema.get("maxLength", 10**9) and bool(re.search(schema.get("pattern", ""), value))
+    if kind in ("boolean", "null"):
+        return True
+    return bool(schema.get("minimum", value) <= value <= schema.get("maximum", value))
+
+
+@pytest.fixture(scope="module")
+def llm(engines: Engines) -> LLM:
+    return engines.get()
+
+
+def test_hard_schemas_at_a_high_temperature(llm: LLM) -> None:
+    """All schemas in one batch, several seeds, beside plain rows that stay what they are."""
+    plain = SamplingParams(temperature=0.8, seed=1, max_tokens=40)
+    (alone,) = llm.generate([PROMPT], plain, use_tqdm=False)
+    wanted = [schema for schema in SCHEMAS.values() for _ in range(4)]
+    params = [SamplingParams(**HOT, seed=i, structured_outputs=StructuredOutput(json=s)) for i, s in enumerate(wanted)]
+    outputs = llm.generate([PROMPT] * (len(params) + 2), [plain, *params, plain], use_tqdm=False)
+    assert outputs[0].token_ids == outputs[-1].token_ids == alone.token_ids
+    num_ended = 0
+    for output, schema in zip(outputs[1:-1], wanted, strict=True):
+        assert output.finish_reason in ("stop", "length")
+        if output.finish_reason == "stop":
+            num_ended += 1
+            assert validates(json.loads(output.text), schema, schema), (output.text, schema)
+    assert num_ended >= len(wanted) - 2, "outputs of these schemas are short, save a list that a model may draw out"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_regex_choice_and_grammar(engines: Engines, ranks: int) -> None:
+    llm = engines.get(tensor_parallel_size=ranks)
+    choices = ("red kite", "blue kite (old)", "a.b*c")
+    lark = 'start: "(" start ")" | WORD\nWORD: /[a-c]{1,3}/'
+    kinds: list[dict[str, Any]] = [{"regex": r"[a-f]{3}-\d{2}"}, {"choice": choices}, {"grammar": lark}]
+    params = [
+        SamplingParams(temperature=1.5, seed=i, max_tokens=60, structured_outputs=StructuredOutput(**kind))
+        for i, kind in enumerate(kinds)
+    ]
+    texts = [output.text for output in llm.generate([PROMPT] * 3, params, use_tqdm=False)]
+    assert re.fullmatch(r"[a-f]{3}-\d{2}", texts[0])
+    assert texts[1] in choices
+    assert re.fullmatch(r"\(*[a-c]{1,3}\)*", texts[2]) and texts[2].count("(") == texts[2].count(")")
+
+
+def test_the_same_with_and_without_a_crowd(engines: Engines) -> None:
+    """The same tokens alone, preempted, chunked, and beside other options."""
+    wanted = StructuredOutput(json=SCHEMAS["array of objects"])
+    one = SamplingParams(temperature=1.2, seed=5, max_tokens=60, top_p=0.9, structured_outputs=wanted)
+    alone = engines.get().generate([PROMPT], one, use_tqdm=False)[0].token_ids
+    tight = engines.get(max_model_len=112, num_kvcache_blocks=7, max_num_batched_tokens=24, max_num_seqs=5)
+    others = [SamplingParams(temperature=1.0, seed=i, max_tokens=50, top_k=5, ignore_eos=True) for i in range(4)]
+    outputs = tight.generate([PROMPT * 3, PROMPT, PROMPT, PROMPT, PROMPT], [*others, one], use_tqdm=False)
+    assert outputs[-1].token_ids == alone
+
+
+@pytest.mark.parametrize(
+    ("wanted", "field"),
+    [
+        (StructuredOutput(json={"type": "no such type"}), "json"),
+        (StructuredOutput(json="{not json"), "json"),
+        (StructuredOutput(regex="(unclosed"), "regex"),
+        (StructuredOutput(grammar="start: missing_rule"), "grammar"),
+    ],
+)
+def test_what_does_not_compile_is_refused(llm: LLM, wanted: StructuredOutput, field: str) -> None:
+    with pytest.raises(ValueError, match=rf"StructuredOutput\.{field}=.*must compile"):
+        llm.add_request(PROMPT, SamplingParams(structured_outputs=wanted))
+    assert llm.is_finished()
+
+
+def test_a_failing_constraint_ends_its_own_request_only(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = SamplingParams(temperature=0.8, seed=1, max_tokens=20)
+    (alone,) = llm.generate([PROMPT], plain, use_tqdm=False)
+    accept = Matcher.accept
+    seen: list[int] = []
+
+    def fails_at_the_third(self: Matcher, token_id: int) -> None:
+        accept(self, token_id)
+        seen.append(token_id)
+        if len(seen) == 3:
+            self.error = "structured_outputs: broken for the test"
+
+    monkeypatch.setattr(Matcher, "accept", fails_at_the_third)
+    constrained = SamplingParams(**HOT, seed=1, structured_outputs=StructuredOutput(regex="a{30}"))
+    first, second = llm.generate([PROMPT] * 2, [constrained, plain], use_tqdm=False)
+    assert (first.finish_reason, first.outputs[0].stop_reason) == ("abort", "structured_outputs: broken for the test")
+    assert second.token_ids == alone.token_ids
+    assert llm.is_finished() and llm.engine._num_sampling == 0
+
+
+def test_without_a_way_out(llm: LLM) -> None:
+    """The grammar is done, but min_tokens forbids the end: the request ends, and only it."""
+    wanted = StructuredOutput(choice=["yes"])
+    params = SamplingParams(temperature=1.0, seed=1, min_tokens=10, max_tokens=20, structured_outputs=wanted)
+    (output,) = llm.generate([PROMPT], params, use_tqdm=False)
+    assert output.finish_reason in ("stop", "abort") and output.text.startswith("yes")
