@@ -166,10 +166,10 @@ class LLM:
         )
 
     def _completion(self, seq: "Row") -> CompletionOutput:
-        logprobs = self.engine.logprobs(seq)
-        total = None if logprobs is None else logprobs.total
-        reason, ids = seq.finish_reason, seq.output_token_ids
-        return CompletionOutput(seq.index, self._text(seq), ids, reason, seq.stop_reason, logprobs, total, seq.metrics)
+        ids, logprobs = seq.output_token_ids, self.engine.logprobs(seq)
+        return CompletionOutput(
+            seq.index, self._text(seq), ids, seq.finish_reason, seq.stop_reason, logprobs, seq.metrics
+        )
 
     def _text(self, seq: "Row") -> str:
         """The output's text: up to a stop string, and without the token of stop_token_ids or end of text that ended it,

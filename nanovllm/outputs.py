@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -47,17 +47,29 @@ class Logprob:
     """The token's own text; None without a tokenizer. Half a character shows as U+FFFD."""
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobRow:
-    """The likeliest tokens at one position and the one that is there, as arrays."""
+class LogprobRow(NamedTuple):
+    """The token at one position and the likeliest ones there: a line of a step's table, taken apart when looked at."""
 
     token_id: int
-    logprob: float
-    rank: int
-    top_ids: np.ndarray
-    """int32 [at least k], likeliest first."""
-    top_logprobs: np.ndarray
-    """float32, beside top_ids."""
+    table: np.ndarray
+    """int32 [lines, 2 + 2 k], each line as kernels/logprobs.py lays it out: log-probability of the token (float32 bits),
+    its rank, the k likeliest ids, their log-probabilities (float32 bits)."""
+    line: int
+
+    @property
+    def logprob(self) -> float:
+        return float(self.table[self.line, :1].view(np.float32)[0])
+
+    @property
+    def rank(self) -> int:
+        return int(self.table[self.line, 1])
+
+    def top(self, k: int) -> list[tuple[int, float]]:
+        """The k likeliest ids and their log-probabilities."""
+        words = self.table[self.line, 2:]
+        middle = words.size // 2
+        ids, logprobs = words[:k], words[middle : middle + k].view(np.float32)
+        return list(zip(ids.tolist(), logprobs.tolist(), strict=True))
 
 
 class LogprobsList(Sequence[dict[int, Logprob] | None]):
@@ -89,8 +101,7 @@ class LogprobsList(Sequence[dict[int, Logprob] | None]):
         if row is None:
             return None
         found = {row.token_id: Logprob(row.logprob, row.rank, self._decode(row.token_id))}
-        tops = zip(row.top_ids[: self._k].tolist(), row.top_logprobs[: self._k].tolist(), strict=True)
-        for place, (token_id, logprob) in enumerate(tops, 1):
+        for place, (token_id, logprob) in enumerate(row.top(self._k), 1):
             if token_id not in found:
                 found[token_id] = Logprob(logprob, place, self._decode(token_id))
         return found
@@ -136,9 +147,12 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """See StepOutput.stop_reason."""
     logprobs: LogprobsList | None = None
-    cumulative_logprob: float | None = None
-    """Sum of the output tokens' log-probabilities, where `logprobs` was asked for."""
     metrics: RequestMetrics | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the output tokens' log-probabilities, where `logprobs` was asked for."""
+        return None if self.logprobs is None else self.logprobs.total
 
 
 @dataclass

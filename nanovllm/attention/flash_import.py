@@ -1,4 +1,4 @@
-"""FlashAttention's packages: whether they are installed, which is quickly said, and their import, which takes seconds."""
+"""FlashAttention's packages: whether they are installed, which is soon said, and their import, which takes seconds."""
 
 import inspect
 import threading

@@ -56,7 +56,7 @@ def _edit_kernel(LOGITS, ROW, SLOT, RECORDS, COUNTS, MASKS, OUT, row_stride, cou
     tl.store(OUT + g.to(tl.int64) * out_stride + index, x, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_edits"])
 def _edit_entries_kernel(LOGITS, ROW, SLOT, RECORDS, COUNTS, MASKS, EDITS, OUT, row_stride, counts_stride, mask_stride,
                          out_stride, num_edits, COUNTED: tl.constexpr, MASKED: tl.constexpr,
                          TILE: tl.constexpr):  # fmt: skip
@@ -71,11 +71,11 @@ def _edit_entries_kernel(LOGITS, ROW, SLOT, RECORDS, COUNTS, MASKS, EDITS, OUT, 
     flags = tl.load(record)
     row = tl.load(ROW + g).to(tl.int64)
     x = tl.load(LOGITS + row * row_stride + index, mask=live, other=0.0).to(tl.float32) + add
-    if COUNTED:  # noqa: SIM102  (one is known when compiling)
+    if COUNTED:
         has = live & ((flags & _PENALTIES) != 0)
         count = tl.load(COUNTS + slot.to(tl.int64) * counts_stride + index, mask=has, other=0)
         x = tl.where(has, _penalise(x, count, record), x)
-    if MASKED:  # noqa: SIM102
+    if MASKED:
         has = live & ((flags & _MASK) != 0)
         x = tl.where(has & (_allowed(MASKS, slot, mask_stride, index, has) == 0), float("-inf"), x)
     tl.store(OUT + g.to(tl.int64) * out_stride + index, x, mask=live)

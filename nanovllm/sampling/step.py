@@ -117,13 +117,6 @@ def _add_prompts(builder: SectionBuilder, plan: StepPlan) -> list[PromptPart]:
     return parts
 
 
-def logprob_row(token_id: int, words: np.ndarray) -> LogprobRow:
-    """One line of kernels/logprobs.py's result, beside the token it is about."""
-    k = (words.size - 2) // 2
-    logprob = words[:1].view(np.float32)[0]
-    return LogprobRow(token_id, float(logprob), int(words[1]), words[2 : 2 + k], words[2 + k :].view(np.float32))
-
-
 def take_logprobs(
     step: StepSampling, gained: Sequence[tuple[Row, int]], rows: np.ndarray | None, prompt: np.ndarray | None
 ) -> None:
@@ -134,11 +127,11 @@ def take_logprobs(
         token_of = dict(gained)
         for general_row, seq in step.logprob_rows:
             if seq in token_of and seq.sampling is not None and seq.sampling.logprob_rows is not None:
-                seq.sampling.logprob_rows.append(logprob_row(token_of[seq], rows[general_row]))
+                seq.sampling.logprob_rows.append(LogprobRow(token_of[seq], rows, general_row))
     begin = 0
     for part in step.prompt_parts:
         assert prompt is not None and part.seq.sampling is not None
         targets = step.prompt_targets[begin : begin + part.count]
-        found = [logprob_row(t, prompt[begin + i]) for i, t in enumerate(targets)]
+        found = [LogprobRow(target, prompt, begin + i) for i, target in enumerate(targets)]
         part.seq.sampling.take_prompt_logprobs(part.first_position, found)
         begin += part.count

@@ -1,8 +1,8 @@
-"""Compiles Triton kernels into Triton's on-disk cache: `python -m nanovllm.worker.compile_server CONTROL_FD NUM_PROCESSES`.
+"""Compiles Triton kernels into Triton's cache: `python -m nanovllm.worker.compile_server CONTROL_FD NUM_PROCESSES`.
 
-Started by precompile.py, which sends one CompileJob after another and hears of each when it is done. A kernel is compiled
-in a fork of this process: compiling holds the interpreter's lock, so threads would not help. No process here touches the
-device, for a CUDA context of its own would cost each of them a second, and the engine the time to share the driver.
+Started by precompile.py, which sends one CompileJob after another and hears of each when it is done. A kernel is
+compiled in a fork of this process: compiling holds the interpreter's lock, so threads would not help. No process here
+touches the device: a CUDA context of its own would cost each of them a second, and the engine its turn with the driver.
 """
 
 import importlib
@@ -11,6 +11,7 @@ import pkgutil
 import signal
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -76,8 +77,8 @@ def _build_driver_module() -> None:
 
 
 def hash_triton() -> None:
-    """Has Triton compute the hash of its own files that every key of its cache begins with. It keeps the result, takes a
-    second or more for it, and lets other threads run meanwhile."""
+    """Has Triton compute the hash of its own files that every key of its cache begins with. It keeps the result, takes
+    a second or more for it, and lets other threads run meanwhile."""
     try:
         from triton.runtime.cache import triton_key
 
@@ -98,7 +99,8 @@ def settle_keys() -> None:
     for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         for value in vars(importlib.import_module(found.name)).values():
             if isinstance(value, JITFunction):
-                _ = value.cache_key
+                with suppress(Exception):  # a kernel that cannot have one says so when it is launched
+                    _ = value.cache_key
 
 
 def _import_everything(parent: int) -> None:

@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from nanovllm.engine.step_plan import dummy_step
+from nanovllm.kernels.step_input import expand_rows_reference
 from nanovllm.worker import tuning
 from nanovllm.worker.compile_server import CompileJob
 
@@ -42,13 +44,22 @@ def rehearse(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> Non
             attention = layers[0].self_attn
             runner.backend.warmup(attention.k_cache, attention.v_cache)
             num_tokens = min(config.max_num_batched_tokens, 2 * config.max_num_seqs)
-            packed = dummy_step(config.max_num_seqs, num_tokens, runner.max_model_len)
-            runner._run_exact(runner.io.upload(packed), packed)
+            _run_largest(runner, dummy_step(config.max_num_seqs, num_tokens, runner.max_model_len))
         finally:
             runner.model.layers = layers
             tuning.apply(runner.model, {}, fused=False)
             runner._captured_logits.clear()
     runner.io.synchronize()
+
+
+def _run_largest(runner: "ModelRunner", packed: np.ndarray) -> None:
+    """A step at its exact size. FlashAttention, where it is there, does run (it compiles its own kernels, in this process),
+    so its inputs must make sense: they are filled in by plain PyTorch."""
+    num_rows, num_decode_rows, _, num_tokens = (int(n) for n in packed[:4])
+    step = runner.io.upload(packed)
+    buffers = runner.buffers.narrow(num_rows, num_tokens)
+    expand_rows_reference(step, runner.config.max_num_seqs, runner.state, runner.block_size, buffers, num_decode_rows)
+    runner._run_exact(step, packed)
 
 
 @contextmanager
