@@ -52,8 +52,8 @@ class LogprobRow(NamedTuple):
 
     token_id: int
     table: np.ndarray
-    """int32 [lines, 2 + 2 k], each line as kernels/logprobs.py lays it out: log-probability of the token (float32 bits),
-    its rank, the k likeliest ids, their log-probabilities (float32 bits)."""
+    """int32 [lines, 2 + 2 k], each line as kernels/logprobs.py lays it out: log-probability of the token (float32
+    bits), its rank, the k likeliest ids, their log-probabilities (float32 bits)."""
     line: int
 
     @property

@@ -31,8 +31,8 @@ class _ChunkRows(NamedTuple):
 class FlashBackend(TritonBackend):
     """FlashAttention's grid comes from host-side lengths: chunks of a captured step are left to the Triton kernel.
 
-    The package takes seconds to import, so that happens in the background, from when a backend is made until it is first
-    needed. If it fails then, Triton takes all of the work, unless FlashAttention was asked for by name.
+    The package takes seconds to import, so that happens in the background, from when a backend is made until it is
+    first needed. If it fails then, Triton takes all of the work, unless FlashAttention was asked for by name.
     """
 
     name = "flash"

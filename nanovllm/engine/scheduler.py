@@ -252,8 +252,8 @@ class Scheduler:
             gained.append((seq, token_id))
             if token_id in seq.stop_token_ids:
                 self._finish(seq, "stop")
-            elif seq.sampling is not None and (reason := seq.sampling.accept(seq, token_id)) is not None:
-                self._finish(seq, reason)
+            elif seq.sampling is not None and seq.sampling.watches and (ended := seq.sampling.accept(seq, token_id)):
+                self._finish(seq, ended)
             elif seq.num_tokens >= seq.max_total_tokens:
                 self._finish(seq, "length")
             elif seq.status is waiting:

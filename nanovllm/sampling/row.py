@@ -41,11 +41,19 @@ class SamplingRow:
         self.prompt_logprob_rows: list[LogprobRow | None] | None = None
         self.num_prompt_logprobs_missing = 0
         self._vocab_size = vocab_size
-        self._stop_ids = sorted(stop_ids) if params.min_tokens else []
+        # A checkpoint may name an end of text that its logits do not have: nothing is to be kept from being drawn there.
+        self._stop_ids = sorted(i for i in stop_ids if i < vocab_size) if params.min_tokens else []
+        bad_words = [word for word in bad_words if max(word) < vocab_size]
         self._bad_words = [word for word in bad_words if len(word) > 1]
         singles = {word[0] for word in bad_words if len(word) == 1}
         self._edits = dict(params.logit_bias) | dict.fromkeys(singles, _BAN)
         self._edit_words = _edit_words(self._edits)
+        self._early_edit_words = _edit_words(self._edits | dict.fromkeys(self._stop_ids, _BAN))
+        self.has_edits = bool(self._edits or self._stop_ids or self._bad_words)
+        self.filters = params.filters
+        self.num_logprobs = -1 if params.logprobs is None else params.logprobs
+        self.watches = text is not None or matcher is not None
+        """Whether tokens that end nothing by themselves must be shown to `accept`."""
         self.needs_last_token = matcher is not None or bool(self._bad_words)
         """What may be drawn depends on the tokens before: the row waits until the host knows them."""
         self.has_mask = params.allowed_token_ids is not None or matcher is not None
@@ -83,16 +91,17 @@ class SamplingRow:
 
     def edits(self, seq: "Row", num_output_tokens: int) -> np.ndarray | None:
         """int32 [n, 3] (the first column is the caller's): additions to logits for the next token."""
+        early = bool(self._stop_ids) and num_output_tokens < self.params.min_tokens
         bans: set[int] = set()
-        if num_output_tokens < self.params.min_tokens:
-            bans.update(self._stop_ids)
         for word in self._bad_words:
             length = len(word) - 1
             if num_output_tokens >= length and tuple(seq.token_ids[-length:]) == word[:-1]:
                 bans.add(word[-1])
-        if not bans:
-            return self._edit_words if self._edits else None
-        return _edit_words(self._edits | dict.fromkeys(bans, _BAN))
+        if bans:
+            bans.update(self._stop_ids if early else ())
+            return _edit_words(self._edits | dict.fromkeys(bans, _BAN))
+        words = self._early_edit_words if early else self._edit_words
+        return words if len(words) else None
 
     def mask(self) -> np.ndarray | None:
         """The ids allowed next, where that changes from token to token."""

@@ -46,6 +46,7 @@ class SectionBuilder:
     edits: list[np.ndarray] = field(default_factory=list)
     """int32 [n, 3] each, the first column empty until pack fills in the general row."""
     edit_rows: list[int] = field(default_factory=list)
+    """The general row of each."""
     resets: list[int] = field(default_factory=list)
     counts: list[np.ndarray] = field(default_factory=list)
     mask_slots: list[int] = field(default_factory=list)
@@ -59,11 +60,9 @@ class SectionBuilder:
     num_prompt_logprobs: int = -1
 
     def pack(self) -> np.ndarray:
-        edits = [np.empty((0, 3), np.int32)]
-        for g, entries in zip(self.edit_rows, self.edits, strict=True):
-            edits.append(entries.copy())
-            edits[-1][:, 0] = g
-        edit_words = np.concatenate(edits).ravel()
+        edits = np.concatenate([np.empty((0, 3), np.int32), *self.edits])
+        edits[:, 0] = np.repeat(self.edit_rows, [len(entries) for entries in self.edits])
+        edit_words = edits.ravel()
         count_words = np.concatenate([np.empty((0, 3), np.int32), *self.counts]).ravel()
         num_words = self.masks[0].size if self.masks else 0
         header = [len(self.rows), edit_words.size // 3, len(self.resets), count_words.size // 3, len(self.mask_slots)]

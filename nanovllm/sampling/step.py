@@ -49,39 +49,43 @@ def plan_sampling(plan: StepPlan) -> StepSampling | None:
 
 
 def _add_rows(builder: SectionBuilder, plan: StepPlan) -> list[tuple[int, Row]]:
-    logprob_rows = []
-    constrained = []
-    for row in range(plan.num_sample_rows):
-        seq = plan.seqs[row]
+    """The general rows; returns those that want log-probabilities. A loop over all rows of every step: kept lean."""
+    logprob_rows, constrained = [], []
+    rows, slots, records = builder.rows, builder.slots, builder.records
+    for row, seq in enumerate(plan.seqs[: plan.num_sample_rows]):
         sampling = seq.sampling
         if sampling is None:
             continue
         num_output_tokens = seq.num_tokens + seq.num_inflight_tokens - seq.num_prompt_tokens - 1
         if not sampling.is_general(num_output_tokens):
             continue
-        general_row = len(builder.rows)
-        builder.rows.append(row)
-        builder.slots.append(seq.slot)
-        builder.records.append(sampling.record)
-        builder.filters |= sampling.params.filters
-        edits = sampling.edits(seq, num_output_tokens)
-        builder.flags |= sampling.flags
-        if edits is not None:
-            builder.edit_rows.append(general_row)
-            builder.edits.append(edits)
+        if sampling.has_edits:
+            edits = sampling.edits(seq, num_output_tokens)
+            if edits is not None:
+                builder.edit_rows.append(len(rows))
+                builder.edits.append(edits)
         if sampling.matcher is not None:
             constrained.append(seq)
-        if sampling.params.logprobs is not None:
-            builder.num_logprobs = max(builder.num_logprobs, sampling.params.logprobs)
-            logprob_rows.append((general_row, seq))
+        if sampling.num_logprobs >= 0:
+            builder.num_logprobs = max(builder.num_logprobs, sampling.num_logprobs)
+            logprob_rows.append((len(rows), seq))
+        builder.filters |= sampling.filters
+        builder.flags |= sampling.flags
+        rows.append(row)
+        slots.append(seq.slot)
+        records.append(sampling.record)
     if constrained:
-        fill_masks([seq.sampling.matcher for seq in constrained if seq.sampling and seq.sampling.matcher])
-        for seq in constrained:
-            mask = seq.sampling.mask() if seq.sampling else None
-            assert mask is not None
-            builder.mask_slots.append(seq.slot)
-            builder.masks.append(mask)
+        _add_grammar_masks(builder, constrained)
     return logprob_rows
+
+
+def _add_grammar_masks(builder: SectionBuilder, seqs: list[Row]) -> None:
+    fill_masks([seq.sampling.matcher for seq in seqs if seq.sampling is not None and seq.sampling.matcher is not None])
+    for seq in seqs:
+        mask = seq.sampling.mask() if seq.sampling is not None else None
+        assert mask is not None
+        builder.mask_slots.append(seq.slot)
+        builder.masks.append(mask)
 
 
 def _add_slots(builder: SectionBuilder, plan: StepPlan) -> None:

@@ -1,11 +1,11 @@
 """Fills Triton's cache at an engine's first start: many processes compile what one alone would compile in turn.
 
-Rank 0 rehearses (rehearsal.py): it walks through every kind of step without launching a kernel, and notes which kernels
-it would need. compile_server.py compiles them side by side, meanwhile the weights are loaded; the warm-up then finds them
-in the cache. What goes wrong here costs time and nothing else, for the engine compiles what it does not find.
+Rank 0 rehearses (rehearsal.py): it walks through every kind of step without launching a kernel, and notes which
+ones it would need. compile_server.py compiles them side by side while the weights are loaded; the warm-up then finds
+them in the cache. What goes wrong here costs time and nothing else, for the engine compiles what it does not find.
 
-A stamp in the cache's folder says that all this has been done for a build, a device and a set of options. No torch here:
-the processes start before rank 0 imports it, and all import at once.
+A stamp in the cache's folder says that all this has been done for a build, a device and a set of options. No torch
+here: the processes start before rank 0 imports it, and all import at once.
 """
 
 import hashlib
@@ -121,9 +121,9 @@ class KernelCompiler:
 
 def start_compiler(config: EngineConfig, model: ModelConfig) -> KernelCompiler | None:
     """The processes, importing already; None where there is nothing for them to do."""
-    if config.device == "cpu" or not config.parallel_compile or os.environ.get("TRITON_INTERPRET") == "1":
+    if config.device == "cpu" or not (config.parallel_compile and config.fused_kernels):
         return None
-    if not any(os.path.exists(path) for path in _DEVICE_FILES):
+    if os.environ.get("TRITON_INTERPRET") == "1" or not any(os.path.exists(path) for path in _DEVICE_FILES):
         return None
     num_processes = process_count(len(os.sched_getaffinity(0)))
     stamp = stamp_path(config, model)
@@ -158,8 +158,8 @@ def stamp_path(config: EngineConfig, model: ModelConfig) -> Path:
 
 
 def _device_names() -> list[str]:
-    """As the kernel driver lists them; nothing where it does not (then a cache shared by different devices has one stamp
-    for all, and the second kind compiles on its own)."""
+    """As the kernel driver lists them; nothing where it does not (then a cache shared by different devices has one
+    stamp for all, and the second kind compiles on its own)."""
     names = []
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         try:

@@ -1,7 +1,7 @@
 """A walk through every kind of step that launches no kernel: it finds out which ones have to be compiled.
 
-Done with the engine's own tensors and by its own code, so that the answer is exactly what the warm-up will look up, down to
-the alignment of each pointer, and cannot fall behind the code.
+Done with the engine's own tensors and by its own code, so that the answer is exactly what the warm-up will look up,
+down to the alignment of each pointer, and cannot fall behind the code.
 """
 
 import threading
@@ -25,8 +25,8 @@ _patching = threading.Lock()
 
 
 def rehearse(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> None:
-    """Hands every kernel that start-up needs to `submit`. Rank 0 alone does it; weights need not be there yet, and nothing
-    that is computed here means anything. Afterwards the runner is as before, but for memory in torch's cache.
+    """Hands every kernel that start-up needs to `submit`. Rank 0 alone does it; weights need not be there yet, for
+    nothing that is computed here means anything. Afterwards the runner is as before, but for memory in torch's cache.
 
     One layer stands for all: they differ in nothing but their weights.
     """
@@ -53,8 +53,8 @@ def rehearse(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> Non
 
 
 def _run_largest(runner: "ModelRunner", packed: np.ndarray) -> None:
-    """A step at its exact size. FlashAttention, where it is there, does run (it compiles its own kernels, in this process),
-    so its inputs must make sense: they are filled in by plain PyTorch."""
+    """A step at its exact size. FlashAttention, where it is there, does run (it compiles its own kernels, in this
+    process), so its inputs must make sense: they are filled in by plain PyTorch."""
     num_rows, num_decode_rows, _, num_tokens = (int(n) for n in packed[:4])
     step = runner.io.upload(packed)
     buffers = runner.buffers.narrow(num_rows, num_tokens)

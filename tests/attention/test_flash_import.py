@@ -51,7 +51,7 @@ def test_forward_into_a_given_tensor_or_by_a_copy(install: Install) -> None:
 def test_half_an_installation_is_named(install: Install, source: str) -> None:
     install(cute__in__interface=source)
     flash_import.start(flash_import.FLASH4)
-    with pytest.raises(flash_import.ImportFailed, match="no driver|not_there_at_all|flash_attn_varlen_func"):
+    with pytest.raises(flash_import.ImportFailed, match=r"no driver|not_there_at_all|flash_attn_varlen_func"):
         flash_import.forward(flash_import.FLASH4)
 
 
@@ -76,7 +76,7 @@ def test_auto_falls_back_and_says_why(install: Install, caplog: pytest.LogCaptur
 def test_asked_for_by_name_it_is_an_error(install: Install) -> None:
     pytest.importorskip("triton")
     install(cute__in__interface="raise RuntimeError('half of it')")
-    with pytest.raises(ValueError, match="attention_backend='flash'.*half of it"):
+    with pytest.raises(ValueError, match=r"attention_backend='flash'.*half of it"):
         _backend(is_required=True)._has_flash()
 
 

@@ -1,4 +1,4 @@
-"""Kernels compiled by other processes: the very entries of Triton's cache that a launch looks up; and nobody stays behind."""
+"""Kernels compiled by other processes: the very entries of the cache that a launch looks up, and nobody left."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from process_checks import MARK, marked_processes, wait_until
+from process_checks import MARK, marked_processes, wait_until, write_tiny_config
 
 from nanovllm.config import PUBLISHED_SHAPES, EngineConfig, ModelConfig
 from nanovllm.worker import precompile
@@ -59,13 +59,63 @@ assert set(os.listdir(folder)) == entries and len(entries) == 4, (entries, os.li
 """
 
 
-def test_compiles_what_a_launch_will_look_up(tmp_path: Path) -> None:
-    """In an interpreter of its own, for these tests may run under Triton's interpreter. The target is a GPU that need not
-    be there: compiling for it takes none."""
+# A CPU's runner with everything that a GPU's has: Triton's kernels and attention, few-row products, captured shapes.
+REHEARSAL = """
+import collections
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from nanovllm.attention import Selection
+from nanovllm.attention.triton_backend import TritonBackend
+from nanovllm.config import EngineConfig, read_model_config
+from nanovllm.kernels import select_kernels
+from nanovllm.worker import model_runner, rehearsal, tuning
+from nanovllm.worker.compile_server import _TargetOnly
+from nanovllm.worker.cuda_graphs import StepGraphs
+from nanovllm.worker.executor import RunnerInit, settle
+
+driver.set_active(_TargetOnly(GPUTarget("cuda", 90, 32)))
+torch.cuda.graph_pool_handle = lambda: None
+TritonBackend.check = classmethod(lambda *_: None)
+model_runner.select_backend = lambda *_, **__: Selection(TritonBackend, "")
+model_runner.select_kernels = lambda device, fused, interpret: select_kernels(device, True, True)
+config = EngineConfig("MODEL", load_format="dummy", device="cpu", max_num_seqs=32, skip_tokenizer_init=True)
+model = read_model_config(config)
+runner = model_runner.ModelRunner(RunnerInit(settle(config, model), model, 0, 0.0, 1), 0, None)
+runner.io.step_buffer = torch.zeros(20000, dtype=torch.int32)
+runner._new_graphs = lambda: StepGraphs(None, 32, config.max_num_batched_tokens, None)
+runner.choose_kernels = lambda: tuning.measured(runner.model, True, 32)
+jobs, layers = [], runner.model.layers
+rehearsal.rehearse(runner, jobs.append)
+assert runner.model.layers is layers and not runner.model.fused_rows and not runner._captured_logits
+
+counts = collections.Counter(job.name for job in set(jobs))
+single = "apply_deltas expand_rows prepare_decode qk_norm_rope_store silu_mul".split()
+assert set(counts) >= {f"_{name}_kernel" for name in single} | {"_rms_norm_kernel", "_best_of_chunks_kernel",
+    "prefill_attention_kernel", "plan_prefill_kernel", "merge_chunks_kernel"}, counts
+assert counts["decode_attention_kernel"] == 2 and counts["plan_decode_kernel"] >= 2, counts
+expected = {(name, config.kernel) for name, by_rows in runner.choose_kernels().items() for config in by_rows.values()}
+assert {kernel for _, kernel in expected} == {job.name.split("_")[2] for job in jobs if "small_gemm" in job.name}
+assert sum(n for name, n in counts.items() if "small_gemm" in name) >= len(expected) - 2, (expected, counts)
+"""
+
+
+def run_script(script: str, folder: Path) -> None:
+    """In an interpreter of its own, for these tests may run under Triton's interpreter. The target is a GPU that need
+    not be there: compiling for it takes none."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_INTERPRET": "0"}
-    script = subprocess.run([sys.executable, "-c", ROUND_TRIP], env=environment, capture_output=True, text=True)
-    assert script.returncode == 0, script.stdout + script.stderr
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache"), "TRITON_INTERPRET": "0"}
+    script = script.replace("MODEL", write_tiny_config(folder / "model", head_dim=64, hidden_size=512))
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_compiles_what_a_launch_will_look_up(tmp_path: Path) -> None:
+    run_script(ROUND_TRIP, tmp_path)
+
+
+def test_rehearsal_meets_every_kernel_of_start_up(tmp_path: Path) -> None:
+    run_script(REHEARSAL, tmp_path)
 
 
 def test_a_job_that_fails_is_reported_and_leaves_no_stamp(tmp_path: Path) -> None:
@@ -142,6 +192,7 @@ def test_nothing_is_started_where_there_is_nothing_to_do(tmp_path: Path, monkeyp
     assert started == [2]
     start_compiler(replace(CONFIG, device="cpu"), MODEL)
     start_compiler(replace(CONFIG, parallel_compile=False), MODEL)
+    start_compiler(replace(CONFIG, fused_kernels=False), MODEL)
     stamp_path(CONFIG, MODEL).touch()
     start_compiler(CONFIG, MODEL)
     monkeypatch.setattr(precompile, "_DEVICE_FILES", (str(tmp_path / "none"),))

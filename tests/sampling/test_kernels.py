@@ -17,7 +17,8 @@ def test_host_and_device_agree_on_the_layout() -> None:
 
 
 def survivors(case: Rows, thresholds: torch.Tensor) -> torch.Tensor:
-    return case.logits[case.rows.long()].float() >= thresholds.unsqueeze(1)
+    x = case.logits[case.rows.long()].float()
+    return (x >= thresholds.unsqueeze(1)) & x.isfinite()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -37,7 +38,6 @@ def test_thresholds(vocab: int, kind: str, dtype: torch.dtype, device: torch.dev
         doubtful = probability[kept[g] != wanted[g]]
         assert doubtful.max() < 1e-5 or doubtful.unique().numel() == 1
     assert different.sum() <= 1
-    assert torch.isinf(found).eq(torch.isinf(expected)).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

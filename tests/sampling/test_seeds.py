@@ -112,6 +112,22 @@ def test_neighbours_keep_the_fast_path(engines: Engines, alone: list[list[int]])
     llm.engine._launch = launch  # type: ignore[method-assign]
 
 
+def test_a_vocabulary_that_ranks_share_unevenly(engines: Engines) -> None:
+    """Random weights, 301 tokens: padding between the shards of two and four ranks is never drawn."""
+    random_weights = {"load_format": "dummy", "hf_overrides": {"vocab_size": 301}, "skip_tokenizer_init": True}
+    plain = {"temperature": 1.0, "max_tokens": 6, "ignore_eos": True}
+    params = [
+        SamplingParams(**{**plain, "seed": i, **options})
+        for i, options in enumerate([*OPTIONS[:5], {"logprobs": 2}, {"min_tokens": 6, "ignore_eos": False}])
+    ]
+    prompts = [[7 * i + j for j in range(5)] for i in range(len(params))]
+    found = []
+    for ranks in (1, 2, 4):
+        llm = engines.get(tensor_parallel_size=ranks, **random_weights)
+        found.append([output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+    assert found[0] == found[1] == found[2]
+
+
 def test_triton_kernels_serve_the_same(engines: Engines, alone: list[list[int]], device: torch.device) -> None:
     """The general sampler by Triton (its interpreter, where there is no GPU): the first tokens of every request."""
     pytest.importorskip("triton")
