@@ -64,8 +64,9 @@ def measured(model: Qwen3ForCausalLM, fused: bool, max_rows: int) -> Choices:
         paired = operations(fused)[name] == "norm_linear_silu_mul"
         is_small = weight.numel() * weight.element_size() <= _SMALL_WEIGHT_BYTES
         most = 1 if not is_small else 4 if paired else FEW_ROWS[-1]
+        n, k = weight.shape
         choices[name] = {
-            rows: candidate_configs(rows, *weight.shape, paired)[0] for rows in FEW_ROWS if rows <= min(most, max_rows)
+            rows: candidate_configs(rows, n, k, paired)[0] for rows in FEW_ROWS if rows <= min(most, max_rows)
         }
     return choices
 
@@ -107,8 +108,8 @@ def apply(model: Qwen3ForCausalLM, choices: Choices, fused: bool) -> None:
     for name, layers in projections(model).items():
         for layer in layers:
             layer.few_rows = choices.get(name, {})
-    layers = [by_rows for name, by_rows in choices.items() if name != "head"]
-    model.fused_rows = {rows for by_rows in layers for rows in by_rows} if fused else set()
+    inside_layers = [by_rows for name, by_rows in choices.items() if name != "head"]
+    model.fused_rows = {rows for by_rows in inside_layers for rows in by_rows} if fused else set()
 
 
 def load(path: Path) -> Choices | None:
