@@ -14,6 +14,7 @@ class ReduceAddNorm(WeightedModule):
     model.
 
     (partial [T, hidden], residual [T, hidden] or None at the start) -> (normalised [T, hidden], residual [T, hidden]).
+    The residual is for the next ReduceAddNorm of the same step alone: with several ranks, rows of it may be another's.
     """
 
     def __init__(
@@ -36,7 +37,8 @@ class ReduceAddNorm(WeightedModule):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         fused = self.group.fused_all_reduce(partial.shape[0])
         if fused is not None:
-            return fused.all_reduce_add_rms_norm(partial, residual, self.weight, self.eps)
+            # Nobody but the next of these calls reads the residual stream: each rank may keep only the rows it sums.
+            return fused.all_reduce_add_rms_norm(partial, residual, self.weight, self.eps, replicate_residual=False)
         x = self.group.all_reduce(partial)
         if residual is None:
             return self.kernels.rms_norm(x, self.weight, self.eps), x

@@ -52,15 +52,17 @@ def forbid_multicast() -> None:
 class AllReduceLimits:
     """Which way takes an all-reduce of `rows * hidden_size * itemsize` bytes.
 
-    One-shot moves (world-1) x bytes out of each rank in one hop, two-shot 2 (world-1)/world x bytes in two hops of
-    about 2 us each: at 380 GB/s they meet near 500 KB on 4 ranks and 145 KB on 8; on 2 ranks one hop is never worse.
-    NCCL meets the two-shot kernel near 20 MB (hidden 5120, 2048 rows: 116 us against 112), without the norm.
+    One-shot moves (world-1) x bytes out of each rank in one hop, two-shot (with the residual left with its owners)
+    2 (world-1)/world x bytes in two hops of about 2 us each. Measured on two H200s at hidden size 4096: equal at 256
+    rows (2 MiB: 11.1 and 11.0 us), two-shot ahead from there (512 rows: 19.3 and 15.8), and ahead of NCCL and a norm
+    kernel up to 8192 rows (64 MiB: 252 and 319 us). For 4 and 8 ranks computed from 380 GB/s a link: they meet near 500
+    KB and 145 KB.
     """
 
-    one_shot_bytes_tp2: int = 32 << 20
+    one_shot_bytes_tp2: int = 2 << 20
     one_shot_bytes_tp4: int = 512 << 10
     one_shot_bytes_tp8: int = 144 << 10
-    peer_bytes: int = 32 << 20
+    peer_bytes: int = 64 << 20
     """Above this the sum is left to NCCL."""
 
     def one_shot_bytes(self, world_size: int) -> int:

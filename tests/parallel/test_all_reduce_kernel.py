@@ -146,7 +146,7 @@ def test_path_by_size() -> None:
         return {rows: PeerAllReduce(memory).path(rows) for rows in (1, 51, 52, 2048, 8192)}  # type: ignore[arg-type]
 
     assert paths(4, 10**6) == {1: "one_shot", 51: "one_shot", 52: "two_shot", 2048: "two_shot", 8192: "nccl"}
-    assert paths(2, 10**6) == {1: "one_shot", 51: "one_shot", 52: "one_shot", 2048: "one_shot", 8192: "nccl"}
+    assert paths(2, 10**6) == {1: "one_shot", 51: "one_shot", 52: "one_shot", 2048: "two_shot", 8192: "nccl"}
     assert paths(4, 51)[52] == "nccl"
 
 
