@@ -187,6 +187,13 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", copy)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether greedy or temperature is all there is to it: such a row stays on the fast path throughout."""
+        lists = self.stop or self.logit_bias or self.bad_words or self.allowed_token_ids or self.structured_outputs
+        counts = self.logprobs is not None or self.prompt_logprobs is not None or self.min_tokens > 0
+        return not (lists or counts or self.filters or self.penalizes)
+
+    @property
     def filters(self) -> bool:
         """Whether a draw is limited to the likeliest tokens; a greedy choice is not changed by that."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)

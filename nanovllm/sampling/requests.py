@@ -21,6 +21,8 @@ class RequestSampling:
 
     def check(self, params: SamplingParams) -> None:
         """Raises ValueError naming a field that this model or tokenizer cannot serve, its value and the bound."""
+        if params.is_plain and not params.stop_token_ids:
+            return
         ids: tuple[tuple[str, Iterable[int]], ...] = (
             ("stop_token_ids", params.stop_token_ids),
             ("logit_bias", params.logit_bias),
@@ -48,6 +50,8 @@ class RequestSampling:
         self, params: SamplingParams, stop_ids: frozenset[int], num_prompt_tokens: int, index: int
     ) -> SamplingRow | None:
         """State of completion `index` of a checked request; None where greedy or temperature is all there is."""
+        if params.is_plain:
+            return None
         wanted = params.structured_outputs
         row = SamplingRow(
             params,

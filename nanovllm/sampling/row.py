@@ -41,7 +41,7 @@ class SamplingRow:
         self.prompt_logprob_rows: list[LogprobRow | None] | None = None
         self.num_prompt_logprobs_missing = 0
         self._vocab_size = vocab_size
-        # A checkpoint may name an end of text that its logits do not have: nothing is to be kept from being drawn there.
+        # A checkpoint may name an end of text that its logits do not have: there nothing is kept from being drawn.
         self._stop_ids = sorted(i for i in stop_ids if i < vocab_size) if params.min_tokens else []
         bad_words = [word for word in bad_words if max(word) < vocab_size]
         self._bad_words = [word for word in bad_words if len(word) > 1]

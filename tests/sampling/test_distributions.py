@@ -11,7 +11,7 @@ from serving import Engines, reference_logits
 
 from nanovllm import SamplingParams
 
-NUM_DRAWS = 1500
+NUM_DRAWS = 1000
 TEXT = "One"
 HOT = 2.5  # spreads the demo model's certain choices
 

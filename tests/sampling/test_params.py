@@ -68,5 +68,14 @@ def test_frozen_all_through() -> None:
     "off", [{}, {"top_k": -1}, {"top_k": 0}, {"top_p": 1, "min_p": 0}, {"temperature": 0, "top_k": 5}]
 )
 def test_what_filters_nothing(off: dict[str, Any]) -> None:
-    assert not SamplingParams(**off).filters
+    assert not SamplingParams(**off).filters and SamplingParams(**off).is_plain
     assert SamplingParams(**{**off, "temperature": 1.0, "min_p": 0.1}).filters
+
+
+@pytest.mark.parametrize(
+    "options", [{"top_k": 1}, {"presence_penalty": 0.1}, {"logprobs": 0}, {"prompt_logprobs": 0}, {"stop": "a"},
+                {"min_tokens": 1}, {"logit_bias": {1: 0.5}}, {"allowed_token_ids": [0]}, {"bad_words": "a"}]
+)  # fmt: skip
+def test_what_leaves_the_fast_path(options: dict[str, Any]) -> None:
+    assert not SamplingParams(**options).is_plain
+    assert SamplingParams(seed=3, temperature=0.4, stop_token_ids=[3], ignore_eos=True, n=2, max_tokens=5).is_plain

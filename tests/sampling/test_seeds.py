@@ -24,12 +24,12 @@ OPTIONS: list[dict[str, Any]] = [
     {"bad_words": [" named", " a little"], "temperature": 1.2},
     {"allowed_token_ids": range(200, 900), "temperature": 1.2},
     {"logprobs": 3, "temperature": 1.1},
-    {"min_tokens": 30, "stop_token_ids": [13], "temperature": 1.2},
+    {"min_tokens": 20, "stop_token_ids": [13], "temperature": 1.2},
     {},
     {"temperature": 0.0},
 ]
 TEXTS = ["Once upon a time there was a", "The capital of France is", "One windy day Zoë found a red kite on the hill. "]
-MAX_TOKENS = 36
+MAX_TOKENS = 28
 
 DRAWN = {
     0: [502, 549, 413, 477, 13, 483, 399, 290, 259, 779, 780, 320],
