@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ LEAVE = 5.0  # seconds for workers to leave after their program has
 
 PROLOGUE = f"""
 import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal, however the tests were started
 sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]
 from process_checks import GREEDY, LONG, token_ids, tiny_llm
 llm = tiny_llm(sys.argv[1])
@@ -32,6 +34,14 @@ ENDINGS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_interrupts() -> Iterator[None]:
+    """Tests may run in the background of a shell, where Ctrl-C is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def start(code: str, tiny: str, mark: str, **options: object) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-c", code, tiny],
@@ -45,8 +55,11 @@ def start(code: str, tiny: str, mark: str, **options: object) -> "subprocess.Pop
 
 
 @pytest.fixture
-def new_mark() -> str:
-    return uuid.uuid4().hex
+def new_mark() -> Iterator[str]:
+    mark = uuid.uuid4().hex
+    yield mark
+    for process in marked_processes(mark):  # a failed test leaves nothing running either
+        os.kill(process, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
