@@ -38,6 +38,8 @@ class LLM:
         self._foreign_outputs: list[StepOutput] = []
         """What requests of add_request gained while generate() was stepping; handed out by the next step()."""
         self._generating: set[int] = set()
+        self._ended: set[int] = set()
+        """Those of them with all completions ended, until their generate() returns."""
         # Interpreter exit must not depend on when this object is collected, nor keep it alive until then.
         self._close_at_exit = weakref.finalize(self, _close, self.engine, self._step_lock)
         self._close_at_exit.atexit = True
@@ -94,6 +96,7 @@ class LLM:
         finally:
             with self._step_lock:  # whoever took our last results in has handed them out, and knows them as ours
                 self._generating.difference_update(ids)
+                self._ended.difference_update(ids)
         texts = [prompt if isinstance(prompt, str) else None for prompt in batch]
         return [self._finish(request_id, text) for request_id, text in zip(ids, texts, strict=True)]
 
@@ -136,20 +139,23 @@ class LLM:
                 with self._step_lock:
                     if not self.engine.has_unfinished_requests():
                         break  # another thread's generate() has taken the last results in for us
-                    done = self._dispatch(self.engine.step()) & unfinished
-                unfinished = {i for i in unfinished - done if not self.engine.is_finished(i)}
+                    self._dispatch(self.engine.step())
+                    unfinished -= self._ended
                 progress.update(len(request_ids) - len(unfinished))
                 if interrupted.is_set():
                     break
 
-    def _dispatch(self, outputs: list[StepOutput]) -> set[int]:
-        """Keeps what belongs to add_request's callers for step(); returns the ids that finished, all completions of
-        them."""
+    def _dispatch(self, outputs: list[StepOutput]) -> None:
+        """Keeps what belongs to add_request's callers for step(), and notes which requests of generate() have ended,
+        whichever thread's they are."""
         for output in outputs:
-            if output.request_id not in self._generating and self.engine.knows(output.request_id):
+            request_id = output.request_id
+            if not self.engine.knows(request_id):
+                continue  # its generate() was interrupted
+            if request_id not in self._generating:
                 self._foreign_outputs.append(output)
-        ended = {output.request_id for output in outputs if output.finished and self.engine.knows(output.request_id)}
-        return {request_id for request_id in ended if self.engine.is_finished(request_id)}
+            elif output.finished and self.engine.is_finished(request_id):
+                self._ended.add(request_id)
 
     def _finish(self, request_id: int, prompt: str | None) -> RequestOutput:
         seqs = self.engine.forget(request_id)
