@@ -15,6 +15,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step_plan import StepPlan
+from nanovllm.engine.step_shapes import fitting_chunk
 
 
 class Scheduler:
@@ -22,7 +23,8 @@ class Scheduler:
 
     PREFILL_TOKENS_WITH_DECODES = (512, 4096)
     """Bounds of the default cap on prompt tokens beside decodes: what a running request hardly notices, and where a
-    larger chunk gains nothing more. In between it is a power of two, as the padded shapes of CUDA graphs are."""
+    larger chunk gains nothing more. In between it doubles, and is changed a little so that chunk and decodes fill a
+    captured shape (engine/step_shapes.py)."""
 
     def __init__(self, config: EngineConfig, num_blocks: int, block_size: int) -> None:
         self.config = config
@@ -84,7 +86,7 @@ class Scheduler:
         plan = StepPlan()
         budget = self._schedule_decodes(plan, self.config.max_num_batched_tokens)
         if plan.num_decode_rows:
-            budget = min(budget, self._prefill_cap())
+            budget = min(budget, self._prefill_cap(plan.num_decode_rows))
         finishing: list[tuple[Sequence, int]] = []
         partial: list[tuple[Sequence, int]] = []
         prompts = [seq for seq in self.running if not seq.last_token_on_device]
@@ -134,12 +136,13 @@ class Scheduler:
         plan.block_updates += (seq.slot, len(seq.block_table), self.block_manager.append_block(seq))
         return True
 
-    def _prefill_cap(self) -> int:
+    def _prefill_cap(self, num_decode_rows: int) -> int:
         if self.config.max_num_prefill_tokens_with_decodes is not None:
             return self.config.max_num_prefill_tokens_with_decodes
         low, high = self.PREFILL_TOKENS_WITH_DECODES
         share = max(low, self.num_waiting_tokens // 8)
-        return min(high, 1 << (share.bit_length() - 1))
+        chunk = min(high, 1 << (share.bit_length() - 1))
+        return fitting_chunk(num_decode_rows, chunk, self.config.max_num_seqs)
 
     def _continue_prompts(
         self,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from nanovllm.attention import select_backend
 from nanovllm.attention.base import AttentionMetadata
 from nanovllm.engine.step_plan import HEADER_SIZE, RECORD_SIZE, dummy_step
+from nanovllm.engine.step_shapes import MAX_CHUNK_ROWS, StepShape
 from nanovllm.kernels import select_kernels
 from nanovllm.kernels.step_input import DeviceState, StepBuffers
 from nanovllm.layers.attention import ForwardStep
@@ -23,7 +24,7 @@ from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.sampling.device import GeneralSampler, LogitsView
 from nanovllm.sampling.section import split_section
 from nanovllm.worker.compile_server import hash_triton, settle_keys
-from nanovllm.worker.cuda_graphs import MAX_CHUNK_ROWS, StepGraphs, StepShape
+from nanovllm.worker.cuda_graphs import StepGraphs
 from nanovllm.worker.device_io import DeviceIO
 from nanovllm.worker.kv_cache import GIB, MemoryProbe, bind_kv_cache, block_bytes, blocks_that_fit
 

@@ -9,6 +9,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step_plan import StepPlan
+from nanovllm.engine.step_shapes import TILE
 from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
 
@@ -205,6 +206,7 @@ class Simulation:
             cap = config.max_num_prefill_tokens_with_decodes
             if cap is None:
                 cap = min(4096, max(512, sum(seq.num_total_tokens for seq in [*waiting_before, *plan.seqs]) // 8))
+                cap += TILE // 2  # chunks and decodes fill whole tiles
             assert plan.num_prefill_tokens <= cap
         assert plan.num_decode_rows <= plan.num_sample_rows <= plan.num_rows
         for row, (seq, start, count) in enumerate(zip(plan.seqs, plan.starts, plan.counts, strict=True)):

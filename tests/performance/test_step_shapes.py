@@ -5,14 +5,17 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.worker.cuda_graphs import (
-    CHUNK_BUCKETS,
+from nanovllm.engine.step_shapes import (
+    LARGE_CHUNKS,
     MAX_CHUNK_ROWS,
-    StepGraphs,
-    StepShape,
+    SMALL_CHUNKS,
+    TILE,
     decode_buckets,
+    fitting_chunk,
     mixed_decode_buckets,
+    mixed_shapes,
 )
+from nanovllm.worker.cuda_graphs import StepGraphs
 
 LIMITS = [1, 2, 3, 7, 12, 100, 200, 256, 300, 512, 1000]
 MOST_GRAPHS = 80
@@ -56,9 +59,10 @@ def test_mixed_steps_have_a_graph_or_are_large(
 ) -> None:
     """A step with chunks runs eagerly only where it has more of them, or more tokens, than any graph."""
     found = graphs(monkeypatch, max_num_seqs, max_tokens)
-    largest = max((size for size in CHUNK_BUCKETS if size <= max_tokens), default=0)
+    shapes = mixed_shapes(max_num_seqs, max_tokens)
     lengths = [n for n in (1, 2, 15, 16, 17, 64, 65, 300, 512, 513, 1024, 1025, 5000) if n <= max_tokens]
     for decodes in range(max_num_seqs + 1):
+        largest = max((shape.chunk_tokens for shape in shapes if shape.decode_rows >= decodes), default=0)
         for tokens in lengths:
             for rows in {1, min(tokens, MAX_CHUNK_ROWS), min(tokens, MAX_CHUNK_ROWS + 1)}:
                 shape = found.shape_for(decodes, rows, tokens)
@@ -67,10 +71,25 @@ def test_mixed_steps_have_a_graph_or_are_large(
                 else:
                     assert shape in found._shapes
                     assert shape.decode_rows >= decodes and shape.chunk_tokens >= tokens
+                    assert not any(
+                        other.decode_rows >= decodes and other.chunk_tokens >= tokens and sum(other) < sum(shape)
+                        for other in shapes
+                    )
+
+
+@pytest.mark.parametrize("chunk", LARGE_CHUNKS)
+def test_the_chunks_that_the_scheduler_asks_for_fill_a_graph_to_whole_tiles(max_num_seqs: int, chunk: int) -> None:
+    shapes = mixed_shapes(max_num_seqs, 16384)
+    for decodes in range(max_num_seqs + 1):
+        asked = fitting_chunk(decodes, chunk, max_num_seqs)
+        assert chunk / 2 <= asked <= chunk + TILE / 2
+        shape = next(s for s in shapes if s.decode_rows >= decodes and s.chunk_tokens >= asked)
+        assert shape.chunk_tokens == asked and sum(shape) % TILE == 0
 
 
 def test_there_are_few_graphs(monkeypatch: pytest.MonkeyPatch, max_num_seqs: int) -> None:
     """Each is captured when the engine starts. The largest comes first: the others find their memory in its."""
     shapes = graphs(monkeypatch, max_num_seqs)._shapes
     assert len(shapes) == len(set(shapes)) <= MOST_GRAPHS
-    assert shapes[0] == StepShape(max_num_seqs, CHUNK_BUCKETS[-1])
+    assert sum(shapes[0]) >= LARGE_CHUNKS[-1]
+    assert {shape.chunk_tokens for shape in shapes} >= {0, *SMALL_CHUNKS, *LARGE_CHUNKS}

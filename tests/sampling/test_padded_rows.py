@@ -6,7 +6,7 @@ import pytest
 from serving import Engines
 from test_seeds import OPTIONS, run
 
-from nanovllm.worker.cuda_graphs import CHUNK_BUCKETS, MAX_CHUNK_ROWS, StepShape
+from nanovllm.engine.step_shapes import LARGE_CHUNKS, MAX_CHUNK_ROWS, SMALL_CHUNKS, StepShape
 from tests.padding import PaddedSteps
 
 
@@ -16,7 +16,7 @@ class AlwaysPadded(PaddedSteps):
     def shape_for(self, decode_rows: int, chunk_rows: int, chunk_tokens: int) -> StepShape | None:
         if chunk_rows > MAX_CHUNK_ROWS:
             return None
-        bucket = next(size for size in (0, *CHUNK_BUCKETS) if size >= chunk_tokens)
+        bucket = next(size for size in (0, *SMALL_CHUNKS, *LARGE_CHUNKS) if size >= chunk_tokens)
         return StepShape(decode_rows + 3 if chunk_rows else decode_rows + 2, bucket)
 
 
