@@ -1,125 +1,23 @@
 """Paged split-KV attention for rows with one query token, over a work list that the device builds itself.
 
 A row's keys are cut into chunks at offsets that depend on the row's own length, so that its result does not depend on
-its neighbours (within FEW_ROWS or beyond it: see DecodeConfig). The chunks of all rows form one list, long ones first;
-a fixed number of programs walks it, so the grid depends neither on lengths nor on the bound on lengths, and ragged
-batches spread evenly. A chunk that is not its row's only one leaves a normalised partial result and its log-sum-exp; a
+its neighbours (within a class of batch sizes: see kernels/decode_plan.py). The chunks of all rows form one list, long
+ones first; a fixed number of programs walks it, so the grid does not depend on lengths, and ragged batches spread
+evenly. A chunk that is not its row's only one leaves a normalised partial result and its log-sum-exp; a
 second kernel merges them, in order. (Merging in the program that finishes a row last saves that launch, but its memory
 fence stalls the program behind all that it has in flight: slower in every case measured.)
 The idea of fixed split offsets with a merge by log-sum-exp is Flash-Decoding's (Dao et al., 2023).
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.decode_plan import FEW_ROWS, TUNING, DecodeConfig, plan_decode_kernel
 from nanovllm.kernels.paged_tma import paged_descriptor, supports_tma
 from nanovllm.kernels.pdl import supports_pdl
 
 LOG2_E = 1.4426950408889634
-
-
-FEW_ROWS = 16
-"""Up to so many rows, latency decides and rows are cut small; beyond, the memory is busy whichever way they are cut."""
-
-
-@dataclass(frozen=True)
-class DecodeConfig:
-    """Tuning of the kernel for a class of batch sizes; all sizes of a class give the same bits."""
-
-    block_n: int = 64
-    """Keys of a tile."""
-    num_warps: int = 2
-    num_stages: int = 2
-    programs_per_sm: int = 4
-    min_chunk: int = 512
-    """Keys of a chunk of a short row, give or take a half; a power of two and a multiple of block_n."""
-    max_splits: int = 32
-    """Most chunks of a row: longer rows get longer chunks."""
-    max_registers: int | None = None
-    """Of a thread; fewer let more programs share a multiprocessor."""
-    use_tma: bool = True
-    """Load keys and values by tensor descriptors where a page holds whole tiles (compute capability 9.0 and later)."""
-
-
-FEW_ROWS_CONFIG = DecodeConfig(num_warps=4, num_stages=3, programs_per_sm=2, min_chunk=64)
-
-
-@triton.jit
-def _chunk_size(context_len, MIN_CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, NUM_CLASSES: tl.constexpr):
-    """MIN_CHUNK doubled until MAX_SPLITS chunks cover the row."""
-    chunk = tl.zeros_like(context_len) + MIN_CHUNK
-    for _ in tl.static_range(NUM_CLASSES - 1):
-        chunk = tl.where(chunk * MAX_SPLITS < context_len, chunk * 2, chunk)
-    return chunk
-
-
-@triton.jit(do_not_specialize=["ROW_SLOT", "CONTEXT_LENS", "num_rows"])
-def plan_decode_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, num_rows,
-                       MIN_CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, NUM_CLASSES: tl.constexpr,
-                       TAIL_CLASSES: tl.constexpr, ROWS_PADDED: tl.constexpr, ROWS_PER_PROGRAM: tl.constexpr):
-    """See plan_decode_reference. Every program ranks all rows and writes the entries of its own."""
-    rows = tl.arange(0, ROWS_PADDED)
-    slot = tl.load(ROW_SLOT + rows, mask=rows < num_rows, other=-1)
-    length = tl.load(CONTEXT_LENS + rows, mask=rows < num_rows, other=0)
-    length = tl.where(slot >= 0, length, 0)
-    chunk = _chunk_size(length, MIN_CHUNK, MAX_SPLITS, NUM_CLASSES)
-    num_full = tl.maximum((length + chunk // 2) // chunk - 1, 0)  # the last chunk is half a chunk to one and a half
-    tail = length - num_full * chunk
-
-    first_full = tl.zeros_like(length)
-    first_tail = tl.zeros_like(length)
-    placed = tl.sum(tl.zeros_like(length), 0)
-    for step in tl.static_range(NUM_CLASSES):
-        here = tl.where(chunk == (MIN_CHUNK << (NUM_CLASSES - 1 - step)), num_full, 0)
-        first_full += tl.where(here > 0, placed + tl.cumsum(here, 0) - here, 0)
-        placed += tl.sum(here, 0)
-    tail_class = tl.minimum((tail * TAIL_CLASSES + MIN_CHUNK - 1) // MIN_CHUNK, TAIL_CLASSES)
-    for step in tl.static_range(TAIL_CLASSES):
-        here = tl.where(tail_class == TAIL_CLASSES - step, 1, 0)
-        first_tail += here * (placed + tl.cumsum(here, 0) - here)
-        placed += tl.sum(here, 0)
-
-    program = tl.program_id(0)
-    if program == 0:
-        tl.store(NUM_WORK, placed)
-    mine = (rows // ROWS_PER_PROGRAM == program) & (rows < num_rows)
-    row_and_slot = rows | (slot << 16)
-    num_chunks = num_full + tl.where(tail > 0, 1, 0)
-    tl.store(NUM_CHUNKS + rows, num_chunks, mask=mine)
-    entry = WORK + first_tail * 4
-    tail_mask = mine & (tail > 0)
-    tl.store(entry, row_and_slot, mask=tail_mask)
-    tl.store(entry + 1, num_full * chunk, mask=tail_mask)
-    tl.store(entry + 2, length, mask=tail_mask)
-    tl.store(entry + 3, num_full | (num_chunks << 16), mask=tail_mask)
-    index = tl.arange(0, MAX_SPLITS)[None, :]
-    full_mask = mine[:, None] & (index < num_full[:, None])
-    entry = WORK + (first_full[:, None] + index) * 4
-    nothing = tl.zeros_like(index)
-    tl.store(entry, row_and_slot[:, None] + nothing, mask=full_mask)
-    tl.store(entry + 1, index * chunk[:, None], mask=full_mask)
-    tl.store(entry + 2, (index + 1) * chunk[:, None], mask=full_mask)
-    tl.store(entry + 3, index | (num_chunks[:, None] << 16), mask=full_mask)
-
-
-def plan_decode_reference(row_slot: torch.Tensor, context_lens: torch.Tensor, config: DecodeConfig
-                          ) -> list[tuple[int, int, int, int, int, int]]:
-    """The work list as (row, slot, first key, end, index of the chunk, chunks of the row), long chunks first."""
-    items = []
-    for row, (slot, length) in enumerate(zip(row_slot.tolist(), context_lens.tolist(), strict=True)):
-        if slot < 0 or length == 0:
-            continue
-        chunk = config.min_chunk
-        while chunk * config.max_splits < length:
-            chunk *= 2
-        num_chunks = max(1, (length + chunk // 2) // chunk)
-        for c in range(num_chunks):
-            end = length if c == num_chunks - 1 else (c + 1) * chunk
-            items.append((row, slot, c * chunk, end, c, num_chunks))
-    return sorted(items, key=lambda item: item[2] - item[3])
 
 
 @triton.jit
@@ -151,6 +49,18 @@ def _load_tile(CACHE, kv_head, block, start, end, stride_block, stride_head, str
 
 
 @triton.jit
+def _prefetch_tile(CACHE, kv_head, block, start, stride_block, stride_head, stride_token, D: tl.constexpr,
+                   PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Has the L2 cache fetch a tile that lies within a page: its lines of 128 bytes, or each token's first one."""
+    LINE: tl.constexpr = 128 * 8 // CACHE.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = D // LINE if D >= LINE else 1
+    tile = CACHE + block.to(tl.int64) * stride_block + kv_head * stride_head + start % PAGE * stride_token
+    lines = tile + (tl.arange(0, BLOCK_N) * stride_token)[:, None] + (tl.arange(0, LINES) * LINE)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def _attend(q, k, v, m, sums, acc, scale_log2, start, end, BLOCK_N: tl.constexpr):
     """One tile of online softmax, in units of log2: running maximum m [H], running sums [H, BLOCK_N] of each column of
     the tiles (added up once a chunk, not once a tile), unnormalised output acc [H, D]."""
@@ -169,12 +79,13 @@ def merge_chunks_kernel(PARTIAL, LSE, OUT, NUM_CHUNKS, out_token, out_head, HQ: 
                         D: tl.constexpr, MAX_SPLITS: tl.constexpr, PDL: tl.constexpr):
     """Merges the rows that have several chunks, one chunk after the other. A program takes HEADS query heads of a row,
     of the HQ there are; where most rows have nothing to merge, the number of programs is all it costs."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     AT_ONCE: tl.constexpr = 8 if MAX_SPLITS >= 8 else MAX_SPLITS
     row = tl.program_id(0).to(tl.int64)
-    num_chunks = tl.load(NUM_CHUNKS + row)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    num_chunks = tl.load(NUM_CHUNKS + row)  # the plan's, as below
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     if num_chunks > 1:
         heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
         dims = tl.arange(0, D)[None, :]
@@ -243,17 +154,19 @@ def _load_item(WORK, item, mask, row_and_slot, start, end, chunk_of, HKV: tl.con
 
 
 @triton.jit(do_not_specialize=["table_stride"])
-def decode_attention_kernel(Q, K, V, OUT, TABLE, WORK, NUM_WORK, PARTIAL, LSE, scale_log2,
+def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, OUT, TABLE, WORK, NUM_WORK, PARTIAL, LSE, scale_log2,
                             q_token, q_head, k_block, k_head, k_token, v_block, v_head, v_token, table_stride,
                             out_token, out_head, HKV: tl.constexpr, G: tl.constexpr,
                             BLOCK_H: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
                             TMA: tl.constexpr, MAX_SPLITS: tl.constexpr, PDL: tl.constexpr):
     """See decode_attention_reference. An item of work is one chunk of one row for one key head and its G query heads. A
     program runs the tiles of all its items in one loop, so that the next item's keys are on their way while this one's
-    result is stored."""
+    result is stored. K and V are tensor descriptors with TMA, else K_CACHE and V_CACHE themselves.
+
+    With PDL the way to the first tile is gone before the queries are there. What it reads is the plan's, and between
+    the plan and this kernel stand ordinary ones (the embedding), so it is complete."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     heads = tl.arange(0, BLOCK_H)
     dims = tl.arange(0, D)
     num_items = tl.load(NUM_WORK) * HKV
@@ -269,6 +182,11 @@ def decode_attention_kernel(Q, K, V, OUT, TABLE, WORK, NUM_WORK, PARTIAL, LSE, s
     m = tl.full([BLOCK_H], float("-inf"), tl.float32)
     sums = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_H, D], tl.float32)
+    if PDL:
+        if PAGE % BLOCK_N == 0:
+            _prefetch_tile(K_CACHE, item % HKV, block, n, k_block, k_head, k_token, D, PAGE, BLOCK_N)
+            _prefetch_tile(V_CACHE, item % HKV, block, n, v_block, v_head, v_token, D, PAGE, BLOCK_N)
+        tl.extra.cuda.gdc_wait()
     for _ in range(tiles):
         row = (row_and_slot & 0xFFFF).to(tl.int64)
         kv_head = item % HKV
@@ -320,12 +238,11 @@ class DecodeAttention:
                  max_model_len: int, device: torch.device, config: DecodeConfig | None = None) -> None:
         self.num_q_heads, self.num_kv_heads, self.head_dim = num_q_heads, num_kv_heads, head_dim
         self.block_size, self.max_num_seqs = block_size, max_num_seqs
-        self.configs = (config or FEW_ROWS_CONFIG, config or DecodeConfig())
-        """For up to FEW_ROWS rows, and for more."""
+        self.tuning = TUNING if config is None else ((None, config),)
         self.group = num_q_heads // num_kv_heads
         self.scale_log2 = head_dim**-0.5 * LOG2_E
         self.max_model_len = max_model_len
-        splits = max(self._max_splits(c) for c in self.configs)
+        splits = max(self._max_splits(config) for _, config in self.tuning)
         is_cuda = device.type == "cuda"
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 1
         self.has_tma = supports_tma(device)
@@ -337,7 +254,7 @@ class DecodeAttention:
         self.lse = torch.zeros(max_num_seqs, num_q_heads, splits, dtype=torch.float32, device=device)
 
     def _config(self, num_rows: int) -> DecodeConfig:
-        return self.configs[num_rows > FEW_ROWS]
+        return next(config for most, config in self.tuning if most is None or num_rows <= most)
 
     def _max_splits(self, config: DecodeConfig) -> int:
         return min(config.max_splits, triton.next_power_of_2(triton.cdiv(self.max_model_len, config.min_chunk)))
@@ -351,7 +268,7 @@ class DecodeAttention:
         rows_per_program = 16
         plan_decode_kernel[(triton.cdiv(num_rows, rows_per_program),)](
             row_slot, context_lens, self.work, self.num_work, self.num_chunks, num_rows,
-            MIN_CHUNK=config.min_chunk, MAX_SPLITS=splits, NUM_CLASSES=num_classes, TAIL_CLASSES=4,
+            MIN_CHUNK=config.min_chunk, MAX_SPLITS=splits, NUM_CLASSES=num_classes, TAIL_CLASSES=12,
             ROWS_PADDED=max(16, triton.next_power_of_2(num_rows)), ROWS_PER_PROGRAM=rows_per_program, num_warps=4)
 
     def __call__(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
@@ -364,10 +281,10 @@ class DecodeAttention:
         use_tma = c.use_tma and self.has_tma and self.block_size % c.block_n == 0
         k, v = (paged_descriptor(x, c.block_n) if use_tma else x for x in (k_cache, v_cache))
         programs = min(self.num_sms * c.programs_per_sm, num_rows * self.num_kv_heads * most_chunks)
-        pdl = self.has_pdl and num_rows <= FEW_ROWS
+        pdl = self.has_pdl
         launch = {"launch_pdl": True} if pdl else {}
         decode_attention_kernel[(programs,)](
-            q, k, v, out, block_table, self.work, self.num_work, self.partial, self.lse,
+            q, k, v, k_cache, v_cache, out, block_table, self.work, self.num_work, self.partial, self.lse,
             self.scale_log2, q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
             block_table.stride(0), out.stride(0), out.stride(1), HKV=self.num_kv_heads, G=self.group,
             BLOCK_H=max(16, triton.next_power_of_2(self.group)), D=self.head_dim, PAGE=self.block_size,

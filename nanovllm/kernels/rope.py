@@ -10,7 +10,7 @@ from nanovllm.kernels.norm import rms_norm_reference
 from nanovllm.kernels.pdl import supports_pdl
 from nanovllm.kernels.triton_import import tl, triton
 
-PDL_TOKENS = 16
+PDL_TOKENS = 512
 """Up to so many tokens, the time between kernels is worth saving."""
 HEADS_PER_PROGRAM = 16
 """Of any step: another number might sum in another order, and a token's result would depend on its step."""
@@ -37,17 +37,22 @@ def _normed_half(x, inverse_rms, weight):
 
 
 @triton.jit
-def _norm_rotate(first, second, WEIGHT, eps, COS_SIN, position, cols, mask_cols, HALF: tl.constexpr):
+def _load_vectors(pointers, mask, HALF: tl.constexpr):
+    """Both halves, each [HALF_PADDED]."""
+    return tl.load(pointers, mask=mask, other=0.0), tl.load(pointers + HALF, mask=mask, other=0.0)
+
+
+@triton.jit
+def _norm_rotate(first, second, weight_first, weight_second, cos, sin, eps, HALF: tl.constexpr):
     """Normalised and rotated halves in the input's dtype. Products are rounded before they are added."""
     dtype = first.dtype
     first32, second32 = first.to(tl.float32), second.to(tl.float32)
     mean = tl.sum(first32 * first32 + second32 * second32, 1) / (2 * HALF)
     inverse_rms = tl.rsqrt(mean + eps)
-    a = _normed_half(first, inverse_rms, tl.load(WEIGHT + cols, mask=mask_cols, other=0.0))
-    b = _normed_half(second, inverse_rms, tl.load(WEIGHT + HALF + cols, mask=mask_cols, other=0.0))
-    angles = COS_SIN + position.to(tl.int64) * (2 * HALF) + cols
-    cos = tl.load(angles, mask=mask_cols, other=0.0).to(dtype).to(tl.float32)[None, :]
-    sin = tl.load(angles + HALF, mask=mask_cols, other=0.0).to(dtype).to(tl.float32)[None, :]
+    a = _normed_half(first, inverse_rms, weight_first)
+    b = _normed_half(second, inverse_rms, weight_second)
+    cos = cos.to(dtype).to(tl.float32)[None, :]
+    sin = sin.to(dtype).to(tl.float32)[None, :]
     out_first = (a * cos).to(dtype).to(tl.float32) - (b * sin).to(dtype).to(tl.float32)
     out_second = (b * cos).to(dtype).to(tl.float32) + (a * sin).to(dtype).to(tl.float32)
     return out_first.to(dtype), out_second.to(dtype)
@@ -80,24 +85,32 @@ def _qk_norm_rope_store_kernel(
     PDL: tl.constexpr,
 ):
     """Token `program_id(0)`; `program_id(1)` counts groups of HEADS query heads, then of HEADS key/value heads."""
-    if PDL:  # nothing to do before the projections are there, but the launch itself is out of the way
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     q_groups: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
     cols = tl.arange(0, HALF_PADDED)
     mask_cols = cols < HALF
     row = QKV + token * qkv_stride
+    # What does not depend on the projections is read before they are there; ordinary kernels stand between those that
+    # write it, at the start of the step, and this one.
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     position = tl.load(POSITIONS + token)
-    if group < q_groups:
+    slot = tl.load(SLOT_MAPPING + token)
+    is_query = group < q_groups
+    q_first, q_second = _load_vectors(Q_WEIGHT + cols, mask_cols & is_query, HALF)
+    k_first, k_second = _load_vectors(K_WEIGHT + cols, mask_cols & (group >= q_groups), HALF)
+    weight_first, weight_second = q_first + k_first, q_second + k_second  # one of the two is zero
+    cos, sin = _load_vectors(COS_SIN + position.to(tl.int64) * (2 * HALF) + cols, mask_cols, HALF)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if is_query:
         heads = group * HEADS + tl.arange(0, HEADS)
         mask = (heads < Q_HEADS)[:, None] & mask_cols[None, :]
         first, second = _load_halves(row, heads, cols, mask, 2 * HALF, HALF)
-        first, second = _norm_rotate(first, second, Q_WEIGHT, eps, COS_SIN, position, cols, mask_cols, HALF)
+        first, second = _norm_rotate(first, second, weight_first, weight_second, cos, sin, eps, HALF)
         _store_halves(row + heads[:, None] * (2 * HALF) + cols[None, :], first, second, mask, HALF)
     else:
-        slot = tl.load(SLOT_MAPPING + token)
         if slot >= 0:
             heads = (group - q_groups) * HEADS + tl.arange(0, HEADS)
             mask = (heads < KV_HEADS)[:, None] & mask_cols[None, :]
@@ -108,7 +121,7 @@ def _qk_norm_rope_store_kernel(
             block, offset = (slot // BLOCK_SIZE).to(tl.int64), slot % BLOCK_SIZE
             v_row = V_CACHE + block * v_block_stride + offset * v_token_stride
             _store_halves(v_row + heads[:, None] * v_head_stride + cols[None, :], v_first, v_second, mask, HALF)
-            first, second = _norm_rotate(first, second, K_WEIGHT, eps, COS_SIN, position, cols, mask_cols, HALF)
+            first, second = _norm_rotate(first, second, weight_first, weight_second, cos, sin, eps, HALF)
             k_row = K_CACHE + block * k_block_stride + offset * k_token_stride
             _store_halves(k_row + heads[:, None] * k_head_stride + cols[None, :], first, second, mask, HALF)
 

@@ -7,12 +7,8 @@ pytest.importorskip("triton")
 
 from cases import DEVICE, TOLERANCE, Case, make_case, nan_like
 
-from nanovllm.kernels.decode_attention import (
-    DecodeAttention,
-    DecodeConfig,
-    decode_attention_reference,
-    plan_decode_reference,
-)
+from nanovllm.kernels.decode_attention import DecodeAttention, decode_attention_reference
+from nanovllm.kernels.decode_plan import DecodeConfig, plan_decode_reference
 
 # Small chunks, so that short rows are split too.
 SMALL = DecodeConfig(block_n=32, min_chunk=64, max_splits=8, num_warps=4, num_stages=2)

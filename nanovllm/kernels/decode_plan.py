@@ -1,0 +1,113 @@
+"""The work list of decode attention, built on the device: which chunks of which rows there are, long ones first."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Tuning of the kernel for a class of batch sizes; all sizes of a class give the same bits."""
+
+    block_n: int = 64
+    """Keys of a tile."""
+    num_warps: int = 2
+    num_stages: int = 2
+    programs_per_sm: int = 12
+    """Three or so run at a time; with more the hardware hands out work as it is done, which evens out the end."""
+    min_chunk: int = 2048
+    """Keys of a chunk of a short row, give or take a half; a power of two and a multiple of block_n."""
+    max_splits: int = 32
+    """Most chunks of a row: longer rows get longer chunks."""
+    max_registers: int | None = None
+    """Of a thread; fewer let more programs share a multiprocessor."""
+    use_tma: bool = True
+    """Load keys and values by tensor descriptors where a page holds whole tiles (compute capability 9.0 and later)."""
+
+
+TUNING = (
+    (16, DecodeConfig(num_warps=4, num_stages=3, programs_per_sm=2, min_chunk=64)),
+    (64, DecodeConfig(block_n=32, num_stages=3, programs_per_sm=8, min_chunk=512)),
+    (None, DecodeConfig()),
+)
+"""Up to so many rows -> configuration. Few rows must be cut small to keep the memory busy; with many it is busy
+whichever way they are cut, and each further chunk is one more result to write and merge."""
+FEW_ROWS = TUNING[0][0]
+
+
+@triton.jit
+def _chunk_size(context_len, MIN_CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, NUM_CLASSES: tl.constexpr):
+    """MIN_CHUNK doubled until MAX_SPLITS chunks cover the row."""
+    chunk = tl.zeros_like(context_len) + MIN_CHUNK
+    for _ in tl.static_range(NUM_CLASSES - 1):
+        chunk = tl.where(chunk * MAX_SPLITS < context_len, chunk * 2, chunk)
+    return chunk
+
+
+@triton.jit(do_not_specialize=["ROW_SLOT", "CONTEXT_LENS", "num_rows"])
+def plan_decode_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, num_rows,
+                       MIN_CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, NUM_CLASSES: tl.constexpr,
+                       TAIL_CLASSES: tl.constexpr, ROWS_PADDED: tl.constexpr, ROWS_PER_PROGRAM: tl.constexpr):
+    """See plan_decode_reference. Every program ranks all rows and writes the entries of its own."""
+    rows = tl.arange(0, ROWS_PADDED)
+    slot = tl.load(ROW_SLOT + rows, mask=rows < num_rows, other=-1)
+    length = tl.load(CONTEXT_LENS + rows, mask=rows < num_rows, other=0)
+    length = tl.where(slot >= 0, length, 0)
+    chunk = _chunk_size(length, MIN_CHUNK, MAX_SPLITS, NUM_CLASSES)
+    num_full = tl.maximum((length + chunk // 2) // chunk - 1, 0)  # the last chunk is half a chunk to one and a half
+    tail = length - num_full * chunk
+
+    first_full = tl.zeros_like(length)
+    first_tail = tl.zeros_like(length)
+    placed = tl.sum(tl.zeros_like(length), 0)
+    for step in tl.static_range(NUM_CLASSES):
+        here = tl.where(chunk == (MIN_CHUNK << (NUM_CLASSES - 1 - step)), num_full, 0)
+        first_full += tl.where(here > 0, placed + tl.cumsum(here, 0) - here, 0)
+        placed += tl.sum(here, 0)
+    longest: tl.constexpr = MIN_CHUNK * 3 // 2  # of a row that is not longer than the splits at MIN_CHUNK allow
+    tail_class = tl.minimum((tail * TAIL_CLASSES + longest - 1) // longest, TAIL_CLASSES)
+    for step in tl.static_range(TAIL_CLASSES):
+        here = tl.where(tail_class == TAIL_CLASSES - step, 1, 0)
+        first_tail += here * (placed + tl.cumsum(here, 0) - here)
+        placed += tl.sum(here, 0)
+
+    program = tl.program_id(0)
+    if program == 0:
+        tl.store(NUM_WORK, placed)
+    mine = (rows // ROWS_PER_PROGRAM == program) & (rows < num_rows)
+    row_and_slot = rows | (slot << 16)
+    num_chunks = num_full + tl.where(tail > 0, 1, 0)
+    tl.store(NUM_CHUNKS + rows, num_chunks, mask=mine)
+    entry = WORK + first_tail * 4
+    tail_mask = mine & (tail > 0)
+    tl.store(entry, row_and_slot, mask=tail_mask)
+    tl.store(entry + 1, num_full * chunk, mask=tail_mask)
+    tl.store(entry + 2, length, mask=tail_mask)
+    tl.store(entry + 3, num_full | (num_chunks << 16), mask=tail_mask)
+    index = tl.arange(0, MAX_SPLITS)[None, :]
+    full_mask = mine[:, None] & (index < num_full[:, None])
+    entry = WORK + (first_full[:, None] + index) * 4
+    nothing = tl.zeros_like(index)
+    tl.store(entry, row_and_slot[:, None] + nothing, mask=full_mask)
+    tl.store(entry + 1, index * chunk[:, None], mask=full_mask)
+    tl.store(entry + 2, (index + 1) * chunk[:, None], mask=full_mask)
+    tl.store(entry + 3, index | (num_chunks[:, None] << 16), mask=full_mask)
+
+
+def plan_decode_reference(row_slot: torch.Tensor, context_lens: torch.Tensor, config: DecodeConfig
+                          ) -> list[tuple[int, int, int, int, int, int]]:
+    """The work list as (row, slot, first key, end, index of the chunk, chunks of the row), long chunks first."""
+    items = []
+    for row, (slot, length) in enumerate(zip(row_slot.tolist(), context_lens.tolist(), strict=True)):
+        if slot < 0 or length == 0:
+            continue
+        chunk = config.min_chunk
+        while chunk * config.max_splits < length:
+            chunk *= 2
+        num_chunks = max(1, (length + chunk // 2) // chunk)
+        for c in range(num_chunks):
+            end = length if c == num_chunks - 1 else (c + 1) * chunk
+            items.append((row, slot, c * chunk, end, c, num_chunks))
+    return sorted(items, key=lambda item: item[2] - item[3])
