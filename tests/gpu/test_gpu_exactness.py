@@ -291,7 +291,7 @@ def test_weights_replaced_in_place(
 ) -> None:
     """Graphs go on with what is in the same memory: other weights, other texts; the old weights, the old texts."""
     weights = reference_model.weights()
-    requests, texts = REQUESTS[:4], reference[:4]
+    requests, texts = REQUESTS, reference
     negated = {name: -value if name == "model.norm.weight" else value for name, value in weights.items()}
     llm.load_weights(negated.items())
     for output, text in zip(run(llm, requests), texts, strict=True):
@@ -306,7 +306,7 @@ def test_dummy_weights_do_not_depend_on_ranks() -> None:
     """The published shape by name, without a file, on one rank and on two; near ties are those of one rank's logits."""
     if DEVICE == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    requests = REQUESTS[:4]
+    requests = REQUESTS
     options = {**OPTIONS, "load_format": "dummy", "enforce_eager": True}
     with LLM("Qwen3-0.6B", **options) as one:
         recorder = LogitRecorder(one)
