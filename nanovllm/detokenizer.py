@@ -31,7 +31,8 @@ class TokenBytes:
 
     def __init__(self, hf_tokenizer: Any) -> None:
         self._token_of: Callable[[int], str | None] = hf_tokenizer.backend_tokenizer.id_to_token
-        self.special_ids = frozenset(hf_tokenizer.all_special_ids)
+        added = hf_tokenizer.added_tokens_decoder.items()  # decode() skips those that are special without a role, too
+        self.special_ids = frozenset([*hf_tokenizer.all_special_ids, *(i for i, token in added if token.special)])
         self._known: dict[int, bytes] = {}
 
     def __getitem__(self, token_id: int) -> bytes:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.outputs import CompletionOutput, LogprobsList, RequestOutput, StepOutput
+from nanovllm.outputs import CompletionOutput, RequestOutput, StepOutput
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class LLM:
 
     def _finish(self, request_id: int, prompt: str | None) -> RequestOutput:
         seqs = self.engine.forget(request_id)
-        first, k = seqs[0], seqs[0].params.prompt_logprobs
+        first = seqs[0]
         rows = first.sampling.prompt_logprob_rows if first.sampling is not None else None
         return RequestOutput(
             request_id=request_id,
@@ -168,7 +168,7 @@ class LLM:
             outputs=[self._completion(seq) for seq in seqs],
             num_cached_tokens=first.num_prompt_cached_tokens or 0,
             metrics=first.metrics,
-            prompt_logprobs=None if rows is None else LogprobsList(rows, k or 0, self.engine.tokenizer.token_text),
+            prompt_logprobs=None if rows is None else rows.view(),
         )
 
     def _completion(self, seq: "Row") -> CompletionOutput:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -47,29 +47,54 @@ class Logprob:
     """The token's own text; None without a tokenizer. Half a character shows as U+FFFD."""
 
 
-class LogprobRow(NamedTuple):
-    """The token at one position and the likeliest ones there: a line of a step's table, taken apart when looked at."""
+class LogprobRows:
+    """The token at each position of a text and the likeliest ones there: lines of the steps' tables, as they came.
 
-    token_id: int
-    table: np.ndarray
-    """int32 [lines, 2 + 2 k], each line as kernels/logprobs.py lays it out: log-probability of the token (float32
-    bits), its rank, the k likeliest ids, their log-probabilities (float32 bits)."""
-    line: int
+    A table, int32 [lines, 3 + 2 k], is shared by all requests of its step. Each line is laid out as
+    kernels/logprobs.py says: the token, its rank, the k likeliest ids; the token's log-probability and theirs (float32
+    bits). Two plain lists and no object for each token, which Python's garbage collector would go through every time.
+    """
 
-    @property
-    def logprob(self) -> float:
-        return float(self.table[self.line, :1].view(np.float32)[0])
+    __slots__ = ("_decode", "_k", "_lines", "_tables")
 
-    @property
-    def rank(self) -> int:
-        return int(self.table[self.line, 1])
+    def __init__(self, k: int, decode: Callable[[int], str | None], num_missing: int = 0) -> None:
+        """`k`: likeliest tokens to show at each position. `decode`: token id -> its text. `num_missing`: positions
+        about which there is nothing to say until `put` does."""
+        self._k, self._decode = k, decode
+        self._tables: list[np.ndarray | None] = [None] * num_missing
+        self._lines: list[int] = [0] * num_missing
 
-    def top(self, k: int) -> list[tuple[int, float]]:
-        """The k likeliest ids and their log-probabilities."""
-        words = self.table[self.line, 2:]
-        middle = words.size // 2
-        ids, logprobs = words[:k], words[middle : middle + k].view(np.float32)
-        return list(zip(ids.tolist(), logprobs.tolist(), strict=True))
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def append(self, table: np.ndarray, line: int) -> None:
+        self._tables.append(table)
+        self._lines.append(line)
+
+    def put(self, position: int, table: np.ndarray, line: int) -> bool:
+        """Fills a position in; True where nothing was there."""
+        is_new = self._tables[position] is None
+        self._tables[position], self._lines[position] = table, line
+        return is_new
+
+    def view(self, positions: range | None = None) -> "LogprobsList":
+        """What users see of `positions`; default: all that are there now."""
+        return LogprobsList(self, self._k, self._decode, range(len(self)) if positions is None else positions)
+
+    def words(self, position: int) -> np.ndarray | None:
+        """The line of a position; None where there is none."""
+        table = self._tables[position]
+        return None if table is None else table[self._lines[position]]
+
+    def logprob(self, position: int) -> float:
+        """That of the position's own token; 0 where there is none."""
+        words = self.words(position)
+        return 0.0 if words is None else float(words[_own_logprob(words)].view(np.float32))
+
+
+def _own_logprob(words: np.ndarray) -> int:
+    """Where a line's log-probabilities begin."""
+    return (words.size + 1) // 2
 
 
 class LogprobsList(Sequence[dict[int, Logprob] | None]):
@@ -78,17 +103,19 @@ class LogprobsList(Sequence[dict[int, Logprob] | None]):
     None stands where there is nothing to say (the first token of a prompt).
     """
 
-    def __init__(self, rows: Sequence[LogprobRow | None], k: int, decode: Callable[[int], str | None]) -> None:
-        """`k`: likeliest tokens to show of each row. `decode`: token id -> its text."""
-        self._rows, self._k, self._decode = rows, k, decode
+    __slots__ = ("_decode", "_k", "_positions", "_rows")
+
+    def __init__(self, rows: LogprobRows, k: int, decode: Callable[[int], str | None], positions: range) -> None:
+        """`k`, `decode`: as of LogprobRows. `positions`: of `rows`."""
+        self._rows, self._k, self._decode, self._positions = rows, k, decode, positions
 
     @property
     def total(self) -> float:
         """Sum of the log-probabilities of the positions' own tokens."""
-        return sum(row.logprob for row in self._rows if row is not None)
+        return sum(map(self._rows.logprob, self._positions))
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._positions)
 
     @overload
     def __getitem__(self, index: int) -> dict[int, Logprob] | None: ...
@@ -96,14 +123,17 @@ class LogprobsList(Sequence[dict[int, Logprob] | None]):
     def __getitem__(self, index: slice) -> "LogprobsList": ...
     def __getitem__(self, index: int | slice) -> "dict[int, Logprob] | LogprobsList | None":
         if isinstance(index, slice):
-            return LogprobsList(self._rows[index], self._k, self._decode)
-        row = self._rows[index]
-        if row is None:
+            return LogprobsList(self._rows, self._k, self._decode, self._positions[index])
+        words = self._rows.words(self._positions[index])
+        if words is None:
             return None
-        found = {row.token_id: Logprob(row.logprob, row.rank, self._decode(row.token_id))}
-        for place, (token_id, logprob) in enumerate(row.top(self._k), 1):
+        begin = _own_logprob(words)
+        own, rank, *ids = words[: min(begin, 2 + self._k)].tolist()
+        logprob, *logprobs = words[begin : begin + 1 + self._k].view(np.float32).tolist()
+        found = {own: Logprob(logprob, rank, self._decode(own))}
+        for place, (token_id, value) in enumerate(zip(ids, logprobs, strict=True), 1):
             if token_id not in found:
-                found[token_id] = Logprob(logprob, place, self._decode(token_id))
+                found[token_id] = Logprob(value, place, self._decode(token_id))
         return found
 
     def __iter__(self) -> Iterator[dict[int, Logprob] | None]:
@@ -132,8 +162,15 @@ class StepOutput:
     """Which of the request's n completions; `finished` is about this one."""
     stop_reason: int | str | None = None
     """The stop string or the id of stop_token_ids that ended it; for "abort", why where there is a reason to give."""
-    logprobs: LogprobsList | None = None
-    """Of new_token_ids, where the request asks for them."""
+    logprob_rows: LogprobRows | None = field(default=None, repr=False, compare=False)
+    position: int = field(default=0, repr=False, compare=False)
+    """Where to find them: what `logprobs` is made of."""
+
+    @property
+    def logprobs(self) -> LogprobsList | None:
+        """Of new_token_ids, where the request asks for them. Made when asked for."""
+        rows = self.logprob_rows
+        return None if rows is None else rows.view(range(self.position, self.position + len(self.new_token_ids)))
 
 
 @dataclass

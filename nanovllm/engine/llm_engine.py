@@ -227,8 +227,8 @@ class LLMEngine:
             if finished:
                 self._note_end(seq, now)
                 output.stop_reason = seq.stop_reason
-            if seq.sampling is not None:
-                output.logprobs = self.logprobs(seq, last=1)
+            if seq.sampling is not None and (rows := seq.sampling.logprob_rows) is not None:
+                output.logprob_rows, output.position = rows, len(rows) - 1
             outputs.append(output)
             if self._siblings and seq.request_id in self._siblings:
                 for sibling in self._siblings.pop(seq.request_id):
@@ -243,13 +243,10 @@ class LLMEngine:
             if last in params.stop_token_ids and (params.ignore_eos or last not in self.model_config.eos_token_ids):
                 seq.stop_reason = last
 
-    def logprobs(self, seq: Sequence, last: int = 0) -> LogprobsList | None:
-        """A completion's log-probabilities by output token (of its `last` tokens, if not 0), where it asked for
-        them."""
+    def logprobs(self, seq: Sequence) -> LogprobsList | None:
+        """A completion's log-probabilities by output token, where it asked for them."""
         rows = seq.sampling.logprob_rows if seq.sampling is not None else None
-        if rows is None:
-            return None
-        return LogprobsList(rows[-last:], seq.params.logprobs or 0, self.tokenizer.token_text)
+        return None if rows is None else rows.view()
 
     def _drain_inbox(self) -> list[StepOutput]:
         """Takes in what other threads asked for; reports the requests that were aborted."""

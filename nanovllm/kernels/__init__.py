@@ -20,8 +20,8 @@ _HOME = {
     "expand_rows": "step_input",
     "prepare_decode": "step_input",
     "edit_logits": "penalties",
-    "find_thresholds": "filters",
-    "draw_survivors": "filters",
+    "draw_filtered": "filters",
+    "draw_survivors": "survivors",
     "token_logprobs": "logprobs",
 }
 
@@ -42,7 +42,7 @@ class Kernels:
     expand_rows: Callable[..., None]
     prepare_decode: Callable[..., None]
     edit_logits: Callable[..., torch.Tensor]
-    find_thresholds: Callable[..., torch.Tensor]
+    draw_filtered: Callable[..., None]
     draw_survivors: Callable[..., None]
     token_logprobs: Callable[..., torch.Tensor]
     fused: bool

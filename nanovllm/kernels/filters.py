@@ -8,252 +8,212 @@ With m the largest logit, p(x) = exp((x - m) / temperature), and each filter act
     top_k   keeps the k-th largest x and what equals or exceeds it
     top_p   keeps the largest threshold above which (itself included) lies top_p of the mass that is left
 
-The last two are searches for the largest t with F(t) >= target, F(t) the count or mass of x >= t. F is evaluated at
-several t in one pass over the row. Floats of one sign have the order of their bits, so t is an integer and the
-bracket around it at most as wide as the bits of the logits (16 in bfloat16); a sample of the row gives the first
-points, close to the end. One program works on a row and adds in a fixed order: the threshold's bits depend on the
-row alone, not on its neighbours.
+One program works on a row and adds in a fixed order: what it finds depends on the row alone, not on its neighbours.
+Three ways to spare it passes over the row:
+
+- The step has drawn a token from the whole distribution already. The best score of all is the best of the survivors too
+  if it survives: then its token stands, and whether it does is one sum (of the mass above it, against top_p).
+- top_k leaves few. A sample bounds the k-th largest logit from below; one pass lists what lies above, and threshold and
+  draw take no more than the list.
+- What is left is a search for the largest t with F(t) >= target, F(t) the count or mass of x >= t, at three t in a
+  pass. Floats of one sign have the order of their bits, so t is an integer and the bracket around it at most as wide
+  as the bits of the logits (16 in bfloat16); a sample gives the first points, and interpolation the next.
+
+Rows that have no token then are drawn from by kernels/survivors.py.
 """
 
 import torch
 
+from nanovllm.kernels.candidates import (
+    MAX_REGISTERS,
+    STRETCH,
+    append,
+    as_ids,
+    list_entries,
+    load_raw,
+    new_lists,
+    row_tiles,
+    sample_floor,
+    tile_index,
+)
 from nanovllm.kernels.penalties import PENALTIES, RECORD_WORDS
 from nanovllm.kernels.rng import gumbel_noise, random_words, row_key
-from nanovllm.kernels.sampling import MIN_TEMPERATURE, _pack_keys, _tiling, gumbel_argmax_reference, keys_to_tokens
+from nanovllm.kernels.sampling import MIN_TEMPERATURE, NO_CANDIDATE, _pack_keys
+from nanovllm.kernels.survivors import draw_survivors, draw_survivors_reference
+from nanovllm.kernels.thresholds import KEY_SHIFT, key_at_least, list_sums, order, row_peak, row_sums, search, unorder
 from nanovllm.kernels.triton_import import tl, triton
 
 _RECORD = tl.constexpr(RECORD_WORDS)
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
+_NO_CANDIDATE = tl.constexpr(NO_CANDIDATE)
 _PENALTIES = tl.constexpr(PENALTIES)
-_PIECES = tl.constexpr(16)  # of a sample
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LEAST = tl.constexpr(-3.4e38)
 
-KEY_SHIFT = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
-"""Low bits of a float32 that values of this type never use."""
-
-
-@triton.jit
-def _order(x):
-    """float32 -> int32 of the same order (-0.0 just below 0.0)."""
-    bits = x.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+LIST_DEPTH = 12
+"""Ids that a lane of a row's list holds, 12,288 in all for a large vocabulary: many more than the sample's floor lets
+through, ties aside."""
+_MAX_LISTED_K = tl.constexpr(512)
 
 
 @triton.jit
-def _unorder(key, SHIFT: tl.constexpr):
-    """The float32 t such that x >= t just where (_order(x) >> SHIFT) >= key."""
-    bits = (key << SHIFT).to(tl.int32)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _load(row, index, num_ids):
-    x = tl.load(row + index, mask=index < num_ids, other=float("-inf")).to(tl.float32)
-    return tl.where(x == x, x, float("-inf"))  # NaN
-
-
-@triton.jit
-def _weights(x, peak, inverse_temperature, COUNT: tl.constexpr):
-    if COUNT:
-        w = tl.where(x > float("-inf"), 1.0, 0.0)
-    else:
-        w = tl.exp((x - peak) * inverse_temperature)
-    return w
-
-
-@triton.jit
-def _sum_above(x, w, t):
-    return tl.sum(tl.where(x >= t, w, 0.0), 1)
-
-
-@triton.jit
-def _sums(row, t0, t1, t2, t3, peak, inverse_temperature, num_ids, COUNT: tl.constexpr, LANES: tl.constexpr,
-          WIDTH: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """F at four thresholds, in one pass over the row."""
-    lane, column = tl.arange(0, LANES), tl.arange(0, WIDTH)
-    index = lane[:, None] * WIDTH + column[None, :]
-    s0 = tl.zeros([LANES], tl.float32)
-    s1, s2, s3 = s0, s0, s0
+def _row_list(row, LIST, floor, num_ids, LANES: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr,
+              DEPTH: tl.constexpr):  # fmt: skip
+    """Lists the ids of logits >= floor (but -inf); returns how many of them each lane has."""
+    index = tile_index(LANES, WIDTH)
+    depth = tl.zeros([LANES], tl.int32)
+    coming = load_raw(row, index, num_ids)
     for tile in range(TILES):
-        x = _load(row, index + tile * (LANES * WIDTH), num_ids)
-        w = _weights(x, peak, inverse_temperature, COUNT)
-        s0 += _sum_above(x, w, t0)
-        s1 += _sum_above(x, w, t1)
-        s2 += _sum_above(x, w, t2)
-        s3 += _sum_above(x, w, t3)
-    return tl.sum(s0, 0), tl.sum(s1, 0), tl.sum(s2, 0), tl.sum(s3, 0)
+        at = index + tile * (LANES * WIDTH)
+        x = as_ids(coming)
+        coming = load_raw(row, at + LANES * WIDTH, num_ids)
+        depth = append(LIST, x, at, (x >= floor) & (x > float("-inf")), depth, LANES, DEPTH)
+    tl.debug_barrier()  # lanes read what others wrote
+    return depth
 
 
 @triton.jit
-def _guess(x, w, low, high, target, SHIFT: tl.constexpr):
-    """The largest key in [low, high) with F >= target over a sample's x and w."""
-    while high - low > 1:
-        middle = low + (high - low) // 2
-        above = tl.sum(tl.sum(tl.where(x >= _unorder(middle, SHIFT), w, 0.0), 1), 0)
-        enough = above >= target
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
-    return low
+def _list_peak(LIST, depth, deepest, LANES: tl.constexpr):
+    largest = tl.full([LANES], float("-inf"), tl.float32)
+    for begin in range(0, deepest, STRETCH):
+        x, _, _ = list_entries(LIST, depth, begin, LANES)
+        largest = tl.maximum(largest, tl.max(x, 0))
+    return tl.max(largest, 0)
 
 
 @triton.jit
-def _search(row, low, high, target, share, peak, inverse_temperature, num_ids, COUNT: tl.constexpr,
-            SHIFT: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """The largest key in [low, high) with F >= target, or low where there is none; F(high) is 0.
-
-    COUNT: target is a number of tokens; else it is -1 and stands for `share` of F(low), which the first pass finds out.
-    Keys are int64: between the bits of two float32 can lie more than an int32 holds.
-    """
-    if high - low > 1:
-        # Where would it be in a sample of LANES * WIDTH tokens, in pieces from all over the row?
-        lane, column = tl.arange(0, LANES), tl.arange(0, WIDTH)
-        of_piece: tl.constexpr = LANES // _PIECES
-        piece = (num_ids // _PIECES) * (lane // of_piece) + (lane % of_piece) * WIDTH
-        x = _load(row, piece[:, None] + column[None, :], num_ids)
-        w = tl.where(x >= _unorder(low, SHIFT), _weights(x, peak, inverse_temperature, COUNT), 0.0)
-        if COUNT:
-            expected = target * (LANES * WIDTH) / num_ids
-            slack = 3.0 * tl.sqrt(expected) + 2.0
-            first, second = expected + slack, tl.maximum(expected - slack, 1.0)
-        else:
-            mass = tl.sum(tl.sum(w, 1), 0)
-            first, second = mass * tl.minimum(share + 0.02, 1.0), mass * (share - 0.02)
-        key1 = tl.minimum(tl.maximum(_guess(x, w, low, high, first, SHIFT), low), high - 1)
-        key3 = tl.minimum(tl.maximum(_guess(x, w, low, high, second, SHIFT) + 1, key1), high - 1)
-        key2 = key1 + (key3 - key1) // 2
-        searching = True
-        while searching:
-            f0, f1, f2, f3 = _sums(
-                row, _unorder(low, SHIFT), _unorder(key1, SHIFT), _unorder(key2, SHIFT), _unorder(key3, SHIFT),
-                peak, inverse_temperature, num_ids, COUNT, LANES, WIDTH, TILES,
-            )  # fmt: skip
-            if not COUNT:
-                target = tl.where(target < 0.0, share * f0, target)
-            high = tl.where(f1 < target, key1, tl.where(f2 < target, key2, tl.where(f3 < target, key3, high)))
-            low = tl.where(f3 >= target, key3, tl.where(f2 >= target, key2, tl.where(f1 >= target, key1, low)))
-            quarter = (high - low) // 4
-            rest = (high - low) % 4
-            key1 = low + tl.maximum(quarter, 1)
-            key2 = tl.minimum(low + tl.maximum(2 * quarter + rest // 2, 2), high - 1)
-            key3 = tl.minimum(low + tl.maximum(3 * quarter + rest - rest // 2, 3), high - 1)
-            searching = high - low > 1
-    return low
+def _list_threshold(LIST, depth, deepest, floor, peak, top_k, top_p, scale, num_ids, SHIFT: tl.constexpr,
+                    LANES: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    """The threshold of a row whose list holds all that can survive: the ids from `floor` on."""
+    high = (order(peak) >> SHIFT).to(tl.int64) + 1
+    low = tl.minimum(key_at_least(floor, SHIFT), high - 1)
+    count = tl.sum(depth, 0).to(tl.float32)
+    if (top_k > 0) & (top_k < num_ids) & (count > top_k.to(tl.float32)):
+        low = search(LIST, LIST, depth, deepest, low, high, count, top_k.to(tl.float32), peak, scale, num_ids,
+                      True, True, SHIFT, LANES, WIDTH, TILES)  # fmt: skip
+    if top_p < 1.0:
+        t = unorder(low, SHIFT)
+        total, _, _ = list_sums(LIST, depth, deepest, t, t, t, peak, scale, False, LANES)
+        low = search(LIST, LIST, depth, deepest, low, high, total, top_p * total, peak, scale, num_ids,
+                      False, True, SHIFT, LANES, WIDTH, TILES)  # fmt: skip
+    return unorder(low, SHIFT)
 
 
 @triton.jit
-def _thresholds_kernel(LOGITS, ROW, SLOT, RECORDS, TEMPERATURE, THRESHOLD, row_stride, num_ids, SHIFT: tl.constexpr,
-                       LANES: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """The threshold of row program_id(0)."""
+def _list_draw(LIST, depth, deepest, threshold, inverse_temperature, k0, k1, APPROX: tl.constexpr,
+               LANES: tl.constexpr):  # fmt: skip
+    """Key of the best of a list's survivors: the same score bits as kernels/survivors.py computes."""
+    best = tl.full([LANES], _NO_CANDIDATE, tl.int64)
+    for begin in range(0, deepest, STRETCH):
+        x, index, live = list_entries(LIST, depth, begin, LANES)
+        scores = tl.fma(x, inverse_temperature, gumbel_noise(random_words(k0, k1, index), APPROX))
+        survives = live & (x >= threshold)
+        keys = tl.where(survives, _pack_keys(tl.where(survives, scores, 0.0), index), _NO_CANDIDATE)
+        best = tl.maximum(best, tl.max(keys, 0))
+    return tl.max(best, 0)
+
+
+@triton.jit
+def _row_threshold(row, peak, star, lowest, top_k, top_p, scale, num_ids, WINNER: tl.constexpr, SHIFT: tl.constexpr,
+                   LANES: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    """The threshold of a row, by passes over all of it; no more than `star` where that survives. peak: the largest
+    logit, or inf where top_p alone limits the row and `star` stands for it."""
+    high = (order(peak) >> SHIFT).to(tl.int64) + 1
+    low = tl.minimum(key_at_least(lowest, SHIFT), high - 1)
+    reference = peak
+    if WINNER:
+        reference = star
+    if (top_k > 0) & (top_k < num_ids):
+        low = search(row, row, 0, 0, low, high, num_ids.to(tl.float32), top_k.to(tl.float32), reference, scale,
+                      num_ids, True, False, SHIFT, LANES, WIDTH, TILES)  # fmt: skip
+    threshold = unorder(low, SHIFT)
+    if top_p < 1.0:
+        above = threshold
+        if WINNER:
+            above = tl.maximum(unorder((order(star) >> SHIFT).to(tl.int64) + 1, SHIFT), threshold)
+        total, beyond, _ = row_sums(row, threshold, above, above, reference, scale, num_ids, False, LANES,
+                                     WIDTH, TILES)  # fmt: skip
+        target = top_p * total
+        survives = False
+        if WINNER:
+            survives = (star >= threshold) & (beyond < target)
+            low = tl.where(beyond >= target, key_at_least(above, SHIFT), low)
+            total = tl.where(beyond >= target, beyond, total)
+        if not survives:
+            low = search(row, row, 0, 0, low, high, total, target, reference, scale, num_ids, False, False, SHIFT,
+                          LANES, WIDTH, TILES)  # fmt: skip
+            threshold = unorder(low, SHIFT)
+    return threshold
+
+
+@triton.jit(do_not_specialize_on_alignment=["ROW", "SLOT", "RECORDS", "TARGET_ROW"])
+def _filter_kernel(LOGITS, ROW, SLOT, RECORDS, TEMPERATURE, SEED, POSITIONS, TARGET_ROW, TOKENS, LAST_TOKEN, COUNTS,
+                   THRESHOLD, LIST, row_stride, counts_stride, num_ids, WINNER: tl.constexpr,
+                   COUNTED: tl.constexpr, SHIFT: tl.constexpr, APPROX: tl.constexpr, LANES: tl.constexpr,
+                   WIDTH: tl.constexpr, TILES: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
+    """Row program_id(0): writes its token and the threshold inf, or else the threshold to draw with. WINNER: the step's
+    own draw from the same logits is in TOKENS."""
     g = tl.program_id(0)
-    record = RECORDS + g * _RECORD
+    record, slot, target = RECORDS + g * _RECORD, tl.load(SLOT + g), tl.load(TARGET_ROW + g)
     top_k = tl.load(record + 1)
     top_p = tl.load(record + 2).to(tl.float32, bitcast=True)
     log_min_p = tl.load(record + 3).to(tl.float32, bitcast=True)
-    temperature = tl.load(TEMPERATURE + tl.load(SLOT + g))
-    threshold = float("-inf")
-    limits_k = (top_k > 0) & (top_k < num_ids)
-    if (temperature >= _MIN_TEMPERATURE) & (limits_k | (top_p < 1.0) | (log_min_p > float("-inf"))):
-        row = LOGITS + tl.load(ROW + g).to(tl.int64) * row_stride
+    temperature = tl.load(TEMPERATURE + slot)
+    row = LOGITS + tl.load(ROW + g).to(tl.int64) * row_stride
+    LIST += g.to(tl.int64) * (DEPTH * LANES)
+    infinity = tl.full([], float("inf"), tl.float32)
+    star, threshold = infinity, -infinity
+    if WINNER:
+        star = tl.load(row + tl.load(TOKENS + target)).to(tl.float32)
+    has_k, has_p, has_min = (top_k > 0) & (top_k < num_ids), top_p < 1.0, log_min_p > float("-inf")
+    if (temperature >= _MIN_TEMPERATURE) & (has_k | has_p | has_min):
         inverse_temperature = 1.0 / temperature
-        index = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-        largest = tl.full([LANES], float("-inf"), tl.float32)
-        for tile in range(TILES):
-            largest = tl.maximum(largest, tl.max(_load(row, index + tile * (LANES * WIDTH), num_ids), 1))
-        peak = tl.max(largest, 0)
-        if (peak > float("-inf")) & (peak < float("inf")):
-            lowest = tl.maximum(peak + log_min_p * temperature, -3.4e38)
-            low = (_order(lowest) >> SHIFT).to(tl.int64)
-            low += tl.where(_unorder(low, SHIFT) < lowest, 1, 0)
-            high = (_order(peak) >> SHIFT).to(tl.int64) + 1
-            low = tl.minimum(low, high - 1)
-            if limits_k:
-                low = _search(row, low, high, top_k.to(tl.float32), 1.0, peak, inverse_temperature, num_ids, True,
-                              SHIFT, LANES, WIDTH, TILES)  # fmt: skip
-            if top_p < 1.0:
-                low = _search(row, low, high, top_p * 0.0 - 1.0, top_p, peak, inverse_temperature, num_ids, False,
-                              SHIFT, LANES, WIDTH, TILES)  # fmt: skip
-            threshold = _unorder(low, SHIFT)
+        scale = inverse_temperature * _LOG2_E
+        lists_k = has_k & (top_k <= _MAX_LISTED_K)
+        peak, floor, lowest = infinity, -infinity, -infinity
+        if has_min | ((not lists_k) & (has_k | (not WINNER))):
+            peak = row_peak(row, num_ids, LANES, WIDTH, TILES)
+        if has_min:
+            lowest = tl.maximum(peak + log_min_p * temperature, _LEAST)
+        if lists_k:
+            floor = sample_floor(row, num_ids, top_k, LANES, WIDTH)
+        floor = tl.maximum(floor, lowest)
+        listed = False
+        if lists_k:
+            depth = _row_list(row, LIST, floor, num_ids, LANES, WIDTH, TILES, DEPTH)
+            deepest, count = tl.max(depth, 0), tl.sum(depth, 0)
+            if (deepest <= DEPTH) & (count > 0) & ((count >= top_k) | (floor <= lowest)):
+                peak = _list_peak(LIST, depth, deepest, LANES)
+                if peak < float("inf"):
+                    listed = True
+                    threshold = _list_threshold(LIST, depth, deepest, floor, peak, top_k, top_p, scale, num_ids,
+                                                SHIFT, LANES, WIDTH, TILES)  # fmt: skip
+                    k0, k1 = row_key(tl.load(SEED + slot), tl.load(POSITIONS + target))
+                    key = _list_draw(LIST, depth, deepest, threshold, inverse_temperature, k0, k1, APPROX,
+                                     LANES)  # fmt: skip
+                    token = (~key).to(tl.int32)
+                    tl.store(TOKENS + target, token)
+                    tl.store(LAST_TOKEN + slot, token)
+                    if COUNTED:  # noqa: SIM102  (one is known when compiling)
+                        if tl.load(record) & _PENALTIES:
+                            place = COUNTS + slot.to(tl.int64) * counts_stride + token
+                            tl.store(place, tl.load(place) + 2)
+                    threshold = infinity
+        if not listed:
+            if (peak == float("inf")) & (has_k | has_min | (not WINNER)):
+                peak = row_peak(row, num_ids, LANES, WIDTH, TILES)
+            is_finite = (peak > float("-inf")) & (peak < float("inf"))
+            if WINNER:
+                is_finite = (is_finite | (not (has_k | has_min))) & (star > float("-inf")) & (star < float("inf"))
+            if is_finite:
+                threshold = _row_threshold(row, peak, star, lowest, top_k, top_p, scale, num_ids, WINNER, SHIFT, LANES,
+                                           WIDTH, TILES)  # fmt: skip
+    if WINNER:
+        threshold = tl.where(star >= threshold, infinity, threshold)
     tl.store(THRESHOLD + g, threshold)
 
 
-@triton.jit
-def _best_survivors_kernel(LOGITS, ROW, SLOT, TEMPERATURE, SEED, POSITION, THRESHOLD, PARTIAL, row_stride, num_ids,
-                           num_chunks, FILTERS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-                           APPROX: tl.constexpr):  # fmt: skip
-    """As the sampler's own kernel, for rows picked from LOGITS and ids at or above the row's threshold: the same score
-    bits for the same logit. A tile that nobody of survives costs no noise."""
-    chunk, g = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(SLOT + g)
-    row = LOGITS + tl.load(ROW + g).to(tl.int64) * row_stride
-    lanes = chunk * (TILE * TILES) + tl.arange(0, TILE)
-    temperature = tl.load(TEMPERATURE + slot)
-    best = tl.full([TILE], float("-inf"), tl.float32)
-    best_tile = tl.zeros([TILE], tl.int32)
-    if temperature >= _MIN_TEMPERATURE:
-        inverse_temperature = 1.0 / temperature
-        k0, k1 = row_key(tl.load(SEED + slot), tl.load(POSITION + g))
-        threshold = float("-inf")
-        if FILTERS:
-            threshold = tl.load(THRESHOLD + g)
-        for tile in range(TILES):
-            index = lanes + tile * TILE
-            x = _load(row, index, num_ids)
-            survives = (x >= threshold) & (x > float("-inf"))
-            if tl.max(survives.to(tl.int32), 0) > 0:
-                noise = gumbel_noise(random_words(k0, k1, index), APPROX)
-                scores = tl.where(survives, tl.fma(x, inverse_temperature, noise), float("-inf"))
-                better = scores > best
-                best = tl.where(better, scores, best)
-                best_tile = tl.where(better, tile, best_tile)
-    else:
-        for tile in range(TILES):
-            x = _load(row, lanes + tile * TILE, num_ids)
-            better = x > best
-            best = tl.where(better, x, best)
-            best_tile = tl.where(better, tile, best_tile)
-    tl.store(PARTIAL + g * num_chunks + chunk, tl.max(_pack_keys(best, lanes + best_tile * TILE), 0))
-
-
-@triton.jit
-def _commit_kernel(PARTIAL, TARGET_ROW, SLOT, RECORDS, TOKENS, LAST_TOKEN, COUNTS, counts_stride, num_chunks,
-                   COUNTED: tl.constexpr, CHUNKS_PADDED: tl.constexpr):  # fmt: skip
-    g = tl.program_id(0)
-    chunks = tl.arange(0, CHUNKS_PADDED)
-    keys = tl.load(PARTIAL + g * num_chunks + chunks, mask=chunks < num_chunks, other=-0x8000000000000000)
-    token = (~tl.max(keys, 0)).to(tl.int32)
-    slot = tl.load(SLOT + g)
-    tl.store(TOKENS + tl.load(TARGET_ROW + g), token)
-    tl.store(LAST_TOKEN + slot, token)
-    if COUNTED:  # noqa: SIM102  (one is known when compiling)
-        if tl.load(RECORDS + g * _RECORD) & _PENALTIES:
-            place = COUNTS + slot.to(tl.int64) * counts_stride + token
-            tl.store(place, tl.load(place) + 2)
-
-
-def _row_tiles(num_ids: int) -> dict[str, int]:
-    """At most 64 registers a thread, so that two programs share a multiprocessor and hide each other's loads."""
-    lanes = min(1024, max(32, triton.next_power_of_2(triton.cdiv(num_ids, 8))))
-    warps = 16 if lanes == 1024 else 4
-    return {"LANES": lanes, "WIDTH": 8, "TILES": triton.cdiv(num_ids, lanes * 8), "num_warps": warps, "maxnreg": 64}
-
-
-def find_thresholds(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    records: torch.Tensor,
-    temperature: torch.Tensor,
-    vocab_size: int,
-) -> torch.Tensor:
-    """Triton version of find_thresholds_reference: passes over memory, one program for each row."""
-    thresholds = torch.empty(rows.shape[0], dtype=torch.float32, device=logits.device)
-    _thresholds_kernel[(rows.shape[0],)](
-        logits, rows, slots, records, temperature, thresholds, logits.stride(0), vocab_size,
-        SHIFT=KEY_SHIFT[logits.dtype], **_row_tiles(vocab_size),
-    )  # fmt: skip
-    return thresholds
-
-
-def draw_survivors(
+def draw_filtered(
     logits: torch.Tensor,
     rows: torch.Tensor,
     slots: torch.Tensor,
@@ -261,27 +221,26 @@ def draw_survivors(
     temperature: torch.Tensor,
     seed: torch.Tensor,
     positions: torch.Tensor,
-    thresholds: torch.Tensor | None,
     target_rows: torch.Tensor,
     tokens: torch.Tensor,
     last_token: torch.Tensor,
     counts: torch.Tensor | None,
     vocab_size: int,
+    has_winner: bool,
 ) -> None:
-    """Triton version of draw_survivors_reference."""
+    """Triton version of draw_filtered_reference: a program for each row, and another pass over rows it leaves open."""
     num_rows = rows.shape[0]
-    tile, tiles, num_warps = _tiling(num_rows, vocab_size)
-    num_chunks = triton.cdiv(vocab_size, tile * tiles)
-    partial = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
-    _best_survivors_kernel[(num_chunks, num_rows)](
-        logits, rows, slots, temperature, seed, positions, temperature if thresholds is None else thresholds, partial,
-        logits.stride(0), vocab_size, num_chunks, FILTERS=thresholds is not None, TILE=tile, TILES=tiles,
-        APPROX=logits.is_cuda, num_warps=num_warps,
+    thresholds = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    _filter_kernel[(num_rows,)](
+        logits, rows, slots, records, temperature, seed, positions, target_rows, tokens, last_token,
+        tokens if counts is None else counts, thresholds, new_lists(num_rows, vocab_size, LIST_DEPTH, logits.device),
+        logits.stride(0), 0 if counts is None else counts.stride(0), vocab_size, WINNER=has_winner,
+        COUNTED=counts is not None, SHIFT=KEY_SHIFT[logits.dtype], APPROX=logits.is_cuda, DEPTH=LIST_DEPTH,
+        maxnreg=MAX_REGISTERS, **row_tiles(vocab_size),
     )  # fmt: skip
-    _commit_kernel[(num_rows,)](
-        partial, target_rows, slots, records, tokens, last_token, tokens if counts is None else counts,
-        0 if counts is None else counts.stride(0), num_chunks, COUNTED=counts is not None,
-        CHUNKS_PADDED=triton.next_power_of_2(num_chunks), num_warps=1,
+    draw_survivors(
+        logits, rows, slots, records, temperature, seed, positions, thresholds, target_rows, tokens, last_token, counts,
+        None, False, vocab_size,
     )  # fmt: skip
 
 
@@ -318,7 +277,7 @@ def find_thresholds_reference(
     return torch.where(limited, threshold, -torch.inf)
 
 
-def draw_survivors_reference(
+def draw_filtered_reference(
     logits: torch.Tensor,
     rows: torch.Tensor,
     slots: torch.Tensor,
@@ -326,27 +285,18 @@ def draw_survivors_reference(
     temperature: torch.Tensor,
     seed: torch.Tensor,
     positions: torch.Tensor,
-    thresholds: torch.Tensor | None,
     target_rows: torch.Tensor,
     tokens: torch.Tensor,
     last_token: torch.Tensor,
     counts: torch.Tensor | None,
     vocab_size: int,
+    has_winner: bool,
 ) -> None:
-    """Draws for each general row among the ids whose logit is at least its threshold (None: all), and writes the
-    token to tokens[target_rows[g]], to last_token[slots[g]] and, for rows with penalties, into counts [S, vocab_size].
-
-    Arguments as of find_thresholds_reference; seed int64 [S], positions int32 [G], target_rows int32 [G]. The draw
-    is that of gumbel_argmax (kernels/sampling.py): with nothing filtered, the same token. Where no id is left, id 0.
-    """
-    x = logits[rows.long(), :vocab_size].float()
-    x = x.masked_fill(x.isnan(), -torch.inf)
-    if thresholds is not None:
-        random = temperature[slots.long()] >= MIN_TEMPERATURE
-        x = x.masked_fill((x < thresholds.unsqueeze(1)) & random.unsqueeze(1), -torch.inf)
-    drawn = keys_to_tokens(gumbel_argmax_reference(x, slots, temperature, seed, positions, 0, vocab_size))
-    tokens[target_rows.long()] = drawn
-    last_token[slots.long()] = drawn
-    if counts is not None:
-        counted = (records[:, 0] & PENALTIES).nonzero().squeeze(1)
-        counts[slots[counted].long(), drawn[counted].long()] += 2
+    """Draws for each row among the ids that its filters let pass (find_thresholds_reference), as
+    draw_survivors_reference does. has_winner: tokens[target_rows] and last_token[slots] hold what a draw from these
+    very logits without filters gave (and counts is None); where that survives it is the token already."""
+    thresholds = find_thresholds_reference(logits, rows, slots, records, temperature, vocab_size)
+    draw_survivors_reference(
+        logits, rows, slots, records, temperature, seed, positions, thresholds, target_rows, tokens, last_token, counts,
+        None, False, vocab_size,
+    )  # fmt: skip

@@ -20,23 +20,29 @@ _MASK = tl.constexpr(MASK)
 
 
 @triton.jit
-def _penalise(x, count, record):
+def _penalise(x, count, presence, frequency, repetition, inverse_repetition):
     """See edit_logits_reference. count: 2 * (times in the output) + (1 if in the prompt)."""
-    presence = tl.load(record + 4).to(tl.float32, bitcast=True)
-    frequency = tl.load(record + 5).to(tl.float32, bitcast=True)
-    repetition = tl.load(record + 6).to(tl.float32, bitcast=True)
-    x = tl.where(count > 0, tl.where(x > 0.0, x / repetition, x * repetition), x)
+    x = tl.where(count > 0, x * tl.where(x > 0.0, inverse_repetition, repetition), x)
     times = count >> 1
     return x - frequency * times.to(tl.float32) - tl.where(times > 0, presence, 0.0)
 
 
 @triton.jit
-def _allowed(MASKS, slot, mask_stride, index, live):
-    word = tl.load(MASKS + slot.to(tl.int64) * mask_stride + index // 32, mask=live, other=0)
-    return ((word >> (index % 32)) & 1) != 0
+def _penalties(record):
+    """Presence, frequency and repetition penalty of a record, and the reciprocal of the last."""
+    presence = tl.load(record + 4).to(tl.float32, bitcast=True)
+    frequency = tl.load(record + 5).to(tl.float32, bitcast=True)
+    repetition = tl.load(record + 6).to(tl.float32, bitcast=True)
+    return presence, frequency, repetition, 1.0 / repetition
 
 
 @triton.jit
+def _allowed(masks_row, index, live):
+    word = tl.load(masks_row + index // 32, mask=live, other=0)
+    return ((word >> (index % 32)) & 1) != 0
+
+
+@triton.jit(do_not_specialize_on_alignment=["ROW", "SLOT", "RECORDS"])
 def _edit_kernel(LOGITS, ROW, SLOT, RECORDS, COUNTS, MASKS, OUT, row_stride, counts_stride, mask_stride, out_stride,
                  num_ids, COUNTED: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
     g = tl.program_id(1)
@@ -49,14 +55,15 @@ def _edit_kernel(LOGITS, ROW, SLOT, RECORDS, COUNTS, MASKS, OUT, row_stride, cou
     if COUNTED:  # noqa: SIM102  (one is known when compiling)
         if flags & _PENALTIES:
             count = tl.load(COUNTS + slot.to(tl.int64) * counts_stride + index, mask=live, other=0)
-            x = _penalise(x, count, record)
+            presence, frequency, repetition, inverse_repetition = _penalties(record)
+            x = _penalise(x, count, presence, frequency, repetition, inverse_repetition)
     if MASKED:  # noqa: SIM102
         if flags & _MASK:
-            x = tl.where(_allowed(MASKS, slot, mask_stride, index, live), x, float("-inf"))
+            x = tl.where(_allowed(MASKS + slot.to(tl.int64) * mask_stride, index, live), x, float("-inf"))
     tl.store(OUT + g.to(tl.int64) * out_stride + index, x, mask=live)
 
 
-@triton.jit(do_not_specialize=["num_edits"])
+@triton.jit(do_not_specialize=["num_edits"], do_not_specialize_on_alignment=["ROW", "SLOT", "RECORDS", "EDITS"])
 def _edit_entries_kernel(LOGITS, ROW, SLOT, RECORDS, COUNTS, MASKS, EDITS, OUT, row_stride, counts_stride, mask_stride,
                          out_stride, num_edits, COUNTED: tl.constexpr, MASKED: tl.constexpr,
                          TILE: tl.constexpr):  # fmt: skip
@@ -74,10 +81,11 @@ def _edit_entries_kernel(LOGITS, ROW, SLOT, RECORDS, COUNTS, MASKS, EDITS, OUT, 
     if COUNTED:
         has = live & ((flags & _PENALTIES) != 0)
         count = tl.load(COUNTS + slot.to(tl.int64) * counts_stride + index, mask=has, other=0)
-        x = tl.where(has, _penalise(x, count, record), x)
+        presence, frequency, repetition, inverse_repetition = _penalties(record)
+        x = tl.where(has, _penalise(x, count, presence, frequency, repetition, inverse_repetition), x)
     if MASKED:
         has = live & ((flags & _MASK) != 0)
-        x = tl.where(has & (_allowed(MASKS, slot, mask_stride, index, has) == 0), float("-inf"), x)
+        x = tl.where(has & (_allowed(MASKS + slot.to(tl.int64) * mask_stride, index, has) == 0), float("-inf"), x)
     tl.store(OUT + g.to(tl.int64) * out_stride + index, x, mask=live)
 
 
@@ -130,7 +138,7 @@ def edit_logits_reference(
     if counts is not None:
         count = counts[slots.long()] * (records[:, :1] & PENALTIES)
         presence, frequency, repetition = records[:, 4:7].contiguous().view(torch.float32).unsqueeze(2).unbind(1)
-        x = torch.where(count > 0, torch.where(x > 0, x / repetition, x * repetition), x)
+        x = torch.where(count > 0, torch.where(x > 0, x * (1 / repetition), x * repetition), x)
         times = count >> 1
         x = x - frequency * times - torch.where(times > 0, presence, 0.0)
     if masks is not None:

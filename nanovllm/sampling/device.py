@@ -16,15 +16,29 @@ import numpy as np
 import torch
 
 from nanovllm.kernels import Kernels
-from nanovllm.kernels.logprobs import top_bucket
+from nanovllm.kernels.candidates import list_bytes
+from nanovllm.kernels.filters import LIST_DEPTH
+from nanovllm.kernels.logprobs import TOP_BUCKETS, top_bucket
 from nanovllm.kernels.step_input import DeviceState, StepBuffers
 from nanovllm.parallel.group import TensorParallelGroup
-from nanovllm.sampling.section import MASK, PENALTIES, RECORD_WORDS, Section, mask_words
+from nanovllm.sampling.section import (
+    CHANGED,
+    DRAWN,
+    FILTERED,
+    MASK,
+    PENALTIES,
+    RECORD,
+    RECORD_WORDS,
+    Section,
+    SectionBuilder,
+    mask_words,
+)
 
 if TYPE_CHECKING:
     from nanovllm.worker.device_io import DeviceIO
 
 _PROMPT_ROWS = 256  # prompt positions whose logits exist at a time
+_MANY_ROWS = 64  # general rows that are drawn as any larger number is
 
 
 class LogitsView:
@@ -62,6 +76,16 @@ class GeneralSampler:
         self._pinned: dict[tuple[str, int], torch.Tensor] = {}
         self._results: deque[tuple[torch.Tensor | None, torch.Tensor | None]] = deque()
 
+    def reserve_bytes(self, max_num_seqs: int, dtype: torch.dtype) -> int:
+        """Device memory that the most general steps may take: counts and masks, which stay, and while such a step runs
+        edited copies and lists of all rows, their gathered logits, and logits of prompt tokens."""
+        ids = self._vocab_size
+        stays = 4 * max_num_seqs * (ids + mask_words(ids))
+        rows = 4 * max_num_seqs * ids + list_bytes(max_num_seqs, ids, LIST_DEPTH)
+        gathers = 2 if self._group.size > 1 else 0  # as they arrive, and in the order of ids
+        whole = (gathers * max_num_seqs + (1 + gathers) * _PROMPT_ROWS) * ids * dtype.itemsize
+        return stays + rows + whole
+
     # -- one step -----------------------------------------------------------------------------------------------
 
     def run(
@@ -82,39 +106,65 @@ class GeneralSampler:
         drawn = prompt = None
         if section.num_rows:
             assert logits is not None
-            drawn = self._draw(section, words, logits, buffers, state)
+            drawn = self._draw(
+                section, words, *self._whole_logits(logits, words[section.where("rows")]), buffers, state
+            )
         if section.num_targets:
             assert hidden is not None
             prompt = self._prompt_logprobs(section, words, hidden, model)
-        if self._group.rank == 0 and (section.num_logprobs >= 0 or section.num_targets):
+        if self._group.rank == 0 and (section.num_scored or section.num_targets):
             self._results.append((self._download("rows", drawn), self._download("prompt", prompt)))
 
     def _draw(
-        self, section: Section, words: torch.Tensor, logits: torch.Tensor, buffers: StepBuffers, state: DeviceState
+        self,
+        section: Section,
+        words: torch.Tensor,
+        raw: torch.Tensor,
+        raw_rows: torch.Tensor,
+        buffers: StepBuffers,
+        state: DeviceState,
     ) -> torch.Tensor | None:
-        """Draws the general rows; their log-probabilities (see kernels/logprobs.py) where any row wants them."""
+        """Draws the general rows, each kind in its way; log-probabilities (see kernels/logprobs.py) of rows that want
+        them. A row's kind is its own, so that what is computed for it does not depend on the others."""
         rows, slots = words[section.where("rows")], words[section.where("slots")]
         records = words[section.where("records")].view(-1, RECORD_WORDS)
-        raw, raw_rows = self._whole_logits(logits, rows)
-        x, x_rows = raw, raw_rows
-        counts = self._counts if section.flags & PENALTIES else None
-        masks = self._masks if section.flags & MASK else None
-        if section.flags or section.num_edits:
+        step = (state.temperature, state.seed, buffers.sample_positions)
+        out = (buffers.tokens, state.last_token)
+        copied, changed, filtered, _ = section.of_kind
+        if copied.start < copied.stop:
+            counts, masks = self._tables(section.copied_flags)
+            own = (slots[copied], records[copied])
             edits = words[section.where("edits")].view(-1, 3)
-            x = self._kernels.edit_logits(raw, raw_rows, slots, records, counts, masks, edits, self._vocab_size)
-            x_rows = self._range(section.num_rows)
-        thresholds = None
-        if section.filters:
-            thresholds = self._kernels.find_thresholds(x, x_rows, slots, records, state.temperature, self._vocab_size)
-        positions = buffers.sample_positions.index_select(0, rows)
-        self._kernels.draw_survivors(
-            x, x_rows, slots, records, state.temperature, state.seed, positions, thresholds, rows, buffers.tokens,
-            state.last_token, counts, self._vocab_size,
-        )  # fmt: skip
-        if section.num_logprobs < 0:
+            x = self._kernels.edit_logits(raw, raw_rows[copied], *own, counts, masks, edits, self._vocab_size)
+            args = (x, self._range(copied.stop), *own, *step)
+            if section.copies_filter:
+                self._kernels.draw_filtered(*args, rows[copied], *out, counts, self._vocab_size, has_winner=False)
+            else:
+                self._kernels.draw_survivors(
+                    *args, None, rows[copied], *out, counts, masks, edits=False, vocab_size=self._vocab_size
+                )
+        if changed.start < changed.stop:
+            counts, masks = self._tables(section.changed_flags)
+            self._kernels.draw_survivors(
+                raw, raw_rows[changed], slots[changed], records[changed], *step, None, rows[changed], *out, counts,
+                masks, edits=True, vocab_size=self._vocab_size,
+            )  # fmt: skip
+        if filtered.start < filtered.stop:
+            self._kernels.draw_filtered(
+                raw, raw_rows[filtered], slots[filtered], records[filtered], *step, rows[filtered], *out, None,
+                self._vocab_size, has_winner=True,
+            )  # fmt: skip
+        if section.num_scored == 0:
             return None
-        tokens = buffers.tokens.index_select(0, rows)
-        return self._kernels.token_logprobs(raw, raw_rows, tokens, top_bucket(section.num_logprobs), self._vocab_size)
+        scored = words[section.where("scored")]
+        scored_rows = words[section.where("scored_rows")]
+        where = scored_rows if self._group.size == 1 else scored
+        k = top_bucket(section.num_logprobs)
+        return self._kernels.token_logprobs(raw, where, buffers.tokens, scored_rows, k, self._vocab_size)
+
+    def _tables(self, flags: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Counts and masks, where any of the rows that are about to be drawn has them."""
+        return self._counts if flags & PENALTIES else None, self._masks if flags & MASK else None
 
     def _whole_logits(self, logits: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits over the whole vocabulary, and the row of them that each general row has."""
@@ -137,13 +187,31 @@ class GeneralSampler:
             if self._group.size > 1:
                 logits = self._gathered(logits)
             rows = self._range(logits.shape[0])
-            parts.append(self._kernels.token_logprobs(logits, rows, targets[own], k, self._vocab_size))
+            parts.append(self._kernels.token_logprobs(logits, rows, targets[own], rows, k, self._vocab_size))
         return torch.cat(parts)
 
     def _range(self, size: int) -> torch.Tensor:
         if self._identity.shape[0] < size:
             self._identity = torch.arange(size, dtype=torch.int32, device=self._device)
         return self._identity[:size]
+
+    def rehearse(self, local_ids: int, dtype: torch.dtype, buffers: StepBuffers, state: DeviceState) -> None:
+        """Goes through steps whose kernels are worth having before the first request that needs them: filters,
+        penalties and log-probabilities, for few rows and for many. `local_ids`: ids of this rank's logits. To be called
+        where nothing is launched (worker/rehearsal.py)."""
+        many = min(_MANY_ROWS, state.temperature.shape[0])
+        raw = torch.empty(many, local_ids * self._group.size, dtype=dtype, device=self._device)
+        self._counts = torch.empty(1, self._vocab_size, dtype=torch.int32, device=self._device)
+        for kind in (FILTERED, CHANGED):
+            for num_rows in (1, many):
+                self._rehearse_step(_made_up(kind, num_rows, -1), raw, buffers, state)
+        for num_logprobs in TOP_BUCKETS[1:]:
+            self._rehearse_step(_made_up(DRAWN, 1, num_logprobs), raw, buffers, state)
+        self._counts = None
+
+    def _rehearse_step(self, section: Section, raw: torch.Tensor, buffers: StepBuffers, state: DeviceState) -> None:
+        words = torch.from_numpy(section.words.copy()).to(self._device)
+        self._draw(section, words, raw, self._range(section.num_rows), buffers, state)
 
     # -- what stays on the device -------------------------------------------------------------------------------
 
@@ -170,6 +238,7 @@ class GeneralSampler:
         host[:] = section.words
         rows = host[section.where("rows")]
         rows[rows >= num_decode_rows] += first_chunk_row - num_decode_rows
+        host[section.where("scored_rows")] = rows[host[section.where("scored")]]
         return staging.to(self._device, non_blocking=True)
 
     def _download(self, name: str, result: torch.Tensor | None) -> torch.Tensor | None:
@@ -194,3 +263,13 @@ class GeneralSampler:
         target; its tokens must have been collected."""
         rows, prompt = self._results.popleft()
         return tuple(None if part is None else part.numpy().copy() for part in (rows, prompt))  # type: ignore[return-value]
+
+
+def _made_up(kind: int, num_rows: int, num_logprobs: int) -> Section:
+    """A section whose rows are all of one kind."""
+    builder = SectionBuilder(num_logprobs=num_logprobs)
+    builder.rows[kind], builder.slots[kind] = list(range(num_rows)), [0] * num_rows
+    builder.records[kind] = [RECORD.pack(PENALTIES, 0, 0.5, 0.0, 0.0, 0.0, 1.0)] * num_rows
+    builder.changed_flags = PENALTIES
+    builder.scored = [(kind, row) for row in range(num_rows)] if num_logprobs >= 0 else []
+    return Section(builder.pack())

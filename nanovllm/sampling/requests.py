@@ -60,6 +60,7 @@ class RequestSampling:
             text=self._text(params) if params.stop else None,
             bad_words=[word for text in params.bad_words for word in self._words(text)],
             matcher=None if wanted is None else self._constraints().matcher(wanted),
+            token_text=self._tokenizer.token_text,
         )
         if params.prompt_logprobs is not None and index == 0:
             row.expect_prompt_logprobs(num_prompt_tokens)

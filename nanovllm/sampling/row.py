@@ -1,14 +1,14 @@
 """What the host knows of how one completion is sampled, beyond greedy and temperature. No torch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nanovllm.detokenizer import StreamedText
-from nanovllm.outputs import LogprobRow
-from nanovllm.sampling.section import MASK, PENALTIES, RECORD, mask_words
+from nanovllm.outputs import LogprobRows
+from nanovllm.sampling.section import CHANGED, COPIED, DRAWN, FILTERED, MASK, PENALTIES, RECORD, mask_words
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from nanovllm.sampling.structured import Matcher
 
 _BAN = float("-inf")
+_NO_EDITS = np.empty((0, 3), np.int32)
 
 
 class SamplingRow:
@@ -30,25 +31,28 @@ class SamplingRow:
         text: StreamedText | None,
         bad_words: Sequence[tuple[int, ...]],
         matcher: "Matcher | None",
+        token_text: Callable[[int], str | None] = lambda token_id: None,
     ) -> None:
         """`stop_ids`: what min_tokens keeps from being drawn. `text`: the output's, where stop strings are looked for.
-        `bad_words`: as token ids. `matcher`: of structured_outputs."""
+        `bad_words`: as token ids. `matcher`: of structured_outputs. `token_text`: of one
+        token, for log-probabilities."""
         self.params = params
         self.text = text
         self.matcher = matcher
         self.penalizes = params.penalizes
-        self.logprob_rows: list[LogprobRow] | None = None if params.logprobs is None else []
-        self.prompt_logprob_rows: list[LogprobRow | None] | None = None
+        self.logprob_rows = None if params.logprobs is None else LogprobRows(params.logprobs, token_text)
+        self.prompt_logprob_rows: LogprobRows | None = None
         self.num_prompt_logprobs_missing = 0
-        self._vocab_size = vocab_size
+        self._vocab_size, self._token_text = vocab_size, token_text
         # A checkpoint may name an end of text that its logits do not have: there nothing is kept from being drawn.
         self._stop_ids = sorted(i for i in stop_ids if i < vocab_size) if params.min_tokens else []
         bad_words = [word for word in bad_words if max(word) < vocab_size]
         self._bad_words = [word for word in bad_words if len(word) > 1]
         singles = {word[0] for word in bad_words if len(word) == 1}
         self._edits = dict(params.logit_bias) | dict.fromkeys(singles, _BAN)
-        self._edit_words = _edit_words(self._edits)
-        self._early_edit_words = _edit_words(self._edits | dict.fromkeys(self._stop_ids, _BAN))
+        self._edit_words = self._early_edit_words = _edit_words(self._edits) if self._edits else _NO_EDITS
+        if self._stop_ids:
+            self._early_edit_words = _edit_words(self._edits | dict.fromkeys(self._stop_ids, _BAN))
         self.has_edits = bool(self._edits or self._stop_ids or self._bad_words)
         self.filters = params.filters
         self.num_logprobs = -1 if params.logprobs is None else params.logprobs
@@ -57,9 +61,13 @@ class SamplingRow:
         self.needs_last_token = matcher is not None or bool(self._bad_words)
         """What may be drawn depends on the tokens before: the row waits until the host knows them."""
         self.has_mask = params.allowed_token_ids is not None or matcher is not None
-        self._always_general = bool(
+        self.always_general = bool(
             params.filters or self.penalizes or self._edits or self.has_mask or self._bad_words
         ) or (params.logprobs is not None)
+        """Whether every token is a matter of the general sampler."""
+        changes = self.penalizes or self.has_mask
+        self.kind = (COPIED if params.filters else CHANGED) if changes else FILTERED if params.filters else DRAWN
+        """How tokens are drawn, but for those with edits."""
         flags = PENALTIES * self.penalizes | MASK * self.has_mask
         log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
         top_k = params.top_k if 0 < params.top_k < 2**31 else 0
@@ -71,23 +79,22 @@ class SamplingRow:
     @property
     def uses_step(self) -> bool:
         """Whether any step ever has something to say of this row."""
-        return self._always_general or bool(self._stop_ids) or self.params.prompt_logprobs is not None
+        return self.always_general or bool(self._stop_ids) or self.params.prompt_logprobs is not None
 
     def expect_prompt_logprobs(self, num_prompt_tokens: int) -> None:
         """Only the first of n completions says so: the prompt is the same for all."""
-        self.prompt_logprob_rows = [None] * num_prompt_tokens
+        self.prompt_logprob_rows = LogprobRows(self.params.prompt_logprobs or 0, self._token_text, num_prompt_tokens)
         self.num_prompt_logprobs_missing = num_prompt_tokens - 1
 
-    def take_prompt_logprobs(self, first_position: int, rows: Sequence[LogprobRow]) -> None:
-        """Rows of the prompt's tokens from `first_position` on; those of a chunk computed again change nothing."""
+    def take_prompt_logprobs(self, first_position: int, table: np.ndarray, lines: Sequence[int]) -> None:
+        """Lines of the prompt's tokens from `first_position` on; those of a chunk computed again change nothing."""
         assert self.prompt_logprob_rows is not None
-        for position, row in enumerate(rows, first_position):
-            self.num_prompt_logprobs_missing -= self.prompt_logprob_rows[position] is None
-            self.prompt_logprob_rows[position] = row
+        for position, line in enumerate(lines, first_position):
+            self.num_prompt_logprobs_missing -= self.prompt_logprob_rows.put(position, table, line)
 
     def is_general(self, num_output_tokens: int) -> bool:
         """Whether the token after that many is drawn by the general sampler."""
-        return self._always_general or (bool(self._stop_ids) and num_output_tokens < self.params.min_tokens)
+        return self.always_general or (bool(self._stop_ids) and num_output_tokens < self.params.min_tokens)
 
     def edits(self, seq: "Row", num_output_tokens: int) -> np.ndarray | None:
         """int32 [n, 3] (the first column is the caller's): additions to logits for the next token."""
@@ -103,14 +110,6 @@ class SamplingRow:
         words = self._early_edit_words if early else self._edit_words
         return words if len(words) else None
 
-    def mask(self) -> np.ndarray | None:
-        """The ids allowed next, where that changes from token to token."""
-        if self.matcher is None:
-            return None
-        mask = self.matcher.mask()
-        allowed = self.allowed_mask()
-        return mask if allowed is None else mask & allowed
-
     def allowed_mask(self) -> np.ndarray | None:
         """int32 bits of allowed_token_ids."""
         if self.params.allowed_token_ids is None:
@@ -122,15 +121,17 @@ class SamplingRow:
         return self._allowed
 
     def counts(self, slot: int, token_ids: Sequence[int], num_prompt_tokens: int) -> np.ndarray:
-        """int32 [n, 3]: slot, id, 2 * (times in the output) + (1 if in the prompt), of all ids that are there."""
-        prompt = np.unique(np.array(token_ids[:num_prompt_tokens], np.int32))
-        output, times = np.unique(np.array(token_ids[num_prompt_tokens:], np.int32), return_counts=True)
-        ids = np.union1d(prompt, output)
-        found = np.zeros((ids.size, 3), np.int32)
-        found[:, 0], found[:, 1] = slot, ids
-        found[:, 2] = np.isin(ids, prompt)
-        found[np.searchsorted(ids, output), 2] += 2 * times.astype(np.int32)
-        return found
+        """int32 [n, 3]: slot, id, 2 * (times in the output) + (1 if in the prompt), of all ids that are there; an id of
+        the prompt may come several times."""
+        prompt = np.array(token_ids[:num_prompt_tokens], np.int32)
+        if len(token_ids) == num_prompt_tokens:
+            ids, found = prompt, np.ones(prompt.size, np.int32)
+        else:  # it was preempted
+            output, times = np.unique(np.array(token_ids[num_prompt_tokens:], np.int32), return_counts=True)
+            ids = np.union1d(prompt, output)
+            found = np.isin(ids, prompt).astype(np.int32)
+            found[np.searchsorted(ids, output)] += 2 * times.astype(np.int32)
+        return np.stack([np.full(ids.size, slot, np.int32), ids, found], axis=1)
 
     def accept(self, seq: "Row", token_id: int) -> str | None:
         """A token that ends nothing by itself has arrived; "stop" or "abort" where the text or the grammar ends

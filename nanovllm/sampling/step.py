@@ -8,9 +8,7 @@ import numpy as np
 
 from nanovllm.engine.sequence import Sequence as Row
 from nanovllm.engine.step_plan import StepPlan
-from nanovllm.outputs import LogprobRow
-from nanovllm.sampling.section import SectionBuilder
-from nanovllm.sampling.structured import fill_masks
+from nanovllm.sampling.section import CHANGED, COPIED, DRAWN, SectionBuilder
 
 
 @dataclass
@@ -27,65 +25,77 @@ class StepSampling:
     """What a launched step will bring back."""
 
     section: np.ndarray
-    logprob_rows: list[tuple[int, Row]]
-    """General row, and whose it is, where log-probabilities are wanted."""
+    scored: list[Row]
+    """Whose log-probabilities are wanted, in the order of their lines."""
     prompt_parts: list[PromptPart]
-    prompt_targets: list[int]
 
     @property
     def brings_logprobs(self) -> bool:
-        return bool(self.logprob_rows or self.prompt_parts)
+        return bool(self.scored or self.prompt_parts)
 
 
 def plan_sampling(plan: StepPlan) -> StepSampling | None:
     """The section of a scheduled step; None where all of its rows are plain."""
     builder = SectionBuilder()
-    logprob_rows = _add_rows(builder, plan)
+    scored = _add_rows(builder, plan)
     _add_slots(builder, plan)
     parts = _add_prompts(builder, plan)
-    if not (builder.rows or builder.resets or builder.mask_slots or parts):
+    if not (builder.num_rows or builder.resets or builder.mask_slots or parts):
         return None
-    return StepSampling(builder.pack(), logprob_rows, parts, builder.targets)
+    return StepSampling(builder.pack(), scored, parts)
 
 
-def _add_rows(builder: SectionBuilder, plan: StepPlan) -> list[tuple[int, Row]]:
+def _add_rows(builder: SectionBuilder, plan: StepPlan) -> list[Row]:
     """The general rows; returns those that want log-probabilities. A loop over all rows of every step: kept lean."""
-    logprob_rows, constrained = [], []
+    scored, constrained = [], []
     rows, slots, records = builder.rows, builder.slots, builder.records
     for row, seq in enumerate(plan.seqs[: plan.num_sample_rows]):
         sampling = seq.sampling
         if sampling is None:
             continue
-        num_output_tokens = seq.num_tokens + seq.num_inflight_tokens - seq.num_prompt_tokens - 1
-        if not sampling.is_general(num_output_tokens):
-            continue
+        kind = sampling.kind
         if sampling.has_edits:
+            num_output_tokens = seq.num_tokens + seq.num_inflight_tokens - seq.num_prompt_tokens - 1
+            if not sampling.is_general(num_output_tokens):
+                continue
             edits = sampling.edits(seq, num_output_tokens)
             if edits is not None:
-                builder.edit_rows.append(len(rows))
+                kind = COPIED
+                builder.edit_rows.append(len(rows[COPIED]))
                 builder.edits.append(edits)
+        elif not sampling.always_general:
+            continue
+        if sampling.num_logprobs >= 0:
+            if sampling.num_logprobs > builder.num_logprobs:
+                builder.num_logprobs = sampling.num_logprobs
+            builder.scored.append((kind, len(rows[kind])))
+            scored.append(seq)
+        elif kind == DRAWN:
+            continue  # a bad word that does not begin here
+        if kind == COPIED:
+            builder.copies_filter |= sampling.filters
+            builder.copied_flags |= sampling.flags
+        elif kind == CHANGED:
+            builder.changed_flags |= sampling.flags
         if sampling.matcher is not None:
             constrained.append(seq)
-        if sampling.num_logprobs >= 0:
-            builder.num_logprobs = max(builder.num_logprobs, sampling.num_logprobs)
-            logprob_rows.append((len(rows), seq))
-        builder.filters |= sampling.filters
-        builder.flags |= sampling.flags
-        rows.append(row)
-        slots.append(seq.slot)
-        records.append(sampling.record)
+        rows[kind].append(row)
+        slots[kind].append(seq.slot)
+        records[kind].append(sampling.record)
     if constrained:
         _add_grammar_masks(builder, constrained)
-    return logprob_rows
+    return scored
 
 
 def _add_grammar_masks(builder: SectionBuilder, seqs: list[Row]) -> None:
-    fill_masks([seq.sampling.matcher for seq in seqs if seq.sampling is not None and seq.sampling.matcher is not None])
-    for seq in seqs:
-        mask = seq.sampling.mask() if seq.sampling is not None else None
-        assert mask is not None
-        builder.mask_slots.append(seq.slot)
-        builder.masks.append(mask)
+    matchers = [seq.sampling.matcher for seq in seqs if seq.sampling is not None and seq.sampling.matcher is not None]
+    masks = matchers[0].owner.fill_masks(matchers)
+    for seq, mask in zip(seqs, masks, strict=True):
+        allowed = seq.sampling.allowed_mask() if seq.sampling is not None else None
+        if allowed is not None:
+            mask &= allowed
+    builder.mask_slots += [seq.slot for seq in seqs]
+    builder.masks.append(masks)
 
 
 def _add_slots(builder: SectionBuilder, plan: StepPlan) -> None:
@@ -101,7 +111,7 @@ def _add_slots(builder: SectionBuilder, plan: StepPlan) -> None:
             mask = sampling.allowed_mask()
             assert mask is not None
             builder.mask_slots.append(seq.slot)
-            builder.masks.append(mask)
+            builder.masks.append(mask[None])
 
 
 def _add_prompts(builder: SectionBuilder, plan: StepPlan) -> list[PromptPart]:
@@ -124,18 +134,16 @@ def _add_prompts(builder: SectionBuilder, plan: StepPlan) -> list[PromptPart]:
 def take_logprobs(
     step: StepSampling, gained: Sequence[tuple[Row, int]], rows: np.ndarray | None, prompt: np.ndarray | None
 ) -> None:
-    """Hands a step's log-probabilities to the rows that asked: `rows` int32 [G, 2 + 2 k] by general row, `prompt` int32
-    [T, 2 + 2 k] by target. `gained`: who gained which token in it; others have ended meanwhile."""
-    if step.logprob_rows:
+    """Hands a step's log-probabilities to the rows that asked: `rows` int32 [P, 3 + 2 k] by scored row, `prompt` int32
+    [T, 3 + 2 k] by target. `gained`: who gained which token in it; others have ended meanwhile."""
+    if step.scored:
         assert rows is not None
-        token_of = dict(gained)
-        for general_row, seq in step.logprob_rows:
-            if seq in token_of and seq.sampling is not None and seq.sampling.logprob_rows is not None:
-                seq.sampling.logprob_rows.append(LogprobRow(token_of[seq], rows, general_row))
+        alive = {seq for seq, _ in gained}
+        for line, seq in enumerate(step.scored):
+            if seq in alive:
+                seq.sampling.logprob_rows.append(rows, line)  # type: ignore[union-attr]
     begin = 0
     for part in step.prompt_parts:
         assert prompt is not None and part.seq.sampling is not None
-        targets = step.prompt_targets[begin : begin + part.count]
-        found = [LogprobRow(target, prompt, begin + i) for i, target in enumerate(targets)]
-        part.seq.sampling.take_prompt_logprobs(part.first_position, found)
+        part.seq.sampling.take_prompt_logprobs(part.first_position, prompt, range(begin, begin + part.count))
         begin += part.count

@@ -20,36 +20,26 @@ _MAX_CACHED = 128
 _JSON_DEFAULTS: Any = {"whitespace_pattern": r"(\n {0,16}|[ ])"}
 """Between JSON's tokens: nothing, a blank, or a line break and an indentation. Without a bound a model can go on with
 blanks for ever; a schema's own "x-guidance" entry wins over this."""
+_JSON_DEFAULTS_BEFORE: Any = {"whitespace_flexible": False}
+"""For versions of the library that let the pattern above repeat itself (1.6 does): one fixed way to write JSON."""
 
 
 class Matcher:
     """One output on its way through its grammar."""
 
-    def __init__(self, inner: Any, words: int, vocab_words: int, eos_ids: frozenset[int]) -> None:
-        """`words`: int32 words of a mask over the tokenizer's ids; `vocab_words`: over the model's."""
-        self.inner = inner
-        self._vocab_words = vocab_words
+    def __init__(self, inner: Any, owner: "StructuredOutputs", eos_ids: frozenset[int]) -> None:
+        self.inner, self.owner = inner, owner
         self.error: str | None = None
         self._eos_ids = eos_ids
-        self._mask = np.zeros(words, np.int32)
-
-    def mask(self) -> np.ndarray:
-        """int32 bits of the ids that may come next, as fill_masks has left them."""
-        return self._mask[: self._vocab_words]
-
-    def fill(self) -> None:
-        """Computes the mask."""
-        self.inner.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-        self._note_error()
 
     def accept(self, token_id: int) -> None:
         """Takes a drawn token in; `error` says where it does not fit."""
         if self.error is None and not (token_id in self._eos_ids and self.inner.is_accepting()):
             if not self.inner.consume_token(token_id) and not self.inner.is_error():
                 self.error = f"structured_outputs: token {token_id} does not fit"
-            self._note_error()
+            self.note_error()
 
-    def _note_error(self) -> None:
+    def note_error(self) -> None:
         if self.error is None and self.inner.is_error():
             self.error = f"structured_outputs: {self.inner.get_error().strip().splitlines()[0]}"
 
@@ -57,16 +47,6 @@ class Matcher:
     def is_complete(self) -> bool:
         """Nothing but an end of text can follow."""
         return self.error is None and self.inner.is_stopped()
-
-
-def fill_masks(matchers: Sequence[Matcher]) -> None:
-    """Computes the masks of all. A grammar that fails notes it in its own `error`; its mask then allows everything, and
-    the token it draws ends it."""
-    for matcher in matchers:
-        if matcher.error is None:
-            matcher.fill()
-        if matcher.error is not None:
-            matcher.mask()[:] = -1
 
 
 class StructuredOutputs:
@@ -84,13 +64,24 @@ class StructuredOutputs:
         self._eos_ids = frozenset(eos_ids)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, Any] = OrderedDict()
-        eos = list(eos_ids) or None
-        try:
-            size = max(vocab_size, len(hf_tokenizer))
+        self._executor = llguidance.LLExecutor()
+        self._eos = [token_id for token_id in eos_ids if token_id < vocab_size]
+        size = max(vocab_size, len(hf_tokenizer))
+        self._words = mask_words(size)
+        self._json_defaults = _JSON_DEFAULTS
+        try:  # the library's masks know of one end of text; fill_masks adds the others (older versions take one only)
+            eos = eos_ids[0] if eos_ids else None
             self._tokenizer = llguidance.hf.from_tokenizer(hf_tokenizer, n_vocab=size, eos_token=eos)
         except Exception as error:
             raise ValueError(f"structured_outputs: llguidance cannot use this tokenizer: {error}") from error
-        self._words = mask_words(size)
+        if self._repeats_blanks():
+            self._json_defaults = _JSON_DEFAULTS_BEFORE
+
+    def _repeats_blanks(self) -> bool:
+        """Whether JSON under the defaults may go on with blanks for ever."""
+        form = self._library.LLMatcher.grammar_from_json_schema('{"type": "array"}', defaults=self._json_defaults)
+        opening = [self._tokenizer.tokenize_str(text)[0] for text in "[   "]
+        return bool(self._library.LLMatcher(self._tokenizer, form).try_consume_tokens(opening) == len(opening))
 
     def grammar(self, wanted: StructuredOutput) -> str:
         """llguidance's own form of a constraint. Raises ValueError naming what does not compile."""
@@ -100,9 +91,9 @@ class StructuredOutputs:
             if name == "json":
                 text = value if isinstance(value, str) else json.dumps(dict(value))
                 json.loads(text)
-                return matcher.grammar_from_json_schema(text, defaults=_JSON_DEFAULTS)
+                return matcher.grammar_from_json_schema(text, defaults=self._json_defaults)
             if name == "json_object":
-                return matcher.grammar_from_json_schema('{"type": "object"}', defaults=_JSON_DEFAULTS)
+                return matcher.grammar_from_json_schema('{"type": "object"}', defaults=self._json_defaults)
             if name == "choice":
                 return matcher.grammar_from_regex("|".join(f"({_literal(one)})" for one in value))
             return matcher.grammar_from_regex(value) if name == "regex" else matcher.grammar_from_lark(value)
@@ -123,7 +114,26 @@ class StructuredOutputs:
                 if len(self._compiled) > _MAX_CACHED:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(grammar)
-            return Matcher(start.deep_copy(), self._words, self._vocab_words, self._eos_ids)
+            return Matcher(start.deep_copy(), self, self._eos_ids)
+
+    def fill_masks(self, matchers: Sequence[Matcher]) -> np.ndarray:
+        """int32 [matchers, words]: bits of the ids that may come next, all computed side by side by the library's own
+        threads. A grammar that fails notes it in its `error`; its mask then allows everything, and the token it draws
+        ends it."""
+        masks = np.empty((len(matchers), self._words), np.int32)
+        sound = [(matcher.inner, line) for line, matcher in enumerate(matchers) if matcher.error is None]
+        if sound:
+            self._executor.unsafe_compute_mask_ptr(sound, masks.ctypes.data, 4 * self._words, len(matchers))
+        for line, matcher in enumerate(matchers):
+            matcher.note_error()
+            if matcher.error is not None:
+                masks[line] = -1
+        if len(self._eos) > 1:
+            places = [(token_id // 32, np.uint32(1 << token_id % 32).astype(np.int32)) for token_id in self._eos]
+            ends = (masks[:, places[0][0]] & places[0][1]) != 0
+            for word, bit in places[1:]:
+                masks[ends, word] |= bit
+        return masks[:, : self._vocab_words]
 
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")

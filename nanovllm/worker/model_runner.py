@@ -139,7 +139,8 @@ class ModelRunner:
             if not config.enforce_eager:
                 graph_bytes = self._new_graphs().measure(self.memory.used_bytes)
             self.io.forget_results()
-        budget = self.memory.kv_budget(config.gpu_memory_utilization, step_bytes + graph_bytes)
+        general_bytes = self.general_sampler.reserve_bytes(config.max_num_seqs, self.dtype)
+        budget = self.memory.kv_budget(config.gpu_memory_utilization, step_bytes + graph_bytes + general_bytes)
         fits = blocks_that_fit(budget, per_block, f"gpu_memory_utilization={config.gpu_memory_utilization}")
         if config.num_kvcache_blocks is not None and config.num_kvcache_blocks > fits:
             raise ValueError(f"num_kvcache_blocks={config.num_kvcache_blocks}: must be at most the {fits} that fit")

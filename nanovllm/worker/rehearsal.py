@@ -38,6 +38,8 @@ def rehearse(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> Non
             choices = runner.choose_kernels()
         try:
             tuning.apply(runner.model, choices, fused=runner.group.size == 1)
+            local_ids = runner.model.lm_head.weight.shape[0]
+            runner.general_sampler.rehearse(local_ids, runner.dtype, runner.buffers, runner.state)  # the longest first
             runner.model.layers = layers[:1]
             for shape in sorted(runner._new_graphs().shapes, key=sum):  # few rows have the most kernels
                 runner._run_padded(shape)

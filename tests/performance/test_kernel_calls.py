@@ -136,5 +136,5 @@ def test_general_rows_add_calls_around_the_layers_only(tmp_path: Path) -> None:
     usual = expected(FEW, 1, draws=True)
     for counts in counted.steps[:3]:
         more = {name: count - usual.get(name, 0) for name, count in counts.items() if count != usual.get(name, 0)}
-        assert set(more) <= {"edit_logits", "find_thresholds", "draw_survivors", "token_logprobs"}
+        assert set(more) <= {"edit_logits", "draw_filtered", "token_logprobs"}
         assert max(more.values()) == 1

@@ -25,6 +25,10 @@ class Rows:
     def filter_args(self) -> tuple[torch.Tensor, ...]:
         return self.logits, self.rows, self.slots, self.records, self.temperature
 
+    @property
+    def draw_args(self) -> tuple[torch.Tensor, ...]:
+        return *self.filter_args, self.seed, self.positions
+
 
 def record(
     flags: int = 0,
@@ -77,5 +81,5 @@ def make_rows(seed: int, num_rows: int, vocab: int, device: torch.device, dtype:
         records=records.to(device),
         temperature=temperature.to(device),
         seed=torch.randint(-(2**62), 2**62, (len(slots),), generator=generator).to(device),
-        positions=torch.randint(0, 5000, (num_rows,), generator=generator, dtype=torch.int32).to(device),
+        positions=torch.randint(0, 5000, (num_rows + 3,), generator=generator, dtype=torch.int32).to(device),
     )

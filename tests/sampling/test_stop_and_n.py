@@ -26,9 +26,7 @@ def one(llm: LLM, prompt: str = PROMPT, **options: object) -> RequestOutput:
 
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("begin", [0, 3, 7, 20, 41, 90])
-def test_stop_strings_end_the_text_where_they_begin(
-    llm: LLM, plain: RequestOutput, begin: int, include: bool
-) -> None:
+def test_stop_strings_end_the_text_where_they_begin(llm: LLM, plain: RequestOutput, begin: int, include: bool) -> None:
     """Whatever piece of the plain text is the stop string, also across tokens."""
     text = plain.text
     stop = text[begin : begin + 5]
