@@ -7,19 +7,37 @@ row's result is the same bits whatever the number of rows.
 
 import torch
 
+from nanovllm.kernels.padded_rows import empty_rows
+from nanovllm.kernels.pdl import supports_pdl
 from nanovllm.kernels.triton_import import tl, triton
+
+PDL_ROWS = 128
+PDL_ROWS_SMALL = 256
+"""Up to so many rows, or so many where the hidden size is at most 2048, the products around are our own and let this
+kernel start early (mid_gemm_rule.py). After one of cuBLAS, which does not, a dependent launch is 0.5 us slower than an
+ordinary one."""
 
 
 @triton.jit
 def _rms_norm_kernel(
-    X, RESIDUAL, WEIGHT, OUT, x_stride, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
-):
-    """Row `program_id` of rms_norm, of add_rms_norm with ADD. RESIDUAL and OUT are contiguous."""
+    X, RESIDUAL, WEIGHT, OUT, x_stride, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Row `program_id` of rms_norm, of add_rms_norm with ADD. RESIDUAL and OUT are contiguous, and so is X where it is
+    PARTS float32 matrices to add up."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < HIDDEN
-    x = tl.load(X + row * x_stride + cols, mask=mask, other=0.0)
     weight = tl.load(WEIGHT + cols, mask=mask, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(X + row * x_stride + cols, mask=mask, other=0.0)
+    if PARTS > 1:
+        for part in tl.static_range(1, PARTS):
+            at = X + (part * tl.num_programs(0) + row) * HIDDEN + cols
+            x += tl.load(at, mask=mask, other=0.0)
+        x = x.to(OUT.dtype.element_ty)
     if ADD:
         residual = tl.load(RESIDUAL + row * HIDDEN + cols, mask=mask, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
@@ -35,34 +53,42 @@ def _rms_norm_kernel(
 def _launch(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor
 ) -> torch.Tensor:
-    num_rows, hidden = x.shape
+    num_rows, hidden = x.shape[-2:]
     block = triton.next_power_of_2(hidden)
+    parts = x.shape[0] if x.dim() == 3 else 1
+    pdl = num_rows <= (PDL_ROWS if hidden > 2048 else PDL_ROWS_SMALL) and supports_pdl(x.device)
     if num_rows:
         _rms_norm_kernel[(num_rows,)](
             x,
             x if residual is None else residual,
             weight,
             out,
-            x.stride(0),
+            x.stride(-2),
             eps,
             HIDDEN=hidden,
             BLOCK=block,
             ADD=residual is not None,
-            num_warps=min(max(block // 1024, 1), 4),
+            PARTS=parts,
+            PDL=pdl,
+            num_warps=min(max(block // (1024 if parts == 1 else 512), 1), 4 if parts == 1 else 8),
+            **({"launch_pdl": True} if pdl else {}),
         )
     return out
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
     """Triton version of rms_norm_reference; rows of x may be strided, `out` is contiguous and may be x."""
-    return _launch(x, None, weight, eps, torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out)
+    if out is None:
+        out = empty_rows(x.shape[0], x.shape[1], x.dtype, x.device)
+    return _launch(x, None, weight, eps, out)
 
 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Triton version of add_rms_norm_reference; rows of x may be strided, residual is contiguous."""
-    return _launch(x, residual, weight, eps, torch.empty_like(residual)), residual
+    """Triton version of add_rms_norm_reference; rows of x may be strided, parts of it are contiguous as residual is."""
+    out = empty_rows(residual.shape[0], residual.shape[1], residual.dtype, residual.device)
+    return _launch(x, residual, weight, eps, out), residual
 
 
 def rms_norm_reference(
@@ -78,6 +104,12 @@ def rms_norm_reference(
 def add_rms_norm_reference(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(residual + x), residual + x), each [T, H]. The sum replaces `residual` in place; x is left alone."""
+    """(rms_norm(residual + x), residual + x), each [T, H]. The sum replaces `residual` in place; x is left alone.
+
+    x may also be float32 [parts, T, H]: a product of which each part summed some columns (mid_gemm.py); their sum is
+    rounded to residual's dtype before it is added.
+    """
+    if x.dim() == 3:
+        x = x.sum(0).to(residual.dtype)
     residual.add_(x)
     return rms_norm_reference(residual, weight, eps), residual

@@ -7,6 +7,7 @@ import torch
 
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata
 from nanovllm.kernels import Kernels
+from nanovllm.kernels.padded_rows import empty_rows
 from nanovllm.layers.linear import HeadSplit, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
 from nanovllm.parallel.group import TensorParallelGroup
@@ -74,7 +75,7 @@ class Attention(WeightedModule):
             self.heads.local_heads,
             self.heads.local_kv_heads,
         )
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = empty_rows(q.shape[0], q.shape[1] * q.shape[2], q.dtype, q.device).view(q.shape)
         self.backend.forward(q, self.k_cache, self.v_cache, step.attention, out)
         return out.view(out.shape[0], -1)
 

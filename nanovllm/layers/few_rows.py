@@ -1,8 +1,9 @@
-"""Projections fused with what surrounds them, for steps of a few rows.
+"""Projections of decode steps, by what is fastest for their number of rows (ParallelLinear.few_rows).
 
-A decode step of a few rows reads each weight once and does next to nothing with it: what counts is the number of
-kernels and how early each starts reading. Each function here is one kernel where its layer has a configuration for that
-number of rows (ParallelLinear.few_rows), and the separate kernels it stands for where the library was faster.
+A step of up to 16 rows reads each weight once and does next to nothing with it: what counts is the number of kernels
+and how early each starts reading. The first three functions are one kernel each where their layer has a configuration
+for that number of rows, and the separate kernels they stand for where the library was faster. The others are for more
+rows, where norm and residual are kernels of their own.
 """
 
 from typing import TYPE_CHECKING
@@ -11,13 +12,16 @@ import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
+    from nanovllm.kernels import Kernels
+    from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
+    from nanovllm.kernels.small_gemm import GemmConfig
     from nanovllm.layers.linear import ParallelLinear
     from nanovllm.layers.norm import ReduceAddNorm
 
 
 def norm_linear(x: torch.Tensor, norm: "ReduceAddNorm", layer: "ParallelLinear") -> torch.Tensor:
     """RMSNorm, then the projection: [T, in] -> [T, out]."""
-    config = layer.few_rows.get(x.shape[0])
+    config = _fusing(layer, x.shape[0])
     if config is None:
         return F.linear(norm.kernels.rms_norm(x, norm.weight, norm.eps), layer.weight)
     from nanovllm.kernels import small_gemm
@@ -27,7 +31,7 @@ def norm_linear(x: torch.Tensor, norm: "ReduceAddNorm", layer: "ParallelLinear")
 
 def norm_linear_silu_mul(x: torch.Tensor, norm: "ReduceAddNorm", layer: "ParallelLinear") -> torch.Tensor:
     """RMSNorm, the gate and up projections, SiLU(gate) * up: [T, in] -> [T, intermediate]."""
-    config = layer.few_rows.get(x.shape[0])
+    config = _fusing(layer, x.shape[0])
     if config is None:
         return norm.kernels.silu_mul(F.linear(norm.kernels.rms_norm(x, norm.weight, norm.eps), layer.weight))
     from nanovllm.kernels import small_gemm
@@ -37,9 +41,40 @@ def norm_linear_silu_mul(x: torch.Tensor, norm: "ReduceAddNorm", layer: "Paralle
 
 def linear_residual(x: torch.Tensor, layer: "ParallelLinear", residual: torch.Tensor) -> torch.Tensor:
     """residual [T, out] += projection of x [T, in], in place."""
-    config = layer.few_rows.get(x.shape[0])
+    config = _fusing(layer, x.shape[0])
     if config is None:
         return residual.addmm_(x, layer.weight.t())
     from nanovllm.kernels import small_gemm
 
     return small_gemm.linear_residual(x, layer.weight, residual, config=config)
+
+
+def _fusing(layer: "ParallelLinear", rows: int) -> "GemmConfig | None":
+    config = layer.few_rows.get(rows)
+    if config is None:
+        return None
+    from nanovllm.kernels.small_gemm import GemmConfig
+
+    return config if isinstance(config, GemmConfig) else None
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, config: "GemmConfig | MidConfig | SplitConfig") -> torch.Tensor:
+    """x [T, in] @ weight [out, in]^T: [T, out], or float32 [parts, T, out], sums over parts of `in`."""
+    from nanovllm.kernels import mid_gemm, small_gemm
+
+    if isinstance(config, mid_gemm.SplitConfig):
+        return mid_gemm.split_linear(x, weight, config.splits)
+    if isinstance(config, mid_gemm.MidConfig):
+        return mid_gemm.linear(x, weight, config)
+    return small_gemm.linear(x, weight, config=config)
+
+
+def linear_silu_mul(x: torch.Tensor, layer: "ParallelLinear", kernels: "Kernels") -> torch.Tensor:
+    """The gate and up projections, SiLU(gate) * up: [T, in] -> [T, intermediate]."""
+    config = layer.few_rows.get(x.shape[0])
+    if config is not None:
+        from nanovllm.kernels import mid_gemm
+
+        if isinstance(config, mid_gemm.MidConfig):
+            return mid_gemm.linear_silu_mul(x, layer.weight, config)
+    return kernels.silu_mul(layer(x))

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from nanovllm.layers.few_rows import linear
 from nanovllm.layers.weights import CheckpointWeight, Shard, WeightedModule, parameter
 from nanovllm.parallel.group import TensorParallelGroup
 
 if TYPE_CHECKING:
+    from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
     from nanovllm.kernels.small_gemm import GemmConfig
 
 
@@ -26,16 +28,14 @@ class ParallelLinear(WeightedModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.few_rows: dict[int, GemmConfig] = {}
-        """Numbers of rows for which a kernel of our own is faster than the library's: see layers/few_rows.py."""
+        self.few_rows: dict[int, GemmConfig | MidConfig | SplitConfig] = {}
+        """Numbers of rows for which something is faster than the library's plain product: see layers/few_rows.py."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, out]; or float32 [parts, T, out], sums over parts of `in`, where few_rows says so: only layers whose
+        result goes to a ReduceAddNorm of one rank are given such a choice."""
         config = self.few_rows.get(x.shape[0])
-        if config is not None:
-            from nanovllm.kernels.small_gemm import linear
-
-            return linear(x, self.weight, config=config)
-        return F.linear(x, self.weight)
+        return F.linear(x, self.weight) if config is None else linear(x, self.weight, config)
 
 
 class MergedColumnParallelLinear(ParallelLinear):

@@ -14,7 +14,7 @@ from nanovllm.attention.base import AttentionBackend
 from nanovllm.config import ModelConfig
 from nanovllm.kernels import Kernels
 from nanovllm.layers.attention import Attention, ForwardStep
-from nanovllm.layers.few_rows import linear_residual, norm_linear, norm_linear_silu_mul
+from nanovllm.layers.few_rows import linear_residual, linear_silu_mul, norm_linear, norm_linear_silu_mul
 from nanovllm.layers.linear import HeadSplit, MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import ReduceAddNorm
 from nanovllm.layers.rotary import cos_sin_table
@@ -53,7 +53,7 @@ class Qwen3MLP(WeightedModule):
         self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, group, dtype, device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.kernels.silu_mul(self.gate_up_proj(x)))
+        return self.down_proj(linear_silu_mul(x, self.gate_up_proj, self.kernels))
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield from self.gate_up_proj.checkpoint_weights(prefix)

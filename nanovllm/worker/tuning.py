@@ -1,4 +1,4 @@
-"""Which kernel multiplies by which weight when few rows are in flight: decided on rank 0 for all ranks.
+"""What multiplies by which weight in decode steps: decided on rank 0 for all ranks, by numbers of rows.
 
 Ranks must take the same kernels, or their sums would differ in rounding, and repeated runs are bit-equal only with the
 same choices. By default a rule taken from measurements decides, which costs no start-up time and is always the same;
@@ -9,22 +9,27 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels import Kernels
+from nanovllm.engine.step_shapes import decode_buckets
+from nanovllm.kernels import Kernels, mid_gemm_rule
+from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
+from nanovllm.kernels.paged_tma import supports_tma
 from nanovllm.kernels.small_gemm import GemmConfig, candidate_configs
 from nanovllm.kernels.small_gemm_tune import autotune_small_gemm
 from nanovllm.layers.linear import ParallelLinear
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
 FEW_ROWS = (1, 2, 4, 8, 12, 16)
-"""Numbers of rows for which kernels of our own are tried; larger steps leave the products to the library."""
+"""Numbers of rows for which the kernels that fuse norm and residual are tried."""
 _SMALL_WEIGHT_BYTES = 16 << 20
 _CANDIDATES = 2  # of our kernels to compile and time for a weight and a number of rows
 
-Choices = dict[str, dict[int, GemmConfig]]
+Config = GemmConfig | MidConfig | SplitConfig
+Choices = dict[str, dict[int, Config]]
 """Projection -> rows -> configuration; what is not there goes to the library."""
 
 
@@ -58,27 +63,50 @@ def measured(model: Qwen3ForCausalLM, fused: bool, max_rows: int) -> Choices:
     """The rule that the timings on an H200 come to (docs/performance.md): one row always; up to 16 rows where a weight
     is so small that the library cannot keep the memory busy, but not where two of our own outputs share a program and
     the norm is worth a kernel of its own."""
-    choices: Choices = {}
+    choices = _more_rows(model, fused, max_rows)
     for name, layers in projections(model).items():
         weight = layers[0].weight
         paired = operations(fused)[name] == "norm_linear_silu_mul"
         is_small = weight.numel() * weight.element_size() <= _SMALL_WEIGHT_BYTES
         most = 1 if not is_small else 4 if paired else FEW_ROWS[-1]
         n, k = weight.shape
-        choices[name] = {
-            rows: candidate_configs(rows, n, k, paired)[0] for rows in FEW_ROWS if rows <= min(most, max_rows)
-        }
+        few = {rows: candidate_configs(rows, n, k, paired)[0] for rows in FEW_ROWS if rows <= min(most, max_rows)}
+        choices[name] = few | choices[name]
+    return choices
+
+
+def _more_rows(model: Qwen3ForCausalLM, fused: bool, max_rows: int) -> Choices:
+    """The rule for the decode steps of more rows than FEW_ROWS (kernels/mid_gemm_rule.py), which is not timed anew.
+
+    With several ranks these stay with the library: what is to win is in what the consumer adds up, and there the
+    consumer is the sum over the ranks.
+    """
+    choices: Choices = {}
+    for name, layers in projections(model).items():
+        choices[name] = {}
+        weight = layers[0].weight
+        if not fused or name == "head" or weight.element_size() != 2:
+            continue
+        own = supports_tma(weight.device)
+        n, k = weight.shape
+        for rows in decode_buckets(max_rows):
+            config: Config | None
+            if name == "gate_up":
+                config = mid_gemm_rule.gated_product(rows, n, k, own)
+            else:
+                config = mid_gemm_rule.product(rows, n, k, name in ("o", "down"), own)
+            if config is not None:
+                choices[name][rows] = config
     return choices
 
 
 def timed(model: Qwen3ForCausalLM, kernels: Kernels, fused: bool, max_rows: int) -> Choices:
-    """Times the library against our kernels, over all layers' weights, for every number of rows up to `max_rows`."""
-    choices: Choices = {}
+    """Times the library against our kernels, over all layers' weights, for the FEW_ROWS up to `max_rows`."""
+    choices = _more_rows(model, fused, max_rows)
     for name, layers in projections(model).items():
         operation = operations(fused)[name]
         weights = [layer.weight for layer in layers]
         n, k = weights[0].shape
-        choices[name] = {}
         for rows in (rows for rows in FEW_ROWS if rows <= max_rows):
             candidates = candidate_configs(rows, n, k, operation == "norm_linear_silu_mul")[:_CANDIDATES]
             library = _library(operation, kernels, weights[0], rows)
@@ -109,7 +137,8 @@ def apply(model: Qwen3ForCausalLM, choices: Choices, fused: bool) -> None:
         for layer in layers:
             layer.few_rows = choices.get(name, {})
     inside_layers = [by_rows for name, by_rows in choices.items() if name != "head"]
-    model.fused_rows = {rows for by_rows in inside_layers for rows in by_rows} if fused else set()
+    small = {rows for by_rows in inside_layers for rows, config in by_rows.items() if isinstance(config, GemmConfig)}
+    model.fused_rows = small if fused else set()
 
 
 def load(path: Path) -> Choices | None:
@@ -117,7 +146,13 @@ def load(path: Path) -> Choices | None:
     if not path.is_file():
         return None
     raw = json.loads(path.read_text(encoding="utf-8"))
-    return {name: {int(rows): GemmConfig(**config) for rows, config in kept.items()} for name, kept in raw.items()}
+    return {name: {int(rows): _config(fields) for rows, fields in kept.items()} for name, kept in raw.items()}
+
+
+def _config(fields: dict[str, Any]) -> Config:
+    """The configuration that has these fields: each kind has one of its own."""
+    kind = GemmConfig if "kernel" in fields else MidConfig if "block_m" in fields else SplitConfig
+    return kind(**fields)
 
 
 def save(path: Path, choices: Choices) -> None:

@@ -88,7 +88,9 @@ def test_no_more_rows_than_slots() -> None:
     simulation.run_to_end()
 
 
-@pytest.mark.parametrize(("cap", "waiting", "expected"), [(6, 100, 6), (None, 1000, 640 - 64), (None, 16000, 1024 - 64)])
+@pytest.mark.parametrize(
+    ("cap", "waiting", "expected"), [(6, 100, 6), (None, 1000, 640 - 64), (None, 16000, 1024 - 64)]
+)
 def test_prompt_tokens_beside_decodes_are_capped(cap: int | None, waiting: int, expected: int) -> None:
     """By default near 512, or near the power of two below an eighth of the prompt tokens that wait: whole tiles, with
     the decodes and their padding."""

@@ -1,0 +1,69 @@
+"""What multiplies in decode steps of 17 to 256 rows: read off timings of whole layers on an H200.
+
+Whole layers (scripts/bench_mid_gemm.py), because kernels that start while the one before them runs do better among
+their like: 0.6B at 256 rows gains next to nothing from any one of them, and a fifth from all. Shapes are those of Qwen3
+0.6B, 1.7B, 4B and 8B on one device. Others go to cuBLAS as it is.
+"""
+
+from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
+
+FEWEST_ROWS, MOST_ROWS = 17, 256
+
+# The compiled variants. Sizes and the number of splits are not compiled in.
+_A = MidConfig(64, 32, 256, 4)
+_B = MidConfig(32, 64, 256, 4)
+_C = MidConfig(64, 64, 128, 6)
+_D = MidConfig(64, 128, 128, 4)
+_GATED_A = MidConfig(64, 32, 128, 5)
+_GATED_B = MidConfig(32, 64, 128, 6)
+_GATED_C = MidConfig(64, 64, 128, 4)
+_GATED_D = MidConfig(128, 64, 64, 5, num_warps=8)
+_GATED_E = MidConfig(64, 128, 64, 6, num_warps=8)
+_GATED_F = MidConfig(64, 32, 64, 5)
+_HALVES = SplitConfig(2)
+
+Choice = MidConfig | SplitConfig | None
+# By shape of the weight, (most rows, choice) ascending: the first that holds the rows is taken, past the last cuBLAS.
+_WHOLE: dict[tuple[int, int], list[tuple[int, Choice]]] = {
+    (4096, 1024): [(32, _A), (64, _B), (128, _C), (192, None), (256, _D)],
+    (4096, 2048): [(32, _A), (64, _B), (128, _C), (192, None), (256, _D)],
+    (6144, 2560): [(32, _A), (64, _C)],
+    (6144, 4096): [(32, _A), (64, _C)],
+}
+_GATED: dict[tuple[int, int], list[tuple[int, MidConfig]]] = {
+    (6144, 1024): [(32, _GATED_A), (64, _GATED_B), (128, _GATED_C), (256, _GATED_D)],
+    (12288, 2048): [(32, _GATED_F), (64, _GATED_C), (128, _GATED_E)],
+    (19456, 2560): [(32, _GATED_A), (64, _GATED_D)],
+    (24576, 4096): [(32, _GATED_A)],
+}
+_PARTS: dict[tuple[int, int], list[tuple[int, Choice]]] = {
+    (1024, 2048): [(32, _A.split(4)), (64, _B.split(2)), (96, _A.split(2)), (128, _B.split(2)), (256, _C.split(2))],
+    (1024, 3072): [(32, _A.split(4)), (64, _B.split(2)), (96, _A.split(2)), (128, _B.split(2)), (256, _C.split(2))],
+    (2048, 2048): [(32, _A.split(2)), (64, _B.split(2)), (128, _C.split(2)), (208, _HALVES), (256, _C)],
+    (2048, 6144): [(32, _A.split(2)), (64, _B.split(2)), (128, _C.split(2)), (208, _HALVES), (256, _C)],
+    (2560, 4096): [(32, _A.split(2)), (64, _C.split(2)), (256, _HALVES)],
+    (2560, 9728): [(256, _HALVES)],
+    (4096, 4096): [(32, _A.split(2)), (64, _C.split(2)), (256, _HALVES)],
+    (4096, 12288): [(32, _A.split(2)), (64, _C.split(2)), (256, _HALVES)],
+}
+
+
+def product(rows: int, n: int, k: int, parts: bool, own: bool) -> Choice:
+    """For x [rows, k] and a weight [n, k]; None: cuBLAS. parts: the consumer takes sums over parts of K. own: our
+    kernel can run here."""
+    choice = _first((_PARTS if parts else _WHOLE).get((n, k), []), rows)
+    if isinstance(choice, MidConfig) and not own:
+        return _HALVES if parts else None
+    return choice
+
+
+def gated_product(rows: int, n: int, k: int, own: bool) -> MidConfig | None:
+    """For gate and up, a weight [n, k], with the activation; None: cuBLAS and the activation kernel."""
+    choice = _first(_GATED.get((n, k), []), rows)
+    return choice if own and isinstance(choice, MidConfig) else None
+
+
+def _first(ranges: "list[tuple[int, Choice]] | list[tuple[int, MidConfig]]", rows: int) -> Choice:
+    if rows < FEWEST_ROWS:
+        return None
+    return next((choice for most, choice in ranges if rows <= most), None)
