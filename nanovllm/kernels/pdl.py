@@ -13,3 +13,8 @@ import torch
 def supports_pdl(device: torch.device) -> bool:
     """Whether `device` can: compute capability 9.0 and later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def pdl_launch(device: torch.device) -> dict[str, bool]:
+    """Launch options of a kernel that calls `gdc_wait` where the device can, empty elsewhere."""
+    return {"launch_pdl": True} if supports_pdl(device) else {}

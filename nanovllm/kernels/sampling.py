@@ -12,6 +12,7 @@ A signed maximum over ranks (an ordinary all-reduce) finds the winner.
 
 import torch
 
+from nanovllm.kernels.pdl import pdl_launch
 from nanovllm.kernels.rng import (
     WORD,
     gumbel_noise,
@@ -55,12 +56,16 @@ def _best_of_chunks_kernel(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     APPROX: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Key of the best of the TILE * TILES ids of chunk `program_id(0)` of row `program_id(1)`, into PARTIAL.
 
     Lanes keep their own best over the tiles, as a score and a tile number; keys are made once, at the end. A score is
     the same bits whatever the tiling, and a maximum has no order, so neither has the result.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     chunk = tl.program_id(0)
     row = tl.program_id(1)
     slot = tl.load(ROW_SLOT + row)
@@ -104,8 +109,11 @@ def _reduce_chunks_kernel(
     CHUNKS_PADDED: tl.constexpr,
     WRITE_KEYS: tl.constexpr,
     COMMIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Best key of row `program_id(0)`; with WRITE_KEYS it is stored, with COMMIT its token is."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     slot = tl.load(ROW_SLOT + row)
     chunks = tl.arange(0, CHUNKS_PADDED)
@@ -151,6 +159,7 @@ def _best_of_chunks(
     tile, tiles, num_warps = _tiling(num_rows, num_valid)
     num_chunks = triton.cdiv(num_valid, tile * tiles)
     partial = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
+    launch = pdl_launch(logits.device)
     _best_of_chunks_kernel[(num_chunks, num_rows)](
         logits,
         row_slot,
@@ -165,7 +174,9 @@ def _best_of_chunks(
         TILE=tile,
         TILES=tiles,
         APPROX=logits.is_cuda,
+        PDL=bool(launch),
         num_warps=num_warps,
+        **launch,
     )
     return partial
 
@@ -199,6 +210,7 @@ def _reduce_chunks(
 ) -> None:
     num_rows, num_chunks = partial.shape
     padded = triton.next_power_of_2(num_chunks)
+    launch = pdl_launch(partial.device)
     _reduce_chunks_kernel[(num_rows,)](
         partial,
         row_slot,
@@ -209,7 +221,9 @@ def _reduce_chunks(
         CHUNKS_PADDED=padded,
         WRITE_KEYS=keys is not None,
         COMMIT=tokens is not None,
+        PDL=bool(launch),
         num_warps=4 if padded > 128 else 1,
+        **launch,
     )
 
 

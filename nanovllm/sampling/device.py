@@ -2,7 +2,7 @@
 itself.
 
 The step (a CUDA graph, mostly) has drawn a token for every row by temperature; here the general rows are drawn again
-from the logits it has left behind, and their tokens written over. Nothing waits for the device.
+from the logits it has left behind, where what they drew cannot stand. Nothing waits for the device.
 
 With several ranks each holds a range of the vocabulary. Filters and penalties of a row need its whole distribution, so
 the general rows' logits are gathered: [G, vocab / ranks] of every rank to every rank, in the model's type. From
