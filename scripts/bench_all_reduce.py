@@ -36,6 +36,7 @@ import triton  # noqa: E402
 
 from nanovllm.kernels.all_reduce import PeerAllReduce  # noqa: E402
 from nanovllm.kernels.norm import add_rms_norm  # noqa: E402
+from nanovllm.parallel.overlap import Overlap  # noqa: E402
 
 ROWS = (1, 8, 64, 256, 512, 2048, 8192)
 ONE_SHOT_ROWS, EPS, KEYS = 2048, 1e-6, 256
@@ -139,15 +140,13 @@ class Case:
         """The call on one data set; may overwrite its arguments."""
         if self.kind == "keys":
             return (self.peer.all_reduce_max(addend),)
-        name, _, fused = self.kind.partition("+")
-        path: Any = name
+        path, _, fused = self.kind.partition("+")
         if not fused:
-            return (self.peer.all_reduce(addend, path=path),)
+            return (self.peer.all_reduce(addend, path=path),)  # type: ignore[arg-type]
         start = None if fused == "norm, no residual" else residual
         whole = fused != "norm, sharded"
-        normed, after = self.peer.all_reduce_add_rms_norm(
-            addend, start, self.weight, EPS, replicate_residual=whole, path=path
-        )
+        options: dict[str, Any] = {"programs": 1 + self.rows % 48, "replicate_residual": whole, "path": path}
+        normed, after = self.peer.all_reduce_add_rms_norm(addend, start, self.weight, EPS, **options)
         return (normed, after) if whole else (normed,)
 
     def _compare(self, addends: torch.Tensor, i: int, hidden: int) -> None:
@@ -276,6 +275,7 @@ def time_rows(rank: Rank, peer: PeerAllReduce, hidden: int, rows: int) -> dict[s
         norm()
 
     fused = partial(peer.all_reduce_add_rms_norm, x, residual, weight, EPS)
+    sharded = partial(fused, path="two_shot", replicate_residual=False)
     line: dict[str, float | int | str] = {"hidden": hidden, "rows": rows, "KiB": rows * hidden * 2 // 1024}
     ways: dict[str, Callable[[], object] | None] = {
         "norm": norm,
@@ -283,7 +283,8 @@ def time_rows(rank: Rank, peer: PeerAllReduce, hidden: int, rows: int) -> dict[s
         "nccl+norm": nccl_norm if rank.nccl else None,
         "one-shot": partial(fused, path="one_shot") if rows <= peer.memory.layout.one_shot_rows else None,
         "two-shot": partial(fused, path="two_shot"),
-        "two-shot, residual sharded": partial(fused, path="two_shot", replicate_residual=False),
+        "two-shot, residual sharded": sharded,
+        f"{Overlap.programs} programs": partial(sharded, programs=Overlap.programs),
     }
     line |= {name: time_call(rank, peer, way, calls) if way else float("nan") for name, way in ways.items()}
     line["path"] = peer.path(rows)
@@ -342,7 +343,7 @@ def work(rank: Rank) -> bool:
     return fine
 
 
-def rank_main(index: int, options: argparse.Namespace) -> None:
+def rank_main(index: int, options: argparse.Namespace, work: Callable[[Rank], bool]) -> None:
     with Path(options.out, f"rank{index}.log").open("w") as log:
         faulthandler.dump_traceback_later(options.limit - 5, exit=True, file=log)
         fine = False
@@ -366,11 +367,16 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=170.0, help="seconds after which everything is ended")
     options = parser.parse_args()
     options.check_only = options.check_only or options.same_gpu
+    return launch(work, options)
+
+
+def launch(work: Callable[[Rank], bool], options: argparse.Namespace) -> int:
+    """Runs `work` in `options.world` processes, for `options.limit` seconds at most; the exit status."""
     Path(options.out).mkdir(parents=True, exist_ok=True)
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     options.port = store.port
     context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=rank_main, args=(index, options)) for index in range(options.world)]
+    ranks = [context.Process(target=rank_main, args=(index, options, work)) for index in range(options.world)]
     for process in ranks:
         process.start()
     deadline, reason = time.monotonic() + options.limit, ""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 _HOME = {
+    "embed_shard": "embedding",
     "rms_norm": "norm",
     "add_rms_norm": "norm",
     "silu_mul": "activation",
@@ -30,6 +31,7 @@ _HOME = {
 class Kernels:
     """The device functions of the forward pass and around it; see the `..._reference` twins for what each computes."""
 
+    embed_shard: Callable[..., torch.Tensor]
     rms_norm: Callable[..., torch.Tensor]
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     silu_mul: Callable[..., torch.Tensor]

@@ -5,12 +5,18 @@ Every element of a block rests at a sentinel, the bit pattern of -0.0, which is 
 element that differs from it has arrived. So no barrier, no fence and no flag stand between ranks: one write across
 the link is one latency. (The idea is that of the "low latency" protocols of NCCL and TensorRT-LLM.)
 
-Why two parities suffice and nothing is ever reset. Call n of a program p (the same rows, hence the same places, on
-every rank) uses places of parity n mod 2; the parity lives on the device, one per program, flipped by the call itself,
-so graphs may be replayed in any order, the same on all ranks. Whoever reads a place puts the sentinel back at once.
-Rank Q writes again into the place that I read in call n in its call n+2. Then Q has finished call n+1, for which it
-needed data that every rank sent in ITS call n+1; mine began after my call n had ended (stream order), read-back and
-cleaning included. Hence: calls of one block run in one stream order, and never with programmatic dependent launch.
+Why two parities suffice and nothing is ever reset. Call n of a kind of kernel uses places of parity n mod 2. The parity
+lives on the device and each call flips it, so graphs may be replayed in any order, the same on all ranks. Whoever reads
+a place puts the sentinel back at once. Rank Q writes again into a place that I read in call n in its call n+2, if not
+later. Then Q has finished call n+1, for which it needed data that every rank sent in ITS call n+1 (for row 0, which all
+calls have); mine began after my call n had ended (stream order), read-back and cleaning included. Hence: calls of one
+block run in one stream order. It may lead over several streams where each waits for the one before
+(parallel/overlap.py). And calls may be launched dependently (kernels/pdl.py): whatever is launched so first waits for
+the end of the kernel before it, so along any chain of kernels a call has ended when the next one looks at anything.
+
+The argument counts calls, not programs: calls may differ in their rows, and in the number of programs that share these
+out, if only all ranks agree. So that no program reads what another has flipped, each reads an entry of its own, and at
+its end flips that and its share of those that the launch has no program for: between calls all entries are equal.
 
 Rounding is that of `kernels/norm.py`, with one rounding for sum and residual together.
 Sums are float32 in a fixed order, computed from the same bits by the same code on all ranks (two-shot: on one rank,
@@ -21,214 +27,26 @@ outputs are garbage and the block is unfit for use. Programs wait only for the p
 after their own pushes; a launch has at most MAX_PROGRAMS of them, so that all are resident.
 """
 
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
 
+from nanovllm.kernels.all_reduce_kernels import max_keys_kernel, one_shot_kernel, two_shot_kernel
+from nanovllm.kernels.pdl import supports_pdl
 from nanovllm.kernels.triton_import import tl, triton
 from nanovllm.parallel.peer_memory import MAX_PROGRAMS, SENTINELS, PeerMemory
 
 Path = Literal["one_shot", "two_shot", "nccl"]
 
 KEY_BLOCK = 256
+PDL_ROWS = 16
+"""Up to so many rows the products around may be our own, which let a sum start early and fetch weights while it runs.
+Behind one of cuBLAS, which does not, a dependent launch is 0.5 us slower than an ordinary one. 0: never."""
 MAX_SPINS = 1 << 28
 """Rounds of a wait before it gives up: minutes, for a peer may be compiling."""
 
 _INTEGERS = {2: tl.int16, 4: tl.int32}
-
-
-@triton.jit
-def _peer_pointer(peers, rank, offset, INT: tl.constexpr):
-    """Pointer to element `offset` of `rank`'s block; blocks and regions are 16-byte aligned."""
-    base = tl.load(peers + rank).to(tl.pointer_type(INT))
-    return tl.multiple_of(base, 16) + offset
-
-
-@triton.jit
-def _without_sentinel(bits, SENTINEL: tl.constexpr, SUBSTITUTE: tl.constexpr):
-    """What may be sent: the sentinel itself becomes its equal (+0.0; for keys the next larger integer)."""
-    return tl.where(bits == SENTINEL, tl.full(bits.shape, SUBSTITUTE, bits.dtype), bits)
-
-
-@triton.jit
-def _receive(pointers, mask, abort, max_spins, SENTINEL: tl.constexpr):
-    """The values behind `pointers` (where mask; 0 elsewhere) once all have arrived; their places are clean again."""
-    bits = tl.load(pointers, mask=mask, other=0, volatile=True)
-    missing = tl.max(tl.where(bits == SENTINEL, 1, 0))
-    spins = 0
-    while missing > 0:
-        stop = tl.load(abort, volatile=True)
-        bits = tl.load(pointers, mask=mask, other=0, volatile=True)
-        missing = tl.where(stop != 0, 0, tl.max(tl.where(bits == SENTINEL, 1, 0)))
-        spins += 1
-        if spins >= max_spins:
-            tl.store(abort, 2)
-    tl.store(pointers, tl.full(bits.shape, SENTINEL, bits.dtype), mask=mask)
-    return bits
-
-
-@triton.jit
-def _rounded(x, out, INT: tl.constexpr, SENTINEL: tl.constexpr):
-    """x float32 -> the bits of `out`'s dtype, free of the sentinel, so that sender and receivers hold the same."""
-    return _without_sentinel(x.to(out.dtype.element_ty).to(INT, bitcast=True), SENTINEL, 0)
-
-
-@triton.jit
-def _finish_row(arrived, kept_before, gain, at, residual_out, out, mask, eps, HIDDEN: tl.constexpr,
-                NORM: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr):  # fmt: skip
-    """arrived INT [sources, BLOCK]: one row of every rank. Sums, adds the residual, normalises, stores behind `at` of
-    residual_out and out; returns the bits of (out, residual_out)."""
-    total = tl.sum(arrived.to(out.dtype.element_ty, bitcast=True).to(tl.float32), 0) + kept_before
-    kept = _rounded(total, out, INT, SENTINEL)
-    result = kept
-    if NORM:
-        x = kept.to(out.dtype.element_ty, bitcast=True)
-        tl.store(residual_out + at, x, mask=mask)
-        x32 = x.to(tl.float32)
-        normed = (x32 * tl.math.rsqrt(tl.sum(x32 * x32, 0) / HIDDEN + eps)).to(out.dtype.element_ty)
-        result = _rounded(normed.to(tl.float32) * gain, out, INT, SENTINEL)
-    tl.store(out + at, result.to(out.dtype.element_ty, bitcast=True), mask=mask)
-    return result, kept
-
-
-@triton.jit
-def _float_or_zeros(pointers, mask, WANTED: tl.constexpr):
-    """What stands behind `pointers` as float32, asked for before a wait so that its latency is hidden; or zeros."""
-    if WANTED:
-        return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    else:
-        return tl.zeros(mask.shape, tl.float32)
-
-
-@triton.jit(do_not_specialize=["rows", "rank", "max_spins"])
-def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_state, abort, rows, rank, eps,
-                    max_spins, region, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
-                    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
-                    INT: tl.constexpr, SENTINEL: tl.constexpr):  # fmt: skip
-    """Every rank sends its rows to all ranks (itself too, which keeps the code one) and sums all that arrive.
-
-    partial INT [rows, HIDDEN] (the bits of the model's dtype); residual, residual_out, out [rows, HIDDEN]; weight
-    [HIDDEN]; places: region + [2, WORLD (source), CAPACITY, HIDDEN]. Program p takes rows p, p + programs, ...
-    """
-    pid = tl.program_id(0)
-    programs = tl.num_programs(0)
-    cols = tl.arange(0, BLOCK)
-    mask = cols < HIDDEN
-    parity = tl.load(parity_state + pid)
-    half = region + parity.to(tl.int64) * (WORLD * CAPACITY * HIDDEN)
-    row = pid
-    while row < rows:
-        bits = tl.load(partial + row.to(tl.int64) * HIDDEN + cols, mask=mask, other=0)
-        bits = _without_sentinel(bits, SENTINEL, 0)
-        place = half + (rank * CAPACITY + row).to(tl.int64) * HIDDEN
-        for step in tl.static_range(WORLD):  # each rank starts with another peer, so that no link is crowded
-            to = (rank + 1 + step) % WORLD
-            tl.store(_peer_pointer(peers, to, place, INT) + cols, bits, mask=mask)
-        row += programs
-    gain = _float_or_zeros(weight + cols, mask, NORM)
-    source = tl.arange(0, WORLD_BLOCK)
-    tile = (source * CAPACITY * HIDDEN)[:, None] + cols[None, :]
-    tile_mask = (source < WORLD)[:, None] & mask[None, :]
-    row = pid
-    while row < rows:
-        at = row.to(tl.int64) * HIDDEN
-        kept = _float_or_zeros(residual + at + cols, mask, RESIDUAL)
-        arrived = _receive(_peer_pointer(peers, rank, half + at, INT) + tile, tile_mask, abort, max_spins, SENTINEL)
-        _finish_row(arrived, kept, gain, at + cols, residual_out, out, mask, eps, HIDDEN, NORM, INT, SENTINEL)
-        row += programs
-    tl.store(parity_state + pid, 1 - parity)
-
-
-@triton.jit(do_not_specialize=["rows", "rank", "max_spins"])
-def two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_state, abort, rows, rank, eps,
-                    max_spins, scatter, gather, gather_residual, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr,
-                    UNITS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
-                    RESIDUAL: tl.constexpr, REPLICATE: tl.constexpr, INT: tl.constexpr,
-                    SENTINEL: tl.constexpr):  # fmt: skip
-    """Row unit * WORLD + r is summed, normed and sent to everyone by rank r. Program p takes units p, p + programs, ...
-
-    Operands as in one_shot_kernel. Places: scatter + [2, WORLD (source), UNITS, HIDDEN], gather and gather_residual +
-    [2, UNITS * WORLD, HIDDEN]. REPLICATE False: `residual_out` is written at this rank's own rows only.
-    The argument at the top holds: whoever has finished a unit holds its row of rank 0, made from all ranks' data.
-    """
-    pid = tl.program_id(0)
-    programs = tl.num_programs(0)
-    cols = tl.arange(0, BLOCK)
-    mask = cols < HIDDEN
-    parity = tl.load(parity_state + pid)
-    half = parity.to(tl.int64) * (WORLD * UNITS * HIDDEN)
-    units = (rows + WORLD - 1) // WORLD
-    unit = pid
-    while unit < units:
-        place = scatter + half + (rank * UNITS + unit).to(tl.int64) * HIDDEN
-        for step in tl.static_range(WORLD):
-            to = (rank + 1 + step) % WORLD
-            row = unit * WORLD + to
-            exists = mask & (row < rows)
-            bits = tl.load(partial + row.to(tl.int64) * HIDDEN + cols, mask=exists, other=0)
-            bits = _without_sentinel(bits, SENTINEL, 0)
-            tl.store(_peer_pointer(peers, to, place, INT) + cols, bits, mask=exists)
-        unit += programs
-    gain = _float_or_zeros(weight + cols, mask, NORM)
-    source = tl.arange(0, WORLD_BLOCK)
-    tile = (source * UNITS * HIDDEN)[:, None] + cols[None, :]
-    tile_mask = (source < WORLD)[:, None] & mask[None, :]
-    unit = pid
-    while unit < units:
-        row = unit * WORLD + rank
-        if row < rows:
-            at = row.to(tl.int64) * HIDDEN
-            kept = _float_or_zeros(residual + at + cols, mask, RESIDUAL)
-            place = scatter + half + unit.to(tl.int64) * HIDDEN
-            arrived = _receive(_peer_pointer(peers, rank, place, INT) + tile, tile_mask, abort, max_spins, SENTINEL)
-            bits, kept = _finish_row(arrived, kept, gain, at + cols, residual_out, out, mask, eps, HIDDEN, NORM, INT,
-                                     SENTINEL)  # fmt: skip
-            place = half + at
-            for step in tl.static_range(WORLD - 1):
-                to = (rank + 1 + step) % WORLD
-                tl.store(_peer_pointer(peers, to, gather + place, INT) + cols, bits, mask=mask)
-                if NORM and REPLICATE:
-                    tl.store(_peer_pointer(peers, to, gather_residual + place, INT) + cols, kept, mask=mask)
-        unit += programs
-    others = (source < WORLD) & (source != rank)
-    tile = (source * HIDDEN)[:, None] + cols[None, :]
-    unit = pid
-    while unit < units:
-        tile_mask = (others & (unit * WORLD + source < rows))[:, None] & mask[None, :]
-        place = (unit * WORLD).to(tl.int64) * HIDDEN
-        theirs = _peer_pointer(peers, rank, gather + half + place, INT) + tile
-        bits = _receive(theirs, tile_mask, abort, max_spins, SENTINEL)
-        tl.store(out + place + tile, bits.to(out.dtype.element_ty, bitcast=True), mask=tile_mask)
-        if NORM and REPLICATE:
-            theirs = _peer_pointer(peers, rank, gather_residual + half + place, INT) + tile
-            bits = _receive(theirs, tile_mask, abort, max_spins, SENTINEL)
-            tl.store(residual_out + place + tile, bits.to(out.dtype.element_ty, bitcast=True), mask=tile_mask)
-        unit += programs
-    tl.store(parity_state + pid, 1 - parity)
-
-
-@triton.jit(do_not_specialize=["count", "rank", "max_spins"])
-def max_keys_kernel(keys, peers, parity_state, abort, count, rank, max_spins, region, WORLD: tl.constexpr,
-                    WORLD_BLOCK: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
-                    SENTINEL: tl.constexpr):  # fmt: skip
-    """keys int64 [count] becomes its maximum over the ranks. Places: region + [2, WORLD (source), CAPACITY] int64.
-    SENTINEL, the smallest int64, is sent as the one above it. Program p takes keys p * BLOCK ..."""
-    pid = tl.program_id(0)
-    at = pid * BLOCK + tl.arange(0, BLOCK)
-    mask = at < count
-    parity = tl.load(parity_state + pid)
-    half = region + parity.to(tl.int64) * (WORLD * CAPACITY)
-    mine = _without_sentinel(tl.load(keys + at, mask=mask, other=0), SENTINEL, SENTINEL + 1)
-    for step in tl.static_range(WORLD):
-        to = (rank + 1 + step) % WORLD
-        tl.store(_peer_pointer(peers, to, half + rank * CAPACITY, tl.int64) + at, mine, mask=mask)
-    source = tl.arange(0, WORLD_BLOCK)
-    tile_mask = (source < WORLD)[:, None] & mask[None, :]
-    theirs = _peer_pointer(peers, rank, half, tl.int64) + (source * CAPACITY)[:, None] + at[None, :]
-    arrived = _receive(theirs, tile_mask, abort, max_spins, SENTINEL)
-    best = tl.max(tl.where(tile_mask, arrived, tl.full(arrived.shape, SENTINEL, tl.int64)), 0)
-    tl.store(keys + at, best, mask=mask)
-    tl.store(parity_state + pid, 1 - parity)
 
 
 def _reduce_in_float32(partial: torch.Tensor, group: Any | None) -> torch.Tensor:
@@ -283,10 +101,10 @@ class PeerAllReduce:
     def path(self, rows: int) -> Path:
         """Who takes a sum of `rows` rows: one of the kernels here, or ("nccl") the caller's communicator."""
         layout, limits = self.memory.layout, self.memory.limits
-        nbytes = rows * self._hidden * layout.itemsize
-        if rows <= layout.one_shot_rows and nbytes <= limits.one_shot_bytes(layout.world_size):
+        row = self._hidden * layout.itemsize
+        if rows <= min(layout.one_shot_rows, limits.one_shot_rows(layout.world_size, row)):
             return "one_shot"
-        return "two_shot" if rows <= layout.two_shot_rows and nbytes <= limits.peer_bytes else "nccl"
+        return "two_shot" if rows <= min(layout.two_shot_rows, limits.peer_bytes // row) else "nccl"
 
     def all_reduce_add_rms_norm(
         self,
@@ -297,6 +115,8 @@ class PeerAllReduce:
         *,
         replicate_residual: bool = True,
         path: Path | None = None,
+        programs: int = MAX_PROGRAMS,
+        stream: torch.cuda.Stream | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum over the ranks + residual (float32, one rounding), and the RMSNorm of that.
 
@@ -305,18 +125,23 @@ class PeerAllReduce:
         replicate_residual False: where two-shot is taken, each rank updates only the residual rows that it owns (row
         mod world = rank); the others stay as they were. Enough, and a third less on the wire, where the residual goes
         only into further calls with the same T. path: overrules `path(T)` (benchmarks).
+        programs: at most so many, the same on all ranks; a program holds up to a whole multiprocessor. stream: where
+        the kernel runs, if not in the current stream, whose memory the results are in any case; the caller orders the
+        two (parallel/overlap.py).
         """
         self._check(partial, residual, weight)
         out = torch.empty_like(partial)
         residual_out = torch.empty_like(partial) if residual is None else residual
-        self._launch(path, partial, residual, residual_out, weight, out, eps, replicate_residual, norm=True)
+        operands = (partial, residual_out, weight, out)
+        flags = {"NORM": True, "RESIDUAL": residual is not None}
+        self._launch(path, operands, eps, replicate_residual, flags, min(programs, MAX_PROGRAMS), stream)
         return out, residual_out
 
     def all_reduce(self, partial: torch.Tensor, *, path: Path | None = None) -> torch.Tensor:
         """Sum over the ranks of partial [T, hidden], into a new tensor; float32 inside."""
         self._check(partial)
         out = torch.empty_like(partial)
-        self._launch(path, partial, None, out, out, out, 0.0, replicate=False, norm=False)
+        self._launch(path, (partial, out, out, out), 0.0, False, {"NORM": False, "RESIDUAL": False}, MAX_PROGRAMS, None)
         return out
 
     def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:
@@ -345,34 +170,34 @@ class PeerAllReduce:
     def _launch(
         self,
         path: Path | None,
-        partial: torch.Tensor,
-        residual: torch.Tensor | None,
-        residual_out: torch.Tensor,
-        weight: torch.Tensor,
-        out: torch.Tensor,
+        operands: tuple[torch.Tensor, ...],
         eps: float,
         replicate: bool,
-        norm: bool,
+        flags: dict[str, bool],
+        programs: int,
+        stream: torch.cuda.Stream | None,
     ) -> None:
+        """operands: partial, residual (in and out), weight, out."""
+        partial, residual, weight, out = operands
         memory, layout, rows = self.memory, self.memory.layout, partial.shape[0]
         path = path or self.path(rows)
         bits = partial.view(torch.int16 if layout.itemsize == 2 else torch.int32)
-        tensors = (bits, residual_out if residual is None else residual, residual_out, weight, out, memory.peers)
+        tensors = (bits, residual, residual, weight, out, memory.peers)
         scalars = (memory.abort_word, rows, memory.rank, eps, self.max_spins)
-        flags = {"NORM": norm, "RESIDUAL": residual is not None}
-        if path == "one_shot" and rows <= layout.one_shot_rows:
-            one_shot_kernel[(min(rows, MAX_PROGRAMS),)](
-                *tensors, memory.parity[0], *scalars, 0, CAPACITY=layout.one_shot_rows, **flags, **self._shape
-            )
-        elif path == "two_shot" and rows <= layout.two_shot_rows:
-            offsets = [offset // layout.itemsize for offset in (layout.scatter, layout.gather, layout.residual)]
-            grid = (min(triton.cdiv(rows, layout.world_size), MAX_PROGRAMS),)
-            two_shot_kernel[grid](
-                *tensors, memory.parity[1], *scalars, *offsets, UNITS=layout.units, REPLICATE=replicate, **flags,
-                **self._shape,
-            )  # fmt: skip
-        else:
-            raise ValueError(f"{rows} rows by {path}: the block was laid out for {layout}")
+        pdl = stream is None and rows <= PDL_ROWS and supports_pdl(partial.device)
+        fixed = {**flags, **self._shape, "PDL": pdl, **({"launch_pdl": True} if pdl else {})}
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            if path == "one_shot" and rows <= layout.one_shot_rows:
+                one_shot_kernel[(min(rows, programs),)](
+                    *tensors, memory.parity[0], *scalars, 0, CAPACITY=layout.one_shot_rows, **fixed
+                )
+            elif path == "two_shot" and rows <= layout.two_shot_rows:
+                offsets = [offset // layout.itemsize for offset in (layout.scatter, layout.gather, layout.residual)]
+                two_shot_kernel[(min(triton.cdiv(rows, layout.world_size), programs),)](
+                    *tensors, memory.parity[1], *scalars, *offsets, UNITS=layout.units, REPLICATE=replicate, **fixed
+                )
+            else:
+                raise ValueError(f"{rows} rows by {path}: the block was laid out for {layout}")
 
 
 def num_warps(block: int) -> int:

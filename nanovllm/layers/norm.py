@@ -7,6 +7,10 @@ import torch
 from nanovllm.kernels import Kernels
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
 from nanovllm.parallel.group import TensorParallelGroup
+from nanovllm.parallel.overlap import UnderWay
+
+Normed = tuple[torch.Tensor, torch.Tensor]
+"""(normalised [T, hidden], residual [T, hidden])"""
 
 
 class ReduceAddNorm(WeightedModule):
@@ -32,14 +36,35 @@ class ReduceAddNorm(WeightedModule):
         self.kernels = kernels
         self.weight = parameter(hidden_size, dtype=dtype, device=device)
 
-    def forward(
-        self, partial: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, partial: torch.Tensor, residual: torch.Tensor | None) -> Normed:
         fused = self.group.fused_all_reduce(partial.shape[0])
         if fused is not None:
             # Nobody but the next of these calls reads the residual stream: each rank may keep only the rows it sums.
             return fused.all_reduce_add_rms_norm(partial, residual, self.weight, self.eps, replicate_residual=False)
-        x = self.group.all_reduce(partial)
+        return self._add_norm(self.group.all_reduce(partial), residual)
+
+    def start(self, partial: torch.Tensor, residual: torch.Tensor | None) -> UnderWay[Normed]:
+        """The same beside what this stream does next. Nobody may touch `partial` and `residual` until it is waited
+        for. With peer memory the norm is done with the sum, with a library when it is waited for."""
+        overlap, fused = self.group.overlap, self.group.fused_all_reduce(partial.shape[0])
+        assert overlap is not None
+        overlap.fork()
+        if fused is not None:
+            result = fused.all_reduce_add_rms_norm(
+                partial,
+                residual,
+                self.weight,
+                self.eps,
+                replicate_residual=False,
+                programs=overlap.programs,
+                stream=overlap.stream,
+            )
+            return overlap.under_way(lambda: result, partial, *result)
+        with overlap.side():
+            self.group.all_reduce(partial)
+        return overlap.under_way(lambda: self._add_norm(partial, residual), partial, residual)
+
+    def _add_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> Normed:
         if residual is None:
             return self.kernels.rms_norm(x, self.weight, self.eps), x
         return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)

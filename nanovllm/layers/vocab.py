@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels import Kernels
 from nanovllm.layers.linear import ParallelLinear
 from nanovllm.layers.weights import CheckpointWeight, Shard, parameter
 from nanovllm.parallel.group import TensorParallelGroup
@@ -23,13 +24,20 @@ class VocabParallelEmbedding(ParallelLinear):
     """
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, group: TensorParallelGroup, dtype: torch.dtype, device: torch.device
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        group: TensorParallelGroup,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
         rows = -(-vocab_size // group.size)
         rows = -(-rows // _ALIGNMENT) * _ALIGNMENT if group.size > 1 else rows
         self.vocab_size = vocab_size
         self.group_size = group.size
+        self.kernels = kernels
         self.vocab_start = rows * group.rank
         self.num_valid = max(0, min(rows, vocab_size - self.vocab_start))
         self.weight = parameter(rows, hidden_size, dtype=dtype, device=device)
@@ -38,9 +46,7 @@ class VocabParallelEmbedding(ParallelLinear):
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.group_size == 1:
             return F.embedding(token_ids, self.weight)
-        local = token_ids - self.vocab_start
-        foreign = (local < 0) | (local >= self.num_valid)
-        return F.embedding(local.masked_fill(foreign, 0), self.weight).masked_fill(foreign.unsqueeze(-1), 0.0)
+        return self.kernels.embed_shard(token_ids, self.weight, self.vocab_start, self.num_valid)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self(hidden)

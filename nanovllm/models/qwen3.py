@@ -16,11 +16,15 @@ from nanovllm.kernels import Kernels
 from nanovllm.layers.attention import Attention, ForwardStep
 from nanovllm.layers.few_rows import linear_residual, linear_silu_mul, norm_linear, norm_linear_silu_mul
 from nanovllm.layers.linear import HeadSplit, MergedColumnParallelLinear, RowParallelLinear
-from nanovllm.layers.norm import ReduceAddNorm
+from nanovllm.layers.norm import Normed, ReduceAddNorm
 from nanovllm.layers.rotary import cos_sin_table
 from nanovllm.layers.vocab import VocabParallelEmbedding
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
 from nanovllm.parallel.group import TensorParallelGroup
+from nanovllm.parallel.overlap import UnderWay
+
+Halves = tuple[UnderWay[Normed], UnderWay[Normed]]
+"""The norms that a layer starts with, of a step's first and second half of tokens."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,25 @@ class Qwen3DecoderLayer(WeightedModule):
         x, residual = self.post_attention_layernorm(self.self_attn(x, step), residual)
         return self.mlp(x), residual
 
+    def forward_in_halves(self, halves: Halves, step: ForwardStep, following: ReduceAddNorm) -> Halves:
+        """The same layer where sums run beside the other half's products. Only attention sees both halves at once.
+        `following`: the norm that comes after this layer, which is started."""
+        attention, norm = self.self_attn, self.post_attention_layernorm
+        first, second = halves
+        x, residual = first.wait()
+        cut, weight = x.shape[0], attention.qkv_proj.weight
+        qkv = x.new_empty(step.positions.shape[0], weight.shape[0])
+        torch.mm(x, weight.t(), out=qkv[:cut])
+        x, other_residual = second.wait()
+        torch.mm(x, weight.t(), out=qkv[cut:])
+        attended = attention.attend(qkv, step)
+        first = norm.start(attention.o_proj(attended[:cut]), residual)
+        second = norm.start(attention.o_proj(attended[cut:]), other_residual)
+        x, residual = first.wait()
+        first = following.start(self.mlp(x), residual)
+        x, residual = second.wait()
+        return first, following.start(self.mlp(x), residual)
+
     def forward_few_rows(self, residual: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """The same layer for a handful of rows on one rank, in half as many kernels; updates and returns `residual`."""
         attention, mlp = self.self_attn, self.mlp
@@ -110,10 +133,12 @@ class Qwen3ForCausalLM(WeightedModule):
         self.cos_sin = cos_sin_table(
             config.rope, config.head_dim, context.max_model_len, config.max_position_embeddings, context.device
         )
-        vocab = (config.vocab_size, config.hidden_size, context.group, context.dtype, context.device)
+        parts = (context.group, context.kernels, context.dtype, context.device)
+        vocab = (config.vocab_size, config.hidden_size, *parts)
         self.embed_tokens = VocabParallelEmbedding(*vocab)
         self.layers = [Qwen3DecoderLayer(context, self.cos_sin) for _ in range(config.num_hidden_layers)]
         self.norm = context.norm()
+        self.overlap = context.group.overlap
         self.fused_rows: set[int] = set()
         """Numbers of rows that take forward_few_rows; set with the kernels' choices (worker/tuning.py)."""
         self.lm_head = self.embed_tokens if config.tie_word_embeddings else VocabParallelEmbedding(*vocab)
@@ -125,10 +150,22 @@ class Qwen3ForCausalLM(WeightedModule):
             for layer in self.layers:
                 hidden = layer.forward_few_rows(hidden, step)
             return self.norm(hidden, None)[0]
+        if self.overlap is not None and (cut := self.overlap.cut(input_ids.shape[0])):
+            with self.overlap.sparing():
+                return self.forward_in_halves(input_ids, step, cut)
         partial, residual = self.embed_tokens.embed(input_ids), None
         for layer in self.layers:
             partial, residual = layer(partial, residual, step)
         return self.norm(partial, residual)[0]
+
+    def forward_in_halves(self, input_ids: torch.Tensor, step: ForwardStep, cut: int) -> torch.Tensor:
+        """forward for many tokens on several ranks, the first `cut` apart from the rest."""
+        norms = [*(layer.input_layernorm for layer in self.layers), self.norm]
+        partial = self.embed_tokens.embed(input_ids)
+        halves = norms[0].start(partial[:cut], None), norms[0].start(partial[cut:], None)
+        for layer, following in zip(self.layers, norms[1:], strict=True):
+            halves = layer.forward_in_halves(halves, step, following)
+        return torch.cat([half.wait()[0] for half in halves])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [B, hidden] -> logits [B, this rank's part of the padded vocabulary]."""

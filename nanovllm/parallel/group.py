@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from nanovllm.parallel.overlap import Overlap
 from nanovllm.parallel.store import WatchedStore
 
 if TYPE_CHECKING:
@@ -27,8 +28,10 @@ _NO_TIMEOUT = timedelta(days=1)  # hangs are noticed by the processes' watcher, 
 class TensorParallelGroup:
     """One rank's view of the group. With one rank every operation is the identity."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, store: dist.Store | None) -> None:
-        """`store`: where the ranks meet; None for one rank."""
+    def __init__(
+        self, rank: int, size: int, device: torch.device, store: dist.Store | None, overlap: bool = True
+    ) -> None:
+        """`store`: where the ranks meet; None for one rank. `overlap`: large steps may sum beside their products."""
         self.rank = rank
         self.size = size
         self.device = device
@@ -36,6 +39,7 @@ class TensorParallelGroup:
         self._group: Any = None
         """ProcessGroupNCCL or ProcessGroupGloo; None with one rank."""
         self._peer: PeerAllReduce | None = None
+        self.overlap = Overlap(device) if overlap and size > 1 else None
         if size > 1:
             assert store is not None
             if device.type == "cuda":

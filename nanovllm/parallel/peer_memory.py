@@ -53,23 +53,39 @@ class AllReduceLimits:
     """Which way takes an all-reduce of `rows * hidden_size * itemsize` bytes.
 
     One-shot moves (world-1) x bytes out of each rank in one hop, two-shot (with the residual left with its owners)
-    2 (world-1)/world x bytes in two hops of about 2 us each. Measured on two H200s at hidden size 4096: equal at 256
-    rows (2 MiB: 11.1 and 11.0 us), two-shot ahead from there (512 rows: 19.3 and 15.8), and ahead of NCCL and a norm
-    kernel up to 8192 rows (64 MiB: 252 and 319 us). For 4 and 8 ranks computed from 380 GB/s a link: they meet near 500
-    KB and 145 KB.
+    2 (world-1)/world x bytes in two hops of about 2 us each. Measured on H200s, us of sum, residual and norm:
+
+        ranks  hidden    rows      KiB   one-shot  two-shot  NCCL + norm
+        2      4096       256    2,048       11.2      11.1         32.8
+        2      5120       256    2,560       14.7      14.2         34.5
+        2      5120     8,192   81,920          -       324          390
+        4      5120        64      640       12.7      14.2         20.0
+        4      5120       256    2,560       32.2      21.6         35.3
+        4      4096        64      512        9.8      10.4         19.5
+        4      4096       256    2,048       25.4      16.5         32.4
+        4      1024       256      512        8.9       7.5         19.3
+        4      1024       512    1,024       14.6       9.7         23
+        4      5120     8,192   81,920          -       452          479
+
+    Two ranks meet at 2 MiB. Drawn straight between its rows, four meet at 880 (hidden 5120), 610 (4096) and 300 KiB
+    (1024): 640 KiB, and 128 rows, one for each program, beyond which the second row waits for the first. For eight
+    ranks computed from 380 GB/s a link: 145 KB. Two-shot leads NCCL as far as it was measured.
     """
 
     one_shot_bytes_tp2: int = 2 << 20
-    one_shot_bytes_tp4: int = 512 << 10
+    one_shot_bytes_tp4: int = 640 << 10
     one_shot_bytes_tp8: int = 144 << 10
-    peer_bytes: int = 64 << 20
+    one_shot_rows_tp4: int = 128
+    """With three ranks and more."""
+    peer_bytes: int = 80 << 20
     """Above this the sum is left to NCCL."""
 
-    def one_shot_bytes(self, world_size: int) -> int:
-        """Largest message for the one-shot kernel. world_size: 2..8; unnamed sizes take the next named one."""
+    def one_shot_rows(self, world_size: int, row_bytes: int) -> int:
+        """Most rows of `row_bytes` for the one-shot kernel. world_size: 2..8; unnamed sizes take the next named one."""
         if world_size <= 2:
-            return min(self.one_shot_bytes_tp2, self.peer_bytes)
-        return min(self.one_shot_bytes_tp4 if world_size <= 4 else self.one_shot_bytes_tp8, self.peer_bytes)
+            return min(self.one_shot_bytes_tp2, self.peer_bytes) // row_bytes
+        most = self.one_shot_bytes_tp4 if world_size <= 4 else self.one_shot_bytes_tp8
+        return min(min(most, self.peer_bytes) // row_bytes, self.one_shot_rows_tp4)
 
 
 @dataclass(frozen=True)
@@ -110,7 +126,7 @@ class Layout:
         """Capacities that serve `max_rows` rows as far as `limits` leaves them to peer memory."""
         row = hidden_size * itemsize
         peer_rows = min(max_rows, limits.peer_bytes // row)
-        one_shot_rows = min(max_rows, limits.one_shot_bytes(world_size) // row)
+        one_shot_rows = min(max_rows, limits.one_shot_rows(world_size, row))
         two_shot_rows = peer_rows if peer_rows > one_shot_rows else 0
         return cls.build(world_size, hidden_size, itemsize, one_shot_rows, two_shot_rows, max_keys)
 

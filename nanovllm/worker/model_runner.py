@@ -52,7 +52,9 @@ class ModelRunner:
             torch.cuda.set_device(self.device)
             threading.Thread(target=hash_triton, name="nanovllm-hash", daemon=True).start()  # or the first kernel waits
         self.memory = MemoryProbe(self.device)
-        self.group = TensorParallelGroup(rank, config.tensor_parallel_size, self.device, store)
+        self.group = TensorParallelGroup(
+            rank, config.tensor_parallel_size, self.device, store, config.overlap_all_reduce
+        )
         if config.peer_all_reduce and self.device.type == "cuda" and self.group.size > 1:
             rows, keys = config.max_num_batched_tokens, config.max_num_seqs + MAX_CHUNK_ROWS
             self.group.use_peer_memory(rows, self.model_config.hidden_size, self.dtype, max_keys=keys)

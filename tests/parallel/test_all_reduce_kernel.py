@@ -25,7 +25,7 @@ from nanovllm.parallel.peer_memory import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-HIDDEN, CAPACITY, PROGRAMS, CALLS, EPS = 24, 7, 3, 14, 1e-6
+HIDDEN, CAPACITY, PROGRAMS, CALLS, EPS = 24, 7, 3, 21, 1e-6
 
 
 def run_ranks(mode: str, world_size: int, folder: Path, seconds: float = 240.0) -> None:
@@ -143,11 +143,12 @@ def test_path_by_size() -> None:
     def paths(world_size: int, max_rows: int) -> dict[int, str]:
         layout = Layout.for_limits(world_size, 5120, 2, max_rows, 16, AllReduceLimits())
         memory = SimpleNamespace(layout=layout, limits=AllReduceLimits())
-        return {rows: PeerAllReduce(memory).path(rows) for rows in (1, 51, 52, 2048, 8192)}  # type: ignore[arg-type]
+        return {rows: PeerAllReduce(memory).path(rows) for rows in (1, 64, 65, 8192, 8193)}  # type: ignore[arg-type]
 
-    assert paths(4, 10**6) == {1: "one_shot", 51: "one_shot", 52: "two_shot", 2048: "two_shot", 8192: "nccl"}
-    assert paths(2, 10**6) == {1: "one_shot", 51: "one_shot", 52: "one_shot", 2048: "two_shot", 8192: "nccl"}
-    assert paths(4, 51)[52] == "nccl"
+    assert paths(4, 10**6) == {1: "one_shot", 64: "one_shot", 65: "two_shot", 8192: "two_shot", 8193: "nccl"}
+    assert paths(2, 10**6) == {1: "one_shot", 64: "one_shot", 65: "one_shot", 8192: "two_shot", 8193: "nccl"}
+    assert paths(4, 64)[65] == "nccl"
+    assert [AllReduceLimits().one_shot_rows(ranks, 2048) for ranks in (2, 3, 4, 8)] == [1024, 128, 128, 72]
 
 
 @pytest.mark.gpu
@@ -195,6 +196,7 @@ def interpret_rank(rank: int, world_size: int, folder: Path) -> None:
         rows, kind = same.randint(1, CAPACITY), call % 7
         generator = torch.Generator().manual_seed(call)
         partials = torch.randn(world_size, rows, HIDDEN, generator=generator)
+        programs = same.randint(1, PROGRAMS)
         partials[:, :, 3] = -0.0  # the sentinel itself
         partials[:, 0, 5] *= 0.0
         residual, weight = (torch.randn(n, HIDDEN, generator=generator) for n in (rows, 1))
@@ -215,8 +217,15 @@ def interpret_rank(rank: int, world_size: int, folder: Path) -> None:
         before = None if kind in (4, 5) else residual.clone()
         replicate = call >= 7
         normed, after = peer.all_reduce_add_rms_norm(
-            partials[rank].contiguous(), before, weight[0], EPS, replicate_residual=replicate, path=path
+            partials[rank].contiguous(),
+            before,
+            weight[0],
+            EPS,
+            replicate_residual=replicate,
+            path=path,
+            programs=programs,
         )
+        assert len(set(memory.parity.tolist()[path == "two_shot"])) == 1, "the next call may share rows out otherwise"
         total = total if before is None else total + residual.double()
         want = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS) * weight.double()
         torch.testing.assert_close(normed.double(), want, rtol=1e-5, atol=1e-5)

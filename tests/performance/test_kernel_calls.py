@@ -103,6 +103,7 @@ def counted_engine(folder: Path, layers: int, ranks: int) -> Iterator[tuple[LLM,
 def expected(layers: int, ranks: int, draws: bool) -> dict[str, int]:
     counts = Counter({name: count * layers for name, count in PER_LAYER.items()}) + Counter(AROUND)
     if ranks > 1:
+        counts["embed_shard"] = 1
         counts["collectives"] = 2 * layers + 1 + draws  # the embedding's, and the winners'
     if not draws:
         counts["matrix products"] -= 1

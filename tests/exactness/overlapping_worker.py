@@ -1,0 +1,17 @@
+"""A worker that cuts its steps in halves from a few tokens on, as the test says: CUT="least tokens:multiple"."""
+
+import os
+import sys
+
+from nanovllm.worker.main import main
+
+
+def lower_thresholds() -> None:
+    from nanovllm.parallel.overlap import Overlap
+
+    Overlap.min_rows, Overlap.cut_multiple = map(int, os.environ["CUT"].split(":"))
+
+
+if __name__ == "__main__":
+    lower_thresholds()
+    main(*map(int, sys.argv[1:5]))

@@ -1,0 +1,121 @@
+"""Large steps cut in halves, whose sums run beside the other half's products: the tokens of whole steps.
+
+On a CPU the calls are the same, in the same order, without streams. The thresholds are lowered in every rank.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_model, save
+from comparing import Expected
+from observing import StepWitness
+from workload import BLOCK, assert_outputs, make_requests, run, run_alone
+
+from nanovllm import LLM
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.parallel.overlap import Overlap
+from nanovllm.worker import processes
+
+REQUESTS = make_requests()
+OPTIONS: dict[str, Any] = {
+    "num_kvcache_blocks": 128,
+    "max_num_seqs": 16,
+    "skip_tokenizer_init": True,
+    "device": "cpu",
+    "max_model_len": 256,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save(make_model(seed=1), tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: str) -> list[Expected]:
+    with LLM(checkpoint, **OPTIONS, async_scheduling=False, enable_prefix_caching=False) as llm:
+        return run_alone(llm, REQUESTS)
+
+
+def lower_thresholds(monkeypatch: pytest.MonkeyPatch, min_rows: int, cut_multiple: int) -> None:
+    """In this process, which is rank 0, and in the workers that it starts."""
+    monkeypatch.setattr(Overlap, "min_rows", min_rows)
+    monkeypatch.setattr(Overlap, "cut_multiple", cut_multiple)
+    monkeypatch.setenv("CUT", f"{min_rows}:{cut_multiple}")
+    monkeypatch.setattr(processes, "_WORKER_MODULE", "overlapping_worker")
+
+
+def watch_cuts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(tokens, tokens of the first half) of this rank's steps that are cut."""
+    cuts: list[tuple[int, int]] = []
+    whole = Qwen3ForCausalLM.forward_in_halves
+
+    def watched(self: Qwen3ForCausalLM, input_ids: torch.Tensor, step: Any, cut: int) -> torch.Tensor:
+        cuts.append((input_ids.shape[0], cut))
+        return whole(self, input_ids, step, cut)
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "forward_in_halves", watched)
+    return cuts
+
+
+@pytest.mark.parametrize(
+    ("ranks", "budget", "min_rows", "multiple"),
+    [(2, 1024, 2, 1), (2, 50, 12, 5), (4, 37, 7, 3), (3, 64, 3, 2)],
+    ids=["everything", "chunks", "four ranks, chunks", "three ranks"],
+)
+def test_the_cut_changes_no_token(
+    ranks: int,
+    budget: int,
+    min_rows: int,
+    multiple: int,
+    checkpoint: str,
+    expected: list[Expected],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Chunks end anywhere, so cuts go through them, through decodes, and through neither."""
+    model, wanted = checkpoint, expected
+    if ranks == 3:
+        shape = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 132}
+        model = str(save(make_model(seed=1, **shape), tmp_path))
+        with LLM(model, **OPTIONS, async_scheduling=False, enable_prefix_caching=False) as llm:
+            wanted = run_alone(llm, REQUESTS)
+    lower_thresholds(monkeypatch, min_rows, multiple)
+    cuts = watch_cuts(monkeypatch)
+    with LLM(model, **OPTIONS, tensor_parallel_size=ranks, max_num_batched_tokens=budget) as llm:
+        witness = StepWitness().watch(llm)
+        assert_outputs(run(llm, REQUESTS), REQUESTS, wanted)
+    assert len(cuts) > 5 and {cut % multiple for _, cut in cuts} == {0}
+    assert all(0 < cut < tokens and min_rows <= tokens for tokens, cut in cuts)
+    assert any(cut % BLOCK for _, cut in cuts)
+    assert (witness.num_partial_chunks > 0) == (budget < 1024)
+
+
+def test_switched_off(checkpoint: str, expected: list[Expected], monkeypatch: pytest.MonkeyPatch) -> None:
+    lower_thresholds(monkeypatch, 2, 1)
+    cuts = watch_cuts(monkeypatch)
+    with LLM(checkpoint, **OPTIONS, tensor_parallel_size=2, overlap_all_reduce=False) as llm:
+        assert_outputs(run(llm, REQUESTS), REQUESTS, expected)
+    with LLM(checkpoint, **OPTIONS) as llm:  # one rank has nothing to sum
+        assert_outputs(run(llm, REQUESTS), REQUESTS, expected)
+    assert not cuts
+
+
+def test_where_a_step_is_cut() -> None:
+    """At a multiple of a tile, nearest to the middle from above; small steps stay whole."""
+    overlap = Overlap(torch.device("cpu"))
+    assert overlap.cut(overlap.min_rows - 1) is None
+    assert [overlap.cut(rows) for rows in (2048, 2049, 2304, 4352, 8191)] == [1024, 1152, 1152, 2176, 4096]
+    for rows in range(2048, 5000):
+        cut = overlap.cut(rows)
+        assert cut is not None and cut % 128 == 0 and -1 < cut - rows / 2 < 128
+
+
+def test_cuts_of_the_smallest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never an empty half, whatever the multiple."""
+    overlap = Overlap(torch.device("cpu"))
+    monkeypatch.setattr(Overlap, "min_rows", 1)
+    monkeypatch.setattr(Overlap, "cut_multiple", 8)
+    assert [overlap.cut(rows) for rows in (1, 8, 9, 16, 17)] == [None, None, 8, 8, 16]

@@ -1,0 +1,152 @@
+"""The order of launches in a layer cut in halves, and how long a sum holds what it uses."""
+
+import gc
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanovllm.config import PUBLISHED_SHAPES, ModelConfig
+from nanovllm.kernels import select_kernels
+from nanovllm.layers.linear import HeadSplit
+from nanovllm.layers.norm import ReduceAddNorm
+from nanovllm.models.qwen3 import ModelContext, Qwen3DecoderLayer
+from nanovllm.parallel.overlap import Overlap, UnderWay, set_multiprocessors
+
+CPU = torch.device("cpu")
+TINY = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+
+
+EXPECTED = """
+fork, sum of 3, begun 0, fork, sum of 2, begun 1,
+awaited 0, product of 3, awaited 1, product of 2,
+attention of 5,
+product of 3, fork, sum of 3, begun 2,
+product of 2, fork, sum of 2, begun 3,
+awaited 2, product of 3, product of 3, fork, sum of 3, begun 4,
+awaited 3, product of 2, product of 2, fork, sum of 2, begun 5,
+awaited 4, awaited 5
+"""
+
+
+class Products(TorchDispatchMode):
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()
+        self._log = log
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in ("aten::mm", "aten::linear", "aten::addmm"):
+            self._log.append(f"product of {args[0].shape[0]}")
+        return func(*args, **(kwargs or {}))
+
+
+class LoggedOverlap(Overlap):
+    def __init__(self, log: list[str]) -> None:
+        super().__init__(CPU)
+        self._log = log
+        self._count = 0
+
+    def fork(self) -> None:
+        self._log.append("fork")
+
+    def under_way(self, finish: Callable[[], Any], *used: torch.Tensor | None) -> UnderWay[Any]:
+        name, self._count = self._count, self._count + 1
+        self._log.append(f"begun {name}")
+
+        def logged() -> Any:
+            self._log.append(f"awaited {name}")
+            return finish()
+
+        return super().under_way(logged, *used)
+
+
+def group_of(overlap: Overlap, all_reduce: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return SimpleNamespace(rank=0, size=1, overlap=overlap, all_reduce=all_reduce, fused_all_reduce=lambda rows: None)
+
+
+def test_order_of_launches() -> None:
+    """Each sum comes behind its half's product, behind that the other half's, and only then somebody waits for it."""
+    log: list[str] = []
+
+    def all_reduce(x: torch.Tensor) -> torch.Tensor:
+        log.append(f"sum of {x.shape[0]}")
+        return x
+
+    config = ModelConfig.from_dict({**PUBLISHED_SHAPES["Qwen3-0.6B"], **TINY})
+    overlap, backend = LoggedOverlap(log), None
+    group = group_of(overlap, all_reduce)
+    kernels = select_kernels(CPU)
+    context = ModelContext(config, HeadSplit(2, 1, 0, 1), group, kernels, backend, torch.float32, CPU, 64)  # type: ignore[arg-type]
+    layer = Qwen3DecoderLayer(context, torch.empty(0))
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+
+    def attend(qkv: torch.Tensor, step: Any) -> torch.Tensor:
+        log.append(f"attention of {qkv.shape[0]}")
+        return qkv[:, :32].contiguous()
+
+    layer.self_attn.attend = attend  # type: ignore[method-assign]
+    step: Any = SimpleNamespace(positions=torch.zeros(5, dtype=torch.int32))
+    embedded, norm = torch.randn(5, 32), layer.input_layernorm
+    whole, residual = layer(embedded.clone(), None, step)
+    whole = whole + residual
+    log.clear()
+    with torch.no_grad(), Products(log):
+        halves = norm.start(embedded[:3].clone(), None), norm.start(embedded[3:].clone(), None)
+        halves = layer.forward_in_halves(halves, step, norm)
+        result = torch.cat([half.wait()[1] for half in halves])
+    assert ", ".join(log) == " ".join(EXPECTED.split())
+    torch.testing.assert_close(result, whole.detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("with_peer", [False, True])
+def test_what_a_sum_uses_lives_until_it_is_awaited(with_peer: bool) -> None:
+    """The allocator would hand freed memory to the main stream, which knows nothing of the side stream's progress."""
+    group = group_of(Overlap(CPU), lambda x: x)
+    options: dict[str, Any] = {}
+
+    def fused(partial: torch.Tensor, residual: torch.Tensor, *_: object, **given: Any) -> tuple[torch.Tensor, ...]:
+        options.update(given)
+        return torch.empty_like(partial), residual
+
+    if with_peer:
+        group.fused_all_reduce = lambda rows: SimpleNamespace(all_reduce_add_rms_norm=fused)
+    norm = ReduceAddNorm(8, 1e-6, group, select_kernels(CPU), torch.float32, CPU)
+    torch.nn.init.ones_(norm.weight)
+    partial, residual = torch.randn(4, 8), torch.randn(4, 8)
+    alive = [weakref.ref(partial), weakref.ref(residual)]
+    under_way = norm.start(partial, residual)
+    del partial, residual
+    gc.collect()
+    assert all(tensor() is not None for tensor in alive)
+    under_way.wait()
+    del under_way
+    gc.collect()
+    assert all(tensor() is None for tensor in alive)
+    if with_peer:
+        assert options == {"replicate_residual": False, "programs": Overlap.programs, "stream": None}
+
+
+def test_without_cublas_nothing_is_asked_of_it() -> None:
+    if not torch.cuda.is_available():
+        set_multiprocessors(100)
+        with Overlap(CPU).sparing():
+            set_multiprocessors(0)
+
+
+@pytest.mark.gpu
+def test_on_gpus(tmp_path: Path) -> None:
+    """Layers in halves, eagerly and from a graph: what whole ones give, and the same bits every time."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    script = Path(__file__).resolve().parents[2] / "scripts" / "bench_overlap.py"
+    options = ["--model", "Qwen3-0.6B", "--world", "2", "--tokens", "2304", "--check-only", "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
