@@ -86,7 +86,7 @@ def test_readme_names_every_option_once() -> None:
 def test_readme_names_every_field_of_the_outputs() -> None:
     for row in table_rows(section(README, "## The API on one screen")):
         kind = getattr(outputs, names(row[0])[0])
-        own = {option.name for option in fields(kind) if option.repr}
+        own = {option.name for option in fields(kind) if option.compare}
         said = {name for name in names(row[1]) if name.isidentifier()}
         assert own <= said, kind
         assert all(name in own or isinstance(getattr(kind, name, None), property) for name in said), kind
