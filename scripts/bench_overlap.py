@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Sums over the GPUs of one host beside matrix products: what Overlap's constants are to be.
+"""Sums over the GPUs of one host beside matrix products: what overlap gains, and what its constant is to be.
 
     python scripts/bench_overlap.py --world 4 --model Qwen3-32B --out logs/
     python scripts/bench_overlap.py --world 2 --model Qwen3-8B --out logs/
 
 Checks first that a layer in halves gives a layer's results, the same bits in every eager and captured run. Then, us:
 
-- the products of half a step, by the multiprocessors that the library is told to use: what sparing some costs;
+- the products of half a step;
 - the sum of half a step (with residual and norm), by programs: how many fill the links;
-- both at once, by programs and by multiprocessors spared;
+- both at once, by programs;
 - a layer without its attention: whole as it is without overlap, and in halves.
 """
 
@@ -31,13 +31,10 @@ from nanovllm.kernels import select_kernels
 from nanovllm.kernels.all_reduce import PeerAllReduce
 from nanovllm.layers.linear import HeadSplit
 from nanovllm.models.qwen3 import ModelContext, Qwen3DecoderLayer
-from nanovllm.parallel.overlap import Overlap, set_multiprocessors
+from nanovllm.parallel.overlap import Overlap
 
 LAYERS, CALLS = 4, 8
 PROGRAMS = (8, 12, 16, 24, 32, 48, 128)
-SPARED = (0, 8, 16, 24, 32, 48)
-PAIRS = ((128, 0), (48, 0), (48, 48), (32, 0), (32, 32), (24, 24), (16, 0), (16, 16), (16, 8), (12, 12), (8, 8))
-"""Programs, and multiprocessors spared."""
 
 
 class Layer:
@@ -83,11 +80,10 @@ class Layer:
 
     def halves(self) -> torch.Tensor:
         norm, partial = self.layer.input_layernorm, self.partial.clone()
-        with self.overlap.sparing():
-            halves = norm.start(partial[: self.cut], None), norm.start(partial[self.cut :], None)
-            for _ in range(LAYERS):
-                halves = self.layer.forward_in_halves(halves, self.step, norm)
-            return torch.cat([half.wait()[0] for half in halves])
+        halves = norm.start(partial[: self.cut], None), norm.start(partial[self.cut :], None)
+        for _ in range(LAYERS):
+            halves = self.layer.forward_in_halves(halves, self.step, norm)
+        return torch.cat([half.wait()[0] for half in halves])
 
 
 def check(rank: Rank, layer: Layer) -> bool:
@@ -114,15 +110,13 @@ def check(rank: Rank, layer: Layer) -> bool:
     return fine
 
 
-def beside(overlap: Overlap, work: Callable[[], object], product: Callable[[], object], spared: int) -> object:
+def beside(overlap: Overlap, work: Callable[[], object], product: Callable[[], object]) -> object:
     """`work` in the side stream and `product` in this one, from one moment on until both are done."""
     overlap.fork()
     with overlap.side():
         work()
     under_way = overlap.under_way(lambda: None)
-    set_multiprocessors(overlap.multiprocessors - spared if spared else 0)
     product()
-    set_multiprocessors(0)
     return under_way.wait()
 
 
@@ -138,19 +132,8 @@ def time_pieces(rank: Rank, layer: Layer, say: Callable[[str], None]) -> None:
     def us(call: Callable[[], object]) -> str:
         return f"{time_call(rank, peer, call, CALLS):8.1f}"
 
-    def spared_product(name: str, spared: int) -> Callable[[], object]:
-        overlap = layer.overlap
-
-        def call() -> None:
-            set_multiprocessors(overlap.multiprocessors - spared if spared else 0)
-            products[name]()
-            set_multiprocessors(0)
-
-        return call
-
-    say("products, spared:" + "".join(f"{n:8d}" for n in SPARED))
-    for name in products:
-        say(f"{name:>16} " + "".join(us(spared_product(name, n)) for n in SPARED))
+    say("products:         " + "".join(f"{name:>8}" for name in products))
+    say(" " * 18 + "".join(us(product) for product in products.values()))
     x, residual = (torch.randn(rows, layer.partial.shape[1], device=rank.device).bfloat16() for _ in range(2))
     gain = torch.ones_like(x[0])
 
@@ -160,10 +143,9 @@ def time_pieces(rank: Rank, layer: Layer, say: Callable[[str], None]) -> None:
 
     say("sum, programs:   " + "".join(f"{n:8d}" for n in PROGRAMS))
     say(" " * 17 + "".join(us(sum_by(n)) for n in PROGRAMS))
-    say("sum beside:      " + "".join(f"{p:>5}/{s:<2}" for p, s in PAIRS) + "   (programs/spared)")
     for name in ("o", "gate_up"):
-        times = [us(partial(beside, layer.overlap, sum_by(p), products[name], s)) for p, s in PAIRS]
-        say(f"{name:>16} " + "".join(times))
+        times = [us(partial(beside, layer.overlap, sum_by(n), products[name])) for n in PROGRAMS]
+        say(f"{'and beside ' + name:17}" + "".join(times))
 
 
 def time_layers(rank: Rank, layer: Layer, say: Callable[[str], None]) -> None:
@@ -171,19 +153,16 @@ def time_layers(rank: Rank, layer: Layer, say: Callable[[str], None]) -> None:
         return time_call(rank, layer.peer, call, 1) / LAYERS
 
     whole = us(layer.whole)
-    say(f"a layer without attention, whole: {whole:.0f} us; in halves, by programs/spared:")
+    say(f"a layer without attention, whole: {whole:.0f} us; in halves, by programs:")
     times = []
-    for layer.overlap.programs, layer.overlap.spared_multiprocessors in PAIRS:
-        times.append((us(layer.halves), layer.overlap.programs, layer.overlap.spared_multiprocessors))
-        say(f"{times[-1][1]:>5}/{times[-1][2]:<2} {times[-1][0]:8.0f}")
+    for layer.overlap.programs in PROGRAMS:
+        times.append((us(layer.halves), layer.overlap.programs))
+        say(f"{times[-1][1]:>8} {times[-1][0]:8.0f}")
     if rank.nccl:
         layer.use_peer(False)
-        say(f"   NCCL: whole {us(layer.whole):.0f}")
-        for layer.overlap.spared_multiprocessors in (0, 16, 24, 32):
-            say(f"   NCCL/{layer.overlap.spared_multiprocessors:<2} {us(layer.halves):8.0f}")
+        say(f"   NCCL: whole {us(layer.whole):.0f}, in halves {us(layer.halves):.0f}")
     best = min(times)
-    share = 100 * (1 - best[0] / whole)
-    say(f"best: {best[1]} programs, {best[2]} spared: {best[0]:.0f} us, {share:.1f} % less than whole")
+    say(f"best: {best[1]} programs: {best[0]:.0f} us, {100 * (1 - best[0] / whole):.1f} % less than whole")
 
 
 @torch.inference_mode()

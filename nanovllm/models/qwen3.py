@@ -151,8 +151,7 @@ class Qwen3ForCausalLM(WeightedModule):
                 hidden = layer.forward_few_rows(hidden, step)
             return self.norm(hidden, None)[0]
         if self.overlap is not None and (cut := self.overlap.cut(input_ids.shape[0])):
-            with self.overlap.sparing():
-                return self.forward_in_halves(input_ids, step, cut)
+            return self.forward_in_halves(input_ids, step, cut)
         partial, residual = self.embed_tokens.embed(input_ids), None
         for layer in self.layers:
             partial, residual = layer(partial, residual, step)

@@ -29,7 +29,7 @@ class TensorParallelGroup:
     """One rank's view of the group. With one rank every operation is the identity."""
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, store: dist.Store | None, overlap: bool = True
+        self, rank: int, size: int, device: torch.device, store: dist.Store | None, overlap: bool = False
     ) -> None:
         """`store`: where the ranks meet; None for one rank. `overlap`: large steps may sum beside their products."""
         self.rank = rank

@@ -1,18 +1,14 @@
 """Sums over the ranks that run in a stream of their own, beside the matrix products of a large step.
 
-A step of many tokens is cut in two halves, and while one half is summed the other is multiplied (models/qwen3.py). On
-the device the sums have a few multiprocessors, the products the rest: the library's products for many rows have one
-program for each multiprocessor, which keeps it to the end, so a product that finds some taken runs in two rounds and
-takes twice as long. It is therefore told how many it may use.
+A step of many tokens is cut in two halves, and while one half is summed the other is multiplied (models/qwen3.py). What
+is won is little (docs/performance.md): both want the multiprocessors, and a sum that takes few of them takes long.
 
 On a CPU the same calls are made in the same order, without streams.
 """
 
-import ctypes
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import Generic, TypeVar
 
 import torch
@@ -56,18 +52,14 @@ class Overlap:
     """Tokens of a step that is cut: with fewer, halves would leave the products' last rounds of tiles half empty."""
     cut_multiple = 128
     """Tokens; the height of a product's tile."""
-    programs = 16
+    programs = 48
     """Of one sum, the same on all ranks. A program holds a multiprocessor where rows and ranks are many."""
-    spared_multiprocessors = 16
-    """Left to the sums by the products of a step that is cut."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream: torch.cuda.Stream | None = None
-        self.multiprocessors = 0
         if device.type == "cuda":
             # Sums go first where both wait for a multiprocessor: the other half's products wait for them.
             self.stream = torch.cuda.Stream(device, priority=-1)
-            self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def cut(self, num_rows: int) -> int | None:
         """How many of a step's tokens are its first half; None: it stays whole. The same on all ranks."""
@@ -89,34 +81,3 @@ class Overlap:
         """What the side stream has been given since the last `fork`. `finish` runs in the main stream; `used` lives
         until then."""
         return UnderWay(finish, None if self.stream is None else self.stream.record_event(), used)
-
-    @contextmanager
-    def sparing(self) -> Iterator[None]:
-        """Within it the library's matrix products of this thread leave some multiprocessors alone."""
-        spared = self.spared_multiprocessors if self.stream is not None else 0
-        if spared:
-            set_multiprocessors(self.multiprocessors - spared)
-        try:
-            yield
-        finally:
-            if spared:
-                set_multiprocessors(0)
-
-
-def set_multiprocessors(count: int) -> None:
-    """How many of the current device's multiprocessors this thread's cuBLAS chooses and sizes its kernels for; 0: all.
-    What a graph has captured stays as it is. Where this cuBLAS cannot be asked, products are as ever."""
-    function = _multiprocessor_setter()
-    if function is not None:
-        function(torch.cuda.current_blas_handle(), count)
-
-
-@cache
-def _multiprocessor_setter() -> Callable[[int, int], int] | None:
-    try:
-        cublas = ctypes.CDLL(f"libcublas.so.{(torch.version.cuda or '').partition('.')[0]}")
-        function = cublas.cublasSetSmCountTarget
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = [ctypes.c_void_p, ctypes.c_int]
-    return function

@@ -25,6 +25,7 @@ OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "device": "cpu",
     "max_model_len": 256,
+    "overlap_all_reduce": True,
 }
 
 
@@ -96,7 +97,7 @@ def test_the_cut_changes_no_token(
 def test_switched_off(checkpoint: str, expected: list[Expected], monkeypatch: pytest.MonkeyPatch) -> None:
     lower_thresholds(monkeypatch, 2, 1)
     cuts = watch_cuts(monkeypatch)
-    with LLM(checkpoint, **OPTIONS, tensor_parallel_size=2, overlap_all_reduce=False) as llm:
+    with LLM(checkpoint, **{**OPTIONS, "overlap_all_reduce": False}, tensor_parallel_size=2) as llm:
         assert_outputs(run(llm, REQUESTS), REQUESTS, expected)
     with LLM(checkpoint, **OPTIONS) as llm:  # one rank has nothing to sum
         assert_outputs(run(llm, REQUESTS), REQUESTS, expected)

@@ -70,7 +70,7 @@ def change_header(folder: Path, change: Callable[[dict[str, Any]], None], paddin
 def weights_of_rank(config: ModelConfig, rank: int, size: int) -> list[CheckpointWeight]:
     """A rank's parameters, filled with NaN, in a model that nobody runs."""
     heads = HeadSplit(config.num_attention_heads, config.num_key_value_heads, rank, size)
-    group: Any = SimpleNamespace(rank=rank, size=size)
+    group: Any = SimpleNamespace(rank=rank, size=size, overlap=None)
     backend: Any = None
     context = ModelContext(config, heads, group, select_kernels(CPU), backend, torch.float32, CPU, 64)
     model = Qwen3ForCausalLM(context)

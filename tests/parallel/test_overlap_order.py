@@ -18,7 +18,7 @@ from nanovllm.kernels import select_kernels
 from nanovllm.layers.linear import HeadSplit
 from nanovllm.layers.norm import ReduceAddNorm
 from nanovllm.models.qwen3 import ModelContext, Qwen3DecoderLayer
-from nanovllm.parallel.overlap import Overlap, UnderWay, set_multiprocessors
+from nanovllm.parallel.overlap import Overlap, UnderWay
 
 CPU = torch.device("cpu")
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
@@ -132,13 +132,6 @@ def test_what_a_sum_uses_lives_until_it_is_awaited(with_peer: bool) -> None:
     assert all(tensor() is None for tensor in alive)
     if with_peer:
         assert options == {"replicate_residual": False, "programs": Overlap.programs, "stream": None}
-
-
-def test_without_cublas_nothing_is_asked_of_it() -> None:
-    if not torch.cuda.is_available():
-        set_multiprocessors(100)
-        with Overlap(CPU).sparing():
-            set_multiprocessors(0)
 
 
 @pytest.mark.gpu

@@ -37,7 +37,7 @@ def drawn(draw: Any, case: Rows, *between: Any, counts: torch.Tensor | None = No
 def test_filtered_draws(vocab: int, kind: str, has_winner: bool, dtype: torch.dtype, device: torch.device) -> None:
     """The token that the plain twin draws, with and without a token from the whole distribution to begin with."""
     num_different = 0
-    for seed in range(2):
+    for seed in range(1 if device.type == "cpu" else 2):
         case = make_rows(vocab + seed, 4, vocab, device, dtype, kind, stride=vocab + 3)
         whole = drawn(survivors.draw_survivors_reference, case, None, after=(None, False, vocab), vocab=vocab)[0]
         start = whole[case.rows.long()] if has_winner else None
