@@ -14,7 +14,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.outputs import StepOutput
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 15
+SECONDS = 10
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import soak  # noqa: E402
@@ -37,7 +37,7 @@ def test_random_traffic(ranks: int) -> None:
 def violations() -> list[str]:
     with soak.start(DEMO, "cpu", 1, seed=0) as llm:
         run = soak.Soak(llm, seed=3)
-        run.run(8.0)
+        run.run(6.0)
     return run.ledger.violations
 
 
