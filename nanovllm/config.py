@@ -86,7 +86,7 @@ class EngineConfig:
     fused_kernels: bool = True
     """False: plain PyTorch in place of the Triton kernels around attention (for comparison)."""
     small_batch_kernels: bool = True
-    """False: library matrix products also where few rows are in flight (for comparison)."""
+    """False: plain library matrix products in decode steps too (for comparison)."""
     kernel_choices: str | None = None
     """A file of which kernels small batches use: read where it exists, else timed on this device and written. By
     default a fixed rule decides."""
