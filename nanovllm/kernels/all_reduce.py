@@ -33,7 +33,7 @@ from typing import Any, Literal
 import torch
 
 from nanovllm.kernels.all_reduce_kernels import max_keys_kernel, one_shot_kernel, two_shot_kernel
-from nanovllm.kernels.pdl import supports_pdl
+from nanovllm.kernels.pdl import pdl_options
 from nanovllm.kernels.triton_import import tl, triton
 from nanovllm.parallel.peer_memory import MAX_PROGRAMS, SENTINELS, PeerMemory
 
@@ -184,8 +184,7 @@ class PeerAllReduce:
         bits = partial.view(torch.int16 if layout.itemsize == 2 else torch.int32)
         tensors = (bits, residual, residual, weight, out, memory.peers)
         scalars = (memory.abort_word, rows, memory.rank, eps, self.max_spins)
-        pdl = stream is None and rows <= PDL_ROWS and supports_pdl(partial.device)
-        fixed = {**flags, **self._shape, "PDL": pdl, **({"launch_pdl": True} if pdl else {})}
+        fixed = {**flags, **self._shape, **pdl_options(partial.device, stream is None and rows <= PDL_ROWS)}
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
             if path == "one_shot" and rows <= layout.one_shot_rows:
                 one_shot_kernel[(min(rows, programs),)](

@@ -86,19 +86,22 @@ def list_entries(LIST, depth, begin, LANES: tl.constexpr):
     return tl.where(live, x, float("-inf")), entry.to(tl.int32), live
 
 
+def _lanes(num_ids: int) -> int:
+    return min(1024, max(32, 1 << (-(-num_ids // 8) - 1).bit_length()))
+
+
 def row_tiles(num_ids: int) -> dict[str, int]:
     """How a program walks over a row; by the vocabulary alone, so that sums have one order."""
-    lanes = min(1024, max(32, triton.next_power_of_2(triton.cdiv(num_ids, 8))))
+    lanes = _lanes(num_ids)
     warps = WARPS if lanes == 1024 else 4
     return {"LANES": lanes, "WIDTH": 8, "TILES": triton.cdiv(num_ids, lanes * 8), "num_warps": warps}
 
 
 def new_lists(num_rows: int, num_ids: int, depth: int, device: torch.device) -> torch.Tensor:
     """Places for a list for each row, int64 [rows, depth, lanes]."""
-    return torch.empty(num_rows, depth, row_tiles(num_ids)["LANES"], dtype=torch.int64, device=device)
+    return torch.empty(num_rows, depth, _lanes(num_ids), dtype=torch.int64, device=device)
 
 
 def list_bytes(num_rows: int, num_ids: int, depth: int) -> int:
     """What new_lists allocates."""
-    lanes = min(1024, max(32, 1 << (-(-num_ids // 8) - 1).bit_length()))
-    return num_rows * depth * lanes * 8
+    return num_rows * depth * _lanes(num_ids) * 8

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from nanovllm.kernels.decode_plan import FEW_ROWS, TUNING, DecodeConfig, plan_decode_kernel
 from nanovllm.kernels.paged_tma import paged_descriptor, supports_tma
-from nanovllm.kernels.pdl import supports_pdl
+from nanovllm.kernels.pdl import pdl_options
 
 LOG2_E = 1.4426950408889634
 
@@ -246,7 +246,6 @@ class DecodeAttention:
         is_cuda = device.type == "cuda"
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 1
         self.has_tma = supports_tma(device)
-        self.has_pdl = supports_pdl(device)
         self.work = torch.zeros(max_num_seqs * splits, 4, dtype=torch.int32, device=device)
         self.num_work = torch.zeros(1, dtype=torch.int32, device=device)
         self.num_chunks = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
@@ -281,18 +280,17 @@ class DecodeAttention:
         use_tma = c.use_tma and self.has_tma and self.block_size % c.block_n == 0
         k, v = (paged_descriptor(x, c.block_n) if use_tma else x for x in (k_cache, v_cache))
         programs = min(self.num_sms * c.programs_per_sm, num_rows * self.num_kv_heads * most_chunks)
-        pdl = self.has_pdl
-        launch = {"launch_pdl": True} if pdl else {}
+        dependent = pdl_options(q.device)
         decode_attention_kernel[(programs,)](
             q, k, v, k_cache, v_cache, out, block_table, self.work, self.num_work, self.partial, self.lse,
             self.scale_log2, q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
             block_table.stride(0), out.stride(0), out.stride(1), HKV=self.num_kv_heads, G=self.group,
             BLOCK_H=max(16, triton.next_power_of_2(self.group)), D=self.head_dim, PAGE=self.block_size,
-            BLOCK_N=c.block_n, TMA=use_tma, MAX_SPLITS=splits, PDL=pdl, num_warps=c.num_warps,
-            num_stages=c.num_stages, maxnreg=c.max_registers, **launch)
+            BLOCK_N=c.block_n, TMA=use_tma, MAX_SPLITS=splits, num_warps=c.num_warps,
+            num_stages=c.num_stages, maxnreg=c.max_registers, **dependent)
         if most_chunks > 1:
             heads = 1 if num_rows <= FEW_ROWS else 8  # of a program
             merge_chunks_kernel[(num_rows, triton.cdiv(self.num_q_heads, heads))](
                 self.partial, self.lse, out, self.num_chunks, out.stride(0), out.stride(1), HQ=self.num_q_heads,
-                HEADS=heads, D=self.head_dim, MAX_SPLITS=splits, PDL=pdl, num_warps=1 if heads == 1 else 4, **launch)
+                HEADS=heads, D=self.head_dim, MAX_SPLITS=splits, num_warps=1 if heads == 1 else 4, **dependent)
         return out

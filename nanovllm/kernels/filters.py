@@ -36,17 +36,16 @@ from nanovllm.kernels.candidates import (
     sample_floor,
     tile_index,
 )
-from nanovllm.kernels.penalties import PENALTIES, RECORD_WORDS
+from nanovllm.kernels.penalties import RECORD_WORDS
 from nanovllm.kernels.rng import gumbel_noise, random_words, row_key
 from nanovllm.kernels.sampling import MIN_TEMPERATURE, NO_CANDIDATE, _pack_keys
-from nanovllm.kernels.survivors import draw_survivors, draw_survivors_reference
+from nanovllm.kernels.survivors import commit_token, draw_survivors, draw_survivors_reference
 from nanovllm.kernels.thresholds import KEY_SHIFT, key_at_least, list_sums, order, row_peak, row_sums, search, unorder
 from nanovllm.kernels.triton_import import tl, triton
 
 _RECORD = tl.constexpr(RECORD_WORDS)
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
 _NO_CANDIDATE = tl.constexpr(NO_CANDIDATE)
-_PENALTIES = tl.constexpr(PENALTIES)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LEAST = tl.constexpr(-3.4e38)
 
@@ -191,13 +190,8 @@ def _filter_kernel(LOGITS, ROW, SLOT, RECORDS, TEMPERATURE, SEED, POSITIONS, TAR
                     k0, k1 = row_key(tl.load(SEED + slot), tl.load(POSITIONS + target))
                     key = _list_draw(LIST, depth, deepest, threshold, inverse_temperature, k0, k1, APPROX,
                                      LANES)  # fmt: skip
-                    token = (~key).to(tl.int32)
-                    tl.store(TOKENS + target, token)
-                    tl.store(LAST_TOKEN + slot, token)
-                    if COUNTED:  # noqa: SIM102  (one is known when compiling)
-                        if tl.load(record) & _PENALTIES:
-                            place = COUNTS + slot.to(tl.int64) * counts_stride + token
-                            tl.store(place, tl.load(place) + 2)
+                    commit_token((~key).to(tl.int32), record, slot, target, TOKENS, LAST_TOKEN, COUNTS, counts_stride,
+                                 COUNTED)  # fmt: skip
                     threshold = infinity
         if not listed:
             if (peak == float("inf")) & (has_k | has_min | (not WINNER)):

@@ -19,7 +19,7 @@ from torch import Tensor
 from nanovllm.kernels.activation import silu_mul_reference
 from nanovllm.kernels.mid_gemm_kernel import mid_gemm_kernel
 from nanovllm.kernels.padded_rows import empty_rows, rows_in_memory
-from nanovllm.kernels.pdl import supports_pdl
+from nanovllm.kernels.pdl import pdl_options
 from nanovllm.kernels.triton_import import triton
 
 PREFETCH_BYTES = 64 << 10
@@ -113,7 +113,6 @@ def _launch(x: Tensor, weight: Tensor, n_out: int, config: MidConfig, out: Tenso
         raise ValueError(f"contiguous tensors of one dtype expected, got {x.dtype} and {weight.dtype}")
     if config.splits > triton.cdiv(k, config.block_k):
         raise ValueError(f"{config} leaves a split without columns, K = {k}")
-    pdl = pdl and supports_pdl(x.device)
     columns = PREFETCH_BYTES // (config.block_n * (2 if gated else 1) * weight.element_size())
     grid = (triton.cdiv(rows, config.block_m), triton.cdiv(n_out, config.block_n), config.splits)
     readable = min(rows_in_memory(x), grid[0] * config.block_m)
@@ -123,7 +122,7 @@ def _launch(x: Tensor, weight: Tensor, n_out: int, config: MidConfig, out: Tenso
         weight, out, rows, n_out, k,
         BLOCK_N=config.block_n, BLOCK_M=config.block_m, BLOCK_K=config.block_k, STAGES=config.stages,
         GATED=gated, PARTS=config.splits > 1, X_LEFT=config.block_n < 64,
-        PREFETCH=max(64, min(columns, triton.next_power_of_2(k))), PDL=pdl, num_warps=config.num_warps,
-        **({"launch_pdl": True} if pdl else {}),
+        PREFETCH=max(64, min(columns, triton.next_power_of_2(k))), num_warps=config.num_warps,
+        **pdl_options(x.device, pdl),
     )  # fmt: skip
     return out

@@ -8,7 +8,7 @@ row's result is the same bits whatever the number of rows.
 import torch
 
 from nanovllm.kernels.padded_rows import empty_rows
-from nanovllm.kernels.pdl import supports_pdl
+from nanovllm.kernels.pdl import pdl_options
 from nanovllm.kernels.triton_import import tl, triton
 
 PDL_ROWS = 128
@@ -56,7 +56,7 @@ def _launch(
     num_rows, hidden = x.shape[-2:]
     block = triton.next_power_of_2(hidden)
     parts = x.shape[0] if x.dim() == 3 else 1
-    pdl = num_rows <= (PDL_ROWS if hidden > 2048 else PDL_ROWS_SMALL) and supports_pdl(x.device)
+    most_pdl_rows = PDL_ROWS if hidden > 2048 else PDL_ROWS_SMALL
     if num_rows:
         _rms_norm_kernel[(num_rows,)](
             x,
@@ -69,9 +69,8 @@ def _launch(
             BLOCK=block,
             ADD=residual is not None,
             PARTS=parts,
-            PDL=pdl,
             num_warps=min(max(block // (1024 if parts == 1 else 512), 1), 4 if parts == 1 else 8),
-            **({"launch_pdl": True} if pdl else {}),
+            **pdl_options(x.device, num_rows <= most_pdl_rows),
         )
     return out
 

@@ -15,6 +15,6 @@ def supports_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def pdl_launch(device: torch.device) -> dict[str, bool]:
-    """Launch options of a kernel that calls `gdc_wait` where the device can, empty elsewhere."""
-    return {"launch_pdl": True} if supports_pdl(device) else {}
+def pdl_options(device: torch.device, wanted: bool = True) -> dict[str, bool]:
+    """For the launch of a kernel that takes PDL as a constant: that, and Triton's own option where it is on."""
+    return {"PDL": True, "launch_pdl": True} if wanted and supports_pdl(device) else {"PDL": False}

@@ -1,7 +1,8 @@
 """Logits as a row's own rules change them: mask, bias and bans, then penalties for tokens that it has already.
 
 Each request that is penalised has a row of token counts that stays on the device and is counted up where its token is
-drawn. Only rows of such steps are copied to float32; a request with nothing of this kind is drawn from the raw logits.
+drawn. Counts and masks change the logits as the draw reads them (kernels/survivors.py); only rows with single ids to
+edit, or with filters after any of this, have their logits copied to float32 first (edit_logits).
 """
 
 import torch

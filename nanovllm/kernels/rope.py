@@ -7,7 +7,7 @@ too: the norm's result, the norm times weight, cos, sin, each product and their 
 import torch
 
 from nanovllm.kernels.norm import rms_norm_reference
-from nanovllm.kernels.pdl import supports_pdl
+from nanovllm.kernels.pdl import pdl_options
 from nanovllm.kernels.triton_import import tl, triton
 
 PDL_TOKENS = 512
@@ -142,7 +142,6 @@ def qk_norm_rope_store(
     """Triton version of qk_norm_rope_store_reference; rows of qkv may be strided."""
     num_tokens, head_dim = qkv.shape[0], q_norm_weight.shape[0]
     groups = triton.cdiv(num_q_heads, HEADS_PER_PROGRAM) + triton.cdiv(num_kv_heads, HEADS_PER_PROGRAM)
-    pdl = num_tokens <= PDL_TOKENS and supports_pdl(qkv.device)
     if num_tokens:
         _qk_norm_rope_store_kernel[(num_tokens, groups)](
             qkv,
@@ -163,9 +162,8 @@ def qk_norm_rope_store(
             HALF_PADDED=triton.next_power_of_2(head_dim // 2),
             BLOCK_SIZE=k_cache.shape[2],
             HEADS=HEADS_PER_PROGRAM,
-            PDL=pdl,
             num_warps=4,
-            **({"launch_pdl": True} if pdl else {}),
+            **pdl_options(qkv.device, num_tokens <= PDL_TOKENS),
             enable_fp_fusion=False,  # or products would not be rounded before their sum
         )
     return qkv.view(num_tokens, num_q_heads + 2 * num_kv_heads, head_dim)[:, :num_q_heads]

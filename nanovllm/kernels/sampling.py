@@ -12,7 +12,7 @@ A signed maximum over ranks (an ordinary all-reduce) finds the winner.
 
 import torch
 
-from nanovllm.kernels.pdl import pdl_launch
+from nanovllm.kernels.pdl import pdl_options
 from nanovllm.kernels.rng import (
     WORD,
     gumbel_noise,
@@ -159,7 +159,6 @@ def _best_of_chunks(
     tile, tiles, num_warps = _tiling(num_rows, num_valid)
     num_chunks = triton.cdiv(num_valid, tile * tiles)
     partial = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
-    launch = pdl_launch(logits.device)
     _best_of_chunks_kernel[(num_chunks, num_rows)](
         logits,
         row_slot,
@@ -174,9 +173,8 @@ def _best_of_chunks(
         TILE=tile,
         TILES=tiles,
         APPROX=logits.is_cuda,
-        PDL=bool(launch),
         num_warps=num_warps,
-        **launch,
+        **pdl_options(logits.device),
     )
     return partial
 
@@ -210,7 +208,6 @@ def _reduce_chunks(
 ) -> None:
     num_rows, num_chunks = partial.shape
     padded = triton.next_power_of_2(num_chunks)
-    launch = pdl_launch(partial.device)
     _reduce_chunks_kernel[(num_rows,)](
         partial,
         row_slot,
@@ -221,9 +218,8 @@ def _reduce_chunks(
         CHUNKS_PADDED=padded,
         WRITE_KEYS=keys is not None,
         COMMIT=tokens is not None,
-        PDL=bool(launch),
         num_warps=4 if padded > 128 else 1,
-        **launch,
+        **pdl_options(partial.device),
     )
 
 

@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.pdl import supports_pdl
+from nanovllm.kernels.pdl import pdl_options
 from nanovllm.kernels.small_gemm_dot import small_gemm_stream_kernel, small_gemm_tile_kernel
 from nanovllm.kernels.small_gemm_fma import small_gemm_fma_kernel
 from nanovllm.kernels.small_gemm_tile import LANE_SPAN, MAX_ROWS
@@ -168,7 +168,6 @@ def _launch(
         out = x.new_empty(rows, n_out)
     config = config or candidate_configs(rows, n, k, paired)[0]
     _check(x, weight, out, n_out, paired, config)
-    pdl = pdl and supports_pdl(x.device)
     tiles = triton.cdiv(n, config.block_n)
     steps = triton.cdiv(k, config.block_k * config.split_k)
     scratch = counters = out
@@ -179,10 +178,8 @@ def _launch(
     fixed = {
         "K": k, "BLOCK_N": config.block_n, "STEPS": steps, "SPLIT_K": config.split_k, "NORM": norm_weight is not None,
         "EVEN_K": k == steps * config.block_k * config.split_k, "EVEN_N": n % config.block_n == 0,
-        "PAIRED": paired, "RESIDUAL": residual is not None, "PDL": pdl, "num_warps": config.num_warps,
+        "PAIRED": paired, "RESIDUAL": residual is not None, "num_warps": config.num_warps, **pdl_options(x.device, pdl),
     }  # fmt: skip
-    if pdl:
-        fixed["launch_pdl"] = True
     if config.kernel == "stream":
         kernel = small_gemm_stream_kernel
         fixed |= {"BLOCK_K": config.block_k, "STAGES": config.depth, "PREFETCH": _prefetch_columns(config, steps)}

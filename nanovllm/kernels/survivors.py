@@ -3,6 +3,7 @@ counts and mask change them on their way from memory."""
 
 import torch
 
+from nanovllm.kernels.candidates import load_ids
 from nanovllm.kernels.penalties import (
     MASK,
     PENALTIES,
@@ -23,15 +24,9 @@ _MASK = tl.constexpr(MASK)
 
 
 @triton.jit
-def _load(row, index, num_ids):
-    x = tl.load(row + index, mask=index < num_ids, other=float("-inf")).to(tl.float32)
-    return tl.where(x == x, x, float("-inf"))  # NaN
-
-
-@triton.jit
 def _load_edited(row, index, num_ids, counts_row, masks_row, penalised, masked, presence, frequency, repetition,
                  inverse_repetition, COUNTED: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    x = _load(row, index, num_ids)
+    x = load_ids(row, index, num_ids)
     if COUNTED:  # noqa: SIM102  (one is known when compiling)
         if penalised:
             count = tl.load(counts_row + index, mask=index < num_ids, other=0)
@@ -92,6 +87,17 @@ def _best_survivors_kernel(LOGITS, ROW, SLOT, RECORDS, TEMPERATURE, SEED, POSITI
         tl.store(PARTIAL + g * num_chunks + chunk, tl.max(_pack_keys(best, lanes + best_tile * TILE), 0))
 
 
+@triton.jit
+def commit_token(token, record, slot, target, TOKENS, LAST_TOKEN, COUNTS, counts_stride, COUNTED: tl.constexpr):
+    """Writes a general row's token to the step's tokens, its slot and, with penalties, its counts."""
+    tl.store(TOKENS + target, token)
+    tl.store(LAST_TOKEN + slot, token)
+    if COUNTED:  # noqa: SIM102  (one is known when compiling)
+        if tl.load(record) & _PENALTIES:
+            place = COUNTS + slot.to(tl.int64) * counts_stride + token
+            tl.store(place, tl.load(place) + 2)
+
+
 @triton.jit(do_not_specialize_on_alignment=["TARGET_ROW", "SLOT", "RECORDS"])
 def _commit_kernel(PARTIAL, TARGET_ROW, SLOT, RECORDS, THRESHOLD, TOKENS, LAST_TOKEN, COUNTS, counts_stride, num_chunks,
                    FILTERS: tl.constexpr, COUNTED: tl.constexpr, CHUNKS_PADDED: tl.constexpr):  # fmt: skip
@@ -103,13 +109,8 @@ def _commit_kernel(PARTIAL, TARGET_ROW, SLOT, RECORDS, THRESHOLD, TOKENS, LAST_T
         chunks = tl.arange(0, CHUNKS_PADDED)
         keys = tl.load(PARTIAL + g * num_chunks + chunks, mask=chunks < num_chunks, other=-0x8000000000000000)
         token = (~tl.max(keys, 0)).to(tl.int32)
-        slot = tl.load(SLOT + g)
-        tl.store(TOKENS + tl.load(TARGET_ROW + g), token)
-        tl.store(LAST_TOKEN + slot, token)
-        if COUNTED:  # noqa: SIM102  (one is known when compiling)
-            if tl.load(RECORDS + g * _RECORD) & _PENALTIES:
-                place = COUNTS + slot.to(tl.int64) * counts_stride + token
-                tl.store(place, tl.load(place) + 2)
+        commit_token(token, RECORDS + g * _RECORD, tl.load(SLOT + g), tl.load(TARGET_ROW + g), TOKENS, LAST_TOKEN,
+                     COUNTS, counts_stride, COUNTED)  # fmt: skip
 
 
 def draw_survivors(
