@@ -53,6 +53,7 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": 10,
     "max_num_batched_tokens": 1024,
 }
+DUMMY: dict[str, Any] = {**OPTIONS, "load_format": "dummy", "enforce_eager": True}
 TIGHT = {"num_kvcache_blocks": TIGHT_BLOCKS, "max_num_batched_tokens": 160}
 
 
@@ -253,6 +254,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "eager, tight, synchronous": {**TIGHT, "enforce_eager": True, "async_scheduling": False},
     "two ranks": {"tensor_parallel_size": 2},
     "two ranks, tight, NCCL": {**TIGHT, "tensor_parallel_size": 2, "peer_all_reduce": False},
+    "four ranks": {"tensor_parallel_size": 4},
 }
 
 
@@ -302,21 +304,31 @@ def test_weights_replaced_in_place(
     assert_parts_only_at_ties(tokens, requests, texts, noise)
 
 
-def test_dummy_weights_do_not_depend_on_ranks() -> None:
-    """The published shape by name, without a file, on one rank and on two; near ties are those of one rank's logits."""
-    if DEVICE == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
-    requests = REQUESTS
-    options = {**OPTIONS, "load_format": "dummy", "enforce_eager": True}
-    with LLM("Qwen3-0.6B", **options) as one:
+@pytest.fixture(scope="module", params=["0.6B", "8B"])
+def dummy_texts(request: pytest.FixtureRequest) -> tuple[str, list[Text]]:
+    """A published shape by name, without a file, on one rank: near ties are those of its logits."""
+    shape = f"Qwen3-{request.param}"
+    with LLM(shape, **DUMMY) as one:
         recorder = LogitRecorder(one)
-        outputs = run(one, requests)
-    texts = [
-        Text(output.token_ids, recorder.of(output.request_id, len(request.prompt), NUM_TOKENS))
-        for request, output in zip(requests, outputs, strict=True)
-    ]
-    with LLM("Qwen3-0.6B", **options, tensor_parallel_size=2) as two:
-        tokens = [output.token_ids for output in run(two, requests)]
-    # Logits of these weights have a standard deviation of 0.02 * sqrt(hidden_size) = 0.64, of which bfloat16 moves one
-    # by a few hundredths.
-    assert_parts_only_at_ties(tokens, requests, texts, Noise(rms=0.01, largest=0.1))
+        outputs = run(one, REQUESTS)
+        texts = [
+            Text(output.token_ids, recorder.of(output.request_id, len(request.prompt), NUM_TOKENS))
+            for request, output in zip(REQUESTS, outputs, strict=True)
+        ]
+    return shape, texts
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_agree_on_dummy_weights(dummy_texts: tuple[str, list[Text]], ranks: int) -> None:
+    """Several ranks give the texts of one; and from graphs the same tokens every time, to the last."""
+    if DEVICE == "cuda" and torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    shape, texts = dummy_texts
+    options = {**DUMMY, "enforce_eager": False, "enable_prefix_caching": False, "tensor_parallel_size": ranks}
+    with LLM(shape, **options) as several:
+        first, second = ([output.token_ids for output in run(several, REQUESTS)] for _ in range(2))
+    assert first == second
+    # Logits of these weights have a standard deviation of 0.02 * sqrt(hidden_size), 0.64 on 0.6B and 1.28 on 8B, of
+    # which bfloat16 moves one by a few hundredths.
+    largest = 0.1 * (several.model_config.hidden_size / 1024) ** 0.5
+    assert_parts_only_at_ties(first, REQUESTS, texts, Noise(rms=0.01, largest=largest))
