@@ -78,11 +78,9 @@ class TritonBackend(AttentionBackend):
                      rows.tiles, out)
 
     def warmup(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-        """Both kernels, and every size class of the decode plan (powers of two of rows)."""
-        rows = 16
-        while rows < 2 * max(16, self.max_num_seqs):
-            self._warmup_step(k_cache, v_cache, num_decode=min(rows, self.max_num_seqs), num_prefill=0)
-            rows *= 2
+        """Both kernels, and every size class of the decode plan."""
+        for rows in self.decode.size_classes():
+            self._warmup_step(k_cache, v_cache, num_decode=rows, num_prefill=0)
         self._warmup_step(k_cache, v_cache, num_decode=0, num_prefill=1)
 
     def _warmup_step(self, k_cache: torch.Tensor, v_cache: torch.Tensor, num_decode: int, num_prefill: int) -> None:

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.decode_plan import FEW_ROWS, TUNING, DecodeConfig, plan_decode_kernel
+from nanovllm.kernels.decode_plan import DecodeConfig, plan_decode_kernel, tuning
 from nanovllm.kernels.paged_tma import paged_descriptor, supports_tma
 from nanovllm.kernels.pdl import pdl_options
 
@@ -238,7 +238,7 @@ class DecodeAttention:
                  max_model_len: int, device: torch.device, config: DecodeConfig | None = None) -> None:
         self.num_q_heads, self.num_kv_heads, self.head_dim = num_q_heads, num_kv_heads, head_dim
         self.block_size, self.max_num_seqs = block_size, max_num_seqs
-        self.tuning = TUNING if config is None else ((None, config),)
+        self.tuning = tuning(num_kv_heads) if config is None else ((None, config),)
         self.group = num_q_heads // num_kv_heads
         self.scale_log2 = head_dim**-0.5 * LOG2_E
         self.max_model_len = max_model_len
@@ -258,6 +258,12 @@ class DecodeAttention:
     def _max_splits(self, config: DecodeConfig) -> int:
         return min(config.max_splits, triton.next_power_of_2(triton.cdiv(self.max_model_len, config.min_chunk)))
 
+    def size_classes(self) -> list[int]:
+        """The largest batch of each: they differ by configuration, and their plans by power of two of rows."""
+        powers = (16 << n for n in range(self.max_num_seqs.bit_length()))
+        limits = {*powers, *(most for most, _ in self.tuning if most)}
+        return sorted({min(most, self.max_num_seqs) for most in limits})
+
     def plan(self, row_slot: torch.Tensor, context_lens: torch.Tensor, num_rows: int) -> None:
         """Builds the work list of a step from int32 [num_rows] tensors, on the device."""
         config = self._config(num_rows)
@@ -276,7 +282,7 @@ class DecodeAttention:
         num_rows = q.shape[0]
         c = self._config(num_rows)
         splits = self._max_splits(c)
-        most_chunks = min(splits, triton.cdiv(max_context_len, c.min_chunk))
+        most_chunks = min(splits, c.most_chunks(max_context_len))
         use_tma = c.use_tma and self.has_tma and self.block_size % c.block_n == 0
         k, v = (paged_descriptor(x, c.block_n) if use_tma else x for x in (k_cache, v_cache))
         programs = min(self.num_sms * c.programs_per_sm, num_rows * self.num_kv_heads * most_chunks)
@@ -289,8 +295,8 @@ class DecodeAttention:
             BLOCK_N=c.block_n, TMA=use_tma, MAX_SPLITS=splits, num_warps=c.num_warps,
             num_stages=c.num_stages, maxnreg=c.max_registers, **dependent)
         if most_chunks > 1:
-            heads = 1 if num_rows <= FEW_ROWS else 8  # of a program
-            merge_chunks_kernel[(num_rows, triton.cdiv(self.num_q_heads, heads))](
+            merge_chunks_kernel[(num_rows, triton.cdiv(self.num_q_heads, c.merge_heads))](
                 self.partial, self.lse, out, self.num_chunks, out.stride(0), out.stride(1), HQ=self.num_q_heads,
-                HEADS=heads, D=self.head_dim, MAX_SPLITS=splits, num_warps=1 if heads == 1 else 4, **dependent)
+                HEADS=c.merge_heads, D=self.head_dim, MAX_SPLITS=splits, num_warps=1 if c.merge_heads == 1 else 4,
+                **dependent)
         return out

@@ -9,13 +9,13 @@ import triton.language as tl
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Tuning of the kernel for a class of batch sizes; all sizes of a class give the same bits."""
+    """Tuning of the kernel for a class of batch sizes; all sizes of a class give a row the same bits."""
 
     block_n: int = 64
     """Keys of a tile."""
-    num_warps: int = 2
-    num_stages: int = 2
-    programs_per_sm: int = 12
+    num_warps: int = 4
+    num_stages: int = 3
+    programs_per_sm: int = 8
     """Three or so run at a time; with more the hardware hands out work as it is done, which evens out the end."""
     min_chunk: int = 2048
     """Keys of a chunk of a short row, give or take a half; a power of two and a multiple of block_n."""
@@ -23,18 +23,38 @@ class DecodeConfig:
     """Most chunks of a row: longer rows get longer chunks."""
     max_registers: int | None = None
     """Of a thread; fewer let more programs share a multiprocessor."""
+    merge_heads: int = 8
+    """Query heads that one program merges the chunks of."""
     use_tma: bool = True
     """Load keys and values by tensor descriptors where a page holds whole tiles (compute capability 9.0 and later)."""
 
+    @property
+    def unsplit_context_len(self) -> int:
+        """Keys of the longest row that is one chunk: the last chunk of a row is half a chunk to one and a half."""
+        return self.min_chunk * 3 // 2 - 1
 
-TUNING = (
-    (16, DecodeConfig(num_warps=4, num_stages=3, programs_per_sm=2, min_chunk=64)),
-    (64, DecodeConfig(block_n=32, num_stages=3, programs_per_sm=8, min_chunk=512)),
-    (None, DecodeConfig()),
+    def most_chunks(self, max_context_len: int) -> int:
+        """Chunks of the row that is cut most, among rows of up to so many keys."""
+        return min(self.max_splits, max(1, (max_context_len + self.min_chunk // 2) // self.min_chunk))
+
+
+TUNED_KV_HEADS = 8
+TUNING: tuple[tuple[int | None, DecodeConfig], ...] = (
+    (2, DecodeConfig(programs_per_sm=2, min_chunk=64, merge_heads=1)),
+    (16, DecodeConfig(num_stages=2, programs_per_sm=4, min_chunk=128, merge_heads=1)),
+    (48, DecodeConfig(programs_per_sm=4, min_chunk=512)),
+    (64, DecodeConfig(block_n=32, num_warps=2, min_chunk=512)),
+    (224, DecodeConfig()),
+    (None, DecodeConfig(block_n=32, num_warps=2, programs_per_sm=16)),
 )
-"""Up to so many rows -> configuration. Few rows must be cut small to keep the memory busy; with many it is busy
-whichever way they are cut, and each further chunk is one more result to write and merge."""
-FEW_ROWS = TUNING[0][0]
+"""Up to so many rows of TUNED_KV_HEADS key heads -> configuration. Few rows must be cut small to keep the memory busy;
+with many it is busy whichever way they are cut, and each further chunk is one more result to write and merge."""
+
+
+def tuning(num_kv_heads: int) -> tuple[tuple[int | None, DecodeConfig], ...]:
+    """TUNING for a rank that holds so many key heads. What there is to share out is rows x heads: under tensor
+    parallelism more rows still count as few, or the longest row of an uncut batch would decide."""
+    return tuple((most and most * TUNED_KV_HEADS // num_kv_heads, config) for most, config in TUNING)
 
 
 @triton.jit

@@ -7,8 +7,9 @@ pytest.importorskip("triton")
 
 from cases import DEVICE, TOLERANCE, Case, make_case, nan_like
 
+from nanovllm.kernels import decode_attention
 from nanovllm.kernels.decode_attention import DecodeAttention, decode_attention_reference
-from nanovllm.kernels.decode_plan import DecodeConfig, plan_decode_reference
+from nanovllm.kernels.decode_plan import TUNING, DecodeConfig, plan_decode_reference
 
 # Small chunks, so that short rows are split too.
 SMALL = DecodeConfig(block_n=32, min_chunk=64, max_splits=8, num_warps=4, num_stages=2)
@@ -63,6 +64,55 @@ def test_reference_matches_float64() -> None:
     assert not out[~real].any()
 
 
+@pytest.mark.parametrize("config", [SMALL, *(config for _, config in TUNING)])
+def test_bounds_on_chunks_are_those_of_the_plan(config: DecodeConfig) -> None:
+    bound = config.unsplit_context_len
+    lengths = torch.arange(bound + 2 * config.min_chunk * config.max_splits if config is SMALL else bound + 2)
+    items = plan_decode_reference(torch.zeros_like(lengths), lengths, config)
+    chunks = {int(lengths[row]): num_chunks for row, *_, num_chunks in items}
+    assert all(chunks[length] == 1 for length in range(1, bound + 1)) and chunks[bound + 1] == 2
+    most = 1
+    for length, num_chunks in sorted(chunks.items()):
+        most = max(most, num_chunks)
+        assert config.most_chunks(length) == most
+
+
+def rank(num_kv_heads: int, max_num_seqs: int = 1100) -> DecodeAttention:
+    return DecodeAttention(num_kv_heads, num_kv_heads, 32, 16, max_num_seqs, 512, torch.device(DEVICE))
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 4, 8, 10])
+def test_rows_times_heads_decide_the_class(num_kv_heads: int) -> None:
+    whole, part = rank(8), rank(num_kv_heads)
+    for rows in range(1, 1101):
+        as_many_items = -(-rows * num_kv_heads // 8)
+        assert part._config(rows) is whole._config(as_many_items)
+        assert whole._config(rows) is next(config for most, config in TUNING if most is None or rows <= most)
+
+
+@pytest.mark.parametrize(("num_kv_heads", "max_num_seqs"), [(8, 256), (2, 200), (3, 300), (10, 5), (1, 1000), (8, 17)])
+def test_size_classes_are_all_that_a_batch_can_be(num_kv_heads: int, max_num_seqs: int) -> None:
+    attention = rank(num_kv_heads, max_num_seqs)
+
+    def kind(rows: int) -> tuple[DecodeConfig, int]:
+        return attention._config(rows), max(16, 1 << (rows - 1).bit_length())
+
+    sizes = attention.size_classes()
+    assert max(sizes) <= max_num_seqs and len(sizes) <= 12
+    assert {kind(rows) for rows in sizes} == {kind(rows) for rows in range(1, max_num_seqs + 1)}
+
+
+def test_nothing_is_merged_up_to_the_bound_and_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = decode_case([SMALL.unsplit_context_len, 1, 0, 64, 60])
+    expected = run(case)
+    monkeypatch.setattr(decode_attention, "merge_chunks_kernel", None)
+    case.metadata.max_context_len = SMALL.unsplit_context_len
+    assert torch.equal(run(case).nan_to_num(), expected.nan_to_num())
+    case.metadata.max_context_len += 1
+    with pytest.raises(TypeError):
+        run(case)
+
+
 def test_row_has_the_same_bits_alone_and_in_a_crowd() -> None:
     crowd = decode_case(LENGTHS)
     together = run(crowd)
@@ -79,6 +129,13 @@ def test_bits_do_not_depend_on_who_does_the_work() -> None:
     case = decode_case([65, 0, 200, 590])
     expected = run(case)
     assert torch.equal(run(case, build(case, replace(SMALL, programs_per_sm=5))).nan_to_num(), expected.nan_to_num())
+
+
+def test_bits_do_not_depend_on_how_many_heads_a_program_merges() -> None:
+    case = decode_case([65, 0, 200, 590], heads=(10, 2))
+    expected = run(case)
+    assert case.error_of(expected) < TOLERANCE
+    assert torch.equal(run(case, build(case, replace(SMALL, merge_heads=1))).nan_to_num(), expected.nan_to_num())
 
 
 def test_tensor_descriptors_give_the_same_result() -> None:
