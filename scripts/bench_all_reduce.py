@@ -143,8 +143,10 @@ class Case:
         path, _, fused = self.kind.partition("+")
         if not fused:
             return (self.peer.all_reduce(addend, path=path),)  # type: ignore[arg-type]
-        start = None if fused == "norm, no residual" else residual
-        whole = fused != "norm, sharded"
+        start = None if "no residual" in fused else residual
+        whole = "sharded" not in fused
+        if "halves" in fused:
+            addend = (addend.float() / 2).repeat(2, 1, 1)
         options: dict[str, Any] = {"programs": 1 + self.rows % 48, "replicate_residual": whole, "path": path}
         normed, after = self.peer.all_reduce_add_rms_norm(addend, start, self.weight, EPS, **options)
         return (normed, after) if whole else (normed,)
@@ -193,6 +195,7 @@ def check(rank: Rank, peer: PeerAllReduce, hidden: int) -> bool:
     large = 257 if rank.options.same_gpu else 1030
     kinds = [("one_shot+norm", 1), ("one_shot+norm", 64), ("one_shot+norm, no residual", 128), ("one_shot", 8),
              ("two_shot+norm", 5), ("two_shot+norm", large), ("two_shot+norm, sharded", 256),
+             ("one_shot+norm, halves", 96), ("two_shot+norm, sharded, halves", 200),
              ("two_shot+norm, no residual", 66), ("two_shot", 100), ("keys", 1), ("keys", KEYS)]  # fmt: skip
     cases = [Case(rank, peer, hidden, kind, rows) for kind, rows in kinds]
     for case in cases:

@@ -18,7 +18,8 @@ The argument counts calls, not programs: calls may differ in their rows, and in 
 out, if only all ranks agree. So that no program reads what another has flipped, each reads an entry of its own, and at
 its end flips that and its share of those that the launch has no program for: between calls all entries are equal.
 
-Rounding is that of `kernels/norm.py`, with one rounding for sum and residual together.
+Rounding is that of `kernels/norm.py`, with one rounding for sum and residual together. An addend may come in parts, as
+there (mid_gemm.py): a rank adds up its own, in order, and rounds them once before it sends.
 Sums are float32 in a fixed order, computed from the same bits by the same code on all ranks (two-shot: on one rank,
 then copied), so that all ranks hold the same bits.
 
@@ -33,6 +34,8 @@ from typing import Any, Literal
 import torch
 
 from nanovllm.kernels.all_reduce_kernels import max_keys_kernel, one_shot_kernel, two_shot_kernel
+from nanovllm.kernels.norm import add_up
+from nanovllm.kernels.padded_rows import empty_rows
 from nanovllm.kernels.pdl import pdl_options
 from nanovllm.kernels.triton_import import tl, triton
 from nanovllm.parallel.peer_memory import MAX_PROGRAMS, SENTINELS, PeerMemory
@@ -42,7 +45,8 @@ Path = Literal["one_shot", "two_shot", "nccl"]
 KEY_BLOCK = 256
 PDL_ROWS = 16
 """Up to so many rows the products around may be our own, which let a sum start early and fetch weights while it runs.
-Behind one of cuBLAS, which does not, a dependent launch is 0.5 us slower than an ordinary one. 0: never."""
+Behind one of cuBLAS, which does not, a dependent launch is 0.5 us slower than an ordinary one, so with more rows the
+caller says. 0: never unless it does."""
 MAX_SPINS = 1 << 28
 """Rounds of a wait before it gives up: minutes, for a peer may be compiling."""
 
@@ -62,9 +66,12 @@ def all_reduce_add_rms_norm_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What `PeerAllReduce.all_reduce_add_rms_norm` computes, over any communicator (gloo, NCCL; None: one rank).
 
-    partial [T, hidden] of this rank; residual [T, hidden], updated in place, or None at the start of the model; weight
-    [hidden]; group: an object of torch.distributed with `allreduce`. Returns (normalised, residual), both [T, hidden].
+    partial [T, hidden] of this rank, or float32 [parts, T, hidden], sums over parts of K; residual [T, hidden], updated
+    in place, or None at the start of the model; weight [hidden]; group: an object of torch.distributed with
+    `allreduce`. Returns (normalised, residual), both [T, hidden].
     """
+    if partial.dim() == 3:
+        partial = add_up(partial, weight.dtype)
     total = _reduce_in_float32(partial, group)
     if residual is None:
         residual = torch.empty_like(partial)
@@ -117,30 +124,32 @@ class PeerAllReduce:
         path: Path | None = None,
         programs: int = MAX_PROGRAMS,
         stream: torch.cuda.Stream | None = None,
+        dependent: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum over the ranks + residual (float32, one rounding), and the RMSNorm of that.
 
-        partial [T, hidden]: this rank's addend, contiguous, any memory. residual [T, hidden]: updated in place; None:
-        zeros, and a new tensor is returned. weight [hidden]. Returns (normalised [T, hidden], residual [T, hidden]).
+        partial [T, hidden]: this rank's addend, contiguous, any memory; or float32 [parts, T, hidden], whose sum it is.
+        residual [T, hidden]: updated in place; None: zeros, and a new tensor is returned. weight [hidden]. Returns
+        (normalised [T, hidden], residual [T, hidden]).
         replicate_residual False: where two-shot is taken, each rank updates only the residual rows that it owns (row
         mod world = rank); the others stay as they were. Enough, and a third less on the wire, where the residual goes
         only into further calls with the same T. path: overrules `path(T)` (benchmarks).
         programs: at most so many, the same on all ranks; a program holds up to a whole multiprocessor. stream: where
         the kernel runs, if not in the current stream, whose memory the results are in any case; the caller orders the
-        two (parallel/overlap.py).
+        two (parallel/overlap.py). dependent: launch it dependently (pdl.py), whatever its rows.
         """
         self._check(partial, residual, weight)
-        out = torch.empty_like(partial)
-        residual_out = torch.empty_like(partial) if residual is None else residual
+        out = empty_rows(partial.shape[-2], self._hidden, weight.dtype, weight.device)
+        residual_out = torch.empty_like(out) if residual is None else residual
         operands = (partial, residual_out, weight, out)
         flags = {"NORM": True, "RESIDUAL": residual is not None}
-        self._launch(path, operands, eps, replicate_residual, flags, min(programs, MAX_PROGRAMS), stream)
+        self._launch(path, operands, eps, replicate_residual, flags, min(programs, MAX_PROGRAMS), stream, dependent)
         return out, residual_out
 
     def all_reduce(self, partial: torch.Tensor, *, path: Path | None = None) -> torch.Tensor:
-        """Sum over the ranks of partial [T, hidden], into a new tensor; float32 inside."""
+        """Sum over the ranks of partial [T, hidden], or of its parts, into a new tensor; float32 inside."""
         self._check(partial)
-        out = torch.empty_like(partial)
+        out = partial.new_empty(partial.shape[-2:], dtype=self.memory.dtype)
         self._launch(path, (partial, out, out, out), 0.0, False, {"NORM": False, "RESIDUAL": False}, MAX_PROGRAMS, None)
         return out
 
@@ -159,13 +168,15 @@ class PeerAllReduce:
         return keys
 
     def _check(self, partial: torch.Tensor, *others: torch.Tensor | None) -> None:
-        if partial.ndim != 2 or partial.shape[1] != self._hidden or partial.shape[0] < 1:
-            raise ValueError(f"partial: shape {tuple(partial.shape)}, need [rows, {self._hidden}]")
-        for tensor in (partial, *others):
-            if tensor is not None and (tensor.dtype != self.memory.dtype or not tensor.is_contiguous()):
-                raise ValueError(f"need contiguous {self.memory.dtype} tensors, got {tensor.dtype} {tensor.stride()}")
-        if others and others[0] is not None and others[0].shape != partial.shape:
-            raise ValueError(f"residual: shape {tuple(others[0].shape)}, need {tuple(partial.shape)}")
+        in_parts = partial.ndim == 3 and partial.shape[0] > 1
+        if not (in_parts or partial.ndim == 2) or partial.shape[-1] != self._hidden or partial.shape[-2] < 1:
+            raise ValueError(f"partial: shape {tuple(partial.shape)}, need [rows, {self._hidden}] or parts of that")
+        dtypes = [torch.float32 if in_parts else self.memory.dtype] + [self.memory.dtype] * len(others)
+        for tensor, dtype in zip((partial, *others), dtypes, strict=True):
+            if tensor is not None and (tensor.dtype != dtype or not tensor.is_contiguous()):
+                raise ValueError(f"need a contiguous {dtype} tensor, got {tensor.dtype} {tensor.stride()}")
+        if others and others[0] is not None and others[0].shape != partial.shape[-2:]:
+            raise ValueError(f"residual: shape {tuple(others[0].shape)}, need {tuple(partial.shape[-2:])}")
 
     def _launch(
         self,
@@ -176,15 +187,19 @@ class PeerAllReduce:
         flags: dict[str, bool],
         programs: int,
         stream: torch.cuda.Stream | None,
+        dependent: bool = False,
     ) -> None:
         """operands: partial, residual (in and out), weight, out."""
         partial, residual, weight, out = operands
-        memory, layout, rows = self.memory, self.memory.layout, partial.shape[0]
+        memory, layout, rows = self.memory, self.memory.layout, out.shape[0]
         path = path or self.path(rows)
-        bits = partial.view(torch.int16 if layout.itemsize == 2 else torch.int32)
-        tensors = (bits, residual, residual, weight, out, memory.peers)
+        parts = 1 if partial.ndim == 2 else partial.shape[0]
+        if parts == 1:
+            partial = partial.view(torch.int16 if layout.itemsize == 2 else torch.int32)
+        tensors = (partial, residual, residual, weight, out, memory.peers)
         scalars = (memory.abort_word, rows, memory.rank, eps, self.max_spins)
-        fixed = {**flags, **self._shape, **pdl_options(partial.device, stream is None and rows <= PDL_ROWS)}
+        pdl = pdl_options(partial.device, stream is None and (dependent or rows <= PDL_ROWS))
+        fixed = {**flags, "PARTS": parts, **self._shape, **pdl}
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
             if path == "one_shot" and rows <= layout.one_shot_rows:
                 one_shot_kernel[(min(rows, programs),)](

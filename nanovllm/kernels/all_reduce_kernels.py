@@ -60,6 +60,19 @@ def _rounded(x, out, INT: tl.constexpr, SENTINEL: tl.constexpr):
 
 
 @triton.jit
+def _addend(partial, at, rows, mask, out, PARTS: tl.constexpr, HIDDEN: tl.constexpr, INT: tl.constexpr,
+            SENTINEL: tl.constexpr):  # fmt: skip
+    """What this rank sends of the elements `at`: the bits that `partial` holds; of several parts their sum."""
+    if PARTS == 1:
+        return _without_sentinel(tl.load(partial + at, mask=mask, other=0), SENTINEL, 0)
+    else:
+        total = tl.load(partial + at, mask=mask, other=0.0)
+        for part in tl.static_range(1, PARTS):
+            total += tl.load(partial + part * (rows.to(tl.int64) * HIDDEN) + at, mask=mask, other=0.0)
+        return _rounded(total, out, INT, SENTINEL)
+
+
+@triton.jit
 def _finish_row(arrived, kept_before, gain, at, residual_out, out, mask, eps, HIDDEN: tl.constexpr,
                 NORM: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr):  # fmt: skip
     """arrived INT [sources, BLOCK]: one row of every rank. Sums, adds the residual, normalises, stores behind `at` of
@@ -90,11 +103,12 @@ def _float_or_zeros(pointers, mask, WANTED: tl.constexpr):
 def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_state, abort, rows, rank, eps,
                     max_spins, region, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
                     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
-                    INT: tl.constexpr, SENTINEL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                    PARTS: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Every rank sends its rows to all ranks (itself too, which keeps the code one) and sums all that arrive.
 
-    partial INT [rows, HIDDEN] (the bits of the model's dtype); residual, residual_out, out [rows, HIDDEN]; weight
-    [HIDDEN]; places: region + [2, WORLD (source), CAPACITY, HIDDEN]. Program p takes rows p, p + programs, ...
+    partial INT [rows, HIDDEN] (the bits of the model's dtype), or float32 [PARTS, rows, HIDDEN], which are added up and
+    rounded before they are sent; residual, residual_out, out [rows, HIDDEN]; weight [HIDDEN]; places: region +
+    [2, WORLD (source), CAPACITY, HIDDEN]. Program p takes rows p, p + programs, ...
     """
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -104,8 +118,7 @@ def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
     half = region + parity.to(tl.int64) * (WORLD * CAPACITY * HIDDEN)
     row = pid
     while row < rows:
-        bits = tl.load(partial + row.to(tl.int64) * HIDDEN + cols, mask=mask, other=0)
-        bits = _without_sentinel(bits, SENTINEL, 0)
+        bits = _addend(partial, row.to(tl.int64) * HIDDEN + cols, rows, mask, out, PARTS, HIDDEN, INT, SENTINEL)
         place = half + (rank * CAPACITY + row).to(tl.int64) * HIDDEN
         for step in tl.static_range(WORLD):  # each rank starts with another peer, so that no link is crowded
             to = (rank + 1 + step) % WORLD
@@ -129,7 +142,7 @@ def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
 def two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_state, abort, rows, rank, eps,
                     max_spins, scatter, gather, gather_residual, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr,
                     UNITS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
-                    RESIDUAL: tl.constexpr, REPLICATE: tl.constexpr, INT: tl.constexpr,
+                    RESIDUAL: tl.constexpr, REPLICATE: tl.constexpr, PARTS: tl.constexpr, INT: tl.constexpr,
                     SENTINEL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Row unit * WORLD + r is summed, normed and sent to everyone by rank r. Program p takes units p, p + programs, ...
 
@@ -151,8 +164,8 @@ def two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
         for step in tl.static_range(WORLD):  # all loads before the first store: few programs then fill the links too
             row = unit * WORLD + (rank + 1 + step) % WORLD
             exists = mask & (row < rows)
-            bits = tl.load(partial + row.to(tl.int64) * HIDDEN + cols, mask=exists, other=0)
-            rows_out = rows_out + (_without_sentinel(bits, SENTINEL, 0),)
+            at = row.to(tl.int64) * HIDDEN + cols
+            rows_out = rows_out + (_addend(partial, at, rows, exists, out, PARTS, HIDDEN, INT, SENTINEL),)
         for step in tl.static_range(WORLD):
             to = (rank + 1 + step) % WORLD
             exists = mask & (unit * WORLD + to < rows)

@@ -2,7 +2,8 @@
 
 Whole layers (scripts/bench_mid_gemm.py), because kernels that start while the one before them runs do better among
 their like: 0.6B at 256 rows gains next to nothing from any one of them, and a fifth from all. Shapes are those of Qwen3
-0.6B, 1.7B, 4B and 8B on one device. Others go to cuBLAS as it is.
+0.6B, 1.7B, 4B and 8B on one device, and of a rank's share of 0.6B and 8B over two (scripts/bench_tp_chain.py). No shape
+stands for two rank counts, whose consumers would differ. Others go to cuBLAS as it is.
 """
 
 from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
@@ -29,12 +30,16 @@ _WHOLE: dict[tuple[int, int], list[tuple[int, Choice]]] = {
     (4096, 2048): [(32, _A), (64, _B), (128, _C), (192, None), (256, _D)],
     (6144, 2560): [(32, _A), (64, _C)],
     (6144, 4096): [(32, _A), (64, _C)],
+    (2048, 1024): [(32, _A), (128, _B), (256, _C)],
+    (3072, 4096): [(64, _A), (96, _C)],
 }
 _GATED: dict[tuple[int, int], list[tuple[int, MidConfig]]] = {
     (6144, 1024): [(32, _GATED_A), (64, _GATED_B), (128, _GATED_C), (256, _GATED_D)],
     (12288, 2048): [(32, _GATED_F), (64, _GATED_C), (128, _GATED_E)],
     (19456, 2560): [(32, _GATED_A), (64, _GATED_D)],
     (24576, 4096): [(32, _GATED_A)],
+    (3072, 1024): [(64, _GATED_A), (128, _GATED_B), (256, _GATED_C)],
+    (12288, 4096): [(32, _GATED_A), (64, _GATED_C), (128, _GATED_E)],
 }
 _PARTS: dict[tuple[int, int], list[tuple[int, Choice]]] = {
     (1024, 2048): [(32, _A.split(4)), (64, _B.split(2)), (96, _A.split(2)), (128, _B.split(2)), (256, _C.split(2))],
@@ -45,6 +50,10 @@ _PARTS: dict[tuple[int, int], list[tuple[int, Choice]]] = {
     (2560, 9728): [(256, _HALVES)],
     (4096, 4096): [(32, _A.split(2)), (64, _C.split(2)), (256, _HALVES)],
     (4096, 12288): [(32, _A.split(2)), (64, _C.split(2)), (256, _HALVES)],
+    (1024, 1024): [(64, _A.split(2)), (128, _C.split(2)), (192, _B), (256, _C.split(2))],
+    (1024, 1536): [(64, _A.split(2)), (128, _C.split(2)), (192, _B), (256, _C.split(2))],
+    (4096, 2048): [(32, _A.split(2)), (64, _A), (128, _C), (192, None), (256, _D)],
+    (4096, 6144): [(32, _A.split(2)), (64, _A), (96, _HALVES), (128, _D.split(2)), (256, _HALVES)],
 }
 
 

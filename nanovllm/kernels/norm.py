@@ -100,6 +100,14 @@ def rms_norm_reference(
     return normed if out is None else out.copy_(normed)
 
 
+def add_up(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """float32 [parts, T, hidden] -> their sum, rounded once, [T, hidden]; parts are added in order."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total.to(dtype)
+
+
 def add_rms_norm_reference(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,6 +117,6 @@ def add_rms_norm_reference(
     rounded to residual's dtype before it is added.
     """
     if x.dim() == 3:
-        x = x.sum(0).to(residual.dtype)
+        x = add_up(x, residual.dtype)
     residual.add_(x)
     return rms_norm_reference(residual, weight, eps), residual

@@ -33,7 +33,7 @@ class ParallelLinear(WeightedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, out]; or float32 [parts, T, out], sums over parts of `in`, where few_rows says so: only layers whose
-        result goes to a ReduceAddNorm of one rank are given such a choice."""
+        result goes to a ReduceAddNorm are given such a choice."""
         config = self.few_rows.get(x.shape[0])
         return F.linear(x, self.weight) if config is None else linear(x, self.weight, config)
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from nanovllm.kernels import Kernels
+from nanovllm.kernels.norm import add_up
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.parallel.overlap import UnderWay
@@ -18,6 +19,7 @@ class ReduceAddNorm(WeightedModule):
     model.
 
     (partial [T, hidden], residual [T, hidden] or None at the start) -> (normalised [T, hidden], residual [T, hidden]).
+    A partial may also be float32 [parts, T, hidden], sums over parts of K that make it (kernels/mid_gemm.py).
     The residual is for the next ReduceAddNorm of the same step alone: with several ranks, rows of it may be another's.
     """
 
@@ -35,12 +37,20 @@ class ReduceAddNorm(WeightedModule):
         self.group = group
         self.kernels = kernels
         self.weight = parameter(hidden_size, dtype=dtype, device=device)
+        self.dependent_rows: frozenset[int] = frozenset()
+        """Numbers of rows whose partial comes from a kernel of our own, which lets a sum over ranks be launched
+        dependently; set with the kernels' choices (worker/tuning.py)."""
 
     def forward(self, partial: torch.Tensor, residual: torch.Tensor | None) -> Normed:
-        fused = self.group.fused_all_reduce(partial.shape[0])
+        fused = self.group.fused_all_reduce(partial.shape[-2])
         if fused is not None:
             # Nobody but the next of these calls reads the residual stream: each rank may keep only the rows it sums.
-            return fused.all_reduce_add_rms_norm(partial, residual, self.weight, self.eps, replicate_residual=False)
+            dependent = partial.shape[-2] in self.dependent_rows
+            return fused.all_reduce_add_rms_norm(
+                partial, residual, self.weight, self.eps, replicate_residual=False, dependent=dependent
+            )
+        if self.group.size > 1 and partial.dim() == 3:
+            partial = add_up(partial, self.weight.dtype)
         return self._add_norm(self.group.all_reduce(partial), residual)
 
     def start(self, partial: torch.Tensor, residual: torch.Tensor | None) -> UnderWay[Normed]:

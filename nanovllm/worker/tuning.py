@@ -63,7 +63,7 @@ def measured(model: Qwen3ForCausalLM, fused: bool, max_rows: int) -> Choices:
     """The rule that the timings on an H200 come to (docs/performance.md): one row always; up to 16 rows where a weight
     is so small that the library cannot keep the memory busy, but not where two of our own outputs share a program and
     the norm is worth a kernel of its own."""
-    choices = _more_rows(model, fused, max_rows)
+    choices = _more_rows(model, max_rows)
     for name, layers in projections(model).items():
         weight = layers[0].weight
         paired = operations(fused)[name] == "norm_linear_silu_mul"
@@ -75,17 +75,15 @@ def measured(model: Qwen3ForCausalLM, fused: bool, max_rows: int) -> Choices:
     return choices
 
 
-def _more_rows(model: Qwen3ForCausalLM, fused: bool, max_rows: int) -> Choices:
-    """The rule for the decode steps of more rows than FEW_ROWS (kernels/mid_gemm_rule.py), which is not timed anew.
-
-    With several ranks these stay with the library: what is to win is in what the consumer adds up, and there the
-    consumer is the sum over the ranks.
-    """
+def _more_rows(model: Qwen3ForCausalLM, max_rows: int) -> Choices:
+    """The rule for the decode steps of more rows than FEW_ROWS (kernels/mid_gemm_rule.py), which is not timed anew: by
+    the shapes of this rank's weights. Parts of a sum over K are added up by who takes o's and down's result, add +
+    RMSNorm of one rank or the sum over several."""
     choices: Choices = {}
     for name, layers in projections(model).items():
         choices[name] = {}
         weight = layers[0].weight
-        if not fused or name == "head" or weight.element_size() != 2:
+        if name == "head" or weight.element_size() != 2:
             continue
         own = supports_tma(weight.device)
         n, k = weight.shape
@@ -102,7 +100,7 @@ def _more_rows(model: Qwen3ForCausalLM, fused: bool, max_rows: int) -> Choices:
 
 def timed(model: Qwen3ForCausalLM, kernels: Kernels, fused: bool, max_rows: int) -> Choices:
     """Times the library against our kernels, over all layers' weights, for the FEW_ROWS up to `max_rows`."""
-    choices = _more_rows(model, fused, max_rows)
+    choices = _more_rows(model, max_rows)
     for name, layers in projections(model).items():
         operation = operations(fused)[name]
         weights = [layer.weight for layer in layers]
@@ -136,9 +134,19 @@ def apply(model: Qwen3ForCausalLM, choices: Choices, fused: bool) -> None:
     for name, layers in projections(model).items():
         for layer in layers:
             layer.few_rows = choices.get(name, {})
+    behind_o, behind_down = (_own_rows(choices.get(name, {})) for name in ("o", "down"))
+    for decoder_layer in model.layers:
+        decoder_layer.input_layernorm.dependent_rows = behind_down
+        decoder_layer.post_attention_layernorm.dependent_rows = behind_o
+    model.norm.dependent_rows = behind_down
     inside_layers = [by_rows for name, by_rows in choices.items() if name != "head"]
     small = {rows for by_rows in inside_layers for rows, config in by_rows.items() if isinstance(config, GemmConfig)}
     model.fused_rows = small if fused else set()
+
+
+def _own_rows(by_rows: dict[int, Config]) -> frozenset[int]:
+    """The numbers of rows that a kernel of our own multiplies."""
+    return frozenset(rows for rows, config in by_rows.items() if not isinstance(config, SplitConfig))
 
 
 def load(path: Path) -> Choices | None:

@@ -1,6 +1,7 @@
 """All-reduce through peer memory: the protocol between concurrent ranks (Triton's interpreter over shared host memory),
 its bounded waits, the agreement of the ranks about it, and the plain twin over gloo. On GPUs: the benchmark's check."""
 
+import itertools
 import os
 import random
 import subprocess
@@ -50,13 +51,17 @@ def run_ranks(mode: str, world_size: int, folder: Path, seconds: float = 240.0) 
     assert codes == [0] * world_size, "\n".join(f"{log.name}: {log.read_text()[-3000:]}" for log in logs)
 
 
+def make_blocks(folder: Path, layout: Layout) -> None:
+    for rank in range(layout.world_size):
+        block = torch.empty(layout.nbytes, dtype=torch.uint8)
+        fill_with_sentinels(block, layout)
+        (folder / f"block{rank}").write_bytes(block.numpy().tobytes())
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_concurrent_ranks_agree_with_float64_and_bit_for_bit(world_size: int, tmp_path: Path) -> None:
     layout = Layout.build(world_size, HIDDEN, 4, CAPACITY, CAPACITY, 300)
-    for rank in range(world_size):
-        block = torch.empty(layout.nbytes, dtype=torch.uint8)
-        fill_with_sentinels(block, layout)
-        (tmp_path / f"block{rank}").write_bytes(block.numpy().tobytes())
+    make_blocks(tmp_path, layout)
     run_ranks("interpret", world_size, tmp_path)
     results = [torch.load(tmp_path / f"result{rank}.pt") for rank in range(world_size)]
     for rank in range(1, world_size):
@@ -66,6 +71,11 @@ def test_concurrent_ranks_agree_with_float64_and_bit_for_bit(world_size: int, tm
     fill_with_sentinels(clean, layout)
     for rank in range(world_size):
         assert (tmp_path / f"block{rank}").read_bytes() == clean.numpy().tobytes(), "a place was left dirty"
+
+
+def test_addends_in_parts(tmp_path: Path) -> None:
+    make_blocks(tmp_path, Layout.build(2, HIDDEN, 2, CAPACITY, CAPACITY, 300))
+    run_ranks("parts", 2, tmp_path)
 
 
 def test_waits_end_by_abort_and_by_their_bound(tmp_path: Path) -> None:
@@ -164,9 +174,11 @@ def test_on_gpus(tmp_path: Path) -> None:
 # ---- what the processes do (this file run as a script) ----
 
 
-def shared_memory_rank(rank: int, world_size: int, folder: Path) -> SimpleNamespace:
+def shared_memory_rank(
+    rank: int, world_size: int, folder: Path, dtype: torch.dtype = torch.float32
+) -> SimpleNamespace:
     """What PeerMemory offers, over files mapped by all processes (at different addresses, as on a GPU)."""
-    layout = Layout.build(world_size, HIDDEN, 4, CAPACITY, CAPACITY, 300)
+    layout = Layout.build(world_size, HIDDEN, dtype.itemsize, CAPACITY, CAPACITY, 300)
     blocks = [
         torch.from_file(str(folder / f"block{peer}"), shared=True, size=layout.nbytes, dtype=torch.uint8)
         for peer in range(world_size)
@@ -174,7 +186,7 @@ def shared_memory_rank(rank: int, world_size: int, folder: Path) -> SimpleNamesp
     return SimpleNamespace(
         rank=rank,
         world_size=world_size,
-        dtype=torch.float32,
+        dtype=dtype,
         layout=layout,
         limits=AllReduceLimits(),
         blocks=blocks,
@@ -237,15 +249,51 @@ def interpret_rank(rank: int, world_size: int, folder: Path) -> None:
     torch.save(outputs, folder / f"result{rank}.pt")
 
 
+def parts_rank(rank: int, world_size: int, folder: Path) -> None:
+    """Float32 parts give the bits of their sum, rounded to the model's dtype; and what the twin says."""
+    from nanovllm.kernels import all_reduce as module
+
+    module.MAX_PROGRAMS = PROGRAMS
+    dtype = torch.float16
+    memory = shared_memory_rank(rank, world_size, folder, dtype)
+    peer = module.PeerAllReduce(memory)  # type: ignore[arg-type]
+    for path, parts, rows in itertools.product(("one_shot", "two_shot"), (2, 4), (1, 5, CAPACITY)):
+        generator = torch.Generator().manual_seed(rows)
+        partials = torch.randn(world_size, parts, rows, HIDDEN, generator=generator)
+        partials[:, :, :, 3] = -0.0
+        partials[:, 0, :, 4] = 300.0  # float16 cannot hold what comes with it, so the place of the rounding shows
+        residual, weight = (torch.randn(n, HIDDEN, generator=generator).to(dtype) for n in (rows, 1))
+        whole = [module.add_up(addend, dtype) for addend in partials]
+        total = whole[0].float() + whole[1].float()
+        group = SimpleNamespace(
+            allreduce=lambda tensors, total=total: SimpleNamespace(wait=lambda: tensors[0].copy_(total))
+        )
+        plain = [peer.all_reduce(addend, path=path) for addend in (partials[rank].contiguous(), whole[rank])]  # type: ignore[arg-type]
+        assert torch.equal(*plain) and torch.equal(plain[0], total.to(dtype))
+        for start in (residual, None):
+            got, same, want = (
+                call(addend, None if start is None else start.clone(), weight[0], EPS, **options)
+                for call, addend, options in (
+                    (peer.all_reduce_add_rms_norm, partials[rank].contiguous(), {"path": path}),
+                    (peer.all_reduce_add_rms_norm, whole[rank], {"path": path}),
+                    (module.all_reduce_add_rms_norm_reference, partials[rank], {"group": group}),
+                )
+            )
+            for mine, other in zip(got, same, strict=True):
+                assert mine.dtype == dtype and torch.equal(mine, other)
+            assert torch.equal(got[1], want[1])
+            torch.testing.assert_close(got[0], want[0], rtol=2e-3, atol=1e-5)
+    for bad in (partials[rank].to(dtype), partials[rank][:1], partials[rank][:, :, :8]):
+        with pytest.raises(ValueError, match="need"):
+            peer.all_reduce_add_rms_norm(bad, None, weight[0], EPS)
+    assert int(memory.abort_word) == 0
+
+
 def alone_rank(rank: int, world_size: int, folder: Path) -> None:
     """Rank 0 of 2 whose peer is dead."""
     from nanovllm.kernels.all_reduce import PeerAllReduce
 
-    layout = Layout.build(2, HIDDEN, 4, CAPACITY, CAPACITY, 300)
-    for peer in range(2):
-        block = torch.empty(layout.nbytes, dtype=torch.uint8)
-        fill_with_sentinels(block, layout)
-        (folder / f"block{peer}").write_bytes(block.numpy().tobytes())
+    make_blocks(folder, Layout.build(2, HIDDEN, 4, CAPACITY, CAPACITY, 300))
     partial, weight = torch.randn(3, HIDDEN), torch.randn(HIDDEN)
     for path in ("one_shot", "two_shot"):
         memory = shared_memory_rank(0, 2, folder)
@@ -278,9 +326,14 @@ def gloo_rank(rank: int, world_size: int, folder: Path) -> None:
             torch.testing.assert_close(after.double(), total, rtol=tolerance, atol=tolerance)
             assert torch.equal(mine, partials[rank]) and normed.dtype == after.dtype == dtype
             assert before is None or after is before
+            halves = torch.stack((mine.float() - 1, torch.ones(mine.shape)))
+            before = None if start is None else start.clone()
+            again = all_reduce_add_rms_norm_reference(halves, before, weight[0], EPS, group)
+            torch.testing.assert_close(again[1].double(), total, rtol=tolerance, atol=tolerance)
+            assert again[0].dtype == again[1].dtype == dtype
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    ranks = {"interpret": interpret_rank, "alone": alone_rank, "gloo": gloo_rank}
+    ranks = {"interpret": interpret_rank, "parts": parts_rank, "alone": alone_rank, "gloo": gloo_rank}
     ranks[sys.argv[1]](int(sys.argv[4]), int(sys.argv[2]), Path(sys.argv[3]))
