@@ -43,4 +43,6 @@ def _part(
         cu_seqlens_q=cu_seqlens_q,
         num_tokens=tokens,
         token_ends=None,
+        prefill_block_tables=None,
+        workspace=None,
     )

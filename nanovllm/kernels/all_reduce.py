@@ -14,8 +14,9 @@ block run in one stream. They may be launched dependently (kernels/pdl.py): what
 end of the kernel before it, so along any chain of kernels a call has ended when the next one looks at anything.
 
 The argument counts calls, not programs: calls may differ in their rows, and so in the number of programs that share
-these out, if only all ranks agree. So that no program reads what another has flipped, each reads an entry of its own, and at
-its end flips that and its share of those that the launch has no program for: between calls all entries are equal.
+these out, if only all ranks agree. So that no program reads what another has flipped, each reads an entry of its own,
+and at its end flips that and its share of those that the launch has no program for: between calls all entries are
+equal.
 
 Rounding is that of `kernels/norm.py`, with one rounding for sum and residual together.
 Sums are float32 in a fixed order, computed from the same bits by the same code on all ranks (two-shot: on one rank,

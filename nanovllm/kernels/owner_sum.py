@@ -71,8 +71,8 @@ def await_rows_kernel(flags, epoch, abort, rank, max_spins, WORLD: tl.constexpr,
 def sum_owned_rows_reference(
     addends: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """addends [ranks, rows, hidden], residual [rows, hidden] or None (zeros), weight [hidden] -> (normalised, residual +
-    the addends' sum in the order of ranks), both [rows, hidden] in the dtype of the addends."""
+    """addends [ranks, rows, hidden], residual [rows, hidden] or None (zeros), weight [hidden] -> (normalised, sum of
+    the addends in the order of ranks + residual), both [rows, hidden] in the dtype of the addends."""
     total = torch.zeros_like(addends[0], dtype=torch.float32)
     for addend in addends:
         total = total + addend.float()

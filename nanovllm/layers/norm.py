@@ -18,7 +18,8 @@ class ReduceAddNorm(WeightedModule):
     model.
 
     (partial [T, hidden], residual [T, hidden] or None at the start) -> (normalised [T, hidden], residual [T, hidden]).
-    The residual is for the next ReduceAddNorm of the same step alone: with several ranks, rows of it may be another's, or missing.
+    The residual is for the next ReduceAddNorm of the same step alone: with several ranks, rows of it may be another's,
+    or missing.
     """
 
     def __init__(

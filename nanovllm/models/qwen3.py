@@ -103,9 +103,7 @@ class Qwen3DecoderLayer(WeightedModule):
         return self._each_half(halves, lambda x, half: self.mlp(x), following)
 
     @staticmethod
-    def _each_half(
-        halves: Halves, block: Callable[[torch.Tensor, int], torch.Tensor], norm: ReduceAddNorm
-    ) -> Halves:
+    def _each_half(halves: Halves, block: Callable[[torch.Tensor, int], torch.Tensor], norm: ReduceAddNorm) -> Halves:
         """Takes in each half's norm, runs `block` on it, and starts the next norm."""
         (x, residual), other = halves[0].wait(), halves[1]
         first = norm.start(block(x, 0), residual, 0)

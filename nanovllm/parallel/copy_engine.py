@@ -121,7 +121,9 @@ class CopyEngineSums:
         theirs until the next call for this half."""
         memory = self.memory
         flags, epoch = self._flags[half, 1], self._epochs[half]
-        await_rows_kernel[(1,)](flags, epoch, memory.abort_word, memory.rank, self.max_spins, num_warps=1, **self._shape)
+        await_rows_kernel[(1,)](
+            flags, epoch, memory.abort_word, memory.rank, self.max_spins, num_warps=1, **self._shape
+        )
         return self._gathered[half, :rows]
 
     def _peers(self) -> Iterator[int]:

@@ -56,6 +56,7 @@ class Overlap:
     """Tokens of a step that is cut: with fewer, halves would leave the products' last rounds of tiles half empty."""
     cut_multiple = 128
     """Tokens; the height of a product's tile."""
+
     def __init__(self, device: torch.device) -> None:
         self.sums: CopyEngineSums | None = None
         """None: the library sums."""
@@ -65,8 +66,8 @@ class Overlap:
             self.stream = torch.cuda.Stream(device, priority=-1)
 
     def cut(self, num_rows: int, num_decode_rows: int) -> int | None:
-        """How many of a step's tokens are its first half, which has all decodes; None: the step stays whole. The same on
-        all ranks."""
+        """How many of a step's tokens are its first half, which has all decodes; None: the step stays whole. The same
+        on all ranks."""
         first = self.first_half(num_rows)
         if num_rows < self.min_rows or not num_decode_rows <= first < num_rows:
             return None

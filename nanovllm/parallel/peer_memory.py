@@ -218,8 +218,8 @@ class PeerMemory:
 
     store: a Store that only this engine uses. max_rows: the most rows of one all-reduce (larger sums go to NCCL anyway,
     see `AllReduceLimits`). hidden_size: elements of a row, a multiple of 8. dtype: bfloat16, float16 or float32.
-    max_keys: the most int64 keys of one maximum. half_rows: the most rows of half a step. name: keeps two blocks over one store apart; kernels of one block must
-    run in stream order, so work on a second stream needs a second block. timeout: seconds to wait for the other ranks.
+    max_keys: the most int64 keys of one maximum. half_rows: the most rows of half a step. name: keeps two blocks over
+    one store apart. timeout: seconds to wait for the other ranks.
     allow_shared_device: ranks may sit on one GPU (for tests: they take turns by time slice).
     The memory is outside torch's allocator (`torch.cuda.mem_get_info` counts it, `memory_allocated` does not).
     """

@@ -284,9 +284,7 @@ class ModelRunner:
             num_tokens=buffers.positions.shape[0],
         )
 
-    def _forward(
-        self, buffers: StepBuffers, attention: AttentionMetadata, num_sample_rows: int
-    ) -> torch.Tensor | None:
+    def _forward(self, buffers: StepBuffers, attention: AttentionMetadata, num_sample_rows: int) -> torch.Tensor | None:
         """Layers, head, sampling, and the sampled tokens back into the state and the token buffer.
 
         Draws for the first `num_sample_rows` rows. In a captured step these include chunks of unfinished prompts, whose

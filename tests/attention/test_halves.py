@@ -60,6 +60,7 @@ def test_halves_attend_as_the_whole(name: str, cut: int) -> None:
     case = make_case(QUERIES, CONTEXTS, 3, num_q_heads=4, num_kv_heads=2, head_dim=64, block_size=128, padding_tokens=2)
     backend, out = make_backend(name, case), nan_like(case.q)
     case.metadata.num_tokens = case.q.shape[0]
+    backend.prepare(case.metadata)  # of which nothing may stay
     halves = attention_halves(case.metadata, cut)
     for half in halves:
         backend.prepare(half)

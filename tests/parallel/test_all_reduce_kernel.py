@@ -190,6 +190,7 @@ def shared_memory_rank(rank: int, world_size: int, folder: Path) -> SimpleNamesp
 
 def interpret_rank(rank: int, world_size: int, folder: Path) -> None:
     from nanovllm.kernels import all_reduce as module
+
     memory = shared_memory_rank(rank, world_size, folder)
     peer = module.PeerAllReduce(memory)  # type: ignore[arg-type]
     same, delays = random.Random(5), random.Random(rank)

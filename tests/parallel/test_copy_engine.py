@@ -110,9 +110,7 @@ def concurrent_rank(rank: int, world_size: int, folder: Path) -> None:
             sums.start(half, mine, before, kept, weight, EPS)
             residuals[half] = kept
             mine.fill_(float("nan"))  # on the device it is free only after the wait: here all copies are done
-            normed, expected_residuals[half] = sum_owned_rows_reference(
-                partials, expected_residuals[half], weight, EPS
-            )
+            normed, expected_residuals[half] = sum_owned_rows_reference(partials, expected_residuals[half], weight, EPS)
             wanted.append(normed)
         for half in range(2):
             time.sleep(delays.random() * 0.02)
@@ -164,4 +162,5 @@ def alone_rank(rank: int, world_size: int, folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"concurrent": concurrent_rank, "alone": alone_rank}[sys.argv[1]](int(sys.argv[4]), int(sys.argv[2]), Path(sys.argv[3]))
+    ranks = {"concurrent": concurrent_rank, "alone": alone_rank}
+    ranks[sys.argv[1]](int(sys.argv[4]), int(sys.argv[2]), Path(sys.argv[3]))
