@@ -117,8 +117,8 @@ class CopyEngineSums:
             self._send(peer, gathered, out, half, 1)
 
     def finish(self, half: int, rows: int) -> torch.Tensor:
-        """Waits, in the current stream, for the normalised rows [rows, hidden]: memory of this rank's block, which is
-        theirs until the next call for this half."""
+        """Once for each `start`, behind it: waits, in the current stream, for the normalised rows [rows, hidden]. They
+        are in this rank's block until the next call for this half."""
         memory = self.memory
         flags, epoch = self._flags[half, 1], self._epochs[half]
         await_rows_kernel[(1,)](

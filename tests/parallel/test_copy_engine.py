@@ -69,11 +69,12 @@ def shared_memory_rank(rank: int, world_size: int, folder: Path, delays: random.
     ]
 
     def send(peer: int, offset: int, source: torch.Tensor) -> None:
+        memory.sent += source.nbytes
         assert peer != rank and source.is_contiguous() and 0 <= offset <= layout.nbytes - source.nbytes
         time.sleep(delays.random() * 0.01)
         ctypes.memmove(blocks[peer].data_ptr() + offset, source.data_ptr(), source.nbytes)
 
-    return SimpleNamespace(
+    memory = SimpleNamespace(
         rank=rank,
         world_size=world_size,
         dtype=torch.float32,
@@ -81,7 +82,9 @@ def shared_memory_rank(rank: int, world_size: int, folder: Path, delays: random.
         block=blocks[rank],
         send=send,
         abort_word=torch.zeros(1, dtype=torch.int32),
+        sent=0,
     )
+    return memory
 
 
 def concurrent_rank(rank: int, world_size: int, folder: Path) -> None:
@@ -147,6 +150,7 @@ def alone_rank(rank: int, world_size: int, folder: Path) -> None:
             got = sums.finish(half, 8)
             torch.testing.assert_close(got[3:6], normed, rtol=1e-5, atol=1e-6)
             assert torch.equal(kept, expected) and int(memory.abort_word) == 0
+    assert memory.sent == 4 * ((3 + 2 + 3 + 3) * HIDDEN * 4 + 4 * 4)  # rows to 0 and 2, finished ones to both; flags
     flags[0, :, 0] = 3  # rank 2 is dead
     partial, weight = torch.randn(8, HIDDEN), torch.randn(HIDDEN)
     threading.Timer(0.5, lambda: memory.abort_word.fill_(1)).start()
@@ -155,7 +159,10 @@ def alone_rank(rank: int, world_size: int, folder: Path) -> None:
     sums.finish(0, 8)
     assert 0.3 < time.monotonic() - begin < 60
     memory.abort_word.zero_()
-    sums.max_spins = 5
+    sums.max_spins, sums.enabled, memory.sent = 5, False, 0
+    sums.start(1, partial, None, sums.empty_residual(partial), weight, EPS)
+    assert int(memory.abort_word) == 2 and memory.sent == 0
+    memory.abort_word.zero_()
     sums.finish(1, 8)
     assert int(memory.abort_word) == 2
 

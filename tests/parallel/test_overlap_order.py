@@ -18,6 +18,7 @@ from nanovllm.kernels import select_kernels
 from nanovllm.layers.linear import HeadSplit
 from nanovllm.layers.norm import ReduceAddNorm
 from nanovllm.models.qwen3 import ModelContext, Qwen3DecoderLayer
+from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.parallel.overlap import Overlap, UnderWay
 
 CPU = torch.device("cpu")
@@ -129,6 +130,16 @@ def test_what_a_sum_uses_lives_until_it_is_awaited(by_copies: bool) -> None:
     del under_way, normed, _
     gc.collect()
     assert all(tensor() is None for tensor in alive)
+
+
+def test_a_rank_on_its_own_sends_nothing() -> None:
+    """Kernels are rehearsed on rank 0 alone: what it copied then would pass for its first sum."""
+    group = TensorParallelGroup(0, 1, CPU, None)
+    group.overlap = Overlap(CPU)
+    group.overlap.sums = sums = SimpleNamespace(enabled=True)  # type: ignore[assignment]
+    with group.muted():
+        assert not sums.enabled
+    assert sums.enabled
 
 
 @pytest.mark.gpu
