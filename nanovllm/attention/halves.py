@@ -39,7 +39,7 @@ def _part(
         num_rows=lens.shape[0],
         num_decode_rows=decodes,
         row_slot=step.row_slot[rows],
-        context_lens=torch.where(cu_seqlens_q.diff() > 0, lens, 0),
+        context_lens=lens * (cu_seqlens_q.diff() > 0),
         cu_seqlens_q=cu_seqlens_q,
         num_tokens=tokens,
         token_ends=None,
