@@ -92,8 +92,8 @@ class EngineConfig:
     default a fixed rule decides."""
     peer_all_reduce: bool = True
     """False: NCCL for every all-reduce (for comparison). Peer memory never uses NVLink multicast."""
-    overlap_all_reduce: bool = False
-    """True: in large steps one half of the tokens is multiplied while the ranks sum the other."""
+    overlap_all_reduce: bool = True
+    """True: large steps with prompts run in two halves, and while the ranks sum one, the other is computed."""
     parallel_compile: bool = True
     """False: at the first start kernels are compiled one by one, by the engine itself (for comparison)."""
     async_scheduling: bool = True

@@ -36,7 +36,6 @@ import triton  # noqa: E402
 
 from nanovllm.kernels.all_reduce import PeerAllReduce  # noqa: E402
 from nanovllm.kernels.norm import add_rms_norm  # noqa: E402
-from nanovllm.parallel.overlap import Overlap  # noqa: E402
 
 ROWS = (1, 8, 64, 256, 512, 2048, 8192)
 ONE_SHOT_ROWS, EPS, KEYS = 2048, 1e-6, 256
@@ -96,11 +95,11 @@ class Rank:
             self.nccl = None
             self.say("no NCCL column:", failure or "another rank failed")
 
-    def memory(self, hidden: int) -> PeerMemory:
+    def memory(self, hidden: int, half_rows: int = 0) -> PeerMemory:
         """Blocks large enough for every row of the table, whatever the switch points."""
         two_shot_rows = 512 if self.options.same_gpu else max(ROWS)
         one_shot_rows = 128 if self.options.same_gpu else ONE_SHOT_ROWS
-        layout = Layout.build(self.world, hidden, 2, one_shot_rows, two_shot_rows, 1024)
+        layout = Layout.build(self.world, hidden, 2, one_shot_rows, two_shot_rows, 1024, half_rows)
         return PeerMemory(
             self.store, self.rank, self.world, self.device, max(ROWS), hidden, torch.bfloat16,
             layout=layout, name=f"peer{hidden}", allow_shared_device=self.options.same_gpu,
@@ -147,7 +146,7 @@ class Case:
         whole = "sharded" not in fused
         if "halves" in fused:
             addend = (addend.float() / 2).repeat(2, 1, 1)
-        options: dict[str, Any] = {"programs": 1 + self.rows % 48, "replicate_residual": whole, "path": path}
+        options: dict[str, Any] = {"replicate_residual": whole, "path": path}
         normed, after = self.peer.all_reduce_add_rms_norm(addend, start, self.weight, EPS, **options)
         return (normed, after) if whole else (normed,)
 
@@ -278,7 +277,6 @@ def time_rows(rank: Rank, peer: PeerAllReduce, hidden: int, rows: int) -> dict[s
         norm()
 
     fused = partial(peer.all_reduce_add_rms_norm, x, residual, weight, EPS)
-    sharded = partial(fused, path="two_shot", replicate_residual=False)
     line: dict[str, float | int | str] = {"hidden": hidden, "rows": rows, "KiB": rows * hidden * 2 // 1024}
     ways: dict[str, Callable[[], object] | None] = {
         "norm": norm,
@@ -286,8 +284,7 @@ def time_rows(rank: Rank, peer: PeerAllReduce, hidden: int, rows: int) -> dict[s
         "nccl+norm": nccl_norm if rank.nccl else None,
         "one-shot": partial(fused, path="one_shot") if rows <= peer.memory.layout.one_shot_rows else None,
         "two-shot": partial(fused, path="two_shot"),
-        "two-shot, residual sharded": sharded,
-        f"{Overlap.programs} programs": partial(sharded, programs=Overlap.programs),
+        "two-shot, residual sharded": partial(fused, path="two_shot", replicate_residual=False),
     }
     line |= {name: time_call(rank, peer, way, calls) if way else float("nan") for name, way in ways.items()}
     line["path"] = peer.path(rows)

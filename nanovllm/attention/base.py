@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -38,6 +39,8 @@ class AttentionMetadata:
     """T, padding included (shapes of a captured graph); 0: taken from q at the first forward."""
     is_captured: bool = False
     """The step is being captured in a CUDA graph: its lengths are known on the device alone."""
+    token_ends: np.ndarray | None = field(default=None, repr=False)
+    """int64 [R]: cu_seqlens_q[1:], where the host knows it."""
     prefill_block_tables: torch.Tensor | None = None
     """int32 [num_rows - num_decode_rows, max_blocks]: the chunk rows' lines of block_table; filled by
     AttentionBackend.prepare where the backend needs them side by side."""

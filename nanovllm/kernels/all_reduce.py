@@ -10,13 +10,13 @@ lives on the device and each call flips it, so graphs may be replayed in any ord
 a place puts the sentinel back at once. Rank Q writes again into a place that I read in call n in its call n+2, if not
 later. Then Q has finished call n+1, for which it needed data that every rank sent in ITS call n+1 (for row 0, which all
 calls have); mine began after my call n had ended (stream order), read-back and cleaning included. Hence: calls of one
-block run in one stream order. It may lead over several streams where each waits for the one before
-(parallel/overlap.py). And calls may be launched dependently (kernels/pdl.py): whatever is launched so first waits for
-the end of the kernel before it, so along any chain of kernels a call has ended when the next one looks at anything.
+block run in one stream. They may be launched dependently (kernels/pdl.py): whatever is launched so first waits for the
+end of the kernel before it, so along any chain of kernels a call has ended when the next one looks at anything.
 
-The argument counts calls, not programs: calls may differ in their rows, and in the number of programs that share these
-out, if only all ranks agree. So that no program reads what another has flipped, each reads an entry of its own, and at
-its end flips that and its share of those that the launch has no program for: between calls all entries are equal.
+The argument counts calls, not programs: calls may differ in their rows, and so in the number of programs that share
+these out, if only all ranks agree. So that no program reads what another has flipped, each reads an entry of its own,
+and at its end flips that and its share of those that the launch has no program for: between calls all entries are
+equal.
 
 Rounding is that of `kernels/norm.py`, with one rounding for sum and residual together. An addend may come in parts, as
 there (mid_gemm.py): a rank adds up its own, in order, and rounds them once before it sends.
@@ -28,7 +28,6 @@ outputs are garbage and the block is unfit for use. Programs wait only for the p
 after their own pushes; a launch has at most MAX_PROGRAMS of them, so that all are resident.
 """
 
-from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -84,7 +83,7 @@ def all_reduce_add_rms_norm_reference(
 
 class PeerAllReduce:
     """All-reduces of one rank over a block of peer memory. All ranks make the same calls, with the same shapes, in the
-    same order, on one stream (or streams that wait for each other); eager calls and graph replays may be mixed.
+    same order, on one stream; eager calls and graph replays may be mixed.
 
     max_spins: rounds of a wait before it gives up and sets the abort word to 2.
     """
@@ -122,8 +121,6 @@ class PeerAllReduce:
         *,
         replicate_residual: bool = True,
         path: Path | None = None,
-        programs: int = MAX_PROGRAMS,
-        stream: torch.cuda.Stream | None = None,
         dependent: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum over the ranks + residual (float32, one rounding), and the RMSNorm of that.
@@ -134,23 +131,21 @@ class PeerAllReduce:
         replicate_residual False: where two-shot is taken, each rank updates only the residual rows that it owns (row
         mod world = rank); the others stay as they were. Enough, and a third less on the wire, where the residual goes
         only into further calls with the same T. path: overrules `path(T)` (benchmarks).
-        programs: at most so many, the same on all ranks; a program holds up to a whole multiprocessor. stream: where
-        the kernel runs, if not in the current stream, whose memory the results are in any case; the caller orders the
-        two (parallel/overlap.py). dependent: launch it dependently (pdl.py), whatever its rows.
+        dependent: launch it dependently (pdl.py), whatever its rows.
         """
         self._check(partial, residual, weight)
         out = empty_rows(partial.shape[-2], self._hidden, weight.dtype, weight.device)
         residual_out = torch.empty_like(out) if residual is None else residual
         operands = (partial, residual_out, weight, out)
         flags = {"NORM": True, "RESIDUAL": residual is not None}
-        self._launch(path, operands, eps, replicate_residual, flags, min(programs, MAX_PROGRAMS), stream, dependent)
+        self._launch(path, operands, eps, replicate_residual, flags, dependent)
         return out, residual_out
 
     def all_reduce(self, partial: torch.Tensor, *, path: Path | None = None) -> torch.Tensor:
         """Sum over the ranks of partial [T, hidden], or of its parts, into a new tensor; float32 inside."""
         self._check(partial)
         out = partial.new_empty(partial.shape[-2:], dtype=self.memory.dtype)
-        self._launch(path, (partial, out, out, out), 0.0, False, {"NORM": False, "RESIDUAL": False}, MAX_PROGRAMS, None)
+        self._launch(path, (partial, out, out, out), 0.0, False, {"NORM": False, "RESIDUAL": False})
         return out
 
     def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:
@@ -185,8 +180,6 @@ class PeerAllReduce:
         eps: float,
         replicate: bool,
         flags: dict[str, bool],
-        programs: int,
-        stream: torch.cuda.Stream | None,
         dependent: bool = False,
     ) -> None:
         """operands: partial, residual (in and out), weight, out."""
@@ -198,20 +191,18 @@ class PeerAllReduce:
             partial = partial.view(torch.int16 if layout.itemsize == 2 else torch.int32)
         tensors = (partial, residual, residual, weight, out, memory.peers)
         scalars = (memory.abort_word, rows, memory.rank, eps, self.max_spins)
-        pdl = pdl_options(partial.device, stream is None and (dependent or rows <= PDL_ROWS))
-        fixed = {**flags, "PARTS": parts, **self._shape, **pdl}
-        with torch.cuda.stream(stream) if stream is not None else nullcontext():
-            if path == "one_shot" and rows <= layout.one_shot_rows:
-                one_shot_kernel[(min(rows, programs),)](
-                    *tensors, memory.parity[0], *scalars, 0, CAPACITY=layout.one_shot_rows, **fixed
-                )
-            elif path == "two_shot" and rows <= layout.two_shot_rows:
-                offsets = [offset // layout.itemsize for offset in (layout.scatter, layout.gather, layout.residual)]
-                two_shot_kernel[(min(triton.cdiv(rows, layout.world_size), programs),)](
-                    *tensors, memory.parity[1], *scalars, *offsets, UNITS=layout.units, REPLICATE=replicate, **fixed
-                )
-            else:
-                raise ValueError(f"{rows} rows by {path}: the block was laid out for {layout}")
+        fixed = {**flags, "PARTS": parts, **self._shape, **pdl_options(partial.device, dependent or rows <= PDL_ROWS)}
+        if path == "one_shot" and rows <= layout.one_shot_rows:
+            one_shot_kernel[(min(rows, MAX_PROGRAMS),)](
+                *tensors, memory.parity[0], *scalars, 0, CAPACITY=layout.one_shot_rows, **fixed
+            )
+        elif path == "two_shot" and rows <= layout.two_shot_rows:
+            offsets = [offset // layout.itemsize for offset in (layout.scatter, layout.gather, layout.residual)]
+            two_shot_kernel[(min(triton.cdiv(rows, layout.world_size), MAX_PROGRAMS),)](
+                *tensors, memory.parity[1], *scalars, *offsets, UNITS=layout.units, REPLICATE=replicate, **fixed
+            )
+        else:
+            raise ValueError(f"{rows} rows by {path}: the block was laid out for {layout}")
 
 
 def num_warps(block: int) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata
+from nanovllm.attention.halves import attention_halves
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.padded_rows import empty_rows
 from nanovllm.layers.linear import HeadSplit, QKVParallelLinear, RowParallelLinear
@@ -22,6 +23,14 @@ class ForwardStep:
     slot_mapping: torch.Tensor
     """int32 [T]: where each token's key and value go in the flat cache; -1: nowhere."""
     attention: AttentionMetadata
+
+    def halves(self, cut: int) -> "tuple[ForwardStep, ForwardStep]":
+        """The first `cut` tokens, and the others; see attention_halves."""
+        first, second = attention_halves(self.attention, cut)
+        return (
+            ForwardStep(self.positions[:cut], self.slot_mapping[:cut], first),
+            ForwardStep(self.positions[cut:], self.slot_mapping[cut:], second),
+        )
 
 
 class Attention(WeightedModule):

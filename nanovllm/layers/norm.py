@@ -20,7 +20,8 @@ class ReduceAddNorm(WeightedModule):
 
     (partial [T, hidden], residual [T, hidden] or None at the start) -> (normalised [T, hidden], residual [T, hidden]).
     A partial may also be float32 [parts, T, hidden], sums over parts of K that make it (kernels/mid_gemm.py).
-    The residual is for the next ReduceAddNorm of the same step alone: with several ranks, rows of it may be another's.
+    The residual is for the next ReduceAddNorm of the same step alone: with several ranks, rows of it may be another's,
+    or missing.
     """
 
     def __init__(
@@ -53,26 +54,23 @@ class ReduceAddNorm(WeightedModule):
             partial = add_up(partial, self.weight.dtype)
         return self._add_norm(self.group.all_reduce(partial), residual)
 
-    def start(self, partial: torch.Tensor, residual: torch.Tensor | None) -> UnderWay[Normed]:
-        """The same beside what this stream does next. Nobody may touch `partial` and `residual` until it is waited
-        for. With peer memory the norm is done with the sum, with a library when it is waited for."""
-        overlap, fused = self.group.overlap, self.group.fused_all_reduce(partial.shape[0])
+    def start(self, partial: torch.Tensor, residual: torch.Tensor | None, half: int) -> UnderWay[Normed]:
+        """The same for half 0 or 1 of a step, beside what this stream does next. Nobody may touch `partial` and
+        `residual` until it is waited for. With peer memory the norm is done with the sum, with a library when it is
+        waited for."""
+        overlap = self.group.overlap
         assert overlap is not None
+        sums = overlap.sums
+        if sums is None:
+            overlap.fork()
+            with overlap.side():
+                self.group.all_reduce(partial)
+            return overlap.under_way(lambda: self._add_norm(partial, residual), partial, residual)
+        kept = sums.empty_residual(partial) if residual is None else residual
         overlap.fork()
-        if fused is not None:
-            result = fused.all_reduce_add_rms_norm(
-                partial,
-                residual,
-                self.weight,
-                self.eps,
-                replicate_residual=False,
-                programs=overlap.programs,
-                stream=overlap.stream,
-            )
-            return overlap.under_way(lambda: result, partial, *result)
         with overlap.side():
-            self.group.all_reduce(partial)
-        return overlap.under_way(lambda: self._add_norm(partial, residual), partial, residual)
+            sums.start(half, partial, residual, kept, self.weight, self.eps)
+        return overlap.under_way(lambda: (sums.finish(half, partial.shape[0]), kept), partial, kept)
 
     def _add_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> Normed:
         if residual is None:

@@ -5,7 +5,7 @@ Each block starts by taking in the partial sums of the block before it (see Redu
 (partial sum of its MLP, residual stream) and communicates exactly twice.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,8 @@ from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.parallel.overlap import UnderWay
 
 Halves = tuple[UnderWay[Normed], UnderWay[Normed]]
-"""The norms that a layer starts with, of a step's first and second half of tokens."""
+"""The norms that a block starts with, of a step's first and second half of tokens."""
+HalfSteps = tuple[ForwardStep, ForwardStep]
 
 
 @dataclass(frozen=True)
@@ -91,24 +92,23 @@ class Qwen3DecoderLayer(WeightedModule):
         x, residual = self.post_attention_layernorm(self.self_attn(x, step), residual)
         return self.mlp(x), residual
 
-    def forward_in_halves(self, halves: Halves, step: ForwardStep, following: ReduceAddNorm) -> Halves:
-        """The same layer where sums run beside the other half's products. Only attention sees both halves at once.
-        `following`: the norm that comes after this layer, which is started."""
-        attention, norm = self.self_attn, self.post_attention_layernorm
-        first, second = halves
-        x, residual = first.wait()
-        cut, weight = x.shape[0], attention.qkv_proj.weight
-        qkv = x.new_empty(step.positions.shape[0], weight.shape[0])
-        torch.mm(x, weight.t(), out=qkv[:cut])
-        x, other_residual = second.wait()
-        torch.mm(x, weight.t(), out=qkv[cut:])
-        attended = attention.attend(qkv, step)
-        first = norm.start(attention.o_proj(attended[:cut]), residual)
-        second = norm.start(attention.o_proj(attended[cut:]), other_residual)
-        x, residual = first.wait()
-        first = following.start(self.mlp(x), residual)
-        x, residual = second.wait()
-        return first, following.start(self.mlp(x), residual)
+    def forward_in_halves(self, halves: Halves, steps: HalfSteps, following: ReduceAddNorm) -> Halves:
+        """The same layer where each half's sums run beside what the other computes. The second half's attention comes
+        behind the first half's keys. `following`: the norm that comes after this layer, which is started."""
+
+        def attend(x: torch.Tensor, half: int) -> torch.Tensor:
+            return self.self_attn(x, steps[half])
+
+        halves = self._each_half(halves, attend, self.post_attention_layernorm)
+        return self._each_half(halves, lambda x, half: self.mlp(x), following)
+
+    @staticmethod
+    def _each_half(halves: Halves, block: Callable[[torch.Tensor, int], torch.Tensor], norm: ReduceAddNorm) -> Halves:
+        """Takes in each half's norm, runs `block` on it, and starts the next norm."""
+        (x, residual), other = halves[0].wait(), halves[1]
+        first = norm.start(block(x, 0), residual, 0)
+        x, residual = other.wait()
+        return first, norm.start(block(x, 1), residual, 1)
 
     def forward_few_rows(self, residual: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """The same layer for a handful of rows on one rank, in half as many kernels; updates and returns `residual`."""
@@ -138,7 +138,6 @@ class Qwen3ForCausalLM(WeightedModule):
         self.embed_tokens = VocabParallelEmbedding(*vocab)
         self.layers = [Qwen3DecoderLayer(context, self.cos_sin) for _ in range(config.num_hidden_layers)]
         self.norm = context.norm()
-        self.overlap = context.group.overlap
         self.fused_rows: set[int] = set()
         """Numbers of rows that take forward_few_rows; set with the kernels' choices (worker/tuning.py)."""
         self.lm_head = self.embed_tokens if config.tie_word_embeddings else VocabParallelEmbedding(*vocab)
@@ -150,20 +149,19 @@ class Qwen3ForCausalLM(WeightedModule):
             for layer in self.layers:
                 hidden = layer.forward_few_rows(hidden, step)
             return self.norm(hidden, None)[0]
-        if self.overlap is not None and (cut := self.overlap.cut(input_ids.shape[0])):
-            return self.forward_in_halves(input_ids, step, cut)
         partial, residual = self.embed_tokens.embed(input_ids), None
         for layer in self.layers:
             partial, residual = layer(partial, residual, step)
         return self.norm(partial, residual)[0]
 
-    def forward_in_halves(self, input_ids: torch.Tensor, step: ForwardStep, cut: int) -> torch.Tensor:
-        """forward for many tokens on several ranks, the first `cut` apart from the rest."""
+    def forward_in_halves(self, input_ids: torch.Tensor, steps: HalfSteps) -> torch.Tensor:
+        """forward for many tokens on several ranks, cut into two halves (parallel/overlap.py)."""
+        first, second = input_ids.split([step.positions.shape[0] for step in steps])
         norms = [*(layer.input_layernorm for layer in self.layers), self.norm]
-        partial = self.embed_tokens.embed(input_ids)
-        halves = norms[0].start(partial[:cut], None), norms[0].start(partial[cut:], None)
+        embed = self.embed_tokens.embed
+        halves = norms[0].start(embed(first), None, 0), norms[0].start(embed(second), None, 1)
         for layer, following in zip(self.layers, norms[1:], strict=True):
-            halves = layer.forward_in_halves(halves, step, following)
+            halves = layer.forward_in_halves(halves, steps, following)
         return torch.cat([half.wait()[0] for half in halves])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

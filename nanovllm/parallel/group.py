@@ -60,12 +60,16 @@ class TensorParallelGroup:
         """Lets sums of up to `max_rows` rows go through memory that the GPUs map from each other, where they can; see
         parallel/peer_memory.py. Where they cannot, all stays with NCCL and the log says so. All ranks call it."""
         from nanovllm.kernels.all_reduce import PeerAllReduce
+        from nanovllm.parallel.copy_engine import CopyEngineSums
         from nanovllm.parallel.peer_memory import PeerMemory, PeerMemoryUnavailable
 
         assert self._store is not None and self.size > 1
         args = (self._store, self.rank, self.size, self.device, max_rows, hidden_size, dtype)
+        half_rows = 0 if self.overlap is None else self.overlap.first_half(max_rows)
         try:
-            self._peer = PeerAllReduce(PeerMemory(*args, max_keys=max_keys))
+            self._peer = PeerAllReduce(PeerMemory(*args, max_keys=max_keys, half_rows=half_rows))
+            if self.overlap is not None:
+                self.overlap.sums = CopyEngineSums(self._peer.memory)
         except PeerMemoryUnavailable as reason:
             if self.rank == 0:
                 logger.warning("all-reduce goes through NCCL alone: %s", reason)
@@ -112,12 +116,18 @@ class TensorParallelGroup:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Within it this rank is on its own: reductions through the library are the identity, whatever others do."""
+        """Within it this rank is on its own: reductions through the library are the identity, whatever others do, and
+        copy engines do nothing."""
         group, self._group = self._group, None
+        sums = None if self.overlap is None else self.overlap.sums
+        if sums is not None:
+            sums.enabled = False
         try:
             yield
         finally:
             self._group = group
+            if sums is not None:
+                sums.enabled = True
 
     def abort(self) -> None:
         """Ends collectives in flight whose peers are gone (they spin on the device otherwise). From any thread."""
@@ -132,7 +142,7 @@ class TensorParallelGroup:
             self.abort()
         if self._peer is not None:
             self._peer.memory.close(timeout=0.1 if failed else 5.0)
-            self._peer = None
+            self._peer = self.overlap = None
         if self._group is not None and self.device.type == "cuda" and not failed:
             self._group.shutdown()
         self._group = self._store = None

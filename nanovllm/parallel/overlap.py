@@ -1,7 +1,8 @@
-"""Sums over the ranks that run in a stream of their own, beside the matrix products of a large step.
+"""Sums over the ranks that run in a stream of their own, beside the other work of a large step.
 
-A step of many tokens is cut in two halves, and while one half is summed the other is multiplied (models/qwen3.py). What
-is won is little (docs/performance.md): both want the multiprocessors, and a sum that takes few of them takes long.
+A step of many tokens is cut into two halves that know nothing of each other but the keys in the cache: while one is
+summed, the other is multiplied and attends (models/qwen3.py). With peer memory the rows of a sum are moved by copy
+engines (parallel/copy_engine.py), else NCCL sums them.
 
 On a CPU the same calls are made in the same order, without streams.
 """
@@ -9,9 +10,12 @@ On a CPU the same calls are made in the same order, without streams.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
+
+if TYPE_CHECKING:
+    from nanovllm.parallel.copy_engine import CopyEngineSums
 
 Result = TypeVar("Result")
 
@@ -35,9 +39,9 @@ class Overlap:
     """The side stream of one rank.
 
     Order: the side stream waits for what the main stream has launched before each piece of work (`side`), and the main
-    stream for each piece (`UnderWay.wait`) before the step ends. So sums follow one another in one order, whichever
-    stream they are in, the same on all ranks: what kernels/all_reduce.py asks for. In a capture these events are edges
-    of the graph, and the side stream is part of it from the first wait to the last.
+    stream for each piece (`UnderWay.wait`) before the step ends. So sums follow one another in one order, the same on
+    all ranks. In a capture these events are edges of the graph, and the side stream is part of it from the first wait
+    to the last.
 
     Memory: all of it is allocated by the main stream. So the allocator hands a freed block to the main stream alone,
     and takes for granted that this stream's order keeps old and new use apart. It does: what a piece of work reads and
@@ -52,21 +56,26 @@ class Overlap:
     """Tokens of a step that is cut: with fewer, halves would leave the products' last rounds of tiles half empty."""
     cut_multiple = 128
     """Tokens; the height of a product's tile."""
-    programs = 48
-    """Of one sum, the same on all ranks. A program holds a multiprocessor where rows and ranks are many."""
 
     def __init__(self, device: torch.device) -> None:
+        self.sums: CopyEngineSums | None = None
+        """None: the library sums."""
         self.stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            # Sums go first where both wait for a multiprocessor: the other half's products wait for them.
+            # The kernel of a sum goes first where it and a product wait for a multiprocessor.
             self.stream = torch.cuda.Stream(device, priority=-1)
 
-    def cut(self, num_rows: int) -> int | None:
-        """How many of a step's tokens are its first half; None: it stays whole. The same on all ranks."""
-        if num_rows < self.min_rows:
+    def cut(self, num_rows: int, num_decode_rows: int) -> int | None:
+        """How many of a step's tokens are its first half, which has all decodes; None: the step stays whole. The same
+        on all ranks."""
+        first = self.first_half(num_rows)
+        if num_rows < self.min_rows or not num_decode_rows <= first < num_rows:
             return None
-        first = -(-num_rows // (2 * self.cut_multiple)) * self.cut_multiple
-        return first if first < num_rows else None
+        return first if self.sums is None or first <= self.sums.max_rows else None
+
+    def first_half(self, num_rows: int) -> int:
+        """The larger half of so many tokens."""
+        return -(-num_rows // (2 * self.cut_multiple)) * self.cut_multiple
 
     def fork(self) -> None:
         """What the side stream gets from here on comes after all that the current stream has been given."""

@@ -11,20 +11,24 @@ What the block holds (sizes of rank-independent `Layout`, elements of the model'
     gather     [2, units, world, hidden]           finished rows, sent by their owners
     residual   [2, units, world, hidden]           the residual rows of those, where they are wanted on every rank
     keys       [2, world, keys] int64              sampling keys
+    inbox      [2, world, half_units, hidden]      partial rows of the rows this rank owns, for sums by copies
+    gathered   [2, half_rows, hidden]              their finished rows, sent by their owners
+    flags      [2, 2, FLAG_STRIDE] int32           of every rank: its partial rows are here; its finished rows are
 
-All of it rests at a sentinel (see `kernels/all_reduce.py`); the leading 2 is the parity of the call.
+The first five rest at a sentinel (see `kernels/all_reduce.py`), and their leading 2 is the parity of the call. Of the
+last three (parallel/copy_engine.py) the leading 2 is the half of a step; flags begin at zero.
 """
 
 import contextlib
-import ctypes
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch.distributed import Store
+
+from nanovllm.parallel.driver import DeviceBytes, Driver
 
 MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """What keeps NCCL, torch and NVSHMEM from creating NVLink multicast objects; to be set before CUDA starts."""
@@ -35,7 +39,9 @@ MAX_PROGRAMS = 128
 SENTINELS = {2: -(2**15), 4: -(2**31), 8: -(2**63)}
 """Item size -> what an empty place holds, read as an integer: -0.0 for floats, the smallest int64 for keys."""
 
-_PAGE = 2 << 20  # bytes
+FLAG_STRIDE = 32
+"""int32 between two kinds of flags: a line of memory for each."""
+
 _ALIGNMENT = 512  # bytes: every region starts where 16-byte accesses and whole lines do
 
 
@@ -79,6 +85,8 @@ class AllReduceLimits:
     """With three ranks and more."""
     peer_bytes: int = 80 << 20
     """Above this the sum is left to NCCL."""
+    half_bytes: int = 40 << 20
+    """Of half a step: larger ones are not cut (parallel/overlap.py). The block holds four times as much for them."""
 
     def one_shot_rows(self, world_size: int, row_bytes: int) -> int:
         """Most rows of `row_bytes` for the one-shot kernel. world_size: 2..8; unnamed sizes take the next named one."""
@@ -102,99 +110,67 @@ class Layout:
     scatter: int
     gather: int
     residual: int
+    half_rows: int
+    half_units: int
     keys: int
+    inbox: int
+    gathered: int
+    flags: int
     nbytes: int
 
     @classmethod
     def build(
-        cls, world_size: int, hidden_size: int, itemsize: int, one_shot_rows: int, two_shot_rows: int, max_keys: int
+        cls,
+        world_size: int,
+        hidden_size: int,
+        itemsize: int,
+        one_shot_rows: int,
+        two_shot_rows: int,
+        max_keys: int,
+        half_rows: int = 0,
     ) -> "Layout":
         """Capacities in rows of `hidden_size` elements of `itemsize` bytes, and in int64 keys."""
-        units = -(-two_shot_rows // world_size)
+        units, half_units = -(-two_shot_rows // world_size), -(-half_rows // world_size)
         row = hidden_size * itemsize
         one_shot, two_shot = 2 * world_size * one_shot_rows * row, 2 * world_size * units * row
         sizes = [one_shot, two_shot, two_shot, two_shot, 2 * world_size * max_keys * 8]
+        sizes += [2 * world_size * half_units * row, 2 * half_rows * row, 2 * 2 * FLAG_STRIDE * 4]
         offsets = [0]
         for size in sizes:
             offsets.append(offsets[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-        return cls(world_size, hidden_size, itemsize, one_shot_rows, two_shot_rows, units, max_keys, *offsets[1:])
+        scatter, gather, residual, *others = offsets[1:]
+        return cls(
+            world_size, hidden_size, itemsize, one_shot_rows, two_shot_rows, units, max_keys, scatter, gather, residual,
+            half_rows, half_units, *others,
+        )  # fmt: skip
 
     @classmethod
     def for_limits(
-        cls, world_size: int, hidden_size: int, itemsize: int, max_rows: int, max_keys: int, limits: AllReduceLimits
+        cls,
+        world_size: int,
+        hidden_size: int,
+        itemsize: int,
+        max_rows: int,
+        max_keys: int,
+        limits: AllReduceLimits,
+        half_rows: int = 0,
     ) -> "Layout":
-        """Capacities that serve `max_rows` rows as far as `limits` leaves them to peer memory."""
+        """Capacities that serve `max_rows` rows, and halves of `half_rows`, as far as `limits` leaves them to peer
+        memory."""
         row = hidden_size * itemsize
         peer_rows = min(max_rows, limits.peer_bytes // row)
         one_shot_rows = min(max_rows, limits.one_shot_rows(world_size, row))
         two_shot_rows = peer_rows if peer_rows > one_shot_rows else 0
-        return cls.build(world_size, hidden_size, itemsize, one_shot_rows, two_shot_rows, max_keys)
+        half_rows = min(half_rows, limits.half_bytes // row)
+        return cls.build(world_size, hidden_size, itemsize, one_shot_rows, two_shot_rows, max_keys, half_rows)
 
 
 def fill_with_sentinels(block: torch.Tensor, layout: Layout) -> None:
-    """block uint8 [layout.nbytes]: every place becomes empty."""
-    rows, keys = block[: layout.keys], block[layout.keys :]
+    """block uint8 [layout.nbytes]: every place becomes empty, every flag zero."""
+    rows, keys = block[: layout.keys], block[layout.keys : layout.inbox]
     rows.view(torch.int16 if layout.itemsize == 2 else torch.int32).fill_(SENTINELS[layout.itemsize])
     keys.view(torch.int64).fill_(SENTINELS[8])
-
-
-class _Handle(ctypes.Structure):
-    _fields_ = [("reserved", ctypes.c_char * 64)]
-
-
-class _Driver:
-    """The six driver calls behind inter-process memory; the CUDA context of `device` is current while they run."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._lib = ctypes.CDLL("libcuda.so.1")
-        pointer, size = ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t
-        self._lib.cuMemAlloc_v2.argtypes = [pointer, size]
-        self._lib.cuMemFree_v2.argtypes = [ctypes.c_uint64]
-        self._lib.cuIpcGetMemHandle.argtypes = [ctypes.POINTER(_Handle), ctypes.c_uint64]
-        self._lib.cuIpcOpenMemHandle_v2.argtypes = [pointer, _Handle, ctypes.c_uint]
-        self._lib.cuIpcCloseMemHandle.argtypes = [ctypes.c_uint64]
-        self._lib.cuGetErrorName.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
-
-    def _call(self, name: str, *args: Any) -> None:
-        with torch.cuda.device(self.device):
-            torch.cuda.current_stream().query()  # a runtime call: makes the primary context current on this thread
-            code = getattr(self._lib, name)(*args)
-        if code != 0:
-            text = ctypes.c_char_p()
-            self._lib.cuGetErrorName(code, ctypes.byref(text))
-            raise RuntimeError(f"{name}: {(text.value or b'unknown error').decode()} ({code})")
-
-    def allocate(self, nbytes: int) -> int:
-        """Whole 2 MiB pages: a handle covers the pages of an allocation, and those must hold nothing else."""
-        address = ctypes.c_uint64()
-        self._call("cuMemAlloc_v2", ctypes.byref(address), -(-nbytes // _PAGE) * _PAGE)
-        return address.value
-
-    def free(self, address: int) -> None:
-        self._call("cuMemFree_v2", address)
-
-    def export(self, address: int) -> bytes:
-        handle = _Handle()
-        self._call("cuIpcGetMemHandle", ctypes.byref(handle), address)
-        return bytes(handle)
-
-    def open(self, handle: bytes) -> int:
-        address = ctypes.c_uint64()
-        lazy_peer_access = 1
-        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), lazy_peer_access)
-        return address.value
-
-    def close(self, address: int) -> None:
-        self._call("cuIpcCloseMemHandle", address)
-
-
-class _DeviceBytes:
-    """Lets torch view memory that it did not allocate."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        data = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3}
-        self.__cuda_array_interface__ = data
+    block[layout.inbox :].zero_()
 
 
 class _Rounds:
@@ -242,8 +218,8 @@ class PeerMemory:
 
     store: a Store that only this engine uses. max_rows: the most rows of one all-reduce (larger sums go to NCCL anyway,
     see `AllReduceLimits`). hidden_size: elements of a row, a multiple of 8. dtype: bfloat16, float16 or float32.
-    max_keys: the most int64 keys of one maximum. name: keeps two blocks over one store apart; kernels of one block must
-    run in stream order, so work on a second stream needs a second block. timeout: seconds to wait for the other ranks.
+    max_keys: the most int64 keys of one maximum. half_rows: the most rows of half a step. name: keeps two blocks over
+    one store apart. timeout: seconds to wait for the other ranks.
     allow_shared_device: ranks may sit on one GPU (for tests: they take turns by time slice).
     The memory is outside torch's allocator (`torch.cuda.mem_get_info` counts it, `memory_allocated` does not).
     """
@@ -259,6 +235,7 @@ class PeerMemory:
         dtype: torch.dtype,
         *,
         max_keys: int = 1024,
+        half_rows: int = 0,
         limits: AllReduceLimits | None = None,
         layout: Layout | None = None,
         name: str = "peer_memory",
@@ -271,9 +248,11 @@ class PeerMemory:
         self.rank, self.world_size, self.device, self.dtype = rank, world_size, torch.device(device), dtype
         self.limits = limits or AllReduceLimits()
         itemsize = torch.empty((), dtype=dtype).element_size()
-        self.layout = layout or Layout.for_limits(world_size, hidden_size, itemsize, max_rows, max_keys, self.limits)
+        self.layout = layout or Layout.for_limits(
+            world_size, hidden_size, itemsize, max_rows, max_keys, self.limits, half_rows
+        )
         self._rounds = _Rounds(store, name, rank, world_size, timeout)
-        self._driver: _Driver | None = None
+        self._driver: Driver | None = None
         self._own = 0
         self._mapped: dict[int, int] = {}  # peer -> address here
         try:
@@ -303,7 +282,7 @@ class PeerMemory:
         uuids = [payload.decode() for payload in slot]
         with self._phase("allocate", slot):
             _check_access(self.rank, self.device, uuids, allow_shared_device)
-            self._driver = _Driver(self.device)
+            self._driver = Driver(self.device)
             self._own = self._driver.allocate(self.layout.nbytes)
             slot[:] = [self._driver.export(self._own)]
         handles = list(slot)
@@ -320,9 +299,10 @@ class PeerMemory:
 
     def _make_state(self) -> None:
         layout = self.layout
-        block = torch.as_tensor(_DeviceBytes(self._own, layout.nbytes), device=self.device)
-        assert block.data_ptr() == self._own, "torch copied the block instead of viewing it"
-        fill_with_sentinels(block, layout)
+        self.block = torch.as_tensor(DeviceBytes(self._own, layout.nbytes), device=self.device)
+        """uint8 [nbytes]: this rank's own block."""
+        assert self.block.data_ptr() == self._own, "torch copied the block instead of viewing it"
+        fill_with_sentinels(self.block, layout)
         addresses = [self._own if peer == self.rank else self._mapped[peer] for peer in range(self.world_size)]
         self.peers = torch.tensor(addresses, dtype=torch.int64, device=self.device)
         """int64 [world]: base address of every rank's block, as this rank sees it."""
@@ -333,6 +313,14 @@ class PeerMemory:
         self._abort_stream = torch.cuda.Stream(self.device)
         self._abort_source = torch.ones(1, dtype=torch.int32).pin_memory()
         self._abort_target = torch.zeros(1, dtype=torch.int32).pin_memory()
+
+    def send(self, peer: int, offset: int, source: torch.Tensor) -> None:
+        """Copies `source`, contiguous, to byte `offset` of another rank's block, in the current stream and by a copy
+        engine: no multiprocessor works for it. (torch's own copies ask for the device that owns an address, which they
+        know of their own memory alone.)"""
+        assert self._driver is not None and peer != self.rank
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        self._driver.copy(self._mapped[peer] + offset, source.data_ptr(), source.nbytes, stream)
 
     def abort(self) -> None:
         """Stops every wait of this rank's kernels, from any thread, also while one spins: they end with garbage. The

@@ -242,9 +242,11 @@ class ModelRunner:
         self.kernels.apply_deltas(step, max_num_seqs, self.state)
         self.kernels.expand_rows(step, max_num_seqs, self.state, self.block_size, buffers, num_decode_rows)
         begin = HEADER_SIZE + max_num_seqs
-        ends = packed[begin : begin + num_rows] + packed[begin + max_num_seqs : begin + max_num_seqs + num_rows]
-        lengths = {"max_seqlen_q": int(packed[6]), "max_context_len": int(ends.max())}
+        counts = packed[begin + max_num_seqs : begin + max_num_seqs + num_rows]
+        context_lens = packed[begin : begin + num_rows] + counts
+        lengths = {"max_seqlen_q": int(packed[6]), "max_context_len": int(context_lens.max())}
         attention = self._attention(buffers, num_decode_rows, **lengths)
+        attention.token_ends = counts.cumsum(dtype=np.int64)
         return self._forward(buffers, attention, num_sample_rows)
 
     def _run_padded(self, shape: StepShape) -> None:
@@ -282,18 +284,14 @@ class ModelRunner:
             num_tokens=buffers.positions.shape[0],
         )
 
-    def _forward(
-        self, buffers: StepBuffers, attention: AttentionMetadata, num_sample_rows: int
-    ) -> torch.Tensor | None:
+    def _forward(self, buffers: StepBuffers, attention: AttentionMetadata, num_sample_rows: int) -> torch.Tensor | None:
         """Layers, head, sampling, and the sampled tokens back into the state and the token buffer.
 
         Draws for the first `num_sample_rows` rows. In a captured step these include chunks of unfinished prompts, whose
         tokens nobody reads: their slot's last token is written again when the prompt ends. Returns the logits it drew
         from.
         """
-        self.backend.prepare(attention)
-        step = ForwardStep(buffers.positions, buffers.slot_mapping, attention)
-        hidden = self.model(buffers.input_ids, step)
+        hidden = self._hidden_states(buffers.input_ids, ForwardStep(buffers.positions, buffers.slot_mapping, attention))
         if self._keep_hidden:
             self._hidden = hidden
         if num_sample_rows == 0:
@@ -310,6 +308,18 @@ class ModelRunner:
             keys = self.kernels.gumbel_argmax(*draw, self.model.lm_head.vocab_start, vocab_size)
             self.kernels.commit_tokens(self.group.all_reduce_max(keys), row_slot, state.last_token, tokens)
         return logits
+
+    def _hidden_states(self, input_ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        """The layers, over the whole step or in halves: final hidden states [T, hidden]."""
+        attention, overlap = step.attention, self.group.overlap
+        cut = overlap.cut(attention.num_tokens, attention.num_decode_rows) if overlap is not None else None
+        if cut is None:
+            self.backend.prepare(attention)
+            return self.model(input_ids, step)
+        halves = step.halves(cut)
+        for half in halves:
+            self.backend.prepare(half.attention)
+        return self.model.forward_in_halves(input_ids, halves)
 
     def collect(self, check: Callable[[], bool]) -> list[int]:
         """Sampled tokens of the oldest step not yet collected, by row; waits for the device.

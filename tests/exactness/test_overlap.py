@@ -1,10 +1,11 @@
-"""Large steps cut in halves, whose sums run beside the other half's products: the tokens of whole steps.
+"""Large steps cut in halves, whose sums run beside what the other half computes: the tokens of whole steps.
 
 On a CPU the calls are the same, in the same order, without streams. The thresholds are lowered in every rank.
 """
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -48,14 +49,37 @@ def lower_thresholds(monkeypatch: pytest.MonkeyPatch, min_rows: int, cut_multipl
     monkeypatch.setattr(processes, "_WORKER_MODULE", "overlapping_worker")
 
 
-def watch_cuts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """(tokens, tokens of the first half) of this rank's steps that are cut."""
-    cuts: list[tuple[int, int]] = []
+class Cut(NamedTuple):
+    """One step that was cut."""
+
+    tokens: int
+    cut: int
+    decodes: int
+    goes_through_a_row: bool
+    has_cached_prefix: bool
+
+
+def watch_cuts(monkeypatch: pytest.MonkeyPatch) -> list[Cut]:
+    """This rank's steps that are cut."""
+    cuts: list[Cut] = []
     whole = Qwen3ForCausalLM.forward_in_halves
 
-    def watched(self: Qwen3ForCausalLM, input_ids: torch.Tensor, step: Any, cut: int) -> torch.Tensor:
-        cuts.append((input_ids.shape[0], cut))
-        return whole(self, input_ids, step, cut)
+    def watched(self: Qwen3ForCausalLM, input_ids: torch.Tensor, steps: Any) -> torch.Tensor:
+        first, second = steps
+        before, after = first.attention, second.attention
+        through = (before.cu_seqlens_q.diff() > 0).sum() + (after.cu_seqlens_q.diff() > 0).sum()
+        rows = len(set(before.row_slot.tolist()) | set(after.row_slot.tolist()))
+        first_chunk = second.positions[after.cu_seqlens_q[1:-1].long()]
+        cuts.append(
+            Cut(
+                input_ids.shape[0],
+                first.positions.shape[0],
+                before.num_decode_rows,
+                int(through) > rows,
+                bool((first_chunk > 0).any()),
+            )
+        )
+        return whole(self, input_ids, steps)
 
     monkeypatch.setattr(Qwen3ForCausalLM, "forward_in_halves", watched)
     return cuts
@@ -88,9 +112,12 @@ def test_the_cut_changes_no_token(
     with LLM(model, **OPTIONS, tensor_parallel_size=ranks, max_num_batched_tokens=budget) as llm:
         witness = StepWitness().watch(llm)
         assert_outputs(run(llm, REQUESTS), REQUESTS, wanted)
-    assert len(cuts) > 5 and {cut % multiple for _, cut in cuts} == {0}
-    assert all(0 < cut < tokens and min_rows <= tokens for tokens, cut in cuts)
-    assert any(cut % BLOCK for _, cut in cuts)
+    assert cuts and {cut.cut % multiple for cut in cuts} == {0}
+    assert all(0 < cut.cut < cut.tokens and cut.decodes <= cut.cut and min_rows <= cut.tokens for cut in cuts)
+    assert any(cut.cut % BLOCK for cut in cuts)
+    assert any(cut.goes_through_a_row for cut in cuts)
+    if budget < 1024:  # else all prompts are in the first step
+        assert len(cuts) > 5 and any(cut.decodes for cut in cuts) and any(cut.has_cached_prefix for cut in cuts)
     assert (witness.num_partial_chunks > 0) == (budget < 1024)
 
 
@@ -105,13 +132,17 @@ def test_switched_off(checkpoint: str, expected: list[Expected], monkeypatch: py
 
 
 def test_where_a_step_is_cut() -> None:
-    """At a multiple of a tile, nearest to the middle from above; small steps stay whole."""
+    """At a multiple of a tile, nearest to the middle from above; small steps stay whole, and so do those whose decodes
+    are more than half, or whose halves the block of peer memory does not hold."""
     overlap = Overlap(torch.device("cpu"))
-    assert overlap.cut(overlap.min_rows - 1) is None
-    assert [overlap.cut(rows) for rows in (2048, 2049, 2304, 4352, 8191)] == [1024, 1152, 1152, 2176, 4096]
+    assert overlap.cut(overlap.min_rows - 1, 0) is None
+    assert [overlap.cut(rows, 8) for rows in (2048, 2049, 2304, 4352, 8191)] == [1024, 1152, 1152, 2176, 4096]
     for rows in range(2048, 5000):
-        cut = overlap.cut(rows)
+        cut = overlap.cut(rows, 0)
         assert cut is not None and cut % 128 == 0 and -1 < cut - rows / 2 < 128
+    assert (overlap.cut(2048, 1024), overlap.cut(2048, 1025)) == (1024, None)
+    overlap.sums = SimpleNamespace(max_rows=1151)  # type: ignore[assignment]
+    assert (overlap.cut(2048, 0), overlap.cut(2049, 0)) == (1024, None)
 
 
 def test_cuts_of_the_smallest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,4 +150,4 @@ def test_cuts_of_the_smallest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     overlap = Overlap(torch.device("cpu"))
     monkeypatch.setattr(Overlap, "min_rows", 1)
     monkeypatch.setattr(Overlap, "cut_multiple", 8)
-    assert [overlap.cut(rows) for rows in (1, 8, 9, 16, 17)] == [None, None, 8, 8, 16]
+    assert [overlap.cut(rows, 0) for rows in (1, 8, 9, 16, 17)] == [None, None, 8, 8, 16]

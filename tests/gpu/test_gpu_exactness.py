@@ -14,6 +14,7 @@ import pytest
 import torch
 from checkpoints import make_model, save
 from observing import LogitRecorder, StepWitness, draw_scores
+from test_overlap import lower_thresholds
 from transformers import Qwen3ForCausalLM
 from workload import Request, run
 
@@ -255,6 +256,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "two ranks": {"tensor_parallel_size": 2},
     "two ranks, tight, NCCL": {**TIGHT, "tensor_parallel_size": 2, "peer_all_reduce": False},
     "four ranks": {"tensor_parallel_size": 4},
+    "two ranks, in halves": {"tensor_parallel_size": 2, "overlap_all_reduce": True},
+    "two ranks, eager, tight, in halves": {
+        **TIGHT,
+        "tensor_parallel_size": 2,
+        "overlap_all_reduce": True,
+        "enforce_eager": True,
+    },
 }
 
 
@@ -264,8 +272,10 @@ def llm(request: pytest.FixtureRequest, folder: str) -> Iterator[LLM]:
     ranks = options.get("tensor_parallel_size", 1)
     if DEVICE == "cuda" and ranks > torch.cuda.device_count():
         pytest.skip(f"needs {ranks} GPUs")
-    with LLM(folder, **{**OPTIONS, **options}) as engine:
-        yield engine
+    with pytest.MonkeyPatch.context() as patch:
+        lower_thresholds(patch, min_rows=32, cut_multiple=16)  # of halves
+        with LLM(folder, **{**OPTIONS, **options}) as engine:
+            yield engine
 
 
 def test_same_tokens(llm: LLM, reference: list[Text], noise: Noise) -> None:

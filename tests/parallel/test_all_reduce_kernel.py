@@ -29,11 +29,11 @@ ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, CAPACITY, PROGRAMS, CALLS, EPS = 24, 7, 3, 21, 1e-6
 
 
-def run_ranks(mode: str, world_size: int, folder: Path, seconds: float = 240.0) -> None:
-    """Runs this file as `world_size` processes and fails with the output of the first that does."""
+def run_ranks(mode: str, world_size: int, folder: Path, script: str = __file__, seconds: float = 240.0) -> None:
+    """Runs a file (this one) as `world_size` processes and fails with the output of the first that does."""
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, mode, str(world_size), str(folder)]
+    command = [sys.executable, script, mode, str(world_size), str(folder)]
     logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
     processes = []
     for rank, log in enumerate(logs):
@@ -136,12 +136,16 @@ def test_a_silent_rank_is_noticed() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_layout_regions_are_apart_aligned_and_large_enough(world_size: int) -> None:
-    layout = Layout.for_limits(world_size, 5120, 2, 1024, 512, AllReduceLimits())
-    offsets = [0, layout.scatter, layout.gather, layout.residual, layout.keys, layout.nbytes]
+    layout = Layout.for_limits(world_size, 5120, 2, 1024, 512, AllReduceLimits(), half_rows=1000)
+    offsets = [0, layout.scatter, layout.gather, layout.residual, layout.keys, layout.inbox, layout.gathered]
+    offsets += [layout.flags, layout.nbytes]
     assert offsets == sorted(offsets) and all(offset % 16 == 0 for offset in offsets)
     rows = [2 * world_size * layout.one_shot_rows] + [2 * layout.units * world_size] * 3
     for place, count in enumerate(rows):
         assert offsets[place + 1] - offsets[place] >= count * 5120 * 2
+    assert layout.keys + 2 * world_size * 512 * 8 <= layout.inbox
+    assert layout.inbox + 2 * 1000 * 5120 * 2 <= layout.gathered <= layout.flags - 2 * 1000 * 5120 * 2
+    assert layout.half_units * world_size >= layout.half_rows == 1000
     assert layout.units * world_size >= layout.two_shot_rows
     assert max(layout.one_shot_rows, layout.two_shot_rows) == 1024
 
@@ -199,7 +203,6 @@ def shared_memory_rank(
 def interpret_rank(rank: int, world_size: int, folder: Path) -> None:
     from nanovllm.kernels import all_reduce as module
 
-    module.MAX_PROGRAMS = PROGRAMS  # several rows a program
     memory = shared_memory_rank(rank, world_size, folder)
     peer = module.PeerAllReduce(memory)  # type: ignore[arg-type]
     same, delays = random.Random(5), random.Random(rank)
@@ -208,7 +211,7 @@ def interpret_rank(rank: int, world_size: int, folder: Path) -> None:
         rows, kind = same.randint(1, CAPACITY), call % 7
         generator = torch.Generator().manual_seed(call)
         partials = torch.randn(world_size, rows, HIDDEN, generator=generator)
-        programs = same.randint(1, PROGRAMS)
+        module.MAX_PROGRAMS = same.randint(1, PROGRAMS)  # several rows a program
         partials[:, :, 3] = -0.0  # the sentinel itself
         partials[:, 0, 5] *= 0.0
         residual, weight = (torch.randn(n, HIDDEN, generator=generator) for n in (rows, 1))
@@ -235,7 +238,6 @@ def interpret_rank(rank: int, world_size: int, folder: Path) -> None:
             EPS,
             replicate_residual=replicate,
             path=path,
-            programs=programs,
         )
         assert len(set(memory.parity.tolist()[path == "two_shot"])) == 1, "the next call may share rows out otherwise"
         total = total if before is None else total + residual.double()

@@ -18,6 +18,7 @@ from nanovllm.kernels import select_kernels
 from nanovllm.layers.linear import HeadSplit
 from nanovllm.layers.norm import ReduceAddNorm
 from nanovllm.models.qwen3 import ModelContext, Qwen3DecoderLayer
+from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.parallel.overlap import Overlap, UnderWay
 
 CPU = torch.device("cpu")
@@ -26,10 +27,8 @@ TINY = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "n
 
 EXPECTED = """
 fork, sum of 3, begun 0, fork, sum of 2, begun 1,
-awaited 0, product of 3, awaited 1, product of 2,
-attention of 5,
-product of 3, fork, sum of 3, begun 2,
-product of 2, fork, sum of 2, begun 3,
+awaited 0, product of 3, attention of 3, product of 3, fork, sum of 3, begun 2,
+awaited 1, product of 2, attention of 2, product of 2, fork, sum of 2, begun 3,
 awaited 2, product of 3, product of 3, fork, sum of 3, begun 4,
 awaited 3, product of 2, product of 2, fork, sum of 2, begun 5,
 awaited 4, awaited 5
@@ -72,7 +71,8 @@ def group_of(overlap: Overlap, all_reduce: Callable[[torch.Tensor], torch.Tensor
 
 
 def test_order_of_launches() -> None:
-    """Each sum comes behind its half's product, behind that the other half's, and only then somebody waits for it."""
+    """Each sum comes behind its half's product, behind that all that the other half computes, and only then somebody
+    waits for it."""
     log: list[str] = []
 
     def all_reduce(x: torch.Tensor) -> torch.Tensor:
@@ -93,45 +93,53 @@ def test_order_of_launches() -> None:
         return qkv[:, :32].contiguous()
 
     layer.self_attn.attend = attend  # type: ignore[method-assign]
-    step: Any = SimpleNamespace(positions=torch.zeros(5, dtype=torch.int32))
+    step: Any = None
     embedded, norm = torch.randn(5, 32), layer.input_layernorm
     whole, residual = layer(embedded.clone(), None, step)
     whole = whole + residual
     log.clear()
     with torch.no_grad(), Products(log):
-        halves = norm.start(embedded[:3].clone(), None), norm.start(embedded[3:].clone(), None)
-        halves = layer.forward_in_halves(halves, step, norm)
+        halves = norm.start(embedded[:3].clone(), None, 0), norm.start(embedded[3:].clone(), None, 1)
+        halves = layer.forward_in_halves(halves, (step, step), norm)
         result = torch.cat([half.wait()[1] for half in halves])
     assert ", ".join(log) == " ".join(EXPECTED.split())
     torch.testing.assert_close(result, whole.detach(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("with_peer", [False, True])
-def test_what_a_sum_uses_lives_until_it_is_awaited(with_peer: bool) -> None:
+@pytest.mark.parametrize("by_copies", [False, True])
+def test_what_a_sum_uses_lives_until_it_is_awaited(by_copies: bool) -> None:
     """The allocator would hand freed memory to the main stream, which knows nothing of the side stream's progress."""
-    group = group_of(Overlap(CPU), lambda x: x)
-    options: dict[str, Any] = {}
-
-    def fused(partial: torch.Tensor, residual: torch.Tensor, *_: object, **given: Any) -> tuple[torch.Tensor, ...]:
-        options.update(given)
-        return torch.empty_like(partial), residual
-
-    if with_peer:
-        group.fused_all_reduce = lambda rows: SimpleNamespace(all_reduce_add_rms_norm=fused)
+    overlap = Overlap(CPU)
+    group = group_of(overlap, lambda x: x)
+    started: list[object] = []
+    if by_copies:
+        sums: Any = SimpleNamespace()
+        sums.start = lambda half, partial, residual, out, *rest: started.append((half, out is residual))
+        sums.finish = lambda half, rows: torch.full((rows, 8), float(half))
+        overlap.sums = sums
     norm = ReduceAddNorm(8, 1e-6, group, select_kernels(CPU), torch.float32, CPU)
     torch.nn.init.ones_(norm.weight)
     partial, residual = torch.randn(4, 8), torch.randn(4, 8)
     alive = [weakref.ref(partial), weakref.ref(residual)]
-    under_way = norm.start(partial, residual)
+    under_way = norm.start(partial, residual, 1)
     del partial, residual
     gc.collect()
     assert all(tensor() is not None for tensor in alive)
-    under_way.wait()
-    del under_way
+    normed, _ = under_way.wait()
+    assert not by_copies or (started == [(1, True)] and torch.equal(normed, torch.ones(4, 8)))
+    del under_way, normed, _
     gc.collect()
     assert all(tensor() is None for tensor in alive)
-    if with_peer:
-        assert options == {"replicate_residual": False, "programs": Overlap.programs, "stream": None}
+
+
+def test_a_rank_on_its_own_sends_nothing() -> None:
+    """Kernels are rehearsed on rank 0 alone: what it copied then would pass for its first sum."""
+    group = TensorParallelGroup(0, 1, CPU, None)
+    group.overlap = Overlap(CPU)
+    group.overlap.sums = sums = SimpleNamespace(enabled=True)  # type: ignore[assignment]
+    with group.muted():
+        assert not sums.enabled
+    assert sums.enabled
 
 
 @pytest.mark.gpu

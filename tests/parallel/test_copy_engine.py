@@ -1,0 +1,173 @@
+"""Sums moved by copies: the protocol between concurrent ranks (Triton's interpreter over shared host memory, copies by
+memmove), its kernels against their twins, and waits that end."""
+
+import ctypes
+import random
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_all_reduce_kernel import run_ranks
+
+from nanovllm.parallel.peer_memory import Layout, fill_with_sentinels
+
+HIDDEN, CAPACITY, CALLS, EPS = 24, 11, 24, 1e-6
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_concurrent_ranks(world_size: int, tmp_path: Path) -> None:
+    make_blocks(world_size, tmp_path)
+    run_ranks("concurrent", world_size, tmp_path, script=__file__)
+    results = [torch.load(tmp_path / f"result{rank}.pt") for rank in range(world_size)]
+    for mine in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(mine, results[0], strict=True))
+
+
+def test_kernels_alone(tmp_path: Path) -> None:
+    """Against the twin, with the rows of simulated peers; and waits that end by abort and by their bound."""
+    make_blocks(3, tmp_path)
+    run_ranks("alone", 1, tmp_path, script=__file__)
+
+
+def test_owners_share_out_every_row() -> None:
+    pytest.importorskip("triton")
+    from nanovllm.parallel.copy_engine import owned_rows
+
+    for world_size in (2, 3, 4, 8):
+        for rows in range(1, 40):
+            blocks = owned_rows(rows, world_size)
+            assert [row for begin, end in blocks for row in range(begin, end)] == list(range(rows))
+            assert max(end - begin for begin, end in blocks) == -(-rows // world_size)
+
+
+# ---- what the processes do (this file run as a script) ----
+
+
+def layout_of(world_size: int) -> Layout:
+    return Layout.build(world_size, HIDDEN, 4, 2, 2, 8, half_rows=CAPACITY)
+
+
+def make_blocks(world_size: int, folder: Path) -> None:
+    layout = layout_of(world_size)
+    for rank in range(world_size):
+        block = torch.empty(layout.nbytes, dtype=torch.uint8)
+        fill_with_sentinels(block, layout)
+        (folder / f"block{rank}").write_bytes(block.numpy().tobytes())
+
+
+def shared_memory_rank(rank: int, world_size: int, folder: Path, delays: random.Random) -> Any:
+    """What PeerMemory offers, over files mapped by all processes; copies take their time."""
+    layout = layout_of(world_size)
+    blocks = [
+        torch.from_file(str(folder / f"block{peer}"), shared=True, size=layout.nbytes, dtype=torch.uint8)
+        for peer in range(world_size)
+    ]
+
+    def send(peer: int, offset: int, source: torch.Tensor) -> None:
+        memory.sent += source.nbytes
+        assert peer != rank and source.is_contiguous() and 0 <= offset <= layout.nbytes - source.nbytes
+        time.sleep(delays.random() * 0.01)
+        ctypes.memmove(blocks[peer].data_ptr() + offset, source.data_ptr(), source.nbytes)
+
+    memory = SimpleNamespace(
+        rank=rank,
+        world_size=world_size,
+        dtype=torch.float32,
+        layout=layout,
+        block=blocks[rank],
+        send=send,
+        abort_word=torch.zeros(1, dtype=torch.int32),
+        sent=0,
+    )
+    return memory
+
+
+def concurrent_rank(rank: int, world_size: int, folder: Path) -> None:
+    """Calls of both halves as a step makes them, the second started while the first is under way; any rows. Nothing is
+    shared between ranks but the blocks, so a reused place that is overwritten early shows as a wrong sum."""
+    from nanovllm.kernels.owner_sum import sum_owned_rows_reference
+    from nanovllm.parallel.copy_engine import CopyEngineSums, owned_rows
+
+    delays = random.Random(rank)
+    sums = CopyEngineSums(shared_memory_rank(rank, world_size, folder, delays))
+    sums.programs = 2  # several rows a program
+    same, outputs = random.Random(world_size), []
+    generator = torch.Generator().manual_seed(7)
+    rows, residuals, expected_residuals = [0, 0], [None, None], [None, None]
+    for call in range(CALLS):
+        wanted = []
+        for half in range(2):
+            if call % 6 == 0:  # a step of other halves begins
+                rows[half], residuals[half], expected_residuals[half] = same.randint(1, CAPACITY), None, None
+            partials = torch.randn(world_size, rows[half], HIDDEN, generator=generator)
+            weight = torch.randn(HIDDEN, generator=generator)
+            before = residuals[half]
+            mine = partials[rank].clone()
+            kept = sums.empty_residual(mine) if before is None else before
+            time.sleep(delays.random() * 0.02)
+            sums.start(half, mine, before, kept, weight, EPS)
+            residuals[half] = kept
+            mine.fill_(float("nan"))  # on the device it is free only after the wait: here all copies are done
+            normed, expected_residuals[half] = sum_owned_rows_reference(partials, expected_residuals[half], weight, EPS)
+            wanted.append(normed)
+        for half in range(2):
+            time.sleep(delays.random() * 0.02)
+            got = sums.finish(half, rows[half])
+            torch.testing.assert_close(got, wanted[half], rtol=1e-5, atol=1e-6)
+            begin, end = owned_rows(rows[half], world_size)[rank]
+            assert torch.equal(residuals[half], expected_residuals[half][begin:end])  # the order of ranks
+            outputs.append(got.clone())
+    assert int(sums.memory.abort_word) == 0
+    torch.save(outputs, folder / f"result{rank}.pt")
+
+
+def alone_rank(rank: int, world_size: int, folder: Path) -> None:
+    """Rank 1 of 3, whose peers are this test."""
+    from nanovllm.kernels.owner_sum import sum_owned_rows_reference
+    from nanovllm.parallel.copy_engine import CopyEngineSums
+
+    memory = shared_memory_rank(1, 3, folder, random.Random(0))
+    sums = CopyEngineSums(memory)
+    flags = memory.block[memory.layout.flags :].view(torch.int32).view(2, 2, -1)
+    inbox = memory.block[memory.layout.inbox : memory.layout.gathered].view(torch.float32)
+    inbox = inbox[: 2 * 3 * 4 * HIDDEN].view(2, 3, 4, HIDDEN)
+    for half in range(2):
+        for epoch, with_residual in ((1, False), (2, True)):
+            partials, before = torch.randn(3, 8, HIDDEN), torch.randn(3, HIDDEN)
+            weight = torch.randn(HIDDEN)
+            for peer in (0, 2):
+                inbox[half, peer, :3] = partials[peer, 3:6]
+                flags[half, :, peer] = epoch
+            kept = torch.empty(3, HIDDEN)
+            residual = before if with_residual else None
+            sums.start(half, partials[1].contiguous(), residual, kept, weight, EPS)
+            normed, expected = sum_owned_rows_reference(partials[:, 3:6], residual, weight, EPS)
+            got = sums.finish(half, 8)
+            torch.testing.assert_close(got[3:6], normed, rtol=1e-5, atol=1e-6)
+            assert torch.equal(kept, expected) and int(memory.abort_word) == 0
+    assert memory.sent == 4 * ((3 + 2 + 3 + 3) * HIDDEN * 4 + 4 * 4)  # rows to 0 and 2, finished ones to both; flags
+    flags[0, :, 0] = 3  # rank 2 is dead
+    partial, weight = torch.randn(8, HIDDEN), torch.randn(HIDDEN)
+    threading.Timer(0.5, lambda: memory.abort_word.fill_(1)).start()
+    begin = time.monotonic()
+    sums.start(0, partial, None, sums.empty_residual(partial), weight, EPS)
+    sums.finish(0, 8)
+    assert 0.3 < time.monotonic() - begin < 60
+    memory.abort_word.zero_()
+    sums.max_spins, sums.enabled, memory.sent = 5, False, 0
+    sums.start(1, partial, None, sums.empty_residual(partial), weight, EPS)
+    assert int(memory.abort_word) == 2 and memory.sent == 0
+    memory.abort_word.zero_()
+    sums.finish(1, 8)
+    assert int(memory.abort_word) == 2
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    ranks = {"concurrent": concurrent_rank, "alone": alone_rank}
+    ranks[sys.argv[1]](int(sys.argv[4]), int(sys.argv[2]), Path(sys.argv[3]))
