@@ -86,10 +86,19 @@ class Qwen3DecoderLayer(WeightedModule):
         self.mlp = Qwen3MLP(context)
 
     def forward(
-        self, partial: torch.Tensor, residual: torch.Tensor | None, step: ForwardStep
+        self,
+        partial: torch.Tensor,
+        residual: torch.Tensor | None,
+        step: ForwardStep,
+        wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`wanted` int [N], on one rank: the tokens whose results anybody will read, here and in what follows."""
+        attention = self.self_attn
         x, residual = self.input_layernorm(partial, residual)
-        x, residual = self.post_attention_layernorm(self.self_attn(x, step), residual)
+        attended = attention.attend(attention.qkv_proj(x), step)
+        if wanted is not None:
+            attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
+        x, residual = self.post_attention_layernorm(attention.o_proj(attended), residual)
         return self.mlp(x), residual
 
     def forward_in_halves(self, halves: Halves, steps: HalfSteps, following: ReduceAddNorm) -> Halves:
@@ -138,23 +147,35 @@ class Qwen3ForCausalLM(WeightedModule):
         self.embed_tokens = VocabParallelEmbedding(*vocab)
         self.layers = [Qwen3DecoderLayer(context, self.cos_sin) for _ in range(config.num_hidden_layers)]
         self.norm = context.norm()
+        self.group = context.group
         self.fused_rows: set[int] = set()
         """Numbers of rows that take forward_few_rows; set with the kernels' choices (worker/tuning.py)."""
         self.lm_head = self.embed_tokens if config.tie_word_embeddings else VocabParallelEmbedding(*vocab)
 
-    def forward(self, input_ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
-        """Token ids int32 [T] -> final hidden states [T, hidden], normalised and complete on every rank."""
+    def forward(self, input_ids: torch.Tensor, step: ForwardStep, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """Token ids int32 [T] -> final hidden states [T, hidden], normalised and complete on every rank; of the tokens
+        `wanted`, int [N], alone [N, hidden].
+
+        Of a prompt only the last token is drawn from, and what the last layer does after its attention goes nowhere
+        else: one rank leaves it out for the others. (With several, rows of the residual stream are not all here.)
+        """
         if input_ids.shape[0] in self.fused_rows:
             hidden = self.embed_tokens.embed(input_ids)
             for layer in self.layers:
                 hidden = layer.forward_few_rows(hidden, step)
-            return self.norm(hidden, None)[0]
+            hidden = self.norm(hidden, None)[0]
+            return hidden if wanted is None else hidden.index_select(0, wanted)
         partial, residual = self.embed_tokens.embed(input_ids), None
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             partial, residual = layer(partial, residual, step)
-        return self.norm(partial, residual)[0]
+        early = wanted if self.group.size == 1 else None
+        partial, residual = self.layers[-1](partial, residual, step, early)
+        hidden = self.norm(partial, residual)[0]
+        return hidden if wanted is None or early is not None else hidden.index_select(0, wanted)
 
-    def forward_in_halves(self, input_ids: torch.Tensor, steps: HalfSteps) -> torch.Tensor:
+    def forward_in_halves(
+        self, input_ids: torch.Tensor, steps: HalfSteps, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """forward for many tokens on several ranks, cut into two halves (parallel/overlap.py)."""
         first, second = input_ids.split([step.positions.shape[0] for step in steps])
         norms = [*(layer.input_layernorm for layer in self.layers), self.norm]
@@ -162,7 +183,8 @@ class Qwen3ForCausalLM(WeightedModule):
         halves = norms[0].start(embed(first), None, 0), norms[0].start(embed(second), None, 1)
         for layer, following in zip(self.layers, norms[1:], strict=True):
             halves = layer.forward_in_halves(halves, steps, following)
-        return torch.cat([half.wait()[0] for half in halves])
+        hidden = torch.cat([half.wait()[0] for half in halves])
+        return hidden if wanted is None else hidden.index_select(0, wanted)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [B, hidden] -> logits [B, this rank's part of the padded vocabulary]."""

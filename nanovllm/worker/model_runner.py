@@ -291,13 +291,14 @@ class ModelRunner:
         tokens nobody reads: their slot's last token is written again when the prompt ends. Returns the logits it drew
         from.
         """
-        hidden = self._hidden_states(buffers.input_ids, ForwardStep(buffers.positions, buffers.slot_mapping, attention))
+        step = ForwardStep(buffers.positions, buffers.slot_mapping, attention)
+        drawn = buffers.logits_indices[:num_sample_rows] if attention.num_prefill_rows else None
+        hidden = self._hidden_states(buffers.input_ids, step, None if self._keep_hidden else drawn)
         if self._keep_hidden:
             self._hidden = hidden
+            hidden = hidden if drawn is None else hidden.index_select(0, drawn)
         if num_sample_rows == 0:
             return None
-        if attention.num_prefill_rows:
-            hidden = hidden.index_select(0, buffers.logits_indices[:num_sample_rows])
         row_slot = buffers.row_slot[:num_sample_rows]
         logits = self.model.logits(hidden)
         tokens, state, vocab_size = buffers.tokens[:num_sample_rows], self.state, self.model_config.vocab_size
@@ -309,17 +310,19 @@ class ModelRunner:
             self.kernels.commit_tokens(self.group.all_reduce_max(keys), row_slot, state.last_token, tokens)
         return logits
 
-    def _hidden_states(self, input_ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
-        """The layers, over the whole step or in halves: final hidden states [T, hidden]."""
+    def _hidden_states(
+        self, input_ids: torch.Tensor, step: ForwardStep, wanted: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The layers, over the whole step or in halves: final hidden states [T, hidden], or of the tokens `wanted`."""
         attention, overlap = step.attention, self.group.overlap
         cut = overlap.cut(attention.num_tokens, attention.num_decode_rows) if overlap is not None else None
         if cut is None:
             self.backend.prepare(attention)
-            return self.model(input_ids, step)
+            return self.model(input_ids, step, wanted)
         halves = step.halves(cut)
         for half in halves:
             self.backend.prepare(half.attention)
-        return self.model.forward_in_halves(input_ids, halves)
+        return self.model.forward_in_halves(input_ids, halves, wanted)
 
     def collect(self, check: Callable[[], bool]) -> list[int]:
         """Sampled tokens of the oldest step not yet collected, by row; waits for the device.

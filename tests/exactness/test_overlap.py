@@ -64,7 +64,7 @@ def watch_cuts(monkeypatch: pytest.MonkeyPatch) -> list[Cut]:
     cuts: list[Cut] = []
     whole = Qwen3ForCausalLM.forward_in_halves
 
-    def watched(self: Qwen3ForCausalLM, input_ids: torch.Tensor, steps: Any) -> torch.Tensor:
+    def watched(self: Qwen3ForCausalLM, input_ids: torch.Tensor, steps: Any, *wanted: Any) -> torch.Tensor:
         first, second = steps
         before, after = first.attention, second.attention
         through = (before.cu_seqlens_q.diff() > 0).sum() + (after.cu_seqlens_q.diff() > 0).sum()
@@ -79,7 +79,7 @@ def watch_cuts(monkeypatch: pytest.MonkeyPatch) -> list[Cut]:
                 bool((first_chunk > 0).any()),
             )
         )
-        return whole(self, input_ids, steps)
+        return whole(self, input_ids, steps, *wanted)
 
     monkeypatch.setattr(Qwen3ForCausalLM, "forward_in_halves", watched)
     return cuts
