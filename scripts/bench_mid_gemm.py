@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nanovllm.kernels import mid_gemm, mid_gemm_rule
 from nanovllm.kernels.activation import silu_mul
+from nanovllm.kernels.cublas_lt import LtConfig
 from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
 from nanovllm.kernels.norm import add_rms_norm
 from nanovllm.kernels.small_gemm_tune import EPS, graph_us, rotation
@@ -37,7 +38,7 @@ MODELS = {
 }
 TILES = [(64, 32, 256, 4), (64, 64, 128, 6), (32, 64, 256, 4), (64, 128, 128, 4)]
 GATED_TILES = [(64, 32, 128, 5), (32, 64, 128, 6), (64, 64, 128, 4), (128, 64, 64, 5, 1, 8), (64, 128, 64, 6, 1, 8)]
-Config = MidConfig | SplitConfig | None
+Config = MidConfig | SplitConfig | LtConfig | None
 
 
 def candidates(part: str, rows: int, k: int) -> list[Config]:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 if TYPE_CHECKING:
     from nanovllm.kernels import Kernels
+    from nanovllm.kernels.cublas_lt import LtConfig
     from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
     from nanovllm.kernels.small_gemm import GemmConfig
     from nanovllm.layers.linear import ParallelLinear
@@ -58,14 +59,18 @@ def _fusing(layer: "ParallelLinear", rows: int) -> "GemmConfig | None":
     return config if isinstance(config, GemmConfig) else None
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, config: "GemmConfig | MidConfig | SplitConfig") -> torch.Tensor:
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, config: "GemmConfig | MidConfig | SplitConfig | LtConfig"
+) -> torch.Tensor:
     """x [T, in] @ weight [out, in]^T: [T, out], or float32 [parts, T, out], sums over parts of `in`."""
-    from nanovllm.kernels import mid_gemm, small_gemm
+    from nanovllm.kernels import cublas_lt, mid_gemm, small_gemm
 
     if isinstance(config, mid_gemm.SplitConfig):
         return mid_gemm.split_linear(x, weight, config.splits)
     if isinstance(config, mid_gemm.MidConfig):
         return mid_gemm.linear(x, weight, config)
+    if isinstance(config, cublas_lt.LtConfig):
+        return cublas_lt.linear(x, weight, config)
     return small_gemm.linear(x, weight, config=config)
 
 

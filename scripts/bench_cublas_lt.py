@@ -1,0 +1,273 @@
+"""Products of decode steps and prompts by each algorithm of cuBLASLt, against what multiplies now. Needs one GPU.
+
+    python scripts/bench_cublas_lt.py --out lt.json                    # 100 s at most
+    python scripts/bench_cublas_lt.py --models 8B 32B/4 --rows 128 256 --budget 40
+
+8B/2 is what one of two ranks holds. Times are microseconds of CUDA-graph replays, contenders in turns, over the weights
+of as many layers as defeat the L2 cache. Gate and up are timed together with the activation, o and down of one rank
+with add + RMSNorm, which may sum parts of K. "now" is what the engine would take. A line ends with the fastest
+algorithm: tile as weight rows x rows of x, stages, cluster, split K and the parts left to the consumer, option.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_mid_gemm import FLOPS_PER_US, READ_BYTES_PER_US, call, candidates, chosen, product, short
+from torch import Tensor
+
+from nanovllm.kernels import cublas_lt, cublas_lt_tune
+from nanovllm.kernels.cublas_lt import CublasLtError, LtConfig, Problem
+from nanovllm.kernels.small_gemm_tune import captured, rotation
+
+HEAD_DIM, VOCABULARY = 128, 151936
+DIMS = {  # hidden, query heads, key/value heads, intermediate
+    "0.6B": (1024, 16, 8, 3072),
+    "1.7B": (2048, 16, 8, 6144),
+    "4B": (2560, 32, 8, 9728),
+    "8B": (4096, 32, 8, 12288),
+    "14B": (5120, 40, 8, 17408),
+    "32B": (5120, 64, 8, 25600),
+}
+LAYER = ("qkv", "o", "gate_up", "down")
+STAGES = {i: f"{size}x{n}" for i, (size, n) in enumerate(((s, n) for s in (16, 32, 64, 128) for n in range(1, 7)), 1)}
+STAGES |= {32 + i: f"{size}xA" for i, size in enumerate((8, 16, 32, 64, 128, 256, 768))}
+CLUSTERS = dict(enumerate("auto - 1x1 2x1 4x1 1x2 2x2 4x2 1x4 2x4 4x4 8x1 1x8 8x2 2x8 16x1 1x16".split()))
+TILES = cublas_lt_tune.tile_sizes()
+MANY_ROWS = 512
+"""From here on the chip's power counts: contenders run long enough to feel it, and their median is taken."""
+FINALISTS, EXISTING = 6, 3
+
+
+def shapes(model: str) -> dict[str, tuple[int, int]]:
+    """Weight shapes [N, K] of one rank; `model` is a name, or name/ranks."""
+    name, _, ranks = model.partition("/")
+    size = int(ranks or 1)
+    hidden, heads, kv_heads, intermediate = DIMS[name]
+    q, kv = heads // size * HEAD_DIM, max(1, kv_heads // size) * HEAD_DIM
+    return {
+        "qkv": (q + 2 * kv, hidden),
+        "o": (hidden, q),
+        "gate_up": (2 * intermediate // size, hidden),
+        "down": (hidden, intermediate // size),
+        "head": (VOCABULARY // size, hidden),
+    }
+
+
+def name_of(config: Any) -> str:
+    if not isinstance(config, LtConfig):
+        return short(config)
+    n, m = TILES.get(config.tile, (config.tile, 0))
+    stages, cluster = STAGES.get(config.stages, config.stages), CLUSTERS.get(config.cluster, f"#{config.cluster}")
+    parts = f"/{config.parts}" if config.parts > 1 else ""
+    rest = [f"i{config.inner}"] * bool(config.inner) + ["w"] * bool(config.swizzle) + ["raw"] * bool(config.opaque)
+    words = [f"Lt{config.algorithm}:{n}x{m}", f"s{stages}", f"c{cluster}", f"k{config.split_k}{parts}"]
+    return " ".join([*words, f"o{config.custom}", *rest])
+
+
+@dataclass
+class Case:
+    """One product at one number of rows."""
+
+    model: str
+    part: str
+    rows: int
+    weights: Sequence[Tensor]
+
+    @property
+    def alone(self) -> bool:
+        """Its consumer takes no parts of K: another kernel stands between, or it is the head."""
+        return self.part not in ("o", "down") or "/" in self.model
+
+    @property
+    def limit(self) -> float:
+        n, k = self.weights[0].shape
+        return max(n * k * 2 / READ_BYTES_PER_US, 2 * self.rows * n * k / FLOPS_PER_US)
+
+    def run(self, x: Tensor, config: Any) -> Callable[[Tensor], object]:
+        if self.part == "gate_up" or not self.alone:
+            return call(self.part, x, config, self.weights[0].shape[0])
+        return lambda w: product(x, w, config)
+
+    def existing(self) -> list[Any]:
+        """Without F.linear itself."""
+        if self.part == "head" or self.rows > MANY_ROWS:
+            return []
+        found = candidates(self.part, self.rows, self.weights[0].shape[1])
+        return [c for c in found if c is not None and not (self.alone and c.splits > 1)]
+
+    def now(self) -> Any:
+        return None if "/" in self.model else chosen(self.part, self.rows, *self.weights[0].shape)
+
+    def algorithms(self, x: Tensor, most: int) -> list[LtConfig]:
+        """Of each way to leave parts of K to the consumer the library's proposals and what is near them."""
+        parts = (1, 2, 4) if not self.alone and self.rows <= MANY_ROWS else (1,)
+        found = []
+        for count in parts:
+            try:
+                problem = Problem.of(x, self.weights[0], count)
+                found += cublas_lt_tune.candidates(problem, most if count == 1 else most // 2)
+            except CublasLtError as error:
+                print(f"  {self.model} {self.part} {self.rows} rows in {count}: {error}")
+        return found
+
+
+def exact_us(runs: Sequence[Callable[[Tensor], object]], weights: Sequence[Tensor], rows: int) -> list[float]:
+    """Each run's microseconds by graphs that take turns."""
+    graphs = [captured([lambda w=w, run=run: run(w) for w in weights]) for run in runs]
+    times: list[list[float]] = [[] for _ in runs]
+    begin, seconds = time.perf_counter(), 0.4 if rows > MANY_ROWS else 0.0
+    while len(times[0]) < 6 or time.perf_counter() - begin < seconds:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(graphs) + 1)]
+        graphs[-1].replay()
+        marks[0].record()
+        for graph, mark in zip(graphs, marks[1:], strict=True):
+            graph.replay()
+            mark.record()
+        torch.cuda.synchronize()
+        for index, taken in enumerate(times):
+            taken.append(marks[index].elapsed_time(marks[index + 1]) * 1000 / len(weights))
+    pick = statistics.median if rows > MANY_ROWS else min
+    return [pick(taken) for taken in times]
+
+
+def error_of(x: Tensor, weight: Tensor, config: LtConfig | None, want: Tensor) -> float:
+    got = product(x, weight, config).float()
+    got = got.sum(0) if got.dim() == 3 else got
+    return ((got - want).norm() / want.norm()).item()
+
+
+def measure(case: Case, most: int) -> dict[str, Any]:
+    """Times everything roughly, the best few properly, checks their results."""
+    begin = time.perf_counter()
+    n, k = case.weights[0].shape
+    x = torch.randn(case.rows, k, device="cuda", dtype=torch.bfloat16)
+    algorithms = case.algorithms(x, most if case.rows <= MANY_ROWS else min(most, 48))
+    existing, now = case.existing(), case.now()
+    listed = time.perf_counter()
+    calls = 1 if case.limit > 100 else 2 if case.limit > 30 else 4
+    runs = [case.run(x, config) for config in (*existing, *algorithms)]
+    rough = cublas_lt_tune.rough_us(runs, case.weights, calls)
+    roughly_timed = time.perf_counter()
+    ranked = sorted(zip(rough, range(len(rough)), strict=True))
+    works = [i for us, i in ranked if us < float("inf")]
+    old = [existing[i] for i in works if i < len(existing)][:EXISTING]
+    new = [algorithms[i - len(existing)] for i in works if i >= len(existing)][:FINALISTS]
+    want = x.float() @ case.weights[0].float().T
+    plain_error = error_of(x, case.weights[0], None, want)
+    errors = {config: error_of(x, case.weights[0], config, want) for config in new}
+    del want
+    wrong = [config for config, error in errors.items() if not error < 1.2 * plain_error + 1e-4]
+    new = [config for config in new if config not in wrong]
+    contenders = list(dict.fromkeys([None, now, *old, *new]))
+    exact = dict(zip(contenders, exact_us([case.run(x, c) for c in contenders], case.weights, case.rows), strict=True))
+    ended = time.perf_counter()
+    by_time = sorted(((us, c) for c, us in exact.items()), key=lambda pair: pair[0])
+    return {
+        "model": case.model, "part": case.part, "rows": case.rows, "n": n, "k": k, "limit": case.limit,
+        "linear": exact[None], "now": exact[now], "now_name": short(now), "linear_error": plain_error,
+        "existing": [(us, short(c), asdict(c) if c else None) for us, c in by_time if not isinstance(c, LtConfig)],
+        "lt": [(us, name_of(c), asdict(c), errors[c]) for us, c in by_time if isinstance(c, LtConfig)],
+        "wrong": [(name_of(c), errors[c]) for c in wrong], "tried": len(algorithms),
+        "failed": sum(us == float("inf") for us in rough), "raw": sum(bool(c.opaque) for c in algorithms),
+        "rough": [(us, name_of(c)) for us, c in zip(rough[len(existing) :], algorithms, strict=True)],
+        "seconds": [listed - begin, roughly_timed - listed, ended - roughly_timed],
+    }  # fmt: skip
+
+
+def show(record: dict[str, Any]) -> None:
+    old_us, old_name, _ = record["existing"][0]
+    line = (
+        f"{record['model']:7s}{record['part']:8s}{record['rows']:5d} rows: limit {record['limit']:6.1f}, F.linear "
+        f"{record['linear']:6.1f}, now {record['now']:6.1f} {record['now_name']}, existing {old_us:6.1f} {old_name}"
+    )
+    if record["lt"]:
+        us, name, _, error = record["lt"][0]
+        line += (
+            f" | {us:6.1f} {name} ({1 - us / old_us:+.1%} of existing, {1 - us / record['linear']:+.1%} of F.linear; "
+            f"error {error:.2e}, F.linear's {record['linear_error']:.2e})"
+        )
+    counts = f"{record['tried']} tried, {record['failed']} failed, {len(record['wrong'])} wrong, {record['raw']} raw"
+    print(f"{line} [{counts}; {' + '.join(f'{s:.2f}' for s in record['seconds'])} s]", flush=True)
+
+
+def summary(records: Sequence[dict[str, Any]]) -> None:
+    print("\nSums over a layer's four products, us:\nmodel    rows   limit  F.linear     now  existing  best of all")
+    cases = {(r["model"], r["rows"], r["part"]): r for r in records}
+    for model, rows in dict.fromkeys(sorted((r["model"], r["rows"]) for r in records)):
+        layer = [cases.get((model, rows, part)) for part in LAYER]
+        if all(layer):
+            done = [record for record in layer if record]
+            old = [r["existing"][0][0] for r in done]
+            best = sum(min([us, *(lt[0] for lt in r["lt"])]) for us, r in zip(old, done, strict=True))
+            sums = [sum(r[key] for r in done) for key in ("limit", "linear", "now")]
+            print(
+                f"{model:7s}{rows:6d}{sums[0]:8.1f}{sums[1]:10.1f}{sums[2]:8.1f}{sum(old):10.1f}{best:13.1f}"
+                f"  ({1 - best / sums[2]:.1%} less than now)"
+            )
+
+
+def bench_model(
+    model: str, row_counts: Sequence[int], parts: Sequence[str], most: int, deadline: float
+) -> list[dict[str, Any]]:
+    """Numbers of rows outermost: what the budget leaves out is whole numbers of rows."""
+    weights: dict[str, list[Tensor]] = {}
+    for part in parts:
+        n, k = shapes(model)[part]
+        count = max(1, -(-(160 << 20) // (2 * n * k)))
+        made = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * k**-0.5 for _ in range(count)]
+        chain = list(rotation(made))
+        weights[part] = chain * max(1, (12 if part != "head" else 3) // len(chain))
+    records = []
+    for rows in row_counts:
+        for part in parts:
+            if part == "head" and rows > MANY_ROWS:
+                continue
+            if time.perf_counter() > deadline:
+                print(f"{model}: out of time at {part}, {rows} rows")
+                return records
+            case = Case(model, part, rows, weights[part])
+            if rows > MANY_ROWS:
+                case.weights = case.weights[: max(2, int(1000 / case.limit))]  # about a millisecond
+            try:
+                records.append(measure(case, most))
+                show(records[-1])
+            except (RuntimeError, ValueError) as error:
+                print(f"{model} {part} {rows} rows: {type(error).__name__}: {error}", flush=True)
+    return records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["8B", "0.6B", "8B/2", "32B/4", "0.6B/2"])
+    parser.add_argument("--rows", nargs="+", type=int, default=[256, 128, 64, 4096, 192, 32, 96, 160, 224, 208])
+    parser.add_argument("--parts", nargs="+", choices=(*LAYER, "head"), default=[*LAYER, "head"])
+    parser.add_argument("--most", type=int, default=240, help="algorithms to try for a product and a number of rows")
+    parser.add_argument("--budget", type=float, default=95, help="seconds; models share them")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    begin = time.perf_counter()
+    torch.manual_seed(0)
+    torch.zeros(1, device="cuda")
+    gc.freeze()  # capturing a graph collects
+    print(f"cuBLASLt {cublas_lt.library().version}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
+    records: list[dict[str, Any]] = []
+    for index, model in enumerate(args.models):
+        now = time.perf_counter()
+        left = begin + args.budget - now
+        records += bench_model(model, args.rows, args.parts, args.most, now + left / (len(args.models) - index))
+        if args.out:
+            args.out.write_text(json.dumps(records), encoding="utf-8")
+    summary(records)
+    print(f"{len(records)} products in {time.perf_counter() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
