@@ -17,6 +17,7 @@ from nanovllm.layers.weights import CheckpointWeight, Shard, WeightedModule, par
 from nanovllm.parallel.group import TensorParallelGroup
 
 if TYPE_CHECKING:
+    from nanovllm.kernels.cublas_lt import LtConfig
     from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
     from nanovllm.kernels.small_gemm import GemmConfig
 
@@ -28,7 +29,7 @@ class ParallelLinear(WeightedModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.few_rows: dict[int, GemmConfig | MidConfig | SplitConfig] = {}
+        self.few_rows: dict[int, GemmConfig | MidConfig | SplitConfig | LtConfig] = {}
         """Numbers of rows for which something is faster than the library's plain product: see layers/few_rows.py."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

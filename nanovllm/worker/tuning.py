@@ -2,10 +2,12 @@
 
 Ranks must take the same kernels, or their sums would differ in rounding, and repeated runs are bit-equal only with the
 same choices. By default a rule taken from measurements decides, which costs no start-up time and is always the same;
-EngineConfig.kernel_choices has the contenders timed on this device instead, and keeps the decisions in a file.
+EngineConfig.kernel_choices has the contenders timed on this device instead, and keeps the decisions in a file;
+EngineConfig.product_search_seconds has the library's algorithms timed too.
 """
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -16,19 +18,23 @@ import torch.nn.functional as F
 
 from nanovllm.engine.step_shapes import decode_buckets
 from nanovllm.kernels import Kernels, mid_gemm_rule
+from nanovllm.kernels.cublas_lt import LtConfig, Problem, supports
 from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
 from nanovllm.kernels.paged_tma import supports_tma
 from nanovllm.kernels.small_gemm import GemmConfig, candidate_configs
 from nanovllm.kernels.small_gemm_tune import autotune_small_gemm
 from nanovllm.layers.linear import ParallelLinear
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.worker.algorithm_search import search
+
+logger = logging.getLogger(__name__)
 
 FEW_ROWS = (1, 2, 4, 8, 12, 16)
 """Numbers of rows for which the kernels that fuse norm and residual are tried."""
 _SMALL_WEIGHT_BYTES = 16 << 20
 _CANDIDATES = 2  # of our kernels to compile and time for a weight and a number of rows
 
-Config = GemmConfig | MidConfig | SplitConfig
+Config = GemmConfig | MidConfig | SplitConfig | LtConfig
 Choices = dict[str, dict[int, Config]]
 """Projection -> rows -> configuration; what is not there goes to the library."""
 
@@ -79,25 +85,57 @@ def _more_rows(model: Qwen3ForCausalLM, fused: bool, max_rows: int) -> Choices:
     """The rule for the decode steps of more rows than FEW_ROWS (kernels/mid_gemm_rule.py), which is not timed anew.
 
     With several ranks these stay with the library: what is to win is in what the consumer adds up, and there the
-    consumer is the sum over the ranks.
+    consumer is the sum over the ranks. Its algorithms can be named there too.
     """
     choices: Choices = {}
     for name, layers in projections(model).items():
         choices[name] = {}
         weight = layers[0].weight
-        if not fused or name == "head" or weight.element_size() != 2:
+        if weight.element_size() != 2:
             continue
         own = supports_tma(weight.device)
         n, k = weight.shape
         for rows in decode_buckets(max_rows):
-            config: Config | None
-            if name == "gate_up":
+            config: Config | None = None
+            if fused and name == "gate_up":
                 config = mid_gemm_rule.gated_product(rows, n, k, own)
-            else:
+            elif fused and name != "head":
                 config = mid_gemm_rule.product(rows, n, k, name in ("o", "down"), own)
-            if config is not None:
+            config = config or mid_gemm_rule.algorithm(rows, n, k)
+            if config is not None and _can_run(config, rows, weight):
                 choices[name][rows] = config
     return choices
+
+
+def _can_run(config: Config, rows: int, weight: torch.Tensor) -> bool:
+    """Whether this device's library can run `config`, where it is one of its algorithms."""
+    if not isinstance(config, LtConfig):
+        return True
+    n, k = weight.shape
+    known = supports(Problem(rows, n, k, weight.dtype, weight.device, config.parts), config)
+    if not known:
+        logger.warning("%d rows of %s stay with cuBLAS, for it does not know %s", rows, [n, k], config)
+    return known
+
+
+def runnable(choices: Choices, model: Qwen3ForCausalLM) -> Choices:
+    """`choices` of a file, which another library may have written, without what this one does not know."""
+    weights = {name: layers[0].weight for name, layers in projections(model).items()}
+    return {
+        name: {rows: config for rows, config in by_rows.items() if _can_run(config, rows, weights[name])}
+        for name, by_rows in choices.items()
+    }
+
+
+def searched(
+    choices: Choices, model: Qwen3ForCausalLM, kernels: Kernels, fused: bool, max_rows: int, seconds: float
+) -> Choices:
+    """`choices`, with algorithms of the library where they are faster (worker/algorithm_search.py)."""
+    weights = {name: [layer.weight for layer in layers] for name, layers in projections(model).items()}
+    weights = {name: layers for name, layers in weights.items() if layers[0].element_size() == 2}
+    buckets = decode_buckets(max_rows)
+    found = search(weights, lambda name, rows: choices[name].get(rows), kernels, fused, buckets, seconds)
+    return {name: by_rows | found.get(name, {}) for name, by_rows in choices.items()}
 
 
 def timed(model: Qwen3ForCausalLM, kernels: Kernels, fused: bool, max_rows: int) -> Choices:
@@ -151,6 +189,8 @@ def load(path: Path) -> Choices | None:
 
 def _config(fields: dict[str, Any]) -> Config:
     """The configuration that has these fields: each kind has one of its own."""
+    if "algorithm" in fields:
+        return LtConfig(**fields)
     kind = GemmConfig if "kernel" in fields else MidConfig if "block_m" in fields else SplitConfig
     return kind(**fields)
 
