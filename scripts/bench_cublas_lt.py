@@ -6,7 +6,8 @@
 8B/2 is what one of two ranks holds. Times are microseconds of CUDA-graph replays, contenders in turns, over the weights
 of as many layers as defeat the L2 cache. Gate and up are timed together with the activation, o and down of one rank
 with add + RMSNorm, which may sum parts of K. "now" is what the engine would take. A line ends with the fastest
-algorithm: tile as weight rows x rows of x, stages, cluster, split K and the parts left to the consumer, option.
+algorithm: tile as weight rows x rows of x, stages, cluster, split K and the parts left to the consumer, option. Last come all layers of
+the models of one rank, as a chain, with what is taken now and with the best of all.
 """
 
 import argparse
@@ -20,7 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_mid_gemm import FLOPS_PER_US, READ_BYTES_PER_US, call, candidates, chosen, product, short
+from bench_mid_gemm import (
+    FLOPS_PER_US,
+    LAYERS,
+    READ_BYTES_PER_US,
+    LayerChain,
+    call,
+    candidates,
+    chosen,
+    product,
+    short,
+)
 from torch import Tensor
 
 from nanovllm.kernels import cublas_lt, cublas_lt_tune
@@ -145,7 +156,7 @@ def error_of(x: Tensor, weight: Tensor, config: LtConfig | None, want: Tensor) -
 
 
 def measure(case: Case, most: int) -> dict[str, Any]:
-    """Times everything roughly, the best few properly, checks their results."""
+    """Times everything roughly, the best few properly, checks their results. "best": the fastest configuration."""
     begin = time.perf_counter()
     n, k = case.weights[0].shape
     x = torch.randn(case.rows, k, device="cuda", dtype=torch.bfloat16)
@@ -171,7 +182,8 @@ def measure(case: Case, most: int) -> dict[str, Any]:
     ended = time.perf_counter()
     by_time = sorted(((us, c) for c, us in exact.items()), key=lambda pair: pair[0])
     return {
-        "model": case.model, "part": case.part, "rows": case.rows, "n": n, "k": k, "limit": case.limit,
+        "best": by_time[0][1], "limit": case.limit,
+        "model": case.model, "part": case.part, "rows": case.rows, "n": n, "k": k,
         "linear": exact[None], "now": exact[now], "now_name": short(now), "linear_error": plain_error,
         "existing": [(us, short(c), asdict(c) if c else None) for us, c in by_time if not isinstance(c, LtConfig)],
         "lt": [(us, name_of(c), asdict(c), errors[c]) for us, c in by_time if isinstance(c, LtConfig)],
@@ -212,6 +224,27 @@ def summary(records: Sequence[dict[str, Any]]) -> None:
                 f"{model:7s}{rows:6d}{sums[0]:8.1f}{sums[1]:10.1f}{sums[2]:8.1f}{sum(old):10.1f}{best:13.1f}"
                 f"  ({1 - best / sums[2]:.1%} less than now)"
             )
+
+
+def chains(records: Sequence[dict[str, Any]], deadline: float) -> None:
+    """All layers of a model, with what is taken now and with the best of all."""
+    best = {(r["model"], r["rows"], r["part"]): r["best"] for r in records}
+    print("\nAll layers as a chain, us:")
+    for model, rows in dict.fromkeys((r["model"], r["rows"]) for r in records if r["rows"] <= MANY_ROWS):
+        picks = {part: best.get((model, rows, part), ...) for part in LAYER}
+        if model not in LAYERS or ... in picks.values() or time.perf_counter() > deadline:
+            continue
+        layers = LayerChain(model, rows)
+        now = {part: chosen(part, rows, *layers.shapes[part]) for part in LAYER}
+        plain, ours, new = layers.time(dict.fromkeys(LAYER), now, picks)
+        want = layers.result(dict.fromkeys(LAYER))
+        errors = [((layers.result(c) - want).norm() / want.norm()).item() for c in (now, picks)]
+        print(
+            f"{model:6s}{rows:5d} rows: F.linear {plain:7.0f}, now {ours:7.0f}, best {new:7.0f} ({1 - new / ours:.1%} "
+            f"less than now), differences {errors[0]:.1e}, {errors[1]:.1e};",
+            " ".join(f"{part} {name_of(config)}" for part, config in picks.items()),
+            flush=True,
+        )
 
 
 def bench_model(
@@ -261,11 +294,13 @@ def main() -> None:
     records: list[dict[str, Any]] = []
     for index, model in enumerate(args.models):
         now = time.perf_counter()
-        left = begin + args.budget - now
+        left = begin + 0.88 * args.budget - now  # the rest is for the chains
         records += bench_model(model, args.rows, args.parts, args.most, now + left / (len(args.models) - index))
         if args.out:
-            args.out.write_text(json.dumps(records), encoding="utf-8")
+            kept = [{key: value for key, value in record.items() if key != "best"} for record in records]
+            args.out.write_text(json.dumps(kept), encoding="utf-8")
     summary(records)
+    chains(records, begin + args.budget)
     print(f"{len(records)} products in {time.perf_counter() - begin:.0f} s")
 
 

@@ -8,6 +8,7 @@ cuBLAS counts columns first. So a row-major product out [M, N] = x [M, K] @ W [N
 with A = W transposed, B = x: its rows are our N, its columns our M, and a tile of 128x64 has 128 weight rows.
 """
 
+import contextlib
 import ctypes
 import importlib.util
 from collections.abc import Iterable, Iterator
@@ -247,8 +248,8 @@ def heuristic(problem: Problem, count: int = 64) -> list[LtConfig]:
         finally:
             lib.call("MatmulPreferenceDestroy", preference)
         for result in results[: written.value]:
-            config = _read(problem, result.algo)
-            if result.state == 0 and config.reduction in (NO_REDUCTION, REDUCTION_IN_WORKSPACE):
+            config = _read(problem, result.algo) if result.state == 0 else None
+            if config is not None and config.reduction in (NO_REDUCTION, REDUCTION_IN_WORKSPACE):
                 found[config] = None
     return list(found)
 
@@ -264,11 +265,12 @@ def variants(problem: Problem, config: LtConfig, field: str, values: Iterable[in
 
 
 def tiles(problem: Problem, config: LtConfig) -> list[int]:
-    """Numbers of the tiles that the algorithm of `config` can have."""
+    """Numbers of the tiles that the algorithm of `config` can have, as far as the library tells."""
     buffer, written = (ctypes.c_uint32 * 1024)(), _SIZE()
     algo = _algo(problem, config)
     arguments = (ctypes.byref(algo), _CAP_TILES, buffer, ctypes.sizeof(buffer), ctypes.byref(written))
-    library().call("MatmulAlgoCapGetAttribute", *arguments)
+    with contextlib.suppress(CublasLtError):
+        library().call("MatmulAlgoCapGetAttribute", *arguments)
     return list(buffer[: written.value // 4])
 
 
@@ -321,12 +323,14 @@ _ONE, _ZERO = ctypes.c_float(1), ctypes.c_float(0)
 
 
 def _read(problem: Problem, algo: Algo) -> LtConfig:
-    """The attributes of `algo`; with its bytes where the attributes do not give the same bytes again."""
+    """The attributes of `algo`; with its bytes where the attributes do not give the same bytes again. What it has not
+    reads as 0."""
     values: dict[str, Any] = {}
     for field, (attribute, kind) in _ATTRIBUTES.items():
         value, written = kind(), _SIZE()
         arguments = (ctypes.byref(algo), attribute, ctypes.byref(value), ctypes.sizeof(value), ctypes.byref(written))
-        library().call("MatmulAlgoConfigGetAttribute", *arguments)
+        with contextlib.suppress(CublasLtError):
+            library().call("MatmulAlgoConfigGetAttribute", *arguments)
         values[field] = int(value.value)
     config = LtConfig(**values, parts=problem.parts)
     try:
