@@ -6,8 +6,8 @@
 8B/2 is what one of two ranks holds. Times are microseconds of CUDA-graph replays, contenders in turns, over the weights
 of as many layers as defeat the L2 cache. Gate and up are timed together with the activation, o and down of one rank
 with add + RMSNorm, which may sum parts of K. "now" is what the engine would take. A line ends with the fastest
-algorithm: tile as weight rows x rows of x, stages, cluster, split K and the parts left to the consumer, option. Last come all layers of
-the models of one rank, as a chain, with what is taken now and with the best of all.
+algorithm: tile as weight rows x rows of x, stages, cluster, split K and the parts left to the consumer, option. Last
+come all layers of the models of one rank, as a chain, with what is taken now and with the best of all.
 """
 
 import argparse
