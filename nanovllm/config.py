@@ -86,13 +86,10 @@ class EngineConfig:
     fused_kernels: bool = True
     """False: plain PyTorch in place of the Triton kernels around attention (for comparison)."""
     small_batch_kernels: bool = True
-    """False: plain library matrix products in decode steps too (for comparison)."""
+    """False: plain library matrix products everywhere, in prompts too (for comparison)."""
     kernel_choices: str | None = None
-    """A file of which kernels small batches use: read where it exists, else timed on this device and written. By
+    """A file of which kernels and algorithms multiply: read where it exists, else timed on this device and written. By
     default a fixed rule decides."""
-    product_search_seconds: float = 0.0
-    """Seconds that start-up may spend timing cuBLASLt's algorithms for decode steps; 0: what cuBLAS takes itself. Runs
-    repeat bit by bit only where `kernel_choices` keeps what was found."""
     peer_all_reduce: bool = True
     """False: NCCL for every all-reduce (for comparison). Peer memory never uses NVLink multicast."""
     overlap_all_reduce: bool = False
@@ -133,8 +130,6 @@ class EngineConfig:
             )
         share = self.gpu_memory_utilization
         _require(_is_number(share) and 0 < share <= 1, "gpu_memory_utilization", share, "a number in (0, 1]")
-        seconds = self.product_search_seconds
-        _require(_is_number(seconds) and seconds >= 0, "product_search_seconds", seconds, "a finite number >= 0")
         for option in ("cpu_kvcache_gib", "step_timeout"):
             value = getattr(self, option)
             _require(_is_number(value) and value > 0, option, value, "a finite number > 0")

@@ -2,18 +2,20 @@
 
     python scripts/bench_cublas_lt.py --out lt.json                    # 100 s at most
     python scripts/bench_cublas_lt.py --models 8B 32B/4 --rows 128 256 --budget 40
+    python scripts/bench_cublas_lt.py --models 8B --rows 1024 2048 3001 8192    # where the prompts' algorithm pays
 
 8B/2 is what one of two ranks holds. Times are microseconds of CUDA-graph replays, contenders in turns, over the weights
 of as many layers as defeat the L2 cache. Gate and up are timed together with the activation, o and down of one rank
 with add + RMSNorm, which may sum parts of K. "now" is what the engine would take. A line ends with the fastest
-algorithm: tile as weight rows x rows of x, stages, cluster, split K and the parts left to the consumer, option. Last
-come all layers of the models of one rank, as a chain, with what is taken now and with the best of all.
+algorithm as lt_config.py writes it. Last come all layers of the models of one rank, as a chain, with what is taken now
+and with the best of all.
 """
 
 import argparse
 import gc
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_mid_gemm import (
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from bench_mid_gemm import (  # noqa: E402
     FLOPS_PER_US,
     LAYERS,
     READ_BYTES_PER_US,
@@ -32,11 +39,11 @@ from bench_mid_gemm import (
     product,
     short,
 )
-from torch import Tensor
 
-from nanovllm.kernels import cublas_lt, cublas_lt_tune
-from nanovllm.kernels.cublas_lt import CublasLtError, LtConfig, Problem
-from nanovllm.kernels.small_gemm_tune import captured, rotation
+from nanovllm.kernels import cublas_lt, cublas_lt_rule, cublas_lt_tune  # noqa: E402
+from nanovllm.kernels.cublas_lt import CublasLtError, Problem  # noqa: E402
+from nanovllm.kernels.lt_config import LtConfig  # noqa: E402
+from nanovllm.kernels.small_gemm_tune import captured, rotation  # noqa: E402
 
 HEAD_DIM, VOCABULARY = 128, 151936
 DIMS = {  # hidden, query heads, key/value heads, intermediate
@@ -48,10 +55,6 @@ DIMS = {  # hidden, query heads, key/value heads, intermediate
     "32B": (5120, 64, 8, 25600),
 }
 LAYER = ("qkv", "o", "gate_up", "down")
-STAGES = {i: f"{size}x{n}" for i, (size, n) in enumerate(((s, n) for s in (16, 32, 64, 128) for n in range(1, 7)), 1)}
-STAGES |= {32 + i: f"{size}xA" for i, size in enumerate((8, 16, 32, 64, 128, 256, 768))}
-CLUSTERS = dict(enumerate("auto - 1x1 2x1 4x1 1x2 2x2 4x2 1x4 2x4 4x4 8x1 1x8 8x2 2x8 16x1 1x16".split()))
-TILES = cublas_lt_tune.tile_sizes()
 MANY_ROWS = 512
 """From here on the chip's power counts: contenders run long enough to feel it, and their median is taken."""
 FINALISTS, EXISTING = 6, 3
@@ -70,17 +73,6 @@ def shapes(model: str) -> dict[str, tuple[int, int]]:
         "down": (hidden, intermediate // size),
         "head": (VOCABULARY // size, hidden),
     }
-
-
-def name_of(config: Any) -> str:
-    if not isinstance(config, LtConfig):
-        return short(config)
-    n, m = TILES.get(config.tile, (config.tile, 0))
-    stages, cluster = STAGES.get(config.stages, config.stages), CLUSTERS.get(config.cluster, f"#{config.cluster}")
-    parts = f"/{config.parts}" if config.parts > 1 else ""
-    rest = [f"i{config.inner}"] * bool(config.inner) + ["w"] * bool(config.swizzle) + ["raw"] * bool(config.opaque)
-    words = [f"Lt{config.algorithm}:{n}x{m}", f"s{stages}", f"c{cluster}", f"k{config.split_k}{parts}"]
-    return " ".join([*words, f"o{config.custom}", *rest])
 
 
 @dataclass
@@ -114,8 +106,18 @@ class Case:
         found = candidates(self.part, self.rows, self.weights[0].shape[1])
         return [c for c in found if c is not None and not (self.alone and c.splits > 1)]
 
+    def named(self) -> LtConfig | None:
+        """What the rule names for prompts, if this is one; it is timed also where its tiles do not come out even."""
+        many = self.rows >= cublas_lt_rule.MANY_ROWS
+        return cublas_lt_rule.many_rows_algorithm(*self.weights[0].shape) if many else None
+
     def now(self) -> Any:
-        return None if "/" in self.model else chosen(self.part, self.rows, *self.weights[0].shape)
+        n, k = self.weights[0].shape
+        if self.rows >= cublas_lt_rule.MANY_ROWS:
+            config = self.named()
+            return config if config and cublas_lt_rule.fills(config, self.rows, n) else None
+        config = cublas_lt_rule.algorithm(self.part, self.rows, n, k)
+        return config or (None if "/" in self.model else chosen(self.part, self.rows, n, k))
 
     def algorithms(self, x: Tensor, most: int) -> list[LtConfig]:
         """Of each way to leave parts of K to the consumer the library's proposals and what is near them."""
@@ -171,6 +173,7 @@ def measure(case: Case, most: int) -> dict[str, Any]:
     works = [i for us, i in ranked if us < float("inf")]
     old = [existing[i] for i in works if i < len(existing)][:EXISTING]
     new = [algorithms[i - len(existing)] for i in works if i >= len(existing)][:FINALISTS]
+    new = list(dict.fromkeys([*new, *(c for c in (now, case.named()) if isinstance(c, LtConfig))]))
     want = x.float() @ case.weights[0].float().T
     plain_error = error_of(x, case.weights[0], None, want)
     errors = {config: error_of(x, case.weights[0], config, want) for config in new}
@@ -186,10 +189,10 @@ def measure(case: Case, most: int) -> dict[str, Any]:
         "model": case.model, "part": case.part, "rows": case.rows, "n": n, "k": k,
         "linear": exact[None], "now": exact[now], "now_name": short(now), "linear_error": plain_error,
         "existing": [(us, short(c), asdict(c) if c else None) for us, c in by_time if not isinstance(c, LtConfig)],
-        "lt": [(us, name_of(c), asdict(c), errors[c]) for us, c in by_time if isinstance(c, LtConfig)],
-        "wrong": [(name_of(c), errors[c]) for c in wrong], "tried": len(algorithms),
+        "lt": [(us, short(c), asdict(c), errors[c]) for us, c in by_time if isinstance(c, LtConfig)],
+        "wrong": [(short(c), errors[c]) for c in wrong], "tried": len(algorithms),
         "failed": sum(us == float("inf") for us in rough), "raw": sum(bool(c.opaque) for c in algorithms),
-        "rough": [(us, name_of(c)) for us, c in zip(rough[len(existing) :], algorithms, strict=True)],
+        "rough": [(us, short(c)) for us, c in zip(rough[len(existing) :], algorithms, strict=True)],
         "seconds": [listed - begin, roughly_timed - listed, ended - roughly_timed],
     }  # fmt: skip
 
@@ -242,7 +245,7 @@ def chains(records: Sequence[dict[str, Any]], deadline: float) -> None:
         print(
             f"{model:6s}{rows:5d} rows: F.linear {plain:7.0f}, now {ours:7.0f}, best {new:7.0f} ({1 - new / ours:.1%} "
             f"less than now), differences {errors[0]:.1e}, {errors[1]:.1e};",
-            " ".join(f"{part} {name_of(config)}" for part, config in picks.items()),
+            " ".join(f"{part} {short(config)}" for part, config in picks.items()),
             flush=True,
         )
 

@@ -11,20 +11,22 @@ with A = W transposed, B = x: its rows are our N, its columns our M, and a tile 
 import contextlib
 import ctypes
 import importlib.util
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.lt_config import NO_REDUCTION, REDUCTION_IN_WORKSPACE, LtConfig
+
 MAX_WORKSPACE = 32 << 20  # bytes
 ALIGNMENT = 16  # bytes, of every pointer and row: what the hardware's tile copies ask for
-NO_REDUCTION, REDUCTION_IN_WORKSPACE = 0, 2
-"""Reduction schemes of split K that sum in float32 and in a fixed order."""
 
+_KEPT = 1024  # problems and algorithms that stay prepared: prompts have ever new numbers of rows
 _SONAMES = ("libcublasLt.so.13", "libcublasLt.so.12")
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType
 _COMPUTE_32F = 68
@@ -47,27 +49,6 @@ _ATTRIBUTES: dict[str, tuple[int, Any]] = {
 
 class CublasLtError(RuntimeError):
     """A call of the library failed, or there is no library."""
-
-
-@dataclass(frozen=True)
-class LtConfig:
-    """An algorithm of cuBLASLt by the library's own numbers (cublasLt.h), and how it is used.
-
-    split_k: parts of K that the library itself sums up. parts: those that it leaves to the consumer, as SplitConfig.
-    opaque: the algorithm as the library wrote it, in hex, where the numbers above do not say all of it.
-    """
-
-    algorithm: int
-    tile: int
-    stages: int
-    cluster: int
-    custom: int = 0
-    inner: int = 0
-    swizzle: int = 0
-    split_k: int = 1
-    reduction: int = NO_REDUCTION
-    parts: int = 1
-    opaque: str = ""
 
 
 class Algo(ctypes.Structure):
@@ -200,20 +181,22 @@ class Problem:
 
 
 class Description:
-    """The library's descriptors of a problem. Kept by `description` for the process' life: some hundred bytes each."""
+    """The library's descriptors of a problem, freed with this."""
 
     def __init__(self, problem: Problem) -> None:
         lib, p = library(), problem
         part = p.k // p.parts
         if p.k % p.parts or part * p.dtype.itemsize % ALIGNMENT or p.n * p.dtype.itemsize % ALIGNMENT:
             raise CublasLtError(f"{p}: rows or parts of K that are no multiple of {ALIGNMENT} bytes")
-        self.types = [_COMPUTE_32F, _TYPES[torch.float32], *[_TYPES[p.dtype]] * 2, *[_TYPES[p.out_dtype]] * 2]
+        self.types = (_COMPUTE_32F, _TYPES[torch.float32], *[_TYPES[p.dtype]] * 2, *[_TYPES[p.out_dtype]] * 2)
         self.operation = lib.create("MatmulDesc", *self.types[:2])
         lib.set("MatmulDesc", self.operation, _TRANSPOSE_A, ctypes.c_int32(1))
         self.weight = self._layout(_TYPES[p.dtype], part, p.n, p.k, p.parts, part)
         self.x = self._layout(_TYPES[p.dtype], part, p.rows, p.k, p.parts, part)
         self.out = self._layout(_TYPES[p.out_dtype], p.n, p.rows, p.n, p.parts, p.n * p.rows)
         self.all = (self.operation, self.weight, self.x, self.out, self.out)  # as A, B, C and D
+        layouts = [("MatrixLayout", layout) for layout in (self.weight, self.x, self.out)]
+        weakref.finalize(self, _destroy, lib, [("MatmulDesc", self.operation), *layouts]).atexit = False
 
     @staticmethod
     def _layout(dtype: int, rows: int, columns: int, stride: int, batch: int, offset: int) -> ctypes.c_void_p:
@@ -224,7 +207,12 @@ class Description:
         return layout
 
 
-description = cache(Description)
+def _destroy(lib: Library, made: Iterable[tuple[str, ctypes.c_void_p]]) -> None:
+    for name, handle in made:
+        lib.call(f"{name}Destroy", handle)
+
+
+description = lru_cache(_KEPT)(Description)
 
 
 def heuristic(problem: Problem, count: int = 64) -> list[LtConfig]:
@@ -290,7 +278,7 @@ class Plan:
     workspace: int
 
 
-@cache
+@lru_cache(_KEPT)
 def plan(problem: Problem, config: LtConfig) -> Plan:
     """Raises CublasLtError where the library cannot do `problem` by `config`."""
     if config.parts != problem.parts:
@@ -301,25 +289,62 @@ def plan(problem: Problem, config: LtConfig) -> Plan:
     return Plan(algo, result.workspace)
 
 
+class Product:
+    """x @ weight^T of one size by one algorithm: all but the addresses and the stream is prepared, for a step of some
+    hundred products is launched from Python."""
+
+    def __init__(self, problem: Problem, config: LtConfig) -> None:
+        planned, described = plan(problem, config), description(problem)
+        self._call, self._handle = library().call, _handle(problem.device)
+        self._operation, self._weight, self._x, self._out, _ = described.all
+        self._described = described  # lives as long as this
+        self._algo, self._workspace = ctypes.byref(planned.algo), planned.workspace
+        self._shape, self._dtype, self._device = problem.out_shape, problem.out_dtype, problem.device
+
+    def __call__(self, x: int, weight: int) -> Tensor:
+        """From the addresses of x and weight."""
+        out = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        scratch = None
+        if self._workspace:
+            scratch = torch.empty(self._workspace, dtype=torch.uint8, device=self._device)
+        address = out.data_ptr()
+        self._call(
+            "Matmul", self._handle, self._operation, _ONE, weight, self._weight, x, self._x, _ZERO, address, self._out,
+            address, self._out, self._algo, None if scratch is None else scratch.data_ptr(), self._workspace,
+            _stream(self._device),
+        )  # fmt: skip
+        return out
+
+
 def linear(x: Tensor, weight: Tensor, config: LtConfig) -> Tensor:
     """x [M, K] @ weight [N, K]^T -> [M, N] of their dtype, or with config.parts > 1 float32 [parts, M, N].
 
     Capturable in a CUDA graph; scratch memory comes from torch's allocator.
     """
-    problem = Problem.of(x, weight, config.parts)
-    planned = plan(problem, config)
-    out = torch.empty(problem.out_shape, dtype=problem.out_dtype, device=x.device)
-    scratch = torch.empty(planned.workspace, dtype=torch.uint8, device=x.device)
-    operation, a, b, c, d = description(problem).all
-    library().call(
-        "Matmul", _handle(x.device), operation, ctypes.byref(_ONE), weight.data_ptr(), a, x.data_ptr(), b,
-        ctypes.byref(_ZERO), out.data_ptr(), c, out.data_ptr(), d, ctypes.byref(planned.algo),
-        scratch.data_ptr(), planned.workspace, torch.cuda.current_stream(x.device).cuda_stream,
-    )  # fmt: skip
-    return out
+    if x.dtype != weight.dtype or not (x.is_contiguous() and weight.is_contiguous()):
+        Problem.of(x, weight)  # says what is wrong
+    product = _product(x.shape, weight.shape, x.dtype, x.device, config)
+    x_address, weight_address = x.data_ptr(), weight.data_ptr()
+    if (x_address | weight_address) % ALIGNMENT:
+        Problem.of(x, weight)
+    return product(x_address, weight_address)
 
 
-_ONE, _ZERO = ctypes.c_float(1), ctypes.c_float(0)
+@lru_cache(_KEPT)
+def _product(
+    x: torch.Size, weight: torch.Size, dtype: torch.dtype, device: torch.device, config: LtConfig
+) -> Product:  # fmt: skip
+    (rows, k), (n, weight_k) = x, weight
+    if k != weight_k:
+        raise ValueError(f"x {list(x)}, weight {list(weight)}: contiguous, of one K and dtype expected")
+    return Product(Problem(rows, n, k, dtype, device, config.parts), config)
+
+
+def _stream(device: torch.device) -> int:
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+_ONE, _ZERO = ctypes.byref(ctypes.c_float(1)), ctypes.byref(ctypes.c_float(0))
 
 
 def _read(problem: Problem, algo: Algo) -> LtConfig:
@@ -343,9 +368,14 @@ def _read(problem: Problem, algo: Algo) -> LtConfig:
 def _algo(problem: Problem, config: LtConfig) -> Algo:
     if config.opaque:
         return Algo.from_buffer_copy(bytes.fromhex(config.opaque))
-    algo = Algo()
-    lib, types = library(), description(problem).types
-    lib.call("MatmulAlgoInit", _handle(problem.device), *types, config.algorithm, ctypes.byref(algo))
+    return _initialised(problem.device, description(problem).types, config)
+
+
+@lru_cache(_KEPT)
+def _initialised(device: torch.device, types: tuple[int, ...], config: LtConfig) -> Algo:
+    """An algorithm knows no sizes, only the types of A, B, C, D and of what it computes in. Nobody writes to it."""
+    algo, lib = Algo(), library()
+    lib.call("MatmulAlgoInit", _handle(device), *types, config.algorithm, ctypes.byref(algo))
     for field, (attribute, kind) in _ATTRIBUTES.items():
         if field != "algorithm":
             lib.set("MatmulAlgoConfig", ctypes.byref(algo), attribute, kind(getattr(config, field)))

@@ -11,30 +11,14 @@ from itertools import chain, islice
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.cublas_lt import LtConfig, Problem, heuristic, supports, tiles, variants
+from nanovllm.kernels.cublas_lt import Problem, heuristic, supports, tiles, variants
+from nanovllm.kernels.lt_config import LtConfig, tile_sizes
 
 SPLITS = (2, 3, 4, 5, 6, 8)
 CLUSTERS = range(2, 17)  # the powers of two among cublasLtClusterShape_t
 _VARIED = 6  # of the library's proposals
 _FAILED = float("inf")
 _CYCLES_PER_US, _MOST_HOST_US = 2000, 60_000
-
-
-def tile_sizes() -> dict[int, tuple[int, int]]:
-    """cublasLtMatmulTile_t: number -> (weight rows, rows of x). The header lists them in this order."""
-    first = (
-        "8x8 8x16 16x8 8x32 16x16 32x8 8x64 16x32 32x16 64x8 32x32 32x64 64x32 32x128 64x64 128x32 64x128 128x64 "
-        "64x256 128x128 256x64 64x512 128x256 256x128 512x64 64x96 96x64 96x128 128x160 160x128 192x128 128x192 128x96 "
-        "32x256 256x32"
-    )
-    sizes: dict[tuple[int, int], None] = {}
-    for name in first.split():
-        height, width = name.split("x")
-        sizes[int(height), int(width)] = None
-    eights, wide = range(8, 769, 8), range(64, 769, 64)
-    sizes |= {(a, b): None for a in eights for b in wide if a * b <= 768 * 64}
-    sizes |= {(a, b): None for a in wide for b in eights if a * b <= 128 * 512}
-    return dict(enumerate(sizes, start=1))
 
 
 def candidates(problem: Problem, most: int) -> list[LtConfig]:

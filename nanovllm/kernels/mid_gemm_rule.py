@@ -5,7 +5,6 @@ their like: 0.6B at 256 rows gains next to nothing from any one of them, and a f
 0.6B, 1.7B, 4B and 8B on one device. Others go to cuBLAS as it is.
 """
 
-from nanovllm.kernels.cublas_lt import LtConfig
 from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
 
 FEWEST_ROWS, MOST_ROWS = 17, 256
@@ -23,7 +22,7 @@ _GATED_E = MidConfig(64, 128, 64, 6, num_warps=8)
 _GATED_F = MidConfig(64, 32, 64, 5)
 _HALVES = SplitConfig(2)
 
-Choice = MidConfig | SplitConfig | LtConfig | None
+Choice = MidConfig | SplitConfig | None
 # By shape of the weight, (most rows, choice) ascending: the first that holds the rows is taken, past the last cuBLAS.
 _WHOLE: dict[tuple[int, int], list[tuple[int, Choice]]] = {
     (4096, 1024): [(32, _A), (64, _B), (128, _C), (192, None), (256, _D)],
@@ -47,8 +46,6 @@ _PARTS: dict[tuple[int, int], list[tuple[int, Choice]]] = {
     (4096, 4096): [(32, _A.split(2)), (64, _C.split(2)), (256, _HALVES)],
     (4096, 12288): [(32, _A.split(2)), (64, _C.split(2)), (256, _HALVES)],
 }
-# Algorithms of the library, for the shapes of any number of ranks; none was measured to be faster yet.
-_ALGORITHMS: dict[tuple[int, int], list[tuple[int, Choice]]] = {}
 
 
 def product(rows: int, n: int, k: int, parts: bool, own: bool) -> Choice:
@@ -64,13 +61,6 @@ def gated_product(rows: int, n: int, k: int, own: bool) -> MidConfig | None:
     """For gate and up, a weight [n, k], with the activation; None: cuBLAS and the activation kernel."""
     choice = _first(_GATED.get((n, k), []), rows)
     return choice if own and isinstance(choice, MidConfig) else None
-
-
-def algorithm(rows: int, n: int, k: int) -> LtConfig | None:
-    """The library's, for x [rows, k] and a weight [n, k] that the functions above leave to it; None: what it takes
-    itself."""
-    choice = _first(_ALGORITHMS.get((n, k), []), rows)
-    return choice if isinstance(choice, LtConfig) else None
 
 
 def _first(ranges: "list[tuple[int, Choice]] | list[tuple[int, MidConfig]]", rows: int) -> Choice:

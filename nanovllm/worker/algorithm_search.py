@@ -1,4 +1,4 @@
-"""Timing cuBLASLt's algorithms at start-up, for decode steps that go to the library otherwise.
+"""Timing cuBLASLt's algorithms at start-up, for decode steps and prompts that go to the library otherwise.
 
 Within a budget of seconds, and so for some numbers of rows only: those between take what the next larger one found.
 What our own kernels serve stays with them: they gain by their neighbours, which a product by itself does not show.
@@ -14,15 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels import Kernels
-from nanovllm.kernels.cublas_lt import CublasLtError, LtConfig, Problem, supports
+from nanovllm.kernels.cublas_lt import CublasLtError, Problem, supports
+from nanovllm.kernels.cublas_lt_rule import MANY_ROWS
 from nanovllm.kernels.cublas_lt_tune import candidates, rough_us
+from nanovllm.kernels.lt_config import LtConfig
 from nanovllm.kernels.mid_gemm import SplitConfig
 from nanovllm.kernels.small_gemm_tune import EPS, graph_us, rotation
 from nanovllm.layers.few_rows import linear
 
 logger = logging.getLogger(__name__)
 
-TIMED_ROWS = (256, 128, 64, 192, 32, 96, 160, 224)
+PROMPT_ROWS = 4096
+"""The number that stands for MANY_ROWS and more."""
+TIMED_ROWS = (256, 128, PROMPT_ROWS, 64, 192, 32, 96, 160, 224)
 """In the order of their worth, should the budget end."""
 CANDIDATES, FINALISTS = 64, 3
 GAIN = 0.02
@@ -38,23 +42,25 @@ def search(
     weights: Weights, present: Callable[[str, int], object], kernels: Kernels, fused: bool, buckets: Iterable[int],
     seconds: float,
 ) -> dict[str, dict[int, LtConfig]]:  # fmt: skip
-    """Projection -> rows of `buckets` -> the algorithm that beats what is there now.
+    """Projection -> rows of `buckets`, or MANY_ROWS -> the algorithm that beats what is there now.
 
-    present: what multiplies now for a projection and a number of rows; only SplitConfig and None are challenged.
+    present: what multiplies now for a projection and such a number of rows; our own kernels are not challenged.
     fused: o and down may leave parts of K to add + RMSNorm.
     """
     deadline = time.perf_counter() + seconds
     buckets = [rows for rows in buckets if 16 < rows <= TIMED_ROWS[0]]
-    timed = [rows for rows in TIMED_ROWS if rows in buckets]
+    timed = [rows for rows in TIMED_ROWS if rows in buckets or rows == PROMPT_ROWS]
     if buckets and buckets[-1] not in timed:
         timed.insert(0, buckets[-1])
     best: dict[str, dict[int, LtConfig | None]] = {name: {} for name in weights}
     try:
         for rows in timed:
             for name, layers in weights.items():
-                now = present(name, rows)
-                if time.perf_counter() < deadline and isinstance(now, Chosen):
-                    best[name][rows] = _fastest(layers, rows, now, kernels, fused and name in ("o", "down"))
+                many = rows == PROMPT_ROWS
+                now = present(name, MANY_ROWS if many else rows)
+                if time.perf_counter() < deadline and isinstance(now, Chosen) and not (many and name == "head"):
+                    takes_parts = fused and name in ("o", "down") and not many
+                    best[name][rows] = _fastest(layers, rows, now, kernels, takes_parts)
     except CublasLtError as error:
         logger.warning("products stay with the algorithms that cuBLAS takes: %s", error)
     return {name: _spread(layers[0], best[name], present, name, buckets) for name, layers in weights.items()}
@@ -66,6 +72,8 @@ def _spread(
 ) -> dict[int, LtConfig]:  # fmt: skip
     """Each bucket takes what the smallest timed number of rows that is not below it found, where that can run."""
     found = {}
+    if (many := best.pop(PROMPT_ROWS, None)) is not None:
+        found[MANY_ROWS] = many
     for rows in buckets:
         config = best.get(min((timed for timed in best if timed >= rows), default=0))
         if config is not None and isinstance(present(name, rows), Chosen):

@@ -167,30 +167,23 @@ class ModelRunner:
             self.io.allocate(fixed + updates + config.max_num_batched_tokens, rows)
 
     @torch.inference_mode()
-    def choose_kernels(self, timing: bool = True) -> "Choices":
-        """What all ranks are to multiply with when few rows are in flight (worker/tuning.py). Called on rank 0
-        alone. timing: weights are there and kernels run, so that products can be timed."""
+    def choose_kernels(self) -> "Choices":
+        """What all ranks are to multiply with, by the number of rows (worker/tuning.py). Called on rank 0 alone."""
         config = self.config
         if self.device.type == "cpu" or not (config.small_batch_kernels and config.fused_kernels):
             return {}
         from nanovllm.worker import tuning
 
-        fused, rows = self.group.size == 1, config.max_num_seqs
-        path = None if config.kernel_choices is None else Path(config.kernel_choices)
-        choices = None if path is None else tuning.load(path)
-        if choices is not None:
-            return tuning.runnable(choices, self.model)
-        with self.io.stream_context():
-            if path is None:
-                choices = tuning.measured(self.model, fused, rows)
-            else:
-                choices = tuning.timed(self.model, self.kernels, fused, rows)
-            if timing and config.product_search_seconds:
-                seconds = config.product_search_seconds
-                choices = tuning.searched(choices, self.model, self.kernels, fused, rows, seconds)
-        if path is not None:
+        fused = self.group.size == 1
+        if config.kernel_choices is None:
+            return tuning.measured(self.model, fused, config.max_num_seqs)
+        path = Path(config.kernel_choices)
+        choices = tuning.load(path)
+        if choices is None:
+            with self.io.stream_context():
+                choices = tuning.timed(self.model, self.kernels, fused, config.max_num_seqs)
             tuning.save(path, choices)
-        return choices
+        return tuning.runnable(choices, self.model)
 
     @torch.inference_mode()
     def capture_graphs(self, choices: "Choices") -> int:

@@ -35,7 +35,7 @@ def rehearse(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> Non
         runner.allocate_kv_cache(1)
         choices: tuning.Choices = {}
         if config.kernel_choices is None or Path(config.kernel_choices).is_file():
-            choices = runner.choose_kernels(timing=False)
+            choices = runner.choose_kernels()
         try:
             tuning.apply(runner.model, choices, fused=runner.group.size == 1)
             local_ids = runner.model.lm_head.weight.shape[0]

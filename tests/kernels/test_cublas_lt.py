@@ -2,6 +2,7 @@
 and without any; on a GPU every proposal against float64."""
 
 import ctypes
+import gc
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,17 +13,23 @@ import pytest
 import torch
 
 from nanovllm.kernels import cublas_lt as lt
-from nanovllm.kernels import mid_gemm_rule as rule
+from nanovllm.kernels import cublas_lt_rule as rule
 from nanovllm.kernels import select_kernels
-from nanovllm.kernels.cublas_lt import CublasLtError, LtConfig, Problem
-from nanovllm.kernels.cublas_lt_tune import candidates, tile_sizes
+from nanovllm.kernels.cublas_lt import CublasLtError, Problem
+from nanovllm.kernels.cublas_lt_rule import MANY_ROWS
+from nanovllm.kernels.cublas_lt_tune import candidates
+from nanovllm.kernels.lt_config import LtConfig, tile_sizes
 from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig, split_linear_reference
+from nanovllm.layers import few_rows
+from nanovllm.layers.linear import ParallelLinear
 from nanovllm.worker import algorithm_search, tuning
+from nanovllm.worker.model_runner import ModelRunner
 
 CPU = torch.device("cpu")
 CONFIG = LtConfig(66, 15, 35, 3)
 ROWS, N, K = 24, 40, 64
 REFUSED_TILE = 99
+FIELDS = ("algorithm", "tile", "stages", "cluster", "custom", "inner", "swizzle", "split_k", "reduction")
 TYPES = {0: torch.float32, 2: torch.float16, 14: torch.bfloat16}
 
 
@@ -32,8 +39,9 @@ class ColumnMajorLibrary:
 
     def __init__(self) -> None:
         self.proposed: list[list[int]] = [[66, 15, 1, 0, 0, 0, 35, 0, 3], [66, 20, 1, 0, 0, 0, 35, 0, 2]]
-        self.hidden = 0
+        self.hidden, self.workspace = 0, 128
         self.ran: list[list[int]] = []
+        self.destroyed: list[Any] = []
 
     def create(self, name: str, *arguments: Any) -> Any:
         return SimpleNamespace(arguments=arguments, attributes={})
@@ -50,6 +58,11 @@ class ColumnMajorLibrary:
     def MatmulPreferenceDestroy(self, preference: Any) -> None:
         assert preference.attributes[1] == lt.MAX_WORKSPACE
 
+    def MatmulDescDestroy(self, made: Any) -> None:
+        self.destroyed.append(made)
+
+    MatrixLayoutDestroy = MatmulDescDestroy
+
     def MatmulAlgoInit(self, handle: Any, *arguments: Any) -> None:
         words(arguments[-1]._obj)[0] = arguments[-2]
 
@@ -63,7 +76,7 @@ class ColumnMajorLibrary:
     def MatmulAlgoCheck(self, *arguments: Any) -> None:
         if words(arguments[-2]._obj)[1] == REFUSED_TILE:
             raise CublasLtError("cublasLtMatmulAlgoCheck: CUBLAS_STATUS_NOT_SUPPORTED")
-        arguments[-1]._obj.workspace = 128
+        arguments[-1]._obj.workspace = self.workspace
 
     def MatmulAlgoGetHeuristic(self, *arguments: Any) -> None:
         results, written = arguments[-2]._obj, arguments[-1]._obj
@@ -76,7 +89,8 @@ class ColumnMajorLibrary:
         operation, alpha, a, a_layout, b, b_layout, beta, c, c_layout, d, d_layout, algo, scratch, size = arguments[
             1:-1
         ]
-        assert (alpha._obj.value, beta._obj.value, c, c_layout, size) == (1, 0, d, d_layout, 128) and scratch
+        assert (alpha._obj.value, beta._obj.value, c, c_layout, size) == (1, 0, d, d_layout, self.workspace)
+        assert bool(scratch) == bool(size)
         assert operation.arguments == (68, 0) and operation.attributes == {3: 1}
         out = matrices(d, d_layout)
         out.copy_(matrices(a, a_layout).float().transpose(1, 2) @ matrices(b, b_layout).float())
@@ -99,7 +113,8 @@ def matrices(pointer: int, layout: Any) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
-    caches = (lt.library, lt._handle, lt.description, lt.plan)
+    caches: Any = (lt.library, lt._handle, lt.description, lt.plan, lt._product, lt._initialised)
+    caches += (few_rows._suits, tuning._warn)
     for cached in caches:
         cached.cache_clear()
     yield
@@ -112,7 +127,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> ColumnMajorLibrary:
     made = ColumnMajorLibrary()
     monkeypatch.setattr(lt, "library", lambda: made)
     monkeypatch.setattr(lt, "_handle", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(lt, "_stream", lambda device: 0)
     return made
 
 
@@ -142,6 +157,43 @@ def test_row_major_product_in_a_column_major_library(fake: Any, dtype: torch.dty
         assert got.dtype == torch.float32
         torch.testing.assert_close(got, split_linear_reference(x, weight, parts))
     assert fake.ran == [[66, 15, 1, 0, 0, 0, 35, 0, 3, *[0] * 7]]
+
+
+def test_products_of_any_size_are_prepared_once_and_freed(fake: Any) -> None:
+    fake.workspace = 0
+    for rows in (3, 5, 3, 7, 5):
+        x, weight = inputs(torch.bfloat16, shape=(rows, N, K))
+        torch.testing.assert_close(lt.linear(x, weight, CONFIG), (x.float() @ weight.float().T).to(torch.bfloat16))
+    assert lt._product.cache_info().misses == 3 and not fake.destroyed
+    for cached in (lt.description, lt.plan, lt._product):
+        assert cached.cache_info().maxsize == 1024, "prompts have ever new numbers of rows"
+        cached.cache_clear()
+    gc.collect()
+    assert len(fake.destroyed) == 3 * 4, "an operation and three layouts of each"
+
+
+@pytest.mark.parametrize(
+    ("text", "config"),
+    [
+        ("66:176x128 s64xA c1x2 k1 o2", LtConfig(66, 201, 35, 5, custom=2)),
+        ("66:96x64 s64xA c4x1 k1/2 o0", LtConfig(66, 27, 35, 4, parts=2)),
+        ("21:64x128 s32x4 c1x1 k4 o0 i3 w1", LtConfig(21, 17, 10, 2, 0, 3, 1, 4, lt.REDUCTION_IN_WORKSPACE)),
+        ("66:999 s77 c99 k2 o0 r1 raw00ff", LtConfig(66, 999, 77, 99, split_k=2, reduction=1, opaque="00ff")),
+        ("1:0 s0x s c k1 o0", None),
+    ],
+)
+def test_text_of_an_algorithm(text: str, config: LtConfig | None) -> None:
+    if config is None:
+        with pytest.raises(ValueError, match="an algorithm such as"):
+            LtConfig.parse(text)
+    else:
+        assert str(config) == text and LtConfig.parse(text) == config
+
+
+def test_text_of_every_attribute_comes_back() -> None:
+    changed = [replace(CONFIG, **{field: value}) for field in FIELDS for value in (0, 1, 2, 3, 16, 29, 38, 300, 640)]
+    assert all(LtConfig.parse(str(config)) == config for config in changed)
+    assert len({str(config) for config in changed}) == len(set(changed))
 
 
 def test_proposals_are_written_down_by_their_attributes(fake: Any) -> None:
@@ -194,30 +246,108 @@ def test_without_the_library_products_stay_with_torch(caplog: pytest.LogCaptureF
     assert not lt.supports(problem, CONFIG)
     weight = inputs(torch.bfloat16)[1]
     with caplog.at_level(logging.WARNING):
-        assert not tuning._can_run(CONFIG, ROWS, weight)
-        assert tuning._can_run(SplitConfig(2), ROWS, weight)
         found = algorithm_search.search({"o": [weight]}, lambda *_: None, select_kernels("cpu"), True, [ROWS], 9)
-    assert found == {"o": {}}
-    assert "stay with cuBLAS" in caplog.messages[0] and "no libcublasLt" in caplog.messages[1]
+        model, _ = one_weight()
+        choices = tuning.runnable({"o": {ROWS: CONFIG, 64: SplitConfig(2)}}, model)
+    assert found == {"o": {}} and choices["o"] == {64: SplitConfig(2)}
+    assert "no libcublasLt" in caplog.messages[0] and "stay with what cuBLAS takes" in caplog.messages[1]
+
+
+def one_weight() -> tuple[Any, ParallelLinear]:
+    """A model where one projection stands for all."""
+    linear = ParallelLinear()
+    linear.weight = inputs(torch.bfloat16)[1]
+    attention, mlp = SimpleNamespace(qkv_proj=linear, o_proj=linear), SimpleNamespace(gate_up_proj=linear)
+    mlp.down_proj = linear
+    return SimpleNamespace(layers=[SimpleNamespace(self_attn=attention, mlp=mlp)], lm_head=linear), linear
 
 
 def test_rule_names_an_algorithm_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     other = replace(CONFIG, tile=20)
-    monkeypatch.setattr(rule, "_ALGORITHMS", {(N, K): [(64, CONFIG), (96, None), (128, other)]})
-    by_rows = {rows: rule.algorithm(rows, N, K) for rows in (16, 17, 64, 65, 96, 97, 128, 129)}
-    assert by_rows == {16: None, 17: CONFIG, 64: CONFIG, 65: None, 96: None, 97: other, 128: other, 129: None}
-    assert rule.algorithm(64, K, N) is None
+    monkeypatch.setattr(rule, "_FEW_ROWS", {("o", N, K): {64: str(CONFIG), 96: "", 128: str(other)}})
+    by_rows = {rows: rule.algorithm("o", rows, N, K) for rows in (32, 33, 64, 65, 96, 97, 128, 129)}
+    assert by_rows == {32: None, 33: CONFIG, 64: CONFIG, 65: None, 96: None, 97: other, 128: other, 129: None}
+    assert rule.algorithm("down", 64, N, K) is None and rule.algorithm("o", 64, K, N) is None
+
+
+def entries() -> list[tuple[str, int, int, int, LtConfig]]:
+    """Projection ("" for prompts), most rows, n, k, algorithm."""
+    few = [(*key, most, text) for key, measured in rule._FEW_ROWS.items() for most, text in measured.items() if text]
+    all_rows = [(name, most, n, k, LtConfig.parse(text)) for name, n, k, most, text in few]
+    return all_rows + [("", 4096, n, k, LtConfig.parse(text)) for (n, k), text in rule._MANY_ROWS.items()]
+
+
+def test_rule_is_well_formed() -> None:
+    for measured in rule._FEW_ROWS.values():
+        assert list(measured) == sorted(measured) and max(measured) <= rule.MOST_ROWS and any(measured.values())
+    for name, rows, n, k, config in entries():
+        assert config.tile_size and config.parts == config.split_k == 1 and not config.opaque
+        found = rule.algorithm(name, rows, n, k) if name else rule.many_rows_algorithm(n, k)
+        assert found == config and (name or rule.fills(config, rows, n))
+
+
+def test_tiles_that_come_out_even() -> None:
+    config = LtConfig.parse("66:128x128 s64xA c1x1 k1 o1")
+    n, rows = 12 * 128, 11 * 128
+    assert rule.fills(config, rows, n), "one round over 132 processors"
+    assert not rule.fills(config, rows, n + 128), "two, for a twelfth more"
+    assert not rule.fills(config, rows + 1, n) and not rule.fills(config, rows - 128, n)
+    assert rule.fills(config, 20 * rows + 1, n), "little, among twenty-one"
+
+
+@pytest.mark.parametrize("tile", [15, REFUSED_TILE])
+@pytest.mark.parametrize("fills", [True, False])
+def test_many_rows_take_the_algorithm_where_it_suits(
+    fake: Any, monkeypatch: pytest.MonkeyPatch, tile: int, fills: bool
+) -> None:
+    monkeypatch.setattr(rule, "fills", lambda *_: fills)
+    model, linear = one_weight()
+    config = replace(CONFIG, tile=tile)
+    tuning.apply(model, {"head": {32: SplitConfig(2), MANY_ROWS: config}}, fused=False)
+    assert linear.many_rows == config and list(linear.few_rows) == [32]
+    for rows in (MANY_ROWS - 1, MANY_ROWS, MANY_ROWS + 3):
+        fake.ran.clear()
+        x, weight = torch.randn(rows, K).bfloat16(), linear.weight
+        torch.testing.assert_close(linear(x), torch.nn.functional.linear(x, weight))
+        activated = few_rows.linear_silu_mul(x, linear, select_kernels("cpu"))
+        assert activated.shape == (rows, N // 2)
+        assert len(fake.ran) == (2 if rows >= MANY_ROWS and fills and tile == 15 else 0)
+    tuning.apply(model, {}, fused=False)
+    fake.ran.clear()
+    assert linear.many_rows is None and not linear.few_rows and len(linear(x)) == MANY_ROWS + 3 and not fake.ran
+
+
+def test_choices_take_the_rule(fake: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    unknown = replace(CONFIG, tile=REFUSED_TILE)
+    monkeypatch.setattr(rule, "_FEW_ROWS", {("o", N, K): {64: str(CONFIG)}, ("down", N, K): {64: str(unknown)}})
+    monkeypatch.setattr(rule, "_MANY_ROWS", {(N, K): str(CONFIG)})
+    before: tuning.Choices = {name: {40: SplitConfig(2)} for name in ("qkv", "o", "gate_up", "down", "head")}
+    choices = tuning._with_algorithms(before, one_weight()[0], 64)
+    many = {MANY_ROWS: CONFIG}
+    assert choices["o"] == dict.fromkeys((40, 48, 56, 64), CONFIG) | many
+    assert choices["down"] == {40: SplitConfig(2)} | many, "what the library refuses stays as it was"
+    assert choices["head"] == {40: SplitConfig(2)}
+    tuning.save(tmp_path / "choices.json", choices)
+    assert tuning.load(tmp_path / "choices.json") == choices
 
 
 def test_choices_of_another_library_are_left_out(fake: Any, caplog: pytest.LogCaptureFixture) -> None:
-    linear = SimpleNamespace(weight=inputs(torch.bfloat16)[1])
-    layer = SimpleNamespace(self_attn=SimpleNamespace(qkv_proj=linear, o_proj=linear), mlp=None)
-    layer.mlp = SimpleNamespace(gate_up_proj=linear, down_proj=linear)
-    model: Any = SimpleNamespace(layers=[layer], lm_head=linear)
+    model, _ = one_weight()
     unknown, halves = replace(CONFIG, tile=REFUSED_TILE), SplitConfig(2)
-    got = tuning.runnable({"o": {32: CONFIG, 64: unknown, 96: halves}, "head": {32: unknown}}, model)
-    assert got == {"o": {32: CONFIG, 96: halves}, "head": {}}
-    assert len(caplog.messages) == 2 and f"64 rows of [{N}, {K}] stay with cuBLAS" in caplog.messages[0]
+    for _ in range(2):
+        got = tuning.runnable({"o": {32: CONFIG, 64: unknown, 96: halves}, "head": {32: unknown}}, model)
+        assert got["o"] == {32: CONFIG, 96: halves} and got["head"] == {}
+    assert len(caplog.messages) == 1 and "2 products stay" in caplog.messages[0]
+    assert f"64 rows of o by {unknown}" in caplog.messages[0]
+
+
+@pytest.mark.parametrize("small_batch_kernels", [True, False])
+def test_switch_off_names_nothing(monkeypatch: pytest.MonkeyPatch, small_batch_kernels: bool) -> None:
+    options = {"fused_kernels": True, "kernel_choices": None, "max_num_seqs": 64}
+    config = SimpleNamespace(small_batch_kernels=small_batch_kernels, **options)
+    runner: Any = SimpleNamespace(config=config, device=torch.device("cuda"), group=SimpleNamespace(size=1), model=None)
+    monkeypatch.setattr(tuning, "measured", lambda *_: {"o": {MANY_ROWS: CONFIG}})
+    assert bool(ModelRunner.choose_kernels(runner)) == small_batch_kernels
 
 
 US = {None: 10.0, SplitConfig(2): 9.0}
@@ -252,6 +382,14 @@ def test_search_takes_what_is_faster_and_neighbours_follow(fake: Any, monkeypatc
     assert searched(monkeypatch, 9.9) == {"o": {}}, "1 % is noise"
     assert searched(monkeypatch, 9.0, lambda *_: SplitConfig(2)) == {"o": {}}
     assert searched(monkeypatch, 9.0, seconds=0) == {"o": {}}
+
+
+def test_search_of_prompts(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(algorithm_search, "PROMPT_ROWS", 64)
+    assert searched(monkeypatch, 9.0) == {"o": dict.fromkeys([32, 64, 80, 256, MANY_ROWS], CONFIG)}
+    own = MidConfig(64, 32, 256, 4)
+    found = searched(monkeypatch, 9.0, lambda name, rows: own if rows < 256 else None)
+    assert found == {"o": {256: CONFIG, MANY_ROWS: CONFIG}}, "what is there for MANY_ROWS is what counts"
 
 
 def test_search_leaves_our_own_kernels_alone(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,3 +443,36 @@ def test_graph_replays_the_product_on_gpu() -> None:
         x.zero_()
         graph.replay()
         assert not out.any()
+
+
+@pytest.mark.gpu
+def test_every_algorithm_of_the_rule_matches_float32_on_gpu() -> None:
+    """In decode steps for as many rows as it is for and a few fewer, in prompts for any; eager and in a graph."""
+    known = 0
+    for name, most, n, k, config in entries():
+        weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * k**-0.5
+        linear = ParallelLinear()
+        linear.weight = weight
+        for rows in (most, most - 3) if name else (1024, 3001, 4096):
+            x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+            if not lt.supports(Problem.of(x, weight), config):
+                continue
+            known += 1
+            linear.few_rows, linear.many_rows = ({rows: config}, None) if name else ({}, config)
+            eager, forced = linear(x), lt.linear(x, weight, config)
+            stream = torch.cuda.Stream()
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=stream):
+                    out = lt.linear(x, weight, config)
+                graph.replay()
+            torch.cuda.synchronize()
+            want = x.float() @ weight.float().T
+            for got in (eager, forced, out):
+                assert got.dtype == torch.bfloat16
+                assert (got.float() - want).norm() < 4e-3 * want.norm(), (name, rows, n, k, str(config))
+            assert torch.equal(forced, out), "the same bits in a graph"
+    if known == 0:
+        pytest.skip("this device's library knows none of them")
+    assert known == sum(2 if name else 3 for name, *_ in entries()), "all or nothing"

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 
 from nanovllm.kernels import mid_gemm as mg
 from nanovllm.kernels import mid_gemm_rule as rule
-from nanovllm.kernels.cublas_lt import LtConfig
+from nanovllm.kernels.lt_config import LtConfig
 from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
 from nanovllm.kernels.norm import add_rms_norm, add_rms_norm_reference
 from nanovllm.kernels.padded_rows import empty_rows, padded_rows, rows_in_memory

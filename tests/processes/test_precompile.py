@@ -84,7 +84,7 @@ model = read_model_config(config)
 runner = model_runner.ModelRunner(RunnerInit(settle(config, model), model, 0, 0.0, 1), 0, None)
 runner.io.step_buffer = torch.zeros(20000, dtype=torch.int32)
 runner._new_graphs = lambda: StepGraphs(None, 32, config.max_num_batched_tokens, None)
-runner.choose_kernels = lambda timing=True: tuning.measured(runner.model, True, 32)
+runner.choose_kernels = lambda: tuning.measured(runner.model, True, 32)
 jobs, layers = [], runner.model.layers
 rehearsal.rehearse(runner, jobs.append)
 assert runner.model.layers is layers and not runner.model.fused_rows and not runner._captured_logits
