@@ -43,8 +43,8 @@ _PARTS: dict[tuple[int, int], list[tuple[int, Choice]]] = {
     (2048, 6144): [(32, _A.split(2)), (64, _B.split(2)), (128, _C.split(2)), (208, _HALVES), (256, _C)],
     (2560, 4096): [(32, _A.split(2)), (64, _C.split(2)), (256, _HALVES)],
     (2560, 9728): [(256, _HALVES)],
-    (4096, 4096): [(32, _A.split(2)), (64, _C.split(2)), (256, _HALVES)],
-    (4096, 12288): [(32, _A.split(2)), (64, _C.split(2)), (256, _HALVES)],
+    (4096, 4096): [(32, _A.split(2)), (64, _C.split(2)), (96, _HALVES), (128, _D.split(2)), (256, _HALVES)],
+    (4096, 12288): [(32, _A.split(2)), (64, _C.split(2)), (96, _HALVES), (128, _D.split(2)), (256, _HALVES)],
 }
 
 
