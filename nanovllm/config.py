@@ -86,9 +86,9 @@ class EngineConfig:
     fused_kernels: bool = True
     """False: plain PyTorch in place of the Triton kernels around attention (for comparison)."""
     small_batch_kernels: bool = True
-    """False: plain library matrix products in decode steps too (for comparison)."""
+    """False: plain library matrix products everywhere, in prompts too (for comparison)."""
     kernel_choices: str | None = None
-    """A file of which kernels small batches use: read where it exists, else timed on this device and written. By
+    """A file of which kernels and algorithms multiply: read where it exists, else timed on this device and written. By
     default a fixed rule decides."""
     peer_all_reduce: bool = True
     """False: NCCL for every all-reduce (for comparison). Peer memory never uses NVLink multicast."""

@@ -5,19 +5,24 @@
 
 Times are microseconds of CUDA-graph replays over the weights of as many layers as defeat the L2 cache. A product is
 timed together with the kernel that takes its result where that depends on the choice: o and down with add + RMSNorm,
-gate and up with the activation. What mid_gemm_rule.py names is marked with a star.
+gate and up with the activation. What the engine takes (cublas_lt_rule.py, mid_gemm_rule.py) is marked with a star.
 """
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels import mid_gemm, mid_gemm_rule
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from nanovllm.kernels import cublas_lt_rule, mid_gemm, mid_gemm_rule
 from nanovllm.kernels.activation import silu_mul
+from nanovllm.kernels.lt_config import LtConfig
 from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
 from nanovllm.kernels.norm import add_rms_norm
 from nanovllm.kernels.small_gemm_tune import EPS, graph_us, rotation
@@ -37,7 +42,7 @@ MODELS = {
 }
 TILES = [(64, 32, 256, 4), (64, 64, 128, 6), (32, 64, 256, 4), (64, 128, 128, 4)]
 GATED_TILES = [(64, 32, 128, 5), (32, 64, 128, 6), (64, 64, 128, 4), (128, 64, 64, 5, 1, 8), (64, 128, 64, 6, 1, 8)]
-Config = MidConfig | SplitConfig | None
+Config = MidConfig | SplitConfig | LtConfig | None
 
 
 def candidates(part: str, rows: int, k: int) -> list[Config]:
@@ -51,6 +56,9 @@ def candidates(part: str, rows: int, k: int) -> list[Config]:
 
 
 def chosen(part: str, rows: int, n: int, k: int) -> Config:
+    algorithm = cublas_lt_rule.algorithm(part, rows, n, k)
+    if algorithm is not None:
+        return algorithm
     if part == "gate_up":
         return mid_gemm_rule.gated_product(rows, n, k, own=True)
     return mid_gemm_rule.product(rows, n, k, part in ("o", "down"), own=True)
@@ -61,6 +69,8 @@ def short(config: Config) -> str:
         return "cuBLAS"
     if isinstance(config, SplitConfig):
         return f"cuBLAS/{config.splits}"
+    if isinstance(config, LtConfig):
+        return f"Lt{config}"
     return f"{config.block_n}x{config.block_m}x{config.block_k}t{config.stages}/{config.splits}"
 
 

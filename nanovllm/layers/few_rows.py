@@ -1,4 +1,4 @@
-"""Projections of decode steps, by what is fastest for their number of rows (ParallelLinear.few_rows).
+"""Projections by what is fastest for their number of rows (ParallelLinear.few_rows and many_rows).
 
 A step of up to 16 rows reads each weight once and does next to nothing with it: what counts is the number of kernels
 and how early each starts reading. The first three functions are one kernel each where their layer has a configuration
@@ -6,10 +6,14 @@ for that number of rows, and the separate kernels they stand for where the libra
 rows, where norm and residual are kernels of their own.
 """
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+
+from nanovllm.kernels import cublas_lt, cublas_lt_rule
+from nanovllm.kernels.lt_config import LtConfig
 
 if TYPE_CHECKING:
     from nanovllm.kernels import Kernels
@@ -58,8 +62,12 @@ def _fusing(layer: "ParallelLinear", rows: int) -> "GemmConfig | None":
     return config if isinstance(config, GemmConfig) else None
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, config: "GemmConfig | MidConfig | SplitConfig") -> torch.Tensor:
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, config: "GemmConfig | MidConfig | SplitConfig | LtConfig"
+) -> torch.Tensor:
     """x [T, in] @ weight [out, in]^T: [T, out], or float32 [parts, T, out], sums over parts of `in`."""
+    if isinstance(config, LtConfig):
+        return cublas_lt.linear(x, weight, config)
     from nanovllm.kernels import mid_gemm, small_gemm
 
     if isinstance(config, mid_gemm.SplitConfig):
@@ -67,6 +75,20 @@ def linear(x: torch.Tensor, weight: torch.Tensor, config: "GemmConfig | MidConfi
     if isinstance(config, mid_gemm.MidConfig):
         return mid_gemm.linear(x, weight, config)
     return small_gemm.linear(x, weight, config=config)
+
+
+def many_rows_linear(x: torch.Tensor, weight: torch.Tensor, config: LtConfig) -> torch.Tensor:
+    """x [T, in] @ weight [out, in]^T -> [T, out] by `config` where it suits T, else by what cuBLAS takes."""
+    if _suits(x.shape[0], weight.shape, x.dtype, x.device, config):
+        return cublas_lt.linear(x, weight, config)
+    return F.linear(x, weight)
+
+
+@lru_cache(1024)
+def _suits(rows: int, shape: torch.Size, dtype: torch.dtype, device: torch.device, config: LtConfig) -> bool:
+    n, k = shape
+    problem = cublas_lt.Problem(rows, n, k, dtype, device)
+    return cublas_lt_rule.fills(config, rows, n) and cublas_lt.supports(problem, config)
 
 
 def linear_silu_mul(x: torch.Tensor, layer: "ParallelLinear", kernels: "Kernels") -> torch.Tensor:

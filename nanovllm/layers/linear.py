@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from nanovllm.layers.few_rows import linear
+from nanovllm.kernels.cublas_lt_rule import MANY_ROWS
+from nanovllm.kernels.lt_config import LtConfig
+from nanovllm.layers.few_rows import linear, many_rows_linear
 from nanovllm.layers.weights import CheckpointWeight, Shard, WeightedModule, parameter
 from nanovllm.parallel.group import TensorParallelGroup
 
@@ -28,14 +30,21 @@ class ParallelLinear(WeightedModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.few_rows: dict[int, GemmConfig | MidConfig | SplitConfig] = {}
+        self.few_rows: dict[int, GemmConfig | MidConfig | SplitConfig | LtConfig] = {}
         """Numbers of rows for which something is faster than the library's plain product: see layers/few_rows.py."""
+        self.many_rows: LtConfig | None = None
+        """What multiplies MANY_ROWS and more, where it suits their number."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, out]; or float32 [parts, T, out], sums over parts of `in`, where few_rows says so: only layers whose
         result goes to a ReduceAddNorm are given such a choice."""
-        config = self.few_rows.get(x.shape[0])
-        return F.linear(x, self.weight) if config is None else linear(x, self.weight, config)
+        rows = x.shape[0]
+        config = self.few_rows.get(rows)
+        if config is not None:
+            return linear(x, self.weight, config)
+        if self.many_rows is not None and rows >= MANY_ROWS:
+            return many_rows_linear(x, self.weight, self.many_rows)
+        return F.linear(x, self.weight)
 
 
 class MergedColumnParallelLinear(ParallelLinear):

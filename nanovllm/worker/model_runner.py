@@ -168,8 +168,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def choose_kernels(self) -> "Choices":
-        """What all ranks are to multiply with when few rows are in flight (worker/tuning.py). Called on rank 0
-        alone."""
+        """What all ranks are to multiply with, by the number of rows (worker/tuning.py). Called on rank 0 alone."""
         config = self.config
         if self.device.type == "cpu" or not (config.small_batch_kernels and config.fused_kernels):
             return {}
@@ -184,7 +183,7 @@ class ModelRunner:
             with self.io.stream_context():
                 choices = tuning.timed(self.model, self.kernels, fused, config.max_num_seqs)
             tuning.save(path, choices)
-        return choices
+        return tuning.runnable(choices, self.model)
 
     @torch.inference_mode()
     def capture_graphs(self, choices: "Choices") -> int:

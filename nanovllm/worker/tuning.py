@@ -1,4 +1,4 @@
-"""What multiplies by which weight in decode steps: decided on rank 0 for all ranks, by numbers of rows.
+"""What multiplies by which weight: decided on rank 0 for all ranks, by numbers of rows, which prompts have many of.
 
 Ranks must take the same kernels, or their sums would differ in rounding, and repeated runs are bit-equal only with the
 same choices. By default a rule taken from measurements decides, which costs no start-up time and is always the same;
@@ -6,8 +6,10 @@ EngineConfig.kernel_choices has the contenders timed on this device instead, and
 """
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +17,29 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.engine.step_shapes import decode_buckets
-from nanovllm.kernels import Kernels, mid_gemm_rule
+from nanovllm.kernels import Kernels, cublas_lt_rule, mid_gemm_rule
+from nanovllm.kernels.cublas_lt import Problem, supports
+from nanovllm.kernels.cublas_lt_rule import MANY_ROWS
+from nanovllm.kernels.lt_config import LtConfig
 from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
 from nanovllm.kernels.paged_tma import supports_tma
 from nanovllm.kernels.small_gemm import GemmConfig, candidate_configs
 from nanovllm.kernels.small_gemm_tune import autotune_small_gemm
 from nanovllm.layers.linear import ParallelLinear
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.worker.algorithm_search import PROMPT_ROWS, search
+
+logger = logging.getLogger(__name__)
 
 FEW_ROWS = (1, 2, 4, 8, 12, 16)
 """Numbers of rows for which the kernels that fuse norm and residual are tried."""
 _SMALL_WEIGHT_BYTES = 16 << 20
 _CANDIDATES = 2  # of our kernels to compile and time for a weight and a number of rows
+_SEARCH_SECONDS = 10.0  # for the library's algorithms, where a file is to be written
 
-Config = GemmConfig | MidConfig | SplitConfig
+Config = GemmConfig | MidConfig | SplitConfig | LtConfig
 Choices = dict[str, dict[int, Config]]
-"""Projection -> rows -> configuration; what is not there goes to the library."""
+"""Projection -> rows -> configuration; MANY_ROWS stands for so many and more. What is not there goes to the library."""
 
 
 def projections(model: Qwen3ForCausalLM) -> dict[str, list[ParallelLinear]]:
@@ -72,7 +81,7 @@ def measured(model: Qwen3ForCausalLM, fused: bool, max_rows: int) -> Choices:
         n, k = weight.shape
         few = {rows: candidate_configs(rows, n, k, paired)[0] for rows in FEW_ROWS if rows <= min(most, max_rows)}
         choices[name] = few | choices[name]
-    return choices
+    return _with_algorithms(choices, model, max_rows)
 
 
 def _more_rows(model: Qwen3ForCausalLM, max_rows: int) -> Choices:
@@ -98,8 +107,59 @@ def _more_rows(model: Qwen3ForCausalLM, max_rows: int) -> Choices:
     return choices
 
 
+def _with_algorithms(choices: Choices, model: Qwen3ForCausalLM, max_rows: int) -> Choices:
+    """`choices`, with algorithms of the library by kernels/cublas_lt_rule.py, which beat what is there without."""
+    named: Choices = {}
+    for name, layers in projections(model).items():
+        weight = layers[0].weight
+        if weight.element_size() != 2:
+            continue
+        n, k = weight.shape
+        found = {rows: cublas_lt_rule.algorithm(name, rows, n, k) for rows in decode_buckets(max_rows)}
+        if name != "head":
+            found[MANY_ROWS] = cublas_lt_rule.many_rows_algorithm(n, k)
+        named[name] = {rows: config for rows, config in found.items() if config is not None}
+    known = runnable(named, model)
+    return {name: by_rows | known.get(name, {}) for name, by_rows in choices.items()}
+
+
+def runnable(choices: Choices, model: Qwen3ForCausalLM) -> Choices:
+    """`choices` without the algorithms that this device's library does not know; they may be from another version."""
+    refused, kept = [], Choices()
+    for name, layers in projections(model).items():
+        n, k = layers[0].weight.shape
+        kept[name] = {}
+        for rows, config in choices.get(name, {}).items():
+            if isinstance(config, LtConfig):
+                tried = PROMPT_ROWS if rows == MANY_ROWS else rows
+                weight = layers[0].weight
+                if not supports(Problem(tried, n, k, weight.dtype, weight.device, config.parts), config):
+                    refused.append(f"{rows} rows of {name} by {config}")
+                    continue
+            kept[name][rows] = config
+    if refused:
+        _warn(f"{len(refused)} products stay with what cuBLAS takes, which does not know {refused[0]}")
+    return kept
+
+
+@cache
+def _warn(message: str) -> None:
+    """Once: the choice is made for the compiler first and again for the engine."""
+    logger.warning("%s", message)
+
+
+def _searched(choices: Choices, model: Qwen3ForCausalLM, kernels: Kernels, fused: bool, max_rows: int) -> Choices:
+    """`choices`, with algorithms of the library where they are faster on this device (worker/algorithm_search.py)."""
+    weights = {name: [layer.weight for layer in layers] for name, layers in projections(model).items()}
+    weights = {name: layers for name, layers in weights.items() if layers[0].element_size() == 2}
+    buckets = decode_buckets(max_rows)
+    found = search(weights, lambda name, rows: choices[name].get(rows), kernels, fused, buckets, _SEARCH_SECONDS)
+    return {name: by_rows | found.get(name, {}) for name, by_rows in choices.items()}
+
+
 def timed(model: Qwen3ForCausalLM, kernels: Kernels, fused: bool, max_rows: int) -> Choices:
-    """Times the library against our kernels, over all layers' weights, for the FEW_ROWS up to `max_rows`."""
+    """Times the library against our kernels, over all layers' weights, for the FEW_ROWS up to `max_rows`, and then the
+    library's algorithms for more rows against what the rules say."""
     choices = _more_rows(model, max_rows)
     for name, layers in projections(model).items():
         operation = operations(fused)[name]
@@ -111,7 +171,7 @@ def timed(model: Qwen3ForCausalLM, kernels: Kernels, fused: bool, max_rows: int)
             best = autotune_small_gemm(operation, weights, rows, library=library, candidates=candidates)
             if best.config is not None:
                 choices[name][rows] = best.config
-    return choices
+    return _searched(_with_algorithms(choices, model, max_rows), model, kernels, fused, max_rows)
 
 
 def _library(
@@ -133,7 +193,9 @@ def apply(model: Qwen3ForCausalLM, choices: Choices, fused: bool) -> None:
     """Gives every projection its choices. `fused`: steps of these numbers of rows take forward_few_rows."""
     for name, layers in projections(model).items():
         for layer in layers:
-            layer.few_rows = choices.get(name, {})
+            layer.few_rows = dict(choices.get(name, {}))
+            many = layer.few_rows.pop(MANY_ROWS, None)
+            layer.many_rows = many if isinstance(many, LtConfig) else None
     behind_o, behind_down = (_own_rows(choices.get(name, {})) for name in ("o", "down"))
     for decoder_layer in model.layers:
         decoder_layer.input_layernorm.dependent_rows = behind_down
@@ -146,7 +208,7 @@ def apply(model: Qwen3ForCausalLM, choices: Choices, fused: bool) -> None:
 
 def _own_rows(by_rows: dict[int, Config]) -> frozenset[int]:
     """The numbers of rows that a kernel of our own multiplies."""
-    return frozenset(rows for rows, config in by_rows.items() if not isinstance(config, SplitConfig))
+    return frozenset(rows for rows, config in by_rows.items() if isinstance(config, GemmConfig | MidConfig))
 
 
 def load(path: Path) -> Choices | None:
@@ -159,6 +221,8 @@ def load(path: Path) -> Choices | None:
 
 def _config(fields: dict[str, Any]) -> Config:
     """The configuration that has these fields: each kind has one of its own."""
+    if "algorithm" in fields:
+        return LtConfig(**fields)
     kind = GemmConfig if "kernel" in fields else MidConfig if "block_m" in fields else SplitConfig
     return kind(**fields)
 

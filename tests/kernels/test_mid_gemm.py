@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
 
 from nanovllm.kernels import mid_gemm as mg
 from nanovllm.kernels import mid_gemm_rule as rule
+from nanovllm.kernels.lt_config import LtConfig
 from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
 from nanovllm.kernels.norm import add_rms_norm, add_rms_norm_reference
 from nanovllm.kernels.padded_rows import empty_rows, padded_rows, rows_in_memory
@@ -227,7 +228,8 @@ def test_rows_behind_the_last_are_read_and_not_written() -> None:
 
 
 def test_configurations_survive_pickling_and_files(tmp_path: Path) -> None:
-    configs = (SMALL, SplitConfig(2), GemmConfig("fma", 8, 256, 2))
+    algorithm = LtConfig(66, 17, 35, 3, custom=1, parts=2, opaque="00ff")
+    configs = (SMALL, SplitConfig(2), GemmConfig("fma", 8, 256, 2), algorithm)
     for config in configs:
         assert pickle.loads(pickle.dumps(config)) == config
     choices: tuning.Choices = {"o": dict(enumerate(configs)), "head": {}}

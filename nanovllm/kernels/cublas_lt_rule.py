@@ -1,0 +1,124 @@
+"""Which of cuBLASLt's algorithms are taken in place of cuBLAS' own choice: read off timings on an H200.
+
+scripts/bench_cublas_lt.py, cuBLASLt 13.1: what beat everything there was before by 1.5 % or more. Shapes are those of
+Qwen3 0.6B and 8B on one device, of a rank's share of 8B over two and of 32B over four. Where our own kernels multiply,
+next to nothing was gained. All layers of 8B as a chain gained with its entries below, and lost with others at 64 and
+160 rows, which are not here. Entries for 8B over two begin where our own kernels end.
+"""
+
+from functools import cache
+
+from nanovllm.kernels.lt_config import LtConfig
+
+FEWEST_ROWS, MOST_ROWS = 33, 256
+MANY_ROWS = 1024
+"""From here on the steps are prompts, whose numbers of rows are any. The algorithm is that of 4,096 rows."""
+_PROCESSORS = 132
+_LEAST_FILLED = 0.93
+
+# Projection and weight [n, k]: the rows that were measured, ascending, and the algorithm. The first that holds the rows
+# counts, for an algorithm for some rows does for fewer. Empty: what is there without.
+_FEW_ROWS: dict[tuple[str, int, int], dict[int, str]] = {
+    # 8B
+    ("qkv", 6144, 4096): {
+        160: "",
+        192: "66:144x64 s64xA c1x1 k1 o0",
+        224: "66:128x112 s64xA c1x2 k1 o3",
+        256: "66:96x128 s64xA c1x1 k1 o0",
+    },
+    ("o", 4096, 4096): {
+        160: "",
+        192: "66:96x64 s64xA c1x1 k1 o0",
+        224: "66:64x112 s64xA c1x2 k1 o3",
+        256: "66:64x128 s64xA c1x1 k1 o0",
+    },
+    ("gate_up", 24576, 4096): {
+        96: "",
+        128: "66:112x128 s64xA c4x1 k1 o0",
+        192: "",
+        224: "66:192x112 s64xA c2x1 k1 o1",
+    },
+    ("head", 151936, 4096): {
+        64: "66:64x64 s64xA c2x1 k1 o1",
+        96: "66:128x96 s64xA c2x1 k1 o5",
+        128: "66:112x128 s64xA c2x1 k1 o0",
+        192: "",
+        224: "66:192x224 s64xA c2x1 k1 o5",
+    },
+    # 0.6B
+    ("qkv", 4096, 1024): {128: "", 192: "66:96x64 s64xA c1x1 k1 o0"},
+    ("head", 151936, 1024): {
+        64: "66:64x64 s64xA c2x1 k1 o1",
+        128: "66:112x64 s64xA c1x2 k1 o6",
+        192: "66:128x192 s64xA c2x1 k1 o4",
+        256: "66:144x128 s64xA c1x2 k1 o2",
+    },
+    # 8B over two
+    ("qkv", 3072, 4096): {128: "", 192: "66:80x64 s64xA c1x1 k1 o0", 256: "66:64x128 s64xA c4x2 k1 o2"},
+    ("o", 4096, 2048): {128: "", 192: "66:96x64 s64xA c1x1 k1 o0", 256: "66:128x64 s64xA c2x1 k1 o0"},
+    ("gate_up", 12288, 4096): {128: "", 192: "66:112x192 s64xA c2x1 k1 o0", 256: "66:192x128 s64xA c1x2 k1 o6"},
+    ("down", 4096, 6144): {128: "", 192: "66:96x64 s64xA c1x1 k1 o0", 256: "66:64x128 s64xA c1x1 k1 o0"},
+    ("head", 75968, 4096): {192: "", 256: "66:144x128 s64xA c1x2 k1 o2"},
+    # 32B over four
+    ("qkv", 2560, 5120): {
+        64: "66:32x64 s64xA c2x1 k1 o0",
+        128: "66:64x64 s64xA c2x2 k1 o3",
+        192: "66:64x64 s64xA c1x1 k1 o1",
+        256: "66:88x64 s64xA c2x4 k1 o2",
+    },
+    ("o", 5120, 2048): {128: "", 192: "66:128x64 s64xA c1x1 k1 o1", 256: "66:80x128 s64xA c1x1 k1 o0"},
+    ("gate_up", 12800, 5120): {64: "66:128x64 s64xA c1x1 k1 o1", 192: "", 256: "66:112x128 s64xA c4x1 k1 o0"},
+    ("down", 5120, 6400): {
+        64: "",
+        128: "66:88x64 s64xA c4x2 k1 o2",
+        192: "66:128x64 s64xA c1x1 k1 o1",
+        256: "66:80x128 s64xA c1x2 k1 o0",
+    },
+    ("head", 37984, 5120): {64: "66:144x64 s64xA c1x1 k1 o0", 128: "66:144x128 s64xA c1x1 k1 o0"},
+}
+# By the weight [n, k]: at 4,096 rows, under a load that goes on.
+_MANY_ROWS: dict[tuple[int, int], str] = {
+    (6144, 4096): "66:168x128 s64xA c1x2 k1 o2",  # 8B: qkv, o, gate and up, down
+    (4096, 4096): "66:112x128 s64xA c1x2 k1 o2",
+    (24576, 4096): "66:176x128 s64xA c1x2 k1 o2",
+    (4096, 12288): "66:112x128 s64xA c1x2 k1 o2",
+    (4096, 1024): "66:112x128 s64xA c1x2 k1 o2",  # 0.6B
+    (1024, 2048): "66:128x128 s64xA c1x1 k1 o1",
+    (6144, 1024): "66:168x128 s64xA c1x2 k1 o2",
+    (1024, 3072): "66:128x128 s64xA c1x1 k1 o1",
+    (3072, 4096): "66:128x128 s64xA c2x1 k1 o1",  # 8B over two
+    (4096, 2048): "66:112x128 s64xA c1x2 k1 o2",
+    (12288, 4096): "66:176x128 s64xA c1x2 k1 o2",
+    (4096, 6144): "66:112x128 s64xA c1x2 k1 o2",
+    (5120, 2048): "66:128x160 s64xA c2x1 k1 o1",  # 32B over four; its qkv gained too little
+    (12800, 5120): "66:176x128 s64xA c1x1 k1 o2",
+    (5120, 6400): "66:128x160 s64xA c2x1 k1 o1",
+}
+
+
+def algorithm(projection: str, rows: int, n: int, k: int) -> LtConfig | None:
+    """For x [rows, k] of a decode step and a weight [n, k]. None: what is taken without, our own kernels say."""
+    if rows < FEWEST_ROWS:
+        return None
+    measured = _FEW_ROWS.get((projection, n, k), {})
+    return _parsed(next((text for most, text in measured.items() if rows <= most), ""))
+
+
+def many_rows_algorithm(n: int, k: int) -> LtConfig | None:
+    """For MANY_ROWS and more of x and a weight [n, k], where `fills` says so."""
+    return _parsed(_MANY_ROWS.get((n, k), ""))
+
+
+def fills(config: LtConfig, rows: int, n: int) -> bool:
+    """Whether the tiles of `config` come out even: not much of the last row of tiles and of the last round over the
+    processors is idle. So it was at the 4,096 rows that the algorithms are from; elsewhere cuBLAS may know better."""
+    if config.tile_size is None:
+        return True
+    tile_n, tile_m = config.tile_size
+    rounds = -(-(-(-n // tile_n) * -(-rows // tile_m)) // _PROCESSORS)
+    return rows * n >= _LEAST_FILLED * rounds * _PROCESSORS * tile_n * tile_m
+
+
+@cache
+def _parsed(text: str) -> LtConfig | None:
+    return LtConfig.parse(text) if text else None
