@@ -83,11 +83,16 @@ class LLM:
                 self.engine.check_request(token_ids[-1], param)
             except ValueError as error:
                 raise ValueError(f"prompts[{index}]: {error}") from None
-        with self._step_lock:
-            ids = [self.engine.add_request(tokens, param) for tokens, param in zip(token_ids, params, strict=True)]
-            self._generating.update(ids)
+        ids: list[int] = []
         try:
-            self._run_until_finished(ids, use_tqdm)
+            with _interrupt_between_steps() as interrupted:
+                with self._step_lock:
+                    for tokens, param in zip(token_ids, params, strict=True):
+                        ids.append(self.engine.add_request(tokens, param))
+                        if interrupted.is_set():
+                            break
+                    self._generating.update(ids)
+                self._run_until_finished(ids, use_tqdm, interrupted)
         except BaseException:
             for request_id in ids:
                 self.engine.abort(request_id)
@@ -132,18 +137,16 @@ class LLM:
                 raise ValueError(f"prompt: token id {bad!r} must be an integer, found {kind.__name__}")
         return [int(token_id) for token_id in prompt]
 
-    def _run_until_finished(self, request_ids: list[int], use_tqdm: bool) -> None:
+    def _run_until_finished(self, request_ids: list[int], use_tqdm: bool, interrupted: threading.Event) -> None:
         unfinished = set(request_ids)
-        with _Progress(self.engine, len(request_ids), use_tqdm) as progress, _interrupt_between_steps() as interrupted:
-            while unfinished:
+        with _Progress(self.engine, len(request_ids), use_tqdm) as progress:
+            while unfinished and not interrupted.is_set():
                 with self._step_lock:
                     if not self.engine.has_unfinished_requests():
                         break  # another thread's generate() has taken the last results in for us
                     self._dispatch(self.engine.step())
                     unfinished -= self._ended
                 progress.update(len(request_ids) - len(unfinished))
-                if interrupted.is_set():
-                    break
 
     def _dispatch(self, outputs: list[StepOutput]) -> None:
         """Keeps what belongs to add_request's callers for step(), and notes which requests of generate() have ended,
