@@ -226,7 +226,10 @@ class LLM:
 
     def has_unfinished_requests(self) -> bool:
         """Whether step() has anything left to do or to report."""
-        return bool(self._foreign_outputs) or self.engine.has_unfinished_requests()
+        if self.engine.has_unfinished_requests() or self._foreign_outputs:
+            return True
+        with self._step_lock:  # another thread's turn may just be handing over what it took in for us
+            return bool(self._foreign_outputs) or self.engine.has_unfinished_requests()
 
     def is_finished(self) -> bool:
         return not self.has_unfinished_requests()

@@ -146,7 +146,8 @@ def test_abort_of_a_request_that_generate_waits_for(llm: LLM) -> None:
 
 def test_a_loop_of_ones_own_lasts_until_its_output_is_there(llm: LLM) -> None:
     """Also where another thread's generate() takes it in: between the engine's turn and the hand-over nothing is lost."""
-    request_id = llm.add_request([5] * 9, GREEDY)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    request_id = llm.add_request([5] * 9, params)
     dispatch, answers = llm._dispatch, []
 
     def asked_in_between(outputs: list[Any]) -> None:
@@ -158,7 +159,7 @@ def test_a_loop_of_ones_own_lasts_until_its_output_is_there(llm: LLM) -> None:
 
     llm._dispatch = asked_in_between  # type: ignore[method-assign]
     try:
-        run_in_threads(lambda: token_ids(llm, [5] * 9))
+        run_in_threads(lambda: token_ids(llm, [5] * 9, params=params))
     finally:
         llm._dispatch = dispatch  # type: ignore[method-assign]
     assert wait_until(lambda: answers == [True])
