@@ -113,6 +113,7 @@ class LLMEngine:
         eos = frozenset() if params.ignore_eos else frozenset(self.model_config.eos_token_ids)
         stop_ids = eos | frozenset(params.stop_token_ids)
         rows = [self.request_sampling.row(params, stop_ids, len(prompt_token_ids), i) for i in range(params.n)]
+        num_sampling = sum(row is not None for row in rows)
         now = time.perf_counter()
         with self._lock:
             request_id = self._num_requests
@@ -133,7 +134,7 @@ class LLMEngine:
                 for index, row in enumerate(rows)
             ]
             self._completions[request_id] = seqs
-            self._num_sampling += sum(row is not None for row in rows)
+            self._num_sampling += num_sampling
             self._inbox.append(("add", seqs))
         return request_id
 
@@ -237,7 +238,9 @@ class LLMEngine:
 
     def _note_end(self, seq: Sequence, now: float) -> None:
         seq.metrics.finished_time = now
-        self._num_sampling -= seq.sampling is not None
+        if seq.sampling is not None:
+            with self._lock:  # add_request counts up in other threads
+                self._num_sampling -= 1
         if seq.finish_reason == "stop" and seq.stop_reason is None:
             last, params = seq.token_ids[-1], seq.params
             if last in params.stop_token_ids and (params.ignore_eos or last not in self.model_config.eos_token_ids):
