@@ -1,13 +1,17 @@
 """The user's front: what generate, chat and a loop of one's own take and give, on the checkpoint that ships with us."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.attention import select_backend
+from nanovllm.worker import model_runner
 
 DEMO = Path(__file__).resolve().parents[1] / "assets" / "demo-qwen3"
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -189,6 +193,18 @@ def test_options_as_settled_and_engine_info(llm: LLM) -> None:
     assert (llm.config.max_model_len, llm.config.dtype, llm.config.device) == (128, "float32", "cpu")
     info = llm.engine_info()
     assert info["device"] == "cpu" and info["tensor_parallel_size"] == 1 and info["num_kvcache_blocks"] == 64
+
+
+@pytest.mark.parametrize(("is_fallback", "level"), [(False, logging.INFO), (True, logging.WARNING)])
+def test_the_attention_backend_and_why_is_logged_once(
+    is_fallback: bool, level: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = select_backend("auto", device="cpu", dtype=torch.float32, block_size=16, head_dim=64)
+    monkeypatch.setattr(model_runner, "select_backend", lambda *_, **__: chosen._replace(is_fallback=is_fallback))
+    with caplog.at_level(logging.INFO), LLM(str(DEMO), **OPTIONS):
+        [record] = [record for record in caplog.records if "attention backend" in record.getMessage()]
+    assert record.levelno == level
+    assert record.getMessage() == f"attention backend: torch ({chosen.reason})"
 
 
 def test_closed() -> None:

@@ -1,5 +1,6 @@
 """One rank: loads its share of the model, turns packed steps into device work, samples."""
 
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from nanovllm.worker.executor import RunnerInit
     from nanovllm.worker.precompile import KernelCompiler
     from nanovllm.worker.tuning import Choices
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -78,13 +81,16 @@ class ModelRunner:
         self.kernels = select_kernels(self.device, config.fused_kernels, interpret=config.attention_backend == "triton")
         if self.kernels.fused and self.device.type == "cuda":
             settle_keys()
-        backend_class, self.backend_reason = select_backend(
+        backend_class, self.backend_reason, is_fallback = select_backend(
             config.attention_backend,
             device=self.device,
             dtype=self.dtype,
             block_size=self.block_size,
             head_dim=model.head_dim,
         )
+        if rank == 0:
+            level = logging.WARNING if is_fallback else logging.INFO
+            logger.log(level, "attention backend: %s (%s)", backend_class.name, self.backend_reason)
         self.heads = HeadSplit(model.num_attention_heads, model.num_key_value_heads, rank, config.tensor_parallel_size)
         self.backend = backend_class(
             self.heads.local_heads,

@@ -145,7 +145,7 @@ def test_abort_of_a_request_that_generate_waits_for(llm: LLM) -> None:
 
 
 def test_a_loop_of_ones_own_lasts_until_its_output_is_there(llm: LLM) -> None:
-    """Also where another thread's generate() takes it in: between the engine's turn and the hand-over nothing is lost."""
+    """Also where another thread's generate() takes it in: between the engine's turn and the hand-over."""
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     request_id = llm.add_request([5] * 9, params)
     dispatch, answers = llm._dispatch, []
