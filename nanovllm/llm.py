@@ -114,14 +114,16 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers a chat, or each of several: lists of {"role": ..., "content": ...}, through the chat template.
 
-        `template_options` go to the template, for example enable_thinking=False.
+        `template_options` go to the template, for example enable_thinking=False. The outputs' `prompt` is the text
+        that it made.
         """
         self._require_open()
-        if not messages:
-            return []
-        chats = messages if isinstance(messages[0], list) else [messages]
-        prompts = [self.engine.tokenizer.apply_chat_template(chat, **template_options) for chat in chats]  # type: ignore[arg-type]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        tokenizer = self.engine.tokenizer
+        texts = [tokenizer.apply_chat_template(chat, **template_options) for chat in _as_chats(messages)]
+        outputs = self.generate([tokenizer.encode_plain(text) for text in texts], sampling_params, use_tqdm)
+        for output, text in zip(outputs, texts, strict=True):
+            output.prompt = text
+        return outputs
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -308,6 +310,23 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         if not isinstance(prompt, (str, list, tuple)):
             raise TypeError(f"prompts[{index}]: must be a str or a list of token ids, found {type(prompt).__name__}")
     return batch  # type: ignore[return-value]
+
+
+def _as_chats(messages: Any) -> list[Sequence[Mapping[str, Any]]]:
+    """One chat or several as a list of chats."""
+    if not isinstance(messages, (list, tuple)):
+        found = type(messages).__name__
+        raise TypeError(f"messages: must be a list of {{'role': ..., 'content': ...}} or a list of such, found {found}")
+    several = any(isinstance(item, (list, tuple)) for item in messages)
+    chats = list(messages) if several else [messages] if messages else []
+    for number, chat in enumerate(chats):
+        name = f"messages[{number}]" if several else "messages"
+        if not isinstance(chat, (list, tuple)) or not chat:
+            raise ValueError(f"{name}: must be a list of at least one message where others are lists, found {chat!r}")
+        for index, message in enumerate(chat):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise ValueError(f"{name}[{index}]: must be a dict with a 'role', found {message!r}")
+    return chats
 
 
 def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -103,6 +103,8 @@ def test_finish_reasons(llm: LLM) -> None:
     assert stopped.finish_reason == "stop"
     assert stopped.token_ids[-1] in llm.model_config.eos_token_ids
     assert "5" in stopped.text and "<|" not in stopped.text
+    assert llm.tokenizer.encode(stopped.prompt, add_special_tokens=False) == stopped.prompt_token_ids
+    assert "What is 2 plus 3?" in stopped.prompt
     [cut] = llm.chat([chat], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
     assert (cut.finish_reason, cut.token_ids) == ("length", stopped.token_ids[:2])
     [full] = generate(llm, [7] * 120, SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True))
