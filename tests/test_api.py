@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, StepOutput
 from nanovllm.attention import select_backend
 from nanovllm.worker import model_runner
 
@@ -46,6 +47,13 @@ def run_loop(llm: LLM) -> tuple[dict[int, list[int]], dict[int, str | None]]:
     return tokens, reasons
 
 
+def run_steps(llm: LLM, request_id: int) -> list[StepOutput]:
+    gained: list[StepOutput] = []
+    while llm.has_unfinished_requests():
+        gained += [output for output in llm.step() if output.request_id == request_id]
+    return gained
+
+
 def generate(llm: LLM, prompts: Any, params: Any = FIXED) -> list[Any]:
     return llm.generate(prompts, params, use_tqdm=False)
 
@@ -77,18 +85,15 @@ def test_an_output_is_an_object_and_a_mapping(llm: LLM) -> None:
     assert output["text"] == output.text == output.outputs[0].text
     assert output["token_ids"] == output.token_ids == output.outputs[0].token_ids
     assert output["finish_reason"] == output.finish_reason == output.outputs[0].finish_reason == "length"
-    assert set(dict(output)) >= {
-        "text",
-        "token_ids",
-        "finish_reason",
-        "num_cached_tokens",
-        "prompt",
-        "outputs",
-        "metrics",
-    }
-    for unknown in ("txt", "__class__", "_text", 0):
-        with pytest.raises(KeyError):
-            output[unknown]
+    [step] = [gained for gained in run_steps(llm, llm.add_request("one two three", FIXED)) if gained.finished]
+    for what in (output, output.outputs[0], step):
+        assert set(dict(what)) >= {field.name for field in fields(what) if field.repr}, "every field that is shown"
+        assert dict(what) == {name: getattr(what, name) for name in what}
+        assert "finish_reason" in what and "keys" not in what
+        for unknown in ("txt", "keys", "view", "__class__", "_NAMES", 0):
+            with pytest.raises(KeyError):
+                what[unknown]
+    assert dict(output)["text"] == output.text
 
 
 def test_empty_batches(llm: LLM) -> None:
