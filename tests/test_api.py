@@ -1,6 +1,8 @@
 """The user's front: what generate, chat and a loop of one's own take and give, on the checkpoint that ships with us."""
 
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -212,6 +214,16 @@ def test_the_attention_backend_and_why_is_logged_once(
         [record] = [record for record in caplog.records if "attention backend" in record.getMessage()]
     assert record.levelno == level
     assert record.getMessage() == f"attention backend: torch ({chosen.reason})"
+
+
+def test_importing_the_package_leaves_torch_alone_until_it_is_needed() -> None:
+    program = (
+        "import sys, nanovllm; assert 'torch' not in sys.modules\n"
+        "for name in nanovllm.__all__: getattr(nanovllm, name)\n"
+        "assert issubclass(nanovllm.WorkerError, RuntimeError) and issubclass(nanovllm.StepTimeout, RuntimeError)\n"
+        "assert issubclass(nanovllm.WeightsIncomplete, RuntimeError) and nanovllm.LLM.generate"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
 def test_closed() -> None:
