@@ -276,9 +276,8 @@ class ModelConfig:
 
     def check_tensor_parallel(self, size: int) -> None:
         """Raises ValueError where `size` ranks cannot share this model."""
-        for name in ("num_attention_heads", "intermediate_size"):
-            value = getattr(self, name)
-            _require(value % size == 0, "tensor_parallel_size", size, f"a divisor of {name}={value}")
+        heads = self.num_attention_heads
+        _require(heads % size == 0, "tensor_parallel_size", size, f"a divisor of num_attention_heads={heads}")
 
 
 _REQUIRED_SIZES = (
