@@ -32,6 +32,7 @@ from nanovllm.roofline import DeviceFigures, Roofline, device_figures
 
 IMPORTED_AT = time.perf_counter()
 LATENCY_REQUESTS = 5
+SIZES = ", ".join(name.removeprefix("Qwen3-") for name in PUBLISHED_SHAPES)
 
 SAMPLING_ROWS: list[tuple[str, dict[str, Any]]] = [
     ("temperature 0.6", {}),
@@ -263,11 +264,23 @@ def against(limit: float | None, seconds: float, unit: str, scale: float) -> str
 
 
 def parse_range(text: str) -> tuple[int, int]:
+    """"100-1024", or one number -> the bounds."""
     low, _, high = text.partition("-")
-    bounds = int(low), int(high or low)
-    if not 1 <= bounds[0] <= bounds[1]:
-        raise ValueError
-    return bounds
+    high = high or low
+    if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be LOW-HIGH with 1 <= LOW <= HIGH, or one number")
+    return int(low), int(high)
+
+
+def parse_stall(pairs: Sequence[str]) -> StallWorkload:
+    values, known = parse_assignments(pairs), {item.name: item.type for item in fields(StallWorkload)}
+    for name, value in values.items():
+        if name not in known:
+            raise ValueError(f"--decode-stall {name}: must be one of {', '.join(known)}")
+        kinds, least = ((int,), 1) if known[name] is int else ((int, float), 0)
+        if type(value) not in kinds or value < least:
+            raise ValueError(f"--decode-stall {name}={value!r}: must be a number >= {least}")
+    return StallWorkload(**values)
 
 
 def parse_assignments(pairs: Sequence[str]) -> dict[str, Any]:
@@ -287,8 +300,7 @@ def parse_assignments(pairs: Sequence[str]) -> dict[str, Any]:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     engine = parser.add_argument_group("engine")
-    sizes = ", ".join(name.removeprefix("Qwen3-") for name in PUBLISHED_SHAPES)
-    engine.add_argument("--model", default="0.6B", help=f"folder, hub id, or, for random weights, one of {sizes}")
+    engine.add_argument("--model", default="0.6B", help=f"folder, hub id, or, for random weights, one of {SIZES}")
     engine.add_argument("--load-format", choices=("auto", "dummy"), help="default: dummy for a shape by name")
     engine.add_argument("--tensor-parallel-size", type=int, default=1)
     engine.add_argument("--max-num-seqs", type=int)
@@ -323,6 +335,8 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, dict[str
     if not Path(args.model).is_dir() and f"Qwen3-{args.model}" in PUBLISHED_SHAPES:
         args.model = f"Qwen3-{args.model}"
     published = args.model in PUBLISHED_SHAPES and not Path(args.model).is_dir()
+    if not published and not Path(args.model).is_dir() and args.model.count("/") != 1:
+        parser.error(f"--model {args.model}: no such folder, no hub id (owner/name), and not one of {SIZES}")
     options: dict[str, Any] = {
         "load_format": args.load_format or ("dummy" if published else "auto"),
         "tensor_parallel_size": args.tensor_parallel_size,
@@ -333,7 +347,7 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, dict[str
     try:
         options |= parse_assignments(args.options)
         if args.decode_stall is not None:
-            args.decode_stall = StallWorkload(**parse_assignments(args.decode_stall))
+            args.decode_stall = parse_stall(args.decode_stall)
         EngineConfig.from_options(args.model, **options)  # a mistake shows before anything is loaded
     except (TypeError, ValueError) as error:
         parser.error(str(error))

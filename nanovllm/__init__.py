@@ -1,12 +1,16 @@
 """nanovllm: a tensor-parallel LLM serving engine, exact and small enough to read in an afternoon."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutput
 
 if TYPE_CHECKING:
+    from nanovllm.engine.llm_engine import WeightsIncomplete
     from nanovllm.llm import LLM
+    from nanovllm.worker.device_io import StepTimeout
+    from nanovllm.worker.processes import WorkerError
 
 __version__ = "0.1.0"
 __all__ = [
@@ -16,15 +20,24 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StepOutput",
+    "StepTimeout",
     "StructuredOutput",
+    "WeightsIncomplete",
+    "WorkerError",
     "__version__",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    # LLM pulls in torch; the vocabulary above does not. Loading it on first use keeps `import nanovllm` instant.
-    if name == "LLM":
-        from nanovllm.llm import LLM
+# These pull in torch; the vocabulary above does not. Loading them on first use keeps `import nanovllm` instant.
+_ON_FIRST_USE = {
+    "LLM": "nanovllm.llm",
+    "StepTimeout": "nanovllm.worker.device_io",
+    "WeightsIncomplete": "nanovllm.engine.llm_engine",
+    "WorkerError": "nanovllm.worker.processes",
+}
 
-        return LLM
+
+def __getattr__(name: str) -> Any:
+    if name in _ON_FIRST_USE:
+        return getattr(import_module(_ON_FIRST_USE[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

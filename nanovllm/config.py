@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_TENSOR_PARALLEL_SIZE = 8
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 def _require(condition: bool, option: str, value: Any, bound: str) -> None:
@@ -24,6 +25,10 @@ def _require_int(option: str, value: Any, low: int, high: int | None = None) -> 
     bound = f"an integer >= {low}" if high is None else f"an integer in {low}..{high}"
     is_int = isinstance(value, int) and not isinstance(value, bool)
     _require(is_int and value >= low and (high is None or value <= high), option, value, bound)
+
+
+def _require_positive(option: str, value: Any) -> None:
+    _require(_is_number(value) and value > 0, option, value, "a finite number > 0")
 
 
 @dataclass(frozen=True)
@@ -102,13 +107,12 @@ class EngineConfig:
     """Seconds after which a step (or a worker) without progress is an error; compiling does not count."""
 
     def __post_init__(self) -> None:
-        _require(
-            isinstance(self.model, (str, os.PathLike)) and bool(str(self.model)),
-            "model",
-            self.model,
-            "a path or hub id",
-        )
-        object.__setattr__(self, "model", str(self.model))
+        for option in ("model", "tokenizer", "kernel_choices"):
+            value = getattr(self, option)
+            if value is not None or option == "model":
+                is_path = isinstance(value, (str, os.PathLike)) and bool(str(value))
+                _require(is_path, option, value, "a path" if option == "kernel_choices" else "a path or hub id")
+                object.__setattr__(self, option, str(value))
         for option in (
             "max_num_seqs",
             "max_num_batched_tokens",
@@ -131,15 +135,14 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         _require(_is_number(share) and 0 < share <= 1, "gpu_memory_utilization", share, "a number in (0, 1]")
         for option in ("cpu_kvcache_gib", "step_timeout"):
-            value = getattr(self, option)
-            _require(_is_number(value) and value > 0, option, value, "a finite number > 0")
+            _require_positive(option, getattr(self, option))
         _require(
             isinstance(self.hf_overrides, dict), "hf_overrides", self.hf_overrides, "a dict of config.json entries"
         )
         for option in (f.name for f in fields(self) if f.type is bool):
             _require(isinstance(getattr(self, option), bool), option, getattr(self, option), "True or False")
         self._require_choice("device", "auto", "cuda", "cpu")
-        self._require_choice("dtype", "auto", "bfloat16", "float16", "float32")
+        self._require_choice("dtype", "auto", *DTYPES)
         self._require_choice("load_format", "auto", "dummy")
         self._require_choice("attention_backend", "auto", "flash", "triton", "torch")
 
@@ -196,7 +199,13 @@ class RopeConfig:
         )
         names = ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate")
         given = {name: scaling[name] for name in names if scaling.get(name) is not None}
-        return cls(float(scaling.get("rope_theta", raw.get("rope_theta", 10000.0))), kind, **given)
+        theta = scaling.get("rope_theta", raw.get("rope_theta", 10000.0))
+        for name, value in {"rope_theta": theta, **given}.items():
+            if name == "truncate":
+                _require(isinstance(value, bool), name, value, "True or False")
+            else:
+                _require_positive(f"rope {name}" if name == "factor" else name, value)
+        return cls(float(theta), kind, **given)
 
 
 @dataclass(frozen=True)
@@ -240,6 +249,14 @@ class ModelConfig:
         eos = (generation or {}).get("eos_token_id")
         eos = raw.get("eos_token_id") if eos is None else eos
         eos_ids = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+        for token_id in eos_ids:
+            _require_int("eos_token_id", token_id, 0, raw["vocab_size"] - 1)
+        rms_norm_eps = raw.get("rms_norm_eps", 1e-6)
+        _require_positive("rms_norm_eps", rms_norm_eps)
+        tied = raw.get("tie_word_embeddings", False)
+        _require(isinstance(tied, bool), "tie_word_embeddings", tied, "True or False")
+        torch_dtype = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
+        _require(torch_dtype in DTYPES, "config.json: dtype", torch_dtype, "one of " + ", ".join(map(repr, DTYPES)))
         return cls(
             architecture=architectures[0],
             vocab_size=raw["vocab_size"],
@@ -250,18 +267,17 @@ class ModelConfig:
             num_key_value_heads=kv_heads,
             head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
             max_position_embeddings=raw["max_position_embeddings"],
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rms_norm_eps=rms_norm_eps,
             rope=RopeConfig.from_dict(raw),
-            tie_word_embeddings=raw.get("tie_word_embeddings", False),
-            torch_dtype=raw.get("dtype") or raw.get("torch_dtype") or "bfloat16",
+            tie_word_embeddings=tied,
+            torch_dtype=torch_dtype,
             eos_token_ids=eos_ids,
         )
 
     def check_tensor_parallel(self, size: int) -> None:
         """Raises ValueError where `size` ranks cannot share this model."""
-        for name in ("num_attention_heads", "intermediate_size"):
-            value = getattr(self, name)
-            _require(value % size == 0, "tensor_parallel_size", size, f"a divisor of {name}={value}")
+        heads = self.num_attention_heads
+        _require(heads % size == 0, "tensor_parallel_size", size, f"a divisor of num_attention_heads={heads}")
 
 
 _REQUIRED_SIZES = (

@@ -83,11 +83,16 @@ class LLM:
                 self.engine.check_request(token_ids[-1], param)
             except ValueError as error:
                 raise ValueError(f"prompts[{index}]: {error}") from None
-        with self._step_lock:
-            ids = [self.engine.add_request(tokens, param) for tokens, param in zip(token_ids, params, strict=True)]
-            self._generating.update(ids)
+        ids: list[int] = []
         try:
-            self._run_until_finished(ids, use_tqdm)
+            with _interrupt_between_steps() as interrupted:
+                with self._step_lock:
+                    for tokens, param in zip(token_ids, params, strict=True):
+                        ids.append(self.engine.add_request(tokens, param))
+                        if interrupted.is_set():
+                            break
+                    self._generating.update(ids)
+                self._run_until_finished(ids, use_tqdm, interrupted)
         except BaseException:
             for request_id in ids:
                 self.engine.abort(request_id)
@@ -109,14 +114,16 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers a chat, or each of several: lists of {"role": ..., "content": ...}, through the chat template.
 
-        `template_options` go to the template, for example enable_thinking=False.
+        `template_options` go to the template, for example enable_thinking=False. The outputs' `prompt` is the text
+        that it made.
         """
         self._require_open()
-        if not messages:
-            return []
-        chats = messages if isinstance(messages[0], list) else [messages]
-        prompts = [self.engine.tokenizer.apply_chat_template(chat, **template_options) for chat in chats]  # type: ignore[arg-type]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        tokenizer = self.engine.tokenizer
+        texts = [tokenizer.apply_chat_template(chat, **template_options) for chat in _as_chats(messages)]
+        outputs = self.generate([tokenizer.encode_plain(text) for text in texts], sampling_params, use_tqdm)
+        for output, text in zip(outputs, texts, strict=True):
+            output.prompt = text
+        return outputs
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -132,18 +139,16 @@ class LLM:
                 raise ValueError(f"prompt: token id {bad!r} must be an integer, found {kind.__name__}")
         return [int(token_id) for token_id in prompt]
 
-    def _run_until_finished(self, request_ids: list[int], use_tqdm: bool) -> None:
+    def _run_until_finished(self, request_ids: list[int], use_tqdm: bool, interrupted: threading.Event) -> None:
         unfinished = set(request_ids)
-        with _Progress(self.engine, len(request_ids), use_tqdm) as progress, _interrupt_between_steps() as interrupted:
-            while unfinished:
+        with _Progress(self.engine, len(request_ids), use_tqdm) as progress:
+            while unfinished and not interrupted.is_set():
                 with self._step_lock:
                     if not self.engine.has_unfinished_requests():
                         break  # another thread's generate() has taken the last results in for us
                     self._dispatch(self.engine.step())
                     unfinished -= self._ended
                 progress.update(len(request_ids) - len(unfinished))
-                if interrupted.is_set():
-                    break
 
     def _dispatch(self, outputs: list[StepOutput]) -> None:
         """Keeps what belongs to add_request's callers for step(), and notes which requests of generate() have ended,
@@ -223,7 +228,10 @@ class LLM:
 
     def has_unfinished_requests(self) -> bool:
         """Whether step() has anything left to do or to report."""
-        return bool(self._foreign_outputs) or self.engine.has_unfinished_requests()
+        if self.engine.has_unfinished_requests() or self._foreign_outputs:
+            return True
+        with self._step_lock:  # another thread's turn may just be handing over what it took in for us
+            return bool(self._foreign_outputs) or self.engine.has_unfinished_requests()
 
     def is_finished(self) -> bool:
         return not self.has_unfinished_requests()
@@ -302,6 +310,23 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         if not isinstance(prompt, (str, list, tuple)):
             raise TypeError(f"prompts[{index}]: must be a str or a list of token ids, found {type(prompt).__name__}")
     return batch  # type: ignore[return-value]
+
+
+def _as_chats(messages: Any) -> list[Sequence[Mapping[str, Any]]]:
+    """One chat or several as a list of chats."""
+    if not isinstance(messages, (list, tuple)):
+        found = type(messages).__name__
+        raise TypeError(f"messages: must be a list of {{'role': ..., 'content': ...}} or a list of such, found {found}")
+    several = any(isinstance(item, (list, tuple)) for item in messages)
+    chats = list(messages) if several else [messages] if messages else []
+    for number, chat in enumerate(chats):
+        name = f"messages[{number}]" if several else "messages"
+        if not isinstance(chat, (list, tuple)) or not chat:
+            raise ValueError(f"{name}: must be a list of at least one message where others are lists, found {chat!r}")
+        for index, message in enumerate(chat):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise ValueError(f"{name}[{index}]: must be a dict with a 'role', found {message!r}")
+    return chats
 
 
 def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

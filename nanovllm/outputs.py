@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 import numpy as np
 
@@ -33,6 +33,24 @@ class RequestMetrics:
         """Mean seconds between tokens, after the first."""
         times = self.token_times
         return None if len(times) < 2 else (times[-1] - times[0]) / (len(times) - 1)
+
+
+class _ByName:
+    """The attributes of _NAMES, and no others, are also reachable as out[name]; dict(out) has them all."""
+
+    _NAMES: ClassVar[tuple[str, ...]]
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._NAMES:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._NAMES)
+
+    def keys(self) -> tuple[str, ...]:
+        """Names that out[name] accepts."""
+        return self._NAMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +167,10 @@ class LogprobsList(Sequence[dict[int, Logprob] | None]):
 
 
 @dataclass
-class StepOutput:
+class StepOutput(_ByName):
     """What one completion of a request gained in one step."""
+
+    _NAMES = ("request_id", "new_token_ids", "finished", "finish_reason", "index", "stop_reason", "logprobs")
 
     request_id: int
     new_token_ids: list[int]
@@ -174,8 +194,13 @@ class StepOutput:
 
 
 @dataclass
-class CompletionOutput:
+class CompletionOutput(_ByName):
     """One continuation of a prompt."""
+
+    _NAMES = (
+        *("index", "text", "token_ids", "finish_reason", "stop_reason"),
+        *("logprobs", "cumulative_logprob", "metrics"),
+    )
 
     index: int
     text: str
@@ -193,8 +218,13 @@ class CompletionOutput:
 
 
 @dataclass
-class RequestOutput:
+class RequestOutput(_ByName):
     """A finished request. The first completion's fields are also reachable as out.text or out["text"]."""
+
+    _NAMES = (
+        *("request_id", "prompt", "prompt_token_ids", "outputs", "num_cached_tokens", "metrics", "finished"),
+        *("prompt_logprobs", "text", "token_ids", "finish_reason"),
+    )
 
     request_id: int
     prompt: str | None
@@ -219,13 +249,3 @@ class RequestOutput:
     @property
     def finish_reason(self) -> str | None:
         return self.outputs[0].finish_reason
-
-    def __getitem__(self, name: str) -> Any:
-        if isinstance(name, str) and not name.startswith("_") and hasattr(self, name):
-            return getattr(self, name)
-        raise KeyError(name)
-
-    def keys(self) -> list[str]:
-        """Names that out[name] accepts, so that dict(out) works."""
-        names = ["request_id", "prompt", "prompt_token_ids", "text", "token_ids", "finish_reason"]
-        return [*names, "num_cached_tokens", "metrics", "outputs", "prompt_logprobs"]

@@ -1,6 +1,7 @@
 """Text to token ids and back. transformers is imported only here, and only when a tokenizer is wanted."""
 
 import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nanovllm.config import EngineConfig
@@ -67,7 +68,10 @@ class Tokenizer:
             self._token_bytes = TokenBytes(hf)
         return ByteDetokenizer(self._token_bytes, skip_special_tokens)
 
-    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
-        """Token ids of a chat that ends where the assistant is to speak."""
-        text = self.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-        return list(self.hf.encode(text, add_special_tokens=False))
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """Text of a chat that ends where the assistant is to speak; `encode_plain` gives its token ids."""
+        hf = self.hf
+        try:
+            return str(hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
+        except Exception as error:  # whatever a template raises
+            raise ValueError(f"messages: the chat template cannot render them: {error}") from error

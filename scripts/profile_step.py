@@ -22,6 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench import parse_assignments
 from nanovllm import LLM, SamplingParams
 
 FIRST_KERNEL = "prepare_decode"  # every decode step begins with it
@@ -86,7 +87,12 @@ def main() -> None:
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--options", nargs="*", default=[], metavar="KEY=VALUE", help="any other option of the engine")
     args = parser.parse_args()
-    options = {key: json.loads(value) for key, value in (option.split("=", 1) for option in args.options)}
+    if not torch.cuda.is_available():
+        parser.error("a GPU is needed: what is profiled are its kernels")
+    try:
+        options = parse_assignments(args.options)
+    except ValueError as error:
+        parser.error(str(error))
     dummy = not Path(args.model).is_dir()
     model = f"Qwen3-{args.model}" if dummy else args.model
     load_format = "dummy" if dummy else "auto"

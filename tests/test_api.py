@@ -1,13 +1,20 @@
 """The user's front: what generate, chat and a loop of one's own take and give, on the checkpoint that ships with us."""
 
+import logging
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, StepOutput
+from nanovllm.attention import select_backend
+from nanovllm.worker import model_runner
 
 DEMO = Path(__file__).resolve().parents[1] / "assets" / "demo-qwen3"
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -42,6 +49,13 @@ def run_loop(llm: LLM) -> tuple[dict[int, list[int]], dict[int, str | None]]:
     return tokens, reasons
 
 
+def run_steps(llm: LLM, request_id: int) -> list[StepOutput]:
+    gained: list[StepOutput] = []
+    while llm.has_unfinished_requests():
+        gained += [output for output in llm.step() if output.request_id == request_id]
+    return gained
+
+
 def generate(llm: LLM, prompts: Any, params: Any = FIXED) -> list[Any]:
     return llm.generate(prompts, params, use_tqdm=False)
 
@@ -73,18 +87,15 @@ def test_an_output_is_an_object_and_a_mapping(llm: LLM) -> None:
     assert output["text"] == output.text == output.outputs[0].text
     assert output["token_ids"] == output.token_ids == output.outputs[0].token_ids
     assert output["finish_reason"] == output.finish_reason == output.outputs[0].finish_reason == "length"
-    assert set(dict(output)) >= {
-        "text",
-        "token_ids",
-        "finish_reason",
-        "num_cached_tokens",
-        "prompt",
-        "outputs",
-        "metrics",
-    }
-    for unknown in ("txt", "__class__", "_text", 0):
-        with pytest.raises(KeyError):
-            output[unknown]
+    [step] = [gained for gained in run_steps(llm, llm.add_request("one two three", FIXED)) if gained.finished]
+    for what in (output, output.outputs[0], step):
+        assert set(dict(what)) >= {field.name for field in fields(what) if field.repr}, "every field that is shown"
+        assert dict(what) == {name: getattr(what, name) for name in what}
+        assert "finish_reason" in what and "keys" not in what
+        for unknown in ("txt", "keys", "view", "__class__", "_NAMES", 0):
+            with pytest.raises(KeyError):
+                what[unknown]
+    assert dict(output)["text"] == output.text
 
 
 def test_empty_batches(llm: LLM) -> None:
@@ -99,6 +110,8 @@ def test_finish_reasons(llm: LLM) -> None:
     assert stopped.finish_reason == "stop"
     assert stopped.token_ids[-1] in llm.model_config.eos_token_ids
     assert "5" in stopped.text and "<|" not in stopped.text
+    assert llm.tokenizer.encode(stopped.prompt, add_special_tokens=False) == stopped.prompt_token_ids
+    assert "What is 2 plus 3?" in stopped.prompt
     [cut] = llm.chat([chat], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
     assert (cut.finish_reason, cut.token_ids) == ("length", stopped.token_ids[:2])
     [full] = generate(llm, [7] * 120, SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True))
@@ -189,6 +202,28 @@ def test_options_as_settled_and_engine_info(llm: LLM) -> None:
     assert (llm.config.max_model_len, llm.config.dtype, llm.config.device) == (128, "float32", "cpu")
     info = llm.engine_info()
     assert info["device"] == "cpu" and info["tensor_parallel_size"] == 1 and info["num_kvcache_blocks"] == 64
+
+
+@pytest.mark.parametrize(("is_fallback", "level"), [(False, logging.INFO), (True, logging.WARNING)])
+def test_the_attention_backend_and_why_is_logged_once(
+    is_fallback: bool, level: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = select_backend("auto", device="cpu", dtype=torch.float32, block_size=16, head_dim=64)
+    monkeypatch.setattr(model_runner, "select_backend", lambda *_, **__: chosen._replace(is_fallback=is_fallback))
+    with caplog.at_level(logging.INFO), LLM(str(DEMO), **OPTIONS):
+        [record] = [record for record in caplog.records if "attention backend" in record.getMessage()]
+    assert record.levelno == level
+    assert record.getMessage() == f"attention backend: torch ({chosen.reason})"
+
+
+def test_importing_the_package_leaves_torch_alone_until_it_is_needed() -> None:
+    program = (
+        "import sys, nanovllm; assert 'torch' not in sys.modules\n"
+        "for name in nanovllm.__all__: getattr(nanovllm, name)\n"
+        "assert issubclass(nanovllm.WorkerError, RuntimeError) and issubclass(nanovllm.StepTimeout, RuntimeError)\n"
+        "assert issubclass(nanovllm.WeightsIncomplete, RuntimeError) and nanovllm.LLM.generate"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
 def test_closed() -> None:

@@ -34,6 +34,8 @@ BAD_PROMPTS = {
     "id = vocab_size": ([5, VOCAB], rf"token id {VOCAB} must be in 0\.\.{VOCAB - 1}"),
     "negative id": ([5, -1], r"token id -1 must be in 0\.\."),
     "huge id": ([5, 2**40], rf"token id {2**40} must be in 0\.\."),
+    "beyond 64 bits": ([2**64], rf"token id {2**64} must be in 0\.\."),
+    "no common integer type": ([-1, 2**63], r"token id -1 must be in 0\.\."),
     "float id": ([5, 2.0], r"token id 2\.0 must be an integer"),
     "NaN id": ([math.nan], r"token id nan must be an integer"),
     "bool id": ([5, True], r"token id True must be an integer"),
@@ -116,7 +118,7 @@ BAD_OPTIONS = {
     "max_num_seqs": [0, -1, 2.5, "all", True],
     "max_num_batched_tokens": [0, None],
     "max_model_len": [0, 10**6],
-    "num_kvcache_blocks": [0, -3],
+    "num_kvcache_blocks": [0, -3, 10**9],
     "kvcache_block_size": [8, 24, 0],
     "tensor_parallel_size": [0, 9, 3, "2"],
     "gpu_memory_utilization": [0, 1.5, math.nan, "most"],
@@ -129,6 +131,8 @@ BAD_OPTIONS = {
     "seed": [-1, 0.5],
     "enforce_eager": [1, "no"],
     "hf_overrides": [[]],
+    "tokenizer": [3, ""],
+    "kernel_choices": [3, True],
 }
 
 
@@ -147,7 +151,8 @@ def test_unknown_options_are_named() -> None:
 
 
 def test_too_little_memory_for_a_block() -> None:
-    with pytest.raises(ValueError, match=r"cpu_kvcache_gib=1e-07: leaves .* must leave at least"):
+    pattern = r"cpu_kvcache_gib=1e-07: leaves 107 bytes .* must leave at least [1-9]\d* .*two blocks: one that"
+    with pytest.raises(ValueError, match=pattern):
         LLM(str(DEMO), device="cpu", cpu_kvcache_gib=1e-7)
 
 
@@ -194,11 +199,42 @@ def test_no_such_model(tmp_path: Path) -> None:
         ({"vocab_size": -5}, r"vocab_size=-5: must be"),
         ({"num_key_value_heads": 3}, r"num_key_value_heads=3: must be a divisor of num_attention_heads"),
         ({"hidden_act": "gelu"}, r"hidden_act='gelu': must be 'silu'"),
+        ({"rope_scaling": {"type": "linear", "factor": "x"}}, r"rope factor='x': must be"),
+        ({"rope_scaling": {"type": "linear", "factor": -1}}, r"rope factor=-1: must be a finite number > 0"),
+        ({"rope_theta": "x"}, r"rope_theta='x': must be"),
+        ({"rms_norm_eps": "x"}, r"rms_norm_eps='x': must be"),
+        ({"tie_word_embeddings": "x"}, r"tie_word_embeddings='x': must be"),
+        ({"eos_token_id": "x"}, r"eos_token_id='x': must be an integer in 0\.\."),
+        ({"eos_token_id": [1, VOCAB]}, rf"eos_token_id={VOCAB}: must be an integer in 0\.\.{VOCAB - 1}"),
+        ({"dtype": "float8"}, r"dtype='float8': must be one of"),
     ],
 )
 def test_configurations_that_we_do_not_have(folder: Path, changes: dict[str, Any], pattern: str) -> None:
-    edit_config(folder, **changes)
+    if None not in changes.values():
+        refuse(folder, ValueError, pattern, hf_overrides=changes)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    edit_config(folder, **{"rope_parameters": None, **changes})
     refuse(folder, ValueError, pattern)
+
+
+BAD_CHATS: dict[str, tuple[Any, type[Exception], str]] = {
+    "text": ("hi", TypeError, r"messages: must be a list of"),
+    "one message": ({"role": "user", "content": "hi"}, TypeError, r"messages: must be a list of"),
+    "no message": (["hi"], ValueError, r"messages\[0\]: must be a dict with a 'role'"),
+    "no role": ([{"foo": "x"}], ValueError, r"messages\[0\]: must be a dict with a 'role'"),
+    "no content": ([{"role": "user"}], ValueError, r"messages: the chat template cannot render them"),
+    "one of several": ([[{"role": "user", "content": "hi"}], [{}]], ValueError, r"messages\[1\]\[0\]: must be a dict"),
+    "mixed": ([{"role": "user", "content": "hi"}, [{}]], ValueError, r"messages\[0\]: must be a list"),
+    "an empty one": ([[]], ValueError, r"messages\[0\]: must be a list of at least one"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CHATS)
+def test_what_is_no_chat(name: str, llm: LLM) -> None:
+    messages, kind, pattern = BAD_CHATS[name]
+    with pytest.raises(kind, match=pattern):
+        llm.chat(messages, PARAMS, use_tqdm=False)
+    assert llm.is_finished()
 
 
 def test_broken_configuration_files(folder: Path) -> None:

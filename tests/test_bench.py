@@ -154,8 +154,12 @@ def test_published_names_get_dummy_weights(tmp_path: Path) -> None:
         (["--options", "fused_kernel=False"], "fused_kernels"),
         (["--options", "seed"], "key=value"),
         (["--options", "max_num_seqs=0"], "max_num_seqs"),
-        (["--decode-stall", "decoders=1"], "decoders"),
-        (["--input-len", "9-3"], "--input-len"),
+        (["--decode-stall", "decoders=1"], "--decode-stall decoders: must be one of decodes, decode_input"),
+        (["--decode-stall", "decodes=x"], "--decode-stall decodes='x': must be a number >= 1"),
+        (["--decode-stall", "prompts=1.5"], "--decode-stall prompts=1.5: must be"),
+        (["--input-len", "9-3"], "--input-len: '9-3': must be LOW-HIGH with 1 <= LOW <= HIGH"),
+        (["--output-len", "x"], "--output-len: 'x': must be LOW-HIGH"),
+        (["--model", "7B"], "--model 7B: no such folder, no hub id (owner/name), and not one of 0.6B, 1.7B, 4B, 8B"),
         (["--num-seqs", "0"], "--num-seqs"),
     ],
 )
@@ -163,6 +167,15 @@ def test_mistakes_are_named(flags: list[str], named: str, capsys: pytest.Capture
     with pytest.raises(SystemExit):
         bench.parse_args(flags)
     assert named in capsys.readouterr().err
+
+
+def test_step_profiles_take_the_same_options_and_need_a_gpu(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    command = [str(ROOT / "scripts" / "profile_step.py"), "--options", "enforce_eager=True"]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and "a GPU is needed" in done.stderr
 
 
 class ClockedEngine:

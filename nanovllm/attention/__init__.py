@@ -20,6 +20,8 @@ BACKENDS: dict[str, tuple[str, str]] = {
 class Selection(NamedTuple):
     backend: type[AttentionBackend]
     reason: str
+    is_fallback: bool = False
+    """Something faster could not be used; `reason` says why."""
 
 
 def select_backend(name: str, *, device: torch.device | str, dtype: torch.dtype, block_size: int,
@@ -41,7 +43,8 @@ def select_backend(name: str, *, device: torch.device | str, dtype: torch.dtype,
         except ValueError as error:
             refusals.append(str(error))
             continue
-        return Selection(backend, "; ".join(refusals) or f"the fastest on {torch.device(device).type}")
+        reason = "; ".join(refusals) or f"the fastest on {torch.device(device).type}"
+        return Selection(backend, reason, is_fallback=bool(refusals))
     raise ValueError("attention_backend='auto': none can serve this model: " + "; ".join(refusals))
 
 

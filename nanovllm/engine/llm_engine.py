@@ -30,6 +30,13 @@ class WeightsIncomplete(RuntimeError):
     """load_weights stopped half-way: until a call of it succeeds, there is no model to run."""
 
 
+def _extremes(token_ids: list[int]) -> tuple[int, int]:
+    """Least and largest of the ids. Raises ValueError where they are no flat list of integers."""
+    if not all(isinstance(token_id, int) for token_id in token_ids):
+        raise ValueError("prompt: token ids must be a flat list of integers")
+    return min(token_ids), max(token_ids)
+
+
 class LLMEngine:
     """Rank 0: owns the scheduler and, through the executor, all ranks. Token ids in, token ids out.
 
@@ -86,10 +93,11 @@ class LLMEngine:
             raise ValueError(f"prompt of {length} tokens: must be shorter than {name}={value} (one token is generated)")
         vocab = self.model_config.vocab_size
         ids = np.asarray(prompt_token_ids)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise ValueError("prompt: token ids must be a flat list of integers")
-        if int(ids.min()) < 0 or int(ids.max()) >= vocab:
-            bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+        is_flat = ids.ndim == 1 and ids.dtype.kind in "iu"
+        # What numpy has no integer for stays as it is, to be named.
+        low, high = (int(ids.min()), int(ids.max())) if is_flat else _extremes(prompt_token_ids)
+        if low < 0 or high >= vocab:
+            bad = low if low < 0 else high
             raise ValueError(f"prompt: token id {bad} must be in 0..{vocab - 1} (vocab_size={vocab})")
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params: must be SamplingParams, found {type(params).__name__}")
@@ -113,6 +121,7 @@ class LLMEngine:
         eos = frozenset() if params.ignore_eos else frozenset(self.model_config.eos_token_ids)
         stop_ids = eos | frozenset(params.stop_token_ids)
         rows = [self.request_sampling.row(params, stop_ids, len(prompt_token_ids), i) for i in range(params.n)]
+        num_sampling = sum(row is not None for row in rows)
         now = time.perf_counter()
         with self._lock:
             request_id = self._num_requests
@@ -133,7 +142,7 @@ class LLMEngine:
                 for index, row in enumerate(rows)
             ]
             self._completions[request_id] = seqs
-            self._num_sampling += sum(row is not None for row in rows)
+            self._num_sampling += num_sampling
             self._inbox.append(("add", seqs))
         return request_id
 
@@ -237,7 +246,9 @@ class LLMEngine:
 
     def _note_end(self, seq: Sequence, now: float) -> None:
         seq.metrics.finished_time = now
-        self._num_sampling -= seq.sampling is not None
+        if seq.sampling is not None:
+            with self._lock:  # add_request counts up in other threads
+                self._num_sampling -= 1
         if seq.finish_reason == "stop" and seq.stop_reason is None:
             last, params = seq.token_ids[-1], seq.params
             if last in params.stop_token_ids and (params.ignore_eos or last not in self.model_config.eos_token_ids):

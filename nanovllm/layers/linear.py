@@ -2,6 +2,8 @@
 
 Column-parallel: each rank holds a range of the outputs, and needs no communication. Row-parallel: each rank holds a
 range of the inputs and yields a partial sum; whoever consumes it adds the ranks' parts (see layers/norm.py).
+
+A width that the ranks do not divide is padded at its end, with weights of zero, which change no sum: SiLU(0) * 0 is 0.
 """
 
 import math
@@ -47,6 +49,19 @@ class ParallelLinear(WeightedModule):
         return F.linear(x, self.weight)
 
 
+_ALIGNMENT = 8  # of a rank's part of a padded width: what kernels for few rows ask of their inputs
+
+
+def _part_of(width: int, group: TensorParallelGroup) -> tuple[int, int, int]:
+    """A rank's part of a split width: its size (the same on all ranks), where it begins, how much of it is no
+    padding."""
+    size = width // group.size
+    if width % group.size:
+        size = (size // _ALIGNMENT + 1) * _ALIGNMENT
+    begin = min(width, group.rank * size)
+    return size, begin, min(size, width - begin)
+
+
 class MergedColumnParallelLinear(ParallelLinear):
     """Several column-parallel projections of the same input as one matrix, each split evenly over the ranks.
 
@@ -63,16 +78,20 @@ class MergedColumnParallelLinear(ParallelLinear):
     ) -> None:
         """`outputs`: name in the checkpoint -> whole number of outputs, in the order of the result's columns."""
         super().__init__()
-        self.rank = group.rank
         self.outputs = outputs
-        self.sizes = [size // group.size for size in outputs.values()]
-        self.weight = parameter(sum(self.sizes), in_features, dtype=dtype, device=device)
+        self.parts = [_part_of(width, group) for width in outputs.values()]
+        self.weight = parameter(sum(size for size, _, _ in self.parts), in_features, dtype=dtype, device=device)
+        for target, (_, _, valid) in self._targets():
+            target[valid:].zero_()
+
+    def _targets(self) -> Iterator[tuple[torch.Tensor, tuple[int, int, int]]]:
+        """This rank's rows of each output, and which part they are."""
+        return zip(self.weight.split([size for size, _, _ in self.parts]), self.parts, strict=True)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
-        targets = self.weight.split(self.sizes)
-        for (name, whole_size), size, target in zip(self.outputs.items(), self.sizes, targets, strict=True):
-            shape = (whole_size, self.weight.shape[1])
-            yield CheckpointWeight(f"{prefix}.{name}.weight", shape, (Shard(target, 0, self.rank * size),))
+        for (name, width), (target, (_, begin, valid)) in zip(self.outputs.items(), self._targets(), strict=True):
+            shape = (width, self.weight.shape[1])
+            yield CheckpointWeight(f"{prefix}.{name}.weight", shape, (Shard(target[:valid], 0, begin),))
 
 
 @dataclass(frozen=True)
@@ -158,10 +177,11 @@ class RowParallelLinear(ParallelLinear):
         self, in_features: int, out_features: int, group: TensorParallelGroup, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        self.rank = group.rank
         self.in_features = in_features
-        self.weight = parameter(out_features, in_features // group.size, dtype=dtype, device=device)
+        size, self.begin, self.valid = _part_of(in_features, group)
+        self.weight = parameter(out_features, size, dtype=dtype, device=device)
+        self.weight[:, self.valid :].zero_()
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
-        shard = Shard(self.weight, 1, self.rank * self.weight.shape[1])
+        shard = Shard(self.weight[:, : self.valid], 1, self.begin)
         yield CheckpointWeight(f"{prefix}.weight", (self.weight.shape[0], self.in_features), (shard,))

@@ -1,6 +1,6 @@
 """The command ring: rank 0 writes, every worker reads, through one piece of shared memory without a name.
 
-    | header: published, and of each rank sleeping, consumed, done, state, beat | slot 0 | slot 1 | ... |
+    | header: published, and of each rank sleeping, consumed, done, state, beat, work | slot 0 | slot 1 | ... |
 
 A message is cut into as many slots as it needs, so its size is not bounded by the memory. The writer publishes a slot
 by advancing a counter after the data is in place; a reader spins on that counter for a moment, then goes to sleep on a
@@ -24,7 +24,7 @@ NUM_SLOTS = 8
 SLOT_BYTES = 128 * 1024
 _SLOT_PREFIX = 16  # bytes of the message that remain, counted from this slot; bytes of it in this slot
 # Each word has a cache line to itself: readers and writer do not disturb each other.
-_HEADER_WORDS = 8 * (1 + 5 * MAX_READERS)
+_HEADER_WORDS = 8 * (1 + 6 * MAX_READERS)
 _HEADER_BYTES = 8 * _HEADER_WORDS
 _TOTAL_BYTES = _HEADER_BYTES + NUM_SLOTS * SLOT_BYTES
 
@@ -86,7 +86,7 @@ class _Ring:
             pass
 
 
-_SLEEPING, _CONSUMED, _DONE, _STATE, _BEAT = range(5)
+_SLEEPING, _CONSUMED, _DONE, _STATE, _BEAT, _WORK = range(6)
 
 
 class CommandWriter(_Ring):
@@ -158,6 +158,10 @@ class CommandWriter(_Ring):
         """Signs of life of a reader's process, whatever it is doing; see CommandReader.beat."""
         return self._words[self._word(_BEAT, reader)]
 
+    def work(self, reader: int) -> int:
+        """Grows as a reader computes, where it says so; see CommandReader.count_work."""
+        return self._words[self._word(_WORK, reader)]
+
 
 class CommandReader(_Ring):
     """A worker's end."""
@@ -172,6 +176,7 @@ class CommandReader(_Ring):
         self.spin_seconds = spin_seconds
         self._consumed = 0
         self._num_done = 0
+        self._work_clock: int | None = None
 
     def receive(self) -> tuple[int, Any]:
         """The next message: (STEP, its bytes) or (CALL, (method, args)). Waits as long as it takes."""
@@ -226,6 +231,14 @@ class CommandReader(_Ring):
     def beat(self) -> None:
         """Says that this process still runs; from a thread of its own, so that it can be said in the midst of work."""
         self._words[self._word(_BEAT, self._reader)] += 1
+        if self._work_clock is not None:
+            self._words[self._word(_WORK, self._reader)] = time.clock_gettime_ns(self._work_clock)
+
+    def count_work(self) -> None:
+        """From now on a beat also says how long the calling thread has computed: where steps are its own work. One
+        that waits for other ranks sleeps."""
+        if hasattr(time, "pthread_getcpuclockid"):
+            self._work_clock = time.pthread_getcpuclockid(threading.get_ident())
 
     def mark_done(self) -> None:
         """Says that one more message has been carried out."""

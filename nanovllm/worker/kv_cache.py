@@ -1,11 +1,21 @@
 """The paged KV cache of one rank: how many blocks fit, and the tensors."""
 
+import os
+
 import torch
 
 from nanovllm.config import ModelConfig
 from nanovllm.layers.attention import Attention
 
 GIB = 1 << 30
+_MIB = 1 << 20
+
+
+def _size(num_bytes: int) -> str:
+    for unit, scale in (("GiB", GIB), ("MiB", _MIB)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.3f} {unit}"
+    return f"{num_bytes} bytes"
 
 
 def block_bytes(model: ModelConfig, local_kv_heads: int, block_size: int, dtype: torch.dtype) -> int:
@@ -21,10 +31,15 @@ def blocks_that_fit(budget_bytes: int, bytes_per_block: int, option: str) -> int
     blocks = budget_bytes // bytes_per_block - 1
     if blocks < 1:
         raise ValueError(
-            f"{option}: leaves {budget_bytes / GIB:.3f} GiB for the KV cache, "
-            f"must leave at least {2 * bytes_per_block / GIB:.3f} GiB (two blocks)"
+            f"{option}: leaves {_size(budget_bytes)} for the KV cache, must leave at least "
+            f"{_size(2 * bytes_per_block)} (two blocks: one that requests can use, one for padding)"
         )
     return int(blocks)
+
+
+def host_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def bind_kv_cache(

@@ -1,5 +1,6 @@
 """One rank: loads its share of the model, turns packed steps into device work, samples."""
 
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -26,12 +27,14 @@ from nanovllm.sampling.section import split_section
 from nanovllm.worker.compile_server import hash_triton, settle_keys
 from nanovllm.worker.cuda_graphs import StepGraphs
 from nanovllm.worker.device_io import DeviceIO
-from nanovllm.worker.kv_cache import GIB, MemoryProbe, bind_kv_cache, block_bytes, blocks_that_fit
+from nanovllm.worker.kv_cache import GIB, MemoryProbe, bind_kv_cache, block_bytes, blocks_that_fit, host_memory
 
 if TYPE_CHECKING:
     from nanovllm.worker.executor import RunnerInit
     from nanovllm.worker.precompile import KernelCompiler
     from nanovllm.worker.tuning import Choices
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -78,13 +81,16 @@ class ModelRunner:
         self.kernels = select_kernels(self.device, config.fused_kernels, interpret=config.attention_backend == "triton")
         if self.kernels.fused and self.device.type == "cuda":
             settle_keys()
-        backend_class, self.backend_reason = select_backend(
+        backend_class, self.backend_reason, is_fallback = select_backend(
             config.attention_backend,
             device=self.device,
             dtype=self.dtype,
             block_size=self.block_size,
             head_dim=model.head_dim,
         )
+        if rank == 0:
+            level = logging.WARNING if is_fallback else logging.INFO
+            logger.log(level, "attention backend: %s (%s)", backend_class.name, self.backend_reason)
         self.heads = HeadSplit(model.num_attention_heads, model.num_key_value_heads, rank, config.tensor_parallel_size)
         self.backend = backend_class(
             self.heads.local_heads,
@@ -128,8 +134,11 @@ class ModelRunner:
         config = self.config
         per_block = block_bytes(self.model_config, self.heads.local_kv_heads, self.block_size, self.dtype)
         if self.device.type == "cpu":
-            option, budget = f"cpu_kvcache_gib={config.cpu_kvcache_gib}", int(config.cpu_kvcache_gib * GIB)
-            return config.num_kvcache_blocks or blocks_that_fit(budget, per_block, option)
+            if config.num_kvcache_blocks is None:
+                option, budget = f"cpu_kvcache_gib={config.cpu_kvcache_gib}", int(config.cpu_kvcache_gib * GIB)
+                return blocks_that_fit(budget, per_block, option)
+            fits = host_memory() // config.tensor_parallel_size // per_block - 1
+            return self._blocks_asked_for(fits)
         with self.io.stream_context():
             self.allocate_kv_cache(1)
             self.backend.warmup(self.model.attention_layers()[0].k_cache, self.model.attention_layers()[0].v_cache)
@@ -144,9 +153,13 @@ class ModelRunner:
         general_bytes = self.general_sampler.reserve_bytes(config.max_num_seqs, self.dtype)
         budget = self.memory.kv_budget(config.gpu_memory_utilization, step_bytes + graph_bytes + general_bytes)
         fits = blocks_that_fit(budget, per_block, f"gpu_memory_utilization={config.gpu_memory_utilization}")
-        if config.num_kvcache_blocks is not None and config.num_kvcache_blocks > fits:
-            raise ValueError(f"num_kvcache_blocks={config.num_kvcache_blocks}: must be at most the {fits} that fit")
-        return config.num_kvcache_blocks or fits
+        return self._blocks_asked_for(fits)
+
+    def _blocks_asked_for(self, fits: int) -> int:
+        blocks = self.config.num_kvcache_blocks or fits
+        if blocks > fits:
+            raise ValueError(f"num_kvcache_blocks={blocks}: must be at most the {fits} that fit")
+        return blocks
 
     @torch.inference_mode()
     def allocate_kv_cache(self, num_blocks: int) -> None:

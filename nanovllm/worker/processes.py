@@ -4,8 +4,10 @@ Workers run `python -m nanovllm.worker.main`, so the caller's main module is nev
 a socket whose other end is ours: when we go, however we go, they read the end of the stream and leave. When one of them
 goes, or stops making progress, a thread here notices, ends the others and keeps the reason for whoever is waiting.
 
-A worker hangs when it has a command before it and gets none done for step_timeout. While it starts, loads or answers a
-rare call, which may take long, it hangs when its process shows no sign of life for as long. While it compiles, never.
+A worker hangs when it has a command before it and gets none done for step_timeout; on a CPU, where a step may well take
+longer, when it does not even compute for as long. While it starts, loads or answers a rare call, which may take long,
+it hangs when its process shows no sign of life for as long. While it compiles, never. While we are stopped ourselves
+(Ctrl-Z), nothing counts.
 """
 
 import os
@@ -23,6 +25,7 @@ from typing import Any, NoReturn
 from nanovllm.worker.channel import CommandWriter, WorkerState, create_shared_memory
 
 _WATCH_INTERVAL = 0.2  # seconds between looks at workers' progress
+_LONGEST_LOOK_AWAY = 1.0  # seconds that count between two looks: in a longer pause this process stood still itself
 _EXIT_GRACE = 5.0  # seconds for a worker to end by itself when asked to
 _CALL_TIMEOUT = 1800.0  # seconds for rare commands such as loading weights
 _START_PATIENCE = 60.0  # seconds without a sign of life that libraries may take to load, where step_timeout is less
@@ -42,6 +45,14 @@ def start_python(module: str, *args: str, pass_fds: tuple[int, ...]) -> subproce
 
 class WorkerError(RuntimeError):
     """A worker died, failed or hung; the text says which, and carries the worker's traceback where it sent one."""
+
+
+@dataclass
+class _Progress:
+    """What was last seen of a worker, and for how many seconds it has not changed while we looked on."""
+
+    seen: object = None
+    unchanged: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -157,7 +168,8 @@ class WorkerProcesses:
 
     def _watch(self) -> None:
         open_controls = {control: rank for rank, control in enumerate(self._controls, start=1)}
-        last_change: list[tuple[object, float]] = [(None, time.monotonic())] * self.size
+        progress = {rank: _Progress() for rank in range(1, self.size)}
+        last_look = time.monotonic()
         while open_controls and not self._closing and self._failure is None:
             for control in wait(list(open_controls), timeout=_WATCH_INTERVAL):
                 assert isinstance(control, Connection)
@@ -171,22 +183,27 @@ class WorkerProcesses:
                     self._fail(_worker_failure(rank, *value))
                     return
                 self._replies[rank - 1].put(value)
-            for rank in range(1, self.size):
-                last_change[rank] = self._check_progress(rank, last_change[rank])
+            now = time.monotonic()
+            for rank in progress:
+                self._check_progress(rank, progress[rank], min(now - last_look, _LONGEST_LOOK_AWAY))
+            last_look = now
 
-    def _check_progress(self, rank: int, last_change: tuple[object, float]) -> tuple[object, float]:
-        """(what changes when the rank gets on, when we saw it so first); fails a rank that stands still (see above)."""
-        now, state, done = time.monotonic(), self.ring.state(rank - 1), self.ring.num_done(rank - 1)
-        limit = self.step_timeout if self.ring.num_sent else max(self.step_timeout, _START_PATIENCE)
-        progress = (state, done, self.ring.num_beats(rank - 1) if state is WorkerState.CALLING else 0)
-        at_rest = state is WorkerState.IDLE and done == self.ring.num_sent
-        if progress != last_change[0] or at_rest or state is WorkerState.COMPILING:
-            return progress, now
-        if now - last_change[1] > limit:
+    def _check_progress(self, rank: int, progress: _Progress, seconds: float) -> None:
+        """Notes whether the rank got on in the last `seconds`; fails one that stands still (see above)."""
+        ring, reader = self.ring, rank - 1
+        state, done = ring.state(reader), ring.num_done(reader)
+        limit = self.step_timeout if ring.num_sent else max(self.step_timeout, _START_PATIENCE)
+        within = {WorkerState.CALLING: ring.num_beats, WorkerState.STEPPING: ring.work}.get(state)
+        seen = (state, done, within(reader) if within is not None else 0)
+        at_rest = state is WorkerState.IDLE and done == ring.num_sent
+        if seen != progress.seen or at_rest or state is WorkerState.COMPILING:
+            progress.seen, progress.unchanged = seen, 0.0
+            return
+        progress.unchanged += seconds
+        if progress.unchanged > limit:
             option = f"step_timeout={self.step_timeout} s"
             what = option if limit == self.step_timeout else f"{limit:.0f} s at its start ({option})"
             self._fail(_Failure(WorkerError, f"rank {rank} made no progress for {what}"))
-        return last_change
 
     def _death_notice(self, rank: int) -> str:
         try:

@@ -17,6 +17,7 @@ def run_worker(ring: CommandReader, control: Connection, rank: int, init: Runner
     ring.spin_seconds = init.spin_seconds
     if init.config.device == "cpu":
         torch.set_num_threads(init.num_threads)
+        ring.count_work()
     control.send(("result", None))  # imported
     store = dist.TCPStore("127.0.0.1", init.store_port, is_master=False)
     runner = ModelRunner(init, rank, store)

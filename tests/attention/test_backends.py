@@ -90,6 +90,19 @@ def test_auto_on_a_cpu_is_torch() -> None:
     assert "cpu" in selection.reason
 
 
+def test_a_fallback_says_that_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from nanovllm.attention.triton_backend import TritonBackend
+
+    monkeypatch.setattr(TritonBackend, "check", classmethod(lambda *_: None))
+    monkeypatch.setitem(BACKENDS, "flash", ("no_such_module", "FlashBackend"))
+    selection = select_backend("auto", device="cuda", dtype=torch.bfloat16, block_size=128, head_dim=128)
+    assert selection.backend is TritonBackend and selection.is_fallback
+    assert "no_such_module" in selection.reason
+    by_name = select_backend("triton", device="cuda", dtype=torch.bfloat16, block_size=128, head_dim=128)
+    assert not by_name.is_fallback
+
+
 @pytest.mark.parametrize(("name", "change", "message"), [
     ("flashy", {}, "attention_backend='flashy': must be one of"),
     ("triton", {"block_size": 24}, "kvcache_block_size=24"),

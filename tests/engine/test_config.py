@@ -244,17 +244,13 @@ def test_both_spellings_of_rope_mean_the_same() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
 def test_ranks_that_divide_the_heads_are_taken(size: int) -> None:
-    ModelConfig.from_dict(SMALL).check_tensor_parallel(size)
+    ModelConfig.from_dict(small(intermediate_size=97)).check_tensor_parallel(size)
 
 
-@pytest.mark.parametrize(
-    ("changes", "size", "bound"),
-    [({}, 4, "num_attention_heads=6"), ({"intermediate_size": 97}, 2, "intermediate_size=97")],
-)
-def test_ranks_that_do_not_divide_the_model_are_refused(changes: dict[str, Any], size: int, bound: str) -> None:
+def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
     with pytest.raises(ValueError) as error:
-        ModelConfig.from_dict(small(**changes)).check_tensor_parallel(size)
-    assert str(error.value) == f"tensor_parallel_size={size}: must be a divisor of {bound}"
+        ModelConfig.from_dict(SMALL).check_tensor_parallel(4)
+    assert str(error.value) == "tensor_parallel_size=4: must be a divisor of num_attention_heads=6"
 
 
 @pytest.mark.parametrize("name", PUBLISHED_SHAPES)
@@ -262,7 +258,7 @@ def test_published_shapes_need_no_file(name: str) -> None:
     config = EngineConfig(name, load_format="dummy")
     model = read_model_config(resolve_model_folder(config))
     assert model.num_attention_heads % model.num_key_value_heads == 0
-    for size in (1, 2, 4, 8):
+    for size in (size for size in range(1, 9) if model.num_attention_heads % size == 0):
         model.check_tensor_parallel(size)
 
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from checkpoints import make_model, read_json, save, write_json
 from safetensors.torch import load_file, save_file
-from workload import make_requests, run
+from workload import assert_outputs, make_requests, run, run_alone
 
 from nanovllm import LLM
 from nanovllm.config import EngineConfig, ModelConfig, read_model_config
 from nanovllm.kernels import select_kernels
+from nanovllm.layers import linear
 from nanovllm.layers.linear import HeadSplit
 from nanovllm.layers.weights import CheckpointWeight
 from nanovllm.models.checkpoint import load_checkpoint, load_dummy, open_checkpoint, read_safetensors
@@ -67,14 +68,18 @@ def change_header(folder: Path, change: Callable[[dict[str, Any]], None], paddin
 # -- shards ---------------------------------------------------------------------------------------------------------
 
 
-def weights_of_rank(config: ModelConfig, rank: int, size: int) -> list[CheckpointWeight]:
-    """A rank's parameters, filled with NaN, in a model that nobody runs."""
+def model_of_rank(config: ModelConfig, rank: int, size: int) -> Qwen3ForCausalLM:
+    """What a rank builds, with no others and no attention."""
     heads = HeadSplit(config.num_attention_heads, config.num_key_value_heads, rank, size)
     group: Any = SimpleNamespace(rank=rank, size=size, overlap=None)
     backend: Any = None
     context = ModelContext(config, heads, group, select_kernels(CPU), backend, torch.float32, CPU, 64)
-    model = Qwen3ForCausalLM(context)
-    weights = list(model.checkpoint_weights())
+    return Qwen3ForCausalLM(context)
+
+
+def weights_of_rank(config: ModelConfig, rank: int, size: int) -> list[CheckpointWeight]:
+    """A rank's parameters, filled with NaN, in a model that nobody runs."""
+    weights = list(model_of_rank(config, rank, size).checkpoint_weights())
     for weight in weights:
         for shard in weight.shards:
             shard.target.fill_(torch.nan)
@@ -121,6 +126,50 @@ def test_shards_cover_the_checkpoint(tmp_path: Path, size: int, tied: bool) -> N
         assert not any(value.isnan().any() for value in gather(dummies).values())
         for path in tmp_path.iterdir():
             path.unlink()
+
+
+@pytest.mark.parametrize("width", [1, 20, 97, 131])
+@pytest.mark.parametrize("size", [3, 5, 8])
+def test_a_width_that_ranks_do_not_divide_is_padded_with_zeros(
+    size: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks' partial sums add up to the whole MLP, whatever memory held before, and dummy weights are those of one
+    rank."""
+    fresh = linear.parameter
+    monkeypatch.setattr(linear, "parameter", lambda *shape, **options: fresh(*shape, **options).fill_(torch.nan))
+    shape = {"num_attention_heads": 120, "num_key_value_heads": 120, "head_dim": 4, "num_hidden_layers": 1}
+    model = make_model(**shape, hidden_size=12, intermediate_size=width, vocab_size=37)
+    config = ModelConfig.from_dict(model.config.to_dict() | {"architectures": ["Qwen3ForCausalLM"]})
+    ranks = [weights_of_rank(config, rank, size) for rank in range(size)]
+    state = dict(model.state_dict())
+    for weights in ranks:
+        load_checkpoint(weights, state, CPU)
+    for name, value in gather(ranks).items():
+        assert torch.equal(value, state[name]), name
+    for weights in (*ranks, whole := weights_of_rank(config, 0, 1)):
+        load_dummy(weights, torch.float32, CPU, seed=3)
+    alone = gather([whole])
+    for name, value in gather(ranks).items():
+        assert torch.equal(value, alone[name]), name
+
+    x = torch.randn(5, 12)
+    mlps = [model_of_rank(config, rank, size).layers[0].mlp for rank in range(size)]
+    for mlp in mlps:
+        load_checkpoint(list(mlp.checkpoint_weights("model.layers.0.mlp")), state, CPU)
+    widths = {mlp.down_proj.weight.shape[1] for mlp in mlps}
+    assert len(widths) == 1 and (width % size == 0 or widths.pop() % 8 == 0)
+    torch.testing.assert_close(sum(mlp(x) for mlp in mlps), model.model.layers[0].mlp(x), rtol=1e-5, atol=1e-6)
+
+
+def test_eight_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
+    """More ranks than key/value heads, and a width that they do not divide."""
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 100}
+    folder = str(save(make_model(seed=5, num_hidden_layers=2, **shape), tmp_path))
+    requests = make_requests()[:3]
+    with LLM(folder, **OPTIONS, async_scheduling=False, enable_prefix_caching=False) as llm:
+        expected = run_alone(llm, requests)
+    with LLM(folder, **OPTIONS, tensor_parallel_size=8, max_num_batched_tokens=64) as llm:
+        assert_outputs(run(llm, requests), requests, expected)
 
 
 def test_query_heads_keep_their_keys() -> None:

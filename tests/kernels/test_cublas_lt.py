@@ -259,7 +259,9 @@ def one_weight() -> tuple[Any, ParallelLinear]:
     linear.weight = inputs(torch.bfloat16)[1]
     attention, mlp = SimpleNamespace(qkv_proj=linear, o_proj=linear), SimpleNamespace(gate_up_proj=linear)
     mlp.down_proj = linear
-    return SimpleNamespace(layers=[SimpleNamespace(self_attn=attention, mlp=mlp)], lm_head=linear), linear
+    norms = {"input_layernorm": SimpleNamespace(), "post_attention_layernorm": SimpleNamespace()}
+    layer = SimpleNamespace(self_attn=attention, mlp=mlp, **norms)
+    return SimpleNamespace(layers=[layer], norm=SimpleNamespace(), lm_head=linear), linear
 
 
 def test_rule_names_an_algorithm_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""A worker that fails where the test says: FAULT="import|group|load|step:how", for one rank of an engine."""
+"""A worker that fails (or only works for long) where the test says: FAULT="import|group|load|step:how", for one rank
+of an engine."""
 
 import os
 import signal
@@ -15,6 +16,11 @@ def fail(*_: Any, **__: Any) -> Any:
         os.kill(os.getpid(), signal.SIGSTOP)
     if how == "sleep":
         time.sleep(600)
+    if how == "work":
+        end = time.thread_time() + 3.0
+        while time.thread_time() < end:
+            pass
+        return
     if how == "value":
         raise ValueError("hidden_size=-1: must be positive")
     raise KeyError("a bug of ours")
@@ -34,7 +40,9 @@ def install(where: str) -> None:
 
         def launch_or_fail(self: Any, packed: Any) -> None:
             steps.append(1)
-            fail() if len(steps) == 4 else launch(self, packed)
+            if len(steps) == 4:
+                fail()
+            launch(self, packed)
 
         model_runner.ModelRunner.launch = launch_or_fail  # type: ignore[method-assign]
 

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from process_checks import GREEDY, LONG, MARK, marked_processes, tiny_llm, token_ids, wait_until
@@ -155,6 +156,25 @@ def test_ctrl_c_in_generate_leaves_the_engine_usable(tiny: str, mark: str) -> No
         assert gained[-1].finished
         assert llm.is_finished()
         llm.engine.scheduler.check_integrity()
+
+
+def test_ctrl_c_while_generate_adds_its_requests(tiny: str, mark: str) -> None:
+    with tiny_llm(tiny, tensor_parallel_size=1) as llm:
+        expected = token_ids(llm, [5] * 9)
+        add_request = llm.engine.add_request
+
+        def interrupted_add(*args: Any) -> int:
+            request_id = add_request(*args)
+            signal.raise_signal(signal.SIGINT)
+            return request_id
+
+        llm.engine.add_request = interrupted_add  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5] * 9] * 50, LONG, use_tqdm=False)
+        llm.engine.add_request = add_request  # type: ignore[method-assign]
+        assert not llm.engine._completions, "a request stayed behind"
+        assert token_ids(llm, [5] * 9) == expected
+        assert llm.step() == [] and llm.is_finished()
 
 
 def test_ctrl_c_in_step_loses_nothing(tiny: str, mark: str) -> None:

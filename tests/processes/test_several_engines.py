@@ -144,6 +144,29 @@ def test_abort_of_a_request_that_generate_waits_for(llm: LLM) -> None:
     assert len(outputs[0].token_ids) < LONG.max_tokens
 
 
+def test_a_loop_of_ones_own_lasts_until_its_output_is_there(llm: LLM) -> None:
+    """Also where another thread's generate() takes it in: between the engine's turn and the hand-over."""
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    request_id = llm.add_request([5] * 9, params)
+    dispatch, answers = llm._dispatch, []
+
+    def asked_in_between(outputs: list[Any]) -> None:
+        asking = threading.Thread(target=lambda: answers.append(llm.has_unfinished_requests()))
+        if not llm.engine.has_unfinished_requests():
+            asking.start()
+            asking.join(0.2)
+        dispatch(outputs)
+
+    llm._dispatch = asked_in_between  # type: ignore[method-assign]
+    try:
+        run_in_threads(lambda: token_ids(llm, [5] * 9, params=params))
+    finally:
+        llm._dispatch = dispatch  # type: ignore[method-assign]
+    assert wait_until(lambda: answers == [True])
+    assert [output.finished for output in llm.step() if output.request_id == request_id][-1]
+    assert llm.is_finished()
+
+
 def test_an_idle_engine_rests(llm: LLM, tiny: str) -> None:
     token_ids(llm, [5] * 9)
     pid = llm.engine.executor.processes._processes[0].pid

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from process_checks import GREEDY, LONG, marked_processes, tiny_llm, token_ids, 
 
 from nanovllm import LLM
 from nanovllm.worker import processes
-from nanovllm.worker.channel import NUM_SLOTS, SLOT_BYTES
+from nanovllm.worker.channel import NUM_SLOTS, SLOT_BYTES, WorkerState
 from nanovllm.worker.processes import WorkerError
 
 SOON = 5.0  # seconds within which a death must be an exception
@@ -66,6 +67,46 @@ def test_worker_stopped_in_mid_step(tiny: str, mark: str) -> None:
             token_ids(llm, [5] * 9, params=LONG)
         assert time.monotonic() - sent[0] < 2.0 + SOON
         assert_refuses_use(llm)
+
+
+@pytest.mark.parametrize("how", ["sleep", "work"])
+def test_a_long_step_is_one_that_computes(how: str, tiny: str, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a step may take longer than step_timeout, as long as it computes."""
+    expected = None
+    if how == "work":
+        with tiny_llm(tiny) as llm:
+            expected = token_ids(llm, [5] * 9)
+    monkeypatch.setattr(processes, "_WORKER_MODULE", "faulty_worker")
+    monkeypatch.setenv("FAULT", f"step:{how}")
+    with tiny_llm(tiny, step_timeout=1.5) as llm:
+        if expected is not None:
+            assert token_ids(llm, [5] * 9) == expected
+            return
+        begin = time.monotonic()
+        with pytest.raises(WorkerError, match=r"rank 1 made no progress for step_timeout=1.5 s"):
+            token_ids(llm, [5] * 9)
+        assert time.monotonic() - begin < 1.5 + SOON
+
+
+def test_a_stopped_engine_does_not_blame_its_workers(tiny: str, mark: str) -> None:
+    """Ctrl-Z in mid-step, and `fg` after longer than step_timeout."""
+    resume = ["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"]
+    with tiny_llm(tiny, step_timeout=1.5) as llm:
+        ring = llm.engine.executor.processes.ring
+        expected = token_ids(llm, [5] * 9)
+        launch = llm.engine.executor.runner.launch
+
+        def stop_in_mid_step(packed: object) -> None:
+            llm.engine.executor.runner.launch = launch  # type: ignore[method-assign]
+            wait_until(lambda: ring.state(0) is WorkerState.STEPPING)
+            time.sleep(0.5)  # the watcher has seen the step begin
+            with subprocess.Popen(resume):
+                os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(0.5)  # and looks before it goes on
+            launch(packed)  # type: ignore[arg-type]
+
+        llm.engine.executor.runner.launch = stop_in_mid_step  # type: ignore[method-assign]
+        assert token_ids(llm, [5] * 9) == expected
 
 
 def test_worker_that_never_takes_an_oversize_payload(tiny: str, mark: str) -> None:
