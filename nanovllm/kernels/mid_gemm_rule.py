@@ -2,8 +2,9 @@
 
 Whole layers (scripts/bench_mid_gemm.py), because kernels that start while the one before them runs do better among
 their like: 0.6B at 256 rows gains next to nothing from any one of them, and a fifth from all. Shapes are those of Qwen3
-0.6B, 1.7B, 4B and 8B on one device, and of a rank's share of 0.6B and 8B over two (scripts/bench_tp_chain.py). No shape
-stands for two rank counts, whose consumers would differ. Others go to cuBLAS as it is.
+0.6B, 1.7B, 4B and 8B on one device, and of a rank's share of 0.6B and 8B over two and of 32B over four
+(scripts/bench_tp_chain.py). No shape stands for two rank counts, whose consumers would differ. Others go to cuBLAS as it
+is.
 """
 
 from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
@@ -32,14 +33,16 @@ _WHOLE: dict[tuple[int, int], list[tuple[int, Choice]]] = {
     (6144, 4096): [(32, _A), (64, _C)],
     (2048, 1024): [(32, _A), (128, _B), (256, _C)],
     (3072, 4096): [(64, _A), (96, _C)],
+    (2560, 5120): [(32, _A), (64, _C), (96, _A)],
 }
-_GATED: dict[tuple[int, int], list[tuple[int, MidConfig]]] = {
+_GATED: dict[tuple[int, int], list[tuple[int, MidConfig | None]]] = {
     (6144, 1024): [(32, _GATED_A), (64, _GATED_B), (128, _GATED_C), (256, _GATED_D)],
     (12288, 2048): [(32, _GATED_F), (64, _GATED_C), (128, _GATED_E)],
     (19456, 2560): [(32, _GATED_A), (64, _GATED_D)],
     (24576, 4096): [(32, _GATED_A)],
     (3072, 1024): [(64, _GATED_A), (128, _GATED_B), (256, _GATED_C)],
     (12288, 4096): [(32, _GATED_A), (64, _GATED_C), (128, _GATED_E)],
+    (12800, 5120): [(32, _GATED_A), (64, None), (96, _GATED_E)],
 }
 _PARTS: dict[tuple[int, int], list[tuple[int, Choice]]] = {
     (1024, 2048): [(32, _A.split(4)), (64, _B.split(2)), (96, _A.split(2)), (128, _B.split(2)), (256, _C.split(2))],
@@ -53,6 +56,8 @@ _PARTS: dict[tuple[int, int], list[tuple[int, Choice]]] = {
     (1024, 1024): [(64, _A.split(2)), (128, _C.split(2)), (192, _B), (256, _C.split(2))],
     (1024, 1536): [(64, _A.split(2)), (128, _C.split(2)), (192, _B), (256, _C.split(2))],
     (4096, 2048): [(32, _A.split(2)), (64, _A), (128, _C), (192, None), (256, _D)],
+    (5120, 2048): [(32, _A), (64, _C)],
+    (5120, 6400): [(32, None), (64, _C)],
     (4096, 6144): [(32, _A.split(2)), (64, _A), (96, _HALVES), (128, _D.split(2)), (256, _HALVES)],
 }
 
@@ -72,7 +77,7 @@ def gated_product(rows: int, n: int, k: int, own: bool) -> MidConfig | None:
     return choice if own and isinstance(choice, MidConfig) else None
 
 
-def _first(ranges: "list[tuple[int, Choice]] | list[tuple[int, MidConfig]]", rows: int) -> Choice:
+def _first(ranges: "list[tuple[int, Choice]] | list[tuple[int, MidConfig | None]]", rows: int) -> Choice:
     if rows < FEWEST_ROWS:
         return None
     return next((choice for most, choice in ranges if rows <= most), None)
