@@ -118,8 +118,10 @@ class LLM:
         that it made.
         """
         self._require_open()
+        if not (chats := _as_chats(messages)):
+            return []
         tokenizer = self.engine.tokenizer
-        texts = [tokenizer.apply_chat_template(chat, **template_options) for chat in _as_chats(messages)]
+        texts = [tokenizer.apply_chat_template(chat, **template_options) for chat in chats]
         outputs = self.generate([tokenizer.encode_plain(text) for text in texts], sampling_params, use_tqdm)
         for output, text in zip(outputs, texts, strict=True):
             output.prompt = text

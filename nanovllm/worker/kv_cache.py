@@ -13,7 +13,7 @@ _MIB = 1 << 20
 
 def _size(num_bytes: int) -> str:
     for unit, scale in (("GiB", GIB), ("MiB", _MIB)):
-        if num_bytes >= scale:
+        if abs(num_bytes) >= scale:
             return f"{num_bytes / scale:.3f} {unit}"
     return f"{num_bytes} bytes"
 

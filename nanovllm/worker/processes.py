@@ -194,7 +194,7 @@ class WorkerProcesses:
         state, done = ring.state(reader), ring.num_done(reader)
         limit = self.step_timeout if ring.num_sent else max(self.step_timeout, _START_PATIENCE)
         within = {WorkerState.CALLING: ring.num_beats, WorkerState.STEPPING: ring.work}.get(state)
-        seen = (state, done, within(reader) if within is not None else 0)
+        seen = (limit, state, done, within(reader) if within is not None else 0)
         at_rest = state is WorkerState.IDLE and done == ring.num_sent
         if seen != progress.seen or at_rest or state is WorkerState.COMPILING:
             progress.seen, progress.unchanged = seen, 0.0

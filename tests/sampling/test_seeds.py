@@ -114,7 +114,8 @@ def test_neighbours_keep_the_fast_path(engines: Engines, alone: list[list[int]])
 
 def test_a_vocabulary_that_ranks_share_unevenly(engines: Engines) -> None:
     """Random weights, 301 tokens: padding between the shards of two and four ranks is never drawn."""
-    random_weights = {"load_format": "dummy", "hf_overrides": {"vocab_size": 301}, "skip_tokenizer_init": True}
+    changes = {"vocab_size": 301, "eos_token_id": 300}
+    random_weights = {"load_format": "dummy", "hf_overrides": changes, "skip_tokenizer_init": True}
     plain = {"temperature": 1.0, "max_tokens": 6, "ignore_eos": True}
     params = [
         SamplingParams(**{**plain, "seed": i, **options})
