@@ -137,8 +137,7 @@ class ModelRunner:
             if config.num_kvcache_blocks is None:
                 option, budget = f"cpu_kvcache_gib={config.cpu_kvcache_gib}", int(config.cpu_kvcache_gib * GIB)
                 return blocks_that_fit(budget, per_block, option)
-            fits = host_memory() // config.tensor_parallel_size // per_block - 1
-            return self._blocks_asked_for(fits)
+            return self._blocks_asked_for(host_memory() // config.tensor_parallel_size // per_block - 1)
         with self.io.stream_context():
             self.allocate_kv_cache(1)
             self.backend.warmup(self.model.attention_layers()[0].k_cache, self.model.attention_layers()[0].v_cache)
@@ -156,6 +155,7 @@ class ModelRunner:
         return self._blocks_asked_for(fits)
 
     def _blocks_asked_for(self, fits: int) -> int:
+        """num_kvcache_blocks, or all that fit."""
         blocks = self.config.num_kvcache_blocks or fits
         if blocks > fits:
             raise ValueError(f"num_kvcache_blocks={blocks}: must be at most the {fits} that fit")
