@@ -331,13 +331,14 @@ def start(model: str, device: str, tensor_parallel_size: int, seed: int, **optio
         model = f"Qwen3-{model}"
     on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     unit, rows = (128, 48) if on_gpu else (16, 12)
+    largest, beside = (20, 17) if on_gpu else (8, 5)  # on GPUs there are steps that several ranks run in halves
     small = {
         "kvcache_block_size": unit,
         "num_kvcache_blocks": 3 * rows,
         "max_model_len": 16 * unit,
         "max_num_seqs": rows,
-        "max_num_batched_tokens": 8 * unit,
-        "max_num_prefill_tokens_with_decodes": 5 * unit,
+        "max_num_batched_tokens": largest * unit,
+        "max_num_prefill_tokens_with_decodes": beside * unit,
         "max_num_partial_prefills": 3,
         "long_prefill_token_threshold": 3 * unit,
         "skip_tokenizer_init": True,

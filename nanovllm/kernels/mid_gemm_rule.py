@@ -3,8 +3,8 @@
 Whole layers (scripts/bench_mid_gemm.py), because kernels that start while the one before them runs do better among
 their like: 0.6B at 256 rows gains next to nothing from any one of them, and a fifth from all. Shapes are those of Qwen3
 0.6B, 1.7B, 4B and 8B on one device, and of a rank's share of 0.6B and 8B over two and of 32B over four
-(scripts/bench_tp_chain.py). No shape stands for two rank counts, whose consumers would differ. Others go to cuBLAS as it
-is.
+(scripts/bench_tp_chain.py). No shape stands for two rank counts, whose consumers would differ. Others go to cuBLAS as
+it is.
 """
 
 from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
