@@ -323,12 +323,12 @@ def test_many_rows_take_the_algorithm_where_it_suits(
 
 def test_choices_take_the_rule(fake: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     unknown = replace(CONFIG, tile=REFUSED_TILE)
-    monkeypatch.setattr(rule, "_FEW_ROWS", {("o", N, K): {64: str(CONFIG)}, ("down", N, K): {64: str(unknown)}})
+    monkeypatch.setattr(rule, "_FEW_ROWS", {("o", N, K): {40: str(CONFIG), 64: str(CONFIG)}, ("down", N, K): {40: str(unknown)}})
     monkeypatch.setattr(rule, "_MANY_ROWS", {(N, K): str(CONFIG)})
     before: tuning.Choices = {name: {40: SplitConfig(2)} for name in ("qkv", "o", "gate_up", "down", "head")}
     choices = tuning._with_algorithms(before, one_weight()[0], 64)
     many = {MANY_ROWS: CONFIG}
-    assert choices["o"] == dict.fromkeys((40, 48, 56, 64), CONFIG) | many
+    assert choices["o"] == dict.fromkeys((40, 64), CONFIG) | many
     assert choices["down"] == {40: SplitConfig(2)} | many, "what the library refuses stays as it was"
     assert choices["head"] == {40: SplitConfig(2)}
     tuning.save(tmp_path / "choices.json", choices)
