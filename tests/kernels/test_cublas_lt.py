@@ -323,7 +323,8 @@ def test_many_rows_take_the_algorithm_where_it_suits(
 
 def test_choices_take_the_rule(fake: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     unknown = replace(CONFIG, tile=REFUSED_TILE)
-    monkeypatch.setattr(rule, "_FEW_ROWS", {("o", N, K): {40: str(CONFIG), 64: str(CONFIG)}, ("down", N, K): {40: str(unknown)}})
+    few = {("o", N, K): {40: str(CONFIG), 64: str(CONFIG)}, ("down", N, K): {40: str(unknown)}}
+    monkeypatch.setattr(rule, "_FEW_ROWS", few)
     monkeypatch.setattr(rule, "_MANY_ROWS", {(N, K): str(CONFIG)})
     before: tuning.Choices = {name: {40: SplitConfig(2)} for name in ("qkv", "o", "gate_up", "down", "head")}
     choices = tuning._with_algorithms(before, one_weight()[0], 64)
