@@ -66,8 +66,10 @@ class Attention(WeightedModule):
         """Lets go of the KV cache; worker/kv_cache.py binds one: [num_blocks, kv heads, block_size, head_dim] each."""
         self.k_cache = self.v_cache = self.q_norm_weight.new_empty(0, self.heads.local_kv_heads, 1, self.head_dim)
 
-    def forward(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
-        return self.o_proj(self.attend(self.qkv_proj(x), step))
+    def forward(self, x: torch.Tensor, step: ForwardStep, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """`wanted` int [N]: the tokens whose result anybody will read, [N, hidden]; all have their keys stored."""
+        attended = self.attend(self.qkv_proj(x), step)
+        return self.o_proj(attended if wanted is None else attended.index_select(0, wanted))
 
     def attend(self, qkv: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """Everything between the projections: [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim]."""

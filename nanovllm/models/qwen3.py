@@ -93,12 +93,10 @@ class Qwen3DecoderLayer(WeightedModule):
         wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`wanted` int [N], on one rank: the tokens whose results anybody will read, here and in what follows."""
-        attention = self.self_attn
         x, residual = self.input_layernorm(partial, residual)
-        attended = attention.attend(attention.qkv_proj(x), step)
         if wanted is not None:
-            attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
-        x, residual = self.post_attention_layernorm(attention.o_proj(attended), residual)
+            residual = residual.index_select(0, wanted)
+        x, residual = self.post_attention_layernorm(self.self_attn(x, step, wanted), residual)
         return self.mlp(x), residual
 
     def forward_in_halves(self, halves: Halves, steps: HalfSteps, following: ReduceAddNorm) -> Halves:

@@ -64,7 +64,7 @@ class MemoryProbe:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._is_cuda = device.type == "cuda"
-        self._step_bytes = self._extra_bytes = 0
+        self._reserved: dict[str, int] = {}
         if self._is_cuda:
             self.free_at_start, self.total = torch.cuda.mem_get_info(device)
 
@@ -80,16 +80,17 @@ class MemoryProbe:
 
     def end_step(self) -> int:
         """Bytes that the step needed at its peak, beyond what was there."""
-        self._step_bytes = torch.cuda.max_memory_reserved(self._device) - self._before
+        step_bytes = torch.cuda.max_memory_reserved(self._device) - self._before
         self.release_cached()
-        return self._step_bytes
+        return step_bytes
 
-    def kv_budget(self, utilization: float, reserved_bytes: int) -> int:
-        """Bytes left for the KV cache within `utilization` of the whole GPU, and within what is free."""
+    def kv_budget(self, utilization: float, **reserved: int) -> int:
+        """Bytes left for the KV cache within `utilization` of the whole GPU, and within what is free, when the bytes
+        `reserved` for other things, by name, stay free."""
         self.release_cached()
-        self._extra_bytes = reserved_bytes
+        self._reserved = reserved
         free = torch.cuda.mem_get_info(self._device)[0]
-        return int(min(utilization * self.total - self.used_bytes(), free) - reserved_bytes)
+        return int(min(utilization * self.total - self.used_bytes(), free) - sum(reserved.values()))
 
     def release_cached(self) -> None:
         """Gives torch's unused memory back to the device."""
@@ -98,10 +99,5 @@ class MemoryProbe:
             torch.cuda.empty_cache()
 
     def report(self) -> dict[str, object]:
-        """Sizes in GiB: the largest step, and everything kept free beside weights and KV (step and graphs)."""
-        if not self._is_cuda:
-            return {}
-        return {
-            "step_gib": round(self._step_bytes / GIB, 3),
-            "step_and_graphs_gib": round(self._extra_bytes / GIB, 3),
-        }
+        """What is kept free beside weights and KV, in GiB, by name."""
+        return {f"{name}_gib": round(num_bytes / GIB, 3) for name, num_bytes in self._reserved.items()}

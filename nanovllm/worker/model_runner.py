@@ -150,7 +150,9 @@ class ModelRunner:
                 graph_bytes = self._new_graphs().measure(self.memory.used_bytes)
             self.io.forget_results()
         general_bytes = self.general_sampler.reserve_bytes(config.max_num_seqs, self.dtype)
-        budget = self.memory.kv_budget(config.gpu_memory_utilization, step_bytes + graph_bytes + general_bytes)
+        budget = self.memory.kv_budget(
+            config.gpu_memory_utilization, step=step_bytes, graphs=graph_bytes, filters=general_bytes
+        )
         fits = blocks_that_fit(budget, per_block, f"gpu_memory_utilization={config.gpu_memory_utilization}")
         return self._blocks_asked_for(fits)
 
