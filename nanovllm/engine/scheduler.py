@@ -14,7 +14,7 @@ from collections import deque
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.step_plan import StepPlan
+from nanovllm.engine.step_plan import StepPlan, most_block_updates
 from nanovllm.engine.step_shapes import fitting_chunk
 
 
@@ -179,8 +179,10 @@ class Scheduler:
         """Takes waiting requests in order of arrival, until budget, slots, memory or the partial-prefill limits end.
 
         A row is admitted only where all its known tokens fit, and gets their blocks at once. So a chunk never waits for
-        memory, and with nothing running every request fits: admission cannot deadlock.
+        memory, and with nothing running every request fits: admission cannot deadlock. And only where the step has room
+        to announce its blocks, which the first always has.
         """
+        most_updates = most_block_updates(self.block_manager.num_blocks, self.config.max_num_seqs)
         num_partial = len(prompts) - len(finishing)
         num_long = sum(1 for seq in prompts if self._is_long(seq.num_tokens_to_compute))
         while budget > 0 and self._free_slots and self.block_manager.num_free_blocks:
@@ -192,6 +194,8 @@ class Scheduler:
             remaining = seq.num_tokens - len(hits) * self.block_manager.block_size
             count = self._chunk(remaining, budget, short_waits=bool(self.waiting_short))
             if not self.block_manager.can_admit(seq, hits):
+                break
+            if len(plan.block_updates) // 3 + self.block_manager.num_blocks_for(seq.num_tokens) > most_updates:
                 break
             if count < remaining and num_partial >= self.config.max_num_partial_prefills:
                 break

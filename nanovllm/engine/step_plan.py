@@ -23,6 +23,18 @@ HEADER_SIZE = 16
 RECORD_SIZE = 8
 
 
+def most_block_updates(num_blocks: int, max_num_seqs: int) -> int:
+    """Block updates of one step, at most. A row that comes in has its whole block table announced, hits included, so
+    that rows with one long prefix could bring any number: the scheduler lets those that are too many wait a step."""
+    return num_blocks + max_num_seqs
+
+
+def packed_capacity(num_blocks: int, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+    """int32 words of the largest packed step."""
+    fixed = HEADER_SIZE + (3 + RECORD_SIZE) * max_num_seqs
+    return fixed + 3 * most_block_updates(num_blocks, max_num_seqs) + max_num_batched_tokens
+
+
 @dataclass(slots=True)
 class StepPlan:
     """Rows of a step, in the order of the device: decodes, prompts that finish, prompt chunks that do not.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from nanovllm.attention import select_backend
 from nanovllm.attention.base import AttentionMetadata
-from nanovllm.engine.step_plan import HEADER_SIZE, RECORD_SIZE, dummy_step
+from nanovllm.engine.step_plan import HEADER_SIZE, dummy_step, packed_capacity
 from nanovllm.engine.step_shapes import MAX_CHUNK_ROWS, StepShape
 from nanovllm.kernels import select_kernels
 from nanovllm.kernels.step_input import DeviceState, StepBuffers
@@ -177,9 +177,8 @@ class ModelRunner:
             self.state = DeviceState.allocate(config.max_num_seqs, max_blocks, self.device)
             rows = config.max_num_seqs + MAX_CHUNK_ROWS
             self.buffers = StepBuffers.allocate(rows, config.max_num_batched_tokens + rows, self.device)
-            updates = 3 * (num_blocks + config.max_num_seqs)
-            fixed = HEADER_SIZE + (3 + RECORD_SIZE) * config.max_num_seqs
-            self.io.allocate(fixed + updates + config.max_num_batched_tokens, rows)
+            capacity = packed_capacity(num_blocks, config.max_num_seqs, config.max_num_batched_tokens)
+            self.io.allocate(capacity, rows)
 
     @torch.inference_mode()
     def choose_kernels(self) -> "Choices":

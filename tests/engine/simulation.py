@@ -8,7 +8,7 @@ from fake_device import FakeDevice, extend_digest, next_token
 from nanovllm.config import EngineConfig
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.step_plan import StepPlan
+from nanovllm.engine.step_plan import StepPlan, most_block_updates, packed_capacity
 from nanovllm.engine.step_shapes import TILE
 from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
@@ -198,7 +198,10 @@ class Simulation:
         self.num_preemptions += kept.count(False)
 
     def _check_limits(self, plan: StepPlan, waiting_before: list[Sequence]) -> None:
-        config = self.config
+        config, num_blocks = self.config, self.scheduler.block_manager.num_blocks
+        assert len(plan.block_updates) <= 3 * most_block_updates(num_blocks, config.max_num_seqs)
+        capacity = packed_capacity(num_blocks, config.max_num_seqs, config.max_num_batched_tokens)
+        assert len(plan.pack(config.max_num_seqs)) <= capacity
         assert 0 < plan.num_tokens == sum(plan.counts) <= config.max_num_batched_tokens
         assert plan.num_rows == len(set(plan.seqs)) <= config.max_num_seqs
         assert len(self.scheduler.running) <= config.max_num_seqs

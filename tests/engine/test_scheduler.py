@@ -88,6 +88,19 @@ def test_no_more_rows_than_slots() -> None:
     simulation.run_to_end()
 
 
+def test_a_crowd_with_one_long_prefix_comes_in_over_several_steps() -> None:
+    """Its block tables together are longer than what a step announces (the simulation checks the packed size)."""
+    simulation = Simulation(num_blocks=40, block_size=4, max_num_seqs=12, depth=1)
+    prefix = [5] * (4 * 30)
+    simulation.add([*prefix, 1], max_tokens=1)
+    simulation.run_to_end()
+    requests = [simulation.add([*prefix, n], max_tokens=2) for n in range(8)]
+    first = simulation.step()
+    assert 1 <= len(first.new_slots) < len(requests)
+    simulation.run_to_end()
+    assert all(request.seq.num_cached_tokens == len(prefix) for request in requests)
+
+
 @pytest.mark.parametrize(
     ("cap", "waiting", "expected"), [(6, 100, 6), (None, 1000, 640 - 64), (None, 16000, 1024 - 64)]
 )
