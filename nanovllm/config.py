@@ -89,7 +89,7 @@ class EngineConfig:
     enforce_eager: bool = False
     """True: no CUDA graphs."""
     fused_kernels: bool = True
-    """False: plain PyTorch in place of the Triton kernels around attention (for comparison)."""
+    """False: plain PyTorch in place of the Triton kernels around attention, and no CUDA graphs (for comparison)."""
     small_batch_kernels: bool = True
     """False: plain library matrix products everywhere, in prompts too (for comparison)."""
     kernel_choices: str | None = None

@@ -14,7 +14,9 @@ import torch
 
 from nanovllm import LLM, SamplingParams, StepOutput
 from nanovllm.attention import select_backend
+from nanovllm.config import EngineConfig, read_model_config
 from nanovllm.worker import model_runner
+from nanovllm.worker.executor import settle
 
 DEMO = Path(__file__).resolve().parents[1] / "assets" / "demo-qwen3"
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -196,6 +198,13 @@ def test_token_ids_alone_without_a_tokenizer(llm: LLM) -> None:
             with pytest.raises(ValueError, match="skip_tokenizer_init=True"):
                 use()
         assert bare.is_finished()
+
+
+def test_plain_kernels_come_without_graphs() -> None:
+    """They read the step on the host."""
+    for fused in (True, False):
+        config = EngineConfig("Qwen3-0.6B", load_format="dummy", device="cpu", fused_kernels=fused)
+        assert settle(config, read_model_config(config)).enforce_eager is not fused
 
 
 def test_options_as_settled_and_engine_info(llm: LLM) -> None:

@@ -251,7 +251,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "graphs": {},
     "graphs, tight": TIGHT,
     "graphs on the triton backend": {"attention_backend": "triton"},
-    "eager, plain kernels": {"enforce_eager": True, "fused_kernels": False},
+    "plain kernels": {"fused_kernels": False},
     "eager, tight, synchronous": {**TIGHT, "enforce_eager": True, "async_scheduling": False},
     "two ranks": {"tensor_parallel_size": 2},
     "two ranks, tight, NCCL": {**TIGHT, "tensor_parallel_size": 2, "peer_all_reduce": False},
