@@ -192,10 +192,10 @@ class Executor:
                 self._send_weights(bucket)
                 bucket, size = [], 0
         self._send_weights(bucket)
-        self.runner.end_weight_update()
+        self.runner.weight_update.finish()
 
     def _send_weights(self, bucket: list[tuple[str, torch.Tensor]]) -> None:
-        self.runner.check_weights(bucket)
+        self.runner.weight_update.check(bucket)
         if self.config.tensor_parallel_size > 1:
             bucket = [(name, tensor.detach().cpu().contiguous()) for name, tensor in bucket]
         self.call("update_weights", bucket)

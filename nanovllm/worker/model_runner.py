@@ -19,7 +19,7 @@ from nanovllm.kernels.step_input import DeviceState, StepBuffers
 from nanovllm.layers.attention import ForwardStep
 from nanovllm.layers.linear import HeadSplit
 from nanovllm.models import model_class
-from nanovllm.models.checkpoint import DTYPES, check_names, load_checkpoint, load_dummy, open_checkpoint
+from nanovllm.models.checkpoint import check_names, load_checkpoint, load_dummy, open_checkpoint
 from nanovllm.models.qwen3 import ModelContext
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.sampling.device import GeneralSampler, LogitsView
@@ -28,6 +28,7 @@ from nanovllm.worker.compile_server import hash_triton, settle_keys
 from nanovllm.worker.cuda_graphs import StepGraphs
 from nanovllm.worker.device_io import DeviceIO
 from nanovllm.worker.kv_cache import GIB, MemoryProbe, bind_kv_cache, block_bytes, blocks_that_fit, host_memory
+from nanovllm.worker.weight_update import WeightUpdate
 
 if TYPE_CHECKING:
     from nanovllm.worker.executor import RunnerInit
@@ -351,39 +352,16 @@ class ModelRunner:
     # -- weights that change ------------------------------------------------------------------------------------
 
     def begin_weight_update(self) -> None:
-        """The names still to come; see update_weights."""
-        self._awaited = {weight.name: weight for weight in self.weights}
-
-    def check_weights(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Raises ValueError for an unknown or repeated name, a shape or a type that update_weights cannot take. Ranks
-        differ in none of these, so one can ask for all: a worker that raised would be gone."""
-        names = set()
-        for name, tensor in tensors:
-            if name == "lm_head.weight" and self.model_config.tie_word_embeddings:
-                continue
-            if name not in self._awaited or name in names:
-                raise ValueError(f"load_weights: surplus weight {name!r}")
-            if tensor.dtype not in DTYPES.values():
-                known = ", ".join(DTYPES)
-                raise ValueError(f"load_weights: weight {name!r} has type {tensor.dtype}: must be one of {known}")
-            self._awaited[name].check(tensor)
-            names.add(name)
+        """All weights are to come anew."""
+        self.weight_update = WeightUpdate(self.weights, self.model_config.tie_word_embeddings)
 
     @torch.inference_mode()
     def update_weights(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Copies whole tensors, which check_weights has seen, into this rank's parameters, in place."""
+        """Copies whole tensors, which weight_update has checked, into this rank's parameters, in place."""
         self.io.synchronize()  # the caller may have computed them a moment ago, in a stream that ours does not wait for
         with self.io.stream_context():
-            for name, tensor in tensors:
-                if name in self._awaited:  # not the copy of a tied head
-                    self._awaited.pop(name).load(tensor)
+            self.weight_update.load(tensors)
         self.io.synchronize()
-
-    def end_weight_update(self) -> None:
-        """Raises ValueError naming the weights that did not come."""
-        if self._awaited:
-            names = ", ".join(sorted(self._awaited)[:5])
-            raise ValueError(f"load_weights: {len(self._awaited)} missing: {names}")
 
     # -- the rest -----------------------------------------------------------------------------------------------
 

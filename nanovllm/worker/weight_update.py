@@ -1,0 +1,45 @@
+"""New values for all weights of one rank, which come a few at a time while the engine lives."""
+
+from collections.abc import Iterable
+
+import torch
+
+from nanovllm.layers.weights import CheckpointWeight
+from nanovllm.models.checkpoint import DTYPES
+
+
+class WeightUpdate:
+    """The weights that are still awaited, and what may come for them.
+
+    Ranks await the same names and shapes, so one can check for all: a worker that raised would be gone.
+    """
+
+    def __init__(self, weights: Iterable[CheckpointWeight], head_is_tied: bool) -> None:
+        self._awaited = {weight.name: weight for weight in weights}
+        self._head_is_tied = head_is_tied
+
+    def check(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Raises ValueError for an unknown or repeated name, a shape or a type that cannot be loaded."""
+        names = set()
+        for name, tensor in tensors:
+            if name == "lm_head.weight" and self._head_is_tied:
+                continue
+            if name not in self._awaited or name in names:
+                raise ValueError(f"load_weights: surplus weight {name!r}")
+            if tensor.dtype not in DTYPES.values():
+                known = ", ".join(DTYPES)
+                raise ValueError(f"load_weights: weight {name!r} has type {tensor.dtype}: must be one of {known}")
+            self._awaited[name].check(tensor)
+            names.add(name)
+
+    def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Copies whole tensors, which `check` has seen, into the rank's parameters, in place."""
+        for name, tensor in tensors:
+            if name in self._awaited:  # not the copy of a tied head
+                self._awaited.pop(name).load(tensor)
+
+    def finish(self) -> None:
+        """Raises ValueError naming the weights that did not come."""
+        if self._awaited:
+            names = ", ".join(sorted(self._awaited)[:5])
+            raise ValueError(f"load_weights: {len(self._awaited)} missing: {names}")
