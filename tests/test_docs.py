@@ -119,7 +119,7 @@ def test_limits_of_the_speed_table() -> None:
             expected = limit(found[3] or "nano", found[1], int(found[2]))
             assert float(row[1].split()[0].replace(",", "")) == pytest.approx(expected, rel=2e-3), row
             checked += 1
-    assert checked == 11
+    assert checked == 19
 
 
 def commands(page: Path, program: str) -> list[list[str]]:
