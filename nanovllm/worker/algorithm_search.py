@@ -1,7 +1,8 @@
 """Timing cuBLASLt's algorithms at start-up, for decode steps and prompts that go to the library otherwise.
 
-Within a budget of seconds, and so for some numbers of rows only: those between take what the next larger one found.
-What our own kernels serve stays with them: they gain by their neighbours, which a product by itself does not show.
+Within a budget of seconds, the numbers of rows in the order of their worth; an algorithm is taken for the very number
+that it was timed at, for at another its tiles may end past the last row, which is slow. What our own kernels serve
+stays with them: they gain by their neighbours, which a product by itself does not show.
 """
 
 import logging
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels import Kernels
-from nanovllm.kernels.cublas_lt import CublasLtError, Problem, supports
+from nanovllm.kernels.cublas_lt import CublasLtError, Problem
 from nanovllm.kernels.cublas_lt_rule import MANY_ROWS
 from nanovllm.kernels.cublas_lt_tune import candidates, rough_us
 from nanovllm.kernels.lt_config import LtConfig
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 PROMPT_ROWS = 4096
 """The number that stands for MANY_ROWS and more."""
-TIMED_ROWS = (256, 128, PROMPT_ROWS, 64, 192, 32, 96, 160, 224)
+TIMED_ROWS = (256, 128, PROMPT_ROWS, 192, 64, 224, 160, 96, 32, 240, 208, 176, 144, 112, 80, 48)
 """In the order of their worth, should the budget end."""
 CANDIDATES, FINALISTS = 64, 3
 GAIN = 0.02
@@ -52,7 +53,7 @@ def search(
     timed = [rows for rows in TIMED_ROWS if rows in buckets or rows == PROMPT_ROWS]
     if buckets and buckets[-1] not in timed:
         timed.insert(0, buckets[-1])
-    best: dict[str, dict[int, LtConfig | None]] = {name: {} for name in weights}
+    best: dict[str, dict[int, LtConfig]] = {name: {} for name in weights}
     try:
         for rows in timed:
             for name, layers in weights.items():
@@ -60,27 +61,12 @@ def search(
                 now = present(name, MANY_ROWS if many else rows)
                 if time.perf_counter() < deadline and isinstance(now, Chosen) and not (many and name == "head"):
                     takes_parts = fused and name in ("o", "down") and not many
-                    best[name][rows] = _fastest(layers, rows, now, kernels, takes_parts)
+                    found = _fastest(layers, rows, now, kernels, takes_parts)
+                    if found is not None:
+                        best[name][MANY_ROWS if many else rows] = found
     except CublasLtError as error:
         logger.warning("products stay with the algorithms that cuBLAS takes: %s", error)
-    return {name: _spread(layers[0], best[name], present, name, buckets) for name, layers in weights.items()}
-
-
-def _spread(
-    weight: Tensor, best: dict[int, LtConfig | None], present: Callable[[str, int], object], name: str,
-    buckets: Iterable[int],
-) -> dict[int, LtConfig]:  # fmt: skip
-    """Each bucket takes what the smallest timed number of rows that is not below it found, where that can run."""
-    found = {}
-    if (many := best.pop(PROMPT_ROWS, None)) is not None:
-        found[MANY_ROWS] = many
-    for rows in buckets:
-        config = best.get(min((timed for timed in best if timed >= rows), default=0))
-        if config is not None and isinstance(present(name, rows), Chosen):
-            n, k = weight.shape
-            if supports(Problem(rows, n, k, weight.dtype, weight.device, config.parts), config):
-                found[rows] = config
-    return found
+    return best
 
 
 def _fastest(layers: list[Tensor], rows: int, now: Chosen, kernels: Kernels, takes_parts: bool) -> LtConfig | None:
