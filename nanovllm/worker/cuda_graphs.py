@@ -2,6 +2,7 @@
 
 import bisect
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
@@ -39,16 +40,16 @@ class StepGraphs:
             self._capture(shape)
 
     def measure(self, used_bytes: Callable[[], int]) -> int:
-        """Bytes that all graphs will take, from capturing the two largest and throwing them away."""
-        before = used_bytes()
-        readings = []
-        for shape in self._shapes[:2]:
+        """Bytes that all graphs will take, from capturing the three largest and throwing them away. The smaller of the
+        two increments counts for each further graph: the other may hold a library's kernels, loaded but once."""
+        readings = [used_bytes()]
+        for shape in self._shapes[:3]:
             self._capture(shape)
             readings.append(used_bytes())
-        more = max(0, readings[-1] - readings[0])
+        first, *more = (after - before for before, after in pairwise(readings))
         self.clear()
         self._pool = torch.cuda.graph_pool_handle()
-        return readings[0] - before + more * (len(self._shapes) - 1)
+        return first + sum(more) + max(0, min(more, default=0)) * (len(self._shapes) - len(readings) + 1)
 
     def _capture(self, shape: StepShape) -> None:
         self._run(shape)  # compiles, and lets libraries allocate what they keep

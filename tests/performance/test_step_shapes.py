@@ -93,3 +93,14 @@ def test_there_are_few_graphs(monkeypatch: pytest.MonkeyPatch, max_num_seqs: int
     assert len(shapes) == len(set(shapes)) <= MOST_GRAPHS
     assert sum(shapes[0]) >= LARGE_CHUNKS[-1]
     assert {shape.chunk_tokens for shape in shapes} >= {0, *SMALL_CHUNKS, *LARGE_CHUNKS}
+
+
+def test_graph_memory_is_extrapolated_from_the_smaller_increment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a library loads while the second graph is captured is not taken for every graph's."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    no_stream: Any = None
+    graphs = StepGraphs(lambda shape: None, 8, 0, no_stream)
+    assert [shape.decode_rows for shape in graphs.shapes] == [8, 4, 2, 1]
+    monkeypatch.setattr(graphs, "_capture", lambda shape: None)
+    used = iter([100, 400, 460, 463])
+    assert graphs.measure(lambda: next(used)) == 300 + 60 + 3 + 3
