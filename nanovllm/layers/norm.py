@@ -56,8 +56,8 @@ class ReduceAddNorm(WeightedModule):
 
     def start(self, partial: torch.Tensor, residual: torch.Tensor | None, half: int) -> UnderWay[Normed]:
         """The same for half 0 or 1 of a step, beside what this stream does next. Nobody may touch `partial` and
-        `residual` until it is waited for. With peer memory the norm is done with the sum, with a library when it is
-        waited for."""
+        `residual` until it is waited for. With peer memory the norm is done with the sum, on a CPU when it is waited
+        for."""
         overlap = self.group.overlap
         assert overlap is not None
         sums = overlap.sums

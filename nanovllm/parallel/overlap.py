@@ -2,9 +2,10 @@
 
 A step of many tokens is cut into two halves that know nothing of each other but the keys in the cache: while one is
 summed, the other is multiplied and attends (models/qwen3.py). With peer memory the rows of a sum are moved by copy
-engines (parallel/copy_engine.py), else NCCL sums them.
+engines (parallel/copy_engine.py). Without it NCCL would sum them, on multiprocessors that the products want: nothing
+is gained (docs/performance.md), so on GPUs steps then stay whole.
 
-On a CPU the same calls are made in the same order, without streams.
+On a CPU the same calls are made in the same order, without streams, and the library sums.
 """
 
 from collections.abc import Callable
@@ -48,8 +49,7 @@ class Overlap:
     writes is held by its UnderWay, so it is freed after the main stream has waited, and whoever gets the block comes
     after that wait. The other way round, work that writes a block which the main stream had freed waits for everything
     that was launched there before. All this is about the order of launches, so it holds in the pool of a graph as well
-    (where record_stream would keep every block until the capture ends). NCCL works in a third stream, which `side`
-    orders in the same way.
+    (where record_stream would keep every block until the capture ends).
     """
 
     min_rows = 2048
@@ -59,7 +59,7 @@ class Overlap:
 
     def __init__(self, device: torch.device) -> None:
         self.sums: CopyEngineSums | None = None
-        """None: the library sums."""
+        """None: the library sums, and nothing is cut on GPUs."""
         self.stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             # The kernel of a sum goes first where it and a product wait for a multiprocessor.
@@ -70,6 +70,8 @@ class Overlap:
         on all ranks."""
         first = self.first_half(num_rows)
         if num_rows < self.min_rows or not num_decode_rows <= first < num_rows:
+            return None
+        if self.sums is None and self.stream is not None:
             return None
         return first if self.sums is None or first <= self.sums.max_rows else None
 

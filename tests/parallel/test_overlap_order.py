@@ -70,6 +70,15 @@ def group_of(overlap: Overlap, all_reduce: Callable[[torch.Tensor], torch.Tensor
     return SimpleNamespace(rank=0, size=1, overlap=overlap, all_reduce=all_reduce, fused_all_reduce=lambda rows: None)
 
 
+def test_gpus_without_peer_memory_cut_nothing() -> None:
+    overlap, stream = Overlap(CPU), object()
+    assert overlap.cut(4096, 0) == 2048
+    overlap.stream = stream  # type: ignore[assignment]
+    assert overlap.cut(4096, 0) is None
+    overlap.sums = SimpleNamespace(max_rows=2048)  # type: ignore[assignment]
+    assert overlap.cut(4096, 0) == 2048 and overlap.cut(8192, 0) is None and overlap.cut(4096, 2049) is None
+
+
 def test_order_of_launches() -> None:
     """Each sum comes behind its half's product, behind that all that the other half computes, and only then somebody
     waits for it."""
