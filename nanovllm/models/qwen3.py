@@ -161,15 +161,14 @@ class Qwen3ForCausalLM(WeightedModule):
             hidden = self.embed_tokens.embed(input_ids)
             for layer in self.layers:
                 hidden = layer.forward_few_rows(hidden, step)
-            hidden = self.norm(hidden, None)[0]
-            return hidden if wanted is None else hidden.index_select(0, wanted)
+            return _rows(self.norm(hidden, None)[0], wanted)
         partial, residual = self.embed_tokens.embed(input_ids), None
         for layer in self.layers[:-1]:
             partial, residual = layer(partial, residual, step)
-        early = wanted if self.group.size == 1 else None
-        partial, residual = self.layers[-1](partial, residual, step, early)
+        chosen_early = self.group.size == 1
+        partial, residual = self.layers[-1](partial, residual, step, wanted if chosen_early else None)
         hidden = self.norm(partial, residual)[0]
-        return hidden if wanted is None or early is not None else hidden.index_select(0, wanted)
+        return hidden if chosen_early else _rows(hidden, wanted)
 
     def forward_in_halves(
         self, input_ids: torch.Tensor, steps: HalfSteps, wanted: torch.Tensor | None = None
@@ -181,8 +180,7 @@ class Qwen3ForCausalLM(WeightedModule):
         halves = norms[0].start(embed(first), None, 0), norms[0].start(embed(second), None, 1)
         for layer, following in zip(self.layers, norms[1:], strict=True):
             halves = layer.forward_in_halves(halves, steps, following)
-        hidden = torch.cat([half.wait()[0] for half in halves])
-        return hidden if wanted is None else hidden.index_select(0, wanted)
+        return _rows(torch.cat([half.wait()[0] for half in halves]), wanted)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [B, hidden] -> logits [B, this rank's part of the padded vocabulary]."""
@@ -198,3 +196,8 @@ class Qwen3ForCausalLM(WeightedModule):
         yield from self.norm.checkpoint_weights(f"{prefix}.norm")
         if self.lm_head is not self.embed_tokens:
             yield from self.lm_head.checkpoint_weights("lm_head")
+
+
+def _rows(hidden: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
+    """The rows of `hidden` that are wanted; None: all, without a copy."""
+    return hidden if wanted is None else hidden.index_select(0, wanted)

@@ -71,9 +71,9 @@ class Overlap:
         first = self.first_half(num_rows)
         if num_rows < self.min_rows or not num_decode_rows <= first < num_rows:
             return None
-        if self.sums is None and self.stream is not None:
-            return None
-        return first if self.sums is None or first <= self.sums.max_rows else None
+        if self.sums is None:
+            return first if self.stream is None else None
+        return first if first <= self.sums.max_rows else None
 
     def first_half(self, num_rows: int) -> int:
         """The larger half of so many tokens."""
