@@ -298,18 +298,16 @@ def table(lines: list[dict[str, float | int | str]]) -> str:
     return "\n".join("| " + " | ".join(cell.rjust(len(head[i])) for i, cell in enumerate(row)) + " |" for row in rows)
 
 
-def check_abort(rank: Rank, peer: PeerAllReduce, hidden: int) -> bool:
+def check_abort(rank: Rank, memory: PeerMemory, call: Callable[[], object]) -> bool:
     """Rank 0 alone calls, as if the others were dead; the host stops it. The block is unfit for use afterwards."""
     fine = True
     if rank.rank == 0:
-        weight = torch.ones(hidden, device=rank.device, dtype=torch.bfloat16)
-        peer.all_reduce_add_rms_norm(torch.zeros(4, hidden, device=rank.device).bfloat16(), None, weight, EPS)
+        call()
         time.sleep(0.3)
-        begin = time.monotonic()
-        waiting = not torch.cuda.current_stream().query()
-        peer.memory.abort()
+        begin, waiting = time.monotonic(), not torch.cuda.current_stream().query()
+        memory.abort()
         torch.cuda.synchronize()
-        seconds, state = time.monotonic() - begin, peer.memory.aborted()
+        seconds, state = time.monotonic() - begin, memory.aborted()
         fine = waiting and state == 1 and seconds < 1
         rank.say(f"a wait without peers ended {seconds * 1e3:.1f} ms after abort(): {'right' if fine else 'WRONG'}")
     return rank.all_agree(fine)
@@ -332,7 +330,9 @@ def work(rank: Rank) -> bool:
             lines += [time_rows(rank, peer, hidden, rows) for rows in ROWS]
             rank.say(f"hidden {hidden}: timed")
         if fine and hidden == options.hidden[-1]:
-            fine = check_abort(rank, peer, hidden)
+            weight = torch.ones(hidden, device=rank.device, dtype=torch.bfloat16)
+            zeros = torch.zeros(4, hidden, device=rank.device, dtype=torch.bfloat16)
+            fine = check_abort(rank, memory, partial(peer.all_reduce_add_rms_norm, zeros, None, weight, EPS))
         memory.close()
     if rank.rank == 0 and lines:
         text = f"us per call, slowest rank, world {rank.world}; switch points: {AllReduceLimits()}\n{table(lines)}"

@@ -15,7 +15,6 @@ peers ends when it is told to. Then, us:
 import argparse
 import random
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from bench_all_reduce import EPS, MAX_SPINS, Rank, capture, launch, time_call  # isort: skip  # it forbids multicast
+from bench_all_reduce import EPS, MAX_SPINS, Rank, capture, check_abort, launch, time_call  # isort: skip  # it forbids multicast
 
 import numpy as np
 import torch
@@ -142,21 +141,10 @@ def check(rank: Rank, layer: Layer) -> bool:
     return fine
 
 
-def check_abort(rank: Rank, sums: CopyEngineSums, hidden: int) -> bool:
-    """Rank 0 alone sums, as if the others were dead; the host stops it. The block is unfit for use afterwards."""
-    fine = True
-    if rank.rank == 0:
-        partial_sum = torch.zeros(1024, hidden, device=rank.device, dtype=torch.bfloat16)
-        sums.start(0, partial_sum, None, sums.empty_residual(partial_sum), partial_sum[0], EPS)
-        sums.finish(0, 1024)
-        time.sleep(0.3)
-        begin, waiting = time.monotonic(), not torch.cuda.current_stream().query()
-        sums.memory.abort()
-        torch.cuda.synchronize()
-        seconds, state = time.monotonic() - begin, sums.memory.aborted()
-        fine = waiting and state == 1 and seconds < 1
-        rank.say(f"a wait without peers ended {seconds * 1e3:.1f} ms after abort(): {'right' if fine else 'WRONG'}")
-    return rank.all_agree(fine)
+def sum_once(rank: Rank, sums: CopyEngineSums, hidden: int) -> None:
+    partial_sum = torch.zeros(1024, hidden, device=rank.device, dtype=torch.bfloat16)
+    sums.start(0, partial_sum, None, sums.empty_residual(partial_sum), partial_sum[0], EPS)
+    sums.finish(0, 1024)
 
 
 def time_layer(rank: Rank, layer: Layer, say: Callable[[str], None]) -> None:
@@ -215,7 +203,7 @@ def work(rank: Rank) -> bool:
             break
         del layer
     else:
-        fine = check_abort(rank, sums, config.hidden_size) and fine
+        fine = check_abort(rank, memory, partial(sum_once, rank, sums, config.hidden_size)) and fine
     memory.close()
     if rank.rank == 0:
         Path(rank.options.out, "overlap.txt").write_text("\n".join(lines) + "\n")
