@@ -292,7 +292,12 @@ class LLMEngine:
             self._unreported += self._collect()
         self.scheduler.preempt_all()
         self._error = WeightsIncomplete("load_weights did not finish: the weights are a mixture; call it again")
-        self.executor.load_weights(weights)
+        try:
+            self.executor.load_weights(weights)
+        except BaseException as error:
+            if self.executor.failed:
+                self._error = error  # another call would not help
+            raise
         self._error = None
 
     def info(self) -> dict[str, Any]:

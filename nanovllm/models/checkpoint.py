@@ -111,14 +111,21 @@ def check_names(weights: Iterable[CheckpointWeight], given: Iterable[str], tied_
             raise ValueError(f"checkpoint: {len(names)} {problem} weight{'s' * (len(names) > 1)}: {shown}")
 
 
-def load_checkpoint(weights: list[CheckpointWeight], sources: Mapping[str, TensorSource], device: torch.device) -> None:
-    """Copies every weight from its source; reads overlap, since copying releases the interpreter."""
+def load_checkpoint(
+    weights: list[CheckpointWeight],
+    sources: Mapping[str, TensorSource],
+    device: torch.device,
+    tick: Callable[[], None] = lambda: None,
+) -> None:
+    """Copies every weight from its source; reads overlap, since copying releases the interpreter. `tick`: called after
+    each, from several threads."""
     stage = _pinned_stage(device) if device.type == "cuda" else lambda tensor: tensor
 
     @torch.inference_mode()  # the caller's does not reach the pool's threads
     def load(weight: CheckpointWeight) -> None:
         source = sources[weight.name]
         weight.load(_Staged(source, stage))
+        tick()
 
     largest_first = sorted(weights, key=lambda weight: -torch.Size(weight.shape).numel())
     with ThreadPoolExecutor(_READ_THREADS) as pool:
@@ -178,7 +185,14 @@ class DummySource:
         return values.narrow(dim, start, length)
 
 
-def load_dummy(weights: list[CheckpointWeight], dtype: torch.dtype, device: torch.device, seed: int) -> None:
-    """Random weights: matrices from N(0, 0.02), norm scales from N(1, 0.1)."""
+def load_dummy(
+    weights: list[CheckpointWeight],
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    tick: Callable[[], None] = lambda: None,
+) -> None:
+    """Random weights: matrices from N(0, 0.02), norm scales from N(1, 0.1). `tick`: called after each."""
     for weight in weights:
         weight.load(DummySource(weight.name, torch.Size(weight.shape), dtype, device, seed))
+        tick()

@@ -1,6 +1,6 @@
 """The command ring: rank 0 writes, every worker reads, through one piece of shared memory without a name.
 
-    | header: published, and of each rank sleeping, consumed, done, state, beat, work | slot 0 | slot 1 | ... |
+    | header: published, and of each rank sleeping, consumed, done, state, ticks, work | slot 0 | slot 1 | ... |
 
 A message is cut into as many slots as it needs, so its size is not bounded by the memory. The writer publishes a slot
 by advancing a counter after the data is in place; a reader spins on that counter for a moment, then goes to sleep on a
@@ -28,6 +28,7 @@ _HEADER_WORDS = 8 * (1 + 6 * MAX_READERS)
 _HEADER_BYTES = 8 * _HEADER_WORDS
 _TOTAL_BYTES = _HEADER_BYTES + NUM_SLOTS * SLOT_BYTES
 
+_WORK_UNIT = 100_000_000  # nanoseconds of a process's computing
 _LONGEST_SLEEP = 1.0  # seconds: an end to the sleep of a reader whose bell was rung but not heard
 
 STEP, CALL = 0, 1
@@ -86,7 +87,7 @@ class _Ring:
             pass
 
 
-_SLEEPING, _CONSUMED, _DONE, _STATE, _BEAT, _WORK = range(6)
+_SLEEPING, _CONSUMED, _DONE, _STATE, _TICKS, _WORK = range(6)
 
 
 class CommandWriter(_Ring):
@@ -154,12 +155,12 @@ class CommandWriter(_Ring):
     def state(self, reader: int) -> WorkerState:
         return WorkerState(self._words[self._word(_STATE, reader)])
 
-    def num_beats(self, reader: int) -> int:
-        """Signs of life of a reader's process, whatever it is doing; see CommandReader.beat."""
-        return self._words[self._word(_BEAT, reader)]
+    def num_ticks(self, reader: int) -> int:
+        """Pieces of a long command that a reader has got done."""
+        return self._words[self._word(_TICKS, reader)]
 
     def work(self, reader: int) -> int:
-        """Grows as a reader computes, where it says so; see CommandReader.count_work."""
+        """Grows as a reader's process computes, where that counts; see CommandReader.report_work."""
         return self._words[self._word(_WORK, reader)]
 
 
@@ -176,7 +177,8 @@ class CommandReader(_Ring):
         self.spin_seconds = spin_seconds
         self._consumed = 0
         self._num_done = 0
-        self._work_clock: int | None = None
+        self.counts_work = True
+        """Whether computing is getting on: not on a GPU, where a process that waits for the device computes too."""
 
     def receive(self) -> tuple[int, Any]:
         """The next message: (STEP, its bytes) or (CALL, (method, args)). Waits as long as it takes."""
@@ -228,17 +230,16 @@ class CommandReader(_Ring):
         self._words[word] = state
         return before
 
-    def beat(self) -> None:
-        """Says that this process still runs; from a thread of its own, so that it can be said in the midst of work."""
-        self._words[self._word(_BEAT, self._reader)] += 1
-        if self._work_clock is not None:
-            self._words[self._word(_WORK, self._reader)] = time.clock_gettime_ns(self._work_clock)
+    def tick(self) -> None:
+        """Says that one more piece of a long command is done: a weight loaded, a graph captured."""
+        self._words[self._word(_TICKS, self._reader)] += 1
 
-    def count_work(self) -> None:
-        """From now on a beat also says how long the calling thread has computed: where steps are its own work. One
-        that waits for other ranks sleeps."""
-        if hasattr(time, "pthread_getcpuclockid"):
-            self._work_clock = time.pthread_getcpuclockid(threading.get_ident())
+    def report_work(self) -> None:
+        """Says how long this process has computed, if that counts; from a thread of its own, so that it is said in the
+        midst of work. In units so coarse that what this thread takes itself comes to one in a quarter of an hour; who
+        waits for other ranks on a CPU sleeps."""
+        if self.counts_work:
+            self._words[self._word(_WORK, self._reader)] = time.process_time_ns() // _WORK_UNIT
 
     def mark_done(self) -> None:
         """Says that one more message has been carried out."""

@@ -13,10 +13,16 @@ class StepGraphs:
     """Graphs by shape, sharing one memory pool."""
 
     def __init__(
-        self, run: Callable[[StepShape], None], max_num_seqs: int, max_tokens: int, stream: torch.cuda.Stream
+        self,
+        run: Callable[[StepShape], None],
+        max_num_seqs: int,
+        max_tokens: int,
+        stream: torch.cuda.Stream,
+        tick: Callable[[], None] = lambda: None,
     ) -> None:
         """`run(shape)`: the work of a step of that padded shape, on static buffers, in `stream`. `max_tokens`: the
-        largest chunk worth capturing."""
+        largest chunk worth capturing. `tick`: called after each graph."""
+        self._tick = tick
         self._run = run
         self._stream = stream
         self._decode_buckets = decode_buckets(max_num_seqs)
@@ -59,6 +65,7 @@ class StepGraphs:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             self._run(shape)
         self._graphs[shape] = graph
+        self._tick()
 
     def shape_for(self, decode_rows: int, chunk_rows: int, chunk_tokens: int) -> StepShape | None:
         """The smallest captured shape that holds such a step; None: run it eagerly."""

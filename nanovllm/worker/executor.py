@@ -113,6 +113,7 @@ class Executor:
             choices = self.runner.choose_kernels()
         with self._phase("capture"):
             self.call("capture_graphs", choices)
+        self.processes.is_starting = False
         if compiler is not None:
             compiler.mark_complete()
 
@@ -121,6 +122,11 @@ class Executor:
         if self._runner is None:
             raise RuntimeError("this engine is closed")
         return self._runner
+
+    @property
+    def failed(self) -> bool:
+        """Whether every further call raises."""
+        return self._failed or self.processes.failed
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -220,7 +226,7 @@ class Executor:
         finally:
             self.processes.on_failure = lambda: None
             if runner is not None:
-                runner.close(failed=self._failed or self.processes.failed)
+                runner.close(failed=self.failed)
             self._store = None
 
 

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 
 from nanovllm.worker.channel import CommandReader, WorkerState
 
-_BEAT_SECONDS = 0.5
+_LOOK_SECONDS = 0.5
 
 
 def _follow_parent(control: Connection, ring: CommandReader, inbox: "queue.SimpleQueue[bytes]") -> None:
@@ -22,8 +22,8 @@ def _follow_parent(control: Connection, ring: CommandReader, inbox: "queue.Simpl
     parent = os.getppid()
     try:
         while True:
-            while not control.poll(_BEAT_SECONDS):
-                ring.beat()
+            while not control.poll(_LOOK_SECONDS):
+                ring.report_work()
                 if os.getppid() != parent:  # a process that rank 0 forked may hold its end of the socket open
                     os._exit(0)
             message = control.recv_bytes()

@@ -42,10 +42,16 @@ class ModelRunner:
     """Device state of one rank and the work of one step on it. Every rank runs the same steps in the same order."""
 
     def __init__(
-        self, init: "RunnerInit", rank: int, store: dist.Store | None, compiler: "KernelCompiler | None" = None
+        self,
+        init: "RunnerInit",
+        rank: int,
+        store: dist.Store | None,
+        compiler: "KernelCompiler | None" = None,
+        tick: Callable[[], None] = lambda: None,
     ) -> None:
-        """`compiler`: gets the kernels to compile while the weights load (rank 0, where there is one)."""
-        self.config, self.model_config = init.config, init.model_config
+        """`compiler`: gets the kernels to compile while the weights load. `tick`: called after each piece of a long
+        command."""
+        self.config, self.model_config, self._tick = init.config, init.model_config, tick
         config = self.config
         assert config.kvcache_block_size and config.max_model_len
         self.block_size: int = config.kvcache_block_size
@@ -62,6 +68,7 @@ class ModelRunner:
         if config.peer_all_reduce and self.device.type == "cuda" and self.group.size > 1:
             rows, keys = config.max_num_batched_tokens, config.max_num_seqs + MAX_CHUNK_ROWS
             self.group.use_peer_memory(rows, self.model_config.hidden_size, self.dtype, max_keys=keys)
+        tick()
         self.io = DeviceIO(self.device)
         self.graphs: StepGraphs | None = None
         self._captured_logits: dict[StepShape, LogitsView] = {}
@@ -123,11 +130,11 @@ class ModelRunner:
 
     def _load(self) -> None:
         if self.config.load_format == "dummy":
-            load_dummy(self.weights, self.dtype, self.device, self.config.seed)
+            load_dummy(self.weights, self.dtype, self.device, self.config.seed, self._tick)
         else:
             tensors = open_checkpoint(Path(self.config.model))
             check_names(self.weights, tensors, self.model_config.tie_word_embeddings)
-            load_checkpoint(self.weights, tensors, self.device)
+            load_checkpoint(self.weights, tensors, self.device, self._tick)
 
     @torch.inference_mode()
     def measure_kv_cache(self) -> int:
@@ -142,10 +149,12 @@ class ModelRunner:
         with self.io.stream_context():
             self.allocate_kv_cache(1)
             self.backend.warmup(self.model.attention_layers()[0].k_cache, self.model.attention_layers()[0].v_cache)
+            self._tick()
             self.memory.begin_step()
             self.launch(dummy_step(config.max_num_seqs, config.max_num_batched_tokens, self.max_model_len))
             torch.cuda.synchronize(self.device)
             step_bytes = self.memory.end_step()
+            self._tick()
             graph_bytes = 0
             if not config.enforce_eager:
                 graph_bytes = self._new_graphs().measure(self.memory.used_bytes)
@@ -217,8 +226,8 @@ class ModelRunner:
     def _new_graphs(self) -> StepGraphs:
         assert self.io.stream is not None
         self.io.step_buffer.zero_()  # a step without rows: everything is padding
-        config = self.config
-        return StepGraphs(self._run_padded, config.max_num_seqs, config.max_num_batched_tokens, self.io.stream)
+        sizes = (self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        return StepGraphs(self._run_padded, *sizes, self.io.stream, self._tick)
 
     # -- one step -----------------------------------------------------------------------------------------------
 

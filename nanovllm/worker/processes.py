@@ -4,9 +4,9 @@ Workers run `python -m nanovllm.worker.main`, so the caller's main module is nev
 a socket whose other end is ours: when we go, however we go, they read the end of the stream and leave. When one of them
 goes, or stops making progress, a thread here notices, ends the others and keeps the reason for whoever is waiting.
 
-A worker hangs when it has a command before it and gets none done for step_timeout; on a CPU, where a step may well take
-longer, when it does not even compute for as long. While it starts, loads or answers a rare call, which may take long,
-it hangs when its process shows no sign of life for as long. While it compiles, never. While we are stopped ourselves
+A worker hangs when it has something to do and does not get on for step_timeout. Getting on is to carry out a command,
+or a piece of one that may take long (a weight loaded, a graph captured); on a CPU, where a step may well take longer,
+and before its libraries are there, also to compute. While it compiles, it never hangs; while we are stopped ourselves
 (Ctrl-Z), nothing counts.
 """
 
@@ -27,8 +27,8 @@ from nanovllm.worker.channel import CommandWriter, WorkerState, create_shared_me
 _WATCH_INTERVAL = 0.2  # seconds between looks at workers' progress
 _LONGEST_LOOK_AWAY = 1.0  # seconds that count between two looks: in a longer pause this process stood still itself
 _EXIT_GRACE = 5.0  # seconds for a worker to end by itself when asked to
-_CALL_TIMEOUT = 1800.0  # seconds for rare commands such as loading weights
-_START_PATIENCE = 60.0  # seconds without a sign of life that libraries may take to load, where step_timeout is less
+_CALL_TIMEOUT = 1800.0  # seconds for a rare command such as loading weights, also of a worker that gets on
+_START_PATIENCE = 60.0  # seconds that libraries, drivers and first steps may take, where step_timeout is less
 _WORKER_MODULE = "nanovllm.worker.main"
 
 
@@ -76,6 +76,8 @@ class WorkerProcesses:
     def __init__(self, size: int, step_timeout: float) -> None:
         self.size = size
         self.step_timeout = step_timeout
+        self.is_starting = True
+        """Until the caller says that the first step can come: what a start takes has little to do with a step."""
         self._failure: _Failure | None = None
         self._closing = False
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -192,9 +194,8 @@ class WorkerProcesses:
         """Notes whether the rank got on in the last `seconds`; fails one that stands still (see above)."""
         ring, reader = self.ring, rank - 1
         state, done = ring.state(reader), ring.num_done(reader)
-        limit = self.step_timeout if ring.num_sent else max(self.step_timeout, _START_PATIENCE)
-        within = {WorkerState.CALLING: ring.num_beats, WorkerState.STEPPING: ring.work}.get(state)
-        seen = (limit, state, done, within(reader) if within is not None else 0)
+        limit = max(self.step_timeout, _START_PATIENCE) if self.is_starting else self.step_timeout
+        seen = (limit, state, done, ring.num_ticks(reader), ring.work(reader))
         at_rest = state is WorkerState.IDLE and done == ring.num_sent
         if seen != progress.seen or at_rest or state is WorkerState.COMPILING:
             progress.seen, progress.unchanged = seen, 0.0

@@ -17,10 +17,10 @@ def run_worker(ring: CommandReader, control: Connection, rank: int, init: Runner
     ring.spin_seconds = init.spin_seconds
     if init.config.device == "cpu":
         torch.set_num_threads(init.num_threads)
-        ring.count_work()
+    ring.counts_work = init.config.device == "cpu"
     control.send(("result", None))  # imported
     store = dist.TCPStore("127.0.0.1", init.store_port, is_master=False)
-    runner = ModelRunner(init, rank, store)
+    runner = ModelRunner(init, rank, store, tick=ring.tick)
     _report_compiling(ring)
     control.send(("result", None))  # loaded
     while True:

@@ -1,5 +1,5 @@
-"""A worker that fails (or only works for long) where the test says: FAULT="import|group|load|step:how", for one rank
-of an engine."""
+"""A worker that fails (or only works for long) where the test says: FAULT="import|group|load|step|call:how", for one
+rank of an engine."""
 
 import os
 import signal
@@ -35,6 +35,8 @@ def install(where: str) -> None:
         model_runner.TensorParallelGroup = fail  # type: ignore[misc,assignment]
     elif where == "load":
         model_runner.ModelRunner._load = fail  # type: ignore[method-assign]
+    elif where == "call":
+        model_runner.ModelRunner.update_weights = fail  # type: ignore[method-assign]
     elif where == "step":
         launch, steps = model_runner.ModelRunner.launch, []
 

@@ -190,13 +190,30 @@ def test_doorbells_beyond_the_first_1024_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_states_and_beats_cross_over(ring: Ring) -> None:
+def test_states_and_progress_cross_over(ring: Ring) -> None:
     reader = ring.reader(1)
     assert ring.writer.state(1) is WorkerState.CALLING, "a worker that has said nothing yet is starting"
     assert reader.set_state(WorkerState.IDLE) is WorkerState.CALLING
     assert ring.writer.state(1) is reader.state is WorkerState.IDLE
-    reader.beat()
-    assert (ring.writer.num_beats(0), ring.writer.num_beats(1)) == (0, 1)
+    reader.tick()
+    assert (ring.writer.num_ticks(0), ring.writer.num_ticks(1)) == (0, 1)
+    reader.close()
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_work_is_what_a_process_computes_where_that_counts(ring: Ring, counts: bool) -> None:
+    reader = ring.reader(1)
+    reader.counts_work = counts
+    reader.report_work()
+    before = ring.writer.work(1)
+    time.sleep(0.3)
+    reader.report_work()
+    assert ring.writer.work(1) - before <= 1, "sleeping is no work"
+    end = time.process_time() + 0.5
+    while time.process_time() < end:
+        pass
+    reader.report_work()
+    assert (ring.writer.work(1) - before >= 4) is counts
     reader.close()
 
 

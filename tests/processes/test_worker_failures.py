@@ -122,13 +122,14 @@ FAULTS = {
     "load:value": (ValueError, "hidden_size=-1: must be positive"),
     "load:raise": (WorkerError, r"(?s)rank 1 failed:.*Traceback.*KeyError: 'a bug of ours'"),
     "load:stop": (WorkerError, "rank 1 made no progress for 5 s at its start"),
+    "load:sleep": (WorkerError, "rank 1 made no progress for 5 s at its start"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_rank_fails_at_its_start(fault: str, tiny: str, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_WORKER_MODULE", "faulty_worker")
-    if fault == "load:stop":
+    if fault in ("load:stop", "load:sleep"):
         monkeypatch.setattr(processes, "_START_PATIENCE", 5.0)
     monkeypatch.setenv("FAULT", fault)
     kind, pattern = FAULTS[fault]
@@ -139,6 +140,31 @@ def test_one_rank_fails_at_its_start(fault: str, tiny: str, mark: str, monkeypat
     if kind is ValueError:
         assert "Found by rank 1" in raised.value.__notes__[0]
         assert "in fail" in raised.value.__notes__[0]
+
+
+def weights_of(llm: LLM) -> list[tuple[str, torch.Tensor]]:
+    """Other weights for the same model."""
+    return [(weight.name, torch.randn(weight.shape)) for weight in llm.engine.executor.runner.weights]
+
+
+@pytest.mark.parametrize("how", ["sleep", "work"])
+def test_a_long_call_is_one_that_computes(
+    how: str, tiny: str, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that hangs in a rare call is noticed like one that hangs in a step, though its process lives."""
+    monkeypatch.setattr(processes, "_WORKER_MODULE", "faulty_worker")
+    monkeypatch.setenv("FAULT", f"call:{how}")
+    with tiny_llm(tiny, step_timeout=2.5) as llm:
+        weights = weights_of(llm)
+        begin = time.monotonic()
+        if how == "work":
+            llm.load_weights(weights)
+            assert time.monotonic() - begin > 2.5
+            return
+        with pytest.raises(WorkerError, match=r"rank 1 made no progress for step_timeout=2.5 s"):
+            llm.load_weights(weights)
+        assert time.monotonic() - begin < 2.5 + SOON
+        assert_refuses_use(llm)
 
 
 def test_ranks_fail_in_mid_step_while_others_wait_for_them(
@@ -155,7 +181,7 @@ def test_ranks_fail_in_mid_step_while_others_wait_for_them(
 def test_weights_larger_than_the_command_ring_and_refused_ones(mark: str, tmp_path: Path) -> None:
     with tiny_llm(write_tiny_config(tmp_path, vocab_size=6000)) as llm:
         before = token_ids(llm, [5] * 9, [6] * 7)
-        weights = [(weight.name, torch.randn(weight.shape)) for weight in llm.engine.executor.runner.weights]
+        weights = weights_of(llm)
         assert sum(tensor.numel() for _, tensor in weights) * 4 > NUM_SLOTS * SLOT_BYTES
         with pytest.raises(ValueError, match=r"missing: .*model\.norm\.weight"):
             llm.load_weights([pair for pair in weights if pair[0] != "model.norm.weight"])
