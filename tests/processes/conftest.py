@@ -1,6 +1,8 @@
 """Fixtures of the process tests: a tiny model, and a look for leftovers around a test."""
 
 import gc
+import os
+import signal
 import sys
 import uuid
 from collections.abc import Iterator
@@ -21,6 +23,15 @@ def warmed_up(tiny: str) -> None:
     """One engine has been here: what libraries open once and keep is open."""
     with process_checks.tiny_llm(tiny) as llm:
         process_checks.token_ids(llm, [5, 6, 7])
+
+
+@pytest.fixture
+def new_mark() -> Iterator[str]:
+    """For a program of the test's own, and its workers."""
+    mark = uuid.uuid4().hex
+    yield mark
+    for process in process_checks.marked_processes(mark):  # a failed test leaves nothing running either
+        os.kill(process, signal.SIGKILL)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,14 +52,6 @@ def start(code: str, tiny: str, mark: str, **options: object) -> "subprocess.Pop
         start_new_session=True,
         **options,  # type: ignore[call-overload]
     )
-
-
-@pytest.fixture
-def new_mark() -> Iterator[str]:
-    mark = uuid.uuid4().hex
-    yield mark
-    for process in marked_processes(mark):  # a failed test leaves nothing running either
-        os.kill(process, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
