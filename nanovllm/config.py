@@ -92,6 +92,8 @@ class EngineConfig:
     """False: plain PyTorch in place of the Triton kernels around attention, and no CUDA graphs (for comparison)."""
     small_batch_kernels: bool = True
     """False: plain library matrix products everywhere, in prompts too (for comparison)."""
+    dependent_launch: bool = True
+    """False: no kernel starts before the one before it has ended (for comparison)."""
     kernel_choices: str | None = None
     """A file of which kernels and algorithms multiply: read where it exists, else timed on this device and written. By
     default a fixed rule decides."""

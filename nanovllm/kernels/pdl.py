@@ -4,9 +4,14 @@ A kernel launched so must call `gdc_wait` in every program before it touches any
 then chains of such kernels, and of ordinary ones among them, read what they should.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 
 import torch
+
+_allowed: ContextVar[bool] = ContextVar("dependent_launch", default=True)
 
 
 @cache
@@ -17,4 +22,15 @@ def supports_pdl(device: torch.device) -> bool:
 
 def pdl_options(device: torch.device, wanted: bool = True) -> dict[str, bool]:
     """For the launch of a kernel that takes PDL as a constant: that, and Triton's own option where it is on."""
-    return {"PDL": True, "launch_pdl": True} if wanted and supports_pdl(device) else {"PDL": False}
+    dependent = wanted and _allowed.get() and supports_pdl(device)
+    return {"PDL": True, "launch_pdl": True} if dependent else {"PDL": False}
+
+
+@contextmanager
+def ordinary_launch() -> Iterator[None]:
+    """Within it this thread launches nothing dependently; what a graph captures there stays so."""
+    token = _allowed.set(False)
+    try:
+        yield
+    finally:
+        _allowed.reset(token)

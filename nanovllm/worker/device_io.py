@@ -2,11 +2,13 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
+
+from nanovllm.kernels.pdl import ordinary_launch
 
 _RING = 3  # staging buffers: two steps in flight, and one being filled
 _BUSY_WAIT = 0.002  # seconds to look for a result without pause; a longer step can afford the wake-up
@@ -19,15 +21,24 @@ class StepTimeout(RuntimeError):
 class DeviceIO:
     """Staging buffers of one rank. On a CPU nothing is copied: the step is already where it is needed."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, dependent_launch: bool = True) -> None:
+        """`dependent_launch`: whether kernels may start while the one before ends (kernels/pdl.py)."""
         self.device = device
+        self._dependent_launch = dependent_launch
         self.is_cuda = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if self.is_cuda else None
         self._launched: deque[tuple[torch.Tensor, torch.cuda.Event | None, slice]] = deque()
 
     def stream_context(self) -> AbstractContextManager[object]:
         """Everything on the device happens in this one stream, in the order of launches."""
-        return torch.cuda.stream(self.stream) if self.is_cuda else nullcontext()
+        if not self.is_cuda:
+            return nullcontext()
+        return torch.cuda.stream(self.stream) if self._dependent_launch else self._ordinary_launches()
+
+    @contextmanager
+    def _ordinary_launches(self) -> Iterator[None]:
+        with ordinary_launch(), torch.cuda.stream(self.stream):
+            yield
 
     def synchronize(self) -> None:
         """Waits for everything on the device, in whatever stream."""

@@ -69,7 +69,7 @@ class ModelRunner:
             rows, keys = config.max_num_batched_tokens, config.max_num_seqs + MAX_CHUNK_ROWS
             self.group.use_peer_memory(rows, self.model_config.hidden_size, self.dtype, max_keys=keys)
         tick()
-        self.io = DeviceIO(self.device)
+        self.io = DeviceIO(self.device, config.dependent_launch)
         self.graphs: StepGraphs | None = None
         self._captured_logits: dict[StepShape, LogitsView] = {}
         self._keep_hidden = False

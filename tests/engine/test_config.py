@@ -64,6 +64,7 @@ BOOLS = [
     "enforce_eager",
     "fused_kernels",
     "small_batch_kernels",
+    "dependent_launch",
     "peer_all_reduce",
     "overlap_all_reduce",
     "parallel_compile",

@@ -1,0 +1,44 @@
+"""Who launches dependently: devices that can, unless the call, or the engine around it, does not want it."""
+
+import threading
+
+import pytest
+import torch
+
+from nanovllm.kernels import pdl
+from nanovllm.kernels.pdl import ordinary_launch, pdl_options
+from nanovllm.worker.device_io import DeviceIO
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+DEPENDENT, ORDINARY = {"PDL": True, "launch_pdl": True}, {"PDL": False}
+
+
+@pytest.fixture
+def one_gpu_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pdl, "supports_pdl", lambda device: device == GPU)
+
+
+def test_options_of_a_launch(one_gpu_can: None) -> None:
+    assert pdl_options(GPU) == DEPENDENT
+    assert pdl_options(GPU, wanted=False) == pdl_options(CPU) == ORDINARY
+
+
+def test_ordinary_launches_end_with_their_block_and_stay_in_their_thread(one_gpu_can: None) -> None:
+    seen: list[dict[str, bool]] = []
+    with pytest.raises(KeyError), ordinary_launch():
+        assert pdl_options(GPU) == ORDINARY
+        other = threading.Thread(target=lambda: seen.append(pdl_options(GPU)))
+        other.start()
+        other.join()
+        raise KeyError
+    assert seen == [DEPENDENT], "another engine, in another thread"
+    assert pdl_options(GPU) == DEPENDENT
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dependent_launch", [True, False])
+def test_an_engine_launches_as_it_was_told(dependent_launch: bool) -> None:
+    with DeviceIO(GPU, dependent_launch).stream_context():
+        expected = DEPENDENT if dependent_launch and pdl.supports_pdl(GPU) else ORDINARY
+        assert pdl_options(GPU) == expected
