@@ -98,6 +98,10 @@ class MemoryProbe:
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
 
+    def note_graphs(self, num_bytes: int) -> None:
+        """What the graphs took in the end, of what was kept free for them."""
+        self._reserved["graphs_taken"] = num_bytes
+
     def report(self) -> dict[str, object]:
         """What is kept free beside weights and KV, in GiB, by name."""
         return {f"{name}_gib": round(num_bytes / GIB, 3) for name, num_bytes in self._reserved.items()}

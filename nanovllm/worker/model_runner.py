@@ -219,8 +219,9 @@ class ModelRunner:
         if self.device.type == "cpu" or self.config.enforce_eager:
             return 0
         with self.io.stream_context():
-            self.graphs = self._new_graphs()
+            self.graphs, before = self._new_graphs(), self.memory.used_bytes()
             self.graphs.capture_all()
+            self.memory.note_graphs(self.memory.used_bytes() - before)
         return len(self.graphs)
 
     def _new_graphs(self) -> StepGraphs:
