@@ -94,6 +94,9 @@ class EngineConfig:
     """False: plain library matrix products everywhere, in prompts too (for comparison)."""
     dependent_launch: bool = True
     """False: no kernel starts before the one before it has ended (for comparison)."""
+    step_mailbox: bool = True
+    """False: decode steps are copied to the device and their tokens back, between graphs that otherwise fetch and leave
+    them in memory of the host (for comparison)."""
     kernel_choices: str | None = None
     """A file of which kernels and algorithms multiply: read where it exists, else timed on this device and written. By
     default a fixed rule decides."""

@@ -20,6 +20,7 @@ _HOME = {
     "apply_deltas": "step_input",
     "expand_rows": "step_input",
     "prepare_decode": "step_input",
+    "publish_tokens": "mailbox",
     "edit_logits": "penalties",
     "draw_filtered": "filters",
     "draw_survivors": "survivors",
@@ -43,6 +44,7 @@ class Kernels:
     apply_deltas: Callable[..., None]
     expand_rows: Callable[..., None]
     prepare_decode: Callable[..., None]
+    publish_tokens: Callable[..., None]
     edit_logits: Callable[..., torch.Tensor]
     draw_filtered: Callable[..., None]
     draw_survivors: Callable[..., None]

@@ -220,13 +220,18 @@ def _prepare_decode_kernel(
     INPUT_IDS,
     SLOT_MAPPING,
     LOGITS_INDICES,
+    TURN,
+    ring_stride,
     table_stride,
     out_rows,
     S: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    IN_RING: tl.constexpr,
 ):
     """One program, so that a barrier is enough between the updates and their readers."""
+    if IN_RING:
+        BUFFER += tl.load(TURN) * ring_stride
     num_rows = tl.load(BUFFER + 0)
     _apply_deltas(BUFFER, BLOCK_TABLE, TEMPERATURE, SEED, table_stride, 0, BLOCK, S, BLOCK)
     tl.debug_barrier()
@@ -290,7 +295,12 @@ def expand_rows(
 
 
 def prepare_decode(
-    buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, block_size: int, out: StepBuffers
+    buffer: torch.Tensor,
+    max_num_seqs: int,
+    state: DeviceState,
+    block_size: int,
+    out: StepBuffers,
+    turn: torch.Tensor | None = None,
 ) -> None:
     """Triton version of prepare_decode_reference, one launch."""
     _prepare_decode_kernel[(1,)](
@@ -306,10 +316,13 @@ def prepare_decode(
         out.input_ids,
         out.slot_mapping,
         out.logits_indices,
+        buffer if turn is None else turn,
+        buffer.stride(0),
         state.block_table.stride(0),
         out.row_slot.shape[0],
         S=max_num_seqs,
         BLOCK_SIZE=block_size,
+        IN_RING=turn is not None,
         BLOCK=max(128, triton.next_power_of_2(max_num_seqs)),
         num_warps=4 if max_num_seqs <= 256 else 8,
     )
@@ -365,10 +378,20 @@ def expand_rows_reference(
 
 
 def prepare_decode_reference(
-    buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, block_size: int, out: StepBuffers
+    buffer: torch.Tensor,
+    max_num_seqs: int,
+    state: DeviceState,
+    block_size: int,
+    out: StepBuffers,
+    turn: torch.Tensor | None = None,
 ) -> None:
     """apply_deltas, then expand_rows for a step of decode rows alone, one token each, in an `out` of as many tokens as
-    rows. Here padding rows have a token too: row r is token r throughout."""
+    rows. Here padding rows have a token too: row r is token r throughout.
+
+    buffer: a packed step; with `turn`, int32 [1] on the device, [N, any] of them, of which line `turn` is taken.
+    """
+    if turn is not None:
+        buffer = buffer[int(turn)]
     apply_deltas_reference(buffer, max_num_seqs, state)
     rows = out.row_slot.shape[0]
     expand_rows_reference(buffer, max_num_seqs, state, block_size, out, rows)

@@ -188,7 +188,7 @@ class ModelRunner:
             rows = config.max_num_seqs + MAX_CHUNK_ROWS
             self.buffers = StepBuffers.allocate(rows, config.max_num_batched_tokens + rows, self.device)
             capacity = packed_capacity(num_blocks, config.max_num_seqs, config.max_num_batched_tokens)
-            self.io.allocate(capacity, rows)
+            self.io.allocate(capacity, rows, config.step_mailbox)
 
     @torch.inference_mode()
     def choose_kernels(self) -> "Choices":
@@ -222,6 +222,8 @@ class ModelRunner:
             self.graphs, before = self._new_graphs(), self.memory.used_bytes()
             self.graphs.capture_all()
             self.memory.note_graphs(self.memory.used_bytes() - before)
+            if self.io.mailbox is not None:
+                self.io.mailbox.begin()
         return len(self.graphs)
 
     def _new_graphs(self) -> StepGraphs:
@@ -238,17 +240,20 @@ class ModelRunner:
         packed, section = split_section(packed)
         num_rows, num_decode_rows, num_sample_rows, num_tokens = (int(n) for n in packed[:4])
         with self.io.stream_context():
-            step = self.io.upload(packed)
-            shape = None
+            shape, posted = None, None
             self._keep_hidden = section is not None and section.num_targets > 0
             if self.graphs is not None and not self._keep_hidden:
                 chunk_rows, chunk_tokens = num_rows - num_decode_rows, num_tokens - num_decode_rows
                 shape = self.graphs.shape_for(num_decode_rows, chunk_rows, chunk_tokens)
             if self.graphs is not None and shape is not None:
+                if self.io.mailbox is not None and not shape.chunk_tokens:
+                    posted = self.io.post(packed)
+                else:
+                    self.io.upload(packed)
                 self.graphs.replay(shape)
                 first_chunk_row = shape.decode_rows
             else:
-                logits = self._run_exact(step, packed)
+                logits = self._run_exact(self.io.upload(packed), packed)
                 first_chunk_row = num_decode_rows
             if section is not None:
                 if shape is not None:
@@ -257,7 +262,10 @@ class ModelRunner:
                 args = (first_chunk_row, num_decode_rows, self.buffers, self.state, hidden, self.model)
                 self.general_sampler.run(section, logits, *args)
             end = first_chunk_row + num_sample_rows - num_decode_rows
-            self.io.download(self.buffers.tokens[:end], num_decode_rows, first_chunk_row)
+            if posted is not None and section is None:
+                self.io.expect(posted[:end], num_decode_rows, first_chunk_row)
+            else:
+                self.io.download(self.buffers.tokens[:end], num_decode_rows, first_chunk_row)
 
     def _run_exact(self, step: torch.Tensor, packed: np.ndarray) -> torch.Tensor | None:
         """Any step, eagerly, at its exact size; returns the logits of the rows that drew."""
@@ -279,12 +287,14 @@ class ModelRunner:
         num_decode_rows, num_chunk_tokens = shape
         num_rows = num_decode_rows + (MAX_CHUNK_ROWS if num_chunk_tokens else 0)
         buffers = self.buffers.narrow(num_rows, num_decode_rows + num_chunk_tokens)
-        args = (self.io.step_buffer, self.config.max_num_seqs, self.state, self.block_size, buffers)
+        mailbox = None if num_chunk_tokens else self.io.mailbox
+        step = self.io.step_buffer if mailbox is None else mailbox.steps
+        args = (step, self.config.max_num_seqs, self.state, self.block_size, buffers)
         if num_chunk_tokens:
             self.kernels.apply_deltas(*args[:3])
             self.kernels.expand_rows(*args, num_decode_rows)
         else:
-            self.kernels.prepare_decode(*args)
+            self.kernels.prepare_decode(*args, None if mailbox is None else mailbox.turn)
         attention = self._attention(
             buffers, num_decode_rows, max_seqlen_q=max(1, num_chunk_tokens), max_context_len=self.max_model_len
         )
@@ -292,6 +302,8 @@ class ModelRunner:
         logits = self._forward(buffers, attention, num_rows)
         assert logits is not None
         self._captured_logits[shape] = LogitsView(logits)
+        if mailbox is not None:
+            self.kernels.publish_tokens(buffers.tokens, mailbox.tokens, mailbox.turn)
 
     def _attention(
         self, buffers: StepBuffers, num_decode_rows: int, max_seqlen_q: int, max_context_len: int

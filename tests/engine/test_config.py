@@ -65,6 +65,7 @@ BOOLS = [
     "fused_kernels",
     "small_batch_kernels",
     "dependent_launch",
+    "step_mailbox",
     "peer_all_reduce",
     "overlap_all_reduce",
     "parallel_compile",

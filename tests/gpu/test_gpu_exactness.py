@@ -251,7 +251,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "graphs": {},
     "graphs, tight": TIGHT,
     "graphs on the triton backend": {"attention_backend": "triton"},
-    "graphs, ordinary launches": {"dependent_launch": False},
+    "graphs, ordinary launches, copies": {"dependent_launch": False, "step_mailbox": False},
     "plain kernels": {"fused_kernels": False},
     "eager, tight, synchronous": {**TIGHT, "enforce_eager": True, "async_scheduling": False},
     "two ranks": {"tensor_parallel_size": 2},

@@ -132,6 +132,29 @@ def test_prepare_decode_equals_its_twin(case: int, device: torch.device) -> None
     assert_same(buffers, twin_buffers)
 
 
+@pytest.mark.parametrize("case", range(6))
+def test_prepare_decode_takes_its_line_of_a_ring(case: int, device: torch.device) -> None:
+    rng = random.Random(case)
+    max_num_seqs = [1, 3, 8, 130, 17, 16][case]
+    steps = [random_step(rng, max_num_seqs, decode_only=True).pack() for _ in range(3)]
+    ring = torch.full((3, max(step.shape[0] for step in steps) + case), -77, dtype=torch.int32)
+    if device.type == "cuda":
+        ring = ring.pin_memory()
+    for line, step in zip(ring, steps, strict=True):
+        line[: step.shape[0]] = step
+    for line in (2, 0, 1):
+        turn = torch.tensor([line], dtype=torch.int32, device=device)
+        first = random_state(max_num_seqs, device)
+        states = [first, clone(first), clone(first)]
+        buffers = [poisoned_buffers(max_num_seqs, max_num_seqs, device) for _ in range(3)]
+        prepare_decode(ring, max_num_seqs, states[0], BLOCK_SIZE, buffers[0], turn)
+        prepare_decode(steps[line].to(device), max_num_seqs, states[1], BLOCK_SIZE, buffers[1])
+        prepare_decode_reference(ring.to(device), max_num_seqs, states[2], BLOCK_SIZE, buffers[2], turn)
+        for n in (1, 2):
+            assert_same(states[0], states[n])
+            assert_same(buffers[0], buffers[n])
+
+
 @pytest.mark.parametrize("case", range(20))
 def test_twin_says_what_the_host_meant(case: int) -> None:
     rng = random.Random(1000 + case)
