@@ -60,7 +60,8 @@ class TritonBackend(AttentionBackend):
         self.ensure_prepared(q, metadata)
         n = metadata.num_decode_rows
         if n:
-            self.decode(q[:n], k_cache, v_cache, metadata.block_table, metadata.max_context_len, out[:n])
+            self.decode(q[:n], k_cache, v_cache, metadata.block_table, metadata.max_context_len, out[:n],
+                        merge_first=n in self.merged_first)
         if metadata.num_prefill_rows:
             self._forward_prefill(q, k_cache, v_cache, metadata, out)
         return out

@@ -6,7 +6,7 @@ from nanovllm.kernels.pdl import pdl_options
 from nanovllm.kernels.triton_import import tl, triton
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _publish_tokens_kernel(
     TOKENS, RING, TURN, count, stride, TURNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
@@ -23,16 +23,15 @@ def _publish_tokens_kernel(
 
 def publish_tokens(tokens: torch.Tensor, ring: torch.Tensor, turn: torch.Tensor) -> None:
     """Triton version of publish_tokens_reference."""
-    count = tokens.shape[0]
     _publish_tokens_kernel[(1,)](
         tokens,
         ring,
         turn,
-        count,
+        tokens.shape[0],
         ring.stride(0),
         TURNS=ring.shape[0],
-        BLOCK=max(32, triton.next_power_of_2(count)),
-        num_warps=1 if count <= 32 else 4,
+        BLOCK=triton.next_power_of_2(ring.shape[1]),
+        num_warps=4,
         **pdl_options(tokens.device),
     )
 

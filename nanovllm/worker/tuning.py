@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.engine.step_shapes import decode_buckets
-from nanovllm.kernels import Kernels, cublas_lt_rule, mid_gemm_rule
+from nanovllm.kernels import Kernels, cublas_lt_rule, mid_gemm_rule, small_gemm_rule
 from nanovllm.kernels.cublas_lt import Problem, supports
 from nanovllm.kernels.cublas_lt_rule import MANY_ROWS
 from nanovllm.kernels.lt_config import LtConfig
@@ -80,6 +80,8 @@ def measured(model: Qwen3ForCausalLM, fused: bool, max_rows: int) -> Choices:
         most = 1 if not is_small else 4 if paired else FEW_ROWS[-1]
         n, k = weight.shape
         few = {rows: candidate_configs(rows, n, k, paired)[0] for rows in FEW_ROWS if rows <= min(most, max_rows)}
+        if fused:
+            few[1] = small_gemm_rule.one_row(name, k)
         choices[name] = few | choices[name]
     return _with_algorithms(choices, model, max_rows)
 
@@ -167,6 +169,8 @@ def timed(model: Qwen3ForCausalLM, kernels: Kernels, fused: bool, max_rows: int)
         n, k = weights[0].shape
         for rows in (rows for rows in FEW_ROWS if rows <= max_rows):
             candidates = candidate_configs(rows, n, k, operation == "norm_linear_silu_mul")[:_CANDIDATES]
+            if rows == 1:
+                candidates.append(small_gemm_rule.one_row(name, k))
             library = _library(operation, kernels, weights[0], rows)
             best = autotune_small_gemm(operation, weights, rows, library=library, candidates=candidates)
             if best.config is not None:
@@ -196,6 +200,11 @@ def apply(model: Qwen3ForCausalLM, choices: Choices, fused: bool) -> None:
             layer.few_rows = dict(choices.get(name, {}))
             many = layer.few_rows.pop(MANY_ROWS, None)
             layer.many_rows = many if isinstance(many, LtConfig) else None
+    attention = model.layers[0].self_attn
+    o_weight = attention.o_proj.weight
+    own_o = (rows for rows, config in attention.o_proj.few_rows.items() if isinstance(config, GemmConfig))
+    num_bytes = o_weight.numel() * o_weight.element_size()
+    attention.backend.merged_first = frozenset(n for n in own_o if small_gemm_rule.merges_before(n, num_bytes))
     behind_o, behind_down = (_own_rows(choices.get(name, {})) for name in ("o", "down"))
     for decoder_layer in model.layers:
         decoder_layer.input_layernorm.dependent_rows = behind_down

@@ -90,10 +90,10 @@ rehearsal.rehearse(runner, jobs.append)
 assert runner.model.layers is layers and not runner.model.fused_rows and not runner._captured_logits
 
 counts = collections.Counter(job.name for job in set(jobs))
-single = "apply_deltas expand_rows prepare_decode qk_norm_rope_store silu_mul".split()
+single = "apply_deltas expand_rows prepare_decode publish_tokens qk_norm_rope_store silu_mul".split()
 assert set(counts) >= {f"_{name}_kernel" for name in single} | {"_rms_norm_kernel", "_best_of_chunks_kernel",
     "prefill_attention_kernel", "plan_prefill_kernel", "merge_chunks_kernel"}, counts
-classes = {runner.backend.decode._config(rows) for rows in range(1, 73)}
+classes = {(runner.backend.decode._config(rows), rows == 1) for rows in range(1, 73)}
 assert counts["decode_attention_kernel"] == len(classes) > 1 and counts["plan_decode_kernel"] >= len(classes), counts
 expected = {(name, config.kernel) for name, by_rows in runner.choose_kernels().items() for config in by_rows.values()}
 assert {kernel for _, kernel in expected} == {job.name.split("_")[2] for job in jobs if "small_gemm" in job.name}
