@@ -65,6 +65,7 @@ BOOLS = [
     "fused_kernels",
     "small_batch_kernels",
     "peer_all_reduce",
+    "push_products",
     "overlap_all_reduce",
     "parallel_compile",
     "async_scheduling",
