@@ -75,7 +75,7 @@ def test_a_push_is_summed_next_and_once(tmp_path: Path) -> None:
         lambda: peer.all_reduce_add_rms_norm(Pushed(3), None, weight, EPS),
         lambda: peer.all_reduce_add_rms_norm(pushed, x[:2], weight, EPS),
     ):
-        with pytest.raises(ValueError, match="pushed|need"):
+        with pytest.raises(ValueError, match=r"pushed|need"):
             call()
     other = reducer(tmp_path)
     with pytest.raises(ValueError, match="pushed"):
@@ -145,8 +145,8 @@ def compile_all() -> None:
     configs += [(16, GemmConfig("stream", 64, 128, 3, split_k=2))]
     for rows, config in [*configs, (32, MidConfig(64, 32, 128, 4)), (64, MidConfig(32, 64, 128, 4))]:
         x, weight = torch.zeros(rows, 2048, dtype=dtype), torch.zeros(hidden, 2048, dtype=dtype)
-        pushed = pushed_linear(x, weight, config, peer)
-        peer.all_reduce_add_rms_norm(pushed, torch.zeros(rows, hidden, dtype=dtype), weight[0, :hidden], EPS)
+        pushed, residual = pushed_linear(x, weight, config, peer), torch.zeros(rows, hidden, dtype=dtype)
+        peer.all_reduce_add_rms_norm(pushed, residual, weight[0, :hidden], EPS, dependent=True)
 
 
 def test_compiles_for_a_gpu(tmp_path: Path) -> None:
