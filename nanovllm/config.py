@@ -102,6 +102,8 @@ class EngineConfig:
     default a fixed rule decides."""
     peer_all_reduce: bool = True
     """False: NCCL for every all-reduce (for comparison). Peer memory never uses NVLink multicast."""
+    push_products: bool = True
+    """False: products are stored locally, and the sums over the ranks send them (for comparison)."""
     overlap_all_reduce: bool = True
     """True: large steps with prompts run in two halves, and while the ranks sum one, the other is computed."""
     parallel_compile: bool = True

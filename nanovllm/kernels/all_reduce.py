@@ -18,6 +18,15 @@ these out, if only all ranks agree. So that no program reads what another has fl
 and at its end flips that and its share of those that the launch has no program for: between calls all entries are
 equal.
 
+Products that push (push.py). Where a rank's addend is a product of a kernel of our own, that kernel may store its tiles
+straight into the places of a one-shot sum, -0.0 replaced, and the sum's kernel sends nothing. Its programs read entry 0
+of the parity, which equals the others between calls, and touch places only after their own gdc_wait (or an ordinary
+launch): all earlier calls of this rank have ended then, and the call that will flip the parity waits for the product's
+end. So the product is a part of its call that begins when the call before has ended, which is all that the argument
+above asks for: row 0 comes from programs that did so. A product waits for nobody, so a sum that does waits for kernels
+that end. All this needs product and sum in pairs, of the same rows, with no other one-shot sum in between: `push`
+returns a `Pushed` in place of a tensor, and the next sum must be given it, or raises.
+
 Rounding is that of `kernels/norm.py`, with one rounding for sum and residual together. An addend may come in parts, as
 there (mid_gemm.py): a rank adds up its own, in order, and rounds them once before it sends.
 Sums are float32 in a fixed order, computed from the same bits by the same code on all ranks (two-shot: on one rank,
@@ -25,9 +34,10 @@ then copied), so that all ranks hold the same bits.
 
 A wait looks at `abort` of the local device memory each time round and is bounded by `max_spins`; after either the
 outputs are garbage and the block is unfit for use. Programs wait only for the program of the same number of each peer,
-after their own pushes; a launch has at most MAX_PROGRAMS of them, so that all are resident.
+or for its product, after their own pushes; a launch has at most MAX_PROGRAMS of them, so that all are resident.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -36,6 +46,7 @@ from nanovllm.kernels.all_reduce_kernels import max_keys_kernel, one_shot_kernel
 from nanovllm.kernels.norm import add_up
 from nanovllm.kernels.padded_rows import empty_rows
 from nanovllm.kernels.pdl import pdl_options
+from nanovllm.kernels.push import Partial, Places, Pushed
 from nanovllm.kernels.triton_import import tl, triton
 from nanovllm.parallel.peer_memory import MAX_PROGRAMS, SENTINELS, PeerMemory
 
@@ -93,6 +104,8 @@ class PeerAllReduce:
         self.max_spins = max_spins
         layout = memory.layout
         self._hidden = layout.hidden_size
+        self._pushed: Pushed | None = None
+        """A product in the places whose sum has not been launched."""
         block = triton.next_power_of_2(self._hidden)
         self._shape = {
             "WORLD": layout.world_size,
@@ -112,9 +125,20 @@ class PeerAllReduce:
             return "one_shot"
         return "two_shot" if rows <= min(layout.two_shot_rows, limits.peer_bytes // row) else "nccl"
 
+    def push(self, rows: int, multiply: Callable[[Places], object]) -> Pushed:
+        """Has `multiply` launch a product [rows, hidden] that fills the places of the next sum, as all ranks do, and
+        returns what that sum is to be given. rows: of which `path` is one-shot."""
+        if self._pushed is not None:
+            raise ValueError("the product that was pushed last has not been summed")
+        memory, layout = self.memory, self.memory.layout
+        places = Places(memory.one_shot_targets, memory.parity[0], layout.one_shot_rows, self._hidden, memory.dtype)
+        multiply(places)
+        self._pushed = Pushed(rows)
+        return self._pushed
+
     def all_reduce_add_rms_norm(
         self,
-        partial: torch.Tensor,
+        partial: Partial,
         residual: torch.Tensor | None,
         weight: torch.Tensor,
         eps: float,
@@ -125,7 +149,8 @@ class PeerAllReduce:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum over the ranks + residual (float32, one rounding), and the RMSNorm of that.
 
-        partial [T, hidden]: this rank's addend, contiguous, any memory; or float32 [parts, T, hidden], whose sum it is.
+        partial [T, hidden]: this rank's addend, contiguous, any memory; or float32 [parts, T, hidden], whose sum it is;
+        or what `push` returned for T rows.
         residual [T, hidden]: updated in place; None: zeros, and a new tensor is returned. weight [hidden]. Returns
         (normalised [T, hidden], residual [T, hidden]).
         replicate_residual False: where two-shot is taken, each rank updates only the residual rows that it owns (row
@@ -133,8 +158,8 @@ class PeerAllReduce:
         only into further calls with the same T. path: overrules `path(T)` (benchmarks).
         dependent: launch it dependently (pdl.py), whatever its rows.
         """
-        self._check(partial, residual, weight)
-        out = empty_rows(partial.shape[-2], self._hidden, weight.dtype, weight.device)
+        rows = self._check(partial, residual, weight)
+        out = empty_rows(rows, self._hidden, weight.dtype, weight.device)
         residual_out = torch.empty_like(out) if residual is None else residual
         operands = (partial, residual_out, weight, out)
         flags = {"NORM": True, "RESIDUAL": residual is not None}
@@ -162,21 +187,32 @@ class PeerAllReduce:
         )  # fmt: skip
         return keys
 
-    def _check(self, partial: torch.Tensor, *others: torch.Tensor | None) -> None:
-        in_parts = partial.ndim == 3 and partial.shape[0] > 1
-        if not (in_parts or partial.ndim == 2) or partial.shape[-1] != self._hidden or partial.shape[-2] < 1:
-            raise ValueError(f"partial: shape {tuple(partial.shape)}, need [rows, {self._hidden}] or parts of that")
-        dtypes = [torch.float32 if in_parts else self.memory.dtype] + [self.memory.dtype] * len(others)
-        for tensor, dtype in zip((partial, *others), dtypes, strict=True):
+    def _check(self, partial: Partial, *others: torch.Tensor | None) -> int:
+        """The sum's rows; ValueError where it is not one."""
+        dtypes = [self.memory.dtype] * len(others)
+        tensors = list(others)
+        if isinstance(partial, Pushed):
+            shape = (partial.rows, self._hidden)
+        else:
+            in_parts = partial.ndim == 3 and partial.shape[0] > 1
+            if not (in_parts or partial.ndim == 2) or partial.shape[-1] != self._hidden or partial.shape[-2] < 1:
+                raise ValueError(f"partial: shape {tuple(partial.shape)}, need [rows, {self._hidden}] or parts of that")
+            shape = (partial.shape[-2], self._hidden)
+            tensors.append(partial)
+            dtypes.append(torch.float32 if in_parts else self.memory.dtype)
+        for tensor, dtype in zip(tensors, dtypes, strict=True):
             if tensor is not None and (tensor.dtype != dtype or not tensor.is_contiguous()):
                 raise ValueError(f"need a contiguous {dtype} tensor, got {tensor.dtype} {tensor.stride()}")
-        if others and others[0] is not None and others[0].shape != partial.shape[-2:]:
-            raise ValueError(f"residual: shape {tuple(others[0].shape)}, need {tuple(partial.shape[-2:])}")
+        if others and others[0] is not None and others[0].shape != shape:
+            raise ValueError(f"residual: shape {tuple(others[0].shape)}, need {shape}")
+        if (partial if isinstance(partial, Pushed) else None) is not self._pushed:
+            raise ValueError(f"summed {partial} next after {self._pushed} was pushed")
+        return shape[0]
 
     def _launch(
         self,
         path: Path | None,
-        operands: tuple[torch.Tensor, ...],
+        operands: tuple[Partial, torch.Tensor, torch.Tensor, torch.Tensor],
         eps: float,
         replicate: bool,
         flags: dict[str, bool],
@@ -185,8 +221,11 @@ class PeerAllReduce:
         """operands: partial, residual (in and out), weight, out."""
         partial, residual, weight, out = operands
         memory, layout, rows = self.memory, self.memory.layout, out.shape[0]
-        path = path or self.path(rows)
-        parts = 1 if partial.ndim == 2 else partial.shape[0]
+        path, parts, pushed = path or self.path(rows), 1, isinstance(partial, Pushed)
+        if isinstance(partial, Pushed):
+            path, partial, self._pushed = "one_shot", out, None
+        elif partial.ndim == 3:
+            parts = partial.shape[0]
         if parts == 1:
             partial = partial.view(torch.int16 if layout.itemsize == 2 else torch.int32)
         tensors = (partial, residual, residual, weight, out, memory.peers)
@@ -194,7 +233,7 @@ class PeerAllReduce:
         fixed = {**flags, "PARTS": parts, **self._shape, **pdl_options(partial.device, dependent or rows <= PDL_ROWS)}
         if path == "one_shot" and rows <= layout.one_shot_rows:
             one_shot_kernel[(min(rows, MAX_PROGRAMS),)](
-                *tensors, memory.parity[0], *scalars, 0, CAPACITY=layout.one_shot_rows, **fixed
+                *tensors, memory.parity[0], *scalars, 0, CAPACITY=layout.one_shot_rows, PUSHED=pushed, **fixed
             )
         elif path == "two_shot" and rows <= layout.two_shot_rows:
             offsets = [offset // layout.itemsize for offset in (layout.scatter, layout.gather, layout.residual)]

@@ -20,6 +20,7 @@ from nanovllm.kernels.activation import silu_mul_reference
 from nanovllm.kernels.mid_gemm_kernel import mid_gemm_kernel
 from nanovllm.kernels.padded_rows import empty_rows, rows_in_memory
 from nanovllm.kernels.pdl import pdl_options
+from nanovllm.kernels.push import Places, push_arguments
 from nanovllm.kernels.triton_import import triton
 
 PREFETCH_BYTES = 64 << 10
@@ -72,6 +73,14 @@ def linear(x: Tensor, weight: Tensor, config: MidConfig, *, pdl: bool = True) ->
     return _launch(x, weight, n, config, out, False, pdl)
 
 
+def push_linear(x: Tensor, weight: Tensor, places: Places, config: MidConfig, *, pdl: bool = True) -> None:
+    """`linear` into the ranks' places (push.py); K cannot be split."""
+    if config.splits != 1:
+        raise ValueError(f"{config}: what is sent must be whole")
+    places.check(x.shape[0], weight.shape[0], x.dtype)
+    _launch(x, weight, weight.shape[0], config, x, False, pdl, places)
+
+
 def linear_silu_mul(x: Tensor, gate_up_weight: Tensor, config: MidConfig, *, pdl: bool = True) -> Tensor:
     """silu(gate) * up of x [M, K] for gate_up_weight [2 I, K], gates first -> [M, I]. Rounds as the product and the
     activation kernel by themselves do. K cannot be split."""
@@ -103,7 +112,11 @@ def _sums(x: Tensor, weight: Tensor, ends: list[int]) -> Tensor:
     return torch.stack([x[:, a:b].float() @ weight[:, a:b].float().T for a, b in pairwise(ends)])
 
 
-def _launch(x: Tensor, weight: Tensor, n_out: int, config: MidConfig, out: Tensor, gated: bool, pdl: bool) -> Tensor:
+def _launch(
+    x: Tensor, weight: Tensor, n_out: int, config: MidConfig, out: Tensor, gated: bool, pdl: bool,
+    places: Places | None = None,
+) -> Tensor:  # fmt: skip
+    """`out` is filled, or where `places` are given, they are, and `out` is any tensor of the result's dtype."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     rows, k = x.shape
@@ -119,10 +132,10 @@ def _launch(x: Tensor, weight: Tensor, n_out: int, config: MidConfig, out: Tenso
     mid_gemm_kernel[grid](
         TensorDescriptor(x, [readable, k], [k, 1], [config.block_m, config.block_k]),
         TensorDescriptor(weight, list(weight.shape), [k, 1], [config.block_n, config.block_k]),
-        weight, out, rows, n_out, k,
+        weight, out, rows=rows, n_out=n_out, k=k,
         BLOCK_N=config.block_n, BLOCK_M=config.block_m, BLOCK_K=config.block_k, STAGES=config.stages,
         GATED=gated, PARTS=config.splits > 1, X_LEFT=config.block_n < 64,
         PREFETCH=max(64, min(columns, triton.next_power_of_2(k))), num_warps=config.num_warps,
-        **pdl_options(x.device, pdl),
+        **push_arguments(places, out), **pdl_options(x.device, pdl),
     )  # fmt: skip
     return out

@@ -11,11 +11,13 @@ kernels here do the latter, so the two sorts mix freely. In return no kernel in 
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanovllm.kernels.pdl import pdl_options
+from nanovllm.kernels.push import Places, push_arguments
 from nanovllm.kernels.small_gemm_dot import small_gemm_stream_kernel, small_gemm_tile_kernel
 from nanovllm.kernels.small_gemm_fma import small_gemm_fma_kernel
 from nanovllm.kernels.small_gemm_tile import LANE_SPAN, MAX_ROWS
@@ -65,6 +67,12 @@ def linear(
 ) -> Tensor:
     """x [M <= 16, K] @ weight [N, K]^T -> [M, N]."""
     return _launch(x, weight, weight.shape[0], None, 0.0, None, out, False, config, pdl)
+
+
+def push_linear(x: Tensor, weight: Tensor, places: Places, config: GemmConfig, *, pdl: bool = True) -> None:
+    """`linear` into the ranks' places (push.py)."""
+    places.check(x.shape[0], weight.shape[0], x.dtype)
+    _launch(x, weight, weight.shape[0], None, 0.0, None, None, False, config, pdl, places)
 
 
 def linear_residual(
@@ -134,20 +142,21 @@ def _split(n: int, k: int, block_n: int, slots: int, columns: int) -> int:
     return 1 << (max(1, most).bit_length() - 1)
 
 
-def _check(x: Tensor, weight: Tensor, out: Tensor, n_out: int, paired: bool, config: GemmConfig) -> None:
+def _check(x: Tensor, weight: Tensor, out: Tensor | None, n_out: int, paired: bool, config: GemmConfig) -> None:
     rows, k = x.shape
     if not 1 <= rows <= MAX_ROWS:
         raise ValueError(f"small GEMM takes 1 to {MAX_ROWS} rows, got {rows}")
     if weight.shape[1] != k or k % 8:
         raise ValueError(f"weight {list(weight.shape)} does not fit x {list(x.shape)}, or K is no multiple of 8")
-    if out.shape != (rows, n_out):
+    if out is not None and out.shape != (rows, n_out):
         raise ValueError(f"output is {list(out.shape)}, expected {[rows, n_out]}")
-    if not (x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()):
+    tensors = [x, weight] if out is None else [x, weight, out]
+    if not all(tensor.is_contiguous() for tensor in tensors):
         raise ValueError("small GEMM takes contiguous tensors only")
     if config.block_n < 2 * config.num_warps and paired and config.kernel == "fma":
         raise ValueError(f"{config} gives a warp one weight row; gate and up need two")
-    if not x.dtype == weight.dtype == out.dtype:
-        raise ValueError(f"one dtype expected, got {x.dtype}, {weight.dtype}, {out.dtype}")
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        raise ValueError(f"one dtype expected, got {[tensor.dtype for tensor in tensors]}")
 
 
 @cache
@@ -160,14 +169,15 @@ def _workspace(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
 
 def _launch(
     x: Tensor, weight: Tensor, n_out: int, norm_weight: Tensor | None, eps: float, residual: Tensor | None,
-    out: Tensor | None, paired: bool, config: GemmConfig | None, pdl: bool,
+    out: Tensor | None, paired: bool, config: GemmConfig | None, pdl: bool, places: Places | None = None,
 ) -> Tensor:  # fmt: skip
+    """Returns what was stored to; with `places`, which then were, nothing that counts."""
     rows, k = x.shape
     n = weight.shape[0]
-    if out is None:
-        out = x.new_empty(rows, n_out)
     config = config or candidate_configs(rows, n, k, paired)[0]
     _check(x, weight, out, n_out, paired, config)
+    if out is None:
+        out = x if places is not None else x.new_empty(rows, n_out)
     tiles = triton.cdiv(n, config.block_n)
     steps = triton.cdiv(k, config.block_k * config.split_k)
     scratch = counters = out
@@ -175,7 +185,7 @@ def _launch(
         scratch, counters = _workspace(x.device, torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0)
         if config.split_k * MAX_ROWS * tiles * config.block_n > SCRATCH_FLOATS or tiles > COUNTERS:
             raise ValueError(f"{config} needs more scratch than there is for a weight {list(weight.shape)}")
-    fixed = {
+    fixed: dict[str, Any] = {
         "K": k, "BLOCK_N": config.block_n, "STEPS": steps, "SPLIT_K": config.split_k, "NORM": norm_weight is not None,
         "EVEN_K": k == steps * config.block_k * config.split_k, "EVEN_N": n % config.block_n == 0,
         "PAIRED": paired, "RESIDUAL": residual is not None, "num_warps": config.num_warps, **pdl_options(x.device, pdl),
@@ -191,7 +201,8 @@ def _launch(
     gain = x if norm_weight is None else norm_weight
     base = x if residual is None else residual
     grid = (tiles, config.split_k)
-    kernel[grid](x, weight, gain, out, base, scratch, counters, rows, n_out, eps, **fixed)
+    fixed |= push_arguments(places, out)
+    kernel[grid](x, weight, gain, out, base, scratch, counters, rows=rows, n_out=n_out, eps=eps, **fixed)
     return out
 
 

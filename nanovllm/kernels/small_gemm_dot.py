@@ -11,6 +11,7 @@ PREFETCH columns of its weight rows into L2, since the loop's own copies cannot 
 In both, rows of x beyond `rows` are read as zero; a row's result does not depend on the other rows.
 """
 
+from nanovllm.kernels.push import destinations
 from nanovllm.kernels.small_gemm_tile import LANE_SPAN, arrive_last, load_residual, store_tile, sum_splits, weight_rows
 from nanovllm.kernels.triton_import import tl, triton
 
@@ -68,10 +69,10 @@ def _load_rows(
 
 @triton.jit(do_not_specialize=["rows", "n_out"])
 def small_gemm_tile_kernel(
-    x_ptr, w_ptr, norm_ptr, out_ptr, res_ptr, scratch_ptr, counter_ptr, rows, n_out, eps,
+    x_ptr, w_ptr, norm_ptr, out_ptr, res_ptr, scratch_ptr, counter_ptr, targets_ptr, parity_ptr, rows, n_out, eps,
     K: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr, PRELOAD: tl.constexpr,
     SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, NORM: tl.constexpr, PAIRED: tl.constexpr,
-    RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    RESIDUAL: tl.constexpr, PDL: tl.constexpr, WORLD: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Grid (column tiles, SPLIT_K); x is [rows <= 16, K]. EVEN_K: the STEPS x SPLIT_K steps tile K exactly."""
     SPAN: tl.constexpr = CHUNKS * LANE_SPAN
@@ -86,6 +87,7 @@ def small_gemm_tile_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    to = destinations(out_ptr, targets_ptr, parity_ptr, WORLD, HALF)
 
     row = tl.arange(0, ROWS)[:, None]
     lane = tl.arange(0, BLOCK_N)[None, :]
@@ -103,17 +105,17 @@ def small_gemm_tile_kernel(
         x = _load_rows(x_ptr, norm_ptr, scales, rows, k_first + step * SPAN, K, CHUNKS, EVEN_K, NORM)
         acc = tl.dot(x, tl.permute(tile, (0, 2, 1)), acc, input_precision="ieee")
     _finish(
-        tl.sum(acc, axis=0), residual, out_ptr, res_ptr, scratch_ptr, counter_ptr, rows, n_out,
-        BLOCK_N, SPLIT_K, PAIRED, RESIDUAL,
+        tl.sum(acc, axis=0), residual, to, res_ptr, scratch_ptr, counter_ptr, rows, n_out,
+        BLOCK_N, SPLIT_K, PAIRED, RESIDUAL, WORLD,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "n_out"])
 def small_gemm_stream_kernel(
-    x_ptr, w_ptr, norm_ptr, out_ptr, res_ptr, scratch_ptr, counter_ptr, rows, n_out, eps,
+    x_ptr, w_ptr, norm_ptr, out_ptr, res_ptr, scratch_ptr, counter_ptr, targets_ptr, parity_ptr, rows, n_out, eps,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
     PREFETCH: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, NORM: tl.constexpr,
-    PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr, WORLD: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Grid (column tiles, SPLIT_K); x is [rows <= 16, K]. EVEN_K: the STEPS x SPLIT_K steps tile K exactly."""
     pid = tl.program_id(0)
@@ -129,6 +131,7 @@ def small_gemm_stream_kernel(
         )
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    to = destinations(out_ptr, targets_ptr, parity_ptr, WORLD, HALF)
 
     row = tl.arange(0, ROWS)
     lane = tl.arange(0, BLOCK_N)[None, :]
@@ -153,15 +156,15 @@ def small_gemm_stream_kernel(
             x = _normalise(x, gain[None, :], scales[:, None])
         acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
     _finish(
-        tl.trans(acc), residual, out_ptr, res_ptr, scratch_ptr, counter_ptr, rows, n_out,
-        BLOCK_N, SPLIT_K, PAIRED, RESIDUAL,
+        tl.trans(acc), residual, to, res_ptr, scratch_ptr, counter_ptr, rows, n_out,
+        BLOCK_N, SPLIT_K, PAIRED, RESIDUAL, WORLD,
     )  # fmt: skip
 
 
 @triton.jit
 def _finish(
-    y, residual, out_ptr, res_ptr, scratch_ptr, counter_ptr, rows, n_out,
-    BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, PAIRED: tl.constexpr, RESIDUAL: tl.constexpr,
+    y, residual, to, res_ptr, scratch_ptr, counter_ptr, rows, n_out,
+    BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, WORLD: tl.constexpr,
 ):  # fmt: skip
     """Sum the splits, if any, and store y float32 [16, BLOCK_N]. Scratch is float32 [SPLIT_K, 16, padded N]."""
     OUT_WIDTH: tl.constexpr = BLOCK_N // 2 if PAIRED else BLOCK_N
@@ -170,7 +173,7 @@ def _finish(
     lane = tl.arange(0, BLOCK_N)[None, :]
     out_lane = tl.arange(0, OUT_WIDTH)[None, :]
     if SPLIT_K == 1:
-        store_tile(y, residual, out_lane, row, out_ptr, rows, pid, n_out, BLOCK_N, PAIRED)
+        store_tile(y, residual, out_lane, row, to, rows, pid, n_out, BLOCK_N, PAIRED, WORLD)
     else:
         width = tl.num_programs(0) * BLOCK_N
         at = row * width + pid * BLOCK_N + lane
@@ -178,4 +181,4 @@ def _finish(
         if arrive_last(counter_ptr + pid, SPLIT_K):
             total = sum_splits(scratch_ptr, at, ROWS * width, SPLIT_K)
             base = load_residual(res_ptr, lane, row, rows, pid, n_out, BLOCK_N, RESIDUAL)
-            store_tile(total, base, out_lane, row, out_ptr, rows, pid, n_out, BLOCK_N, PAIRED)
+            store_tile(total, base, out_lane, row, to, rows, pid, n_out, BLOCK_N, PAIRED, WORLD)

@@ -1,5 +1,6 @@
 """Parts shared by the two small-row GEMM kernels: which weight rows a program owns, its epilogue, and split-K."""
 
+from nanovllm.kernels.push import store_tile_to
 from nanovllm.kernels.triton_import import tl, triton
 
 # Columns of W that one warp covers with one 16-byte load a lane (bf16). Also the granularity of K.
@@ -33,11 +34,16 @@ def load_residual(res_ptr, lane, row, rows, pid, n_out, BLOCK_N: tl.constexpr, W
 
 
 @triton.jit
-def store_tile(y, residual, lane, row, out_ptr, rows, pid, n_out, BLOCK_N: tl.constexpr, PAIRED: tl.constexpr):
+def store_tile(
+    y, residual, lane, row, to, rows, pid, n_out, BLOCK_N: tl.constexpr, PAIRED: tl.constexpr, WORLD: tl.constexpr
+):
     """Epilogue on y float32 [A, B]: SiLU(gate) * up where PAIRED, plus the residual, one rounding to the model dtype.
 
     `row` are output rows and `lane` tile positions; both broadcast to [A, B], or to [A, B / 2] where PAIRED.
+    to, WORLD: see push.py.
     """
+    if WORLD > 0:
+        n_out = n_out // 8 * 8  # it is a multiple of 8: the compiler then takes 16 bytes at a time across the links
     if PAIRED:
         gate, up = tl.split(tl.reshape(y, [y.shape[0], y.shape[1] // 2, 2]))
         y = gate / (1.0 + tl.exp(-gate)) * up
@@ -45,7 +51,7 @@ def store_tile(y, residual, lane, row, out_ptr, rows, pid, n_out, BLOCK_N: tl.co
     else:
         col = pid * BLOCK_N + lane
     live = (row < rows) & (col < n_out)
-    tl.store(out_ptr + row * n_out + col, (y + residual).to(out_ptr.dtype.element_ty), mask=live)
+    store_tile_to(to, row * n_out + col, y + residual, live, WORLD)
 
 
 @triton.jit

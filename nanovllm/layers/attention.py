@@ -9,6 +9,7 @@ from nanovllm.attention.base import AttentionBackend, AttentionMetadata
 from nanovllm.attention.halves import attention_halves
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.padded_rows import empty_rows
+from nanovllm.kernels.push import Partial
 from nanovllm.layers.linear import HeadSplit, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
 from nanovllm.parallel.group import TensorParallelGroup
@@ -66,7 +67,7 @@ class Attention(WeightedModule):
         """Lets go of the KV cache; worker/kv_cache.py binds one: [num_blocks, kv heads, block_size, head_dim] each."""
         self.k_cache = self.v_cache = self.q_norm_weight.new_empty(0, self.heads.local_kv_heads, 1, self.head_dim)
 
-    def forward(self, x: torch.Tensor, step: ForwardStep, wanted: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, step: ForwardStep, wanted: torch.Tensor | None = None) -> Partial:
         """`wanted` int [N]: the tokens whose result anybody will read, [N, hidden]; all have their keys stored."""
         attended = self.attend(self.qkv_proj(x), step)
         return self.o_proj(attended if wanted is None else attended.index_select(0, wanted))

@@ -17,7 +17,9 @@ from nanovllm.kernels.lt_config import LtConfig
 
 if TYPE_CHECKING:
     from nanovllm.kernels import Kernels
+    from nanovllm.kernels.all_reduce import PeerAllReduce
     from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
+    from nanovllm.kernels.push import Pushed
     from nanovllm.kernels.small_gemm import GemmConfig
     from nanovllm.layers.linear import ParallelLinear
     from nanovllm.layers.norm import ReduceAddNorm
@@ -75,6 +77,17 @@ def linear(
     if isinstance(config, mid_gemm.MidConfig):
         return mid_gemm.linear(x, weight, config)
     return small_gemm.linear(x, weight, config=config)
+
+
+def pushed_linear(
+    x: torch.Tensor, weight: torch.Tensor, config: "GemmConfig | MidConfig", sums: "PeerAllReduce"
+) -> "Pushed":
+    """x [T, in] @ weight [out, in]^T in the places of the next sum of `sums`, which must be given the result."""
+    from nanovllm.kernels import mid_gemm, small_gemm
+
+    if isinstance(config, mid_gemm.MidConfig):
+        return sums.push(x.shape[0], lambda places: mid_gemm.push_linear(x, weight, places, config))
+    return sums.push(x.shape[0], lambda places: small_gemm.push_linear(x, weight, places, config))
 
 
 def many_rows_linear(x: torch.Tensor, weight: torch.Tensor, config: LtConfig) -> torch.Tensor:

@@ -16,11 +16,13 @@ import torch.nn.functional as F
 
 from nanovllm.kernels.cublas_lt_rule import MANY_ROWS
 from nanovllm.kernels.lt_config import LtConfig
-from nanovllm.layers.few_rows import linear, many_rows_linear
+from nanovllm.kernels.push import Partial
+from nanovllm.layers.few_rows import linear, many_rows_linear, pushed_linear
 from nanovllm.layers.weights import CheckpointWeight, Shard, WeightedModule, parameter
 from nanovllm.parallel.group import TensorParallelGroup
 
 if TYPE_CHECKING:
+    from nanovllm.kernels.all_reduce import PeerAllReduce
     from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
     from nanovllm.kernels.small_gemm import GemmConfig
 
@@ -171,7 +173,8 @@ class QKVParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """Inputs split over the ranks: [T, in of this rank] -> [T, out], a partial sum that is not reduced yet."""
+    """Inputs split over the ranks: [T, in of this rank] -> [T, out], a partial sum that is not reduced yet, and is for
+    the next ReduceAddNorm."""
 
     def __init__(
         self, in_features: int, out_features: int, group: TensorParallelGroup, dtype: torch.dtype, device: torch.device
@@ -181,6 +184,13 @@ class RowParallelLinear(ParallelLinear):
         size, self.begin, self.valid = _part_of(in_features, group)
         self.weight = parameter(out_features, size, dtype=dtype, device=device)
         self.weight[:, self.valid :].zero_()
+        self.pushes: dict[int, tuple[GemmConfig | MidConfig, PeerAllReduce]] = {}
+        """Numbers of rows for which the product is stored straight into the sum's places (kernels/push.py), by what
+        and for whom; set with the kernels' choices (worker/tuning.py)."""
+
+    def forward(self, x: torch.Tensor) -> Partial:  # type: ignore[override]  # only a ReduceAddNorm takes it
+        push = self.pushes.get(x.shape[0])
+        return super().forward(x) if push is None else pushed_linear(x, self.weight, *push)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         shard = Shard(self.weight[:, : self.valid], 1, self.begin)

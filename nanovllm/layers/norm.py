@@ -6,6 +6,7 @@ import torch
 
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.norm import add_up
+from nanovllm.kernels.push import Partial, Pushed
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.parallel.overlap import UnderWay
@@ -19,7 +20,8 @@ class ReduceAddNorm(WeightedModule):
     model.
 
     (partial [T, hidden], residual [T, hidden] or None at the start) -> (normalised [T, hidden], residual [T, hidden]).
-    A partial may also be float32 [parts, T, hidden], sums over parts of K that make it (kernels/mid_gemm.py).
+    A partial may also be float32 [parts, T, hidden], sums over parts of K that make it (kernels/mid_gemm.py), or be on
+    its way to the ranks already (kernels/push.py).
     The residual is for the next ReduceAddNorm of the same step alone: with several ranks, rows of it may be another's,
     or missing.
     """
@@ -42,24 +44,26 @@ class ReduceAddNorm(WeightedModule):
         """Numbers of rows whose partial comes from a kernel of our own, which lets a sum over ranks be launched
         dependently; set with the kernels' choices (worker/tuning.py)."""
 
-    def forward(self, partial: torch.Tensor, residual: torch.Tensor | None) -> Normed:
-        fused = self.group.fused_all_reduce(partial.shape[-2])
+    def forward(self, partial: Partial, residual: torch.Tensor | None) -> Normed:
+        rows = partial.rows if isinstance(partial, Pushed) else partial.shape[-2]
+        fused = self.group.fused_all_reduce(rows)
         if fused is not None:
             # Nobody but the next of these calls reads the residual stream: each rank may keep only the rows it sums.
-            dependent = partial.shape[-2] in self.dependent_rows
+            dependent = rows in self.dependent_rows
             return fused.all_reduce_add_rms_norm(
                 partial, residual, self.weight, self.eps, replicate_residual=False, dependent=dependent
             )
+        assert isinstance(partial, torch.Tensor), "only peer memory has places to push to"
         if self.group.size > 1 and partial.dim() == 3:
             partial = add_up(partial, self.weight.dtype)
         return self._add_norm(self.group.all_reduce(partial), residual)
 
-    def start(self, partial: torch.Tensor, residual: torch.Tensor | None, half: int) -> UnderWay[Normed]:
+    def start(self, partial: Partial, residual: torch.Tensor | None, half: int) -> UnderWay[Normed]:
         """The same for half 0 or 1 of a step, beside what this stream does next. Nobody may touch `partial` and
         `residual` until it is waited for. With peer memory the norm is done with the sum, on a CPU when it is waited
         for."""
         overlap = self.group.overlap
-        assert overlap is not None
+        assert overlap is not None and isinstance(partial, torch.Tensor)
         sums = overlap.sums
         if sums is None:
             overlap.fork()

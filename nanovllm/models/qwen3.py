@@ -13,6 +13,7 @@ import torch
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.config import ModelConfig
 from nanovllm.kernels import Kernels
+from nanovllm.kernels.push import Partial
 from nanovllm.layers.attention import Attention, ForwardStep
 from nanovllm.layers.few_rows import linear_residual, linear_silu_mul, norm_linear, norm_linear_silu_mul
 from nanovllm.layers.linear import HeadSplit, MergedColumnParallelLinear, RowParallelLinear
@@ -57,7 +58,7 @@ class Qwen3MLP(WeightedModule):
         self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, outputs, group, dtype, device)
         self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, group, dtype, device)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Partial:
         return self.down_proj(linear_silu_mul(x, self.gate_up_proj, self.kernels))
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
@@ -87,11 +88,11 @@ class Qwen3DecoderLayer(WeightedModule):
 
     def forward(
         self,
-        partial: torch.Tensor,
+        partial: Partial,
         residual: torch.Tensor | None,
         step: ForwardStep,
         wanted: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Partial, torch.Tensor]:
         """`wanted` int [N], on one rank: the tokens whose results anybody will read, here and in what follows."""
         x, residual = self.input_layernorm(partial, residual)
         if wanted is not None:
@@ -103,14 +104,14 @@ class Qwen3DecoderLayer(WeightedModule):
         """The same layer where each half's sums run beside what the other computes. The second half's attention comes
         behind the first half's keys. `following`: the norm that comes after this layer, which is started."""
 
-        def attend(x: torch.Tensor, half: int) -> torch.Tensor:
+        def attend(x: torch.Tensor, half: int) -> Partial:
             return self.self_attn(x, steps[half])
 
         halves = self._each_half(halves, attend, self.post_attention_layernorm)
         return self._each_half(halves, lambda x, half: self.mlp(x), following)
 
     @staticmethod
-    def _each_half(halves: Halves, block: Callable[[torch.Tensor, int], torch.Tensor], norm: ReduceAddNorm) -> Halves:
+    def _each_half(halves: Halves, block: Callable[[torch.Tensor, int], Partial], norm: ReduceAddNorm) -> Halves:
         """Takes in each half's norm, runs `block` on it, and starts the next norm."""
         (x, residual), other = halves[0].wait(), halves[1]
         first = norm.start(block(x, 0), residual, 0)

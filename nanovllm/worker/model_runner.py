@@ -215,7 +215,7 @@ class ModelRunner:
         if choices:
             from nanovllm.worker import tuning
 
-            tuning.apply(self.model, choices, fused=self.group.size == 1)
+            tuning.apply(self.model, choices, fused=self.group.size == 1, push=self.config.push_products)
         if self.device.type == "cpu" or self.config.enforce_eager:
             return 0
         with self.io.stream_context():

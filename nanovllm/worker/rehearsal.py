@@ -37,7 +37,7 @@ def rehearse(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> Non
         if config.kernel_choices is None or Path(config.kernel_choices).is_file():
             choices = runner.choose_kernels()
         try:
-            tuning.apply(runner.model, choices, fused=runner.group.size == 1)
+            tuning.apply(runner.model, choices, fused=runner.group.size == 1, push=config.push_products)
             local_ids = runner.model.lm_head.weight.shape[0]
             runner.general_sampler.rehearse(local_ids, runner.dtype, runner.buffers, runner.state)  # the longest first
             runner.model.layers = layers[:1]

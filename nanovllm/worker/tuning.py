@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +25,14 @@ from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
 from nanovllm.kernels.paged_tma import supports_tma
 from nanovllm.kernels.small_gemm import GemmConfig, candidate_configs
 from nanovllm.kernels.small_gemm_tune import autotune_small_gemm
-from nanovllm.layers.linear import ParallelLinear
+from nanovllm.layers.linear import ParallelLinear, RowParallelLinear
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.parallel.group import TensorParallelGroup
+from nanovllm.parallel.overlap import Overlap
 from nanovllm.worker.algorithm_search import PROMPT_ROWS, search
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.all_reduce import PeerAllReduce
 
 logger = logging.getLogger(__name__)
 
@@ -193,11 +198,14 @@ def _library(
     return F.linear
 
 
-def apply(model: Qwen3ForCausalLM, choices: Choices, fused: bool) -> None:
-    """Gives every projection its choices. `fused`: steps of these numbers of rows take forward_few_rows."""
+def apply(model: Qwen3ForCausalLM, choices: Choices, fused: bool, push: bool = False) -> None:
+    """Gives every projection its choices. `fused`: steps of these numbers of rows take forward_few_rows. `push`:
+    products store into the places of the sums behind them where they can."""
     for name, layers in projections(model).items():
         for layer in layers:
             layer.few_rows = dict(choices.get(name, {}))
+            if isinstance(layer, RowParallelLinear):
+                layer.pushes = _pushes(layer.few_rows, model.group) if push else {}
             many = layer.few_rows.pop(MANY_ROWS, None)
             layer.many_rows = many if isinstance(many, LtConfig) else None
     attention = model.layers[0].self_attn
@@ -213,6 +221,20 @@ def apply(model: Qwen3ForCausalLM, choices: Choices, fused: bool) -> None:
     inside_layers = [by_rows for name, by_rows in choices.items() if name != "head"]
     small = {rows for by_rows in inside_layers for rows, config in by_rows.items() if isinstance(config, GemmConfig)}
     model.fused_rows = small if fused else set()
+
+
+def _pushes(
+    by_rows: dict[int, Config], group: TensorParallelGroup
+) -> dict[int, tuple[GemmConfig | MidConfig, "PeerAllReduce"]]:
+    """What RowParallelLinear.pushes is: where a kernel of our own makes the whole product and its sum is one-shot."""
+    found: dict[int, tuple[GemmConfig | MidConfig, PeerAllReduce]] = {}
+    for rows, config in by_rows.items():
+        if not isinstance(config, GemmConfig | MidConfig) or (isinstance(config, MidConfig) and config.splits > 1):
+            continue
+        sums = group.fused_all_reduce(rows)
+        if sums is not None and sums.path(rows) == "one_shot" and rows < Overlap.min_rows // 2:  # no half of a step
+            found[rows] = config, sums
+    return found
 
 
 def _own_rows(by_rows: dict[int, Config]) -> frozenset[int]:

@@ -23,6 +23,7 @@ from nanovllm.parallel.peer_memory import (
     PeerMemoryUnavailable,
     _Rounds,
     fill_with_sentinels,
+    one_shot_targets,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -179,14 +180,15 @@ def test_on_gpus(tmp_path: Path) -> None:
 
 
 def shared_memory_rank(
-    rank: int, world_size: int, folder: Path, dtype: torch.dtype = torch.float32
+    rank: int, world_size: int, folder: Path, dtype: torch.dtype = torch.float32, layout: Layout | None = None
 ) -> SimpleNamespace:
     """What PeerMemory offers, over files mapped by all processes (at different addresses, as on a GPU)."""
-    layout = Layout.build(world_size, HIDDEN, dtype.itemsize, CAPACITY, CAPACITY, 300)
+    layout = layout or Layout.build(world_size, HIDDEN, dtype.itemsize, CAPACITY, CAPACITY, 300)
     blocks = [
         torch.from_file(str(folder / f"block{peer}"), shared=True, size=layout.nbytes, dtype=torch.uint8)
         for peer in range(world_size)
     ]
+    addresses = [block.data_ptr() for block in blocks]
     return SimpleNamespace(
         rank=rank,
         world_size=world_size,
@@ -194,7 +196,8 @@ def shared_memory_rank(
         layout=layout,
         limits=AllReduceLimits(),
         blocks=blocks,
-        peers=torch.tensor([block.data_ptr() for block in blocks]),
+        peers=torch.tensor(addresses),
+        one_shot_targets=torch.tensor(one_shot_targets(addresses, rank, layout)),
         parity=torch.zeros(3, 128, dtype=torch.int32),
         abort_word=torch.zeros(1, dtype=torch.int32),
     )
