@@ -28,6 +28,7 @@ outputs are garbage and the block is unfit for use. Programs wait only for the p
 after their own pushes; a launch has at most MAX_PROGRAMS of them, so that all are resident.
 """
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -37,7 +38,8 @@ from nanovllm.kernels.norm import add_up
 from nanovllm.kernels.padded_rows import empty_rows
 from nanovllm.kernels.pdl import pdl_options
 from nanovllm.kernels.triton_import import tl, triton
-from nanovllm.parallel.peer_memory import MAX_PROGRAMS, SENTINELS, PeerMemory
+from nanovllm.kernels.two_shot_kernel import split_two_shot_kernel
+from nanovllm.parallel.peer_memory import MAX_PROGRAMS, MAX_SPLIT, SENTINELS, PeerMemory
 
 Path = Literal["one_shot", "two_shot", "nccl"]
 
@@ -81,6 +83,18 @@ def all_reduce_add_rms_norm_reference(
     return normed * weight, residual
 
 
+@dataclass(frozen=True)
+class TwoShotPlan:
+    """How a two-shot sum shares out its work: parts that a row's columns are cut into, and columns for each warp of a
+    program, 256 being a 16-byte access a lane."""
+
+    split: int
+    warp_columns: int = 256
+
+    def warps(self, hidden: int) -> int:
+        return max(1, min(triton.next_power_of_2(hidden // self.split) // self.warp_columns, 32))
+
+
 class PeerAllReduce:
     """All-reduces of one rank over a block of peer memory. All ranks make the same calls, with the same shapes, in the
     same order, on one stream; eager calls and graph replays may be mixed.
@@ -91,6 +105,8 @@ class PeerAllReduce:
     def __init__(self, memory: PeerMemory, max_spins: int = MAX_SPINS) -> None:
         self.memory = memory
         self.max_spins = max_spins
+        self.plan: TwoShotPlan | None = None
+        """For two-shot sums; None: whole rows."""
         layout = memory.layout
         self._hidden = layout.hidden_size
         block = triton.next_power_of_2(self._hidden)
@@ -196,6 +212,8 @@ class PeerAllReduce:
             one_shot_kernel[(min(rows, MAX_PROGRAMS),)](
                 *tensors, memory.parity[0], *scalars, 0, CAPACITY=layout.one_shot_rows, **fixed
             )
+        elif path == "two_shot" and rows <= layout.two_shot_rows and self.plan is not None:
+            self._split_two_shot(self.plan, tensors, scalars, {**fixed, "REPLICATE": replicate})
         elif path == "two_shot" and rows <= layout.two_shot_rows:
             offsets = [offset // layout.itemsize for offset in (layout.scatter, layout.gather, layout.residual)]
             two_shot_kernel[(min(triton.cdiv(rows, layout.world_size), MAX_PROGRAMS),)](
@@ -203,6 +221,28 @@ class PeerAllReduce:
             )
         else:
             raise ValueError(f"{rows} rows by {path}: the block was laid out for {layout}")
+
+
+    def _split_two_shot(
+        self, plan: TwoShotPlan, tensors: tuple[Any, ...], scalars: tuple[Any, ...], fixed: dict[str, Any]
+    ) -> None:
+        """tensors, scalars: the kernel's, up to and after the state of the parity."""
+        memory, layout, rows = self.memory, self.memory.layout, scalars[1]
+        width = self._hidden // plan.split
+        if plan.split > MAX_SPLIT or width * plan.split != self._hidden or width * layout.itemsize % 16:
+            raise ValueError(f"{plan}: rows of {self._hidden} cannot be cut so")
+        offsets = (layout.scatter // layout.itemsize, layout.gather // layout.itemsize, layout.squares // 4)
+        shares = {
+            "BLOCK": triton.next_power_of_2(width),
+            "SPLIT": plan.split,
+            "SPLIT_BLOCK": triton.next_power_of_2(plan.split),
+            "num_warps": plan.warps(self._hidden),
+        }
+        items = triton.cdiv(rows, layout.world_size) * plan.split
+        programs = triton.cdiv(items, triton.cdiv(items, MAX_PROGRAMS))  # none has more items than it must
+        split_two_shot_kernel[(programs,)](
+            *tensors, memory.parity[1], *scalars, *offsets, UNITS=layout.units, **{**fixed, **shares}
+        )
 
 
 def num_warps(block: int) -> int:

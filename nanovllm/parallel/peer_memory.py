@@ -10,12 +10,13 @@ What the block holds (sizes of rank-independent `Layout`, elements of the model'
     scatter    [2, world, units, hidden]           partial rows of the rows this rank owns, for two-shot sums
     gather     [2, units, world, hidden]           finished rows, sent by their owners
     residual   [2, units, world, hidden]           the residual rows of those, where they are wanted on every rank
+    squares    [2, units, world, split, split] float32  sums of squares of the parts of those, for each part's program
     keys       [2, world, keys] int64              sampling keys
     inbox      [2, world, half_units, hidden]      partial rows of the rows this rank owns, for sums by copies
     gathered   [2, half_rows, hidden]              their finished rows, sent by their owners
     flags      [2, 2, FLAG_STRIDE] int32           of every rank: its partial rows are here; its finished rows are
 
-The first five rest at a sentinel (see `kernels/all_reduce.py`), and their leading 2 is the parity of the call. Of the
+The first six rest at a sentinel (see `kernels/all_reduce.py`), and their leading 2 is the parity of the call. Of the
 last three (parallel/copy_engine.py) the leading 2 is the half of a step; flags begin at zero.
 """
 
@@ -35,6 +36,9 @@ MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1
 
 MAX_PROGRAMS = 128
 """Most programs of one launch: each must be resident for its peers to make progress, and the chip has 132 SMs."""
+
+MAX_SPLIT = 8
+"""Most parts that the columns of a row are cut into, for two-shot sums."""
 
 SENTINELS = {2: -(2**15), 4: -(2**31), 8: -(2**63)}
 """Item size -> what an empty place holds, read as an integer: -0.0 for floats, the smallest int64 for keys."""
@@ -110,6 +114,7 @@ class Layout:
     scatter: int
     gather: int
     residual: int
+    squares: int
     half_rows: int
     half_units: int
     keys: int
@@ -133,15 +138,16 @@ class Layout:
         units, half_units = -(-two_shot_rows // world_size), -(-half_rows // world_size)
         row = hidden_size * itemsize
         one_shot, two_shot = 2 * world_size * one_shot_rows * row, 2 * world_size * units * row
-        sizes = [one_shot, two_shot, two_shot, two_shot, 2 * world_size * max_keys * 8]
+        squares = 2 * world_size * units * MAX_SPLIT**2 * 4
+        sizes = [one_shot, two_shot, two_shot, two_shot, squares, 2 * world_size * max_keys * 8]
         sizes += [2 * world_size * half_units * row, 2 * half_rows * row, 2 * 2 * FLAG_STRIDE * 4]
         offsets = [0]
         for size in sizes:
             offsets.append(offsets[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-        scatter, gather, residual, *others = offsets[1:]
+        scatter, gather, residual, squares, *others = offsets[1:]
         return cls(
             world_size, hidden_size, itemsize, one_shot_rows, two_shot_rows, units, max_keys, scatter, gather, residual,
-            half_rows, half_units, *others,
+            squares, half_rows, half_units, *others,
         )  # fmt: skip
 
     @classmethod
@@ -167,8 +173,9 @@ class Layout:
 
 def fill_with_sentinels(block: torch.Tensor, layout: Layout) -> None:
     """block uint8 [layout.nbytes]: every place becomes empty, every flag zero."""
-    rows, keys = block[: layout.keys], block[layout.keys : layout.inbox]
+    rows, squares, keys = block[: layout.inbox].tensor_split((layout.squares, layout.keys))
     rows.view(torch.int16 if layout.itemsize == 2 else torch.int32).fill_(SENTINELS[layout.itemsize])
+    squares.view(torch.int32).fill_(SENTINELS[4])
     keys.view(torch.int64).fill_(SENTINELS[8])
     block[layout.inbox :].zero_()
 
