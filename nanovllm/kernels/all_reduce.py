@@ -24,8 +24,8 @@ Sums are float32 in a fixed order, computed from the same bits by the same code 
 then copied), so that all ranks hold the same bits.
 
 A wait looks at `abort` of the local device memory each time round and is bounded by `max_spins`; after either the
-outputs are garbage and the block is unfit for use. Programs wait only for the program of the same number of each peer,
-after their own pushes; a launch has at most MAX_PROGRAMS of them, so that all are resident.
+outputs are garbage and the block is unfit for use. Programs wait for programs of any rank, after all pushes of theirs
+that wait for nothing; a launch has at most MAX_PROGRAMS of them, so that all are resident.
 """
 
 from dataclasses import dataclass
@@ -221,7 +221,6 @@ class PeerAllReduce:
             )
         else:
             raise ValueError(f"{rows} rows by {path}: the block was laid out for {layout}")
-
 
     def _split_two_shot(
         self, plan: TwoShotPlan, tensors: tuple[Any, ...], scalars: tuple[Any, ...], fixed: dict[str, Any]

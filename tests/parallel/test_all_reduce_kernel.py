@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.parallel.peer_memory import (
+    MAX_SPLIT,
     AllReduceLimits,
     Layout,
     PeerMemory,
@@ -26,7 +27,7 @@ from nanovllm.parallel.peer_memory import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-HIDDEN, CAPACITY, PROGRAMS, CALLS, EPS = 24, 7, 3, 21, 1e-6
+HIDDEN, CAPACITY, PROGRAMS, CALLS, EPS = 24, 7, 3, 42, 1e-6
 
 
 def run_ranks(mode: str, world_size: int, folder: Path, script: str = __file__, seconds: float = 240.0) -> None:
@@ -58,7 +59,7 @@ def make_blocks(folder: Path, layout: Layout) -> None:
         (folder / f"block{rank}").write_bytes(block.numpy().tobytes())
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_concurrent_ranks_agree_with_float64_and_bit_for_bit(world_size: int, tmp_path: Path) -> None:
     layout = Layout.build(world_size, HIDDEN, 4, CAPACITY, CAPACITY, 300)
     make_blocks(tmp_path, layout)
@@ -137,12 +138,13 @@ def test_a_silent_rank_is_noticed() -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_layout_regions_are_apart_aligned_and_large_enough(world_size: int) -> None:
     layout = Layout.for_limits(world_size, 5120, 2, 1024, 512, AllReduceLimits(), half_rows=1000)
-    offsets = [0, layout.scatter, layout.gather, layout.residual, layout.keys, layout.inbox, layout.gathered]
-    offsets += [layout.flags, layout.nbytes]
+    offsets = [0, layout.scatter, layout.gather, layout.residual, layout.squares, layout.keys, layout.inbox]
+    offsets += [layout.gathered, layout.flags, layout.nbytes]
     assert offsets == sorted(offsets) and all(offset % 16 == 0 for offset in offsets)
     rows = [2 * world_size * layout.one_shot_rows] + [2 * layout.units * world_size] * 3
     for place, count in enumerate(rows):
         assert offsets[place + 1] - offsets[place] >= count * 5120 * 2
+    assert layout.squares + 2 * layout.units * world_size * MAX_SPLIT**2 * 4 <= layout.keys
     assert layout.keys + 2 * world_size * 512 * 8 <= layout.inbox
     assert layout.inbox + 2 * 1000 * 5120 * 2 <= layout.gathered <= layout.flags - 2 * 1000 * 5120 * 2
     assert layout.half_units * world_size >= layout.half_rows == 1000
@@ -207,6 +209,7 @@ def interpret_rank(rank: int, world_size: int, folder: Path) -> None:
     peer = module.PeerAllReduce(memory)  # type: ignore[arg-type]
     same, delays = random.Random(5), random.Random(rank)
     outputs: list[torch.Tensor] = []
+    plans = [None, *(module.TwoShotPlan(split) for split in (1, 2, 3))]
     for call in range(CALLS):
         rows, kind = same.randint(1, CAPACITY), call % 7
         generator = torch.Generator().manual_seed(call)
@@ -224,6 +227,9 @@ def interpret_rank(rank: int, world_size: int, folder: Path) -> None:
             assert torch.equal(peer.all_reduce_max(keys[rank].clone()), expected)
             continue
         path = "one_shot" if kind % 2 == 0 else "two_shot"
+        peer.plan = same.choice(plans)
+        if peer.plan is not None and peer.plan.split > 1:
+            module.MAX_PROGRAMS = 1  # programs of a row wait for each other, and here they run one after another
         if kind in (2, 3):
             got = peer.all_reduce(partials[rank].contiguous(), path=path)
             torch.testing.assert_close(got.double(), total, rtol=1e-5, atol=1e-6)
@@ -259,7 +265,9 @@ def parts_rank(rank: int, world_size: int, folder: Path) -> None:
     dtype = torch.float16
     memory = shared_memory_rank(rank, world_size, folder, dtype)
     peer = module.PeerAllReduce(memory)  # type: ignore[arg-type]
-    for path, parts, rows in itertools.product(("one_shot", "two_shot"), (2, 4), (1, 5, CAPACITY)):
+    for path, parts, rows in itertools.product(("one_shot", "two_shot", "split"), (2, 4), (1, 5, CAPACITY)):
+        module.MAX_PROGRAMS = 1 if path == "split" else PROGRAMS  # as above
+        peer.plan, path = (module.TwoShotPlan(3), "two_shot") if path == "split" else (None, path)
         generator = torch.Generator().manual_seed(rows)
         partials = torch.randn(world_size, parts, rows, HIDDEN, generator=generator)
         partials[:, :, :, 3] = -0.0
@@ -293,13 +301,14 @@ def parts_rank(rank: int, world_size: int, folder: Path) -> None:
 
 def alone_rank(rank: int, world_size: int, folder: Path) -> None:
     """Rank 0 of 2 whose peer is dead."""
-    from nanovllm.kernels.all_reduce import PeerAllReduce
+    from nanovllm.kernels.all_reduce import PeerAllReduce, TwoShotPlan
 
     make_blocks(folder, Layout.build(2, HIDDEN, 4, CAPACITY, CAPACITY, 300))
     partial, weight = torch.randn(3, HIDDEN), torch.randn(HIDDEN)
-    for path in ("one_shot", "two_shot"):
+    for path, plan in (("one_shot", None), ("two_shot", None), ("two_shot", TwoShotPlan(3))):
         memory = shared_memory_rank(0, 2, folder)
         reducer = PeerAllReduce(memory, max_spins=5)  # type: ignore[arg-type]
+        reducer.plan = plan
         reducer.all_reduce_add_rms_norm(partial, None, weight, EPS, path=path)
         assert int(memory.abort_word) == 2
     memory = shared_memory_rank(0, 2, folder)
