@@ -59,11 +59,11 @@ def make_blocks(folder: Path, layout: Layout) -> None:
         (folder / f"block{rank}").write_bytes(block.numpy().tobytes())
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_concurrent_ranks_agree_with_float64_and_bit_for_bit(world_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "world_size"), [*(("interpret", ranks) for ranks in (2, 3, 4)), ("programs", 2)])
+def test_concurrent_ranks_agree_with_float64_and_bit_for_bit(mode: str, world_size: int, tmp_path: Path) -> None:
     layout = Layout.build(world_size, HIDDEN, 4, CAPACITY, CAPACITY, 300)
     make_blocks(tmp_path, layout)
-    run_ranks("interpret", world_size, tmp_path)
+    run_ranks(mode, world_size, tmp_path)
     results = [torch.load(tmp_path / f"result{rank}.pt") for rank in range(world_size)]
     for rank in range(1, world_size):
         for mine, first in zip(results[rank], results[0], strict=True):
@@ -257,6 +257,64 @@ def interpret_rank(rank: int, world_size: int, folder: Path) -> None:
     torch.save(outputs, folder / f"result{rank}.pt")
 
 
+def fork_programs() -> None:
+    """From now on every program of the interpreter is a process of its own, so that programs may wait for each other.
+    What they write must lie in shared memory."""
+    from triton.runtime import interpreter
+
+    launch, builder = interpreter.GridExecutor.__call__, interpreter.interpreter_builder
+
+    def run(self, program: int, *args, **kwargs) -> None:
+        programs, self.grid = self.grid[0], (1,)
+        builder.set_grid_dim = lambda *_: setattr(builder, "grid_dim", (programs, 1, 1))
+        builder.set_grid_idx = lambda *_: setattr(builder, "grid_idx", (program, 0, 0))
+        self._restore_args_dev = lambda *_: None  # it would write everything again, over what others write
+        launch(self, *args, **kwargs)
+
+    def fork_and_run(self, *args, **kwargs) -> None:
+        children = []
+        for program in range(self.grid[0]):
+            children.append(os.fork())
+            if children[-1] == 0:
+                try:
+                    run(self, program, *args, **kwargs)
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+        assert {os.waitpid(child, 0)[1] for child in children} == {0}
+
+    interpreter.GridExecutor.__call__ = fork_and_run  # type: ignore[method-assign]
+
+
+def programs_rank(rank: int, world_size: int, folder: Path) -> None:
+    """Programs of one row wait for each other's sums of squares."""
+    from nanovllm.kernels import all_reduce as module
+
+    fork_programs()
+    module.empty_rows = lambda rows, columns, dtype, _: torch.empty(rows, columns, dtype=dtype).share_memory_()  # type: ignore[assignment]
+    memory = shared_memory_rank(rank, world_size, folder)
+    memory.parity.share_memory_(), memory.abort_word.share_memory_()
+    peer = module.PeerAllReduce(memory)  # type: ignore[arg-type]
+    same, outputs = random.Random(6), []
+    for call in range(12):
+        rows, module.MAX_PROGRAMS = same.randint(1, CAPACITY), same.randint(2, 6)
+        peer.plan = module.TwoShotPlan(same.choice((2, 3)))
+        generator = torch.Generator().manual_seed(call)
+        partials = torch.randn(world_size, rows, HIDDEN, generator=generator)
+        residual, weight = (torch.randn(n, HIDDEN, generator=generator) for n in (rows, 1))
+        total = partials.double().sum(0) + residual.double()
+        want = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS) * weight.double()
+        got = peer.all_reduce_add_rms_norm(
+            partials[rank].contiguous(), residual.share_memory_(), weight[0], EPS, path="two_shot"
+        )
+        for mine, expected in zip(got, (want, total), strict=True):
+            torch.testing.assert_close(mine.double(), expected, rtol=1e-5, atol=1e-5)
+        assert len(set(memory.parity[1].tolist())) == 1
+        outputs += got
+    assert int(memory.abort_word) == 0
+    torch.save(outputs, folder / f"result{rank}.pt")
+
+
 def parts_rank(rank: int, world_size: int, folder: Path) -> None:
     """Float32 parts give the bits of their sum, rounded to the model's dtype; and what the twin says."""
     from nanovllm.kernels import all_reduce as module
@@ -347,4 +405,5 @@ def gloo_rank(rank: int, world_size: int, folder: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     ranks = {"interpret": interpret_rank, "parts": parts_rank, "alone": alone_rank, "gloo": gloo_rank}
+    ranks["programs"] = programs_rank
     ranks[sys.argv[1]](int(sys.argv[4]), int(sys.argv[2]), Path(sys.argv[3]))
