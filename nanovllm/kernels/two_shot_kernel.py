@@ -141,8 +141,9 @@ def split_two_shot_kernel(partial, residual, residual_out, weight, out, peers, p
             scale = tl.math.rsqrt(tl.sum(found.to(tl.float32, bitcast=True), 0) / HIDDEN + eps)
             normed = (result.to(tl.float32) * scale[:, None]).to(out.dtype.element_ty)
             result = (normed.to(tl.float32) * gain[None, :]).to(out.dtype.element_ty)
-            tl.store(small, tl.full(found.shape, _SQUARES_SENTINEL, tl.int32), mask=small_mask)
         tl.store(out + at, result, mask=exists_tile)
         tl.store(tile, empty, mask=exists_tile)
+        if NORM:
+            tl.store(small, tl.full(found.shape, _SQUARES_SENTINEL, tl.int32), mask=small_mask)
         item += programs
     _flip(parity_state, parity)
