@@ -16,30 +16,32 @@ _SQUARES_SENTINEL = tl.constexpr(-(2**31))
 
 
 @triton.jit
-def _look(pointers, mask, stop, SENTINEL: tl.constexpr):
-    """What stands behind `pointers` now (0 where not mask), and whether some of it is missing; with `stop` nothing is.
-    The sentinel is the smallest integer."""
+def _look(pointers, mask, squares, squares_mask, stop, SENTINEL: tl.constexpr, SQUARES: tl.constexpr):
+    """What stands behind `pointers` and, with SQUARES, behind `squares` now (0 where not mask), and whether some of it
+    is missing; with `stop` nothing is. The sentinels are the smallest integers.
+
+    Every warp reads `stop`, and the few squares, for itself and may see another state of them. Whether to look again is
+    for the whole program: so what a warp saw enters its own elements of the tile, and the minimum is over all of them.
+    """
     bits = tl.load(pointers, mask=mask, other=0, volatile=True)
-    lowest = tl.min(bits, 0).to(tl.int32)
-    return bits, tl.min(tl.where(stop != 0, 0, lowest)) == SENTINEL
+    found = tl.zeros(squares_mask.shape, tl.int32)
+    seen = bits
+    if SQUARES:
+        found = tl.load(squares, mask=squares_mask, other=0, volatile=True)
+        some_missing = tl.min(tl.min(found, 1), 0) == _SQUARES_SENTINEL
+        seen = tl.where(some_missing, tl.full(bits.shape, SENTINEL, bits.dtype), bits)
+    seen = tl.where(stop != 0, tl.zeros(bits.shape, bits.dtype), seen)
+    return bits, found, tl.min(tl.min(seen, 0).to(tl.int32), 0) == SENTINEL
 
 
 @triton.jit
 def _wait(pointers, mask, squares, squares_mask, abort, max_spins, SENTINEL: tl.constexpr, SQUARES: tl.constexpr):
-    """The values behind `pointers` (where mask; 0 elsewhere), and with SQUARES behind `squares`, once all have arrived.
-    Warps may read different things in `abort`: it enters the minimum over all of them, so that they leave together."""
-    found = tl.zeros(squares_mask.shape, tl.int32)
-    bits, missing = _look(pointers, mask, 0, SENTINEL)
-    if SQUARES:
-        found, too = _look(squares, squares_mask, 0, _SQUARES_SENTINEL)
-        missing = missing | too
+    """The values behind `pointers` and, with SQUARES, behind `squares` (0 where not mask), once all have arrived."""
+    bits, found, missing = _look(pointers, mask, squares, squares_mask, 0, SENTINEL, SQUARES)
     spins = 0
     while missing:
         stop = tl.load(abort, volatile=True)
-        bits, missing = _look(pointers, mask, stop, SENTINEL)
-        if SQUARES:
-            found, more = _look(squares, squares_mask, stop, _SQUARES_SENTINEL)
-            missing = missing | more
+        bits, found, missing = _look(pointers, mask, squares, squares_mask, stop, SENTINEL, SQUARES)
         spins += 1
         if spins >= max_spins:
             tl.store(abort, 2)
