@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -190,14 +190,17 @@ def capture(body: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def check(rank: Rank, peer: PeerAllReduce, hidden: int) -> bool:
-    """Float64 first, then calls from graphs with random delays; True: nothing was wrong on any rank."""
+def all_cases(rank: Rank, peer: PeerAllReduce, hidden: int) -> list[Case]:
     large = 257 if rank.options.same_gpu else 1030
     kinds = [("one_shot+norm", 1), ("one_shot+norm", 64), ("one_shot+norm, no residual", 128), ("one_shot", 8),
              ("two_shot+norm", 5), ("two_shot+norm", large), ("two_shot+norm, sharded", 256),
              ("one_shot+norm, halves", 96), ("two_shot+norm, sharded, halves", 200),
              ("two_shot+norm, no residual", 66), ("two_shot", 100), ("keys", 1), ("keys", KEYS)]  # fmt: skip
-    cases = [Case(rank, peer, hidden, kind, rows) for kind, rows in kinds]
+    return [Case(rank, peer, hidden, kind, rows) for kind, rows in kinds]
+
+
+def check(rank: Rank, peer: PeerAllReduce, hidden: int, cases: Sequence[Case]) -> bool:
+    """Float64 first, then `iterations` calls from graphs with random delays; True: nothing was wrong on any rank."""
     for case in cases:
         if case.errors:
             print(f"rank {rank.rank} {case.kind} {case.rows} rows: {case.errors[:4]}", flush=True)
@@ -206,7 +209,7 @@ def check(rank: Rank, peer: PeerAllReduce, hidden: int) -> bool:
     return fine and check_graphs(rank, peer, hidden, cases)
 
 
-def check_graphs(rank: Rank, peer: PeerAllReduce, hidden: int, cases: list[Case]) -> bool:
+def check_graphs(rank: Rank, peer: PeerAllReduce, hidden: int, cases: Sequence[Case]) -> bool:
     """`iterations` calls of `cases`, each rank delayed at random."""
     same, mine = random.Random(1), random.Random(100 + rank.rank)
     step, wrong = (torch.zeros(1, dtype=torch.int64, device=rank.device) for _ in range(2))
@@ -325,7 +328,7 @@ def work(rank: Rank) -> bool:
         memory = rank.memory(hidden)
         peer = PeerAllReduce(memory, max_spins=MAX_SPINS)
         rank.say(f"hidden {hidden}: {memory.layout.nbytes >> 20} MiB mapped among {rank.world} ranks")
-        fine = check(rank, peer, hidden) and fine
+        fine = check(rank, peer, hidden, all_cases(rank, peer, hidden)) and fine
         if fine and not options.check_only:
             if index == 0:
                 rank.start_nccl()

@@ -33,11 +33,12 @@ Sums are float32 in a fixed order, computed from the same bits by the same code 
 then copied), so that all ranks hold the same bits.
 
 A wait looks at `abort` of the local device memory each time round and is bounded by `max_spins`; after either the
-outputs are garbage and the block is unfit for use. Programs wait only for the program of the same number of each peer,
-or for its product, after their own pushes; a launch has at most MAX_PROGRAMS of them, so that all are resident.
+outputs are garbage and the block is unfit for use. Programs wait for programs (or products) of any rank, after all
+pushes of theirs that wait for nothing; a launch has at most MAX_PROGRAMS of them, so that all are resident.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -48,7 +49,8 @@ from nanovllm.kernels.padded_rows import empty_rows
 from nanovllm.kernels.pdl import pdl_options
 from nanovllm.kernels.push import Partial, Places, Pushed
 from nanovllm.kernels.triton_import import tl, triton
-from nanovllm.parallel.peer_memory import MAX_PROGRAMS, SENTINELS, PeerMemory
+from nanovllm.kernels.two_shot_kernel import split_two_shot_kernel
+from nanovllm.parallel.peer_memory import MAX_PROGRAMS, MAX_SPLIT, SENTINELS, PeerMemory
 
 Path = Literal["one_shot", "two_shot", "nccl"]
 
@@ -92,6 +94,21 @@ def all_reduce_add_rms_norm_reference(
     return normed * weight, residual
 
 
+@dataclass(frozen=True)
+class TwoShotPlan:
+    """How a two-shot sum shares out its work: parts that a row's columns are cut into, and columns for each warp of a
+    program, 256 being a 16-byte access a lane."""
+
+    split: int
+    warp_columns: int = 256
+
+    def warps(self, hidden: int) -> int:
+        return max(1, min(triton.next_power_of_2(hidden // self.split) // self.warp_columns, 32))
+
+
+CUT_IN_FOUR = TwoShotPlan(4)
+
+
 class PeerAllReduce:
     """All-reduces of one rank over a block of peer memory. All ranks make the same calls, with the same shapes, in the
     same order, on one stream; eager calls and graph replays may be mixed.
@@ -102,6 +119,8 @@ class PeerAllReduce:
     def __init__(self, memory: PeerMemory, max_spins: int = MAX_SPINS) -> None:
         self.memory = memory
         self.max_spins = max_spins
+        self.plan_for: Callable[[int], TwoShotPlan | None] = self._plan_for
+        """Of a two-shot sum of so many rows; None: whole rows. To be replaced by benchmarks and tests."""
         layout = memory.layout
         self._hidden = layout.hidden_size
         self._pushed: Pushed | None = None
@@ -124,6 +143,11 @@ class PeerAllReduce:
         if rows <= min(layout.one_shot_rows, limits.one_shot_rows(layout.world_size, row)):
             return "one_shot"
         return "two_shot" if rows <= min(layout.two_shot_rows, limits.peer_bytes // row) else "nccl"
+
+    def _plan_for(self, rows: int) -> TwoShotPlan | None:
+        row_bytes = self._hidden * self.memory.layout.itemsize
+        cut_rows = self.memory.limits.cut_rows(self.memory.layout.world_size, row_bytes)
+        return CUT_IN_FOUR if rows <= cut_rows and row_bytes % (16 * CUT_IN_FOUR.split) == 0 else None
 
     def push(self, rows: int, multiply: Callable[[Places], object]) -> Pushed:
         """Has `multiply` launch a product [rows, hidden] that fills the places of the next sum, as all ranks do, and
@@ -236,12 +260,35 @@ class PeerAllReduce:
                 *tensors, memory.parity[0], *scalars, 0, CAPACITY=layout.one_shot_rows, PUSHED=pushed, **fixed
             )
         elif path == "two_shot" and rows <= layout.two_shot_rows:
-            offsets = [offset // layout.itemsize for offset in (layout.scatter, layout.gather, layout.residual)]
-            two_shot_kernel[(min(triton.cdiv(rows, layout.world_size), MAX_PROGRAMS),)](
-                *tensors, memory.parity[1], *scalars, *offsets, UNITS=layout.units, REPLICATE=replicate, **fixed
-            )
+            self._two_shot(tensors, scalars, {**fixed, "REPLICATE": replicate})
         else:
             raise ValueError(f"{rows} rows by {path}: the block was laid out for {layout}")
+
+    def _two_shot(self, tensors: tuple[Any, ...], scalars: tuple[Any, ...], fixed: dict[str, Any]) -> None:
+        """tensors, scalars: the kernels', up to and after the state of the parity."""
+        memory, layout, rows = self.memory, self.memory.layout, scalars[1]
+        plan = self.plan_for(rows)
+        if plan is None:
+            offsets = [offset // layout.itemsize for offset in (layout.scatter, layout.gather, layout.residual)]
+            two_shot_kernel[(min(triton.cdiv(rows, layout.world_size), MAX_PROGRAMS),)](
+                *tensors, memory.parity[1], *scalars, *offsets, UNITS=layout.units, **fixed
+            )
+            return
+        width = self._hidden // plan.split
+        if plan.split > MAX_SPLIT or width * plan.split != self._hidden or width * layout.itemsize % 16:
+            raise ValueError(f"{plan}: rows of {self._hidden} cannot be cut so")
+        offsets = [layout.scatter // layout.itemsize, layout.gather // layout.itemsize, layout.squares // 4]
+        shares = {
+            "BLOCK": triton.next_power_of_2(width),
+            "SPLIT": plan.split,
+            "SPLIT_BLOCK": triton.next_power_of_2(plan.split),
+            "num_warps": plan.warps(self._hidden),
+        }
+        items = triton.cdiv(rows, layout.world_size) * plan.split
+        programs = triton.cdiv(items, triton.cdiv(items, MAX_PROGRAMS))  # none has more items than it must
+        split_two_shot_kernel[(programs,)](
+            *tensors, memory.parity[1], *scalars, *offsets, UNITS=layout.units, **{**fixed, **shares}
+        )
 
 
 def num_warps(block: int) -> int:

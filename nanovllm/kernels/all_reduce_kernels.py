@@ -43,9 +43,9 @@ def _receive(pointers, mask, abort, max_spins, SENTINEL: tl.constexpr):
     missing = tl.max(tl.where(bits == SENTINEL, 1, 0))
     spins = 0
     while missing > 0:
-        stop = tl.load(abort, volatile=True)
+        stop = tl.load(abort, volatile=True)  # every warp for itself: so it enters the maximum over all of them
         bits = tl.load(pointers, mask=mask, other=0, volatile=True)
-        missing = tl.where(stop != 0, 0, tl.max(tl.where(bits == SENTINEL, 1, 0)))
+        missing = tl.max(tl.where((bits == SENTINEL) & (stop == 0), 1, 0))
         spins += 1
         if spins >= max_spins:
             tl.store(abort, 2)

@@ -10,12 +10,13 @@ What the block holds (sizes of rank-independent `Layout`, elements of the model'
     scatter    [2, world, units, hidden]           partial rows of the rows this rank owns, for two-shot sums
     gather     [2, units, world, hidden]           finished rows, sent by their owners
     residual   [2, units, world, hidden]           the residual rows of those, where they are wanted on every rank
+    squares    [2, units, world, split, split] float32  sums of squares of the parts of those, for each part's program
     keys       [2, world, keys] int64              sampling keys
     inbox      [2, world, half_units, hidden]      partial rows of the rows this rank owns, for sums by copies
     gathered   [2, half_rows, hidden]              their finished rows, sent by their owners
     flags      [2, 2, FLAG_STRIDE] int32           of every rank: its partial rows are here; its finished rows are
 
-The first five rest at a sentinel (see `kernels/all_reduce.py`), and their leading 2 is the parity of the call. Of the
+The first six rest at a sentinel (see `kernels/all_reduce.py`), and their leading 2 is the parity of the call. Of the
 last three (parallel/copy_engine.py) the leading 2 is the half of a step; flags begin at zero.
 """
 
@@ -35,6 +36,9 @@ MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1
 
 MAX_PROGRAMS = 128
 """Most programs of one launch: each must be resident for its peers to make progress, and the chip has 132 SMs."""
+
+MAX_SPLIT = 8
+"""Most parts that the columns of a row are cut into, for two-shot sums."""
 
 SENTINELS = {2: -(2**15), 4: -(2**31), 8: -(2**63)}
 """Item size -> what an empty place holds, read as an integer: -0.0 for floats, the smallest int64 for keys."""
@@ -62,24 +66,32 @@ class AllReduceLimits:
     2 (world-1)/world x bytes in two hops of about 2 us each. Measured on H200s, us of sum, residual and norm:
 
         ranks  hidden    rows      KiB   one-shot  two-shot  NCCL + norm
-        2      4096       256    2,048       11.2      11.1         32.8
+        2      4096       128    1,024        7.6  8.4, 6.7           -
+        2      4096       256    2,048       11.2  11.1, 10.8       32.8
+        2      4096       512    4,096       19.3  15.7, 20.3       38.9
         2      5120       256    2,560       14.7      14.2         34.5
         2      5120     8,192   81,920          -       324          390
-        4      5120        64      640       12.7      14.2         20.0
-        4      5120       256    2,560       32.2      21.6         35.3
+        4      5120        64      640       12.7  14.2, 8.5        20.0
+        4      5120       192    1,920          -  18.9, 14.0          -
+        4      5120       256    2,560       32.2  21.6, 17.1       35.3
         4      4096        64      512        9.8      10.4         19.5
         4      4096       256    2,048       25.4      16.5         32.4
         4      1024       256      512        8.9       7.5         19.3
         4      1024       512    1,024       14.6       9.7         23
         4      5120     8,192   81,920          -       452          479
 
-    Two ranks meet at 2 MiB. Drawn straight between its rows, four meet at 880 (hidden 5120), 610 (4096) and 300 KiB
-    (1024): 640 KiB, and 128 rows, one for each program, beyond which the second row waits for the first. For eight
-    ranks computed from 380 GB/s a link: 145 KB. Two-shot leads NCCL as far as it was measured.
+    (Two figures of two-shot: with whole rows, and with rows cut in four, kernels/two_shot_kernel.py.) With whole rows
+    two ranks meet at 2 MiB; drawn straight between its rows, four meet at 880 (hidden 5120), 610 (4096) and 300 KiB
+    (1024): 640 KiB, and 128 rows, one for each program, beyond which the second row waits for the first. With rows cut
+    two meet near 1 MiB and four near 160 KiB. For eight ranks computed from 380 GB/s a link: 145 KB. Two-shot leads
+    NCCL as far as it was measured.
     """
 
     one_shot_bytes_tp2: int = 2 << 20
     one_shot_bytes_tp4: int = 640 << 10
+    one_shot_bytes_before_cut_tp2: int = 1 << 20
+    one_shot_bytes_before_cut_tp4: int = 160 << 10
+    """Where few rows are cut."""
     one_shot_bytes_tp8: int = 144 << 10
     one_shot_rows_tp4: int = 128
     """With three ranks and more."""
@@ -88,11 +100,25 @@ class AllReduceLimits:
     half_bytes: int = 40 << 20
     """Of half a step: larger ones are not cut (parallel/overlap.py). The block holds four times as much for them."""
 
+    most_cut_rows: int = 256
+    """With more, whole rows occupy the chip."""
+    least_cut_bytes: int = 4096
+    """Of a row: parts of shorter ones were not measured."""
+
+    def cut_rows(self, world_size: int, row_bytes: int) -> int:
+        """Most rows of `row_bytes` that two-shot sums take in parts; 0: none."""
+        return self.most_cut_rows if world_size <= 4 and row_bytes >= self.least_cut_bytes else 0
+
     def one_shot_rows(self, world_size: int, row_bytes: int) -> int:
         """Most rows of `row_bytes` for the one-shot kernel. world_size: 2..8; unnamed sizes take the next named one."""
+        cut = self.cut_rows(world_size, row_bytes) > 0
         if world_size <= 2:
-            return min(self.one_shot_bytes_tp2, self.peer_bytes) // row_bytes
-        most = self.one_shot_bytes_tp4 if world_size <= 4 else self.one_shot_bytes_tp8
+            most = self.one_shot_bytes_before_cut_tp2 if cut else self.one_shot_bytes_tp2
+            return min(most, self.peer_bytes) // row_bytes
+        if world_size <= 4:
+            most = self.one_shot_bytes_before_cut_tp4 if cut else self.one_shot_bytes_tp4
+        else:
+            most = self.one_shot_bytes_tp8
         return min(min(most, self.peer_bytes) // row_bytes, self.one_shot_rows_tp4)
 
 
@@ -110,6 +136,7 @@ class Layout:
     scatter: int
     gather: int
     residual: int
+    squares: int
     half_rows: int
     half_units: int
     keys: int
@@ -133,15 +160,16 @@ class Layout:
         units, half_units = -(-two_shot_rows // world_size), -(-half_rows // world_size)
         row = hidden_size * itemsize
         one_shot, two_shot = 2 * world_size * one_shot_rows * row, 2 * world_size * units * row
-        sizes = [one_shot, two_shot, two_shot, two_shot, 2 * world_size * max_keys * 8]
+        squares = 2 * world_size * units * MAX_SPLIT**2 * 4
+        sizes = [one_shot, two_shot, two_shot, two_shot, squares, 2 * world_size * max_keys * 8]
         sizes += [2 * world_size * half_units * row, 2 * half_rows * row, 2 * 2 * FLAG_STRIDE * 4]
         offsets = [0]
         for size in sizes:
             offsets.append(offsets[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-        scatter, gather, residual, *others = offsets[1:]
+        scatter, gather, residual, squares, *others = offsets[1:]
         return cls(
             world_size, hidden_size, itemsize, one_shot_rows, two_shot_rows, units, max_keys, scatter, gather, residual,
-            half_rows, half_units, *others,
+            squares, half_rows, half_units, *others,
         )  # fmt: skip
 
     @classmethod
@@ -167,8 +195,9 @@ class Layout:
 
 def fill_with_sentinels(block: torch.Tensor, layout: Layout) -> None:
     """block uint8 [layout.nbytes]: every place becomes empty, every flag zero."""
-    rows, keys = block[: layout.keys], block[layout.keys : layout.inbox]
+    rows, squares, keys = block[: layout.inbox].tensor_split((layout.squares, layout.keys))
     rows.view(torch.int16 if layout.itemsize == 2 else torch.int32).fill_(SENTINELS[layout.itemsize])
+    squares.view(torch.int32).fill_(SENTINELS[4])
     keys.view(torch.int64).fill_(SENTINELS[8])
     block[layout.inbox :].zero_()
 

@@ -85,8 +85,7 @@ def measured(model: Qwen3ForCausalLM, fused: bool, max_rows: int) -> Choices:
         most = 1 if not is_small else 4 if paired else FEW_ROWS[-1]
         n, k = weight.shape
         few = {rows: candidate_configs(rows, n, k, paired)[0] for rows in FEW_ROWS if rows <= min(most, max_rows)}
-        if fused:
-            few[1] = small_gemm_rule.one_row(name, k)
+        few[1] = small_gemm_rule.one_row(name, k, fused)
         choices[name] = few | choices[name]
     return _with_algorithms(choices, model, max_rows)
 
@@ -175,7 +174,7 @@ def timed(model: Qwen3ForCausalLM, kernels: Kernels, fused: bool, max_rows: int)
         for rows in (rows for rows in FEW_ROWS if rows <= max_rows):
             candidates = candidate_configs(rows, n, k, operation == "norm_linear_silu_mul")[:_CANDIDATES]
             if rows == 1:
-                candidates.append(small_gemm_rule.one_row(name, k))
+                candidates.append(small_gemm_rule.one_row(name, k, fused))
             library = _library(operation, kernels, weights[0], rows)
             best = autotune_small_gemm(operation, weights, rows, library=library, candidates=candidates)
             if best.config is not None:

@@ -45,7 +45,8 @@ def one_weight() -> tuple[Any, ParallelLinear]:
     """A model where one projection stands for all."""
     linear = ParallelLinear()
     linear.weight = inputs(torch.bfloat16)[1]
-    attention, mlp = SimpleNamespace(qkv_proj=linear, o_proj=linear), SimpleNamespace(gate_up_proj=linear)
+    attention, mlp = SimpleNamespace(qkv_proj=linear, o_proj=linear, backend=SimpleNamespace()), SimpleNamespace()
+    mlp.gate_up_proj = linear
     mlp.down_proj = linear
     norms = {"input_layernorm": SimpleNamespace(), "post_attention_layernorm": SimpleNamespace()}
     layer = SimpleNamespace(self_attn=attention, mlp=mlp, **norms)

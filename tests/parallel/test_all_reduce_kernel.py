@@ -11,12 +11,14 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from nanovllm.parallel.peer_memory import (
+    MAX_SPLIT,
     AllReduceLimits,
     Layout,
     PeerMemory,
@@ -27,7 +29,7 @@ from nanovllm.parallel.peer_memory import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-HIDDEN, CAPACITY, PROGRAMS, CALLS, EPS = 24, 7, 3, 21, 1e-6
+HIDDEN, CAPACITY, PROGRAMS, CALLS, EPS = 24, 7, 3, 42, 1e-6
 
 
 def run_ranks(mode: str, world_size: int, folder: Path, script: str = __file__, seconds: float = 240.0) -> None:
@@ -59,11 +61,11 @@ def make_blocks(folder: Path, layout: Layout) -> None:
         (folder / f"block{rank}").write_bytes(block.numpy().tobytes())
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_concurrent_ranks_agree_with_float64_and_bit_for_bit(world_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "world_size"), [*(("interpret", ranks) for ranks in (2, 3, 4)), ("programs", 2)])
+def test_concurrent_ranks_agree_with_float64_and_bit_for_bit(mode: str, world_size: int, tmp_path: Path) -> None:
     layout = Layout.build(world_size, HIDDEN, 4, CAPACITY, CAPACITY, 300)
     make_blocks(tmp_path, layout)
-    run_ranks("interpret", world_size, tmp_path)
+    run_ranks(mode, world_size, tmp_path)
     results = [torch.load(tmp_path / f"result{rank}.pt") for rank in range(world_size)]
     for rank in range(1, world_size):
         for mine, first in zip(results[rank], results[0], strict=True):
@@ -138,12 +140,13 @@ def test_a_silent_rank_is_noticed() -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_layout_regions_are_apart_aligned_and_large_enough(world_size: int) -> None:
     layout = Layout.for_limits(world_size, 5120, 2, 1024, 512, AllReduceLimits(), half_rows=1000)
-    offsets = [0, layout.scatter, layout.gather, layout.residual, layout.keys, layout.inbox, layout.gathered]
-    offsets += [layout.flags, layout.nbytes]
+    offsets = [0, layout.scatter, layout.gather, layout.residual, layout.squares, layout.keys, layout.inbox]
+    offsets += [layout.gathered, layout.flags, layout.nbytes]
     assert offsets == sorted(offsets) and all(offset % 16 == 0 for offset in offsets)
     rows = [2 * world_size * layout.one_shot_rows] + [2 * layout.units * world_size] * 3
     for place, count in enumerate(rows):
         assert offsets[place + 1] - offsets[place] >= count * 5120 * 2
+    assert layout.squares + 2 * layout.units * world_size * MAX_SPLIT**2 * 4 <= layout.keys
     assert layout.keys + 2 * world_size * 512 * 8 <= layout.inbox
     assert layout.inbox + 2 * 1000 * 5120 * 2 <= layout.gathered <= layout.flags - 2 * 1000 * 5120 * 2
     assert layout.half_units * world_size >= layout.half_rows == 1000
@@ -158,11 +161,21 @@ def test_path_by_size() -> None:
     def paths(world_size: int, max_rows: int) -> dict[int, str]:
         layout = Layout.for_limits(world_size, 5120, 2, max_rows, 16, AllReduceLimits())
         memory = SimpleNamespace(layout=layout, limits=AllReduceLimits())
-        return {rows: PeerAllReduce(memory).path(rows) for rows in (1, 64, 65, 8192, 8193)}  # type: ignore[arg-type]
+        return {rows: PeerAllReduce(memory).path(rows) for rows in (1, 16, 17, 102, 8192, 8193)}  # type: ignore[arg-type]
 
-    assert paths(4, 10**6) == {1: "one_shot", 64: "one_shot", 65: "two_shot", 8192: "two_shot", 8193: "nccl"}
-    assert paths(2, 10**6) == {1: "one_shot", 64: "one_shot", 65: "one_shot", 8192: "two_shot", 8193: "nccl"}
-    assert paths(4, 64)[65] == "nccl"
+    def cuts(world_size: int, hidden: int) -> list[int]:
+        layout = Layout.for_limits(world_size, hidden, 2, 1024, 16, AllReduceLimits())
+        memory = SimpleNamespace(layout=layout, limits=AllReduceLimits())
+        peer = PeerAllReduce(memory)  # type: ignore[arg-type]
+        return [rows for rows in (1, 256, 257) if peer.plan_for(rows) is not None]
+
+    one, two = "one_shot", "two_shot"
+    assert paths(4, 10**6) == {1: one, 16: one, 17: two, 102: two, 8192: two, 8193: "nccl"}
+    assert paths(2, 10**6) == {1: one, 16: one, 17: one, 102: one, 8192: two, 8193: "nccl"}
+    assert paths(4, 64)[102] == "nccl"
+    assert cuts(4, 5120) == cuts(2, 4096) == [1, 256]
+    assert cuts(4, 1024) == cuts(8, 5120) == cuts(4, 4100) == []
+    assert [AllReduceLimits().one_shot_rows(ranks, 10240) for ranks in (2, 3, 4, 8)] == [102, 16, 16, 14]
     assert [AllReduceLimits().one_shot_rows(ranks, 2048) for ranks in (2, 3, 4, 8)] == [1024, 128, 128, 72]
 
 
@@ -210,6 +223,7 @@ def interpret_rank(rank: int, world_size: int, folder: Path) -> None:
     peer = module.PeerAllReduce(memory)  # type: ignore[arg-type]
     same, delays = random.Random(5), random.Random(rank)
     outputs: list[torch.Tensor] = []
+    plans = [None, *(module.TwoShotPlan(split) for split in (1, 2, 3))]
     for call in range(CALLS):
         rows, kind = same.randint(1, CAPACITY), call % 7
         generator = torch.Generator().manual_seed(call)
@@ -227,6 +241,9 @@ def interpret_rank(rank: int, world_size: int, folder: Path) -> None:
             assert torch.equal(peer.all_reduce_max(keys[rank].clone()), expected)
             continue
         path = "one_shot" if kind % 2 == 0 else "two_shot"
+        plan = cut(peer, same.choice(plans))
+        if plan is not None and plan.split > 1:
+            module.MAX_PROGRAMS = 1  # programs of a row wait for each other, and here they run one after another
         if kind in (2, 3):
             got = peer.all_reduce(partials[rank].contiguous(), path=path)
             torch.testing.assert_close(got.double(), total, rtol=1e-5, atol=1e-6)
@@ -254,6 +271,64 @@ def interpret_rank(rank: int, world_size: int, folder: Path) -> None:
     torch.save(outputs, folder / f"result{rank}.pt")
 
 
+def fork_programs() -> None:
+    """From now on every program of the interpreter is a process of its own, so that programs may wait for each other.
+    What they write must lie in shared memory."""
+    from triton.runtime import interpreter
+
+    launch, builder = interpreter.GridExecutor.__call__, interpreter.interpreter_builder
+
+    def run(self, program: int, *args, **kwargs) -> None:
+        programs, self.grid = self.grid[0], (1,)
+        builder.set_grid_dim = lambda *_: setattr(builder, "grid_dim", (programs, 1, 1))
+        builder.set_grid_idx = lambda *_: setattr(builder, "grid_idx", (program, 0, 0))
+        self._restore_args_dev = lambda *_: None  # it would write everything again, over what others write
+        launch(self, *args, **kwargs)
+
+    def fork_and_run(self, *args, **kwargs) -> None:
+        children = []
+        for program in range(self.grid[0]):
+            children.append(os.fork())
+            if children[-1] == 0:
+                try:
+                    run(self, program, *args, **kwargs)
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+        assert {os.waitpid(child, 0)[1] for child in children} == {0}
+
+    interpreter.GridExecutor.__call__ = fork_and_run  # type: ignore[method-assign]
+
+
+def programs_rank(rank: int, world_size: int, folder: Path) -> None:
+    """Programs of one row wait for each other's sums of squares."""
+    from nanovllm.kernels import all_reduce as module
+
+    fork_programs()
+    module.empty_rows = lambda rows, columns, dtype, _: torch.empty(rows, columns, dtype=dtype).share_memory_()  # type: ignore[assignment]
+    memory = shared_memory_rank(rank, world_size, folder)
+    memory.parity.share_memory_(), memory.abort_word.share_memory_()
+    peer = module.PeerAllReduce(memory)  # type: ignore[arg-type]
+    same, outputs = random.Random(6), []
+    for call in range(12):
+        rows, module.MAX_PROGRAMS = same.randint(1, CAPACITY), same.randint(2, 6)
+        cut(peer, module.TwoShotPlan(same.choice((2, 3))))
+        generator = torch.Generator().manual_seed(call)
+        partials = torch.randn(world_size, rows, HIDDEN, generator=generator)
+        residual, weight = (torch.randn(n, HIDDEN, generator=generator) for n in (rows, 1))
+        total = partials.double().sum(0) + residual.double()
+        want = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS) * weight.double()
+        got = peer.all_reduce_add_rms_norm(
+            partials[rank].contiguous(), residual.share_memory_(), weight[0], EPS, path="two_shot"
+        )
+        for mine, expected in zip(got, (want, total), strict=True):
+            torch.testing.assert_close(mine.double(), expected, rtol=1e-5, atol=1e-5)
+        assert len(set(memory.parity[1].tolist())) == 1
+        outputs += got
+    assert int(memory.abort_word) == 0
+    torch.save(outputs, folder / f"result{rank}.pt")
+
+
 def parts_rank(rank: int, world_size: int, folder: Path) -> None:
     """Float32 parts give the bits of their sum, rounded to the model's dtype; and what the twin says."""
     from nanovllm.kernels import all_reduce as module
@@ -262,7 +337,10 @@ def parts_rank(rank: int, world_size: int, folder: Path) -> None:
     dtype = torch.float16
     memory = shared_memory_rank(rank, world_size, folder, dtype)
     peer = module.PeerAllReduce(memory)  # type: ignore[arg-type]
-    for path, parts, rows in itertools.product(("one_shot", "two_shot"), (2, 4), (1, 5, CAPACITY)):
+    for path, parts, rows in itertools.product(("one_shot", "two_shot", "split"), (2, 4), (1, 5, CAPACITY)):
+        module.MAX_PROGRAMS = 1 if path == "split" else PROGRAMS  # as above
+        cut(peer, module.TwoShotPlan(3) if path == "split" else None)
+        path = "two_shot" if path == "split" else path
         generator = torch.Generator().manual_seed(rows)
         partials = torch.randn(world_size, parts, rows, HIDDEN, generator=generator)
         partials[:, :, :, 3] = -0.0
@@ -294,15 +372,22 @@ def parts_rank(rank: int, world_size: int, folder: Path) -> None:
     assert int(memory.abort_word) == 0
 
 
+def cut(peer: Any, plan: Any) -> Any:
+    """Has all two-shot sums go by `plan`, which comes back."""
+    peer.plan_for = lambda rows: plan
+    return plan
+
+
 def alone_rank(rank: int, world_size: int, folder: Path) -> None:
     """Rank 0 of 2 whose peer is dead."""
-    from nanovllm.kernels.all_reduce import PeerAllReduce
+    from nanovllm.kernels.all_reduce import PeerAllReduce, TwoShotPlan
 
     make_blocks(folder, Layout.build(2, HIDDEN, 4, CAPACITY, CAPACITY, 300))
     partial, weight = torch.randn(3, HIDDEN), torch.randn(HIDDEN)
-    for path in ("one_shot", "two_shot"):
+    for path, plan in (("one_shot", None), ("two_shot", None), ("two_shot", TwoShotPlan(3))):
         memory = shared_memory_rank(0, 2, folder)
         reducer = PeerAllReduce(memory, max_spins=5)  # type: ignore[arg-type]
+        cut(reducer, plan)
         reducer.all_reduce_add_rms_norm(partial, None, weight, EPS, path=path)
         assert int(memory.abort_word) == 2
     memory = shared_memory_rank(0, 2, folder)
@@ -341,4 +426,5 @@ def gloo_rank(rank: int, world_size: int, folder: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     ranks = {"interpret": interpret_rank, "parts": parts_rank, "alone": alone_rank, "gloo": gloo_rank}
+    ranks["programs"] = programs_rank
     ranks[sys.argv[1]](int(sys.argv[4]), int(sys.argv[2]), Path(sys.argv[3]))
