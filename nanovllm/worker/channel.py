@@ -152,6 +152,10 @@ class CommandWriter(_Ring):
         """Messages that a reader has carried out."""
         return self._words[self._word(_DONE, reader)]
 
+    def num_consumed(self, reader: int) -> int:
+        """Slots that a reader has taken out: of a message that does not fit into one, how far it is."""
+        return self._words[self._word(_CONSUMED, reader)]
+
     def state(self, reader: int) -> WorkerState:
         return WorkerState(self._words[self._word(_STATE, reader)])
 

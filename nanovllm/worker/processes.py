@@ -4,10 +4,10 @@ Workers run `python -m nanovllm.worker.main`, so the caller's main module is nev
 a socket whose other end is ours: when we go, however we go, they read the end of the stream and leave. When one of them
 goes, or stops making progress, a thread here notices, ends the others and keeps the reason for whoever is waiting.
 
-A worker hangs when it has something to do and does not get on for step_timeout. Getting on is to carry out a command,
-or a piece of one that may take long (a weight loaded, a graph captured); on a CPU, where a step may well take longer,
-and before its libraries are there, also to compute. While it compiles, it never hangs; while we are stopped ourselves
-(Ctrl-Z), nothing counts.
+A worker hangs when it has something to do and does not get on for step_timeout. Getting on is to take in or carry out a
+command, or a piece of one that may take long (a weight loaded, a graph captured); on a CPU, where a step may well take
+longer, and before its libraries are there, also to compute. While it compiles, it never hangs; while we are stopped
+ourselves (Ctrl-Z), nothing counts.
 """
 
 import os
@@ -195,7 +195,7 @@ class WorkerProcesses:
         ring, reader = self.ring, rank - 1
         state, done = ring.state(reader), ring.num_done(reader)
         limit = max(self.step_timeout, _START_PATIENCE) if self.is_starting else self.step_timeout
-        seen = (limit, state, done, ring.num_ticks(reader), ring.work(reader))
+        seen = (limit, state, done, ring.num_consumed(reader), ring.num_ticks(reader), ring.work(reader))
         at_rest = state is WorkerState.IDLE and done == ring.num_sent
         if seen != progress.seen or at_rest or state is WorkerState.COMPILING:
             progress.seen, progress.unchanged = seen, 0.0

@@ -1,0 +1,108 @@
+"""Memory mapped between ranks: that they agree about it, what lies where, and which sum takes which way."""
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nanovllm.parallel.peer_memory import (
+    MAX_SPLIT,
+    AllReduceLimits,
+    Layout,
+    PeerMemory,
+    PeerMemoryUnavailable,
+    _Rounds,
+)
+
+
+def in_threads(world_size: int, work: Callable[[int], None]) -> list[Exception | None]:
+    """Runs work(rank) in threads; returns what each raised."""
+    raised: list[Exception | None] = [None] * world_size
+
+    def body(rank: int) -> None:
+        try:
+            work(rank)
+        except Exception as failure:
+            raised[rank] = failure
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return raised
+
+
+def test_all_ranks_give_up_together() -> None:
+    store = dist.HashStore()
+
+    def work(rank: int) -> None:
+        PeerMemory(store, rank, 2, torch.device("cpu"), 8, 64, torch.bfloat16, timeout=10)
+
+    for failure in in_threads(2, work):
+        assert isinstance(failure, PeerMemoryUnavailable)
+        assert "rank 0" in str(failure) and "rank 1" in str(failure) and "cpu" in str(failure)
+
+
+def test_an_error_of_one_rank_reaches_all() -> None:
+    store = dist.HashStore()
+
+    def work(rank: int) -> None:
+        rounds = _Rounds(store, "test", rank, 3, timeout=10)
+        assert rounds.post("first", bytes([rank])) == [b"\0", b"\1", b"\2"]
+        rounds.post("second", b"", error="no such thing" if rank == 1 else None)
+
+    for failure in in_threads(3, work):
+        assert isinstance(failure, PeerMemoryUnavailable) and "rank 1: no such thing" in str(failure)
+
+
+def test_a_silent_rank_is_noticed() -> None:
+    rounds = _Rounds(dist.HashStore(), "test", 0, 2, timeout=0.2)
+    with pytest.raises(PeerMemoryUnavailable, match="did not answer"):
+        rounds.post("first", b"")
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_layout_regions_are_apart_aligned_and_large_enough(world_size: int) -> None:
+    layout = Layout.for_limits(world_size, 5120, 2, 1024, 512, AllReduceLimits(), half_rows=1000)
+    offsets = [0, layout.scatter, layout.gather, layout.residual, layout.squares, layout.keys, layout.inbox]
+    offsets += [layout.gathered, layout.flags, layout.nbytes]
+    assert offsets == sorted(offsets) and all(offset % 16 == 0 for offset in offsets)
+    rows = [2 * world_size * layout.one_shot_rows] + [2 * layout.units * world_size] * 3
+    for place, count in enumerate(rows):
+        assert offsets[place + 1] - offsets[place] >= count * 5120 * 2
+    assert layout.squares + 2 * layout.units * world_size * MAX_SPLIT**2 * 4 <= layout.keys
+    assert layout.keys + 2 * world_size * 512 * 8 <= layout.inbox
+    assert layout.inbox + 2 * 1000 * 5120 * 2 <= layout.gathered <= layout.flags - 2 * 1000 * 5120 * 2
+    assert layout.half_units * world_size >= layout.half_rows == 1000
+    assert layout.units * world_size >= layout.two_shot_rows
+    assert max(layout.one_shot_rows, layout.two_shot_rows) == 1024
+
+
+def test_path_by_size() -> None:
+    pytest.importorskip("triton")
+    from nanovllm.kernels.all_reduce import PeerAllReduce
+
+    def paths(world_size: int, max_rows: int) -> dict[int, str]:
+        layout = Layout.for_limits(world_size, 5120, 2, max_rows, 16, AllReduceLimits())
+        memory = SimpleNamespace(layout=layout, limits=AllReduceLimits())
+        return {rows: PeerAllReduce(memory).path(rows) for rows in (1, 16, 17, 102, 8192, 8193)}  # type: ignore[arg-type]
+
+    def cuts(world_size: int, hidden: int) -> list[int]:
+        layout = Layout.for_limits(world_size, hidden, 2, 1024, 16, AllReduceLimits())
+        memory = SimpleNamespace(layout=layout, limits=AllReduceLimits())
+        peer = PeerAllReduce(memory)  # type: ignore[arg-type]
+        return [rows for rows in (1, 256, 257) if peer.plan_for(rows) is not None]
+
+    one, two = "one_shot", "two_shot"
+    assert paths(4, 10**6) == {1: one, 16: one, 17: two, 102: two, 8192: two, 8193: "nccl"}
+    assert paths(2, 10**6) == {1: one, 16: one, 17: one, 102: one, 8192: two, 8193: "nccl"}
+    assert paths(4, 64)[102] == "nccl"
+    assert cuts(4, 5120) == cuts(2, 4096) == [1, 256]
+    assert cuts(4, 1024) == cuts(8, 5120) == cuts(4, 4100) == []
+    assert [AllReduceLimits().one_shot_rows(ranks, 10240) for ranks in (2, 3, 4, 8)] == [102, 16, 16, 14]
+    assert [AllReduceLimits().one_shot_rows(ranks, 2048) for ranks in (2, 3, 4, 8)] == [1024, 128, 128, 72]
