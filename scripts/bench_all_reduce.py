@@ -139,16 +139,12 @@ class Case:
         """The call on one data set; may overwrite its arguments."""
         if self.kind == "keys":
             return (self.peer.all_reduce_max(addend),)
-        path, _, fused = self.kind.partition("+")
-        if not fused:
-            return (self.peer.all_reduce(addend, path=path),)  # type: ignore[arg-type]
-        start = None if "no residual" in fused else residual
-        whole = "sharded" not in fused
-        if "halves" in fused:
+        path: Any = self.kind.partition("+")[0]
+        start = None if "no residual" in self.kind else residual
+        if "halves" in self.kind:
             addend = (addend.float() / 2).repeat(2, 1, 1)
-        options: dict[str, Any] = {"replicate_residual": whole, "path": path}
-        normed, after = self.peer.all_reduce_add_rms_norm(addend, start, self.weight, EPS, **options)
-        return (normed, after) if whole else (normed,)
+        normed, after = self.peer.all_reduce_add_rms_norm(addend, start, self.weight, EPS, path=path)
+        return (normed, after) if path == "one_shot" else (normed,)  # else the ranks share the residual's rows out
 
     def _compare(self, addends: torch.Tensor, i: int, hidden: int) -> None:
         if self.kind == "keys":
@@ -156,14 +152,12 @@ class Case:
                 self.errors.append("wrong maximum")
             return
         total = addends.double().sum(0)
-        if "+" in self.kind and "no residual" not in self.kind:
+        if "no residual" not in self.kind:
             total = total + self.residual[i].double()
         scale = torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS)
         normed = total * scale * self.weight.double()
-        wanted = [normed, total] if "+" in self.kind else [total]
-        roundings = (3, 1) if "+" in self.kind else (1,)
         got = [column[i].double() for column in self.expected]
-        for have, want, times in zip(got, wanted, roundings, strict=False):
+        for have, want, times in zip(got, (normed, total), (3, 1), strict=False):
             worst = ((have - want).abs() - want.abs() * ROUNDING * times).max().item()
             if not worst < 2e-4:
                 self.errors.append(f"off by {worst:.2e} beyond the rounding")
@@ -192,10 +186,10 @@ def capture(body: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 def all_cases(rank: Rank, peer: PeerAllReduce, hidden: int) -> list[Case]:
     large = 257 if rank.options.same_gpu else 1030
-    kinds = [("one_shot+norm", 1), ("one_shot+norm", 64), ("one_shot+norm, no residual", 128), ("one_shot", 8),
-             ("two_shot+norm", 5), ("two_shot+norm", large), ("two_shot+norm, sharded", 256),
-             ("one_shot+norm, halves", 96), ("two_shot+norm, sharded, halves", 200),
-             ("two_shot+norm, no residual", 66), ("two_shot", 100), ("keys", 1), ("keys", KEYS)]  # fmt: skip
+    kinds = [("one_shot+norm", 1), ("one_shot+norm", 64), ("one_shot+norm, no residual", 128), ("one_shot+norm", 8),
+             ("two_shot+norm", 5), ("two_shot+norm", large), ("two_shot+norm", 256),
+             ("one_shot+norm, halves", 96), ("two_shot+norm, halves", 200),
+             ("two_shot+norm, no residual", 66), ("two_shot+norm", 100), ("keys", 1), ("keys", KEYS)]  # fmt: skip
     return [Case(rank, peer, hidden, kind, rows) for kind, rows in kinds]
 
 
@@ -291,7 +285,6 @@ def time_rows(rank: Rank, peer: PeerAllReduce, hidden: int, rows: int) -> dict[s
         "nccl+norm": nccl_norm if rank.nccl else None,
         "one-shot": partial(fused, path="one_shot") if rows <= peer.memory.layout.one_shot_rows else None,
         "two-shot": partial(fused, path="two_shot"),
-        "two-shot, residual sharded": partial(fused, path="two_shot", replicate_residual=False),
     }
     line |= {name: time_call(rank, peer, way, calls) if way else float("nan") for name, way in ways.items()}
     line["path"] = peer.path(rows)

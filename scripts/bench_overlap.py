@@ -168,7 +168,7 @@ def time_layer(rank: Rank, layer: Layer, say: Callable[[str], None]) -> None:
 
     say(f"{'programs':24}" + "".join(f"{n:8d}" for n in PROGRAMS))
     line("sum of a half by copies", by_programs(by_copies, CALLS))
-    two_shot = partial(peer.all_reduce_add_rms_norm, x, residual, gain, EPS, path="two_shot", replicate_residual=False)
+    two_shot = partial(peer.all_reduce_add_rms_norm, x, residual, gain, EPS, path="two_shot")
     line("sum of a half, two-shot", [time_call(rank, peer, two_shot, CALLS)])
     whole = time_call(rank, peer, layer.whole, 1) / LAYERS
     halves = by_programs(lambda: layer.halves(layer.prepared), 1)

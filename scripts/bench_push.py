@@ -92,7 +92,7 @@ class PushChain(Chain):
         partial: Any = pushed_linear(x, weight, config, self.peer) if push else product(x, weight, config)
         dependent = isinstance(config, GemmConfig | MidConfig)
         args: Any = (partial, self.residual, self.gain, EPS)
-        return self.peer.all_reduce_add_rms_norm(*args, replicate_residual=False, dependent=dependent)[0]
+        return self.peer.all_reduce_add_rms_norm(*args, dependent=dependent)[0]
 
 
 class Pair(Case):

@@ -110,7 +110,7 @@ class Chain:
 
     def _sum(self, partial: torch.Tensor) -> torch.Tensor:
         args: Any = (partial, self.residual, self.gain, EPS)
-        return self.peer.all_reduce_add_rms_norm(*args, replicate_residual=False)[0]
+        return self.peer.all_reduce_add_rms_norm(*args)[0]
 
     def result(self, plan: Plan) -> torch.Tensor:
         """The hidden state [rows, hidden] after one pass."""

@@ -56,10 +56,9 @@ def name(hidden: int, plan: TwoShotPlan | None) -> str:
 
 
 def cases_of(rank: Rank, peer: PeerAllReduce, hidden: int, plans: Sequence[TwoShotPlan | None]) -> list[Case]:
-    """Every plan with owners' and all residual rows, parts, and rows that fill neither units nor programs."""
-    kinds = [("+norm, sharded", 192), ("+norm, sharded, halves", 97), ("+norm", 255), ("+norm, no residual", 6)]
+    """Every plan with parts, without a residual, and with rows that fill neither units nor programs."""
+    kinds = [("+norm", 192), ("+norm, halves", 97), ("+norm", 255), ("+norm, no residual", 6)]
     cases: list[Case] = [PlanCase(rank, peer, hidden, *kind, plan) for plan in plans for kind in kinds]
-    cases += [PlanCase(rank, peer, hidden, "", 66, plan) for plan in plans[1:3]]
     return [*cases, Case(rank, peer, hidden, "one_shot+norm", 33), Case(rank, peer, hidden, "keys", 256)]
 
 
@@ -81,7 +80,7 @@ def time_line(
     def step(plan: TwoShotPlan | None) -> None:
         torch.mm(left, right, out=product)
         peer.plan_for = lambda rows: plan
-        peer.all_reduce_add_rms_norm(x, residual, gain, EPS, replicate_residual=False, path="two_shot")
+        peer.all_reduce_add_rms_norm(x, residual, gain, EPS, path="two_shot")
 
     alone = time_call(rank, peer, lambda: torch.mm(left, right, out=product), calls)
     return [time_call(rank, peer, partial(step, plan), calls) - alone for plan in plans]

@@ -167,7 +167,6 @@ class PeerAllReduce:
         weight: torch.Tensor,
         eps: float,
         *,
-        replicate_residual: bool = True,
         path: Path | None = None,
         dependent: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,25 +176,16 @@ class PeerAllReduce:
         or what `push` returned for T rows.
         residual [T, hidden]: updated in place; None: zeros, and a new tensor is returned. weight [hidden]. Returns
         (normalised [T, hidden], residual [T, hidden]).
-        replicate_residual False: where two-shot is taken, each rank updates only the residual rows that it owns (row
-        mod world = rank); the others stay as they were. Enough, and a third less on the wire, where the residual goes
-        only into further calls with the same T. path: overrules `path(T)` (benchmarks).
-        dependent: launch it dependently (pdl.py), whatever its rows.
+        The residual is for further calls with the same T alone: where two-shot is taken, each rank updates only the
+        rows that it owns (row mod world = rank), which is a third less on the wire.
+        path: overrules `path(T)` (benchmarks). dependent: launch it dependently (pdl.py), whatever its rows.
         """
         rows = self._check(partial, residual, weight)
         out = empty_rows(rows, self._hidden, weight.dtype, weight.device)
         residual_out = torch.empty_like(out) if residual is None else residual
         operands = (partial, residual_out, weight, out)
-        flags = {"NORM": True, "RESIDUAL": residual is not None}
-        self._launch(path, operands, eps, replicate_residual, flags, dependent)
+        self._launch(path, operands, eps, residual is not None, dependent)
         return out, residual_out
-
-    def all_reduce(self, partial: torch.Tensor, *, path: Path | None = None) -> torch.Tensor:
-        """Sum over the ranks of partial [T, hidden], or of its parts, into a new tensor; float32 inside."""
-        self._check(partial)
-        out = partial.new_empty(partial.shape[-2:], dtype=self.memory.dtype)
-        self._launch(path, (partial, out, out, out), 0.0, False, {"NORM": False, "RESIDUAL": False})
-        return out
 
     def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:
         """keys int64 [B] (B <= max_keys) becomes its element-wise maximum over the ranks, in place. The smallest
@@ -211,10 +201,10 @@ class PeerAllReduce:
         )  # fmt: skip
         return keys
 
-    def _check(self, partial: Partial, *others: torch.Tensor | None) -> int:
+    def _check(self, partial: Partial, residual: torch.Tensor | None, weight: torch.Tensor) -> int:
         """The sum's rows; ValueError where it is not one."""
-        dtypes = [self.memory.dtype] * len(others)
-        tensors = list(others)
+        dtypes = [self.memory.dtype] * 2
+        tensors = [residual, weight]
         if isinstance(partial, Pushed):
             shape = (partial.rows, self._hidden)
         else:
@@ -227,8 +217,8 @@ class PeerAllReduce:
         for tensor, dtype in zip(tensors, dtypes, strict=True):
             if tensor is not None and (tensor.dtype != dtype or not tensor.is_contiguous()):
                 raise ValueError(f"need a contiguous {dtype} tensor, got {tensor.dtype} {tensor.stride()}")
-        if others and others[0] is not None and others[0].shape != shape:
-            raise ValueError(f"residual: shape {tuple(others[0].shape)}, need {shape}")
+        if residual is not None and residual.shape != shape:
+            raise ValueError(f"residual: shape {tuple(residual.shape)}, need {shape}")
         if (partial if isinstance(partial, Pushed) else None) is not self._pushed:
             raise ValueError(f"summed {partial} next after {self._pushed} was pushed")
         return shape[0]
@@ -238,11 +228,10 @@ class PeerAllReduce:
         path: Path | None,
         operands: tuple[Partial, torch.Tensor, torch.Tensor, torch.Tensor],
         eps: float,
-        replicate: bool,
-        flags: dict[str, bool],
-        dependent: bool = False,
+        has_residual: bool,
+        dependent: bool,
     ) -> None:
-        """operands: partial, residual (in and out), weight, out."""
+        """operands: partial, residual (in and out, or only out), weight, out."""
         partial, residual, weight, out = operands
         memory, layout, rows = self.memory, self.memory.layout, out.shape[0]
         path, parts, pushed = path or self.path(rows), 1, isinstance(partial, Pushed)
@@ -254,13 +243,14 @@ class PeerAllReduce:
             partial = partial.view(torch.int16 if layout.itemsize == 2 else torch.int32)
         tensors = (partial, residual, residual, weight, out, memory.peers)
         scalars = (memory.abort_word, rows, memory.rank, eps, self.max_spins)
-        fixed = {**flags, "PARTS": parts, **self._shape, **pdl_options(partial.device, dependent or rows <= PDL_ROWS)}
+        fixed = {"RESIDUAL": has_residual, "PARTS": parts, **self._shape}
+        fixed |= pdl_options(partial.device, dependent or rows <= PDL_ROWS)
         if path == "one_shot" and rows <= layout.one_shot_rows:
             one_shot_kernel[(min(rows, MAX_PROGRAMS),)](
                 *tensors, memory.parity[0], *scalars, 0, CAPACITY=layout.one_shot_rows, PUSHED=pushed, **fixed
             )
         elif path == "two_shot" and rows <= layout.two_shot_rows:
-            self._two_shot(tensors, scalars, {**fixed, "REPLICATE": replicate})
+            self._two_shot(tensors, scalars, fixed)
         else:
             raise ValueError(f"{rows} rows by {path}: the block was laid out for {layout}")
 
@@ -269,7 +259,7 @@ class PeerAllReduce:
         memory, layout, rows = self.memory, self.memory.layout, scalars[1]
         plan = self.plan_for(rows)
         if plan is None:
-            offsets = [offset // layout.itemsize for offset in (layout.scatter, layout.gather, layout.residual)]
+            offsets = [layout.scatter // layout.itemsize, layout.gather // layout.itemsize]
             two_shot_kernel[(min(triton.cdiv(rows, layout.world_size), MAX_PROGRAMS),)](
                 *tensors, memory.parity[1], *scalars, *offsets, UNITS=layout.units, **fixed
             )

@@ -74,20 +74,17 @@ def _addend(partial, at, rows, mask, out, PARTS: tl.constexpr, HIDDEN: tl.conste
 
 @triton.jit
 def _finish_row(arrived, kept_before, gain, at, residual_out, out, mask, eps, HIDDEN: tl.constexpr,
-                NORM: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr):  # fmt: skip
+                INT: tl.constexpr, SENTINEL: tl.constexpr):  # fmt: skip
     """arrived INT [sources, BLOCK]: one row of every rank. Sums, adds the residual, normalises, stores behind `at` of
-    residual_out and out; returns the bits of (out, residual_out)."""
+    residual_out and out; returns the bits of out."""
     total = tl.sum(arrived.to(out.dtype.element_ty, bitcast=True).to(tl.float32), 0) + kept_before
-    kept = _rounded(total, out, INT, SENTINEL)
-    result = kept
-    if NORM:
-        x = kept.to(out.dtype.element_ty, bitcast=True)
-        tl.store(residual_out + at, x, mask=mask)
-        x32 = x.to(tl.float32)
-        normed = (x32 * tl.math.rsqrt(tl.sum(x32 * x32, 0) / HIDDEN + eps)).to(out.dtype.element_ty)
-        result = _rounded(normed.to(tl.float32) * gain, out, INT, SENTINEL)
+    x = _rounded(total, out, INT, SENTINEL).to(out.dtype.element_ty, bitcast=True)
+    tl.store(residual_out + at, x, mask=mask)
+    x32 = x.to(tl.float32)
+    normed = (x32 * tl.math.rsqrt(tl.sum(x32 * x32, 0) / HIDDEN + eps)).to(out.dtype.element_ty)
+    result = _rounded(normed.to(tl.float32) * gain, out, INT, SENTINEL)
     tl.store(out + at, result.to(out.dtype.element_ty, bitcast=True), mask=mask)
-    return result, kept
+    return result
 
 
 @triton.jit
@@ -102,8 +99,8 @@ def _float_or_zeros(pointers, mask, WANTED: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "rank", "max_spins"])
 def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_state, abort, rows, rank, eps,
                     max_spins, region, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
-                    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
-                    PARTS: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr, PDL: tl.constexpr,
+                    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, PARTS: tl.constexpr,
+                    INT: tl.constexpr, SENTINEL: tl.constexpr, PDL: tl.constexpr,
                     PUSHED: tl.constexpr):  # fmt: skip
     """Every rank sends its rows to all ranks (itself too, which keeps the code one) and sums all that arrive.
 
@@ -127,7 +124,7 @@ def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
                 to = (rank + 1 + step) % WORLD
                 tl.store(_peer_pointer(peers, to, place, INT) + cols, bits, mask=mask)
             row += programs
-    gain = _float_or_zeros(weight + cols, mask, NORM)
+    gain = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)  # before a wait, which hides its latency
     source = tl.arange(0, WORLD_BLOCK)
     tile = (source * CAPACITY * HIDDEN)[:, None] + cols[None, :]
     tile_mask = (source < WORLD)[:, None] & mask[None, :]
@@ -136,21 +133,20 @@ def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
         at = row.to(tl.int64) * HIDDEN
         kept = _float_or_zeros(residual + at + cols, mask, RESIDUAL)
         arrived = _receive(_peer_pointer(peers, rank, half + at, INT) + tile, tile_mask, abort, max_spins, SENTINEL)
-        _finish_row(arrived, kept, gain, at + cols, residual_out, out, mask, eps, HIDDEN, NORM, INT, SENTINEL)
+        _finish_row(arrived, kept, gain, at + cols, residual_out, out, mask, eps, HIDDEN, INT, SENTINEL)
         row += programs
     _flip(parity_state, parity)
 
 
 @triton.jit(do_not_specialize=["rows", "rank", "max_spins"])
 def two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_state, abort, rows, rank, eps,
-                    max_spins, scatter, gather, gather_residual, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr,
-                    UNITS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
-                    RESIDUAL: tl.constexpr, REPLICATE: tl.constexpr, PARTS: tl.constexpr, INT: tl.constexpr,
-                    SENTINEL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                    max_spins, scatter, gather, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr, UNITS: tl.constexpr,
+                    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, PARTS: tl.constexpr,
+                    INT: tl.constexpr, SENTINEL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Row unit * WORLD + r is summed, normed and sent to everyone by rank r. Program p takes units p, p + programs, ...
 
-    Operands as in one_shot_kernel. Places: scatter + [2, WORLD (source), UNITS, HIDDEN], gather and gather_residual +
-    [2, UNITS * WORLD, HIDDEN]. REPLICATE False: `residual_out` is written at this rank's own rows only.
+    Operands as in one_shot_kernel; `residual_out` is written at this rank's own rows only. Places: scatter + [2, WORLD
+    (source), UNITS, HIDDEN], gather + [2, UNITS * WORLD, HIDDEN].
     The argument at the top holds: whoever has finished a unit holds its row of rank 0, made from all ranks' data.
     """
     pid = tl.program_id(0)
@@ -174,7 +170,7 @@ def two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
             exists = mask & (unit * WORLD + to < rows)
             tl.store(_peer_pointer(peers, to, place, INT) + cols, rows_out[step], mask=exists)
         unit += programs
-    gain = _float_or_zeros(weight + cols, mask, NORM)
+    gain = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)  # before a wait, which hides its latency
     source = tl.arange(0, WORLD_BLOCK)
     tile = (source * UNITS * HIDDEN)[:, None] + cols[None, :]
     tile_mask = (source < WORLD)[:, None] & mask[None, :]
@@ -186,14 +182,11 @@ def two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
             kept = _float_or_zeros(residual + at + cols, mask, RESIDUAL)
             place = scatter + half + unit.to(tl.int64) * HIDDEN
             arrived = _receive(_peer_pointer(peers, rank, place, INT) + tile, tile_mask, abort, max_spins, SENTINEL)
-            bits, kept = _finish_row(arrived, kept, gain, at + cols, residual_out, out, mask, eps, HIDDEN, NORM, INT,
-                                     SENTINEL)  # fmt: skip
+            bits = _finish_row(arrived, kept, gain, at + cols, residual_out, out, mask, eps, HIDDEN, INT, SENTINEL)
             place = half + at
             for step in tl.static_range(WORLD - 1):
                 to = (rank + 1 + step) % WORLD
                 tl.store(_peer_pointer(peers, to, gather + place, INT) + cols, bits, mask=mask)
-                if NORM and REPLICATE:
-                    tl.store(_peer_pointer(peers, to, gather_residual + place, INT) + cols, kept, mask=mask)
         unit += programs
     others = (source < WORLD) & (source != rank)
     tile = (source * HIDDEN)[:, None] + cols[None, :]
@@ -204,10 +197,6 @@ def two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
         theirs = _peer_pointer(peers, rank, gather + half + place, INT) + tile
         bits = _receive(theirs, tile_mask, abort, max_spins, SENTINEL)
         tl.store(out + place + tile, bits.to(out.dtype.element_ty, bitcast=True), mask=tile_mask)
-        if NORM and REPLICATE:
-            theirs = _peer_pointer(peers, rank, gather_residual + half + place, INT) + tile
-            bits = _receive(theirs, tile_mask, abort, max_spins, SENTINEL)
-            tl.store(residual_out + place + tile, bits.to(out.dtype.element_ty, bitcast=True), mask=tile_mask)
         unit += programs
     _flip(parity_state, parity)
 

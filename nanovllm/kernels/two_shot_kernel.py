@@ -2,9 +2,9 @@
 
 All programs of a row must know its sum of squares. It travels with the row: the owner sends sums that are rounded but
 not yet normalised, and with every part that part's sum of squares; who receives them adds those up, in order, and
-normalises. That costs no wait of its own, leaves the residual everywhere as a by-product, and lets all ranks, owner
-included, normalise by the same code, so that their bits are equal. Every part of a row needs all of its sums of
-squares and cleans what it reads: they are sent once for each reader.
+normalises. That costs no wait of its own, and lets all ranks, owner included, normalise by the same code, so that their
+bits are equal. Every part of a row needs all of its sums of squares and cleans what it reads: they are sent once for
+each reader.
 """
 
 from nanovllm.kernels.all_reduce_kernels import _addend, _begin, _flip, _float_or_zeros, _rounded
@@ -61,15 +61,14 @@ def _item(item, first_row, WORLD: tl.constexpr, SPLIT: tl.constexpr, HIDDEN: tl.
 def split_two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_state, abort, rows, rank, eps,
                           max_spins, scatter, gather, squares, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr,
                           UNITS: tl.constexpr, HIDDEN: tl.constexpr, SPLIT: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
-                          BLOCK: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, REPLICATE: tl.constexpr,
-                          PARTS: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr,
-                          PDL: tl.constexpr):  # fmt: skip
+                          BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, PARTS: tl.constexpr, INT: tl.constexpr,
+                          SENTINEL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Row unit * WORLD + r is summed by rank r and sent to everyone (r too). Item unit * SPLIT + s is columns s * WIDTH
     ... of a unit's rows; program p takes items p, p + programs, ...
 
-    Operands as in one_shot_kernel. Places: scatter + [2, WORLD (source), UNITS, HIDDEN], gather + [2, UNITS * WORLD,
-    HIDDEN]; squares (an offset in int32) + [2, UNITS * WORLD, _SPLITS (source), _SPLITS (reader)] float32.
-    REPLICATE False: `residual_out` is written at this rank's own rows only.
+    Operands as in one_shot_kernel; `residual_out` is written at this rank's own rows only. Places: scatter + [2, WORLD
+    (source), UNITS, HIDDEN], gather + [2, UNITS * WORLD, HIDDEN]; squares (an offset in int32) + [2, UNITS * WORLD,
+    _SPLITS (source), _SPLITS (reader)] float32.
     The argument of all_reduce.py holds: whoever has finished item 0 holds row 0's part, made from all ranks' data.
     Programs also wait for others of the same row, but send all that does not depend on a wait before their first.
     """
@@ -112,15 +111,13 @@ def split_two_shot_kernel(partial, residual, residual_out, weight, out, peers, p
             kept = _rounded(total, out, INT, SENTINEL)
             tl.store(theirs + (gather + half + at + cols)[None, :], tl.broadcast_to(kept[None, :], tile_mask.shape),
                      mask=tile_mask)  # fmt: skip
-            if NORM:
-                x = kept.to(out.dtype.element_ty, bitcast=True)
-                x32 = tl.where(mask, x.to(tl.float32), 0.0)
-                square = tl.sum(x32 * x32, 0).to(tl.int32, bitcast=True)  # at least +0.0: never the sentinel
-                place = half_squares + (row.to(tl.int64) * _SPLITS + part) * _SPLITS
-                tl.store(theirs.to(tl.pointer_type(tl.int32), bitcast=True) + (place + reader)[None, :],
-                         square, mask=is_rank[:, None] & is_reader[None, :])  # fmt: skip
-                if not REPLICATE:
-                    tl.store(residual_out + at + cols, x, mask=mask)
+            x = kept.to(out.dtype.element_ty, bitcast=True)
+            x32 = tl.where(mask, x.to(tl.float32), 0.0)
+            square = tl.sum(x32 * x32, 0).to(tl.int32, bitcast=True)  # at least +0.0: never the sentinel
+            place = half_squares + (row.to(tl.int64) * _SPLITS + part) * _SPLITS
+            tl.store(theirs.to(tl.pointer_type(tl.int32), bitcast=True) + (place + reader)[None, :],
+                     square, mask=is_rank[:, None] & is_reader[None, :])  # fmt: skip
+            tl.store(residual_out + at + cols, x, mask=mask)
             tl.store(tile, empty, mask=tile_mask)
         item += programs
     own_squares = own.to(tl.pointer_type(tl.int32), bitcast=True) + half_squares
@@ -130,22 +127,18 @@ def split_two_shot_kernel(partial, residual, residual_out, weight, out, peers, p
         exists = is_rank & (row < rows)
         exists_tile = exists[:, None] & mask[None, :]
         at = at[:, None] + cols[None, :]
-        gain = _float_or_zeros(weight + part * (HIDDEN // SPLIT) + cols, mask, NORM)
+        gain = tl.load(weight + part * (HIDDEN // SPLIT) + cols, mask=mask, other=0.0).to(tl.float32)
         tile = own + gather + half + at
         # the transpose, so that looking reduces over what a thread has of it
         small = own_squares + (row.to(tl.int64) * (_SPLITS * _SPLITS) + part)[None, :] + (reader * _SPLITS)[:, None]
         small_mask = is_reader[:, None] & exists[None, :]
-        bits, found = _wait(tile, exists_tile, small, small_mask, abort, max_spins, SENTINEL, NORM)
+        bits, found = _wait(tile, exists_tile, small, small_mask, abort, max_spins, SENTINEL, True)
         result = bits.to(out.dtype.element_ty, bitcast=True)
-        if NORM:
-            if REPLICATE:
-                tl.store(residual_out + at, result, mask=exists_tile)
-            scale = tl.math.rsqrt(tl.sum(found.to(tl.float32, bitcast=True), 0) / HIDDEN + eps)
-            normed = (result.to(tl.float32) * scale[:, None]).to(out.dtype.element_ty)
-            result = (normed.to(tl.float32) * gain[None, :]).to(out.dtype.element_ty)
+        scale = tl.math.rsqrt(tl.sum(found.to(tl.float32, bitcast=True), 0) / HIDDEN + eps)
+        normed = (result.to(tl.float32) * scale[:, None]).to(out.dtype.element_ty)
+        result = (normed.to(tl.float32) * gain[None, :]).to(out.dtype.element_ty)
         tl.store(out + at, result, mask=exists_tile)
         tl.store(tile, empty, mask=exists_tile)
-        if NORM:
-            tl.store(small, tl.full(found.shape, _SQUARES_SENTINEL, tl.int32), mask=small_mask)
+        tl.store(small, tl.full(found.shape, _SQUARES_SENTINEL, tl.int32), mask=small_mask)
         item += programs
     _flip(parity_state, parity)

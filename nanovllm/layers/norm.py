@@ -48,11 +48,8 @@ class ReduceAddNorm(WeightedModule):
         rows = partial.rows if isinstance(partial, Pushed) else partial.shape[-2]
         fused = self.group.fused_all_reduce(rows)
         if fused is not None:
-            # Nobody but the next of these calls reads the residual stream: each rank may keep only the rows it sums.
             dependent = rows in self.dependent_rows
-            return fused.all_reduce_add_rms_norm(
-                partial, residual, self.weight, self.eps, replicate_residual=False, dependent=dependent
-            )
+            return fused.all_reduce_add_rms_norm(partial, residual, self.weight, self.eps, dependent=dependent)
         assert isinstance(partial, torch.Tensor), "only peer memory has places to push to"
         if self.group.size > 1 and partial.dim() == 3:
             partial = add_up(partial, self.weight.dtype)

@@ -9,14 +9,13 @@ What the block holds (sizes of rank-independent `Layout`, elements of the model'
     one_shot   [2, world, one_shot_rows, hidden]   partial rows of every rank, for one-shot sums
     scatter    [2, world, units, hidden]           partial rows of the rows this rank owns, for two-shot sums
     gather     [2, units, world, hidden]           finished rows, sent by their owners
-    residual   [2, units, world, hidden]           the residual rows of those, where they are wanted on every rank
     squares    [2, units, world, split, split] float32  sums of squares of the parts of those, for each part's program
     keys       [2, world, keys] int64              sampling keys
     inbox      [2, world, half_units, hidden]      partial rows of the rows this rank owns, for sums by copies
     gathered   [2, half_rows, hidden]              their finished rows, sent by their owners
     flags      [2, 2, FLAG_STRIDE] int32           of every rank: its partial rows are here; its finished rows are
 
-The first six rest at a sentinel (see `kernels/all_reduce.py`), and their leading 2 is the parity of the call. Of the
+The first five rest at a sentinel (see `kernels/all_reduce.py`), and their leading 2 is the parity of the call. Of the
 last three (parallel/copy_engine.py) the leading 2 is the half of a step; flags begin at zero.
 """
 
@@ -135,7 +134,6 @@ class Layout:
     max_keys: int
     scatter: int
     gather: int
-    residual: int
     squares: int
     half_rows: int
     half_units: int
@@ -161,15 +159,15 @@ class Layout:
         row = hidden_size * itemsize
         one_shot, two_shot = 2 * world_size * one_shot_rows * row, 2 * world_size * units * row
         squares = 2 * world_size * units * MAX_SPLIT**2 * 4
-        sizes = [one_shot, two_shot, two_shot, two_shot, squares, 2 * world_size * max_keys * 8]
+        sizes = [one_shot, two_shot, two_shot, squares, 2 * world_size * max_keys * 8]
         sizes += [2 * world_size * half_units * row, 2 * half_rows * row, 2 * 2 * FLAG_STRIDE * 4]
         offsets = [0]
         for size in sizes:
             offsets.append(offsets[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-        scatter, gather, residual, squares, *others = offsets[1:]
+        scatter, gather, squares, *others = offsets[1:]
         return cls(
-            world_size, hidden_size, itemsize, one_shot_rows, two_shot_rows, units, max_keys, scatter, gather, residual,
-            squares, half_rows, half_units, *others,
+            world_size, hidden_size, itemsize, one_shot_rows, two_shot_rows, units, max_keys, scatter, gather, squares,
+            half_rows, half_units, *others,
         )  # fmt: skip
 
     @classmethod

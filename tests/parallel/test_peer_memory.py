@@ -69,10 +69,10 @@ def test_a_silent_rank_is_noticed() -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_layout_regions_are_apart_aligned_and_large_enough(world_size: int) -> None:
     layout = Layout.for_limits(world_size, 5120, 2, 1024, 512, AllReduceLimits(), half_rows=1000)
-    offsets = [0, layout.scatter, layout.gather, layout.residual, layout.squares, layout.keys, layout.inbox]
+    offsets = [0, layout.scatter, layout.gather, layout.squares, layout.keys, layout.inbox]
     offsets += [layout.gathered, layout.flags, layout.nbytes]
     assert offsets == sorted(offsets) and all(offset % 16 == 0 for offset in offsets)
-    rows = [2 * world_size * layout.one_shot_rows] + [2 * layout.units * world_size] * 3
+    rows = [2 * world_size * layout.one_shot_rows] + [2 * layout.units * world_size] * 2
     for place, count in enumerate(rows):
         assert offsets[place + 1] - offsets[place] >= count * 5120 * 2
     assert layout.squares + 2 * layout.units * world_size * MAX_SPLIT**2 * 4 <= layout.keys

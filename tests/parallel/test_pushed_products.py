@@ -71,7 +71,7 @@ def test_a_push_is_summed_next_and_once(tmp_path: Path) -> None:
     for call in (
         lambda: peer.push(3, lambda places: None),
         lambda: peer.all_reduce_add_rms_norm(x, None, weight, EPS),
-        lambda: peer.all_reduce(x),
+        lambda: peer.all_reduce_add_rms_norm(x, x.clone(), weight, EPS, path="two_shot"),
         lambda: peer.all_reduce_add_rms_norm(Pushed(3), None, weight, EPS),
         lambda: peer.all_reduce_add_rms_norm(pushed, x[:2], weight, EPS),
     ):
@@ -198,8 +198,9 @@ def concurrent_rank(rank: int, world_size: int, folder: Path) -> None:
             between = same.randrange(4)
             if between < 2:
                 few = torch.ones(same.randint(1, CAPACITY), HIDDEN, dtype=dtype)
-                total = peer.all_reduce(few, path=("one_shot", "two_shot")[between])
-                assert (total == world_size).all()
+                path = ("one_shot", "two_shot")[between]
+                normed, _ = peer.all_reduce_add_rms_norm(few, None, torch.ones(HIDDEN, dtype=dtype), 0.0, path=path)
+                assert (normed == 1).all()
         for one, other in zip(*results, strict=True):
             assert torch.equal(one.view(torch.int16), other.view(torch.int16)), (config, rows, k)
         outputs += results[0]
