@@ -25,7 +25,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from nanovllm.parallel.peer_memory import AllReduceLimits, Layout, PeerMemory, forbid_multicast
+from nanovllm.parallel.all_reduce_limits import AllReduceLimits
+from nanovllm.parallel.peer_memory import Layout, PeerMemory, forbid_multicast
 
 forbid_multicast()  # before CUDA starts, here and in every rank (they import this file)
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host

@@ -35,6 +35,7 @@ from nanovllm.kernels import cublas_lt_rule
 from nanovllm.kernels.all_reduce import PeerAllReduce
 from nanovllm.kernels.mid_gemm import MidConfig
 from nanovllm.kernels.small_gemm import GemmConfig, candidate_configs
+from nanovllm.kernels.small_gemm_rule import one_row
 from nanovllm.layers.few_rows import pushed_linear
 
 SMALL_WEIGHT_BYTES = 16 << 20  # as worker/tuning.py has it
@@ -58,7 +59,9 @@ def chosen(part: str, rows: int, n: int, k: int) -> Any:
     algorithm = cublas_lt_rule.algorithm(part, rows, n, k)
     if algorithm is not None or rows > 16:
         return algorithm or bench_mid_gemm.chosen(part, rows, n, k)
-    return candidate_configs(rows, n, k)[0] if rows == 1 or n * k * 2 <= SMALL_WEIGHT_BYTES else None
+    if rows == 1:
+        return one_row(part, k, fused=False)
+    return candidate_configs(rows, n, k)[0] if n * k * 2 <= SMALL_WEIGHT_BYTES else None
 
 
 def short(config: Any) -> str:

@@ -119,8 +119,6 @@ class PeerAllReduce:
     def __init__(self, memory: PeerMemory, max_spins: int = MAX_SPINS) -> None:
         self.memory = memory
         self.max_spins = max_spins
-        self.plan_for: Callable[[int], TwoShotPlan | None] = self._plan_for
-        """Of a two-shot sum of so many rows; None: whole rows. To be replaced by benchmarks and tests."""
         layout = memory.layout
         self._hidden = layout.hidden_size
         self._pushed: Pushed | None = None
@@ -144,10 +142,10 @@ class PeerAllReduce:
             return "one_shot"
         return "two_shot" if rows <= min(layout.two_shot_rows, limits.peer_bytes // row) else "nccl"
 
-    def _plan_for(self, rows: int) -> TwoShotPlan | None:
-        row_bytes = self._hidden * self.memory.layout.itemsize
-        cut_rows = self.memory.limits.cut_rows(self.memory.layout.world_size, row_bytes)
-        return CUT_IN_FOUR if rows <= cut_rows and row_bytes % (16 * CUT_IN_FOUR.split) == 0 else None
+    def plan_for(self, rows: int) -> TwoShotPlan | None:
+        """Of a two-shot sum of so many rows; None: whole rows."""
+        layout, limits = self.memory.layout, self.memory.limits
+        return CUT_IN_FOUR if rows <= limits.cut_rows(layout.world_size, self._hidden * layout.itemsize) else None
 
     def push(self, rows: int, multiply: Callable[[Places], object]) -> Pushed:
         """Has `multiply` launch a product [rows, hidden] that fills the places of the next sum, as all ranks do, and

@@ -282,7 +282,7 @@ class DecodeAttention:
     def __call__(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
                  max_context_len: int, out: torch.Tensor, merge_first: bool = False) -> torch.Tensor:
         """q and out [num_rows, Hq, D]: the rows of the last plan. max_context_len: any bound on their lengths.
-        merge_first: nothing behind this may start before it has ended."""
+        merge_first: where chunks are merged, nothing behind this may start before they are."""
         num_rows = q.shape[0]
         c = self._config(num_rows)
         splits = self._max_splits(c)

@@ -2,7 +2,7 @@
 
 Whole steps, because these kernels are launched dependently: each fetches weights while the one before it ends, so the
 best of a chain of equals is not the best among attention and norms. Qwen3 0.6B, 4B and 8B, one device; us a step with
-candidate_configs' first everywhere, and with these: 613 and 597, 2,543 and 2,276, 4,065 and 3,905 (8B with the merge of
+candidate_configs' first everywhere, and with these: 613 and 597, 2,543 and 2,276, 4,023 and 3,905 (8B with the merge of
 attention's chunks launched the ordinary way in both, see `merges_before`).
 """
 
@@ -36,7 +36,7 @@ def merges_before(rows: int, o_weight_bytes: int) -> bool:
     """Whether attention's chunks are to be merged before the output projection starts to fetch its weight.
 
     Launched as soon as the merge is, a large projection fills the chip with programs that wait: one row of 8B (33 MB)
-    takes 4,131 us then and 3,905 without, of 4B (21 MB) 2,276 and 2,287, of 0.6B (4 MB) 593 and 636. With more rows
-    the library multiplies, which starts nothing early.
+    takes 4,131 us then and 3,905 without, of 4B (21 MB) 2,276 and 2,287; of 0.6B (4 MB), with the kernels before these,
+    613 and 650. With more rows it was best to launch everything early.
     """
     return rows == 1 and o_weight_bytes > _LARGE_BYTES

@@ -206,7 +206,7 @@ def _expand_rows_kernel(
         first += tl.num_programs(1) * BLOCK
 
 
-@triton.jit(do_not_specialize=["out_rows"])
+@triton.jit(do_not_specialize=["out_rows", "ring_stride"])
 def _prepare_decode_kernel(
     BUFFER,
     BLOCK_TABLE,

@@ -28,7 +28,6 @@ _HEADER_WORDS = 8 * (1 + 6 * MAX_READERS)
 _HEADER_BYTES = 8 * _HEADER_WORDS
 _TOTAL_BYTES = _HEADER_BYTES + NUM_SLOTS * SLOT_BYTES
 
-_WORK_UNIT = 100_000_000  # nanoseconds of a process's computing
 _LONGEST_SLEEP = 1.0  # seconds: an end to the sleep of a reader whose bell was rung but not heard
 
 STEP, CALL = 0, 1
@@ -164,7 +163,7 @@ class CommandWriter(_Ring):
         return self._words[self._word(_TICKS, reader)]
 
     def work(self, reader: int) -> int:
-        """Grows as a reader's process computes, where that counts; see CommandReader.report_work."""
+        """Grows as a reader computes, where that counts; see CommandReader.report_work."""
         return self._words[self._word(_WORK, reader)]
 
 
@@ -182,7 +181,10 @@ class CommandReader(_Ring):
         self._consumed = 0
         self._num_done = 0
         self.counts_work = True
-        """Whether computing is getting on: not on a GPU, where a process that waits for the device computes too."""
+        """Whether computing is getting on: not on a GPU, where who waits for the device computes too."""
+        # Of this thread alone: others poll for as long as the process lives (gloo's, and the one that reports).
+        can_tell = hasattr(time, "pthread_getcpuclockid")
+        self._work_clock = time.pthread_getcpuclockid(threading.get_ident()) if can_tell else None
 
     def receive(self) -> tuple[int, Any]:
         """The next message: (STEP, its bytes) or (CALL, (method, args)). Waits as long as it takes."""
@@ -239,11 +241,10 @@ class CommandReader(_Ring):
         self._words[self._word(_TICKS, self._reader)] += 1
 
     def report_work(self) -> None:
-        """Says how long this process has computed, if that counts; from a thread of its own, so that it is said in the
-        midst of work. In units so coarse that what this thread takes itself comes to one in a quarter of an hour; who
-        waits for other ranks on a CPU sleeps."""
-        if self.counts_work:
-            self._words[self._word(_WORK, self._reader)] = time.process_time_ns() // _WORK_UNIT
+        """Says how long the thread that made this reader has computed, if that counts; from another thread, so that it
+        is said in the midst of work. Who waits for other ranks on a CPU sleeps."""
+        if self.counts_work and self._work_clock is not None:
+            self._words[self._word(_WORK, self._reader)] = time.clock_gettime_ns(self._work_clock)
 
     def mark_done(self) -> None:
         """Says that one more message has been carried out."""

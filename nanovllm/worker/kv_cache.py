@@ -103,5 +103,5 @@ class MemoryProbe:
         self._reserved["graphs_taken"] = num_bytes
 
     def report(self) -> dict[str, object]:
-        """What is kept free beside weights and KV, in GiB, by name."""
+        """What is kept free beside weights and KV, in GiB, by name; and of what is kept for graphs, what they took."""
         return {f"{name}_gib": round(num_bytes / GIB, 3) for name, num_bytes in self._reserved.items()}

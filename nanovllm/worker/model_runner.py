@@ -65,6 +65,7 @@ class ModelRunner:
         self.group = TensorParallelGroup(
             rank, config.tensor_parallel_size, self.device, store, config.overlap_all_reduce
         )
+        tick()
         if config.peer_all_reduce and self.device.type == "cuda" and self.group.size > 1:
             rows, keys = config.max_num_batched_tokens, config.max_num_seqs + MAX_CHUNK_ROWS
             self.group.use_peer_memory(rows, self.model_config.hidden_size, self.dtype, max_keys=keys)
@@ -188,7 +189,7 @@ class ModelRunner:
             rows = config.max_num_seqs + MAX_CHUNK_ROWS
             self.buffers = StepBuffers.allocate(rows, config.max_num_batched_tokens + rows, self.device)
             capacity = packed_capacity(num_blocks, config.max_num_seqs, config.max_num_batched_tokens)
-            self.io.allocate(capacity, rows, config.step_mailbox)
+            self.io.allocate(capacity, rows, config.step_mailbox and not config.enforce_eager)
 
     @torch.inference_mode()
     def choose_kernels(self) -> "Choices":

@@ -6,8 +6,8 @@ goes, or stops making progress, a thread here notices, ends the others and keeps
 
 A worker hangs when it has something to do and does not get on for step_timeout. Getting on is to take in or carry out a
 command, or a piece of one that may take long (a weight loaded, a graph captured); on a CPU, where a step may well take
-longer, and before its libraries are there, also to compute. While it compiles, it never hangs; while we are stopped
-ourselves (Ctrl-Z), nothing counts.
+longer, and before its libraries are there, also to compute. While it compiles with Triton, it never hangs; while we are
+stopped ourselves (Ctrl-Z), nothing counts.
 """
 
 import os

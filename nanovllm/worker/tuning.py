@@ -85,7 +85,7 @@ def measured(model: Qwen3ForCausalLM, fused: bool, max_rows: int) -> Choices:
         most = 1 if not is_small else 4 if paired else FEW_ROWS[-1]
         n, k = weight.shape
         few = {rows: candidate_configs(rows, n, k, paired)[0] for rows in FEW_ROWS if rows <= min(most, max_rows)}
-        few[1] = small_gemm_rule.one_row(name, k, fused)
+        few[1] = small_gemm_rule.one_row(name, k, fused)  # read off whole steps
         choices[name] = few | choices[name]
     return _with_algorithms(choices, model, max_rows)
 
@@ -174,7 +174,7 @@ def timed(model: Qwen3ForCausalLM, kernels: Kernels, fused: bool, max_rows: int)
         for rows in (rows for rows in FEW_ROWS if rows <= max_rows):
             candidates = candidate_configs(rows, n, k, operation == "norm_linear_silu_mul")[:_CANDIDATES]
             if rows == 1:
-                candidates.append(small_gemm_rule.one_row(name, k, fused))
+                candidates = list(dict.fromkeys([*candidates, small_gemm_rule.one_row(name, k, fused)]))
             library = _library(operation, kernels, weights[0], rows)
             best = autotune_small_gemm(operation, weights, rows, library=library, candidates=candidates)
             if best.config is not None:
@@ -225,13 +225,14 @@ def apply(model: Qwen3ForCausalLM, choices: Choices, fused: bool, push: bool = F
 def _pushes(
     by_rows: dict[int, Config], group: TensorParallelGroup
 ) -> dict[int, tuple[GemmConfig | MidConfig, "PeerAllReduce"]]:
-    """What RowParallelLinear.pushes is: where a kernel of our own makes the whole product and its sum is one-shot."""
+    """What RowParallelLinear.pushes is: where a kernel of our own makes the whole product and its sum is one-shot. Not
+    for numbers of rows that half a step may have, whose sums are others."""
     found: dict[int, tuple[GemmConfig | MidConfig, PeerAllReduce]] = {}
     for rows, config in by_rows.items():
         if not isinstance(config, GemmConfig | MidConfig) or (isinstance(config, MidConfig) and config.splits > 1):
             continue
         sums = group.fused_all_reduce(rows)
-        if sums is not None and sums.path(rows) == "one_shot" and rows < Overlap.min_rows // 2:  # no half of a step
+        if sums is not None and sums.path(rows) == "one_shot" and rows <= Overlap.min_rows // 2 - Overlap.cut_multiple:
             found[rows] = config, sums
     return found
 

@@ -1,12 +1,15 @@
 """The padded step that a CUDA graph captures, run by the twins on a CPU, gives the tokens of the step's exact size."""
 
 import random
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.worker.mailbox import RING
 from tests.padding import PaddedSteps
 from tests.processes.process_checks import write_tiny_config
 
@@ -31,3 +34,33 @@ def test_padding_changes_no_token(budget: int, tmp_path: Path, monkeypatch: pyte
     assert padded == exact
     assert {shape.decode_rows > 0 for shape in steps.used if shape.chunk_tokens} == {False, True}
     assert any(shape.chunk_tokens == 0 for shape in steps.used)
+
+
+def test_steps_by_mailbox_by_copy_and_redrawn_follow_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decodes that fetch their step, chunks that are copied, steps whose tokens filters draw again, and exact ones."""
+    model = write_tiny_config(tmp_path, tie_word_embeddings=False)
+    draw = random.Random(1)
+    prompts = [[draw.randrange(300) for _ in range(draw.randrange(1, 30))] for _ in range(12)]
+    params = [SamplingParams(temperature=0.8, max_tokens=5 + 3 * i, seed=i, ignore_eos=True) for i in range(12)]
+    params[2:5] = [replace(each, top_p=0.7, max_tokens=6) for each in params[2:5]]
+    params[7] = replace(params[7], prompt_logprobs=1)
+    options: dict[str, Any] = {"max_num_seqs": 4, "num_kvcache_blocks": 24, "max_num_batched_tokens": 32}
+    with LLM(model, load_format="dummy", skip_tokenizer_init=True, device="cpu", **options) as llm:
+        exact = [out.token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
+        llm.engine.scheduler.block_manager.forget_cached()
+        PaddedSteps(llm, monkeypatch)
+        io, ways = llm.engine.executor.runner.io, []
+        for name in ("post", "upload", "expect", "download"):
+            method = getattr(io, name)
+            # `download` leaves what it copied to `expect`, as a posted step does
+            monkeypatch.setattr(io, name, lambda *args, name=name, method=method: (ways.append(name), method(*args))[1])
+        assert [out.token_ids for out in llm.generate(prompts, params, use_tqdm=False)] == exact
+    calls = " ".join(ways).replace("download expect", "download;").replace("expect ", "expect; ")
+    steps = [tuple(step.split()) for step in calls.split(";") if step.strip()]
+    followed = set(pairwise(steps))
+    posted, redrawn, copied = ("post", "expect"), ("post", "download"), ("upload", "download")
+    assert set(steps) == {posted, redrawn, copied}
+    assert {(posted, posted), (posted, copied), (copied, posted), (copied, redrawn), (redrawn, redrawn)} <= followed
+    assert steps.count(posted) > 2 * RING

@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nanovllm.parallel.all_reduce_limits import AllReduceLimits
 from nanovllm.parallel.peer_memory import (
-    AllReduceLimits,
     Layout,
     fill_with_sentinels,
     one_shot_targets,

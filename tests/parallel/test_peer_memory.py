@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nanovllm.parallel.all_reduce_limits import AllReduceLimits
 from nanovllm.parallel.peer_memory import (
     MAX_SPLIT,
-    AllReduceLimits,
     Layout,
     PeerMemory,
     PeerMemoryUnavailable,
@@ -103,6 +103,9 @@ def test_path_by_size() -> None:
     assert paths(2, 10**6) == {1: one, 16: one, 17: one, 102: one, 8192: two, 8193: "nccl"}
     assert paths(4, 64)[102] == "nccl"
     assert cuts(4, 5120) == cuts(2, 4096) == [1, 256]
-    assert cuts(4, 1024) == cuts(8, 5120) == cuts(4, 4100) == []
+    assert cuts(4, 1024) == cuts(8, 5120) == cuts(4, 4100) == cuts(2, 2560) == []
+    # Where nothing is cut, one-shot serves as far as it does beside whole rows.
+    assert [AllReduceLimits().one_shot_rows(2, row) * row for row in (2048, 4096, 8192)] == [2 << 20, 2 << 20, 1 << 20]
+    assert AllReduceLimits().one_shot_rows(4, 8200) == (640 << 10) // 8200
     assert [AllReduceLimits().one_shot_rows(ranks, 10240) for ranks in (2, 3, 4, 8)] == [102, 16, 16, 14]
     assert [AllReduceLimits().one_shot_rows(ranks, 2048) for ranks in (2, 3, 4, 8)] == [1024, 128, 128, 72]

@@ -21,7 +21,8 @@ from nanovllm.kernels.push import Pushed
 from nanovllm.kernels.small_gemm import GemmConfig
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.norm import ReduceAddNorm
-from nanovllm.parallel.peer_memory import AllReduceLimits, Layout, fill_with_sentinels
+from nanovllm.parallel.all_reduce_limits import AllReduceLimits
+from nanovllm.parallel.peer_memory import Layout, fill_with_sentinels
 from nanovllm.worker import tuning
 
 HIDDEN, CAPACITY, ROUNDS, EPS = 40, 37, 10, 1e-6

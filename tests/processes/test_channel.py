@@ -204,16 +204,22 @@ def test_states_and_progress_cross_over(ring: Ring) -> None:
 def test_work_is_what_a_process_computes_where_that_counts(ring: Ring, counts: bool) -> None:
     reader = ring.reader(1)
     reader.counts_work = counts
-    reader.report_work()
-    before = ring.writer.work(1)
-    time.sleep(0.3)
-    reader.report_work()
-    assert ring.writer.work(1) - before <= 1, "sleeping is no work"
-    end = time.process_time() + 0.5
-    while time.process_time() < end:
-        pass
-    reader.report_work()
-    assert (ring.writer.work(1) - before >= 4) is counts
+
+    def work_while(function: Any, *args: Any) -> int:
+        """How much is reported from another thread while this one does that."""
+        in_thread(reader.report_work).join()
+        before = ring.writer.work(1)
+        function(*args)
+        in_thread(reader.report_work).join()
+        return ring.writer.work(1) - before
+
+    def compute() -> None:
+        end = time.thread_time() + 0.3
+        while time.thread_time() < end:
+            pass
+
+    assert work_while(in_thread(compute).join) < 1e7, "nobody waits for the threads beside this one, which sleeps"
+    assert (work_while(compute) > 2e8) is counts
     reader.close()
 
 
