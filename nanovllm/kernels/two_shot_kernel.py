@@ -57,6 +57,67 @@ def _item(item, first_row, WORLD: tl.constexpr, SPLIT: tl.constexpr, HIDDEN: tl.
     return unit, row, row.to(tl.int64) * HIDDEN + part * (HIDDEN // SPLIT), part
 
 
+@triton.jit
+def _sum_item(item, rank, rows, residual, residual_out, out, own, theirs, scatter_half, gather_half, squares_half,
+              abort, max_spins, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr, UNITS: tl.constexpr,
+              HIDDEN: tl.constexpr, SPLIT: tl.constexpr, SPLIT_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+              RESIDUAL: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr):  # fmt: skip
+    """This rank's part of an item, if the row is there: waits for all ranks' addends, sends everyone the sum and, once
+    for each reader, its sum of squares."""
+    cols = tl.arange(0, BLOCK)
+    mask = cols < HIDDEN // SPLIT
+    source = tl.arange(0, WORLD_BLOCK)
+    is_rank = source < WORLD
+    tile_mask = is_rank[:, None] & mask[None, :]
+    reader = tl.arange(0, SPLIT_BLOCK)
+    unit, row, at, part = _item(item, rank, WORLD, SPLIT, HIDDEN)
+    if row < rows:
+        kept_before = _float_or_zeros(residual + at + cols, mask, RESIDUAL)
+        place = own + scatter_half + unit.to(tl.int64) * HIDDEN + part * (HIDDEN // SPLIT)
+        tile = place + (source * UNITS * HIDDEN)[:, None] + cols[None, :]
+        arrived, _ = _wait(tile, tile_mask, abort, is_rank, abort, max_spins, SENTINEL, False)
+        total = tl.sum(arrived.to(out.dtype.element_ty, bitcast=True).to(tl.float32), 0) + kept_before
+        kept = _rounded(total, out, INT, SENTINEL)
+        tl.store(theirs + (gather_half + at + cols)[None, :], tl.broadcast_to(kept[None, :], tile_mask.shape),
+                 mask=tile_mask)  # fmt: skip
+        x = kept.to(out.dtype.element_ty, bitcast=True)
+        x32 = tl.where(mask, x.to(tl.float32), 0.0)
+        square = tl.sum(x32 * x32, 0).to(tl.int32, bitcast=True)  # at least +0.0: never the sentinel
+        place = squares_half + (row.to(tl.int64) * _SPLITS + part) * _SPLITS
+        tl.store(theirs.to(tl.pointer_type(tl.int32), bitcast=True) + (place + reader)[None, :],
+                 square, mask=is_rank[:, None] & (reader < SPLIT)[None, :])  # fmt: skip
+        tl.store(residual_out + at + cols, x, mask=mask)
+        tl.store(tile, tl.full([WORLD_BLOCK, BLOCK], SENTINEL, INT), mask=tile_mask)
+
+
+@triton.jit
+def _take_item(item, rows, weight, out, own, gather_half, squares_half, abort, eps, max_spins, WORLD: tl.constexpr,
+               WORLD_BLOCK: tl.constexpr, HIDDEN: tl.constexpr, SPLIT: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
+               BLOCK: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr):  # fmt: skip
+    """An item's sums from all ranks, once they and their sums of squares have arrived: normalised, into `out`."""
+    cols = tl.arange(0, BLOCK)
+    mask = cols < HIDDEN // SPLIT
+    source = tl.arange(0, WORLD_BLOCK)
+    reader = tl.arange(0, SPLIT_BLOCK)
+    _, row, at, part = _item(item, source, WORLD, SPLIT, HIDDEN)
+    exists = (source < WORLD) & (row < rows)
+    exists_tile = exists[:, None] & mask[None, :]
+    at = at[:, None] + cols[None, :]
+    gain = tl.load(weight + part * (HIDDEN // SPLIT) + cols, mask=mask, other=0.0).to(tl.float32)
+    tile = own + gather_half + at
+    own_squares = own.to(tl.pointer_type(tl.int32), bitcast=True) + squares_half
+    # the transpose, so that looking reduces over what a thread has of it
+    small = own_squares + (row.to(tl.int64) * (_SPLITS * _SPLITS) + part)[None, :] + (reader * _SPLITS)[:, None]
+    small_mask = (reader < SPLIT)[:, None] & exists[None, :]
+    bits, found = _wait(tile, exists_tile, small, small_mask, abort, max_spins, SENTINEL, True)
+    result = bits.to(out.dtype.element_ty, bitcast=True)
+    scale = tl.math.rsqrt(tl.sum(found.to(tl.float32, bitcast=True), 0) / HIDDEN + eps)
+    normed = (result.to(tl.float32) * scale[:, None]).to(out.dtype.element_ty)
+    tl.store(out + at, (normed.to(tl.float32) * gain[None, :]).to(out.dtype.element_ty), mask=exists_tile)
+    tl.store(tile, tl.full([WORLD_BLOCK, BLOCK], SENTINEL, INT), mask=exists_tile)
+    tl.store(small, tl.full(found.shape, _SQUARES_SENTINEL, tl.int32), mask=small_mask)
+
+
 @triton.jit(do_not_specialize=["rows", "rank", "max_spins"])
 def split_two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_state, abort, rows, rank, eps,
                           max_spins, scatter, gather, squares, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr,
@@ -95,50 +156,17 @@ def split_two_shot_kernel(partial, residual, residual_out, weight, out, peers, p
         place = scatter + half + (rank * UNITS + unit).to(tl.int64) * HIDDEN + part * (HIDDEN // SPLIT)
         tl.store(theirs + (place + cols)[None, :], bits, mask=exists)
         item += programs
-    reader = tl.arange(0, SPLIT_BLOCK)
-    is_reader = reader < SPLIT
-    half_squares = squares + parity.to(tl.int64) * (WORLD * UNITS * _SPLITS * _SPLITS)
-    empty = tl.full([WORLD_BLOCK, BLOCK], SENTINEL, INT)
+    scatter_half, gather_half = scatter + half, gather + half
+    squares_half = squares + parity.to(tl.int64) * (WORLD * UNITS * _SPLITS * _SPLITS)
     item = pid
     while item < items:
-        unit, row, at, part = _item(item, rank, WORLD, SPLIT, HIDDEN)
-        if row < rows:
-            kept_before = _float_or_zeros(residual + at + cols, mask, RESIDUAL)
-            place = own + scatter + half + unit.to(tl.int64) * HIDDEN + part * (HIDDEN // SPLIT)
-            tile = place + (source * UNITS * HIDDEN)[:, None] + cols[None, :]
-            arrived, _ = _wait(tile, tile_mask, abort, is_rank, abort, max_spins, SENTINEL, False)
-            total = tl.sum(arrived.to(out.dtype.element_ty, bitcast=True).to(tl.float32), 0) + kept_before
-            kept = _rounded(total, out, INT, SENTINEL)
-            tl.store(theirs + (gather + half + at + cols)[None, :], tl.broadcast_to(kept[None, :], tile_mask.shape),
-                     mask=tile_mask)  # fmt: skip
-            x = kept.to(out.dtype.element_ty, bitcast=True)
-            x32 = tl.where(mask, x.to(tl.float32), 0.0)
-            square = tl.sum(x32 * x32, 0).to(tl.int32, bitcast=True)  # at least +0.0: never the sentinel
-            place = half_squares + (row.to(tl.int64) * _SPLITS + part) * _SPLITS
-            tl.store(theirs.to(tl.pointer_type(tl.int32), bitcast=True) + (place + reader)[None, :],
-                     square, mask=is_rank[:, None] & is_reader[None, :])  # fmt: skip
-            tl.store(residual_out + at + cols, x, mask=mask)
-            tl.store(tile, empty, mask=tile_mask)
+        _sum_item(item, rank, rows, residual, residual_out, out, own, theirs, scatter_half, gather_half, squares_half,
+                  abort, max_spins, WORLD, WORLD_BLOCK, UNITS, HIDDEN, SPLIT, SPLIT_BLOCK, BLOCK, RESIDUAL, INT,
+                  SENTINEL)  # fmt: skip
         item += programs
-    own_squares = own.to(tl.pointer_type(tl.int32), bitcast=True) + half_squares
     item = pid
     while item < items:
-        unit, row, at, part = _item(item, source, WORLD, SPLIT, HIDDEN)
-        exists = is_rank & (row < rows)
-        exists_tile = exists[:, None] & mask[None, :]
-        at = at[:, None] + cols[None, :]
-        gain = tl.load(weight + part * (HIDDEN // SPLIT) + cols, mask=mask, other=0.0).to(tl.float32)
-        tile = own + gather + half + at
-        # the transpose, so that looking reduces over what a thread has of it
-        small = own_squares + (row.to(tl.int64) * (_SPLITS * _SPLITS) + part)[None, :] + (reader * _SPLITS)[:, None]
-        small_mask = is_reader[:, None] & exists[None, :]
-        bits, found = _wait(tile, exists_tile, small, small_mask, abort, max_spins, SENTINEL, True)
-        result = bits.to(out.dtype.element_ty, bitcast=True)
-        scale = tl.math.rsqrt(tl.sum(found.to(tl.float32, bitcast=True), 0) / HIDDEN + eps)
-        normed = (result.to(tl.float32) * scale[:, None]).to(out.dtype.element_ty)
-        result = (normed.to(tl.float32) * gain[None, :]).to(out.dtype.element_ty)
-        tl.store(out + at, result, mask=exists_tile)
-        tl.store(tile, empty, mask=exists_tile)
-        tl.store(small, tl.full(found.shape, _SQUARES_SENTINEL, tl.int32), mask=small_mask)
+        _take_item(item, rows, weight, out, own, gather_half, squares_half, abort, eps, max_spins, WORLD, WORLD_BLOCK,
+                   HIDDEN, SPLIT, SPLIT_BLOCK, BLOCK, INT, SENTINEL)
         item += programs
     _flip(parity_state, parity)
