@@ -85,14 +85,20 @@ def test_twin_over_gloo(tmp_path: Path) -> None:
     run_ranks("gloo", 2, tmp_path)
 
 
-@pytest.mark.gpu
-def test_on_gpus(tmp_path: Path) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    script = ROOT / "scripts" / "bench_all_reduce.py"
-    command = [sys.executable, str(script), "--world", "2", "--check-only", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+def check_on_gpus(script: str, world_size: int, folder: Path, *options: str) -> None:
+    """Has a benchmark check itself on as many GPUs, and no more than that."""
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    command = [sys.executable, str(ROOT / "scripts" / script), "--world", str(world_size), "--check-only", *options]
+    done = subprocess.run([*command, "--out", str(folder)], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_on_gpus(world_size: int, tmp_path: Path) -> None:
+    """Against float64, and 20,000 calls from graphs with ranks delayed at random."""
+    check_on_gpus("bench_all_reduce.py", world_size, tmp_path)
 
 
 # ---- what the processes do (this file run as a script) ----

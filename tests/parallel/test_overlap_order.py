@@ -1,8 +1,6 @@
 """The order of launches in a layer cut in halves, and how long a sum holds what it uses."""
 
 import gc
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_all_reduce_kernel import check_on_gpus
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.config import PUBLISHED_SHAPES, ModelConfig
@@ -154,9 +153,4 @@ def test_a_rank_on_its_own_sends_nothing() -> None:
 @pytest.mark.gpu
 def test_on_gpus(tmp_path: Path) -> None:
     """Layers in halves, eagerly and from a graph: what whole ones give, and the same bits every time."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    script = Path(__file__).resolve().parents[2] / "scripts" / "bench_overlap.py"
-    options = ["--model", "Qwen3-0.6B", "--world", "2", "--tokens", "2304", "--check-only", "--out", str(tmp_path)]
-    done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    check_on_gpus("bench_overlap.py", 2, tmp_path, "--model", "Qwen3-0.6B", "--tokens", "2304")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_all_reduce_kernel import ROOT, make_blocks, run_ranks, shared_memory_rank
+from test_all_reduce_kernel import ROOT, check_on_gpus, make_blocks, run_ranks, shared_memory_rank
 
 from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
 from nanovllm.kernels.push import Pushed
@@ -148,6 +148,13 @@ def compile_all() -> None:
         x, weight = torch.zeros(rows, 2048, dtype=dtype), torch.zeros(hidden, 2048, dtype=dtype)
         pushed, residual = pushed_linear(x, weight, config, peer), torch.zeros(rows, hidden, dtype=dtype)
         peer.all_reduce_add_rms_norm(pushed, residual, weight[0, :hidden], EPS, dependent=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_on_gpus(world_size: int, tmp_path: Path) -> None:
+    """The bits of products stored locally, in 10,000 calls from graphs with ranks delayed at random."""
+    check_on_gpus("bench_push.py", world_size, tmp_path, "--model", "8B", "--iterations", "10000")
 
 
 def test_compiles_for_a_gpu(tmp_path: Path) -> None:
