@@ -195,7 +195,10 @@ class WorkerProcesses:
         ring, reader = self.ring, rank - 1
         state, done = ring.state(reader), ring.num_done(reader)
         limit = max(self.step_timeout, _START_PATIENCE) if self.is_starting else self.step_timeout
-        seen = (limit, state, done, ring.num_consumed(reader), ring.num_ticks(reader), ring.work(reader))
+        # Before the first command ranks wait for each other, to import and to meet: then whoever gets on does for all.
+        counted = range(self.size - 1) if ring.num_sent == 0 else (reader,)
+        pieces = [(ring.num_consumed(each), ring.num_ticks(each), ring.work(each)) for each in counted]
+        seen = (limit, state, done, pieces)
         at_rest = state is WorkerState.IDLE and done == ring.num_sent
         if seen != progress.seen or at_rest or state is WorkerState.COMPILING:
             progress.seen, progress.unchanged = seen, 0.0

@@ -167,6 +167,15 @@ def test_a_long_call_is_one_that_computes(
         assert_refuses_use(llm)
 
 
+def test_ranks_wait_for_one_that_starts_slowly(tiny: str, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits to meet the others does nothing meanwhile, for longer than a rank may stand still."""
+    monkeypatch.setattr(processes, "_WORKER_MODULE", "faulty_worker")
+    monkeypatch.setattr(processes, "_START_PATIENCE", 2.0)
+    monkeypatch.setenv("FAULT", "group:work")
+    with tiny_llm(tiny, tensor_parallel_size=4, step_timeout=2.0) as llm:
+        assert len(token_ids(llm, [5] * 9)[0]) == GREEDY.max_tokens
+
+
 def test_ranks_fail_in_mid_step_while_others_wait_for_them(
     tiny: str, mark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
