@@ -7,104 +7,29 @@
 Starts its own ranks and ends them at --limit seconds, whatever they do. Exit status 0: no sum was wrong.
 """
 
-import argparse
-import faulthandler
 import json
-import multiprocessing
-import os
 import random
-import statistics
 import sys
-import time
-import traceback
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from bench_ranks import EPS, MAX_SPINS, ROWS, Rank, capture, check_abort, launch, time_call  # isort: skip  # forbids multicast
+from bench_ranks import add_check_options, add_same_gpu, rank_parser  # isort: skip
+
+import torch
+import triton
+
+from nanovllm.kernels.all_reduce import PeerAllReduce
+from nanovllm.kernels.norm import add_rms_norm
 from nanovllm.parallel.all_reduce_limits import AllReduceLimits
-from nanovllm.parallel.peer_memory import Layout, PeerMemory, forbid_multicast
 
-forbid_multicast()  # before CUDA starts, here and in every rank (they import this file)
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import triton  # noqa: E402
-
-from nanovllm.kernels.all_reduce import PeerAllReduce  # noqa: E402
-from nanovllm.kernels.norm import add_rms_norm  # noqa: E402
-
-ROWS = (1, 8, 64, 256, 512, 2048, 8192)
-ONE_SHOT_ROWS, EPS, KEYS = 2048, 1e-6, 256
+KEYS = 256
 BANK, CALLS, GRAPHS = 4, 20, 4  # data sets of a case, calls of a graph, graphs that take turns in the check
-MAX_SPINS = 1 << 25
 ROUNDING = 2.0**-8  # of bfloat16, relative, at most
-
-
-class Rank:
-    """One rank: its device, its host-side group (gloo, for agreeing and for barriers) and where it says things."""
-
-    def __init__(self, rank: int, options: argparse.Namespace) -> None:
-        self.rank, self.world, self.options = rank, options.world, options
-        self.device = torch.device("cuda", 0 if options.same_gpu else rank)
-        torch.cuda.set_device(self.device)
-        self.store = dist.TCPStore("127.0.0.1", options.port, None, False, timedelta(seconds=60))
-        gloo = dist.PrefixStore("gloo", self.store)
-        self.gloo: Any = dist.ProcessGroupGloo(gloo, rank, self.world, timedelta(seconds=90))
-        self.begin = time.monotonic()
-        self.nccl: Any = None
-
-    def say(self, *words: object) -> None:
-        if self.rank == 0:
-            print(f"[{time.monotonic() - self.begin:5.1f} s]", *words, flush=True)
-
-    def extreme(self, values: torch.Tensor, highest: bool) -> torch.Tensor:
-        """Element-wise maximum (minimum) over the ranks of a host tensor; also a barrier."""
-        values = values.detach().cpu().contiguous().clone()
-        choice: Any = dist.AllreduceOptions()
-        choice.reduceOp = dist.ReduceOp.MAX if highest else dist.ReduceOp.MIN
-        self.gloo.allreduce([values], choice).wait()
-        return values
-
-    def all_agree(self, fine: bool) -> bool:
-        return bool(self.extreme(torch.tensor([int(fine)]), highest=False).item())
-
-    def same_bits(self, tensor: torch.Tensor) -> bool:
-        bits = tensor.view(torch.int16).int() if tensor.element_size() == 2 else tensor
-        return torch.equal(self.extreme(bits, highest=True), self.extreme(bits, highest=False))
-
-    def start_nccl(self) -> None:
-        """Communicator of the baseline; without it its column stays empty."""
-        failure = "all ranks share one GPU" if self.options.same_gpu else ""
-        if not failure:
-            try:
-                settings = dist.ProcessGroupNCCL.Options()
-                settings._timeout = timedelta(seconds=60)
-                store = dist.PrefixStore("nccl", self.store)
-                self.nccl = dist.ProcessGroupNCCL(store, self.rank, self.world, settings)
-                x = torch.ones(8, device=self.device)
-                self.nccl.allreduce([x]).wait()
-                torch.cuda.synchronize()
-                assert x[0].item() == self.world
-            except Exception as error:
-                failure = f"{type(error).__name__}: {error}"
-        if not self.all_agree(not failure):
-            self.nccl = None
-            self.say("no NCCL column:", failure or "another rank failed")
-
-    def memory(self, hidden: int, half_rows: int = 0) -> PeerMemory:
-        """Blocks large enough for every row of the table, whatever the switch points."""
-        two_shot_rows = 512 if self.options.same_gpu else max(ROWS)
-        one_shot_rows = 128 if self.options.same_gpu else ONE_SHOT_ROWS
-        layout = Layout.build(self.world, hidden, 2, one_shot_rows, two_shot_rows, 1024, half_rows)
-        return PeerMemory(
-            self.store, self.rank, self.world, self.device, max(ROWS), hidden, torch.bfloat16,
-            layout=layout, name=f"peer{hidden}", allow_shared_device=self.options.same_gpu,
-        )  # fmt: skip
 
 
 class Case:
@@ -175,16 +100,6 @@ class Case:
             wrong.add_((got.view(bits) != bank.index_select(0, choice)[0].view(bits)).sum())
 
 
-def capture(body: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    torch.cuda.synchronize()
-    own = {} if stream == torch.cuda.default_stream() else {"stream": stream}  # that one cannot be captured
-    with torch.cuda.graph(graph, **own, capture_error_mode="thread_local"):
-        body()
-    torch.cuda.synchronize()
-    return graph
-
-
 def all_cases(rank: Rank, peer: PeerAllReduce, hidden: int) -> list[Case]:
     large = 257 if rank.options.same_gpu else 1030
     kinds = [("one_shot+norm", 1), ("one_shot+norm", 64), ("one_shot+norm, no residual", 128), ("one_shot+norm", 8),
@@ -235,34 +150,6 @@ def check_graphs(rank: Rank, peer: PeerAllReduce, hidden: int, cases: Sequence[C
     return fine
 
 
-def time_call(rank: Rank, peer: PeerAllReduce, call: Callable[[], object], calls: int, repeats: int = 9) -> float:
-    """us per call within a graph of `calls` calls: median of the replays, slowest rank. nan where a rank failed."""
-    meeting = torch.zeros(1, dtype=torch.int64, device=rank.device)
-    failure = ""
-    try:
-        for _ in range(2):
-            call()
-        torch.cuda.synchronize()
-        graph = capture(lambda: [call() for _ in range(calls)])
-    except Exception as error:
-        failure = f"{type(error).__name__}: {error}"
-        print(f"rank {rank.rank}: {failure}", flush=True)
-    if not rank.all_agree(not failure):
-        return float("nan")
-    times = []
-    for _ in range(repeats):
-        rank.all_agree(True)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        peer.all_reduce_max(meeting)  # the devices meet, and then wait for their hosts to launch the graph
-        torch.cuda._sleep(300_000)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / calls)
-    return float(rank.extreme(torch.tensor([statistics.median(times[2:])]), highest=True).item())
-
-
 def time_rows(rank: Rank, peer: PeerAllReduce, hidden: int, rows: int) -> dict[str, float | int | str]:
     """One line of the table; us."""
     generator = torch.Generator(rank.device).manual_seed(rank.rank)
@@ -299,21 +186,6 @@ def table(lines: list[dict[str, float | int | str]]) -> str:
     return "\n".join("| " + " | ".join(cell.rjust(len(head[i])) for i, cell in enumerate(row)) + " |" for row in rows)
 
 
-def check_abort(rank: Rank, memory: PeerMemory, call: Callable[[], object]) -> bool:
-    """Rank 0 alone calls, as if the others were dead; the host stops it. The block is unfit for use afterwards."""
-    fine = True
-    if rank.rank == 0:
-        call()
-        time.sleep(0.3)
-        begin, waiting = time.monotonic(), not torch.cuda.current_stream().query()
-        memory.abort()
-        torch.cuda.synchronize()
-        seconds, state = time.monotonic() - begin, memory.aborted()
-        fine = waiting and state == 1 and seconds < 1
-        rank.say(f"a wait without peers ended {seconds * 1e3:.1f} ms after abort(): {'right' if fine else 'WRONG'}")
-    return rank.all_agree(fine)
-
-
 def work(rank: Rank) -> bool:
     options = rank.options
     rank.say(f"{rank.world} x {torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
@@ -344,57 +216,12 @@ def work(rank: Rank) -> bool:
     return fine
 
 
-def rank_main(index: int, options: argparse.Namespace, work: Callable[[Rank], bool]) -> None:
-    with Path(options.out, f"rank{index}.log").open("w") as log:
-        faulthandler.dump_traceback_later(options.limit - 5, exit=True, file=log)
-        fine = False
-        try:
-            fine = work(Rank(index, options))
-        except BaseException:
-            traceback.print_exc(file=log)
-            traceback.print_exc()
-    sys.stdout.flush()
-    os._exit(0 if fine else 1)  # no destructor may wait for a rank that is gone
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--out", default="bench_all_reduce")
+    parser = rank_parser(__doc__, "bench_all_reduce", limit=170.0)
     parser.add_argument("--hidden", type=lambda text: [int(x) for x in text.split(",")], default=[5120, 4096, 1024])
-    parser.add_argument("--iterations", type=int, default=20_000, help="calls of the check under random delays")
-    parser.add_argument("--check-only", action="store_true")
-    parser.add_argument("--same-gpu", action="store_true", help="all ranks on GPU 0, taking turns: slow, check only")
-    parser.add_argument("--limit", type=float, default=170.0, help="seconds after which everything is ended")
-    options = parser.parse_args()
-    options.check_only = options.check_only or options.same_gpu
-    return launch(work, options)
-
-
-def launch(work: Callable[[Rank], bool], options: argparse.Namespace) -> int:
-    """Runs `work` in `options.world` processes, for `options.limit` seconds at most; the exit status."""
-    Path(options.out).mkdir(parents=True, exist_ok=True)
-    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-    options.port = store.port
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=rank_main, args=(index, options, work)) for index in range(options.world)]
-    for process in ranks:
-        process.start()
-    deadline, reason = time.monotonic() + options.limit, ""
-    while any(process.is_alive() for process in ranks) and not reason:
-        time.sleep(0.1)
-        if time.monotonic() > deadline:
-            reason = f"the limit of {options.limit:.0f} s was reached"
-        elif any(process.exitcode not in (None, 0) for process in ranks):
-            reason = "a rank failed"
-    time.sleep(2 if reason else 0)  # the others may still say why
-    for process in ranks:
-        if reason:
-            process.kill()
-        process.join()
-    codes = [process.exitcode for process in ranks]
-    print("exit codes of the ranks:", codes, reason, flush=True)
-    return 0 if codes == [0] * options.world else 1
+    add_check_options(parser, 20_000)
+    add_same_gpu(parser)
+    return launch(work, parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ peers ends when it is told to. Then, us:
 - a layer, attention of prompts of --prompt tokens included: whole, and in halves, by programs.
 """
 
-import argparse
 import random
 import sys
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from bench_all_reduce import EPS, MAX_SPINS, Rank, capture, check_abort, launch, time_call  # isort: skip  # it forbids multicast
+from bench_ranks import EPS, MAX_SPINS, Rank, capture, check_abort, launch, rank_parser, time_call  # isort: skip  # it forbids multicast
 
 import numpy as np
 import torch
@@ -211,17 +210,12 @@ def work(rank: Rank) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world", type=int, default=2)
+    parser = rank_parser(__doc__, "bench_overlap", limit=90.0)
     parser.add_argument("--model", default="Qwen3-8B", choices=sorted(PUBLISHED_SHAPES))
     parser.add_argument("--tokens", type=lambda text: [int(n) for n in text.split(",")], default=[4096, 2305, 8001])
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of the prompts that make up a step")
-    parser.add_argument("--out", default="bench_overlap")
     parser.add_argument("--check-only", action="store_true")
-    parser.add_argument("--limit", type=float, default=90.0, help="seconds after which everything is ended")
-    options = parser.parse_args()
-    options.same_gpu = False
-    return launch(work, options)
+    return launch(work, parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ delayed at random. Then layers of one rank without attention as one CUDA graph, 
 "same bits" says that both orders of a pair agree. Ends at --limit seconds, with what is done.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -23,7 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from bench_all_reduce import BANK, EPS, MAX_SPINS, Case, Rank, check_graphs, launch  # isort: skip  # forbids multicast
+from bench_ranks import EPS, MAX_SPINS, Rank, add_check_options, launch, rank_parser  # isort: skip  # forbids multicast
+from bench_all_reduce import BANK, Case, check_graphs  # isort: skip
 
 import bench_mid_gemm
 import torch
@@ -229,17 +229,11 @@ def work(rank: Rank) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world", type=int, default=2)
+    parser = rank_parser(__doc__, "bench_push", limit=118.0)
     parser.add_argument("--model", default="8B", choices=NAMES)
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 16, 32, 64, 96, 128])
-    parser.add_argument("--out", default="bench_push")
-    parser.add_argument("--iterations", type=int, default=2000, help="calls of the check under random delays")
-    parser.add_argument("--check-only", action="store_true")
-    parser.add_argument("--limit", type=float, default=118.0, help="seconds after which everything is ended")
-    options = parser.parse_args()
-    options.same_gpu = False
-    return launch(work, options)
+    add_check_options(parser, 2000)
+    return launch(work, parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ Correctness comes with them: plain's results up to rounding, the same bits on al
 configurations named are for kernels/mid_gemm_rule.py.
 """
 
-import argparse
 import json
 import sys
 import time
@@ -27,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from bench_all_reduce import EPS, MAX_SPINS, Rank, launch, time_call  # isort: skip  # it forbids multicast
+from bench_ranks import EPS, MAX_SPINS, Rank, launch, rank_parser, time_call  # isort: skip  # it forbids multicast
 
 import torch
 from bench_mid_gemm import PARTS, Config, activated, candidates, product, short
@@ -226,15 +225,10 @@ def work(rank: Rank) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world", type=int, default=2)
+    parser = rank_parser(__doc__, "bench_tp_chain", limit=100.0)
     parser.add_argument("--model", default="8B", choices=NAMES)
     parser.add_argument("--rows", nargs="+", type=int, default=[16, 32, 64, 96, 128, 160, 192, 224, 256])
-    parser.add_argument("--out", default="bench_tp_chain")
-    parser.add_argument("--limit", type=float, default=100.0, help="seconds after which everything is ended")
-    options = parser.parse_args()
-    options.same_gpu = False
-    return launch(work, options)
+    return launch(work, parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ and norm, the residual left with its owners, the product's time taken off, slowe
 wrong.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -18,7 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from bench_all_reduce import EPS, MAX_SPINS, Case, Rank, check, launch, time_call  # isort: skip  # forbids multicast
+from bench_ranks import EPS, MAX_SPINS, Rank, launch, time_call  # isort: skip  # forbids multicast
+from bench_ranks import add_check_options, add_same_gpu, rank_parser  # isort: skip
+from bench_all_reduce import Case, check  # isort: skip
 
 import torch
 
@@ -117,18 +118,12 @@ def work(rank: Rank) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world", type=int, default=4)
+    parser = rank_parser(__doc__, "bench_two_shot", limit=170.0, world=4)
     parser.add_argument("--hidden", type=int, default=5120)
-    parser.add_argument("--out", default="bench_two_shot")
-    parser.add_argument("--iterations", type=int, default=10_000, help="calls of the check under random delays")
     parser.add_argument("--large", action="store_true", help="rows of prompts")
-    parser.add_argument("--check-only", action="store_true")
-    parser.add_argument("--same-gpu", action="store_true", help="all ranks on GPU 0, taking turns: slow, check only")
-    parser.add_argument("--limit", type=float, default=170.0, help="seconds after which everything is ended")
-    options = parser.parse_args()
-    options.check_only = options.check_only or options.same_gpu
-    return launch(work, options)
+    add_check_options(parser, 10_000)
+    add_same_gpu(parser)
+    return launch(work, parser.parse_args())
 
 
 if __name__ == "__main__":
