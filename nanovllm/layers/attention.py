@@ -34,6 +34,11 @@ class ForwardStep:
         )
 
 
+def wanted_rows(hidden: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
+    """The rows of `hidden` that are wanted, int [N]; None: all, without a copy."""
+    return hidden if wanted is None else hidden.index_select(0, wanted)
+
+
 class Attention(WeightedModule):
     """Projections, QK-norm, rotary embedding, KV store and attention: [T, hidden] -> [T, hidden], a partial sum."""
 
@@ -69,8 +74,7 @@ class Attention(WeightedModule):
 
     def forward(self, x: torch.Tensor, step: ForwardStep, wanted: torch.Tensor | None = None) -> Partial:
         """`wanted` int [N]: the tokens whose result anybody will read, [N, hidden]; all have their keys stored."""
-        attended = self.attend(self.qkv_proj(x), step)
-        return self.o_proj(attended if wanted is None else attended.index_select(0, wanted))
+        return self.o_proj(wanted_rows(self.attend(self.qkv_proj(x), step), wanted))
 
     def attend(self, qkv: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """Everything between the projections: [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim]."""

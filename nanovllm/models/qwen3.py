@@ -14,7 +14,7 @@ from nanovllm.attention.base import AttentionBackend
 from nanovllm.config import ModelConfig
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.push import Partial
-from nanovllm.layers.attention import Attention, ForwardStep
+from nanovllm.layers.attention import Attention, ForwardStep, wanted_rows
 from nanovllm.layers.few_rows import linear_residual, linear_silu_mul, norm_linear, norm_linear_silu_mul
 from nanovllm.layers.linear import HeadSplit, MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import Normed, ReduceAddNorm
@@ -162,14 +162,14 @@ class Qwen3ForCausalLM(WeightedModule):
             hidden = self.embed_tokens.embed(input_ids)
             for layer in self.layers:
                 hidden = layer.forward_few_rows(hidden, step)
-            return _rows(self.norm(hidden, None)[0], wanted)
+            return wanted_rows(self.norm(hidden, None)[0], wanted)
         partial, residual = self.embed_tokens.embed(input_ids), None
         for layer in self.layers[:-1]:
             partial, residual = layer(partial, residual, step)
         chosen_early = self.group.size == 1
         partial, residual = self.layers[-1](partial, residual, step, wanted if chosen_early else None)
         hidden = self.norm(partial, residual)[0]
-        return hidden if chosen_early else _rows(hidden, wanted)
+        return hidden if chosen_early else wanted_rows(hidden, wanted)
 
     def forward_in_halves(
         self, input_ids: torch.Tensor, steps: HalfSteps, wanted: torch.Tensor | None = None
@@ -181,7 +181,7 @@ class Qwen3ForCausalLM(WeightedModule):
         halves = norms[0].start(embed(first), None, 0), norms[0].start(embed(second), None, 1)
         for layer, following in zip(self.layers, norms[1:], strict=True):
             halves = layer.forward_in_halves(halves, steps, following)
-        return _rows(torch.cat([half.wait()[0] for half in halves]), wanted)
+        return wanted_rows(torch.cat([half.wait()[0] for half in halves]), wanted)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [B, hidden] -> logits [B, this rank's part of the padded vocabulary]."""
@@ -197,8 +197,3 @@ class Qwen3ForCausalLM(WeightedModule):
         yield from self.norm.checkpoint_weights(f"{prefix}.norm")
         if self.lm_head is not self.embed_tokens:
             yield from self.lm_head.checkpoint_weights("lm_head")
-
-
-def _rows(hidden: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
-    """The rows of `hidden` that are wanted; None: all, without a copy."""
-    return hidden if wanted is None else hidden.index_select(0, wanted)

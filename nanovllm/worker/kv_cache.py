@@ -64,7 +64,7 @@ class MemoryProbe:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._is_cuda = device.type == "cuda"
-        self._reserved: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
         if self._is_cuda:
             self.free_at_start, self.total = torch.cuda.mem_get_info(device)
 
@@ -88,7 +88,7 @@ class MemoryProbe:
         """Bytes left for the KV cache within `utilization` of the whole GPU, and within what is free, when the bytes
         `reserved` for other things, by name, stay free."""
         self.release_cached()
-        self._reserved = reserved
+        self._reported = reserved
         free = torch.cuda.mem_get_info(self._device)[0]
         return int(min(utilization * self.total - self.used_bytes(), free) - sum(reserved.values()))
 
@@ -100,8 +100,8 @@ class MemoryProbe:
 
     def note_graphs(self, num_bytes: int) -> None:
         """What the graphs took in the end, of what was kept free for them."""
-        self._reserved["graphs_taken"] = num_bytes
+        self._reported["graphs_taken"] = num_bytes
 
     def report(self) -> dict[str, object]:
         """What is kept free beside weights and KV, in GiB, by name; and of what is kept for graphs, what they took."""
-        return {f"{name}_gib": round(num_bytes / GIB, 3) for name, num_bytes in self._reserved.items()}
+        return {f"{name}_gib": round(num_bytes / GIB, 3) for name, num_bytes in self._reported.items()}

@@ -16,7 +16,7 @@ from nanovllm.engine.step_plan import HEADER_SIZE, dummy_step, packed_capacity
 from nanovllm.engine.step_shapes import MAX_CHUNK_ROWS, StepShape
 from nanovllm.kernels import select_kernels
 from nanovllm.kernels.step_input import DeviceState, StepBuffers
-from nanovllm.layers.attention import ForwardStep
+from nanovllm.layers.attention import ForwardStep, wanted_rows
 from nanovllm.layers.linear import HeadSplit
 from nanovllm.models import model_class
 from nanovllm.models.checkpoint import check_names, load_checkpoint, load_dummy, open_checkpoint
@@ -333,7 +333,7 @@ class ModelRunner:
         hidden = self._hidden_states(buffers.input_ids, step, None if self._keep_hidden else drawn)
         if self._keep_hidden:
             self._hidden = hidden
-            hidden = hidden if drawn is None else hidden.index_select(0, drawn)
+            hidden = wanted_rows(hidden, drawn)
         if num_sample_rows == 0:
             return None
         row_slot = buffers.row_slot[:num_sample_rows]

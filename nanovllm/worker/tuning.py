@@ -84,9 +84,8 @@ def measured(model: Qwen3ForCausalLM, fused: bool, max_rows: int) -> Choices:
         is_small = weight.numel() * weight.element_size() <= _SMALL_WEIGHT_BYTES
         most = 1 if not is_small else 4 if paired else FEW_ROWS[-1]
         n, k = weight.shape
-        few = {rows: candidate_configs(rows, n, k, paired)[0] for rows in FEW_ROWS if rows <= min(most, max_rows)}
-        few[1] = small_gemm_rule.one_row(name, k, fused)  # read off whole steps
-        choices[name] = few | choices[name]
+        few = {rows: candidate_configs(rows, n, k, paired)[0] for rows in FEW_ROWS[1:] if rows <= min(most, max_rows)}
+        choices[name] = {1: small_gemm_rule.one_row(name, k, fused)} | few | choices[name]
     return _with_algorithms(choices, model, max_rows)
 
 
@@ -201,17 +200,15 @@ def apply(model: Qwen3ForCausalLM, choices: Choices, fused: bool, push: bool = F
     """Gives every projection its choices. `fused`: steps of these numbers of rows take forward_few_rows. `push`:
     products store into the places of the sums behind them where they can."""
     for name, layers in projections(model).items():
+        few_rows = dict(choices.get(name, {}))
+        many = few_rows.pop(MANY_ROWS, None)
+        pushes = _pushes(few_rows, model.group) if push else {}
         for layer in layers:
-            layer.few_rows = dict(choices.get(name, {}))
+            layer.few_rows, layer.many_rows = few_rows, many if isinstance(many, LtConfig) else None
             if isinstance(layer, RowParallelLinear):
-                layer.pushes = _pushes(layer.few_rows, model.group) if push else {}
-            many = layer.few_rows.pop(MANY_ROWS, None)
-            layer.many_rows = many if isinstance(many, LtConfig) else None
+                layer.pushes = pushes
     attention = model.layers[0].self_attn
-    o_weight = attention.o_proj.weight
-    own_o = (rows for rows, config in attention.o_proj.few_rows.items() if isinstance(config, GemmConfig))
-    num_bytes = o_weight.numel() * o_weight.element_size()
-    attention.backend.merged_first = frozenset(n for n in own_o if small_gemm_rule.merges_before(n, num_bytes))
+    attention.backend.merged_first = _merged_first(attention.o_proj)
     behind_o, behind_down = (_own_rows(choices.get(name, {})) for name in ("o", "down"))
     for decoder_layer in model.layers:
         decoder_layer.input_layernorm.dependent_rows = behind_down
@@ -220,6 +217,13 @@ def apply(model: Qwen3ForCausalLM, choices: Choices, fused: bool, push: bool = F
     inside_layers = [by_rows for name, by_rows in choices.items() if name != "head"]
     small = {rows for by_rows in inside_layers for rows, config in by_rows.items() if isinstance(config, GemmConfig)}
     model.fused_rows = small if fused else set()
+
+
+def _merged_first(o_proj: ParallelLinear) -> frozenset[int]:
+    """What AttentionBackend.merged_first is: where a kernel of our own multiplies next and fetches its weight early."""
+    num_bytes = o_proj.weight.numel() * o_proj.weight.element_size()
+    own = (rows for rows, config in o_proj.few_rows.items() if isinstance(config, GemmConfig))
+    return frozenset(rows for rows in own if small_gemm_rule.merges_before(rows, num_bytes))
 
 
 def _pushes(
