@@ -12,7 +12,7 @@ import torch
 from checkpoints import make_model, save
 from comparing import Expected
 from observing import StepWitness
-from workload import BLOCK, assert_outputs, make_requests, run, run_alone
+from workload import BLOCK, ROOMY, assert_outputs, make_requests, run, run_alone
 
 from nanovllm import LLM
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
@@ -20,14 +20,7 @@ from nanovllm.parallel.overlap import Overlap
 from nanovllm.worker import processes
 
 REQUESTS = make_requests()
-OPTIONS: dict[str, Any] = {
-    "num_kvcache_blocks": 128,
-    "max_num_seqs": 16,
-    "skip_tokenizer_init": True,
-    "device": "cpu",
-    "max_model_len": 256,
-    "overlap_all_reduce": True,
-}
+OPTIONS: dict[str, Any] = {**ROOMY, "overlap_all_reduce": True}
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_model, save
-from workload import assert_outputs, make_requests, run, run_alone
+from workload import ROOMY, assert_outputs, make_requests, run, run_alone
 
 from nanovllm import LLM
 from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
@@ -15,20 +15,12 @@ from nanovllm.layers.norm import ReduceAddNorm
 from nanovllm.worker import tuning
 from nanovllm.worker.model_runner import ModelRunner
 
-OPTIONS: dict[str, Any] = {
-    "num_kvcache_blocks": 128,
-    "max_num_seqs": 16,
-    "skip_tokenizer_init": True,
-    "device": "cpu",
-    "max_model_len": 256,
-}
-
 
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 chooses for all ranks, also for those of another process."""
     requests = make_requests()
     model = str(save(make_model(seed=1), tmp_path))
-    with LLM(model, **OPTIONS, async_scheduling=False, enable_prefix_caching=False) as llm:
+    with LLM(model, **ROOMY, async_scheduling=False, enable_prefix_caching=False) as llm:
         expected = run_alone(llm, requests)
     halves: tuning.Choices = {name: {rows: SplitConfig(2) for rows in range(1, 17)} for name in ("o", "down")}
     monkeypatch.setattr(ModelRunner, "choose_kernels", lambda self: halves)
@@ -40,7 +32,7 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, monkeypatch: pytest.Mo
         return forward(self, partial, *others)
 
     monkeypatch.setattr(ReduceAddNorm, "forward", watched)
-    with LLM(model, **OPTIONS, tensor_parallel_size=2) as llm:
+    with LLM(model, **ROOMY, tensor_parallel_size=2) as llm:
         assert_outputs(run(llm, requests), requests, expected)
     in_parts = [shape for shape in seen if len(shape) == 3]
     assert len(in_parts) > 100 and {shape[0] for shape in in_parts} == {2}
@@ -70,7 +62,7 @@ def test_the_rule_goes_by_the_shapes_of_a_rank(fused: bool, monkeypatch: pytest.
 def test_a_sum_is_launched_dependently_behind_our_own_kernels_alone(tmp_path: Path) -> None:
     own = MidConfig(64, 32, 256, 4)
     choices: tuning.Choices = {"o": {32: own, 64: SplitConfig(2)}, "down": {32: SplitConfig(2), 64: own}}
-    with LLM(str(save(make_model(seed=1), tmp_path)), **OPTIONS) as llm:
+    with LLM(str(save(make_model(seed=1), tmp_path)), **ROOMY) as llm:
         model = llm.engine.executor.runner.model
         tuning.apply(model, choices, fused=False)
         for layer in model.layers:

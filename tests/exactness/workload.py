@@ -15,6 +15,14 @@ from nanovllm.outputs import RequestOutput
 BLOCK = 16
 LONGEST = 6 * BLOCK
 """Tokens of the longest request, output included: six blocks hold its KV (the last token needs none)."""
+ROOMY: dict[str, Any] = {
+    "num_kvcache_blocks": 128,
+    "max_num_seqs": 16,
+    "skip_tokenizer_init": True,
+    "device": "cpu",
+    "max_model_len": 256,
+}
+"""Options of an engine that runs all of make_requests() at once."""
 
 
 @dataclass(frozen=True)
