@@ -72,6 +72,9 @@ class EngineConfig:
     """A prompt with more tokens to compute than this is long, and while short ones wait it gets at most this many
     tokens a step, and at most half of those left for prompts. Default: a quarter of max_num_batched_tokens; 0 switches
     the distinction off."""
+    longest_first: bool = True
+    """generate() queues its requests by max_tokens, most first: the batch ends sooner. False: in the order of the
+    prompts (for comparison)."""
 
     gpu_memory_utilization: float = 0.9
     """Share of each GPU's memory for weights, activations, graphs and KV cache together."""

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.turn_lock import TurnLock
 from nanovllm.outputs import CompletionOutput, RequestOutput, StepOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -34,7 +35,7 @@ class LLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         self.engine = LLMEngine(EngineConfig.from_options(model, **options))
-        self._step_lock = _TurnLock()
+        self._step_lock = TurnLock()
         self._foreign_outputs: list[StepOutput] = []
         """What requests of add_request gained while generate() was stepping; handed out by the next step()."""
         self._generating: set[int] = set()
@@ -83,12 +84,13 @@ class LLM:
                 self.engine.check_request(token_ids[-1], param)
             except ValueError as error:
                 raise ValueError(f"prompts[{index}]: {error}") from None
+        numbers = self.engine.reserve_ids(params)
         ids: list[int] = []
         try:
             with _interrupt_between_steps() as interrupted:
                 with self._step_lock:
-                    for tokens, param in zip(token_ids, params, strict=True):
-                        ids.append(self.engine.add_request(tokens, param))
+                    for index in self._queueing_order(token_ids, params):
+                        ids.append(self.engine.add_request(token_ids[index], params[index], numbers[index]))
                         if interrupted.is_set():
                             break
                     self._generating.update(ids)
@@ -103,7 +105,20 @@ class LLM:
                 self._generating.difference_update(ids)
                 self._ended.difference_update(ids)
         texts = [prompt if isinstance(prompt, str) else None for prompt in batch]
-        return [self._finish(request_id, text) for request_id, text in zip(ids, texts, strict=True)]
+        return [self._finish(request_id, text) for request_id, text in zip(numbers, texts, strict=True)]
+
+    def _queueing_order(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[int]:
+        """Indices of a batch in the order in which its requests are to begin.
+
+        Most tokens to come first (R. L. Graham, Bounds on Multiprocessing Timing Anomalies, 1969): a step takes nearly
+        as long for its last rows as for many, so none of the long ones should still run when all others have ended.
+        Equal ones keep their order.
+        """
+        if not self.config.longest_first:
+            return list(range(len(prompts)))
+        limit = self.engine.max_total_tokens
+        most = [min(param.max_tokens, limit - len(prompt)) for prompt, param in zip(prompts, params, strict=True)]
+        return sorted(range(len(prompts)), key=most.__getitem__, reverse=True)
 
     def chat(
         self,
@@ -267,36 +282,10 @@ class LLM:
         self.close()
 
 
-def _close(engine: LLMEngine, step_lock: "_TurnLock") -> None:
+def _close(engine: LLMEngine, step_lock: "TurnLock") -> None:
     """Closes between two steps of other threads; but a step that hangs does not keep us."""
     with step_lock.within(_CLOSE_PATIENCE):
         engine.close()
-
-
-class _TurnLock:
-    """A lock whose owner, letting go and asking again, comes after those who wait. (A plain lock goes to whoever asks
-    first, and a thread that steps in a loop asks at once: the others would wait until it has finished everything.)"""
-
-    def __init__(self) -> None:
-        self._next = threading.Lock()
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        with self._next:
-            self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-    @contextmanager
-    def within(self, seconds: float) -> Iterator[None]:
-        """Waits for the lock no longer than `seconds`, then goes ahead without it."""
-        mine = [lock for lock in (self._next, self._lock) if lock.acquire(timeout=seconds / 2)]
-        try:
-            yield
-        finally:
-            for lock in mine:
-                lock.release()
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -84,6 +84,22 @@ def test_outputs_come_in_the_order_of_prompts_whatever_ends_first(llm: LLM) -> N
     assert [output.request_id for output in outputs] == sorted(output.request_id for output in outputs)
 
 
+def test_the_longest_of_a_batch_begin_first_with_the_tokens_they_have_anyway() -> None:
+    lengths = [2, 3, 2, 3, 20]
+    params = [SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True) for n in lengths]
+    runs = {}
+    for longest_first in (True, False):
+        with LLM(str(DEMO), **OPTIONS, max_num_seqs=2, longest_first=longest_first) as llm:
+            outputs = generate(llm, ["one", "two", "three", "four", "five"], params)
+        order = sorted(range(len(lengths)), key=lambda i: -lengths[i]) if longest_first else range(len(lengths))
+        begun = [outputs[index].metrics.first_scheduled_time for index in order]
+        assert begun == sorted(begun)
+        steps = len({moment for output in outputs for moment in output.metrics.token_times})
+        runs[longest_first] = steps, [output.token_ids for output in outputs]
+    assert runs[True][0] == max(lengths) < runs[False][0]
+    assert runs[True][1] == runs[False][1]
+
+
 def test_an_output_is_an_object_and_a_mapping(llm: LLM) -> None:
     [output] = generate(llm, "one two three")
     assert output["text"] == output.text == output.outputs[0].text

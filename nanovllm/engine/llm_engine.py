@@ -4,6 +4,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -115,17 +116,25 @@ class LLMEngine:
             return "KV cache tokens (num_kvcache_blocks * kvcache_block_size)", capacity
         return "max_model_len", self.config.max_model_len
 
-    def add_request(self, prompt_token_ids: list[int], params: SamplingParams) -> int:
-        """Queues a request; returns its id. Raises ValueError as check_request does."""
+    def reserve_ids(self, params: Iterable[SamplingParams]) -> list[int]:
+        """Ids of requests with these parameters, ascending, for add_request to bring in any order."""
+        with self._lock:
+            ids = [*accumulate((param.n for param in params), initial=self._num_requests)]
+            self._num_requests = ids.pop()
+        return ids
+
+    def add_request(self, prompt_token_ids: list[int], params: SamplingParams, request_id: int | None = None) -> int:
+        """Queues a request; returns its id, `request_id` where that was reserved. Raises ValueError as check_request
+        does."""
         self.check_request(prompt_token_ids, params)
         eos = frozenset() if params.ignore_eos else frozenset(self.model_config.eos_token_ids)
         stop_ids = eos | frozenset(params.stop_token_ids)
         rows = [self.request_sampling.row(params, stop_ids, len(prompt_token_ids), i) for i in range(params.n)]
         num_sampling = sum(row is not None for row in rows)
         now = time.perf_counter()
+        if request_id is None:
+            [request_id] = self.reserve_ids([params])
         with self._lock:
-            request_id = self._num_requests
-            self._num_requests += params.n
             seqs = [
                 Sequence(
                     request_id + index,

@@ -1,0 +1,31 @@
+"""The lock that threads take turns with."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class TurnLock:
+    """A lock whose owner, letting go and asking again, comes after those who wait. (A plain lock goes to whoever asks
+    first, and a thread that steps in a loop asks at once: the others would wait until it has finished everything.)"""
+
+    def __init__(self) -> None:
+        self._next = threading.Lock()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._next:
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Waits for the lock no longer than `seconds`, then goes ahead without it."""
+        mine = [lock for lock in (self._next, self._lock) if lock.acquire(timeout=seconds / 2)]
+        try:
+            yield
+        finally:
+            for lock in mine:
+                lock.release()
