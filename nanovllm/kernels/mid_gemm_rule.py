@@ -3,8 +3,8 @@
 Whole layers (scripts/bench_mid_gemm.py), because kernels that start while the one before them runs do better among
 their like: 0.6B at 256 rows gains next to nothing from any one of them, and a fifth from all. Shapes are those of Qwen3
 0.6B, 1.7B, 4B and 8B on one device, and of a rank's share of 0.6B and 8B over two and of 32B over four
-(scripts/bench_tp_chain.py), those of 8B on one device again inside whole steps. No shape stands for two rank counts,
-whose consumers would differ. Others go to cuBLAS as it is.
+(scripts/bench_tp_chain.py), those of 8B again inside whole steps. No shape stands for two rank counts, whose consumers
+would differ. Others go to cuBLAS as it is.
 """
 
 from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
@@ -32,7 +32,7 @@ _WHOLE: dict[tuple[int, int], list[tuple[int, Choice]]] = {
     (6144, 2560): [(32, _A), (64, _C)],
     (6144, 4096): [(32, _A), (64, _C), (96, None), (112, _D)],
     (2048, 1024): [(32, _A), (128, _B), (256, _C)],
-    (3072, 4096): [(64, _A), (96, _C)],
+    (3072, 4096): [(32, _A), (64, _B), (112, _C), (208, None), (240, _D)],
     (2560, 5120): [(32, _A), (64, _C), (96, _A)],
 }
 _GATED: dict[tuple[int, int], list[tuple[int, MidConfig | None]]] = {
@@ -57,10 +57,10 @@ _PARTS: dict[tuple[int, int], list[tuple[int, Choice]]] = {
     ],
     (1024, 1024): [(64, _A.split(2)), (128, _C.split(2)), (192, _B), (256, _C.split(2))],
     (1024, 1536): [(64, _A.split(2)), (128, _C.split(2)), (192, _B), (256, _C.split(2))],
-    (4096, 2048): [(32, _A.split(2)), (64, _B), (128, _C), (192, None), (256, _D)],
+    (4096, 2048): [(32, _A), (64, _B), (128, _C), (192, None), (256, _D)],
     (5120, 2048): [(32, _A), (64, _C)],
     (5120, 6400): [(32, None), (64, _C)],
-    (4096, 6144): [(32, _A.split(2)), (64, _B), (96, _HALVES), (128, _D.split(2)), (256, _HALVES)],
+    (4096, 6144): [(24, _A.split(2)), (32, _A), (64, _B), (80, _C), (96, _HALVES), (128, _C), (256, _HALVES)],
 }
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.engine.step_shapes import decode_buckets
-from nanovllm.kernels import Kernels, cublas_lt_rule, mid_gemm_rule, small_gemm_rule
+from nanovllm.kernels import Kernels, cublas_lt_rule, few_rows_rule, mid_gemm_rule, small_gemm_rule
 from nanovllm.kernels.cublas_lt import Problem, supports
 from nanovllm.kernels.cublas_lt_rule import MANY_ROWS
 from nanovllm.kernels.lt_config import LtConfig
@@ -74,19 +74,29 @@ def operations(fused: bool) -> dict[str, str]:
 
 
 def measured(model: Qwen3ForCausalLM, fused: bool, max_rows: int) -> Choices:
-    """The rule that the timings on an H200 come to (docs/performance.md): one row always; up to 16 rows where a weight
-    is so small that the library cannot keep the memory busy, but not where two of our own outputs share a program and
-    the norm is worth a kernel of its own."""
+    """The rule that the timings on an H200 come to (docs/performance.md)."""
     choices = _more_rows(model, max_rows)
     for name, layers in projections(model).items():
         weight = layers[0].weight
-        paired = operations(fused)[name] == "norm_linear_silu_mul"
-        is_small = weight.numel() * weight.element_size() <= _SMALL_WEIGHT_BYTES
-        most = 1 if not is_small else 4 if paired else FEW_ROWS[-1]
-        n, k = weight.shape
-        few = {rows: candidate_configs(rows, n, k, paired)[0] for rows in FEW_ROWS[1:] if rows <= min(most, max_rows)}
-        choices[name] = {1: small_gemm_rule.one_row(name, k, fused)} | few | choices[name]
+        one_row = small_gemm_rule.one_row(name, weight.shape[1], fused)
+        choices[name] = {1: one_row} | _few_rows(name, weight, fused, max_rows) | choices[name]
     return _with_algorithms(choices, model, max_rows)
+
+
+def _few_rows(name: str, weight: torch.Tensor, fused: bool, max_rows: int) -> dict[int, Config]:
+    """The rule for 2 to 16 rows: what was timed with this weight (kernels/few_rows_rule.py); with others our kernels
+    where the weight is so small that the library cannot keep the memory busy, but not where two of our own outputs
+    share a program and the norm is worth a kernel of its own."""
+    n, k = weight.shape
+    steps = [rows for rows in FEW_ROWS[1:] if rows <= max_rows]
+    if few_rows_rule.knows(name, n, k) and weight.element_size() == 2:
+        tma = supports_tma(weight.device)
+        timed = {rows: few_rows_rule.choice(name, rows, n, k, tma) for rows in steps}
+        return {rows: config for rows, config in timed.items() if config is not None}
+    paired = operations(fused)[name] == "norm_linear_silu_mul"
+    is_small = weight.numel() * weight.element_size() <= _SMALL_WEIGHT_BYTES
+    most = 1 if not is_small else 4 if paired else FEW_ROWS[-1]
+    return {rows: candidate_configs(rows, n, k, paired)[0] for rows in steps if rows <= most}
 
 
 def _more_rows(model: Qwen3ForCausalLM, max_rows: int) -> Choices:

@@ -9,6 +9,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from nanovllm.kernels import few_rows_rule
 from nanovllm.kernels import small_gemm as sg
 from nanovllm.kernels.small_gemm import GemmConfig
 from nanovllm.kernels.small_gemm_tune import OPS, SmallGemmChoice, autotune_chain, autotune_small_gemm, rotation
@@ -218,6 +219,24 @@ def test_candidates_are_few_and_fit(rows: int, shape: tuple[int, int]) -> None:
             assert c.block_k * c.split_k <= k
             assert c.split_k == 1 or c.split_k * sg.MAX_ROWS * n <= sg.SCRATCH_FLOATS
             assert not (paired and c.kernel == "fma" and c.block_n < 2 * c.num_warps)
+
+
+def test_the_rule_for_few_rows_names_what_fits() -> None:
+    for (name, n, k), measured in few_rows_rule._MEASURED.items():
+        ends = [most for most, _ in measured]
+        assert ends == sorted(ends) and ends[-1] == sg.MAX_ROWS, "some choice for every number of rows"
+        for rows in range(2, sg.MAX_ROWS + 1):
+            config = few_rows_rule.choice(name, rows, n, k, tma=True)
+            assert config == next(choice for most, choice in measured if rows <= most)
+            if isinstance(config, GemmConfig):
+                assert few_rows_rule.choice(name, rows, n, k, tma=False) == config
+                assert config.split_k * config.block_k <= k
+                assert config.split_k == 1 or config.split_k * sg.MAX_ROWS * n <= sg.SCRATCH_FLOATS
+                assert name != "gate_up" or config.kernel != "fma" or config.block_n >= 2 * config.num_warps
+            elif config is not None:
+                assert few_rows_rule.choice(name, rows, n, k, tma=False) is None
+                assert config.splits == 1 or name in ("o", "down"), "parts are for sums and norms"
+    assert few_rows_rule.knows("o", 4096, 4096) and not few_rows_rule.knows("qkv", 4096, 4096)
 
 
 @pytest.mark.parametrize(
