@@ -116,7 +116,7 @@ class Case:
         if self.rows >= cublas_lt_rule.MANY_ROWS:
             config = self.named()
             return config if config and cublas_lt_rule.fills(config, self.rows, n) else None
-        config = cublas_lt_rule.algorithm(self.part, self.rows, n, k)
+        config = cublas_lt_rule.algorithms(self.part, n, k).get(self.rows)
         return config or (None if "/" in self.model else chosen(self.part, self.rows, n, k))
 
     def algorithms(self, x: Tensor, most: int) -> list[LtConfig]:

@@ -56,7 +56,7 @@ def candidates(part: str, rows: int, k: int) -> list[Config]:
 
 
 def chosen(part: str, rows: int, n: int, k: int) -> Config:
-    algorithm = cublas_lt_rule.algorithm(part, rows, n, k)
+    algorithm = cublas_lt_rule.algorithms(part, n, k).get(rows)
     if algorithm is not None:
         return algorithm
     if part == "gate_up":

@@ -56,7 +56,7 @@ def own_configs(rows: int, n: int, k: int) -> list[Any]:
 
 def chosen(part: str, rows: int, n: int, k: int) -> Any:
     """What the engine's rules multiply with."""
-    algorithm = cublas_lt_rule.algorithm(part, rows, n, k)
+    algorithm = cublas_lt_rule.algorithms(part, n, k).get(rows)
     if algorithm is not None or rows > 16:
         return algorithm or bench_mid_gemm.chosen(part, rows, n, k)
     if rows == 1:

@@ -103,7 +103,9 @@ def main() -> None:
         for _ in range(args.batch):
             prompt = [draw.randrange(vocab) for _ in range(args.context)]
             llm.add_request(prompt, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=4096))
-        while llm.engine.num_decode_tokens < 20 * args.batch:
+        while llm.engine.num_prefill_tokens < args.batch * args.context:
+            llm.step()
+        for _ in range(20):
             llm.step()
         begin = time.perf_counter()
         for _ in range(args.steps):

@@ -80,7 +80,7 @@ def measured(model: Qwen3ForCausalLM, fused: bool, max_rows: int) -> Choices:
         weight = layers[0].weight
         one_row = small_gemm_rule.one_row(name, weight.shape[1], fused)
         choices[name] = {1: one_row} | _few_rows(name, weight, fused, max_rows) | choices[name]
-    return _with_algorithms(choices, model, max_rows)
+    return _with_algorithms(choices, model)
 
 
 def _few_rows(name: str, weight: torch.Tensor, fused: bool, max_rows: int) -> dict[int, Config]:
@@ -122,7 +122,7 @@ def _more_rows(model: Qwen3ForCausalLM, max_rows: int) -> Choices:
     return choices
 
 
-def _with_algorithms(choices: Choices, model: Qwen3ForCausalLM, max_rows: int) -> Choices:
+def _with_algorithms(choices: Choices, model: Qwen3ForCausalLM) -> Choices:
     """`choices`, with algorithms of the library by kernels/cublas_lt_rule.py, which beat what is there without."""
     named: Choices = {}
     for name, layers in projections(model).items():
@@ -130,10 +130,10 @@ def _with_algorithms(choices: Choices, model: Qwen3ForCausalLM, max_rows: int) -
         if weight.element_size() != 2:
             continue
         n, k = weight.shape
-        found = {rows: cublas_lt_rule.algorithm(name, rows, n, k) for rows in decode_buckets(max_rows)}
-        if name != "head":
-            found[MANY_ROWS] = cublas_lt_rule.many_rows_algorithm(n, k)
-        named[name] = {rows: config for rows, config in found.items() if config is not None}
+        named[name] = {**cublas_lt_rule.algorithms(name, n, k)}
+        many = cublas_lt_rule.many_rows_algorithm(n, k) if name != "head" else None
+        if many is not None:
+            named[name][MANY_ROWS] = many
     known = runnable(named, model)
     return {name: by_rows | known.get(name, {}) for name, by_rows in choices.items()}
 
@@ -188,7 +188,7 @@ def timed(model: Qwen3ForCausalLM, kernels: Kernels, fused: bool, max_rows: int)
             best = autotune_small_gemm(operation, weights, rows, library=library, candidates=candidates)
             if best.config is not None:
                 choices[name][rows] = best.config
-    return _searched(_with_algorithms(choices, model, max_rows), model, kernels, fused, max_rows)
+    return _searched(_with_algorithms(choices, model), model, kernels, fused, max_rows)
 
 
 def _library(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from column_major_library import CONFIG, REFUSED_TILE, ROWS, K, N, inputs
 
-from nanovllm.engine.step_shapes import decode_buckets
+from nanovllm.engine.step_shapes import decode_buckets, mixed_shapes
 from nanovllm.kernels import cublas_lt as lt
 from nanovllm.kernels import cublas_lt_rule as rule
 from nanovllm.kernels import select_kernels
@@ -56,9 +56,8 @@ def one_weight() -> tuple[Any, ParallelLinear]:
 def test_rule_names_an_algorithm_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     other = replace(CONFIG, tile=20)
     monkeypatch.setattr(rule, "_FEW_ROWS", {("o", N, K): {64: str(CONFIG), 128: str(other)}})
-    by_rows = {rows: rule.algorithm("o", rows, N, K) for rows in (63, 64, 65, 127, 128)}
-    assert by_rows == {63: None, 64: CONFIG, 65: None, 127: None, 128: other}
-    assert rule.algorithm("down", 64, N, K) is None and rule.algorithm("o", 64, K, N) is None
+    assert rule.algorithms("o", N, K) == {64: CONFIG, 128: other}
+    assert not rule.algorithms("down", N, K) and not rule.algorithms("o", K, N)
 
 
 def entries() -> list[tuple[str, int, int, int, LtConfig]]:
@@ -69,12 +68,12 @@ def entries() -> list[tuple[str, int, int, int, LtConfig]]:
 
 
 def test_rule_is_well_formed() -> None:
-    buckets = set(decode_buckets(256))
+    buckets = {*decode_buckets(256), *(sum(shape) for shape in mixed_shapes(256, 4096))}
     for measured in rule._FEW_ROWS.values():
         assert list(measured) == sorted(measured) and set(measured) <= buckets and all(measured.values())
     for name, rows, n, k, config in entries():
         assert config.tile_size and config.parts == config.split_k == 1 and not config.opaque
-        found = rule.algorithm(name, rows, n, k) if name else rule.many_rows_algorithm(n, k)
+        found = rule.algorithms(name, n, k)[rows] if name else rule.many_rows_algorithm(n, k)
         assert found == config and (name or rule.fills(config, rows, n))
 
 
@@ -116,7 +115,7 @@ def test_choices_take_the_rule(fake_cublas_lt: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(rule, "_FEW_ROWS", few)
     monkeypatch.setattr(rule, "_MANY_ROWS", {(N, K): str(CONFIG)})
     before: tuning.Choices = {name: {40: SplitConfig(2)} for name in ("qkv", "o", "gate_up", "down", "head")}
-    choices = tuning._with_algorithms(before, one_weight()[0], 64)
+    choices = tuning._with_algorithms(before, one_weight()[0])
     many = {MANY_ROWS: CONFIG}
     assert choices["o"] == dict.fromkeys((40, 64), CONFIG) | many
     assert choices["down"] == {40: SplitConfig(2)} | many, "what the library refuses stays as it was"
