@@ -23,6 +23,9 @@ _GATED_D = MidConfig(128, 64, 64, 5, num_warps=8)
 _GATED_E = MidConfig(64, 128, 64, 6, num_warps=8)
 _GATED_F = MidConfig(64, 32, 64, 5)
 _HALVES = SplitConfig(2)
+VARIANTS = (_A, _B, _C, _D)
+GATED_VARIANTS = (_GATED_A, _GATED_B, _GATED_C, _GATED_D, _GATED_E, _GATED_F)
+"""Those of gate and up with the activation, where block_n counts gates."""
 
 Choice = MidConfig | SplitConfig | None
 # By shape of the weight, (most rows, choice) ascending: the first that holds the rows is taken, past the last cuBLAS.

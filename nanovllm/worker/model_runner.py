@@ -199,16 +199,9 @@ class ModelRunner:
             return {}
         from nanovllm.worker import tuning
 
-        fused = self.group.size == 1
-        if config.kernel_choices is None:
-            return tuning.measured(self.model, fused, config.max_num_seqs)
-        path = Path(config.kernel_choices)
-        choices = tuning.load(path)
-        if choices is None:
-            with self.io.stream_context():
-                choices = tuning.timed(self.model, self.kernels, fused, config.max_num_seqs)
-            tuning.save(path, choices)
-        return tuning.runnable(choices, self.model)
+        with self.io.stream_context():
+            fused = self.group.size == 1
+            return tuning.chosen(self.model, self.kernels, config.kernel_choices, fused, config.max_num_seqs)
 
     @torch.inference_mode()
     def capture_graphs(self, choices: "Choices") -> int:
@@ -226,6 +219,21 @@ class ModelRunner:
             if self.io.mailbox is not None:
                 self.io.mailbox.begin()
         return len(self.graphs)
+
+    @torch.inference_mode()
+    def time_step(self, choices: "Choices", num_decode_rows: int, replays: int) -> float:
+        """Microseconds of the last step over again, with `choices` of kernels and so many rows as it had, without
+        step_mailbox; infinite where these cannot run. For choosing (scripts/tune_steps.py): all ranks are called."""
+        from nanovllm.kernels.small_gemm_tune import graph_us
+        from nanovllm.worker import tuning
+
+        self._tick()
+        tuning.apply(self.model, choices, fused=self.group.size == 1, push=self.config.push_products)
+        with self.io.stream_context():
+            try:
+                return graph_us([lambda: self._run_padded(StepShape(num_decode_rows, 0))], replays)
+            except ValueError:  # a kernel refuses its shape, on all ranks alike
+                return float("inf")
 
     def _new_graphs(self) -> StepGraphs:
         assert self.io.stream is not None

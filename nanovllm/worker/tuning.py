@@ -73,6 +73,17 @@ def operations(fused: bool) -> dict[str, str]:
     }
 
 
+def chosen(model: Qwen3ForCausalLM, kernels: Kernels, path: str | None, fused: bool, max_rows: int) -> Choices:
+    """By the rule; or with a `path` what that file says, for which everything is timed where there is none."""
+    if path is None:
+        return measured(model, fused, max_rows)
+    choices = load(Path(path))
+    if choices is None:
+        choices = timed(model, kernels, fused, max_rows)
+        save(Path(path), choices)
+    return runnable(choices, model)
+
+
 def measured(model: Qwen3ForCausalLM, fused: bool, max_rows: int) -> Choices:
     """The rule that the timings on an H200 come to (docs/performance.md)."""
     choices = _more_rows(model, max_rows)
@@ -180,10 +191,11 @@ def timed(model: Qwen3ForCausalLM, kernels: Kernels, fused: bool, max_rows: int)
         operation = operations(fused)[name]
         weights = [layer.weight for layer in layers]
         n, k = weights[0].shape
+        ruled = {1: small_gemm_rule.one_row(name, k, fused)} | _few_rows(name, weights[0], fused, max_rows)
         for rows in (rows for rows in FEW_ROWS if rows <= max_rows):
             candidates = candidate_configs(rows, n, k, operation == "norm_linear_silu_mul")[:_CANDIDATES]
-            if rows == 1:
-                candidates = list(dict.fromkeys([*candidates, small_gemm_rule.one_row(name, k, fused)]))
+            if isinstance(by_rule := ruled.get(rows), GemmConfig):
+                candidates = list(dict.fromkeys([*candidates, by_rule]))
             library = _library(operation, kernels, weights[0], rows)
             best = autotune_small_gemm(operation, weights, rows, library=library, candidates=candidates)
             if best.config is not None:

@@ -2,6 +2,7 @@
 library does not know an algorithm; on a GPU every entry of the rule against float32."""
 
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -138,7 +139,8 @@ def test_choices_of_another_library_are_left_out(fake_cublas_lt: Any, caplog: py
 def test_switch_off_names_nothing(monkeypatch: pytest.MonkeyPatch, small_batch_kernels: bool) -> None:
     options = {"fused_kernels": True, "kernel_choices": None, "max_num_seqs": 64}
     config = SimpleNamespace(small_batch_kernels=small_batch_kernels, **options)
-    runner: Any = SimpleNamespace(config=config, device=torch.device("cuda"), group=SimpleNamespace(size=1), model=None)
+    parts = {"group": SimpleNamespace(size=1), "io": SimpleNamespace(stream_context=nullcontext), "kernels": None}
+    runner: Any = SimpleNamespace(config=config, device=torch.device("cuda"), model=None, **parts)
     monkeypatch.setattr(tuning, "measured", lambda *_: {"o": {MANY_ROWS: CONFIG}})
     assert bool(ModelRunner.choose_kernels(runner)) == small_batch_kernels
 
