@@ -84,6 +84,9 @@ class EngineConfig:
     """Tokens of a KV block; a multiple of 16. Default 128 on a GPU, 16 on a CPU."""
     cpu_kvcache_gib: float = 0.5
     """KV cache of each rank on a CPU, in GiB, where num_kvcache_blocks is not given."""
+    admission_lookahead: bool = True
+    """Requests start when their KV cache is expected to fit until they end, so that preemptions are rare. False: as
+    soon as their tokens of now fit (for comparison)."""
     enable_prefix_caching: bool = True
     """Share the KV blocks of equal prompt prefixes, also with finished requests while their blocks last."""
 

@@ -67,9 +67,13 @@ class BlockManager:
                 parent = digest
         return hits, parent
 
+    def num_in_use(self, hits: list[int]) -> int:
+        """How many of these blocks some row owns."""
+        return sum(1 for block_id in hits if self._blocks[block_id].ref_count)
+
     def can_admit(self, seq: Sequence, hits: list[int]) -> bool:
         """Whether the whole known row fits, `hits` shared and the rest from free blocks."""
-        revived = sum(1 for block_id in hits if self._blocks[block_id].ref_count == 0)
+        revived = len(hits) - self.num_in_use(hits)
         return self.num_blocks_for(seq.num_tokens) - len(hits) <= len(self._free) - revived
 
     def admit(self, seq: Sequence, hits: list[int], parent_hash: bytes) -> None:

@@ -13,6 +13,7 @@ from collections import deque
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.lookahead import Future, Lookahead
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step_plan import StepPlan, most_block_updates
 from nanovllm.engine.step_shapes import fitting_chunk
@@ -29,6 +30,7 @@ class Scheduler:
     def __init__(self, config: EngineConfig, num_blocks: int, block_size: int) -> None:
         self.config = config
         self.block_manager = BlockManager(num_blocks, block_size, config.enable_prefix_caching)
+        self.lookahead = Lookahead(self.block_manager)
         self.long_threshold = config.long_prefill_threshold
         self.running: list[Sequence] = []
         """Oldest first; preemption takes from the end."""
@@ -180,8 +182,9 @@ class Scheduler:
 
         A row is admitted only where all its known tokens fit, and gets their blocks at once. So a chunk never waits for
         memory, and with nothing running every request fits: admission cannot deadlock. And only where the step has room
-        to announce its blocks, which the first always has.
+        to announce its blocks, which the first always has; and where, beside others, it is expected to keep them.
         """
+        future: Future | None = None
         most_updates = most_block_updates(self.block_manager.num_blocks, self.config.max_num_seqs)
         num_partial = len(prompts) - len(finishing)
         num_long = sum(1 for seq in prompts if self._is_long(seq.num_tokens_to_compute))
@@ -195,6 +198,12 @@ class Scheduler:
             count = self._chunk(remaining, budget, short_waits=bool(self.waiting_short))
             if not self.block_manager.can_admit(seq, hits):
                 break
+            if self.config.admission_lookahead and self.running:
+                future = future or self.lookahead.future(self.running)
+                held = seq.num_tokens - self.block_manager.num_in_use(hits) * self.block_manager.block_size
+                if not future.fits(held, to_come := self.lookahead.num_tokens_to_come(seq)):
+                    break
+                future.add(held, to_come)
             if len(plan.block_updates) // 3 + self.block_manager.num_blocks_for(seq.num_tokens) > most_updates:
                 break
             if count < remaining and num_partial >= self.config.max_num_partial_prefills:
@@ -284,6 +293,8 @@ class Scheduler:
             self._queue_of(seq).remove(seq)
             self.num_waiting_tokens -= seq.num_tokens - 1
         seq.status, seq.finish_reason = SequenceStatus.FINISHED, reason
+        if reason != "abort":
+            self.lookahead.note_end(seq)
 
     def _preempt(self, seq: Sequence) -> None:
         """Back to the head of its queue; it will be computed again from whatever prefix is still cached by then."""

@@ -17,7 +17,7 @@ def test_schedule_pack_and_apply_a_steady_decode_step(benchmark: Any) -> None:
     scheduler = Scheduler(EngineConfig("model", max_num_seqs=NUM_ROWS), num_blocks=40_000, block_size=128)
     for request_id in range(NUM_ROWS):
         prompt = [request_id] * (300 + 7 * request_id % 400)
-        scheduler.add(make_sequence(request_id, prompt, max_tokens=1_000_000, capacity=scheduler.capacity_tokens))
+        scheduler.add(make_sequence(request_id, prompt, max_tokens=10_000, capacity=scheduler.capacity_tokens))
     tokens = [17] * NUM_ROWS
     launched = scheduler.schedule()
     while launched.num_decode_rows < NUM_ROWS:

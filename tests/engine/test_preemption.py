@@ -1,9 +1,14 @@
 """Rows that lose their blocks: by preemption, when weights are replaced, by abort. Nobody's text suffers."""
 
+from functools import partial
+
 import pytest
-from simulation import Simulation, decoding, rows
+from simulation import Simulation as AnySimulation
+from simulation import decoding, rows
 
 from nanovllm.engine.sequence import SequenceStatus
+
+Simulation = partial(AnySimulation, admission_lookahead=False)  # which keeps rows from being preempted
 
 # -- preemption -----------------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ class Setting:
     model: dict[str, Any] = field(default_factory=dict)
 
 
-TIGHT = {"num_kvcache_blocks": ONE_REQUEST}
+TIGHT = {"num_kvcache_blocks": ONE_REQUEST, "admission_lookahead": False}
 SETTINGS = {
     "defaults": Setting({}, crowd=12),
     "synchronous": Setting({"async_scheduling": False}, crowd=12),
@@ -48,6 +48,7 @@ SETTINGS = {
     "room for one, chunked": Setting({**TIGHT, "max_num_batched_tokens": BLOCK}, chunks=True, preempts=True),
     "room for one, synchronous": Setting({**TIGHT, "async_scheduling": False}, preempts=True),
     "room for one, no cache": Setting({**TIGHT, "enable_prefix_caching": False}, preempts=True),
+    "room for one, looking ahead": Setting({"num_kvcache_blocks": ONE_REQUEST}),
     "two ranks": Setting({"tensor_parallel_size": 2}, crowd=12),
     "two ranks, tight": Setting(
         {**TIGHT, "tensor_parallel_size": 2, "max_num_batched_tokens": 20}, chunks=True, preempts=True
@@ -61,7 +62,7 @@ SETTINGS = {
         model={"num_attention_heads": 6, "num_key_value_heads": 3},
     ),
     "three ranks, tied, two heads in a group of six": Setting(
-        {"tensor_parallel_size": 3, "max_num_batched_tokens": 64, "num_kvcache_blocks": 8},
+        {**TIGHT, "tensor_parallel_size": 3, "max_num_batched_tokens": 64, "num_kvcache_blocks": 8},
         chunks=True,
         preempts=True,
         model={

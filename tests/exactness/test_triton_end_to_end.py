@@ -25,6 +25,7 @@ CALLS: list[list[tuple[list[int], int]]] = [
 ]
 OPTIONS: dict[str, Any] = {
     "num_kvcache_blocks": 4,
+    "admission_lookahead": False,
     "max_num_batched_tokens": 24,
     "max_num_seqs": 4,
     "max_model_len": 64,

@@ -55,7 +55,7 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 1024,
 }
 DUMMY: dict[str, Any] = {**OPTIONS, "load_format": "dummy", "enforce_eager": True}
-TIGHT = {"num_kvcache_blocks": TIGHT_BLOCKS, "max_num_batched_tokens": 160}
+TIGHT = {"num_kvcache_blocks": TIGHT_BLOCKS, "max_num_batched_tokens": 160, "admission_lookahead": False}
 
 
 def make_requests() -> list[Request]:

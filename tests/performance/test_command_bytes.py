@@ -31,7 +31,7 @@ class Decoding:
         self.scheduler = Scheduler(EngineConfig("model", max_num_seqs=NUM_ROWS), num_blocks=20_000, block_size=BLOCK)
         for number in range(NUM_ROWS):
             prompt = [number] * (300 + 7 * number % 400)
-            sequence = make_sequence(number, prompt, max_tokens=100_000, capacity=self.scheduler.capacity_tokens)
+            sequence = make_sequence(number, prompt, max_tokens=9_000, capacity=self.scheduler.capacity_tokens)
             self.scheduler.add(sequence)
         self.launched = self._scheduled()
         while self.launched.num_decode_rows < NUM_ROWS:

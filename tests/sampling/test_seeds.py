@@ -70,14 +70,15 @@ def alone(engines: Engines) -> list[list[int]]:
     return [run(llm, [i])[0] for i in range(len(OPTIONS))]
 
 
+TIGHT = {"num_kvcache_blocks": 7, "admission_lookahead": False}
 SETTINGS: dict[str, dict[str, Any]] = {
     "crowd": {},
     "synchronous": {"async_scheduling": False},
     "chunked": {"max_num_batched_tokens": 16},
-    "preempted": {"num_kvcache_blocks": 7},
-    "preempted, chunked": {"num_kvcache_blocks": 7, "max_num_batched_tokens": 24, "max_num_seqs": 5},
+    "preempted": TIGHT,
+    "preempted, chunked": {**TIGHT, "max_num_batched_tokens": 24, "max_num_seqs": 5},
     "two ranks": {"tensor_parallel_size": 2},
-    "two ranks, preempted": {"tensor_parallel_size": 2, "num_kvcache_blocks": 7},
+    "two ranks, preempted": {**TIGHT, "tensor_parallel_size": 2},
     "four ranks": {"tensor_parallel_size": 4},
 }
 

@@ -1,0 +1,99 @@
+"""Admission that looks ahead: what it predicts against the future itself, and what it saves."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulation import Simulation
+
+from nanovllm.engine.lookahead import Future
+
+BLOCK_SIZE = 4
+STOP = frozenset({0})
+
+
+def peak_by_the_clock(rows: list[tuple[int, int]]) -> int:
+    """Most blocks in use at once by rows of (held, to come), token by token: each keeps its own for two steps more."""
+    return max(
+        sum(-(-(held + min(now, to_come)) // BLOCK_SIZE) for held, to_come in rows if to_come + 2 >= now)
+        for now in range(max(to_come for _, to_come in rows) + 1)
+    )
+
+
+@settings(deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 30)), min_size=1, max_size=8),
+    num_blocks=st.integers(1, 100),
+)
+def test_the_peak_is_that_of_the_future(rows: list[tuple[int, int]], num_blocks: int) -> None:
+    future = Future(num_blocks, BLOCK_SIZE)
+    for row in rows[:-1]:
+        future.add(*row)
+    peak = peak_by_the_clock(rows)
+    assert future.peak_blocks(*rows[-1]) == peak
+    assert future.fits(*rows[-1]) == (peak <= num_blocks)
+
+
+def crowd(max_tokens: int, stop: frozenset[int], ahead: bool, depth: int = 1) -> Simulation:
+    options = {"max_num_seqs": 16, "enable_prefix_caching": False, "admission_lookahead": ahead}
+    simulation = Simulation(num_blocks=30, block_size=BLOCK_SIZE, depth=depth, **options)
+    for number in range(60):
+        simulation.add([number] * (1 + number * 7 % 13), max_tokens - number * 5 % 11, stop, seed=number)
+    return simulation
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_known_lengths_are_never_preempted(depth: int) -> None:
+    preemptions = {}
+    for ahead in (True, False):
+        simulation = crowd(24, frozenset(), ahead, depth)
+        simulation.run_to_end()
+        preemptions[ahead] = simulation.num_preemptions
+    assert preemptions[True] == 0 and preemptions[False] > 40
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_lengths_are_learnt_and_memory_is_used(depth: int) -> None:
+    """Outputs of 16 tokens, of 60 that they may have: few are preempted, and few wait without need."""
+    preemptions, running = {}, {}
+    for ahead in (True, False):
+        simulation = crowd(60, STOP, ahead, depth)
+        counts = []
+        while simulation.scheduler.has_unfinished():
+            simulation.step()
+            counts.append(len(simulation.scheduler.running))
+        simulation.run_to_end()
+        preemptions[ahead], running[ahead] = simulation.num_preemptions, sum(counts) / len(counts)
+    assert preemptions[True] < 10 and preemptions[False] > 40
+    assert running[True] > 0.7 * running[False]
+
+
+def test_a_prefix_that_many_share_is_counted_once() -> None:
+    simulation = Simulation(num_blocks=24, block_size=BLOCK_SIZE, depth=1, max_num_seqs=8)
+    shared = [1] * 60
+    simulation.add(shared, max_tokens=8)
+    simulation.step()
+    for number in range(3):
+        simulation.add([*shared, number + 5], max_tokens=8)
+    for _ in range(3):
+        simulation.step()
+    assert len(simulation.scheduler.running) == 4, "15 blocks of the prefix, and two of each"
+    simulation.run_to_end()
+    assert simulation.num_preemptions == 0
+
+
+def test_what_would_outgrow_the_memory_waits() -> None:
+    simulation = Simulation(num_blocks=6, block_size=BLOCK_SIZE, depth=1)
+    first, second = (simulation.add([number] * 4, max_tokens=12) for number in (1, 2))
+    simulation.step()
+    assert simulation.scheduler.running == [first.seq], "four blocks each, in the end"
+    simulation.run_to_end()
+    assert second.gained == second.output_alone()[0] and simulation.num_preemptions == 0
+
+
+def test_what_grows_into_the_place_of_others_does_not() -> None:
+    simulation = Simulation(num_blocks=6, block_size=BLOCK_SIZE, depth=1)
+    small, large = simulation.add([1] * 4, max_tokens=3), simulation.add([2] * 4, max_tokens=20)
+    simulation.step()
+    assert simulation.scheduler.running == [small.seq, large.seq]
+    simulation.run_to_end()
+    assert simulation.num_preemptions == 0
