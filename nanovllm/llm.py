@@ -86,8 +86,8 @@ class LLM:
                 raise ValueError(f"prompts[{index}]: {error}") from None
         numbers = self.engine.reserve_ids(params)
         ids: list[int] = []
-        try:
-            with _interrupt_between_steps() as interrupted:
+        with _interrupt_between_steps() as interrupted:
+            try:
                 with self._step_lock:
                     for index in self._queueing_order(token_ids, params):
                         ids.append(self.engine.add_request(token_ids[index], params[index], numbers[index]))
@@ -95,17 +95,17 @@ class LLM:
                             break
                     self._generating.update(ids)
                 self._run_until_finished(ids, use_tqdm, interrupted)
-        except BaseException:
-            for request_id in ids:
-                self.engine.abort(request_id)
-                self.engine.forget(request_id)
-            raise
-        finally:
-            with self._step_lock:  # whoever took our last results in has handed them out, and knows them as ours
-                self._generating.difference_update(ids)
-                self._ended.difference_update(ids)
-        texts = [prompt if isinstance(prompt, str) else None for prompt in batch]
-        return [self._finish(request_id, text) for request_id, text in zip(numbers, texts, strict=True)]
+                if interrupted.is_set():
+                    return []  # to nobody: the `with` raises
+                texts = [prompt if isinstance(prompt, str) else None for prompt in batch]
+                return [self._finish(request_id, text) for request_id, text in zip(numbers, texts, strict=True)]
+            finally:
+                with self._step_lock:  # whoever took our last results in has handed them out, and knows them as ours
+                    for request_id in ids:  # where they have not been returned
+                        self.engine.abort(request_id)
+                        self.engine.forget(request_id)
+                    self._generating.difference_update(ids)
+                    self._ended.difference_update(ids)
 
     def _queueing_order(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[int]:
         """Indices of a batch in the order in which its requests are to begin.

@@ -252,6 +252,19 @@ def test_ctrl_c_at_any_line_of_a_loop_neither_keeps_the_lock_nor_loses_a_token(t
         assert line > 50
 
 
+def test_ctrl_c_at_any_line_of_generate_leaves_nothing_behind(tiny: str, mark: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    with tiny_llm(tiny, tensor_parallel_size=1) as llm:
+        for line in count():
+            was_interrupted = interrupted_at(line, lambda: llm.generate([[5] * 9], params, use_tqdm=False) and None)
+            assert_unlocked(llm)
+            assert not (llm.engine._completions or llm._generating or llm._ended), f"line {line}"
+            assert llm.step() == []
+            if not was_interrupted:
+                break
+        assert line > 50
+
+
 UNGUARDED = f"""
 import sys
 with open(sys.argv[2], "a") as counter:
