@@ -86,8 +86,8 @@ class LLM:
                 raise ValueError(f"prompts[{index}]: {error}") from None
         numbers = self.engine.reserve_ids(params)
         ids: list[int] = []
-        try:
-            with _interrupt_between_steps() as interrupted:
+        with _interrupt_between_steps() as interrupted:
+            try:
                 with self._step_lock:
                     for index in self._queueing_order(token_ids, params):
                         ids.append(self.engine.add_request(token_ids[index], params[index], numbers[index]))
@@ -95,17 +95,17 @@ class LLM:
                             break
                     self._generating.update(ids)
                 self._run_until_finished(ids, use_tqdm, interrupted)
-        except BaseException:
-            for request_id in ids:
-                self.engine.abort(request_id)
-                self.engine.forget(request_id)
-            raise
-        finally:
-            with self._step_lock:  # whoever took our last results in has handed them out, and knows them as ours
-                self._generating.difference_update(ids)
-                self._ended.difference_update(ids)
-        texts = [prompt if isinstance(prompt, str) else None for prompt in batch]
-        return [self._finish(request_id, text) for request_id, text in zip(numbers, texts, strict=True)]
+                if interrupted.is_set():
+                    return []  # to nobody: the `with` raises
+                texts = [prompt if isinstance(prompt, str) else None for prompt in batch]
+                return [self._finish(request_id, text) for request_id, text in zip(numbers, texts, strict=True)]
+            finally:
+                with self._step_lock:  # whoever took our last results in has handed them out, and knows them as ours
+                    for request_id in ids:  # where they have not been returned
+                        self.engine.abort(request_id)
+                        self.engine.forget(request_id)
+                    self._generating.difference_update(ids)
+                    self._ended.difference_update(ids)
 
     def _queueing_order(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[int]:
         """Indices of a batch in the order in which its requests are to begin.
@@ -228,16 +228,21 @@ class LLM:
         """One turn of the engine: what each request of add_request gained. Finished requests are dropped from the
         engine when they are reported here. An interrupt (Ctrl-C) waits for the end of the turn, and nothing is lost."""
         self._require_open()
-        with _interrupt_between_steps(), self._step_lock:
-            if self.engine.has_unfinished_requests():
-                self._dispatch(self.engine.step())
-        with self._step_lock:
-            outputs, self._foreign_outputs = self._foreign_outputs, []
-            for output in outputs:  # under the lock: in another thread's turn the last of n completions may just end
-                request_id = output.request_id
-                if output.finished and self.engine.knows(request_id) and self.engine.is_finished(request_id):
-                    self.engine.forget(request_id)
-        return outputs
+        outputs: list[StepOutput] = []
+        try:
+            with _interrupt_between_steps(), self._step_lock:
+                if self.engine.has_unfinished_requests():
+                    self._dispatch(self.engine.step())
+                outputs, self._foreign_outputs = self._foreign_outputs, []
+                for output in outputs:  # in the same turn: in another thread's the last of n completions may just end
+                    request_id = output.request_id
+                    if output.finished and self.engine.knows(request_id) and self.engine.is_finished(request_id):
+                        self.engine.forget(request_id)
+            return outputs
+        except KeyboardInterrupt:
+            with _interrupt_between_steps(), self._step_lock:
+                self._foreign_outputs[:0] = outputs  # they reach nobody now: the next call hands them out
+            raise
 
     def abort(self, request_id: int) -> None:
         """Ends a request early; step() reports it as finished with reason "abort". May be called from any thread."""
@@ -247,7 +252,7 @@ class LLM:
         """Whether step() has anything left to do or to report."""
         if self.engine.has_unfinished_requests() or self._foreign_outputs:
             return True
-        with self._step_lock:  # another thread's turn may just be handing over what it took in for us
+        with _interrupt_between_steps(), self._step_lock:  # another thread's turn may just be handing over what is ours
             return bool(self._foreign_outputs) or self.engine.has_unfinished_requests()
 
     def is_finished(self) -> bool:

@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -203,6 +204,20 @@ def test_metrics_and_cached_tokens(llm: LLM) -> None:
     metrics = second.metrics
     assert metrics.arrival_time <= metrics.first_scheduled_time <= metrics.first_token_time <= metrics.finished_time
     assert metrics.time_to_first_token == metrics.first_token_time - metrics.arrival_time >= 0
+
+
+def test_a_request_is_queued_until_its_first_step_begins(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not until it ends: on a CPU a launch computes the whole step."""
+    begun: list[float] = []
+    launch = llm.engine.executor.launch
+
+    def noted_launch(packed: Any) -> None:
+        begun.append(time.perf_counter())
+        launch(packed)
+
+    monkeypatch.setattr(llm.engine.executor, "launch", noted_launch)
+    [output] = generate(llm, "one two three")
+    assert output.metrics.first_scheduled_time <= begun[0]
 
 
 def test_token_ids_alone_without_a_tokenizer(llm: LLM) -> None:

@@ -218,15 +218,14 @@ class LLMEngine:
             plan.sampling = plan_sampling(plan)
             if plan.sampling is not None:
                 packed = append_section(packed, plan.sampling.section)
+        now = time.perf_counter()  # before the launch, which takes the whole step on a CPU
         self.executor.launch(packed)
         self._launched.append(plan)
         self.num_decode_tokens += plan.num_decode_rows
         self.num_prefill_tokens += plan.num_prefill_tokens
-        if plan.new_slots:
-            now = time.perf_counter()
-            for seq in plan.new_slots:
-                if seq.metrics.first_scheduled_time is None:
-                    seq.metrics.first_scheduled_time = now
+        for seq in plan.new_slots:
+            if seq.metrics.first_scheduled_time is None:
+                seq.metrics.first_scheduled_time = now
 
     def _collect(self) -> list[StepOutput]:
         token_ids = self.executor.collect()

@@ -37,6 +37,7 @@ class Scheduler:
         self.waiting_short: deque[Sequence] = deque()
         self.waiting_long: deque[Sequence] = deque()
         self.num_waiting_tokens = 0
+        self._num_added = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
 
     # -- queues -------------------------------------------------------------------------------------------------
@@ -56,6 +57,8 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         assert seq.status is SequenceStatus.WAITING, seq
         assert seq.num_tokens < seq.max_total_tokens <= self.capacity_tokens + 1, seq  # the last token needs no KV
+        seq.turn = self._num_added
+        self._num_added += 1
         self._queue_of(seq).append(seq)
         self.num_waiting_tokens += seq.num_tokens
 
@@ -229,7 +232,7 @@ class Scheduler:
         short, long = self.waiting_short, self.waiting_long
         if not short or not long:
             return short or long or None
-        return long if long_allowed and long[0].request_id < short[0].request_id else short
+        return long if long_allowed and long[0].turn < short[0].turn else short
 
     def _start(self, plan: StepPlan, seq: Sequence, hits: list[int], parent_hash: bytes) -> None:
         self.block_manager.admit(seq, hits, parent_hash)

@@ -54,6 +54,7 @@ class Sequence:
         "stop_reason",
         "stop_token_ids",
         "token_ids",
+        "turn",
     )
 
     def __init__(
@@ -71,7 +72,9 @@ class Sequence:
         sampling: "SamplingRow | None" = None,
     ) -> None:
         self.request_id = request_id
-        """This row's own number, by order of arrival."""
+        """This row's own number; rows of a batch may come in another order."""
+        self.turn = 0
+        """Counts the rows that the scheduler was given: the order of arrival."""
         self.parent_id = request_id if parent_id is None else parent_id
         """The request whose completion `index` this is."""
         self.index = index

@@ -1,7 +1,7 @@
 """Each documented behaviour of the scheduler in a small example; Simulation checks limits and texts throughout."""
 
 import pytest
-from simulation import Simulation, decoding, rows
+from simulation import Simulation, decoding, make_sequence, rows
 
 from nanovllm.engine.sequence import SequenceStatus
 
@@ -150,6 +150,18 @@ def test_a_short_prompt_overtakes_a_long_one_where_enough_long_ones_are_in_progr
     assert rows(simulation.launch()) == [(2, 0, 3), (3, 0, 3), (0, 0, 4)]
     assert simulation.requests[1].seq.status is SequenceStatus.WAITING
     simulation.run_to_end()
+
+
+def test_a_long_prompt_that_was_queued_first_begins_first_whatever_its_number() -> None:
+    """Numbers follow the prompts of a batch, which generate() queues in another order."""
+    scheduler = Simulation(max_num_batched_tokens=16, long_prefill_token_threshold=8, max_num_seqs=1).scheduler
+    for number, length in ((3, 10), (1, 2), (2, 9), (0, 3)):
+        scheduler.add(make_sequence(number, [1] * length, max_tokens=1))
+    begun = []
+    while (plan := scheduler.schedule()) is not None:
+        begun += [seq.request_id for seq in plan.new_slots]
+        scheduler.apply(plan, [0] * plan.num_sample_rows)
+    assert begun == [3, 1, 2, 0]
 
 
 def test_long_prompts_may_be_in_progress_together_where_no_short_one_waits() -> None:

@@ -6,12 +6,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 from process_checks import GREEDY, LONG, MARK, marked_processes, tiny_llm, token_ids, wait_until
+
+from nanovllm import LLM, SamplingParams
+from nanovllm import llm as llm_module
+from nanovllm.engine import turn_lock
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAVE = 5.0  # seconds for workers to leave after their program has
@@ -189,6 +195,74 @@ def test_ctrl_c_in_step_loses_nothing(tiny: str, mark: str) -> None:
                 assert output.request_id == request
                 gained += output.new_token_ids
         assert [gained] == expected
+
+
+def interrupted_at(line: int, work: Callable[[], None]) -> bool:
+    """Does `work` with a Ctrl-C at that line (counted from 0) of those it runs in the user's front and the lock of
+    turns. Whether there are so many."""
+    front, left = {llm_module.__file__, turn_lock.__file__}, line
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename not in front:
+            return None
+        if event == "line":
+            left -= 1
+            if left == -1:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return left < 0
+
+
+def assert_unlocked(llm: LLM) -> None:
+    """The next turn would otherwise wait for ever."""
+    assert not (llm._step_lock._next.locked() or llm._step_lock._lock.locked())
+
+
+def test_ctrl_c_at_any_line_of_a_loop_neither_keeps_the_lock_nor_loses_a_token(tiny: str, mark: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    with tiny_llm(tiny, tensor_parallel_size=1) as llm:
+        expected = llm.generate([[5] * 9], params, use_tqdm=False)[0].token_ids
+        for line in count():
+            gained: list[int] = []
+
+            def loop(gained: list[int] = gained) -> None:
+                while llm.has_unfinished_requests():
+                    for output in llm.step():
+                        gained += output.new_token_ids
+
+            llm.add_request([5] * 9, params)
+            was_interrupted = interrupted_at(line, loop)
+            assert_unlocked(llm)
+            loop()
+            assert gained == expected, f"line {line}"
+            assert not llm.engine._completions
+            if not was_interrupted:
+                break
+        assert line > 50
+
+
+def test_ctrl_c_at_any_line_of_generate_leaves_nothing_behind(tiny: str, mark: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    with tiny_llm(tiny, tensor_parallel_size=1) as llm:
+        for line in count():
+            was_interrupted = interrupted_at(line, lambda: llm.generate([[5] * 9], params, use_tqdm=False) and None)
+            assert_unlocked(llm)
+            assert not (llm.engine._completions or llm._generating or llm._ended), f"line {line}"
+            assert llm.step() == []
+            if not was_interrupted:
+                break
+        assert line > 50
 
 
 UNGUARDED = f"""
