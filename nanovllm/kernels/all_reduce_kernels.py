@@ -147,7 +147,7 @@ def two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
 
     Operands as in one_shot_kernel; `residual_out` is written at this rank's own rows only. Places: scatter + [2, WORLD
     (source), UNITS, HIDDEN], gather + [2, UNITS * WORLD, HIDDEN].
-    The argument at the top holds: whoever has finished a unit holds its row of rank 0, made from all ranks' data.
+    The argument of all_reduce.py holds: whoever has finished a unit holds its row of rank 0, made from all ranks' data.
     """
     pid = tl.program_id(0)
     programs = tl.num_programs(0)

@@ -1,4 +1,4 @@
-"""What multiplies by which weight: decided on rank 0 for all ranks, by numbers of rows, which prompts have many of.
+"""What multiplies by which weight, by the number of rows: decided on rank 0 for all ranks.
 
 Ranks must take the same kernels, or their sums would differ in rounding, and repeated runs are bit-equal only with the
 same choices. By default a rule taken from measurements decides, which costs no start-up time and is always the same;
