@@ -65,7 +65,7 @@ def autotune_small_gemm(
     run = library or library_call(op, gain, torch.zeros(rows, n, dtype=x.dtype, device=x.device))
     best = SmallGemmChoice(op, rows, n, k, None, graph_us([lambda w=w: run(x, w) for w in weights]))
     if candidates is None:
-        candidates = candidate_configs(rows, n, k, op == "norm_linear_silu_mul")
+        candidates = candidate_configs(rows, n, k)
     for config in candidates:
         call = kernel_call(op, x, gain, n, config, pdl)
         us = graph_us([lambda w=w, call=call: call(w) for w in weights])
