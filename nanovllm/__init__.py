@@ -1,4 +1,4 @@
-"""nanovllm: a tensor-parallel LLM serving engine, exact and small enough to read in an afternoon."""
+"""A small, exact, tensor-parallel inference engine for large language models."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

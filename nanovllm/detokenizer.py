@@ -143,8 +143,6 @@ class StreamedText:
         self._overlap = max((len(stop) for stop in stops), default=1) - 1
         """Characters at the end that a stop string may still take back."""
         self._settled: list[str] = []
-        self._num_taken = 0
-        """Leading parts of _settled that take_ready has handed out."""
         self._tail = ""
         self.stopped_by: str | None = None
 
@@ -166,7 +164,9 @@ class StreamedText:
                 self._tail = self._tail[: at + (len(self.stopped_by) if self._include else 0)]
                 return True
         if len(self._tail) > 64 + 2 * self._overlap:
-            self._settle(self._overlap)
+            end = len(self._tail) - self._overlap
+            self._settled.append(self._tail[:end])
+            self._tail = self._tail[end:]
         return False
 
     def finish(self) -> str:
@@ -174,16 +174,3 @@ class StreamedText:
         if self.stopped_by is None:
             self._tail += self._detokenizer.flush()
         return self.text
-
-    def take_ready(self, finished: bool = False) -> str:
-        """Text not handed out yet that no stop string can take back; all that is left where `finished`."""
-        self._settle(0 if finished else self._overlap)
-        ready = "".join(self._settled[self._num_taken :])
-        self._num_taken = len(self._settled)
-        return ready
-
-    def _settle(self, num_kept: int) -> None:
-        end = len(self._tail) - num_kept
-        if end > 0:
-            self._settled.append(self._tail[:end])
-            self._tail = self._tail[end:]

@@ -219,7 +219,8 @@ class CompletionOutput(_ByName):
 
 @dataclass
 class RequestOutput(_ByName):
-    """A finished request. The first completion's fields are also reachable as out.text or out["text"]."""
+    """A finished request. The first completion's text, token_ids and finish_reason are reachable here too. Every field
+    is also to be had as out["text"]."""
 
     _NAMES = (
         *("request_id", "prompt", "prompt_token_ids", "outputs", "num_cached_tokens", "metrics", "finished"),

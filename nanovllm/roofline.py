@@ -122,7 +122,8 @@ class Roofline:
         """Least seconds for requests that are all there from the start, first come first served.
 
         Walks the schedule: in each step every running request gains a token and the budget that is left goes to
-        prompts, in order. Only counts are kept, so a step costs the same at any batch size.
+        prompts, in order; beginning with the longest would lift the limits of README.md by 0.04 to 0.28 %. Only counts
+        are kept, so a step costs the same at any batch size.
         """
         waiting = deque(zip(prompt_lens, output_lens, strict=True))
         leaving: defaultdict[int, list[int]] = defaultdict(list)  # last step of requests -> their contexts in it

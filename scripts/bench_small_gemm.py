@@ -54,7 +54,7 @@ Job = tuple[str, int, int, int, GemmConfig]  # part, n, k, rows, config
 
 def sweep_configs(part: str, n: int, k: int, rows: int) -> list[GemmConfig]:
     """A wide choice of configurations for one shape, the tuner's own candidates first."""
-    configs = list(sg.candidate_configs(rows, n, k, part == "gate_up"))
+    configs = list(sg.candidate_configs(rows, n, k))
     fma: list[tuple[int, int, int, int]] = []
     if rows == 1:
         fma = [(4, 1024, 2, 4), (8, 1024, 1, 4), (8, 1024, 2, 4), (16, 1024, 2, 4), (16, 1024, 1, 8), (8, 512, 4, 4)]
@@ -152,8 +152,7 @@ def table_rows(model: str, part: str, weights: Sequence[Tensor], rows: int, swee
     entry = {"model": model, "part": part, "rows": rows, "floor": n * k * 2 / READ_BYTES_PER_US}
     entry["gemm"] = time_of(lambda w: F.linear(x, w))
     entry["lib"] = time_of(lambda w: library(x, w))
-    paired = part == "gate_up"
-    configs = sweep_configs(part, n, k, rows) if sweep else sg.candidate_configs(rows, n, k, paired)
+    configs = sweep_configs(part, n, k, rows) if sweep else sg.candidate_configs(rows, n, k)
     timed = sorted(((time_of(kernel_call(op, x, gain, n, c, True)), c) for c in configs), key=lambda pair: pair[0])
     entry["ours"], best = timed[0]
     entry["no_pdl"] = time_of(kernel_call(op, x, gain, n, best, False)) if rows == 1 else None
@@ -236,7 +235,7 @@ def chain_row(model: str, rows: int, best: Mapping[tuple[str, str, int], GemmCon
     start = {part: best[model, part, rows] for part in LAYER_PARTS}
     options: dict[str, list[GemmConfig | None]] = {}
     for part in LAYER_PARTS:
-        options[part] = [*sg.candidate_configs(rows, *MODELS[model][part], part == "gate_up"), None]
+        options[part] = [*sg.candidate_configs(rows, *MODELS[model][part]), None]
     chosen = autotune_chain(chain.run, options, start)
     entry: dict = {"model": model, "rows": rows, "floor": chain.bytes / READ_BYTES_PER_US, "chosen": chosen}
     entry["alone"], _ = chain.time(lambda: chain.run(start))
@@ -289,7 +288,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=4, help="configurations shown in a line")
     parser.add_argument("--json", type=Path, help="write every figure here")
     args = parser.parse_args()
-    pick = sweep_configs if args.sweep else lambda part, n, k, rows: sg.candidate_configs(rows, n, k, part == "gate_up")
+    pick = sweep_configs if args.sweep else lambda part, n, k, rows: sg.candidate_configs(rows, n, k)
     shapes = [(model, part, *shape) for model in args.models for part, shape in MODELS[model].items()]
     jobs = {  # by what tells two binaries apart
         (OPS[p], k, c, min(r for r in (1, 2, 4, 8, 16) if r >= rows) if c.kernel == "fma" else 16): (p, n, k, rows, c)

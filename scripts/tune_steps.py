@@ -79,8 +79,7 @@ class Tuner:
         self.executor = llm.engine.executor
         self.runner = self.executor.runner
         self.layers = tuning.projections(self.runner.model)
-        self.alone = llm.config.tensor_parallel_size == 1
-        self.rule = tuning.measured(self.runner.model, self.alone, MAX_NUM_SEQS)
+        self.rule = tuning.measured(self.runner.model, llm.config.tensor_parallel_size == 1, MAX_NUM_SEQS)
 
     def step_us(self, rows: int) -> Timer:
         """The slowest rank's."""
@@ -91,7 +90,7 @@ class Tuner:
         n, k = self.layers[part][0].weight.shape
         found: list[Config | None] = [None]
         if rows <= MAX_ROWS:
-            found += candidate_configs(rows, n, k, self.alone and part == "gate_up")
+            found += candidate_configs(rows, n, k)
         if part != "head":
             own = mid_gemm_rule.GATED_VARIANTS if part == "gate_up" else mid_gemm_rule.VARIANTS
             found += own
@@ -119,7 +118,7 @@ class Tuner:
         for rank in (0, 1) if rows <= MAX_ROWS else ():
             configs = {}
             for name, layers in self.layers.items():
-                found = candidate_configs(rows, *layers[0].weight.shape, self.alone and name == "gate_up")
+                found = candidate_configs(rows, *layers[0].weight.shape)
                 configs[name] = {rows: found[min(rank, len(found) - 1)]}
             yield configs
 

@@ -169,10 +169,6 @@ class LLMEngine:
         if seqs is not None:
             self._inbox.append(("abort", seqs))
 
-    def sequence(self, request_id: int) -> Sequence:
-        """Tokens and lengths of a request's first completion, until `forget` is called."""
-        return self._completions[request_id][0]
-
     def knows(self, request_id: int) -> bool:
         return request_id in self._completions
 

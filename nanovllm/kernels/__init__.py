@@ -1,4 +1,5 @@
-"""Triton kernels, each beside a plain PyTorch twin of the same signature that states what it computes."""
+"""Triton kernels, each beside a plain PyTorch twin that states what it computes; those in `Kernels` and their twins
+have one signature."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields

@@ -245,7 +245,7 @@ class PeerAllReduce:
         fixed |= pdl_options(partial.device, dependent or rows <= PDL_ROWS)
         if path == "one_shot" and rows <= layout.one_shot_rows:
             one_shot_kernel[(min(rows, MAX_PROGRAMS),)](
-                *tensors, memory.parity[0], *scalars, 0, CAPACITY=layout.one_shot_rows, PUSHED=pushed, **fixed
+                *tensors, memory.parity[0], *scalars, CAPACITY=layout.one_shot_rows, PUSHED=pushed, **fixed
             )
         elif path == "two_shot" and rows <= layout.two_shot_rows:
             self._two_shot(tensors, scalars, fixed)

@@ -98,7 +98,7 @@ def _float_or_zeros(pointers, mask, WANTED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "rank", "max_spins"])
 def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_state, abort, rows, rank, eps,
-                    max_spins, region, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
+                    max_spins, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
                     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, PARTS: tl.constexpr,
                     INT: tl.constexpr, SENTINEL: tl.constexpr, PDL: tl.constexpr,
                     PUSHED: tl.constexpr):  # fmt: skip
@@ -106,15 +106,15 @@ def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
 
     partial INT [rows, HIDDEN] (the bits of the model's dtype), or float32 [PARTS, rows, HIDDEN], which are added up and
     rounded before they are sent. PUSHED: products have sent them already (push.py), and partial is not read. residual,
-    residual_out, out [rows, HIDDEN]; weight [HIDDEN]; places: region + [2, WORLD (source), CAPACITY, HIDDEN]. Program p
-    takes rows p, p + programs, ...
+    residual_out, out [rows, HIDDEN]; weight [HIDDEN]; places: [2, WORLD (source), CAPACITY, HIDDEN], where the block
+    begins. Program p takes rows p, p + programs, ...
     """
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     cols = tl.arange(0, BLOCK)
     mask = cols < HIDDEN
     parity = _begin(parity_state, PDL)
-    half = region + parity.to(tl.int64) * (WORLD * CAPACITY * HIDDEN)
+    half = parity.to(tl.int64) * (WORLD * CAPACITY * HIDDEN)
     if not PUSHED:
         row = pid
         while row < rows:
@@ -147,7 +147,7 @@ def two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
 
     Operands as in one_shot_kernel; `residual_out` is written at this rank's own rows only. Places: scatter + [2, WORLD
     (source), UNITS, HIDDEN], gather + [2, UNITS * WORLD, HIDDEN].
-    The argument at the top holds: whoever has finished a unit holds its row of rank 0, made from all ranks' data.
+    The argument of all_reduce.py holds: whoever has finished a unit holds its row of rank 0, made from all ranks' data.
     """
     pid = tl.program_id(0)
     programs = tl.num_programs(0)

@@ -219,7 +219,11 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, OUT, TABLE, WORK, NUM_WOR
 
 def decode_attention_reference(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, row_slot: torch.Tensor,
                                context_lens: torch.Tensor, block_table: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attention of q [R, Hq, D] over each row's first context_lens[r] keys, in float32 (float64 for float64 input)."""
+    """Attention of q [R, Hq, D] over each row's first context_lens[r] keys, in float32 (float64 for float64 input).
+
+    k_cache, v_cache [blocks, Hkv, block_size, D]; row_slot, context_lens int32 [R], with slot -1 or no keys the row
+    comes out as zeros; block_table int32 [slots, max_blocks]. Returns [R, Hq, D].
+    """
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
     num_kv_heads, block_size = k_cache.shape[1:3]

@@ -9,7 +9,7 @@ would differ. Others go to cuBLAS as it is.
 
 from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
 
-FEWEST_ROWS, MOST_ROWS = 17, 256
+FEWEST_ROWS = 17
 
 # The compiled variants. Sizes and the number of splits are not compiled in.
 _A = MidConfig(64, 32, 256, 4)

@@ -13,9 +13,10 @@ from nanovllm.kernels.triton_import import tl, triton
 
 PDL_ROWS = 128
 PDL_ROWS_SMALL = 256
-"""Up to so many rows, or so many where the hidden size is at most 2048, the products around are our own and let this
-kernel start early (mid_gemm_rule.py). After one of cuBLAS, which does not, a dependent launch is 0.5 us slower than an
-ordinary one."""
+"""Up to so many rows, or so many where the hidden size is at most 2048, this kernel is launched dependently. A
+compromise over 8B and 0.6B: it starts early behind a product of our own, but behind one of cuBLAS, which lets nothing
+start early, a dependent launch is 0.5 us slower than an ordinary one, and which of the two comes before depends on
+projection and rows (mid_gemm_rule.py). On 0.6B nearly all are our own."""
 
 
 @triton.jit

@@ -126,6 +126,7 @@ def edit_logits_reference(
     vocab_size: int,
 ) -> torch.Tensor:
     """The general rows' logits, float32 [G, vocab_size], from logits [any, >= vocab_size] at rows int32 [G].
+    slots int32 [G], records int32 [G, RECORD_WORDS]: where they live, and their rules.
 
     In this order: `add` of each edit (int32 [E, 3]: general row, id, float32 bits; each (row, id) once); where the
     record says so, what counts int32 [S, vocab_size] of the row's slot calls for (positive logits of ids that prompt

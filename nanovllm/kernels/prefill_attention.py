@@ -159,7 +159,11 @@ def prefill_attention_reference(q: torch.Tensor, k_cache: torch.Tensor, v_cache:
                                 cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor, block_table: torch.Tensor,
                                 scale: float) -> torch.Tensor:
     """Causal attention of q [T, Hq, D], in float32 (float64 for float64 input). A row's last query sees context_lens[r]
-    keys, the one before it one less. Tokens of no row come out as zeros."""
+    keys, the one before it one less. Tokens of no row come out as zeros.
+
+    k_cache, v_cache [blocks, Hkv, block_size, D]; row_slot int32 [R], -1 for padding; cu_seqlens_q int32 [R + 1], where
+    each row's tokens start; context_lens int32 [R]; block_table int32 [slots, max_blocks]. Returns [T, Hq, D].
+    """
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
     starts, group, block_size = cu_seqlens_q.tolist(), q.shape[1] // k_cache.shape[1], k_cache.shape[2]
@@ -189,9 +193,9 @@ class PrefillAttention:
         self.use_tma = self.config.use_tma and supports_tma(device) and block_size % self.config.block_n == 0
 
     def plan(self, cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """The list of tiles, int32 [cdiv(num_tokens, BLOCK_M) + rows, 2], of rows cu_seqlens_q [rows + 1] (which may
-        start at any token; a padded step may have more of them than max_num_seqs). num_tokens: any bound on their
-        tokens."""
+        """The list of tiles, int32 [cdiv(num_tokens, BLOCK_M) + rows, 2], of rows cu_seqlens_q int32 [rows + 1] (which
+        may start at any token; a padded step may have more of them than max_num_seqs) with context_lens int32 [rows].
+        num_tokens: any bound on their tokens."""
         num_rows = context_lens.shape[0]
         num_tiles = triton.cdiv(num_tokens, self.config.block_m) + num_rows
         tiles = torch.empty(num_tiles, 2, dtype=torch.int32, device=cu_seqlens_q.device)

@@ -262,7 +262,8 @@ def qk_norm_rope_store_reference(
 def store_kv_reference(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """Writes k, v [T, Hkv, D] to the cache slots [T] (int32; -1: nowhere) of k_cache, v_cache."""
+    """Writes k, v [T, Hkv, D] to the slots slot_mapping int32 [T] (block * block_size + offset; -1: nowhere) of
+    k_cache, v_cache [blocks, Hkv, block_size, D]."""
     block_size = k_cache.shape[2]
     tokens = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping[tokens].long()

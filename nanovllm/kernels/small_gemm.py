@@ -115,8 +115,8 @@ def _rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
-def candidate_configs(rows: int, n: int, k: int, paired: bool = False) -> list[GemmConfig]:
-    """At most four configurations worth timing for `rows` rows and a weight [n, k] (paired: gate and up, interleaved).
+def candidate_configs(rows: int, n: int, k: int) -> list[GemmConfig]:
+    """At most four configurations worth timing for `rows` rows and a weight [n, k].
 
     From a sweep over the shapes of Qwen3 0.6B, 8B and 32B (four ways) on an H200 (scripts/bench_small_gemm.py --sweep).
     """
@@ -174,7 +174,7 @@ def _launch(
     """Returns what was stored to; with `places`, which then were, nothing that counts."""
     rows, k = x.shape
     n = weight.shape[0]
-    config = config or candidate_configs(rows, n, k, paired)[0]
+    config = config or candidate_configs(rows, n, k)[0]
     _check(x, weight, out, n_out, paired, config)
     if out is None:
         out = x if places is not None else x.new_empty(rows, n_out)

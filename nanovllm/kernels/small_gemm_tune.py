@@ -1,9 +1,10 @@
-"""Choosing, at capture time, what multiplies by a weight matrix for a few rows: cuBLAS or one of our kernels.
+"""Timing what multiplies by a weight matrix for a few rows: cuBLAS or one of our kernels.
 
 Everything is timed the way it will run, inside a CUDA graph, and over the weights of many layers in turn, because one
 layer's weights would stay in the L2 cache and flatter every contender. `autotune_small_gemm` times one op as a chain of
-itself, which is quick; `autotune_chain` then corrects the choices where they run: kernels that overlap their neighbours
-also get in their way, and a pair of good kernels can be a bad chain.
+itself, which is quick: an engine does so where its `kernel_choices` names a file that is not there (worker/tuning.py).
+But kernels that overlap their neighbours also get in their way, and a pair of good kernels can be a bad chain:
+`autotune_chain` times choices among their like (scripts/bench_small_gemm.py), scripts/tune_steps.py inside whole steps.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,9 +32,9 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class SmallGemmChoice:
-    """What to run for `op` at `rows` rows of a weight [n, k]: our kernel with `config`, or with None cuBLAS.
+    """What to run for `op` at `rows` rows of a weight [n, k]: our kernel with `config`, or with None cuBLAS. Picklable.
 
-    Picklable: the rank that measured sends it to the others, and it can be written down to pin a choice. us: its time.
+    us: its time.
     """
 
     op: str
@@ -64,7 +65,7 @@ def autotune_small_gemm(
     run = library or library_call(op, gain, torch.zeros(rows, n, dtype=x.dtype, device=x.device))
     best = SmallGemmChoice(op, rows, n, k, None, graph_us([lambda w=w: run(x, w) for w in weights]))
     if candidates is None:
-        candidates = candidate_configs(rows, n, k, op == "norm_linear_silu_mul")
+        candidates = candidate_configs(rows, n, k)
     for config in candidates:
         call = kernel_call(op, x, gain, n, config, pdl)
         us = graph_us([lambda w=w, call=call: call(w) for w in weights])

@@ -124,8 +124,8 @@ def split_two_shot_kernel(partial, residual, residual_out, weight, out, peers, p
                           UNITS: tl.constexpr, HIDDEN: tl.constexpr, SPLIT: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
                           BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, PARTS: tl.constexpr, INT: tl.constexpr,
                           SENTINEL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Row unit * WORLD + r is summed by rank r and sent to everyone (r too). Item unit * SPLIT + s is columns s * WIDTH
-    ... of a unit's rows; program p takes items p, p + programs, ...
+    """Row unit * WORLD + r is summed by rank r and sent to everyone (r too). Item unit * SPLIT + s is part s of a
+    unit's rows, the columns from s * (HIDDEN // SPLIT) on; program p takes items p, p + programs, ...
 
     Operands as in one_shot_kernel; `residual_out` is written at this rank's own rows only. Places: scatter + [2, WORLD
     (source), UNITS, HIDDEN], gather + [2, UNITS * WORLD, HIDDEN]; squares (an offset in int32) + [2, UNITS * WORLD,

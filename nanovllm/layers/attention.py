@@ -55,6 +55,7 @@ class Attention(WeightedModule):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        """cos_sin: see cos_sin_table; one table for all layers."""
         super().__init__()
         self.heads = heads
         self.head_dim = head_dim

@@ -1,9 +1,10 @@
 """Projections by what is fastest for their number of rows (ParallelLinear.few_rows and many_rows).
 
 A step of up to 16 rows reads each weight once and does next to nothing with it: what counts is the number of kernels
-and how early each starts reading. The first three functions are one kernel each where their layer has a configuration
-for that number of rows, and the separate kernels they stand for where the library was faster. The others are for more
-rows, where norm and residual are kernels of their own.
+and how early each starts reading. The first three functions are one kernel each where their layer has a GemmConfig for
+that number of rows, and the separate kernels they stand for where the library was faster; a configuration of any other
+kind is ignored in such a step. The other functions are for steps where norm and residual are kernels of their own: more
+rows, or several ranks.
 """
 
 from functools import lru_cache

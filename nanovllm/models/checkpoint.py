@@ -119,7 +119,7 @@ def load_checkpoint(
 ) -> None:
     """Copies every weight from its source; reads overlap, since copying releases the interpreter. `tick`: called after
     each, from several threads."""
-    stage = _pinned_stage(device) if device.type == "cuda" else lambda tensor: tensor
+    stage = _pinned if device.type == "cuda" else lambda tensor: tensor
 
     @torch.inference_mode()  # the caller's does not reach the pool's threads
     def load(weight: CheckpointWeight) -> None:
@@ -150,18 +150,14 @@ class _Staged:
         return self.stage(self.source.narrow(dim, start, length))
 
 
-def _pinned_stage(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     """Copies a range of a mapped file to pinned memory, from where the copy to the device is fast and asynchronous.
 
     Torch's pinned allocator keeps such a block until the copies that were launched from it have ended.
     """
-
-    def stage(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type != "cpu":
-            return tensor
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
-
-    return stage
+    if tensor.device.type != "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,8 @@ class Qwen3DecoderLayer(WeightedModule):
         return first, norm.start(block(x, 1), residual, 1)
 
     def forward_few_rows(self, residual: torch.Tensor, step: ForwardStep) -> torch.Tensor:
-        """The same layer for a handful of rows on one rank, in half as many kernels; updates and returns `residual`."""
+        """The same layer for a handful of rows on one rank, with norm, activation and residual inside the products that
+        our kernels make; updates and returns `residual`."""
         attention, mlp = self.self_attn, self.mlp
         qkv = norm_linear(residual, self.input_layernorm, attention.qkv_proj)
         linear_residual(attention.attend(qkv, step), attention.o_proj, residual)

@@ -1,4 +1,4 @@
-"""What multiplies by which weight: decided on rank 0 for all ranks, by numbers of rows, which prompts have many of.
+"""What multiplies by which weight, by the number of rows: decided on rank 0 for all ranks.
 
 Ranks must take the same kernels, or their sums would differ in rounding, and repeated runs are bit-equal only with the
 same choices. By default a rule taken from measurements decides, which costs no start-up time and is always the same;
@@ -107,7 +107,7 @@ def _few_rows(name: str, weight: torch.Tensor, fused: bool, max_rows: int) -> di
     paired = operations(fused)[name] == "norm_linear_silu_mul"
     is_small = weight.numel() * weight.element_size() <= _SMALL_WEIGHT_BYTES
     most = 1 if not is_small else 4 if paired else FEW_ROWS[-1]
-    return {rows: candidate_configs(rows, n, k, paired)[0] for rows in steps if rows <= most}
+    return {rows: candidate_configs(rows, n, k)[0] for rows in steps if rows <= most}
 
 
 def _more_rows(model: Qwen3ForCausalLM, max_rows: int) -> Choices:
@@ -193,7 +193,7 @@ def timed(model: Qwen3ForCausalLM, kernels: Kernels, fused: bool, max_rows: int)
         n, k = weights[0].shape
         ruled = {1: small_gemm_rule.one_row(name, k, fused)} | _few_rows(name, weights[0], fused, max_rows)
         for rows in (rows for rows in FEW_ROWS if rows <= max_rows):
-            candidates = candidate_configs(rows, n, k, operation == "norm_linear_silu_mul")[:_CANDIDATES]
+            candidates = candidate_configs(rows, n, k)[:_CANDIDATES]
             if isinstance(by_rule := ruled.get(rows), GemmConfig):
                 candidates = list(dict.fromkeys([*candidates, by_rule]))
             library = _library(operation, kernels, weights[0], rows)

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field, fields
 import pytest
 import torch
 
+from nanovllm.engine import step_plan
+from nanovllm.kernels import step_input
 from nanovllm.kernels.step_input import (
     HEADER_SIZE,
     DeviceState,
@@ -193,7 +195,4 @@ def test_twin_says_what_the_host_meant(case: int) -> None:
 
 
 def test_host_and_device_agree_on_the_layout() -> None:
-    step_plan = pytest.importorskip("nanovllm.engine.step_plan")
-    from nanovllm.kernels import step_input
-
     assert (step_plan.HEADER_SIZE, step_plan.RECORD_SIZE) == (step_input.HEADER_SIZE, step_input.RECORD_SIZE)
