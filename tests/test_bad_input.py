@@ -47,6 +47,18 @@ BAD_PROMPTS = {
 }
 
 
+def test_a_request_that_may_draw_nothing(llm: LLM) -> None:
+    eos = llm.engine.model_config.eos_token_ids[0]
+    forms = [tokens[0] for tokens in llm.engine.request_sampling._words("a")]  # at the start, and after a blank
+    left = {"allowed_token_ids": [eos, 7], "min_tokens": 2}
+    for options in ({"allowed_token_ids": [eos], "min_tokens": 1}, {"allowed_token_ids": forms, "bad_words": ["a"]}):
+        with pytest.raises(ValueError, match=r"prompts\[0\].*allowed_token_ids=.*must hold a token"):
+            llm.generate([[5, 6]], SamplingParams(max_tokens=3, **options), use_tqdm=False)
+    for options in (left, {"allowed_token_ids": [eos], "min_tokens": 1, "ignore_eos": True}):
+        [output] = llm.generate([[5, 6]], SamplingParams(max_tokens=3, **options), use_tqdm=False)
+        assert set(output.token_ids) <= set(options["allowed_token_ids"])
+
+
 @pytest.mark.parametrize("name", BAD_PROMPTS)
 def test_a_bad_prompt_stops_the_call_and_nothing_else(name: str, llm: LLM) -> None:
     prompt, pattern = BAD_PROMPTS[name]

@@ -45,6 +45,19 @@ class RequestSampling:
         for text in params.bad_words:
             if not self._words(text):
                 raise ValueError(f"SamplingParams.bad_words={text!r}: must have tokens")
+        self._check_something_is_left(params)
+
+    def _check_something_is_left(self, params: SamplingParams) -> None:
+        """At the start of the output; later a bad word of several tokens may still take the last one away."""
+        if params.allowed_token_ids is None:
+            return
+        forbidden = {word[0] for text in params.bad_words for word in self._words(text) if len(word) == 1}
+        if params.min_tokens:
+            forbidden |= {*params.stop_token_ids, *(() if params.ignore_eos else self._model.eos_token_ids)}
+        if forbidden.issuperset(params.allowed_token_ids):
+            allowed = list(params.allowed_token_ids)
+            bound = "must hold a token that bad_words and min_tokens leave"
+            raise ValueError(f"SamplingParams.allowed_token_ids={allowed}: {bound} (min_tokens={params.min_tokens})")
 
     def row(
         self, params: SamplingParams, stop_ids: frozenset[int], num_prompt_tokens: int, index: int
