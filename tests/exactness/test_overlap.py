@@ -80,7 +80,7 @@ def watch_cuts(monkeypatch: pytest.MonkeyPatch) -> list[Cut]:
 
 @pytest.mark.parametrize(
     ("ranks", "budget", "min_rows", "multiple"),
-    [(2, 1024, 2, 1), (2, 50, 12, 5), (4, 37, 7, 3), (3, 64, 3, 2)],
+    [(2, 1024, 2, 1), (2, 50, 12, 5), (4, 37, 7, 3), (3, 60, 3, 2)],
     ids=["everything", "chunks", "four ranks, chunks", "three ranks"],
 )
 def test_the_cut_changes_no_token(
