@@ -31,7 +31,7 @@ from bench_mid_gemm import PARTS, TILES, Config, activated, product
 from bench_tp_chain import NAMES, Chain, OutOfTime, Plan
 
 from nanovllm.config import PUBLISHED_SHAPES, ModelConfig
-from nanovllm.kernels import cublas_lt_rule
+from nanovllm.kernels import cublas_lt_rule, few_rows_rule
 from nanovllm.kernels.all_reduce import PeerAllReduce
 from nanovllm.kernels.mid_gemm import MidConfig
 from nanovllm.kernels.small_gemm import GemmConfig, candidate_configs
@@ -61,6 +61,8 @@ def chosen(part: str, rows: int, n: int, k: int) -> Any:
         return algorithm or bench_mid_gemm.chosen(part, rows, n, k)
     if rows == 1:
         return one_row(part, k, fused=False)
+    if few_rows_rule.knows(part, n, k):
+        return few_rows_rule.choice(part, rows, n, k, tma=True)
     return candidate_configs(rows, n, k)[0] if n * k * 2 <= SMALL_WEIGHT_BYTES else None
 
 
