@@ -30,11 +30,20 @@ class Lookahead:
 
     def __init__(self, block_manager: BlockManager) -> None:
         self._block_manager = block_manager
+        self.most_blocks = 0
+        """What all that run would hold if each came to its longest and none ended before."""
         self._past: deque[int] = deque(maxlen=_REMEMBERED_OUTPUTS)
         self._lengths: list[int] = []
         """Those of _past, ascending; brought up to date by `future`."""
         self._sums: list[int] = []
         """Of the longest, by how many of them."""
+
+    def most_blocks_of(self, seq: Sequence) -> int:
+        return self._block_manager.num_blocks_for(seq.max_total_tokens - 1)  # the last token's KV is never needed
+
+    def surely_fits(self, seq: Sequence) -> bool:
+        """Without a look at any row: where memory is no concern, none is taken."""
+        return self.most_blocks + self.most_blocks_of(seq) <= self._block_manager.num_blocks
 
     def note_end(self, seq: Sequence) -> None:
         """An output has ended by itself."""
@@ -43,7 +52,7 @@ class Lookahead:
     def num_tokens_to_come(self, seq: Sequence) -> int:
         """Tokens whose KV `seq` will still add: all that it may, where nothing but its length ends it. Else as many as
         past outputs brought that were longer, on average, and half a block at least: the first to end are short."""
-        most = max(0, seq.max_total_tokens - 1 - seq.num_total_tokens)  # the last token's KV is never needed
+        most = max(0, seq.max_total_tokens - 1 - seq.num_total_tokens)
         if not seq.stop_token_ids and not (seq.sampling is not None and seq.sampling.watches):
             return most
         gained = seq.num_total_tokens - seq.num_prompt_tokens
@@ -73,16 +82,16 @@ class Future:
         self._num_blocks, self._block_size = num_blocks, block_size
         self._held: list[int] = []
         self._to_come: list[int] = []
-        self._most_blocks = 0
+        self._last_blocks = 0
 
     def add(self, held: int, to_come: int) -> None:
         self._held.append(held)
         self._to_come.append(to_come)
-        self._most_blocks += -(-(held + to_come) // self._block_size)
+        self._last_blocks += -(-(held + to_come) // self._block_size)
 
     def fits(self, held: int, to_come: int) -> bool:
         """Whether one more row does, until all have ended."""
-        if self._most_blocks - (-(held + to_come) // self._block_size) <= self._num_blocks:
+        if self._last_blocks - (-(held + to_come) // self._block_size) <= self._num_blocks:
             return True  # even if none ended before the others
         return self.peak_blocks(held, to_come) <= self._num_blocks
 

@@ -201,7 +201,7 @@ class Scheduler:
             count = self._chunk(remaining, budget, short_waits=bool(self.waiting_short))
             if not self.block_manager.can_admit(seq, hits):
                 break
-            if self.config.admission_lookahead and self.running:
+            if self.config.admission_lookahead and self.running and not self.lookahead.surely_fits(seq):
                 future = future or self.lookahead.future(self.running)
                 held = seq.num_tokens - self.block_manager.num_in_use(hits) * self.block_manager.block_size
                 if not future.fits(held, to_come := self.lookahead.num_tokens_to_come(seq)):
@@ -243,6 +243,7 @@ class Scheduler:
         if seq.num_prompt_cached_tokens is None:
             seq.num_prompt_cached_tokens = seq.num_cached_tokens
         self.running.append(seq)
+        self.lookahead.most_blocks += self.lookahead.most_blocks_of(seq)
         plan.new_slots.append(seq)
         for index, block_id in enumerate(seq.block_table):
             plan.block_updates += (seq.slot, index, block_id)
@@ -312,6 +313,7 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         # Safe while a launched step still writes there: whoever gets the slot or a block runs in a later step.
         self.block_manager.release(seq)
+        self.lookahead.most_blocks -= self.lookahead.most_blocks_of(seq)
         self._free_slots.append(seq.slot)
         seq.slot = -1
         seq.last_token_on_device = False
@@ -326,5 +328,6 @@ class Scheduler:
         slots = sorted([seq.slot for seq in self.running] + self._free_slots)
         assert slots == list(range(self.config.max_num_seqs)), slots
         assert self.num_waiting_tokens == sum(seq.num_tokens for seq in waiting)
+        assert self.lookahead.most_blocks == sum(map(self.lookahead.most_blocks_of, self.running))
         assert len({seq.request_id for seq in [*self.running, *waiting]}) == len(self.running) + len(waiting)
         self.block_manager.check_integrity(self.running)
