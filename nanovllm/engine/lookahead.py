@@ -3,7 +3,7 @@
 A row that is admitted because its tokens fit now may lose its blocks when all have grown, and what was computed for it
 is lost. So the rows are followed into the future: until the k-th longest of them ends, k rows gain as many tokens as it
 has to come, and then its blocks are free. What the worst of these moments needs must fit. After the Past-Future
-scheduler (Gong et al., arXiv 2507.10150, section 3); rows whose end is not known are taken to become as long as past
+scheduler (Gong et al., arXiv 2507.10150); rows whose end is not known are taken to become as long as past
 outputs that were longer than they are now.
 
     rows A, B and C hold a, b and c tokens, with 2, 4 and 6 to come:     until A ends   a + b + c + 3 * 2
