@@ -1,8 +1,8 @@
 """What multiplies 2 to 16 rows, the steps of a handful of requests: read off whole steps on an H200.
 
 Qwen3 0.6B and 8B on one device and 8B over two, at 2, 4, 8 and 16 rows (scripts/tune_steps.py); each projection in turn
-took every contender, in steps with attention, norms and sums, and kept what made the step shortest. A step so chosen takes 5 to 13 % less than with the rule for other
-shapes on 0.6B, 2 to 6 % on 8B, 8 to 11 % on 8B over two.
+took every contender, in steps with attention, norms and sums, and kept what made the step shortest. A step so chosen
+takes 5 to 13 % less than with the rule for other shapes on 0.6B, 2 to 6 % on 8B, 8 to 11 % on 8B over two.
 """
 
 from nanovllm.kernels.mid_gemm import MidConfig
