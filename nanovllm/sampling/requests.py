@@ -48,7 +48,8 @@ class RequestSampling:
         self._check_something_is_left(params)
 
     def _check_something_is_left(self, params: SamplingParams) -> None:
-        """At the start of the output; later a bad word of several tokens may still take the last one away."""
+        """At the start of the output; a bad word of several tokens may take the last one away later, which ends the
+        text (SamplingRow.accept)."""
         if params.allowed_token_ids is None:
             return
         forbidden = {word[0] for text in params.bad_words for word in self._words(text) if len(word) == 1}

@@ -56,7 +56,7 @@ class SamplingRow:
         self.has_edits = bool(self._edits or self._stop_ids or self._bad_words)
         self.filters = params.filters
         self.num_logprobs = -1 if params.logprobs is None else params.logprobs
-        self.watches = text is not None or matcher is not None
+        self.watches = text is not None or matcher is not None or bool(self._bad_words)
         """Whether tokens that end nothing by themselves must be shown to `accept`."""
         self.needs_last_token = matcher is not None or bool(self._bad_words)
         """What may be drawn depends on the tokens before: the row waits until the host knows them."""
@@ -134,8 +134,11 @@ class SamplingRow:
         return np.stack([np.full(ids.size, slot, np.int32), ids, found], axis=1)
 
     def accept(self, seq: "Row", token_id: int) -> str | None:
-        """A token that ends nothing by itself has arrived; "stop" or "abort" where the text or the grammar ends
-        here."""
+        """A token that ends nothing by itself has arrived; "stop" or "abort" where the text or the grammar ends here,
+        or where bad words had left nothing to draw."""
+        if self._bad_words and self._was_forbidden(seq, token_id):
+            seq.stop_reason = "bad_words: they left no token to draw"
+            return "abort"
         if self.matcher is not None:
             self.matcher.accept(token_id)
             if self.matcher.error is not None:
@@ -149,6 +152,14 @@ class SamplingRow:
         if self.matcher is not None and self.matcher.is_complete:
             return "stop"
         return None
+
+    def _was_forbidden(self, seq: "Row", token_id: int) -> bool:
+        """Whether the last token of `seq` is one that is drawn only where every token is forbidden."""
+        allowed = self.params.allowed_token_ids
+        if allowed is not None and token_id not in allowed:
+            return True
+        gained = seq.num_tokens - seq.num_prompt_tokens
+        return any(gained >= len(word) and tuple(seq.token_ids[-len(word) :]) == word for word in self._bad_words)
 
 
 def _edit_words(edits: dict[int, float]) -> np.ndarray:

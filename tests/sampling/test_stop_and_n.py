@@ -77,6 +77,19 @@ def test_min_tokens(llm: LLM, plain: RequestOutput) -> None:
     assert one(llm, min_tokens=60).token_ids == plain.token_ids, "what is suppressed would not have been drawn anyway"
 
 
+@pytest.mark.parametrize("allowed", [[89], [0, 89]], ids=["the word's token alone", "another too"])
+def test_bad_words_that_leave_nothing_end_the_text(llm: LLM, allowed: list[int]) -> None:
+    assert (89, 89) in llm.engine.request_sampling._words("zz")
+    options = {"logit_bias": {89: 50.0}, "ignore_eos": True, "max_tokens": 6}
+    output = one(llm, bad_words=["zz"], allowed_token_ids=allowed, **options)
+    if allowed == [89]:
+        assert output.token_ids[0] == 89 and len(output.token_ids) == 2
+        assert output.finish_reason == "abort"
+        assert output.outputs[0].stop_reason == "bad_words: they left no token to draw"
+    else:
+        assert (output.token_ids, output.finish_reason) == ([89, 0, 89, 0, 89, 0], "length")
+
+
 def test_bad_words(llm: LLM, plain: RequestOutput) -> None:
     assert " was" in plain.text and "named Lily" in plain.text
     text = one(llm, bad_words=["was", "named Lily"]).text
