@@ -6,6 +6,8 @@ next to nothing was gained, so those rows are left out. Of 8B stands what whole 
 which is not always what a product alone gains by.
 """
 
+from functools import cache
+
 from nanovllm.kernels.lt_config import LtConfig
 
 MANY_ROWS = 1024
@@ -170,13 +172,13 @@ _MANY_ROWS: dict[tuple[int, int], str] = {
 
 def algorithms(projection: str, n: int, k: int) -> dict[int, LtConfig]:
     """By the number of rows, for x [rows, k] and a weight [n, k]. Elsewhere remains what is taken without."""
-    return {rows: LtConfig.parse(text) for rows, text in _FEW_ROWS.get((projection, n, k), {}).items()}
+    return {rows: _parsed(text) for rows, text in _FEW_ROWS.get((projection, n, k), {}).items()}
 
 
 def many_rows_algorithm(n: int, k: int) -> LtConfig | None:
     """For MANY_ROWS and more of x and a weight [n, k], where `fills` says so."""
     text = _MANY_ROWS.get((n, k))
-    return LtConfig.parse(text) if text else None
+    return _parsed(text) if text else None
 
 
 def fills(config: LtConfig, rows: int, n: int) -> bool:
@@ -187,3 +189,9 @@ def fills(config: LtConfig, rows: int, n: int) -> bool:
     tile_n, tile_m = config.tile_size
     rounds = -(-(-(-n // tile_n) * -(-rows // tile_m)) // _PROCESSORS)
     return rows * n >= _LEAST_FILLED * rounds * _PROCESSORS * tile_n * tile_m
+
+
+@cache
+def _parsed(text: str) -> LtConfig:
+    """Once: the choice is made for the compiler first and again for the engine."""
+    return LtConfig.parse(text)
