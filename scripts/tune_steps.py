@@ -23,7 +23,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine.step_shapes import decode_buckets
 from nanovllm.kernels import mid_gemm_rule
 from nanovllm.kernels.cublas_lt import CublasLtError, Problem
-from nanovllm.kernels.cublas_lt_tune import candidates, rough_us
+from nanovllm.kernels.cublas_lt_tune import by_rough_time, candidates
 from nanovllm.kernels.lt_config import LtConfig
 from nanovllm.kernels.mid_gemm import SplitConfig
 from nanovllm.kernels.small_gemm import MAX_ROWS, candidate_configs
@@ -98,7 +98,7 @@ class Tuner:
                 found += [SplitConfig(2), *(config.split(2) for config in own)]
         return found if rows <= MAX_ROWS else [*found, *self._algorithms(part, rows)]
 
-    def _algorithms(self, part: str, rows: int) -> Iterator[LtConfig]:
+    def _algorithms(self, part: str, rows: int) -> list[LtConfig]:
         """On this rank's device alone, without sums."""
         weights = rotation([layer.weight for layer in self.layers[part]])
         with torch.inference_mode(), self.runner.io.stream_context():
@@ -108,10 +108,8 @@ class Tuner:
                 found = [c for split in ways for c in candidates(Problem.of(x, weights[0], split), ALGORITHMS)]
             except CublasLtError as error:
                 print(f"  {rows} rows: {part}: {error}", flush=True)
-                return
-            times = rough_us([lambda w, c=c: linear(x, w, c) for c in found], weights, 2)
-        order = sorted((us, index) for index, us in enumerate(times) if us < float("inf"))
-        yield from (found[index] for _, index in order[:FINALISTS])
+                return []
+            return by_rough_time(found, lambda config: lambda w: linear(x, w, config), weights)[:FINALISTS]
 
     def _all_fused(self, rows: int) -> Iterator[Choices]:
         """Our kernels for few rows everywhere: where they fuse norm and residual, one among others brings little."""

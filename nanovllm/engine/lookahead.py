@@ -3,8 +3,8 @@
 A row that is admitted because its tokens fit now may lose its blocks when all have grown, and what was computed for it
 is lost. So the rows are followed into the future: until the k-th longest of them ends, k rows gain as many tokens as it
 has to come, and then its blocks are free. What the worst of these moments needs must fit. After the Past-Future
-scheduler (Gong et al., arXiv 2507.10150); rows whose end is not known are taken to become as long as past
-outputs that were longer than they are now.
+scheduler (Gong et al., arXiv 2507.10150); rows whose end is not known are taken to become as long as past outputs that
+were longer than they are now.
 
     rows A, B and C hold a, b and c tokens, with 2, 4 and 6 to come:     until A ends   a + b + c + 3 * 2
                                                                         until B ends       b + c + 2 * 4
@@ -30,7 +30,7 @@ class Lookahead:
 
     def __init__(self, block_manager: BlockManager) -> None:
         self._block_manager = block_manager
-        self.most_blocks = 0
+        self._most_blocks = 0
         """What all that run would hold if each came to its longest and none ended before."""
         self._past: deque[int] = deque(maxlen=_REMEMBERED_OUTPUTS)
         self._lengths: list[int] = []
@@ -38,12 +38,18 @@ class Lookahead:
         self._sums: list[int] = []
         """Of the longest, by how many of them."""
 
-    def most_blocks_of(self, seq: Sequence) -> int:
+    def _most_blocks_of(self, seq: Sequence) -> int:
         return self._block_manager.num_blocks_for(seq.max_total_tokens - 1)  # the last token's KV is never needed
+
+    def note_admitted(self, seq: Sequence) -> None:
+        self._most_blocks += self._most_blocks_of(seq)
+
+    def note_released(self, seq: Sequence) -> None:
+        self._most_blocks -= self._most_blocks_of(seq)
 
     def surely_fits(self, seq: Sequence) -> bool:
         """Without a look at any row: where memory is no concern, none is taken."""
-        return self.most_blocks + self.most_blocks_of(seq) <= self._block_manager.num_blocks
+        return self._most_blocks + self._most_blocks_of(seq) <= self._block_manager.num_blocks
 
     def note_end(self, seq: Sequence) -> None:
         """An output has ended by itself."""
@@ -73,6 +79,9 @@ class Lookahead:
         for seq in running:
             future.add(seq.num_total_tokens - seq.num_cached_tokens, self.num_tokens_to_come(seq))
         return future
+
+    def check_integrity(self, running: list[Sequence]) -> None:
+        assert self._most_blocks == sum(map(self._most_blocks_of, running))
 
 
 class Future:

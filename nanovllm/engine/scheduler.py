@@ -243,7 +243,7 @@ class Scheduler:
         if seq.num_prompt_cached_tokens is None:
             seq.num_prompt_cached_tokens = seq.num_cached_tokens
         self.running.append(seq)
-        self.lookahead.most_blocks += self.lookahead.most_blocks_of(seq)
+        self.lookahead.note_admitted(seq)
         plan.new_slots.append(seq)
         for index, block_id in enumerate(seq.block_table):
             plan.block_updates += (seq.slot, index, block_id)
@@ -313,7 +313,7 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         # Safe while a launched step still writes there: whoever gets the slot or a block runs in a later step.
         self.block_manager.release(seq)
-        self.lookahead.most_blocks -= self.lookahead.most_blocks_of(seq)
+        self.lookahead.note_released(seq)
         self._free_slots.append(seq.slot)
         seq.slot = -1
         seq.last_token_on_device = False
@@ -328,6 +328,6 @@ class Scheduler:
         slots = sorted([seq.slot for seq in self.running] + self._free_slots)
         assert slots == list(range(self.config.max_num_seqs)), slots
         assert self.num_waiting_tokens == sum(seq.num_tokens for seq in waiting)
-        assert self.lookahead.most_blocks == sum(map(self.lookahead.most_blocks_of, self.running))
         assert len({seq.request_id for seq in [*self.running, *waiting]}) == len(self.running) + len(waiting)
+        self.lookahead.check_integrity(self.running)
         self.block_manager.check_integrity(self.running)

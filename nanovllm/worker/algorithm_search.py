@@ -17,7 +17,7 @@ from torch import Tensor
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.cublas_lt import CublasLtError, Problem
 from nanovllm.kernels.cublas_lt_rule import MANY_ROWS
-from nanovllm.kernels.cublas_lt_tune import candidates, rough_us
+from nanovllm.kernels.cublas_lt_tune import by_rough_time, candidates
 from nanovllm.kernels.lt_config import LtConfig
 from nanovllm.kernels.mid_gemm import SplitConfig
 from nanovllm.kernels.small_gemm_tune import EPS, graph_us, rotation
@@ -86,13 +86,12 @@ def _fastest(layers: list[Tensor], rows: int, now: Chosen, kernels: Kernels, tak
 
     ways = [Problem.of(x, weights[0], parts) for parts in (1, 2)[: 1 + takes_parts]]
     tried = [config for problem in ways for config in candidates(problem, CANDIDATES)]
-    order = sorted(zip(rough_us([run(config) for config in tried], weights, 2), range(len(tried)), strict=True))
+    finalists = by_rough_time(tried, run, weights)[:FINALISTS]
     turns = list(weights) * max(1, 6 // len(weights))
     fastest, best = graph_us([partial(run(now), w) for w in turns]) * (1 - GAIN), None
     want = F.linear(x, weights[0]).float()
-    for rough, index in order[:FINALISTS]:
-        config = tried[index]
-        if rough == float("inf") or not _close(product(weights[0], config), want):
+    for config in finalists:
+        if not _close(product(weights[0], config), want):
             continue
         us = graph_us([partial(run(config), w) for w in turns])
         if us < fastest:

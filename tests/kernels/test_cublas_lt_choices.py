@@ -14,7 +14,7 @@ from column_major_library import CONFIG, REFUSED_TILE, ROWS, K, N, inputs
 from nanovllm.engine.step_shapes import decode_buckets, mixed_shapes
 from nanovllm.kernels import cublas_lt as lt
 from nanovllm.kernels import cublas_lt_rule as rule
-from nanovllm.kernels import select_kernels
+from nanovllm.kernels import cublas_lt_tune, select_kernels
 from nanovllm.kernels.cublas_lt import CublasLtError, Problem
 from nanovllm.kernels.cublas_lt_rule import MANY_ROWS
 from nanovllm.kernels.lt_config import LtConfig
@@ -161,7 +161,7 @@ def searched(
         now.append(calls)
         return US[present("o", 256)] if len(now) % 2 else us
 
-    monkeypatch.setattr(algorithm_search, "rough_us", lambda runs, *_: [1.0] * len(runs))
+    monkeypatch.setattr(cublas_lt_tune, "rough_us", lambda runs, *_: [1.0] * len(runs))
     monkeypatch.setattr(algorithm_search, "graph_us", time_graph)
     monkeypatch.setattr(algorithm_search, "candidates", lambda problem, most: [algorithm] * (problem.parts == 1))
     monkeypatch.setattr(algorithm_search, "TIMED_ROWS", (256, 64))
