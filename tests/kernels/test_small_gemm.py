@@ -9,7 +9,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from nanovllm.kernels import few_rows_rule
+from nanovllm.kernels import few_rows_rule, mid_gemm_rule
 from nanovllm.kernels import small_gemm as sg
 from nanovllm.kernels.small_gemm import GemmConfig
 from nanovllm.kernels.small_gemm_tune import OPS, SmallGemmChoice, autotune_chain, autotune_small_gemm, rotation
@@ -235,6 +235,7 @@ def test_the_rule_for_few_rows_names_what_fits() -> None:
             elif config is not None:
                 assert few_rows_rule.choice(name, rows, n, k, tma=False) is None
                 assert config.splits == 1 or name in ("o", "down"), "parts are for sums and norms"
+                assert config.split(1) in mid_gemm_rule.VARIANTS + mid_gemm_rule.GATED_VARIANTS, "compiled anyway"
     assert few_rows_rule.knows("o", 4096, 4096) and not few_rows_rule.knows("qkv", 4096, 4096)
 
 
