@@ -43,6 +43,9 @@ class EngineConfig:
     """Token ids in, token ids out: no tokenizer is loaded and `text` stays empty."""
     tensor_parallel_size: int = 1
     """Ranks that share every layer, 1..8; one GPU (or one CPU process) each."""
+    share_gpus: bool = False
+    """True: where there are fewer GPUs than ranks, ranks take turns on a GPU; to try more ranks, not to be fast. Needs
+    num_kvcache_blocks."""
     device: str = "auto"
     """"cuda", "cpu" or "auto": cuda where torch sees one."""
     dtype: str = "auto"

@@ -2,7 +2,7 @@
 """All-reduce + residual + RMSNorm over the GPUs of one host: checks the peer-memory kernels, then times them.
 
     python scripts/bench_all_reduce.py --world 4 --out logs/            both, under three minutes
-    python scripts/bench_all_reduce.py --world 2 --check-only --same-gpu --iterations 200 --out logs/     on one GPU
+    python scripts/bench_all_reduce.py --world 2 --check-only --share-gpus --iterations 200 --out logs/     on one GPU
 
 Starts its own ranks and ends them at --limit seconds, whatever they do. Exit status 0: no sum was wrong.
 """
@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from bench_ranks import EPS, MAX_SPINS, ROWS, Rank, capture, check_abort, launch, time_call  # isort: skip  # forbids multicast
-from bench_ranks import add_check_options, add_same_gpu, rank_parser  # isort: skip
+from bench_ranks import add_check_options, rank_parser  # isort: skip
 
 import torch
 import triton
@@ -101,7 +101,7 @@ class Case:
 
 
 def all_cases(rank: Rank, peer: PeerAllReduce, hidden: int) -> list[Case]:
-    large = 257 if rank.options.same_gpu else 1030
+    large = 257 if rank.options.share_gpus else 1030
     kinds = [("one_shot+norm", 1), ("one_shot+norm", 64), ("one_shot+norm, no residual", 128), ("one_shot+norm", 8),
              ("two_shot+norm", 5), ("two_shot+norm", large), ("two_shot+norm", 256),
              ("one_shot+norm, halves", 96), ("two_shot+norm, halves", 200),
@@ -220,7 +220,6 @@ def main() -> int:
     parser = rank_parser(__doc__, "bench_all_reduce", limit=170.0)
     parser.add_argument("--hidden", type=lambda text: [int(x) for x in text.split(",")], default=[5120, 4096, 1024])
     add_check_options(parser, 20_000)
-    add_same_gpu(parser)
     return launch(work, parser.parse_args())
 
 

@@ -38,7 +38,7 @@ class Rank:
 
     def __init__(self, rank: int, options: argparse.Namespace) -> None:
         self.rank, self.world, self.options = rank, options.world, options
-        self.device = torch.device("cuda", 0 if options.same_gpu else rank)
+        self.device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(self.device)
         self.store = dist.TCPStore("127.0.0.1", options.port, None, False, timedelta(seconds=60))
         gloo = dist.PrefixStore("gloo", self.store)
@@ -67,7 +67,7 @@ class Rank:
 
     def start_nccl(self) -> None:
         """Communicator of the baseline; without it its column stays empty."""
-        failure = "all ranks share one GPU" if self.options.same_gpu else ""
+        failure = "ranks share a GPU" if self.options.share_gpus else ""
         if not failure:
             try:
                 settings = dist.ProcessGroupNCCL.Options()
@@ -86,12 +86,12 @@ class Rank:
 
     def memory(self, hidden: int, half_rows: int = 0) -> PeerMemory:
         """Blocks large enough for every row of the table, whatever the switch points."""
-        two_shot_rows = 512 if self.options.same_gpu else max(ROWS)
-        one_shot_rows = 128 if self.options.same_gpu else ONE_SHOT_ROWS
+        two_shot_rows = 512 if self.options.share_gpus else max(ROWS)
+        one_shot_rows = 128 if self.options.share_gpus else ONE_SHOT_ROWS
         layout = Layout.build(self.world, hidden, 2, one_shot_rows, two_shot_rows, 1024, half_rows)
         return PeerMemory(
             self.store, self.rank, self.world, self.device, max(ROWS), hidden, torch.bfloat16,
-            layout=layout, name=f"peer{hidden}", allow_shared_device=self.options.same_gpu,
+            layout=layout, name=f"peer{hidden}", allow_shared_device=self.options.share_gpus,
         )  # fmt: skip
 
 
@@ -154,17 +154,14 @@ def rank_parser(doc: str | None, out: str, limit: float, world: int = 2) -> argp
     parser.add_argument("--world", type=int, default=world)
     parser.add_argument("--out", default=out)
     parser.add_argument("--limit", type=float, default=limit, help="seconds after which everything is ended")
-    parser.set_defaults(same_gpu=False)
+    parser.set_defaults(share_gpus=False)
     return parser
 
 
 def add_check_options(parser: argparse.ArgumentParser, iterations: int) -> None:
     parser.add_argument("--iterations", type=int, default=iterations, help="calls of the check under random delays")
     parser.add_argument("--check-only", action="store_true")
-
-
-def add_same_gpu(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--same-gpu", action="store_true", help="all ranks on GPU 0, taking turns: slow, check only")
+    parser.add_argument("--share-gpus", action="store_true", help="ranks take turns on fewer GPUs: slow, check only")
 
 
 def rank_main(index: int, options: argparse.Namespace, work: Callable[[Rank], bool]) -> None:
@@ -182,7 +179,7 @@ def rank_main(index: int, options: argparse.Namespace, work: Callable[[Rank], bo
 
 def launch(work: Callable[[Rank], bool], options: argparse.Namespace) -> int:
     """Runs `work` in `options.world` processes, for `options.limit` seconds at most; the exit status."""
-    if options.same_gpu:
+    if options.share_gpus:
         options.check_only = True
     Path(options.out).mkdir(parents=True, exist_ok=True)
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)

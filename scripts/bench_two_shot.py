@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from bench_ranks import EPS, MAX_SPINS, Rank, launch, time_call  # isort: skip  # forbids multicast
-from bench_ranks import add_check_options, add_same_gpu, rank_parser  # isort: skip
+from bench_ranks import add_check_options, rank_parser  # isort: skip
 from bench_all_reduce import Case, check  # isort: skip
 
 import torch
@@ -122,7 +122,6 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=5120)
     parser.add_argument("--large", action="store_true", help="rows of prompts")
     add_check_options(parser, 10_000)
-    add_same_gpu(parser)
     return launch(work, parser.parse_args())
 
 

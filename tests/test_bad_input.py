@@ -176,6 +176,11 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match=r"tensor_parallel_size=2: must be at most the 1 GPUs here"):
         LLM(str(DEMO), device="cuda", tensor_parallel_size=2)
+    shared = {"device": "cuda", "tensor_parallel_size": 2, "share_gpus": True}
+    with pytest.raises(ValueError, match=r"num_kvcache_blocks=None: must be given where 2 ranks share 1 GPUs"):
+        LLM(str(DEMO), **shared)
+    with pytest.raises(ValueError, match=r"peer_all_reduce=False: must be True where ranks share GPUs"):
+        LLM(str(DEMO), **shared, num_kvcache_blocks=8, peer_all_reduce=False)
 
 
 @pytest.fixture

@@ -29,20 +29,29 @@ class TensorParallelGroup:
     """One rank's view of the group. With one rank every operation is the identity."""
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, store: dist.Store | None, overlap: bool = False
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        store: dist.Store | None,
+        overlap: bool = False,
+        share_gpus: bool = False,
     ) -> None:
-        """`store`: where the ranks meet; None for one rank. `overlap`: large steps may sum beside their products."""
+        """`store`: where the ranks meet; None for one rank. `overlap`: large steps may sum beside their products.
+        `share_gpus`: ranks may sit on one GPU, which NCCL refuses."""
         self.rank = rank
         self.size = size
         self.device = device
         self._store = store
+        self._share_gpus = share_gpus
+        self._library = "nccl" if device.type == "cuda" and not share_gpus else "gloo"
         self._group: Any = None
         """ProcessGroupNCCL or ProcessGroupGloo; None with one rank."""
         self._peer: PeerAllReduce | None = None
         self.overlap = Overlap(device) if overlap and size > 1 else None
         if size > 1:
             assert store is not None
-            if device.type == "cuda":
+            if self._library == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = _NO_TIMEOUT
                 if isinstance(store, WatchedStore):
@@ -58,7 +67,8 @@ class TensorParallelGroup:
 
     def use_peer_memory(self, max_rows: int, hidden_size: int, dtype: torch.dtype, max_keys: int) -> None:
         """Lets sums of up to `max_rows` rows go through memory that the GPUs map from each other, where they can; see
-        parallel/peer_memory.py. Where they cannot, all stays with NCCL and the log says so. All ranks call it."""
+        parallel/peer_memory.py. Where they cannot, all stays with NCCL and the log says so, but ranks that share GPUs
+        raise. All ranks call it."""
         from nanovllm.kernels.all_reduce import PeerAllReduce
         from nanovllm.parallel.copy_engine import CopyEngineSums
         from nanovllm.parallel.peer_memory import PeerMemory, PeerMemoryUnavailable
@@ -67,20 +77,24 @@ class TensorParallelGroup:
         args = (self._store, self.rank, self.size, self.device, max_rows, hidden_size, dtype)
         half_rows = 0 if self.overlap is None else self.overlap.first_half(max_rows)
         try:
-            self._peer = PeerAllReduce(PeerMemory(*args, max_keys=max_keys, half_rows=half_rows))
+            memory = PeerMemory(
+                *args, max_keys=max_keys, half_rows=half_rows, allow_shared_device=self._share_gpus
+            )
+            self._peer = PeerAllReduce(memory)
             if self.overlap is not None:
                 self.overlap.sums = CopyEngineSums(self._peer.memory)
         except PeerMemoryUnavailable as reason:
+            if self._share_gpus:
+                raise  # graphs cannot hold gloo's sums
             if self.rank == 0:
-                logger.warning("all-reduce goes through NCCL alone: %s", reason)
+                logger.warning("all-reduce goes through %s alone: %s", self._library, reason)
 
     @property
     def all_reduce_name(self) -> str:
         """What sums over the ranks, for reports."""
         if self.size == 1:
             return "none"
-        library = "nccl" if self.device.type == "cuda" else "gloo"
-        return library if self._peer is None else f"peer memory, {library} for large sums"
+        return self._library if self._peer is None else f"peer memory, {self._library} for large sums"
 
     def fused_all_reduce(self, num_rows: int) -> "PeerAllReduce | None":
         """What sums, adds and normalises [num_rows, hidden] in one kernel; None where nothing does."""
@@ -108,7 +122,7 @@ class TensorParallelGroup:
             return x.unsqueeze(0)
         x = x.contiguous()
         out = x.new_empty(self.size, *x.shape)
-        if self.device.type == "cuda":
+        if self._library == "nccl":
             self._group._allgather_base(out, x).wait()
         else:
             self._group.allgather([list(out.unbind(0))], [x]).wait()
@@ -133,7 +147,7 @@ class TensorParallelGroup:
         """Ends collectives in flight whose peers are gone (they spin on the device otherwise). From any thread."""
         if self._peer is not None:
             self._peer.memory.abort()
-        if self._group is not None and self.device.type == "cuda":
+        if self._group is not None and self._library == "nccl":
             self._group.abort()
 
     def close(self, failed: bool) -> None:
@@ -143,6 +157,6 @@ class TensorParallelGroup:
         if self._peer is not None:
             self._peer.memory.close(timeout=0.1 if failed else 5.0)
             self._peer = self.overlap = None
-        if self._group is not None and self.device.type == "cuda" and not failed:
+        if self._group is not None and self._library == "nccl" and not failed:
             self._group.shutdown()
         self._group = self._store = None

@@ -44,9 +44,7 @@ def settle(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     if device == "cuda":
         if not torch.cuda.is_available():
             raise ValueError("device='cuda': torch sees no GPU")
-        if config.tensor_parallel_size > torch.cuda.device_count():
-            size, count = config.tensor_parallel_size, torch.cuda.device_count()
-            raise ValueError(f"tensor_parallel_size={size}: must be at most the {count} GPUs here")
+        _require_gpus(config, torch.cuda.device_count())
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else model.torch_dtype
@@ -59,11 +57,24 @@ def settle(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         config,
         device=device,
         dtype=dtype,
+        share_gpus=config.share_gpus and device == "cuda" and config.tensor_parallel_size > torch.cuda.device_count(),
         max_model_len=config.max_model_len or longest,
         kvcache_block_size=config.kvcache_block_size or (128 if device == "cuda" else 16),
         # The plain kernels read a step's header on the host, which no graph can.
         enforce_eager=config.enforce_eager or not config.fused_kernels,
     )
+
+
+def _require_gpus(config: EngineConfig, count: int) -> None:
+    size = config.tensor_parallel_size
+    if size <= count:
+        return
+    if not config.share_gpus:
+        raise ValueError(f"tensor_parallel_size={size}: must be at most the {count} GPUs here (or set share_gpus)")
+    if config.num_kvcache_blocks is None:
+        raise ValueError(f"num_kvcache_blocks=None: must be given where {size} ranks share {count} GPUs (share_gpus)")
+    if not (config.peer_all_reduce or config.enforce_eager):
+        raise ValueError("peer_all_reduce=False: must be True where ranks share GPUs, or enforce_eager=True")
 
 
 class Executor:

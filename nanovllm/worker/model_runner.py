@@ -57,14 +57,14 @@ class ModelRunner:
         self.block_size: int = config.kvcache_block_size
         self.max_model_len: int = config.max_model_len
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self.device = torch.device("cuda", rank) if config.device == "cuda" else torch.device("cpu")
-        if self.device.type == "cuda":
+        self.device = torch.device("cpu")
+        if config.device == "cuda":
+            self.device = torch.device("cuda", rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
             threading.Thread(target=hash_triton, name="nanovllm-hash", daemon=True).start()  # or the first kernel waits
         self.memory = MemoryProbe(self.device)
-        self.group = TensorParallelGroup(
-            rank, config.tensor_parallel_size, self.device, store, config.overlap_all_reduce
-        )
+        size = config.tensor_parallel_size
+        self.group = TensorParallelGroup(rank, size, self.device, store, config.overlap_all_reduce, config.share_gpus)
         tick()
         if config.peer_all_reduce and self.device.type == "cuda" and self.group.size > 1:
             rows, keys = config.max_num_batched_tokens, config.max_num_seqs + MAX_CHUNK_ROWS

@@ -153,4 +153,6 @@ def test_a_rank_on_its_own_sends_nothing() -> None:
 @pytest.mark.gpu
 def test_on_gpus(tmp_path: Path) -> None:
     """Layers in halves, eagerly and from a graph: what whole ones give, and the same bits every time."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
     check_on_gpus("bench_overlap.py", 2, tmp_path, "--model", "Qwen3-0.6B", "--tokens", "2304")
