@@ -42,7 +42,7 @@ class AllReduceLimits:
     """With three ranks and more."""
     peer_bytes: int = 80 << 20
     """Above this the sum is left to NCCL."""
-    half_bytes: int = 40 << 20
+    half_bytes: int = 80 << 20
     """Of half a step: larger ones are not cut (parallel/overlap.py). The block holds four times as much for them."""
 
     most_cut_rows: int = 256
