@@ -1,8 +1,9 @@
 """What multiplies 2 to 16 rows, the steps of a handful of requests: read off whole steps on an H200.
 
-Qwen3 0.6B and 8B on one device and 8B over two, at 2, 4, 8 and 16 rows (scripts/tune_steps.py); each projection in turn
-took every contender, in steps with attention, norms and sums, and kept what made the step shortest. A step so chosen
-takes 5 to 13 % less than with the rule for other shapes on 0.6B, 2 to 6 % on 8B, 8 to 11 % on 8B over two.
+Qwen3 0.6B and 8B on one device and 8B over two, at 2, 4, 8 and 16 rows (scripts/tune_steps.py), and a rank's share of
+32B over four, at 4, 8 and 16 rows on two devices; each projection in turn took every contender, in steps with
+attention, norms and sums, and kept what made the step shortest. A step so chosen takes 5 to 13 % less than with the
+rule for other shapes on 0.6B, 2 to 6 % on 8B, 8 to 11 % on 8B over two, 6 to 9 % on 32B over four.
 """
 
 from nanovllm.kernels.mid_gemm import MidConfig
@@ -40,6 +41,12 @@ _MEASURED: dict[tuple[str, int, int], list[tuple[int, Choice]]] = {
     ("gate_up", 12288, 4096): [(2, _WIDE), (16, _stream(4))],
     ("down", 4096, 6144): [(2, _WIDER), (16, _stream(4, 4))],
     ("head", 75968, 4096): [(2, _stream(3)), (16, _stream(4))],
+    # 32B over four
+    ("qkv", 2560, 5120): [(4, _stream(4, 4)), (8, _TILES), (16, _stream(4, 4))],
+    ("o", 5120, 2048): [(4, _stream(3, 4)), (8, _stream(4, 2)), (16, _TILES)],
+    ("gate_up", 12800, 5120): [(16, _stream(4))],
+    ("down", 5120, 6400): [(4, _stream(4, 2)), (8, None), (16, _TILES)],
+    ("head", 37984, 5120): [(16, _stream(4))],
 }
 
 
