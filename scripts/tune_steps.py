@@ -2,6 +2,11 @@
 
     python scripts/tune_steps.py --model 8B --out choices.json
     python scripts/tune_steps.py --model 8B --tensor-parallel-size 2 --rows 2 4 8 16 --budget 120
+    python scripts/tune_steps.py --model 32B --tensor-parallel-size 2 --options \\
+        'hf_overrides={"num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 12800,
+                       "vocab_size": 75968, "eos_token_id": 7}'
+
+The last is what each of four ranks holds of 32B, on two GPUs: half a model over half as many ranks.
 
 Each projection in turn takes every contender, inside steps with attention, norms and sums over the ranks, and keeps
 what makes the step shortest: kernels that start early help or hinder their neighbours, which a product by itself does
@@ -19,6 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench import parse_assignments
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.step_shapes import decode_buckets
 from nanovllm.kernels import mid_gemm_rule
@@ -141,6 +147,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", help="default: those of captured decode steps from 2 to 256")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds of searching")
     parser.add_argument("--out", type=Path, help="where the choices go")
+    parser.add_argument("--options", nargs="+", default=[], metavar="KEY=VALUE", help="any other option of the engine")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("a GPU is needed: what is timed are its kernels")
@@ -149,8 +156,9 @@ def main() -> None:
     if not set(all_rows) <= set(buckets):
         parser.error(f"--rows {args.rows}: must be of {buckets}")
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": MAX_NUM_SEQS, "step_mailbox": False}
-    ranks = {"tensor_parallel_size": args.tensor_parallel_size}
-    with LLM(f"Qwen3-{args.model}", gpu_memory_utilization=0.85, step_timeout=300.0, **options, **ranks) as llm:
+    options |= {"gpu_memory_utilization": 0.85, "step_timeout": 300.0}
+    options |= {"tensor_parallel_size": args.tensor_parallel_size} | parse_assignments(args.options)
+    with LLM(f"Qwen3-{args.model}", **options) as llm:
         params = SamplingParams(temperature=0.6, max_tokens=4000, ignore_eos=True)
         # Prompts of one token each, which no two share, so that no keys are read for two.
         running = [llm.add_request([number] * (300 + 3 * number), params) for number in range(all_rows[0])]

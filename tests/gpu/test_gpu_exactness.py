@@ -269,12 +269,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+def require_gpus(ranks: int, shared: bool) -> None:
+    """Skips where there are fewer; `shared`: where two ranks a GPU, which take turns, are not enough either."""
+    if DEVICE == "cuda" and ranks > torch.cuda.device_count() * (2 if shared else 1):
+        pytest.skip(f"needs {ranks // 2 if shared else ranks} GPUs")
+
+
 @pytest.fixture(scope="module", params=list(SETTINGS.values()), ids=list(SETTINGS))
 def llm(request: pytest.FixtureRequest, folder: str) -> Iterator[LLM]:
     options = request.param
-    ranks = options.get("tensor_parallel_size", 1)
-    if DEVICE == "cuda" and ranks > torch.cuda.device_count() and not options.get("peer_all_reduce", True):
-        pytest.skip(f"needs {ranks} GPUs")
+    require_gpus(options.get("tensor_parallel_size", 1), options.get("peer_all_reduce", True))
     with pytest.MonkeyPatch.context() as patch:
         lower_thresholds(patch, min_rows=32, cut_multiple=16)  # of halves
         with LLM(folder, **{**OPTIONS, **options}) as engine:
@@ -334,6 +338,7 @@ def dummy_texts(request: pytest.FixtureRequest) -> tuple[str, list[Text]]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_agree_on_dummy_weights(dummy_texts: tuple[str, list[Text]], ranks: int) -> None:
     """Several ranks give the texts of one; and from graphs the same tokens every time, to the last."""
+    require_gpus(ranks, shared=True)
     shape, texts = dummy_texts
     options = {**DUMMY, "enforce_eager": False, "enable_prefix_caching": False, "tensor_parallel_size": ranks}
     with LLM(shape, **options) as several:
