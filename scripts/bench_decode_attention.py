@@ -39,9 +39,9 @@ HEAD_DIM = PAGE = 128
 MAX_MODEL_LEN, MAX_SPLITS, SHORTEST, LONGEST = 4096, 32, 100, 1800
 ROTATION_BYTES, MOST_SETS = 200 << 20, 256
 FEW_ROWS = 64
-"""Up to so many rows smaller chunks and fewer programs are tried."""
-CHUNKS = {True: (64, 128, 256, 512), False: (256, 512, 1024, 2048)}
-PROGRAMS = {True: (2, 4, 8, 12), False: (4, 8, 12, 16)}
+"""Up to so many rows smaller chunks are tried, and a program merges one head."""
+CHUNKS = {True: (64, 128, 256, 512, 1024, 2048), False: (256, 512, 1024, 2048)}
+PROGRAMS = {True: (2, 3, 4, 6, 8, 12), False: (2, 3, 4, 6, 8, 16)}
 KERNELS: list[dict[str, Any]] = [
     {"block_n": n, "num_warps": warps, "num_stages": stages} for n, warps, stages in product((64, 32), (2, 4), (2, 3))
 ]
