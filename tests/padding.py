@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm import LLM
-from nanovllm.worker import model_runner
+from nanovllm.worker import step_work
 from nanovllm.worker.cuda_graphs import StepGraphs, StepShape
 
 
@@ -27,7 +27,7 @@ class PaddedSteps(StepGraphs):
         """Takes the place of the graphs of `llm`, whose only rank is on a CPU, until the test ends."""
         runner, config, no_stream = llm.engine.executor.runner, llm.config, None
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-        super().__init__(runner._run_padded, config.max_num_seqs, config.max_num_batched_tokens, no_stream)  # type: ignore[arg-type]
+        super().__init__(runner.work.run_padded, config.max_num_seqs, config.max_num_batched_tokens, no_stream)  # type: ignore[arg-type]
         self.used: set[StepShape] = set()
         upload = runner.io.upload
 
@@ -35,7 +35,7 @@ class PaddedSteps(StepGraphs):
             runner.io.step_buffer = upload(packed)
             return runner.io.step_buffer
 
-        monkeypatch.setattr(model_runner, "LogitsView", OwnedLogits)
+        monkeypatch.setattr(step_work, "LogitsView", OwnedLogits)
         monkeypatch.setattr(runner.io, "upload", keep)
         monkeypatch.setattr(runner, "graphs", self)
 

@@ -1,4 +1,4 @@
-"""One rank: loads its share of the model, turns packed steps into device work, samples."""
+"""One rank: loads its share of the model, makes room beside it, and launches packed steps."""
 
 import logging
 import threading
@@ -11,23 +11,21 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.attention import select_backend
-from nanovllm.attention.base import AttentionMetadata
-from nanovllm.engine.step_plan import HEADER_SIZE, dummy_step, packed_capacity
+from nanovllm.engine.step_plan import dummy_step, packed_capacity
 from nanovllm.engine.step_shapes import MAX_CHUNK_ROWS, StepShape
 from nanovllm.kernels import select_kernels
-from nanovllm.kernels.step_input import DeviceState, StepBuffers
-from nanovllm.layers.attention import ForwardStep, wanted_rows
 from nanovllm.layers.linear import HeadSplit
 from nanovllm.models import model_class
 from nanovllm.models.checkpoint import check_names, load_checkpoint, load_dummy, open_checkpoint
 from nanovllm.models.qwen3 import ModelContext
 from nanovllm.parallel.group import TensorParallelGroup
-from nanovllm.sampling.device import GeneralSampler, LogitsView
+from nanovllm.sampling.device import GeneralSampler
 from nanovllm.sampling.section import split_section
 from nanovllm.worker.compile_server import hash_triton, settle_keys
 from nanovllm.worker.cuda_graphs import StepGraphs
 from nanovllm.worker.device_io import DeviceIO
 from nanovllm.worker.kv_cache import GIB, MemoryProbe, bind_kv_cache, block_bytes, blocks_that_fit, host_memory
+from nanovllm.worker.step_work import StepWork
 from nanovllm.worker.weight_update import WeightUpdate
 
 if TYPE_CHECKING:
@@ -39,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Device state of one rank and the work of one step on it. Every rank runs the same steps in the same order."""
+    """The model, memory and graphs of one rank. Every rank runs the same steps in the same order."""
 
     def __init__(
         self,
@@ -72,10 +70,6 @@ class ModelRunner:
         tick()
         self.io = DeviceIO(self.device, config.dependent_launch)
         self.graphs: StepGraphs | None = None
-        self._captured_logits: dict[StepShape, LogitsView] = {}
-        self._keep_hidden = False
-        """Whether this step's hidden states are wanted, which _forward then leaves in _hidden."""
-        self._hidden: torch.Tensor | None = None
         with torch.inference_mode(), self.io.stream_context():
             self._build(rank)
             if compiler is not None:
@@ -116,6 +110,7 @@ class ModelRunner:
         context = ModelContext(model, *parts, self.dtype, self.device, self.max_model_len)
         self.model = model_class(model.architecture)(context)
         self.weights = list(self.model.checkpoint_weights())
+        self.work = StepWork(config, self.model, context, self.io)
         self.general_sampler = GeneralSampler(self.kernels, self.group, self.io, self.device, model.vocab_size)
 
     def _rehearse(self, compiler: "KernelCompiler") -> None:
@@ -184,10 +179,8 @@ class ModelRunner:
         self.memory.release_cached()
         with self.io.stream_context():
             bind_kv_cache(layers, num_blocks, self.block_size, self.dtype, self.device)
-            max_blocks = -(-self.max_model_len // self.block_size)
-            self.state = DeviceState.allocate(config.max_num_seqs, max_blocks, self.device)
             rows = config.max_num_seqs + MAX_CHUNK_ROWS
-            self.buffers = StepBuffers.allocate(rows, config.max_num_batched_tokens + rows, self.device)
+            self.work.allocate(rows, config.max_num_batched_tokens + rows)
             capacity = packed_capacity(num_blocks, config.max_num_seqs, config.max_num_batched_tokens)
             self.io.allocate(capacity, rows, config.step_mailbox and not config.enforce_eager)
 
@@ -231,7 +224,7 @@ class ModelRunner:
         tuning.apply(self.model, choices, fused=self.group.size == 1, push=self.config.push_products)
         with self.io.stream_context():
             try:
-                return graph_us([lambda: self._run_padded(StepShape(num_decode_rows, 0))], replays)
+                return graph_us([lambda: self.work.run_padded(StepShape(num_decode_rows, 0))], replays)
             except ValueError:  # a kernel refuses its shape, on all ranks alike
                 return float("inf")
 
@@ -239,7 +232,7 @@ class ModelRunner:
         assert self.io.stream is not None
         self.io.step_buffer.zero_()  # a step without rows: everything is padding
         sizes = (self.config.max_num_seqs, self.config.max_num_batched_tokens)
-        return StepGraphs(self._run_padded, *sizes, self.io.stream, self._tick)
+        return StepGraphs(self.work.run_padded, *sizes, self.io.stream, self._tick)
 
     # -- one step -----------------------------------------------------------------------------------------------
 
@@ -248,10 +241,10 @@ class ModelRunner:
         """Runs a packed step (engine/step_plan.py); its tokens are had from `collect`, oldest step first."""
         packed, section = split_section(packed)
         num_rows, num_decode_rows, num_sample_rows, num_tokens = (int(n) for n in packed[:4])
+        keep_hidden = section is not None and section.num_targets > 0
+        work, shape, posted, hidden = self.work, None, None, None
         with self.io.stream_context():
-            shape, posted = None, None
-            self._keep_hidden = section is not None and section.num_targets > 0
-            if self.graphs is not None and not self._keep_hidden:
+            if self.graphs is not None and not keep_hidden:
                 chunk_rows, chunk_tokens = num_rows - num_decode_rows, num_tokens - num_decode_rows
                 shape = self.graphs.shape_for(num_decode_rows, chunk_rows, chunk_tokens)
             if self.graphs is not None and shape is not None:
@@ -262,112 +255,18 @@ class ModelRunner:
                 self.graphs.replay(shape)
                 first_chunk_row = shape.decode_rows
             else:
-                logits = self._run_exact(self.io.upload(packed), packed)
+                logits, hidden = work.run_exact(self.io.upload(packed), packed, keep_hidden)
                 first_chunk_row = num_decode_rows
             if section is not None:
                 if shape is not None:
-                    logits = self._captured_logits[shape].tensor()
-                hidden, self._hidden = self._hidden, None
-                args = (first_chunk_row, num_decode_rows, self.buffers, self.state, hidden, self.model)
+                    logits = work.captured_logits[shape].tensor()
+                args = (first_chunk_row, num_decode_rows, work.buffers, work.state, hidden, self.model)
                 self.general_sampler.run(section, logits, *args)
             end = first_chunk_row + num_sample_rows - num_decode_rows
             if posted is not None and section is None:
                 self.io.expect(posted[:end], num_decode_rows, first_chunk_row)
             else:
-                self.io.download(self.buffers.tokens[:end], num_decode_rows, first_chunk_row)
-
-    def _run_exact(self, step: torch.Tensor, packed: np.ndarray) -> torch.Tensor | None:
-        """Any step, eagerly, at its exact size; returns the logits of the rows that drew."""
-        num_rows, num_decode_rows, num_sample_rows, num_tokens = (int(n) for n in packed[:4])
-        max_num_seqs, buffers = self.config.max_num_seqs, self.buffers.narrow(num_rows, num_tokens)
-        self.kernels.apply_deltas(step, max_num_seqs, self.state)
-        self.kernels.expand_rows(step, max_num_seqs, self.state, self.block_size, buffers, num_decode_rows)
-        begin = HEADER_SIZE + max_num_seqs
-        counts = packed[begin + max_num_seqs : begin + max_num_seqs + num_rows]
-        context_lens = packed[begin : begin + num_rows] + counts
-        lengths = {"max_seqlen_q": int(packed[6]), "max_context_len": int(context_lens.max())}
-        attention = self._attention(buffers, num_decode_rows, **lengths)
-        attention.token_ends = counts.cumsum(dtype=np.int64)
-        return self._forward(buffers, attention, num_sample_rows)
-
-    def _run_padded(self, shape: StepShape) -> None:
-        """A step from the step buffer, padded to `shape`, without a look at what it holds: what a CUDA graph
-        captures."""
-        num_decode_rows, num_chunk_tokens = shape
-        num_rows = num_decode_rows + (MAX_CHUNK_ROWS if num_chunk_tokens else 0)
-        buffers = self.buffers.narrow(num_rows, num_decode_rows + num_chunk_tokens)
-        mailbox = None if num_chunk_tokens else self.io.mailbox
-        step = self.io.step_buffer if mailbox is None else mailbox.steps
-        args = (step, self.config.max_num_seqs, self.state, self.block_size, buffers)
-        if num_chunk_tokens:
-            self.kernels.apply_deltas(*args[:3])
-            self.kernels.expand_rows(*args, num_decode_rows)
-        else:
-            self.kernels.prepare_decode(*args, None if mailbox is None else mailbox.turn)
-        attention = self._attention(
-            buffers, num_decode_rows, max_seqlen_q=max(1, num_chunk_tokens), max_context_len=self.max_model_len
-        )
-        attention.is_captured = True
-        logits = self._forward(buffers, attention, num_rows)
-        assert logits is not None
-        self._captured_logits[shape] = LogitsView(logits)
-        if mailbox is not None:
-            self.kernels.publish_tokens(buffers.tokens, mailbox.tokens, mailbox.turn)
-
-    def _attention(
-        self, buffers: StepBuffers, num_decode_rows: int, max_seqlen_q: int, max_context_len: int
-    ) -> AttentionMetadata:
-        return AttentionMetadata(
-            num_rows=buffers.row_slot.shape[0],
-            num_decode_rows=num_decode_rows,
-            row_slot=buffers.row_slot,
-            context_lens=buffers.context_lens,
-            cu_seqlens_q=buffers.cu_seqlens_q,
-            block_table=self.state.block_table,
-            max_seqlen_q=max_seqlen_q,
-            max_context_len=max_context_len,
-            num_tokens=buffers.positions.shape[0],
-        )
-
-    def _forward(self, buffers: StepBuffers, attention: AttentionMetadata, num_sample_rows: int) -> torch.Tensor | None:
-        """Layers, head, sampling, and the sampled tokens back into the state and the token buffer.
-
-        Draws for the first `num_sample_rows` rows. In a captured step these include chunks of unfinished prompts, whose
-        tokens nobody reads: their slot's last token is written again when the prompt ends. Returns the logits it drew
-        from.
-        """
-        step = ForwardStep(buffers.positions, buffers.slot_mapping, attention)
-        drawn = buffers.logits_indices[:num_sample_rows] if attention.num_prefill_rows else None
-        hidden = self._hidden_states(buffers.input_ids, step, None if self._keep_hidden else drawn)
-        if self._keep_hidden:
-            self._hidden = hidden
-            hidden = wanted_rows(hidden, drawn)
-        if num_sample_rows == 0:
-            return None
-        row_slot = buffers.row_slot[:num_sample_rows]
-        logits = self.model.logits(hidden)
-        tokens, state, vocab_size = buffers.tokens[:num_sample_rows], self.state, self.model_config.vocab_size
-        draw = (logits, row_slot, state.temperature, state.seed, buffers.sample_positions[:num_sample_rows])
-        if self.group.size == 1:
-            self.kernels.sample_tokens(*draw, vocab_size, state.last_token, tokens)
-        else:
-            keys = self.kernels.gumbel_argmax(*draw, self.model.lm_head.vocab_start, vocab_size)
-            self.kernels.commit_tokens(self.group.all_reduce_max(keys), row_slot, state.last_token, tokens)
-        return logits
-
-    def _hidden_states(
-        self, input_ids: torch.Tensor, step: ForwardStep, wanted: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The layers, over the whole step or in halves: final hidden states [T, hidden], or of the tokens `wanted`."""
-        attention, overlap = step.attention, self.group.overlap
-        cut = overlap.cut(attention.num_tokens, attention.num_decode_rows) if overlap is not None else None
-        if cut is None:
-            self.backend.prepare(attention)
-            return self.model(input_ids, step, wanted)
-        halves = step.halves(cut)
-        for half in halves:
-            self.backend.prepare(half.attention)
-        return self.model.forward_in_halves(input_ids, halves, wanted)
+                self.io.download(work.buffers.tokens[:end], num_decode_rows, first_chunk_row)
 
     def collect(self, check: Callable[[], bool]) -> list[int]:
         """Sampled tokens of the oldest step not yet collected, by row; waits for the device.
@@ -418,5 +317,5 @@ class ModelRunner:
         self.group.close(failed)
         for layer in self.model.attention_layers():
             layer.unbind_cache()
-        del self.model, self.weights
+        del self.model, self.weights, self.work
         self.memory.release_cached()

@@ -30,7 +30,7 @@ def rehearse(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> Non
 
     One layer stands for all: they differ in nothing but their weights.
     """
-    config, layers = runner.config, runner.model.layers
+    config, work, layers = runner.config, runner.work, runner.model.layers
     with torch.inference_mode(), runner.io.stream_context(), runner.group.muted(), launching_nothing(submit):
         runner.allocate_kv_cache(1)
         choices: tuning.Choices = {}
@@ -39,10 +39,10 @@ def rehearse(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> Non
         try:
             tuning.apply(runner.model, choices, fused=runner.group.size == 1, push=config.push_products)
             local_ids = runner.model.lm_head.weight.shape[0]
-            runner.general_sampler.rehearse(local_ids, runner.dtype, runner.buffers, runner.state)  # the longest first
+            runner.general_sampler.rehearse(local_ids, runner.dtype, work.buffers, work.state)  # the longest first
             runner.model.layers = layers[:1]
             for shape in sorted(runner._new_graphs().shapes, key=sum):  # few rows have the most kernels
-                runner._run_padded(shape)
+                work.run_padded(shape)
             attention = layers[0].self_attn
             runner.backend.warmup(attention.k_cache, attention.v_cache)
             num_tokens = min(config.max_num_batched_tokens, 2 * config.max_num_seqs)
@@ -50,7 +50,7 @@ def rehearse(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> Non
         finally:
             runner.model.layers = layers
             tuning.apply(runner.model, {}, fused=False)
-            runner._captured_logits.clear()
+            work.captured_logits.clear()
     runner.io.synchronize()
 
 
@@ -59,9 +59,9 @@ def _run_largest(runner: "ModelRunner", packed: np.ndarray) -> None:
     process), so its inputs must make sense: they are filled in by plain PyTorch."""
     num_rows, num_decode_rows, _, num_tokens = (int(n) for n in packed[:4])
     step = runner.io.upload(packed)
-    buffers = runner.buffers.narrow(num_rows, num_tokens)
-    expand_rows_reference(step, runner.config.max_num_seqs, runner.state, runner.block_size, buffers, num_decode_rows)
-    runner._run_exact(step, packed)
+    work, buffers = runner.work, runner.work.buffers.narrow(num_rows, num_tokens)
+    expand_rows_reference(step, runner.config.max_num_seqs, work.state, runner.block_size, buffers, num_decode_rows)
+    work.run_exact(step, packed)
 
 
 @contextmanager

@@ -22,8 +22,8 @@ class LogitRecorder:
     def _record(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self._head(hidden)
         request_of_slot = {seq.slot: seq.request_id for seq in self._scheduler.running}
-        slots = self._runner.buffers.row_slot[: len(logits)].tolist()
-        positions = self._runner.buffers.sample_positions[: len(logits)].tolist()
+        slots = self._runner.work.buffers.row_slot[: len(logits)].tolist()
+        positions = self._runner.work.buffers.sample_positions[: len(logits)].tolist()
         for slot, position, row in zip(slots, positions, logits.float().cpu(), strict=True):
             if slot in request_of_slot:  # not in the warm-up, nor padding
                 self._logits[request_of_slot[slot], position] = row.clone()

@@ -87,7 +87,7 @@ runner._new_graphs = lambda: StepGraphs(None, 72, config.max_num_batched_tokens,
 runner.choose_kernels = lambda: tuning.measured(runner.model, True, 72)
 jobs, layers = [], runner.model.layers
 rehearsal.rehearse(runner, jobs.append)
-assert runner.model.layers is layers and not runner.model.fused_rows and not runner._captured_logits
+assert runner.model.layers is layers and not runner.model.fused_rows and not runner.work.captured_logits
 
 counts = collections.Counter(job.name for job in set(jobs))
 single = "apply_deltas expand_rows prepare_decode publish_tokens qk_norm_rope_store silu_mul".split()
