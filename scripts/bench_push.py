@@ -35,10 +35,8 @@ from nanovllm.kernels import cublas_lt_rule, few_rows_rule
 from nanovllm.kernels.all_reduce import PeerAllReduce
 from nanovllm.kernels.mid_gemm import MidConfig
 from nanovllm.kernels.small_gemm import GemmConfig, candidate_configs
-from nanovllm.kernels.small_gemm_rule import one_row
 from nanovllm.layers.few_rows import pushed_linear
 
-SMALL_WEIGHT_BYTES = 16 << 20  # as worker/tuning.py has it
 CHECKED_ROWS = (1, 3, 16, 24, 64)
 
 
@@ -59,11 +57,7 @@ def chosen(part: str, rows: int, n: int, k: int) -> Any:
     algorithm = cublas_lt_rule.algorithms(part, n, k).get(rows)
     if algorithm is not None or rows > 16:
         return algorithm or bench_mid_gemm.chosen(part, rows, n, k)
-    if rows == 1:
-        return one_row(part, k, fused=False)
-    if few_rows_rule.knows(part, n, k):
-        return few_rows_rule.choice(part, rows, n, k, tma=True)
-    return candidate_configs(rows, n, k)[0] if n * k * 2 <= SMALL_WEIGHT_BYTES else None
+    return few_rows_rule.choice(part, rows, n, k, item_size=2, tma=True, fused=False)
 
 
 def short(config: Any) -> str:

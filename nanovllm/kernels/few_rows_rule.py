@@ -1,15 +1,21 @@
-"""What multiplies 2 to 16 rows, the steps of a handful of requests: read off whole steps on an H200.
+"""What multiplies 1 to 16 rows, the steps of a handful of requests: read off whole steps on an H200.
 
+One row goes by small_gemm_rule.py; for more there are shapes that were timed, and a rule for all others. Timed were
 Qwen3 0.6B and 8B on one device and 8B over two, at 2, 4, 8 and 16 rows (scripts/tune_steps.py), and a rank's share of
 32B over four, at 4, 8 and 16 rows on two devices; each projection in turn took every contender, in steps with
 attention, norms and sums, and kept what made the step shortest. A step so chosen takes 5 to 13 % less than with the
 rule for other shapes on 0.6B, 2 to 6 % on 8B, 8 to 11 % on 8B over two, 6 to 9 % on 32B over four.
 """
 
+from nanovllm.kernels import small_gemm_rule
 from nanovllm.kernels.mid_gemm import MidConfig
-from nanovllm.kernels.small_gemm import GemmConfig
+from nanovllm.kernels.small_gemm import GemmConfig, candidate_configs
+from nanovllm.kernels.small_gemm_tile import MAX_ROWS
 
 Choice = GemmConfig | MidConfig | None
+
+_SMALL_WEIGHT_BYTES = 16 << 20
+_MOST_FUSED_GATED_ROWS = 4
 
 
 def _stream(depth: int, split_k: int = 1) -> GemmConfig:
@@ -50,12 +56,20 @@ _MEASURED: dict[tuple[str, int, int], list[tuple[int, Choice]]] = {
 }
 
 
-def knows(projection: str, n: int, k: int) -> bool:
-    """Whether steps with this weight [n, k] were timed."""
-    return (projection, n, k) in _MEASURED
+def choice(projection: str, rows: int, n: int, k: int, item_size: int, tma: bool, fused: bool) -> Choice:
+    """For 1 to 16 `rows` of x [rows, k] and the weight [n, k] of qkv, o, gate_up, down or head; None: cuBLAS.
 
-
-def choice(projection: str, rows: int, n: int, k: int, tma: bool) -> Choice:
-    """For `rows` <= 16 of x and a weight that it `knows`; None: cuBLAS. tma: the device has what MidConfig asks for."""
-    config = next(config for most, config in _MEASURED[projection, n, k] if rows <= most)
-    return config if tma or not isinstance(config, MidConfig) else None
+    item_size: bytes of one of its elements. tma: the device has what MidConfig asks for. fused: alone on its device, so
+    with norm, activation and residual around the product.
+    """
+    if rows == 1:
+        return small_gemm_rule.one_row(projection, k, fused)
+    measured = _MEASURED.get((projection, n, k)) if item_size == 2 else None
+    if measured is not None:
+        config = next(config for most, config in measured if rows <= most)
+        return config if tma or not isinstance(config, MidConfig) else None
+    # Any other weight: our kernels where it is so small that the library cannot keep the memory busy, but not where two
+    # of our own outputs share a program and the norm is worth a kernel of its own.
+    most = _MOST_FUSED_GATED_ROWS if fused and projection == "gate_up" else MAX_ROWS
+    is_small = n * k * item_size <= _SMALL_WEIGHT_BYTES
+    return candidate_configs(rows, n, k)[0] if is_small and rows <= most else None

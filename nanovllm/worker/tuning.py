@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 FEW_ROWS = (1, 2, 4, 8, 12, 16)
 """Numbers of rows for which the kernels that fuse norm and residual are tried."""
-_SMALL_WEIGHT_BYTES = 16 << 20
 _CANDIDATES = 2  # of our kernels to compile and time for a weight and a number of rows
 _SEARCH_SECONDS = 10.0  # for the library's algorithms, where a file is to be written
 
@@ -88,26 +87,17 @@ def measured(model: Qwen3ForCausalLM, fused: bool, max_rows: int) -> Choices:
     """The rule that the timings on an H200 come to (docs/performance.md)."""
     choices = _more_rows(model, max_rows)
     for name, layers in projections(model).items():
-        weight = layers[0].weight
-        one_row = small_gemm_rule.one_row(name, weight.shape[1], fused)
-        choices[name] = {1: one_row} | _few_rows(name, weight, fused, max_rows) | choices[name]
+        choices[name] = _few_rows(name, layers[0].weight, fused, max_rows) | choices[name]
     return _with_algorithms(choices, model)
 
 
 def _few_rows(name: str, weight: torch.Tensor, fused: bool, max_rows: int) -> dict[int, Config]:
-    """The rule for 2 to 16 rows: what was timed with this weight (kernels/few_rows_rule.py); with others our kernels
-    where the weight is so small that the library cannot keep the memory busy, but not where two of our own outputs
-    share a program and the norm is worth a kernel of its own."""
+    """The rule for the FEW_ROWS up to `max_rows` (kernels/few_rows_rule.py)."""
     n, k = weight.shape
-    steps = [rows for rows in FEW_ROWS[1:] if rows <= max_rows]
-    if few_rows_rule.knows(name, n, k) and weight.element_size() == 2:
-        tma = supports_tma(weight.device)
-        timed = {rows: few_rows_rule.choice(name, rows, n, k, tma) for rows in steps}
-        return {rows: config for rows, config in timed.items() if config is not None}
-    paired = operations(fused)[name] == "norm_linear_silu_mul"
-    is_small = weight.numel() * weight.element_size() <= _SMALL_WEIGHT_BYTES
-    most = 1 if not is_small else 4 if paired else FEW_ROWS[-1]
-    return {rows: candidate_configs(rows, n, k)[0] for rows in steps if rows <= most}
+    item_size, tma = weight.element_size(), supports_tma(weight.device)
+    steps = [rows for rows in FEW_ROWS if rows <= max_rows]
+    ruled = {rows: few_rows_rule.choice(name, rows, n, k, item_size, tma, fused) for rows in steps}
+    return {rows: config for rows, config in ruled.items() if config is not None}
 
 
 def _more_rows(model: Qwen3ForCausalLM, max_rows: int) -> Choices:
@@ -191,7 +181,7 @@ def timed(model: Qwen3ForCausalLM, kernels: Kernels, fused: bool, max_rows: int)
         operation = operations(fused)[name]
         weights = [layer.weight for layer in layers]
         n, k = weights[0].shape
-        ruled = {1: small_gemm_rule.one_row(name, k, fused)} | _few_rows(name, weights[0], fused, max_rows)
+        ruled = _few_rows(name, weights[0], fused, max_rows)
         for rows in (rows for rows in FEW_ROWS if rows <= max_rows):
             candidates = candidate_configs(rows, n, k)[:_CANDIDATES]
             if isinstance(by_rule := ruled.get(rows), GemmConfig):

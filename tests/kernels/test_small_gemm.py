@@ -225,18 +225,31 @@ def test_the_rule_for_few_rows_names_what_fits() -> None:
         ends = [most for most, _ in measured]
         assert ends == sorted(ends) and ends[-1] == sg.MAX_ROWS, "some choice for every number of rows"
         for rows in range(2, sg.MAX_ROWS + 1):
-            config = few_rows_rule.choice(name, rows, n, k, tma=True)
+            config, without_tma = (few_rows_rule.choice(name, rows, n, k, 2, tma, fused=True) for tma in (True, False))
             assert config == next(choice for most, choice in measured if rows <= most)
             if isinstance(config, GemmConfig):
-                assert few_rows_rule.choice(name, rows, n, k, tma=False) == config
+                assert without_tma == config
                 assert config.split_k * config.block_k <= k
                 assert config.split_k == 1 or config.split_k * sg.MAX_ROWS * n <= sg.SCRATCH_FLOATS
                 assert name != "gate_up" or config.kernel != "fma" or config.block_n >= 2 * config.num_warps
             elif config is not None:
-                assert few_rows_rule.choice(name, rows, n, k, tma=False) is None
+                assert without_tma is None
                 assert config.splits == 1 or name in ("o", "down"), "parts are for sums and norms"
                 assert config.split(1) in mid_gemm_rule.VARIANTS + mid_gemm_rule.GATED_VARIANTS, "compiled anyway"
-    assert few_rows_rule.knows("o", 4096, 4096) and not few_rows_rule.knows("qkv", 4096, 4096)
+
+
+def test_the_rule_for_few_rows_and_other_shapes() -> None:
+    """Our kernels where a weight has at most 16 MiB, but gate and up with norm and activation for 4 rows at most."""
+    small, large = (1024, 8192), (1025, 8192)
+    for name, shape, item_size, fused, most in (
+        ("qkv", small, 2, True, 16), ("qkv", large, 2, True, 1), ("qkv", small, 4, True, 1), ("o", small, 2, False, 16),
+        ("gate_up", small, 2, True, 4), ("gate_up", small, 2, False, 16), ("gate_up", large, 2, False, 1),
+    ):  # fmt: skip
+        by_rows = [few_rows_rule.choice(name, rows, *shape, item_size, True, fused) for rows in range(1, 17)]
+        assert all(by_rows[:most]) and not any(by_rows[most:]), (name, shape, item_size, fused)
+    assert few_rows_rule.choice("qkv", 8, 4096, 1024, 4, True, False) == sg.candidate_configs(8, 4096, 1024)[0], (
+        "what was timed, was in bfloat16"
+    )
 
 
 @pytest.mark.parametrize(
