@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.decode_plan import DecodeConfig, plan_decode_kernel, tuning
-from nanovllm.kernels.paged_tma import paged_descriptor, supports_tma
+from nanovllm.kernels.device_features import supports_tma
+from nanovllm.kernels.paged_tma import paged_descriptor
 from nanovllm.kernels.pdl import pdl_options
+from nanovllm.kernels.prefetch import prefetch_lines
 
 LOG2_E = 1.4426950408889634
 
@@ -55,9 +57,7 @@ def _prefetch_tile(CACHE, kv_head, block, start, stride_block, stride_head, stri
     LINE: tl.constexpr = 128 * 8 // CACHE.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = D // LINE if D >= LINE else 1
     tile = CACHE + block.to(tl.int64) * stride_block + kv_head * stride_head + start % PAGE * stride_token
-    lines = tile + (tl.arange(0, BLOCK_N) * stride_token)[:, None] + (tl.arange(0, LINES) * LINE)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1)
+    prefetch_lines(tile + (tl.arange(0, BLOCK_N) * stride_token)[:, None] + (tl.arange(0, LINES) * LINE)[None, :])
 
 
 @triton.jit

@@ -8,6 +8,7 @@ fewer weight rows put x there.
 A row's sum over K goes in an order that the shapes alone decide, and does not depend on the other rows.
 """
 
+from nanovllm.kernels.prefetch import prefetch_lines
 from nanovllm.kernels.push import destinations, store_tile_to
 from nanovllm.kernels.triton_import import tl, triton
 
@@ -18,10 +19,7 @@ def _prefetch(w_ptr, first_row, end_row, first_col, k, ROWS: tl.constexpr, COLUM
     row = first_row + tl.arange(0, ROWS)[:, None]
     col = first_col + tl.arange(0, COLUMNS // 64)[None, :] * 64
     inside = (row < end_row) & (col < k)
-    ahead = w_ptr + tl.where(inside, row.to(tl.int64) * k + col, 0)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ahead], dtype=tl.int32, is_pure=False, pack=1
-    )
+    prefetch_lines(w_ptr + tl.where(inside, row.to(tl.int64) * k + col, 0))
 
 
 @triton.jit

@@ -7,17 +7,12 @@ then chains of such kernels, and of ordinary ones among them, read what they sho
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
 
 import torch
 
+from nanovllm.kernels.device_features import supports_pdl
+
 _allowed: ContextVar[bool] = ContextVar("dependent_launch", default=True)
-
-
-@cache
-def supports_pdl(device: torch.device) -> bool:
-    """Whether `device` can: compute capability 9.0 and later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def pdl_options(device: torch.device, wanted: bool = True) -> dict[str, bool]:

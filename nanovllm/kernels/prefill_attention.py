@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.paged_tma import paged_descriptor, supports_tma
+from nanovllm.kernels.device_features import supports_tma
+from nanovllm.kernels.paged_tma import paged_descriptor
 
 LOG2_E = 1.4426950408889634
 

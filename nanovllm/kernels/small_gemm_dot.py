@@ -11,6 +11,7 @@ PREFETCH columns of its weight rows into L2, since the loop's own copies cannot 
 In both, rows of x beyond `rows` are read as zero; a row's result does not depend on the other rows.
 """
 
+from nanovllm.kernels.prefetch import prefetch_lines
 from nanovllm.kernels.push import destinations
 from nanovllm.kernels.small_gemm_tile import LANE_SPAN, arrive_last, load_residual, store_tile, sum_splits, weight_rows
 from nanovllm.kernels.triton_import import tl, triton
@@ -123,12 +124,9 @@ def small_gemm_stream_kernel(
     w_rows, w_live = weight_rows(tl.arange(0, BLOCK_N), pid, n_out, BLOCK_N, PAIRED)
     row_ptrs = (w_ptr + w_rows.to(tl.int64) * K + k_first)[:, None]
     if PDL:
-        # One 128-byte line (64 bf16) for each element of `ahead`. Rows past the end prefetch row 0's tile instead.
+        # A line is 64 bf16. Rows past the end prefetch row 0's tile instead.
         safe_ptrs = tl.where(w_live[:, None], row_ptrs, w_ptr)
-        ahead = safe_ptrs + tl.arange(0, PREFETCH // 64)[None, :] * 64
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ahead], dtype=tl.int32, is_pure=False, pack=1
-        )
+        prefetch_lines(safe_ptrs + tl.arange(0, PREFETCH // 64)[None, :] * 64)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     to = destinations(out_ptr, targets_ptr, parity_ptr, WORLD, HALF)

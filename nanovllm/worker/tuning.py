@@ -20,9 +20,9 @@ from nanovllm.engine.step_shapes import decode_buckets
 from nanovllm.kernels import Kernels, cublas_lt_rule, few_rows_rule, mid_gemm_rule, small_gemm_rule
 from nanovllm.kernels.cublas_lt import Problem, supports
 from nanovllm.kernels.cublas_lt_rule import MANY_ROWS
+from nanovllm.kernels.device_features import supports_tma
 from nanovllm.kernels.lt_config import LtConfig
 from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
-from nanovllm.kernels.paged_tma import supports_tma
 from nanovllm.kernels.small_gemm import GemmConfig, candidate_configs
 from nanovllm.kernels.small_gemm_tune import autotune_small_gemm
 from nanovllm.layers.linear import ParallelLinear, RowParallelLinear
