@@ -99,6 +99,33 @@ class LogprobRows:
         """What users see of `positions`; default: all that are there now."""
         return LogprobsList(self, self._k, self._decode, range(len(self)) if positions is None else positions)
 
+    def excerpt(self, positions: range) -> "LogprobRows":
+        """`positions` alone, in a table of their own, with their tokens' texts in place of the tokenizer: what can be
+        copied and sent to other processes."""
+        k = self._k
+        found = [(at, words) for at, where in enumerate(positions) if (words := self.words(where)) is not None]
+        table = np.empty((len(found), 3 + 2 * k), np.int32)
+        for line, (_, words) in enumerate(found):
+            begin = _own_logprob(words)
+            table[line, : 2 + k], table[line, 2 + k :] = words[: 2 + k], words[begin : begin + 1 + k]
+        ids = {*table[:, 0].tolist(), *table[:, 2 : 2 + k].ravel().tolist()}
+        rows = LogprobRows(k, {token_id: self._decode(token_id) for token_id in ids}.get, len(positions))
+        for line, (at, _) in enumerate(found):
+            rows.put(at, table, line)
+        return rows
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        own = self.excerpt(range(len(self)))  # the tables are shared with other requests, the tokenizer holds a thread
+        return LogprobRows._restored, (own._k, own._decode, own._tables, own._lines)
+
+    @classmethod
+    def _restored(
+        cls, k: int, decode: Callable[[int], str | None], tables: list[np.ndarray | None], lines: list[int]
+    ) -> "LogprobRows":
+        rows = cls(k, decode)
+        rows._tables, rows._lines = tables, lines
+        return rows
+
     def words(self, position: int) -> np.ndarray | None:
         """The line of a position; None where there is none."""
         table = self._tables[position]
@@ -162,6 +189,9 @@ class LogprobsList(Sequence[dict[int, Logprob] | None]):
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LogprobRows.view, (self._rows.excerpt(self._positions),)
+
     def __repr__(self) -> str:
         return f"LogprobsList({list(self)!r})"
 
@@ -190,7 +220,18 @@ class StepOutput(_ByName):
     def logprobs(self) -> LogprobsList | None:
         """Of new_token_ids, where the request asks for them. Made when asked for."""
         rows = self.logprob_rows
-        return None if rows is None else rows.view(range(self.position, self.position + len(self.new_token_ids)))
+        return None if rows is None else rows.view(self._positions)
+
+    @property
+    def _positions(self) -> range:
+        return range(self.position, self.position + len(self.new_token_ids))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and copy: not all that the completion had gained before."""
+        state = dict(self.__dict__)
+        if self.logprob_rows is not None:
+            state |= {"logprob_rows": self.logprob_rows.excerpt(self._positions), "position": 0}
+        return state
 
 
 @dataclass

@@ -1,6 +1,9 @@
 """Log-probabilities are those of the reference's float32 softmax, of outputs and of prompts, however they were
 computed."""
 
+import copy
+import pickle
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -92,3 +95,24 @@ def test_step_outputs_carry_them(engines: Engines) -> None:
             assert next(iter(output.logprobs[0] or {})) == output.new_token_ids[0]
             found.append(output)
     assert len(found) == 4
+
+
+def copies(output: Any) -> list[Any]:
+    return [pickle.loads(pickle.dumps(output)), copy.deepcopy(output), pickle.loads(pickle.dumps(copy.copy(output)))]
+
+
+def test_outputs_can_be_sent_and_copied(engines: Engines) -> None:
+    """To another process, say, which has no engine; and without what others had in the same steps."""
+    llm = engines.get()
+    asked = [{"logprobs": 2, "prompt_logprobs": 1, "n": 2}, {"logprobs": 5}, {"prompt_logprobs": 0}]
+    params = [SamplingParams(max_tokens=8, seed=3, ignore_eos=True, **one) for one in asked]
+    for output in llm.generate(PROMPTS, params, use_tqdm=False):
+        for again in copies(output):
+            assert again == output
+            assert [one.cumulative_logprob for one in again.outputs] == [o.cumulative_logprob for o in output.outputs]
+        asdict(output)
+    request = llm.add_request(PROMPTS[0], params[0])
+    while not llm.is_finished():
+        for gained in llm.step():
+            assert gained.request_id == request and gained.logprobs is not None
+            assert all(list(again.logprobs) == list(gained.logprobs) for again in copies(gained))
