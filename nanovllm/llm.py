@@ -129,8 +129,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers a chat, or each of several: lists of {"role": ..., "content": ...}, through the chat template.
 
-        `template_options` go to the template, for example enable_thinking=False. The outputs' `prompt` is the text
-        that it made.
+        `template_options` go to the template, for example enable_thinking=False; continue_final_message=True lets the
+        answer go on where the last message ends. The outputs' `prompt` is the text that the template made.
         """
         self._require_open()
         if not (chats := _as_chats(messages)):

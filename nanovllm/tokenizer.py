@@ -69,9 +69,11 @@ class Tokenizer:
         return ByteDetokenizer(self._token_bytes, skip_special_tokens)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Text of a chat that ends where the assistant is to speak; `encode_plain` gives its token ids."""
+        """Text of a chat that ends where the assistant is to speak, or to go on (continue_final_message=True);
+        `encode_plain` gives its token ids."""
         hf = self.hf
+        options.setdefault("add_generation_prompt", not options.get("continue_final_message"))
         try:
-            return str(hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
+            return str(hf.apply_chat_template(messages, tokenize=False, **options))
         except Exception as error:  # whatever a template raises
             raise ValueError(f"messages: the chat template cannot render them: {error}") from error

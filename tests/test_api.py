@@ -144,6 +144,20 @@ def test_several_chats(llm: LLM) -> None:
     assert [output.text for output in together] == [output.text for output in alone]
 
 
+def test_an_answer_that_goes_on(llm: LLM) -> None:
+    """Nothing may stand between its beginning and what is added."""
+    chat = [{"role": "user", "content": "What is the capital of Italy?"}]
+    [whole] = llm.chat(chat, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+    begun = [*chat, {"role": "assistant", "content": whole.text[:11]}]
+    for options in ({}, {"add_generation_prompt": False}):
+        params = SamplingParams(temperature=0, max_tokens=20)
+        [rest] = llm.chat(begun, params, use_tqdm=False, continue_final_message=True, **options)
+        assert rest.prompt == whole.prompt + whole.text[:11]
+        assert whole.text[:11] + rest.text == whole.text
+    [bare] = llm.chat(chat, GREEDY, use_tqdm=False, add_generation_prompt=False)
+    assert whole.prompt == f"{bare.prompt}<|im_start|>assistant\n"
+
+
 def test_the_bar_goes_to_stderr_or_nowhere(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
     generate(llm, ["one two three"] * 3)
     assert capfd.readouterr() == ("", "")
