@@ -40,7 +40,15 @@ class Tokenizer:
         return self._tokenizer
 
     def encode(self, text: str) -> list[int]:
-        return list(self.hf.encode(text))
+        """Token ids of a prompt. Raises ValueError where it is no Unicode text."""
+        return self._encode(text)
+
+    def _encode(self, text: str, **options: Any) -> list[int]:
+        try:
+            return list(self.hf.encode(text, **options))
+        except TypeError:  # all that is said of half a surrogate pair, which JSON and file names may bring
+            _require_unicode(text)
+            raise
 
     @property
     def is_there(self) -> bool:
@@ -48,8 +56,8 @@ class Tokenizer:
         return not self._skip
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of a piece of text, nothing added around it."""
-        return list(self.hf.encode(text, add_special_tokens=False))
+        """Token ids of a piece of text, nothing added around it. Raises ValueError as `encode` does."""
+        return self._encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; empty under skip_tokenizer_init."""
@@ -77,3 +85,11 @@ class Tokenizer:
             return str(hf.apply_chat_template(messages, tokenize=False, **options))
         except Exception as error:  # whatever a template raises
             raise ValueError(f"messages: the chat template cannot render them: {error}") from error
+
+
+def _require_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"found {text[error.start]!r} at {error.start}"
+        raise ValueError(f"text: must not hold half a surrogate pair alone, {found}") from None

@@ -41,6 +41,7 @@ BAD_PROMPTS = {
     "bool id": ([5, True], r"token id True must be an integer"),
     "text id": (["5"], r"token id '5' must be an integer"),
     "nested": ([[5]], r"must be an integer"),
+    "half a surrogate pair": ("a \ud83d b", r"text: must not hold half a surrogate pair alone, found '\\ud83d' at 2"),
     "None": ([None], r"token id None must be an integer"),
     "never fits the cache": ([5] * 48, r"prompt of 48 tokens: .*KV cache tokens .*=48"),
     "far too long": ([5] * 5000, r"prompt of 5000 tokens"),
