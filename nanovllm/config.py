@@ -10,6 +10,7 @@ from typing import Any
 
 MAX_TENSOR_PARALLEL_SIZE = 8
 DTYPES = ("bfloat16", "float16", "float32")
+_CHECKPOINT_DTYPES = (*DTYPES, "float64")
 
 
 def _require(condition: bool, option: str, value: Any, bound: str) -> None:
@@ -272,7 +273,8 @@ class ModelConfig:
         tied = raw.get("tie_word_embeddings", False)
         _require(isinstance(tied, bool), "tie_word_embeddings", tied, "True or False")
         torch_dtype = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
-        _require(torch_dtype in DTYPES, "config.json: dtype", torch_dtype, "one of " + ", ".join(map(repr, DTYPES)))
+        known = ", ".join(map(repr, _CHECKPOINT_DTYPES))
+        _require(torch_dtype in _CHECKPOINT_DTYPES, "config.json: dtype", torch_dtype, f"one of {known}")
         return cls(
             architecture=architectures[0],
             vocab_size=raw["vocab_size"],

@@ -252,6 +252,18 @@ def test_plain_kernels_come_without_graphs() -> None:
         assert settle(config, read_model_config(config)).enforce_eager is not fused
 
 
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("cuda", "bfloat16")])
+def test_types_of_checkpoints_that_are_not_served_as_they_are(
+    device: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for stored in ("float32", "float64"):
+        overrides = {"dtype": stored}
+        config = EngineConfig("Qwen3-0.6B", load_format="dummy", device=device, hf_overrides=overrides)
+        assert settle(config, read_model_config(config)).dtype == dtype
+
+
 def test_options_as_settled_and_engine_info(llm: LLM) -> None:
     assert (llm.config.max_model_len, llm.config.dtype, llm.config.device) == (128, "float32", "cpu")
     info = llm.engine_info()

@@ -48,7 +48,7 @@ def settle(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else model.torch_dtype
-        if dtype == "float32" and device == "cuda":
+        if dtype in ("float32", "float64") and device == "cuda":
             dtype = "bfloat16"
     longest = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > longest:

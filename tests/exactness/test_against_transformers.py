@@ -56,6 +56,7 @@ VARIANTS = {
     "bfloat16 files, one layer, wide": Variant(
         {"num_hidden_layers": 1, "hidden_size": 160, "vocab_size": 512}, {"dtype": torch.bfloat16}
     ),
+    "float64 files": Variant({"num_hidden_layers": 1, "vocab_size": 512}, {"dtype": torch.float64}),
 }
 
 
