@@ -1,5 +1,6 @@
 """The user's front: text and chats in, finished requests out."""
 
+import os
 import signal
 import threading
 import weakref
@@ -42,6 +43,7 @@ class LLM:
         self._ended: set[int] = set()
         """Those of them with all completions ended, until their generate() returns."""
         # Interpreter exit must not depend on when this object is collected, nor keep it alive until then.
+        self._owner = os.getpid()
         self._close_at_exit = weakref.finalize(self, _close, self.engine, self._step_lock)
         self._close_at_exit.atexit = True
 
@@ -263,6 +265,7 @@ class LLM:
     def load_weights(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
         """Replaces all weights in place: (checkpoint name, whole tensor) pairs, on any device. Graphs stay valid; the
         prefix cache is emptied; requests in flight go on under the new weights."""
+        self._require_open()
         with self._step_lock:
             self.engine.load_weights(weights)
 
@@ -277,6 +280,8 @@ class LLM:
     def _require_open(self) -> None:
         if not self._close_at_exit.alive:
             raise RuntimeError("this engine is closed")
+        if os.getpid() != self._owner:  # workers, threads and locks are the owner's: waiting for them would never end
+            raise RuntimeError(f"this engine is process {self._owner}'s: a fork of it cannot use it")
 
     def __enter__(self) -> "LLM":
         return self

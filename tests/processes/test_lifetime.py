@@ -133,6 +133,30 @@ def test_forks_of_a_program_neither_disturb_workers_nor_keep_them(tiny: str, new
         program.communicate()
 
 
+USED_IN_A_FORK = """
+uses = [lambda: token_ids(llm, [5] * 9), lambda: llm.add_request([5] * 9), llm.step, lambda: llm.load_weights([])]
+expected = token_ids(llm, [5] * 9)
+for use in uses:
+    if (child := os.fork()) == 0:
+        signal.alarm(20)
+        try:
+            use()
+        except RuntimeError as error:
+            print(error, flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+print(token_ids(llm, [5] * 9) == expected)
+"""
+
+
+def test_a_fork_that_uses_the_engine_is_told_and_does_no_harm(tiny: str, new_mark: str) -> None:
+    """As multiprocessing's pools do where they fork. Its threads are not there, and its ring is ours."""
+    program = start(PROLOGUE + USED_IN_A_FORK, tiny, new_mark)
+    out, err = program.communicate(timeout=120)
+    assert err == ""
+    assert out.splitlines() == [f"this engine is process {program.pid}'s: a fork of it cannot use it"] * 4 + ["True"]
+
+
 def test_ctrl_c_in_generate_leaves_the_engine_usable(tiny: str, mark: str) -> None:
     with tiny_llm(tiny) as llm:
         expected = token_ids(llm, [5] * 9, [6] * 9)
