@@ -23,7 +23,7 @@ from pathlib import Path
 
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.worker.compile_server import CompileJob
-from nanovllm.worker.processes import start_python
+from nanovllm.worker.processes import no_standard_numbers, start_python
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,8 @@ class KernelCompiler:
         self.failures: list[str] = []
         """Names of kernels that could not be compiled, and of what else went wrong."""
         self._outbox: queue.SimpleQueue[CompileJob | None] = queue.SimpleQueue()
-        self._control, theirs = Pipe()
+        with no_standard_numbers():
+            self._control, theirs = Pipe()
         try:
             args = (str(theirs.fileno()), str(num_processes))
             self._process: subprocess.Popen[bytes] = start_python(_SERVER_MODULE, *args, pass_fds=(theirs.fileno(),))

@@ -17,7 +17,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NoReturn
@@ -41,6 +42,21 @@ def start_python(module: str, *args: str, pass_fds: tuple[int, ...]) -> subproce
     return subprocess.Popen(
         command, pass_fds=pass_fds, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
     )
+
+
+@contextmanager
+def no_standard_numbers() -> Iterator[None]:
+    """Within it no new file gets number 0, 1 or 2, though the caller may have closed these, as some daemons do: there a
+    child has its input and output, not what we hand on."""
+    held: list[int] = []
+    try:
+        while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+            held.append(fd)
+        os.close(fd)
+        yield
+    finally:
+        for fd in held:
+            os.close(fd)
 
 
 class WorkerError(RuntimeError):
@@ -87,7 +103,8 @@ class WorkerProcesses:
         self.on_failure: Callable[[], None] = lambda: None
         """Called, from the watching thread, once when a worker fails: lets blocked collectives go."""
         self._watcher = threading.Thread(target=self._watch, name="nanovllm-watch", daemon=True)
-        memory = create_shared_memory()
+        with no_standard_numbers():
+            memory = create_shared_memory()
         try:
             self.ring = CommandWriter(memory, self._doorbells)
             for rank in range(1, size):
@@ -101,8 +118,9 @@ class WorkerProcesses:
             os.close(memory)
 
     def _spawn(self, rank: int, memory: int) -> None:
-        ours, theirs = Pipe()
-        bell_read, bell_write = os.pipe()
+        with no_standard_numbers():
+            ours, theirs = Pipe()
+            bell_read, bell_write = os.pipe()
         self._controls.append(ours)
         self._doorbells.append(bell_write)
         fds = (theirs.fileno(), memory, bell_read)

@@ -73,6 +73,15 @@ def test_no_worker_outlives_its_program(ending: str, tiny: str, new_mark: str) -
         assert err == "", "nothing to complain about"
 
 
+@pytest.mark.parametrize("closed", [[0], [0, 1, 2]], ids=["no input", "nothing standard"])
+def test_programs_without_input_or_output(closed: list[int], tiny: str, new_mark: str) -> None:
+    """Files of ours would get these numbers, and workers would find something else there."""
+    code = PROLOGUE + "sys.exit(len(token_ids(llm, [5] * 9)[0]))"
+    program = start(code, tiny, new_mark, preexec_fn=lambda: [os.close(number) for number in closed])
+    _, err = program.communicate(timeout=120)
+    assert program.returncode == GREEDY.max_tokens, err
+
+
 def test_no_worker_outlives_a_program_killed_while_they_start(tiny: str, new_mark: str) -> None:
     program = start(PROLOGUE, tiny, new_mark)
     assert wait_until(lambda: len(marked_processes(new_mark)) == 2, 60.0)
