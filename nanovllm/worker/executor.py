@@ -18,6 +18,7 @@ from nanovllm.parallel.store import WatchedStore, open_store
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.precompile import KernelCompiler
 from nanovllm.worker.processes import WorkerError, WorkerProcesses
+from nanovllm.worker.weight_update import named_tensor
 
 _BUCKET_BYTES = 256 << 20  # of new weights sent to the workers at a time
 
@@ -202,7 +203,7 @@ class Executor:
         self.call("begin_weight_update")
         bucket: list[tuple[str, torch.Tensor]] = []
         size = 0
-        for name, tensor in weights:
+        for name, tensor in map(named_tensor, weights):
             bucket.append((name, tensor))
             size += tensor.numel() * tensor.element_size()
             if size >= _BUCKET_BYTES:

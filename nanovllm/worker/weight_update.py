@@ -8,6 +8,20 @@ from nanovllm.layers.weights import CheckpointWeight
 from nanovllm.models.checkpoint import DTYPES
 
 
+def named_tensor(item: object) -> tuple[str, torch.Tensor]:
+    """`item` as a name and a tensor whose values are there. Raises ValueError saying what it is instead."""
+    if not isinstance(item, (tuple, list)) or len(item) != 2 or not isinstance(item[0], str):
+        found = repr(item) if isinstance(item, str) else type(item).__name__
+        raise ValueError(f"load_weights: must be given (name, tensor) pairs, such as a dict's items(), found {found}")
+    name, tensor = item
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"load_weights: weight {name!r} must be a torch.Tensor, found {type(tensor).__name__}")
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        kind = "on the meta device" if tensor.is_meta else tensor.layout
+        raise ValueError(f"load_weights: weight {name!r} is {kind}: must be a dense tensor with data")
+    return name, tensor
+
+
 class WeightUpdate:
     """The weights that are still awaited, and what may come for them.
 

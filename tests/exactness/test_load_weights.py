@@ -128,7 +128,7 @@ def test_a_request_that_ends_with_the_last_old_step_is_reported(llm: LLM, models
     assert llm.is_finished()
 
 
-def spoil(weights: Weights, how: str) -> Iterator[tuple[str, torch.Tensor]]:
+def spoil(weights: Weights, how: str) -> Iterator[Any]:
     """The second half of a load goes wrong."""
     items = list(weights.items())
     name, value = items[len(items) // 2]
@@ -141,12 +141,17 @@ def spoil(weights: Weights, how: str) -> Iterator[tuple[str, torch.Tensor]]:
         "repeated": [(name, value), (name, value)],
         "misshapen": [(name, value[:-1])],
         "wrong type": [(name, value.long())],
+        "without data": [(name, value.to("meta"))],
+        "sparse": [(name, value.to_sparse())],
+        "no tensor": [(name, value.numpy())],
+        "a name alone": [name],
     }
     yield from replacement[how]
     yield from items[len(items) // 2 + 1 :]
 
 
-@pytest.mark.parametrize("how", ["missing", "surplus", "repeated", "misshapen", "wrong type", "interrupted"])
+@pytest.mark.parametrize("how", ["missing", "surplus", "repeated", "misshapen", "wrong type", "without data",
+                                 "sparse", "no tensor", "a name alone", "interrupted"])  # fmt: skip
 def test_a_mistake_is_named_and_can_be_repaired(
     llm: LLM, models: tuple[Model, Model], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
