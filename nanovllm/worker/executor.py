@@ -215,7 +215,7 @@ class Executor:
     def _send_weights(self, bucket: list[tuple[str, torch.Tensor]]) -> None:
         self.runner.weight_update.check(bucket)
         if self.config.tensor_parallel_size > 1:
-            bucket = [(name, tensor.detach().cpu().contiguous()) for name, tensor in bucket]
+            bucket = [(name, _to_send(tensor)) for name, tensor in bucket]
         self.call("update_weights", bucket)
 
     def info(self) -> dict[str, Any]:
@@ -240,6 +240,12 @@ class Executor:
             if runner is not None:
                 runner.close(failed=self.failed)
             self._store = None
+
+
+def _to_send(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` on the CPU, in memory of its own: a view, pickled, takes along all that it is a view of."""
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def _forget_frames(error: BaseException | None) -> None:

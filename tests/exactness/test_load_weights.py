@@ -1,5 +1,6 @@
 """New weights on a live engine: as if it had been started with them, with requests in flight, and after mistakes."""
 
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,27 @@ def test_weights_of_another_type_are_rounded(llm: LLM, models: tuple[Model, Mode
                for name, value in second.weights.items()}
     llm.load_weights(strided.items())
     expect_texts_of(second, llm)
+
+
+def test_views_of_one_buffer_are_sent_without_it(
+    llm: LLM, models: tuple[Model, Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As trainers keep their parameters: each would otherwise take the whole buffer along to the workers."""
+    weights = models[1].weights
+    flat = torch.cat([value.flatten() for value in weights.values()])
+    parts = flat.split([value.numel() for value in weights.values()])
+    views = {name: part.view_as(weights[name]) for name, part in zip(weights, parts, strict=True)}
+    processes, sent = llm.engine.executor.processes, []
+    send_call = processes.send_call
+
+    def counted_send(method: str, *args: Any) -> None:
+        sent.append(len(pickle.dumps(args)))
+        send_call(method, *args)
+
+    monkeypatch.setattr(processes, "send_call", counted_send)
+    llm.load_weights(views.items())
+    assert processes.size == 1 or sum(sent) < 1.5 * flat.nbytes
+    expect_texts_of(models[1], llm, slice(4))
 
 
 def test_requests_in_flight_go_on(llm: LLM, models: tuple[Model, Model]) -> None:
