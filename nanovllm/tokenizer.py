@@ -1,5 +1,6 @@
 """Text to token ids and back. transformers is imported only here, and only when a tokenizer is wanted."""
 
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,9 +24,11 @@ class Tokenizer:
 
     def _load(self) -> None:
         try:
-            from transformers import AutoTokenizer
+            import transformers  # noqa: F401
 
-            self._tokenizer = AutoTokenizer.from_pretrained(self._folder)
+            # Looked up anew: the library replaces its module at the end of its import, and who waited for another
+            # thread's import to end, another engine's say, was given the one before.
+            self._tokenizer = sys.modules["transformers"].AutoTokenizer.from_pretrained(self._folder)
         except Exception as error:
             self._error = error
 

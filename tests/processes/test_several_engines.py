@@ -2,9 +2,12 @@
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from process_checks import GREEDY, LONG, marked_processes, open_files, tiny_llm,
 
 from nanovllm import LLM, SamplingParams
 
+ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = ([5] * 9, [6, 7] * 20, list(range(40)))
 
 
@@ -47,6 +51,25 @@ def test_two_at_once_and_one_after_another(tiny: str, mark: str) -> None:
         assert token_ids(second, *PROMPTS) == expected
     with tiny_llm(tiny) as third:
         assert token_ids(third, *PROMPTS) == expected
+
+
+TWO_TOKENIZERS = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from nanovllm.config import EngineConfig
+from nanovllm.tokenizer import Tokenizer
+config = EngineConfig({str(ROOT / "assets" / "demo-qwen3")!r})
+first = Tokenizer(config)
+while "transformers" not in sys.modules:
+    time.sleep(0.001)
+print(len(Tokenizer(config).encode("a b")), len(first.encode("a b")))
+"""
+
+
+def test_both_load_their_tokenizers_at_once() -> None:
+    """Each in a thread of its own, the second while the first one imports the library."""
+    done = subprocess.run([sys.executable, "-c", TWO_TOKENIZERS], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "2 2\n", done.stderr
 
 
 def test_made_in_a_thread_that_ends_and_dropped_without_close(tiny: str, mark: str) -> None:
