@@ -6,7 +6,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from nanovllm.layers.weights import CheckpointWeight, TensorSource
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _READ_THREADS = 8
 
 
@@ -101,10 +102,10 @@ def open_checkpoint(folder: Path) -> dict[str, FileTensor]:
 
 
 def check_names(weights: Iterable[CheckpointWeight], given: Iterable[str], tied_head: bool) -> None:
-    """Raises ValueError naming what is missing or surplus. A tied model may bring its head; it must be the
-    embedding."""
+    """Raises ValueError naming what is missing or surplus. A tied model may bring its head; load_checkpoint sees that
+    it is the embedding."""
     needed, found = {weight.name for weight in weights}, set(given)
-    surplus = found - needed - ({"lm_head.weight"} if tied_head else set())
+    surplus = found - needed - ({_HEAD} if tied_head else set())
     for problem, names in (("missing", needed - found), ("surplus", surplus)):
         if names:
             shown = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
@@ -118,7 +119,7 @@ def load_checkpoint(
     tick: Callable[[], None] = lambda: None,
 ) -> None:
     """Copies every weight from its source; reads overlap, since copying releases the interpreter. `tick`: called after
-    each, from several threads."""
+    each, from several threads. Raises ValueError for a tied model whose head, where one is there, is another."""
     stage = _pinned if device.type == "cuda" else lambda tensor: tensor
 
     @torch.inference_mode()  # the caller's does not reach the pool's threads
@@ -128,11 +129,28 @@ def load_checkpoint(
         tick()
 
     largest_first = sorted(weights, key=lambda weight: -torch.Size(weight.shape).numel())
+    by_name = {weight.name: weight for weight in weights}
     with ThreadPoolExecutor(_READ_THREADS) as pool:
+        is_tied = _EMBEDDING in by_name and _HEAD not in by_name and _HEAD in sources
+        head = pool.submit(_check_tied_head, by_name[_EMBEDDING], sources) if is_tied else None
         for _ in pool.map(load, largest_first):
             pass
+        if head is not None:
+            head.result()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _check_tied_head(embedding: CheckpointWeight, sources: Mapping[str, TensorSource]) -> None:
+    """Compares a head that is not loaded with the embedding that stands in for it, in the range that this rank holds.
+    Fine-tuning may have parted them and left the configuration as it was."""
+    replace(embedding, name=_HEAD).check(sources[_HEAD])
+    for shard in embedding.shards:
+        place = (shard.dim, shard.start, shard.target.shape[shard.dim])
+        ours, theirs = sources[_EMBEDDING].narrow(*place), sources[_HEAD].narrow(*place)
+        if not torch.equal(ours, theirs if theirs.dtype is ours.dtype else theirs.to(ours.dtype)):
+            found = f"weight {_HEAD!r} is not {_EMBEDDING!r}, but tie_word_embeddings=True"
+            raise ValueError(f"checkpoint: {found} (hf_overrides={{'tie_word_embeddings': False}} keeps both)")
 
 
 @dataclass(frozen=True)

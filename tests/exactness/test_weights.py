@@ -13,7 +13,7 @@ from checkpoints import make_model, read_json, save, write_json
 from safetensors.torch import load_file, save_file
 from workload import assert_outputs, make_requests, run, run_alone
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig, ModelConfig, read_model_config
 from nanovllm.kernels import select_kernels
 from nanovllm.layers import linear
@@ -235,6 +235,25 @@ def test_wrong_type(folder: Path) -> None:
 def test_untied_head_that_is_not_there(folder: Path) -> None:
     change_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
     expect_refusal(folder, ValueError, "missing", "lm_head.weight")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_tied_head_that_is_another(tmp_path: Path, ranks: int) -> None:
+    """transformers unties such a model; without a word we would serve another."""
+    folder = save(make_model(seed=5, tie_word_embeddings=True), tmp_path)
+    embedding = "model.embed_tokens.weight"
+
+    def tokens(**more: Any) -> list[int]:
+        with LLM(str(folder), tensor_parallel_size=ranks, **OPTIONS, **more) as llm:
+            params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+            return llm.generate([5, 6, 7], params, use_tqdm=False)[0].token_ids
+
+    expected = tokens()
+    change_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": tensors[embedding].clone()}))
+    assert tokens() == expected
+    change_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": tensors[embedding].flip(0)}))
+    expect_refusal(folder, ValueError, "lm_head.weight", "tie_word_embeddings=True", tensor_parallel_size=ranks)
+    assert tokens(hf_overrides={"tie_word_embeddings": False}) != expected
 
 
 @pytest.mark.parametrize("keep", [0, 5, 8, 200, 5000, -1])
