@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -370,7 +371,8 @@ class _Progress:
 
     def __init__(self, engine: LLMEngine, total: int, enabled: bool) -> None:
         self._engine = engine
-        self._bar = tqdm(total=total, desc="Generating", unit="req", disable=not enabled, dynamic_ncols=True)
+        hidden = not enabled or sys.stderr is None  # as in a program whose standard error is closed
+        self._bar = tqdm(total=total, desc="Generating", unit="req", disable=hidden, dynamic_ncols=True)
         self._prefill, self._decode = engine.num_prefill_tokens, engine.num_decode_tokens
 
     def update(self, finished: int) -> None:

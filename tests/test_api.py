@@ -158,9 +158,14 @@ def test_an_answer_that_goes_on(llm: LLM) -> None:
     assert whole.prompt == f"{bare.prompt}<|im_start|>assistant\n"
 
 
-def test_the_bar_goes_to_stderr_or_nowhere(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_bar_goes_to_stderr_or_nowhere(
+    llm: LLM, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     generate(llm, ["one two three"] * 3)
     assert capfd.readouterr() == ("", "")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", None)  # what Python makes of a closed one
+        assert len(llm.generate(["one two three"] * 3, FIXED)) == 3
     llm.generate(["one two three"] * 3, FIXED)
     out, err = capfd.readouterr()
     assert out == ""
