@@ -7,6 +7,7 @@ grammar of `structured_outputs`, min_tokens, logit_bias, the penalties, temperat
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from typing import Any
 
 MAX_FLOAT32 = 3.4e38
@@ -14,8 +15,21 @@ MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
 
 
+_NUMBERS = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("seed", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs"),
+)
+
+
 def _refuse(name: str, value: Any, bound: str) -> None:
     raise ValueError(f"SamplingParams.{name}={value!r}: must be {bound}")
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy's, from an array of lengths say, as Python's own; anything else as it is."""
+    if isinstance(value, (int, float)) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def _is_int(value: Any) -> bool:
@@ -118,6 +132,8 @@ class SamplingParams:
     """False: special tokens are part of the text."""
 
     def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            object.__setattr__(self, name, _plain(getattr(self, name)))
         self._check_counts()
         self._check_numbers()
         self._check_lists()
@@ -169,7 +185,7 @@ class SamplingParams:
             value = getattr(self, name)
             if name == "allowed_token_ids" and value is None:
                 continue
-            ids = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (None,)
+            ids = tuple(map(_plain, value)) if isinstance(value, Iterable) and not isinstance(value, str) else (None,)
             if not all(_is_int(one) and one >= 0 for one in ids) or (name == "allowed_token_ids" and not ids):
                 _refuse(name, value, "a list of token ids" + (", not empty" if name == "allowed_token_ids" else ""))
             object.__setattr__(self, name, ids)
@@ -178,7 +194,8 @@ class SamplingParams:
             _refuse("logit_bias", bias, "a dict of token id: bias")
         copy: dict[int, float] = {}
         for token_id, value in bias.items():
-            number = int(token_id) if isinstance(token_id, str) and token_id.isdecimal() else token_id  # as JSON has it
+            in_json = isinstance(token_id, str) and token_id.isdecimal()
+            number, value = int(token_id) if in_json else _plain(token_id), _plain(value)
             if not _is_int(number) or number < 0:
                 _refuse("logit_bias", {token_id: value}, "a dict whose keys are token ids")
             if not _is_number(value) or abs(value) > MAX_BIAS:

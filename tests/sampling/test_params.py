@@ -4,6 +4,7 @@ import math
 from dataclasses import FrozenInstanceError
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nanovllm import SamplingParams, StructuredOutput
@@ -34,6 +35,22 @@ BAD: list[tuple[str, Any]] = [
 def test_refused_by_name_and_value(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"SamplingParams\.{name}=.*must be"):
         SamplingParams(**{name: value})
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """Lengths and settings often come out of arrays. What is kept is Python's own, which JSON and pickle know."""
+    bias = {np.int64(5): np.half(1)}
+    lists = {"stop_token_ids": np.array([3, 4]), "allowed_token_ids": np.arange(2), "logit_bias": bias}
+    numbers = {"max_tokens": np.int64(7), "seed": np.uint8(3), "temperature": np.float32(0.5), "top_p": np.float64(0.5)}
+    params = SamplingParams(**lists, **numbers)
+    same = {"stop_token_ids": [3, 4], "allowed_token_ids": [0, 1], "logit_bias": {5: 1.0}}
+    assert params == SamplingParams(**same, max_tokens=7, seed=3, temperature=0.5, top_p=0.5)
+    assert {type(getattr(params, name)) for name in ("max_tokens", "seed")} == {int}
+    assert type(params.temperature) is float
+    wrong = {"max_tokens": np.int64(0), "top_k": np.float32(2), "n": np.True_, "top_p": np.float32(2)}
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=rf"SamplingParams\.{name}=.*must be"):
+            SamplingParams(**{name: value})
 
 
 def test_stop_needs_text() -> None:
