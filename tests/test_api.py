@@ -250,6 +250,20 @@ def test_token_ids_alone_without_a_tokenizer(llm: LLM) -> None:
         assert bare.is_finished()
 
 
+def test_the_callers_default_device_is_not_ours(llm: LLM) -> None:
+    """As torch.set_default_device("cuda") in a notebook, where what is pinned must stay on the host."""
+    params = SamplingParams(seed=1, temperature=0.8, top_p=0.9, presence_penalty=0.1, logprobs=1, prompt_logprobs=1)
+    expected = generate(llm, [20, 21, 22], params)[0]
+    torch.set_default_device("meta")
+    try:
+        with LLM(str(DEMO), **OPTIONS) as other:
+            found = generate(other, [20, 21, 22], params)[0]
+            assert found.token_ids == expected.token_ids
+            assert len(found.prompt_logprobs) == 3
+    finally:
+        torch.set_default_device(None)
+
+
 def test_plain_kernels_come_without_graphs() -> None:
     """They read the step on the host."""
     for fused in (True, False):

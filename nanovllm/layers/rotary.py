@@ -9,7 +9,7 @@ from nanovllm.config import RopeConfig
 
 def _inverse_frequencies(rope: RopeConfig, head_dim: int, max_position_embeddings: int) -> tuple[torch.Tensor, float]:
     """float64 [head_dim / 2] radians per position, and the factor on cos and sin."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
     plain = rope.theta**-exponents
     if rope.kind == "default":
         return plain, 1.0
@@ -29,7 +29,7 @@ def _yarn(rope: RopeConfig, plain: torch.Tensor, head_dim: int, original_length:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    positions = torch.arange(head_dim // 2, dtype=torch.float64)
+    positions = torch.arange(head_dim // 2, dtype=torch.float64, device="cpu")
     ramp = ((positions - low) / max(high - low, 0.001)).clamp(0, 1)
     scale = rope.attention_factor
     if scale is None:
@@ -43,5 +43,5 @@ def cos_sin_table(
     """float32 [num_positions, head_dim]: cosines of the head_dim / 2 angles, then their sines."""
     frequencies, scale = _inverse_frequencies(rope, head_dim, max_position_embeddings)
     # float32 angles, as the checkpoints were trained with: a more exact angle would be a different model
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies.float())
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32, device="cpu"), frequencies.float())
     return torch.cat([angles.cos() * scale, angles.sin() * scale], dim=-1).to(device)

@@ -175,7 +175,7 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.device.type != "cpu":
         return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor)
 
 
 @dataclass(frozen=True)

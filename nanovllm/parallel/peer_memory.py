@@ -218,7 +218,7 @@ class PeerMemory:
             raise PeerMemoryUnavailable(f"peer memory: rows of {hidden_size} x {dtype}, need {need}")
         self.rank, self.world_size, self.device, self.dtype = rank, world_size, torch.device(device), dtype
         self.limits = limits or AllReduceLimits()
-        itemsize = torch.empty((), dtype=dtype).element_size()
+        itemsize = torch.empty((), dtype=dtype, device="cpu").element_size()
         self.layout = layout or Layout.for_limits(
             world_size, hidden_size, itemsize, max_rows, max_keys, self.limits, half_rows
         )
@@ -285,8 +285,8 @@ class PeerMemory:
         self.abort_word = torch.zeros(1, dtype=torch.int32, device=self.device)
         """int32 [1]: nonzero stops every wait (1: the host said so; 2: a wait passed its bound)."""
         self._abort_stream = torch.cuda.Stream(self.device)
-        self._abort_source = torch.ones(1, dtype=torch.int32).pin_memory()
-        self._abort_target = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self._abort_source = torch.ones(1, dtype=torch.int32, device="cpu").pin_memory()
+        self._abort_target = torch.zeros(1, dtype=torch.int32, device="cpu").pin_memory()
 
     def send(self, peer: int, offset: int, source: torch.Tensor) -> None:
         """Copies `source`, contiguous, to byte `offset` of another rank's block, in the current stream and by a copy

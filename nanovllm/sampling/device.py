@@ -251,11 +251,11 @@ class GeneralSampler:
     def _staging(self, name: str, size: int) -> torch.Tensor:
         """Host memory for a copy of this step; it is used again when the step's results have been taken."""
         if not self._io.is_cuda:
-            return torch.empty(size, dtype=torch.int32)
+            return torch.empty(size, dtype=torch.int32, device="cpu")
         key = (name, self._io.turn)
         found = self._pinned.get(key)
         if found is None or found.shape[0] < size:
-            found = self._pinned[key] = torch.empty(2 * size, dtype=torch.int32, pin_memory=True)
+            found = self._pinned[key] = torch.empty(2 * size, dtype=torch.int32, device="cpu", pin_memory=True)
         return found[:size]
 
     def collect(self) -> tuple[np.ndarray | None, np.ndarray | None]:

@@ -60,9 +60,9 @@ class DeviceIO:
         if not self.is_cuda:
             return
         self._turn = 0
-        self._staging = [torch.empty(capacity, dtype=torch.int32, pin_memory=True) for _ in range(RING)]
+        self._staging = [torch.empty(capacity, dtype=torch.int32, device="cpu", pin_memory=True) for _ in range(RING)]
         self._staging_views = [staging.numpy() for staging in self._staging]
-        self._results = [torch.empty(max_rows, dtype=torch.int32, pin_memory=True) for _ in range(RING)]
+        self._results = [torch.empty(max_rows, dtype=torch.int32, device="cpu", pin_memory=True) for _ in range(RING)]
         self._events = [torch.cuda.Event() for _ in range(RING)]
         self.step_buffer = torch.zeros(capacity, dtype=torch.int32, device=self.device)
         """Where a CUDA graph finds its step, unless it comes through the mailbox."""

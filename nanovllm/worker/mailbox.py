@@ -19,9 +19,9 @@ class Mailbox:
     def __init__(self, capacity: int, max_rows: int, device: torch.device) -> None:
         """`capacity`: int32 words of the largest packed step. `max_rows`: most tokens of a result."""
         pinned = device.type == "cuda"
-        self.steps = torch.zeros(RING, capacity, dtype=torch.int32, pin_memory=pinned)
+        self.steps = torch.zeros(RING, capacity, dtype=torch.int32, device="cpu", pin_memory=pinned)
         """int32 [RING, capacity] on the host. Zeros are a step without rows: what warms a graph up."""
-        self.tokens = torch.zeros(RING, max_rows, dtype=torch.int32, pin_memory=pinned)
+        self.tokens = torch.zeros(RING, max_rows, dtype=torch.int32, device="cpu", pin_memory=pinned)
         """int32 [RING, max_rows] on the host."""
         self.turn = torch.zeros(1, dtype=torch.int32, device=device)
         """int32 [1] on the device: the line of the next step."""
