@@ -12,12 +12,18 @@ class TurnLock:
     def __init__(self) -> None:
         self._next = threading.Lock()
         self._lock = threading.Lock()
+        self._owner: int | None = None
 
     def __enter__(self) -> None:
+        """Raises RuntimeError where this thread has the turn already: it would wait for itself."""
+        if self._owner == threading.get_ident():  # a signal's handler in mid-step, or load_weights' own iterable
+            raise RuntimeError("this engine is in the middle of a call of this thread, and cannot begin another in it")
         with self._next:
             self._lock.acquire()
+        self._owner = threading.get_ident()
 
     def __exit__(self, *_: object) -> None:
+        self._owner = None
         self._lock.release()
 
     @contextmanager

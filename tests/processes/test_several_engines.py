@@ -72,6 +72,26 @@ def test_both_load_their_tokenizers_at_once() -> None:
     assert done.stdout == "2 2\n", done.stderr
 
 
+def test_a_call_from_within_a_call_is_refused(tiny: str, mark: str) -> None:
+    """By a signal's handler, say, or the iterable that load_weights is given. It would wait for itself."""
+    with tiny_llm(tiny, tensor_parallel_size=1) as llm:
+        expected = token_ids(llm, [5] * 9)
+        launch, refused = llm.engine.executor.launch, []
+
+        def interrupted_launch(packed: Any) -> None:
+            for call in (lambda: token_ids(llm, [6] * 9), llm.step, lambda: llm.load_weights([])):
+                with pytest.raises(RuntimeError, match="in the middle of a call of this thread"):
+                    call()
+                refused.append(call)
+            launch(packed)
+
+        llm.engine.executor.launch = interrupted_launch  # type: ignore[method-assign]
+        [[found]] = run_in_threads(lambda: token_ids(llm, [5] * 9))
+        assert [found] == expected and len(refused) == 3 * GREEDY.max_tokens
+        llm.engine.executor.launch = launch  # type: ignore[method-assign]
+        assert token_ids(llm, [5] * 9) == expected and not llm.engine._completions
+
+
 def test_made_in_a_thread_that_ends_and_dropped_without_close(tiny: str, mark: str) -> None:
     [llm] = run_in_threads(lambda: tiny_llm(tiny))
     assert token_ids(llm, [5] * 9) == token_ids(llm, [5] * 9)
