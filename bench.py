@@ -332,6 +332,8 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, dict[str
     args = parser.parse_args(argv)
     if min(args.num_seqs, args.repeats) < 1:
         parser.error("--num-seqs and --repeats must be at least 1")
+    if args.json and (Path(args.json).is_dir() or not Path(args.json).absolute().parent.is_dir()):
+        parser.error(f"--json {args.json}: must be a file in a folder that is there")
     if not Path(args.model).is_dir() and f"Qwen3-{args.model}" in PUBLISHED_SHAPES:
         args.model = f"Qwen3-{args.model}"
     published = args.model in PUBLISHED_SHAPES and not Path(args.model).is_dir()

@@ -161,6 +161,7 @@ def test_published_names_get_dummy_weights(tmp_path: Path) -> None:
         (["--output-len", "x"], "--output-len: 'x': must be LOW-HIGH"),
         (["--model", "7B"], "--model 7B: no such folder, no hub id (owner/name), and not one of 0.6B, 1.7B, 4B, 8B"),
         (["--num-seqs", "0"], "--num-seqs"),
+        (["--json", "/nowhere/result.json"], "--json /nowhere/result.json: must be a file in a folder that is there"),
     ],
 )
 def test_mistakes_are_named(flags: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
