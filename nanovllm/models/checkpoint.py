@@ -75,9 +75,12 @@ def _file_tensor(path: Path, name: str, entry: dict[str, Any], data: torch.Tenso
 
 def _files_of_index(index: Path) -> list[str]:
     try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index}: corrupt: no weight_map from names to files: {error!r}") from None
+    if not files or not all(isinstance(name, str) for name in files):
+        raise ValueError(f"{index}: corrupt: its weight_map names the files {files or 'none'}")
+    return sorted(files)
 
 
 def open_checkpoint(folder: Path) -> dict[str, FileTensor]:
