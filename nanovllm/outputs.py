@@ -99,9 +99,9 @@ class LogprobRows:
         """What users see of `positions`; default: all that are there now."""
         return LogprobsList(self, self._k, self._decode, range(len(self)) if positions is None else positions)
 
-    def excerpt(self, positions: range) -> "LogprobRows":
-        """`positions` alone, in a table of their own, with their tokens' texts in place of the tokenizer: what can be
-        copied and sent to other processes."""
+    def packed(self, positions: range) -> tuple[Any, ...]:
+        """What `unpacked` makes rows of `positions` alone of: in a table of their own, since the steps' are shared with
+        other requests, and with their tokens' texts, since the tokenizer holds a thread. For pickle and copy."""
         k = self._k
         found = [(at, words) for at, where in enumerate(positions) if (words := self.words(where)) is not None]
         table = np.empty((len(found), 3 + 2 * k), np.int32)
@@ -109,22 +109,20 @@ class LogprobRows:
             begin = _own_logprob(words)
             table[line, : 2 + k], table[line, 2 + k :] = words[: 2 + k], words[begin : begin + 1 + k]
         ids = {*table[:, 0].tolist(), *table[:, 2 : 2 + k].ravel().tolist()}
-        rows = LogprobRows(k, {token_id: self._decode(token_id) for token_id in ids}.get, len(positions))
-        for line, (at, _) in enumerate(found):
-            rows.put(at, table, line)
+        return k, {token_id: self._decode(token_id) for token_id in ids}, len(positions), [at for at, _ in found], table
+
+    @classmethod
+    def unpacked(
+        cls, k: int, texts: dict[int, str | None], num_positions: int, known: list[int], table: np.ndarray
+    ) -> "LogprobRows":
+        """`known`: the position of each line of `table`."""
+        rows = cls(k, texts.get, num_positions)
+        for line, position in enumerate(known):
+            rows.put(position, table, line)
         return rows
 
     def __reduce__(self) -> tuple[Any, ...]:
-        own = self.excerpt(range(len(self)))  # the tables are shared with other requests, the tokenizer holds a thread
-        return LogprobRows._restored, (own._k, own._decode, own._tables, own._lines)
-
-    @classmethod
-    def _restored(
-        cls, k: int, decode: Callable[[int], str | None], tables: list[np.ndarray | None], lines: list[int]
-    ) -> "LogprobRows":
-        rows = cls(k, decode)
-        rows._tables, rows._lines = tables, lines
-        return rows
+        return LogprobRows.unpacked, self.packed(range(len(self)))
 
     def words(self, position: int) -> np.ndarray | None:
         """The line of a position; None where there is none."""
@@ -190,10 +188,14 @@ class LogprobsList(Sequence[dict[int, Logprob] | None]):
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LogprobRows.view, (self._rows.excerpt(self._positions),)
+        return _unpacked_list, self._rows.packed(self._positions)
 
     def __repr__(self) -> str:
         return f"LogprobsList({list(self)!r})"
+
+
+def _unpacked_list(*packed: Any) -> LogprobsList:
+    return LogprobRows.unpacked(*packed).view()
 
 
 @dataclass
@@ -230,7 +232,8 @@ class StepOutput(_ByName):
         """For pickle and copy: not all that the completion had gained before."""
         state = dict(self.__dict__)
         if self.logprob_rows is not None:
-            state |= {"logprob_rows": self.logprob_rows.excerpt(self._positions), "position": 0}
+            rows = LogprobRows.unpacked(*self.logprob_rows.packed(self._positions))
+            state |= {"logprob_rows": rows, "position": 0}
         return state
 
 
