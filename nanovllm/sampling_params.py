@@ -15,12 +15,6 @@ MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
 
 
-_NUMBERS = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("seed", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs"),
-)
-
-
 def _refuse(name: str, value: Any, bound: str) -> None:
     raise ValueError(f"SamplingParams.{name}={value!r}: must be {bound}")
 
@@ -132,8 +126,9 @@ class SamplingParams:
     """False: special tokens are part of the text."""
 
     def __post_init__(self) -> None:
-        for name in _NUMBERS:
-            object.__setattr__(self, name, _plain(getattr(self, name)))
+        for each in fields(self):
+            if (plain := _plain(value := getattr(self, each.name))) is not value:
+                object.__setattr__(self, each.name, plain)
         self._check_counts()
         self._check_numbers()
         self._check_lists()
