@@ -44,13 +44,18 @@ class CheckpointWeight:
             found = tuple(source.shape)
             raise ValueError(f"weight {self.name!r} has shape {found}, the configuration needs {self.shape}")
 
-    def load(self, source: TensorSource) -> None:
-        """Copies this rank's parts, after `check`."""
+    def parts(self, source: TensorSource) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each of this rank's targets that holds anything, and its range of `source`; after `check`."""
         self.check(source)
         for shard in self.shards:
             length = shard.target.shape[shard.dim]
             if length:
-                shard.target.copy_(source.narrow(shard.dim, shard.start, length), non_blocking=True)
+                yield shard.target, source.narrow(shard.dim, shard.start, length)
+
+    def load(self, source: TensorSource) -> None:
+        """Copies this rank's parts, after `check`."""
+        for target, part in self.parts(source):
+            target.copy_(part, non_blocking=True)
 
 
 def whole(name: str, parameter: torch.Tensor) -> CheckpointWeight:

@@ -147,11 +147,10 @@ def load_checkpoint(
 def _check_tied_head(embedding: CheckpointWeight, sources: Mapping[str, TensorSource]) -> None:
     """Compares a head that is not loaded with the embedding that stands in for it, in the range that this rank holds.
     Fine-tuning may have parted them and left the configuration as it was."""
-    replace(embedding, name=_HEAD).check(sources[_HEAD])
-    for shard in embedding.shards:
-        place = (shard.dim, shard.start, shard.target.shape[shard.dim])
-        ours, theirs = sources[_EMBEDDING].narrow(*place), sources[_HEAD].narrow(*place)
-        if not torch.equal(ours, theirs if theirs.dtype is ours.dtype else theirs.to(ours.dtype)):
+    head = replace(embedding, name=_HEAD)
+    pairs = zip(embedding.parts(sources[_EMBEDDING]), head.parts(sources[_HEAD]), strict=True)
+    for (_, ours), (_, theirs) in pairs:
+        if not torch.equal(ours, theirs.to(ours.dtype)):
             found = f"weight {_HEAD!r} is not {_EMBEDDING!r}, but tie_word_embeddings=True"
             raise ValueError(f"checkpoint: {found} (hf_overrides={{'tie_word_embeddings': False}} keeps both)")
 
