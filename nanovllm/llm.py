@@ -44,7 +44,6 @@ class LLM:
         self._ended: set[int] = set()
         """Those of them with all completions ended, until their generate() returns."""
         # Interpreter exit must not depend on when this object is collected, nor keep it alive until then.
-        self._owner = os.getpid()
         self._close_at_exit = weakref.finalize(self, _close, self.engine, self._step_lock)
         self._close_at_exit.atexit = True
 
@@ -281,8 +280,8 @@ class LLM:
     def _require_open(self) -> None:
         if not self._close_at_exit.alive:
             raise RuntimeError("this engine is closed")
-        if os.getpid() != self._owner:  # workers, threads and locks are the owner's: waiting for them would never end
-            raise RuntimeError(f"this engine is process {self._owner}'s: a fork of it cannot use it")
+        if os.getpid() != (owner := self.engine.executor.owner):  # waiting for what is the owner's would never end
+            raise RuntimeError(f"this engine is process {owner}'s: a fork of it cannot use it")
 
     def __enter__(self) -> "LLM":
         return self

@@ -42,10 +42,9 @@ def settle(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError("device='cuda': torch sees no GPU")
-        _require_gpus(config, torch.cuda.device_count())
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda': torch sees no GPU")
+    share_gpus = device == "cuda" and _shares_gpus(config, torch.cuda.device_count())
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else model.torch_dtype
@@ -58,7 +57,7 @@ def settle(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         config,
         device=device,
         dtype=dtype,
-        share_gpus=config.share_gpus and device == "cuda" and config.tensor_parallel_size > torch.cuda.device_count(),
+        share_gpus=share_gpus,
         max_model_len=config.max_model_len or longest,
         kvcache_block_size=config.kvcache_block_size or (128 if device == "cuda" else 16),
         # The plain kernels read a step's header on the host, which no graph can.
@@ -66,16 +65,18 @@ def settle(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     )
 
 
-def _require_gpus(config: EngineConfig, count: int) -> None:
+def _shares_gpus(config: EngineConfig, count: int) -> bool:
+    """Whether ranks have to share `count` GPUs. Raises ValueError where they must not, or lack an option for it."""
     size = config.tensor_parallel_size
     if size <= count:
-        return
+        return False
     if not config.share_gpus:
         raise ValueError(f"tensor_parallel_size={size}: must be at most the {count} GPUs here (or set share_gpus)")
     if config.num_kvcache_blocks is None:
         raise ValueError(f"num_kvcache_blocks=None: must be given where {size} ranks share {count} GPUs (share_gpus)")
     if not (config.peer_all_reduce or config.enforce_eager):
         raise ValueError("peer_all_reduce=False: must be True where ranks share GPUs, or enforce_eager=True")
+    return True
 
 
 class Executor:
@@ -89,7 +90,8 @@ class Executor:
         self._runner: ModelRunner | None = None
         self._store: dist.TCPStore | None = None
         self._failed = False
-        self._owner = os.getpid()
+        self.owner = os.getpid()
+        """The process whose workers, threads and locks these are."""
         self.processes = WorkerProcesses(config.tensor_parallel_size, config.step_timeout)
         try:
             self.config = settle(config, model)
@@ -230,7 +232,7 @@ class Executor:
 
     def close(self) -> None:
         """Ends the workers and frees what this rank holds. Does nothing the second time."""
-        if os.getpid() != self._owner:
+        if os.getpid() != self.owner:
             return  # a fork of the process whose engine this is: nothing here is ours
         runner, self._runner = self._runner, None
         try:
