@@ -157,7 +157,11 @@ def main() -> None:
         parser.error(f"--rows {args.rows}: must be of {buckets}")
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": MAX_NUM_SEQS, "step_mailbox": False}
     options |= {"gpu_memory_utilization": 0.85, "step_timeout": 300.0}
-    options |= {"tensor_parallel_size": args.tensor_parallel_size} | parse_assignments(args.options)
+    options |= {"tensor_parallel_size": args.tensor_parallel_size}
+    try:
+        options |= parse_assignments(args.options)
+    except ValueError as error:
+        parser.error(str(error))
     with LLM(f"Qwen3-{args.model}", **options) as llm:
         params = SamplingParams(temperature=0.6, max_tokens=4000, ignore_eos=True)
         # Prompts of one token each, which no two share, so that no keys are read for two.
