@@ -8,9 +8,9 @@ from nanovllm.sampling_params import SamplingParams, StructuredOutput
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import WeightsIncomplete
+    from nanovllm.executor.processes import WorkerError
     from nanovllm.llm import LLM
-    from nanovllm.worker.device_io import StepTimeout
-    from nanovllm.worker.processes import WorkerError
+    from nanovllm.runner.device_io import StepTimeout
 
 __version__ = "0.1.0"
 __all__ = [
@@ -31,9 +31,9 @@ __all__ = [
 # These pull in torch; the vocabulary above does not. Loading them on first use keeps `import nanovllm` instant.
 _ON_FIRST_USE = {
     "LLM": "nanovllm.llm",
-    "StepTimeout": "nanovllm.worker.device_io",
+    "StepTimeout": "nanovllm.runner.device_io",
     "WeightsIncomplete": "nanovllm.engine.llm_engine",
-    "WorkerError": "nanovllm.worker.processes",
+    "WorkerError": "nanovllm.executor.processes",
 }
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from tqdm import tqdm
 
 from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.engine.fair_lock import TurnLock
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.turn_lock import TurnLock
 from nanovllm.outputs import CompletionOutput, RequestOutput, StepOutput
 from nanovllm.sampling_params import SamplingParams
 

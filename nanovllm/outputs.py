@@ -69,7 +69,7 @@ class LogprobRows:
     """The token at each position of a text and the likeliest ones there: lines of the steps' tables, as they came.
 
     A table, int32 [lines, 3 + 2 k], is shared by all requests of its step. Each line is laid out as
-    kernels/logprobs.py says: the token, its rank, the k likeliest ids; the token's log-probability and theirs (float32
+    logprobs.py says: the token, its rank, the k likeliest ids; the token's log-probability and theirs (float32
     bits). Two plain lists and no object for each token, which Python's garbage collector would go through every time.
     """
 

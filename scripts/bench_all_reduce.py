@@ -23,9 +23,9 @@ from bench_ranks import add_check_options, rank_parser  # isort: skip
 import torch
 import triton
 
-from nanovllm.kernels.all_reduce import PeerAllReduce
-from nanovllm.kernels.norm import add_rms_norm
-from nanovllm.parallel.all_reduce_limits import AllReduceLimits
+from nanovllm.kernels.pointwise.norm import add_rms_norm
+from nanovllm.parallel.peer.all_reduce import PeerAllReduce
+from nanovllm.parallel.peer.limits import AllReduceLimits
 
 KEYS = 256
 BANK, CALLS, GRAPHS = 4, 20, 4  # data sets of a case, calls of a graph, graphs that take turns in the check

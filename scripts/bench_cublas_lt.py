@@ -40,10 +40,10 @@ from bench_mid_gemm import (  # noqa: E402
     short,
 )
 
-from nanovllm.kernels import cublas_lt, cublas_lt_rule, cublas_lt_tune  # noqa: E402
-from nanovllm.kernels.cublas_lt import CublasLtError, Problem  # noqa: E402
-from nanovllm.kernels.lt_config import LtConfig  # noqa: E402
-from nanovllm.kernels.small_gemm_tune import captured, rotation  # noqa: E402
+from nanovllm.kernels.gemm import cublas_lt, cublas_lt_rule, cublas_lt_tune  # noqa: E402
+from nanovllm.kernels.gemm.cublas_lt import CublasLtError, Problem  # noqa: E402
+from nanovllm.kernels.gemm.lt_config import LtConfig  # noqa: E402
+from nanovllm.kernels.gemm.skinny_tune import captured, rotation  # noqa: E402
 
 HEAD_DIM, VOCABULARY = 128, 151936
 DIMS = {  # hidden, query heads, key/value heads, intermediate

@@ -27,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from nanovllm.kernels.decode_attention import DecodeAttention, decode_attention_reference
-from nanovllm.kernels.decode_plan import TUNED_KV_HEADS, DecodeConfig, tuning
-from nanovllm.kernels.small_gemm_tune import graph_us
-from nanovllm.worker.compile_server import settle_keys
-from nanovllm.worker.precompile import KernelCompiler, process_count
-from nanovllm.worker.rehearsal import launching_nothing
+from nanovllm.kernels.attention.decode import DecodeAttention, decode_attention_reference
+from nanovllm.kernels.attention.decode_plan import TUNED_KV_HEADS, DecodeConfig, tuning
+from nanovllm.kernels.gemm.skinny_tune import graph_us
+from nanovllm.startup.compile_pool import KernelCompiler, process_count
+from nanovllm.startup.compile_server import settle_keys
+from nanovllm.startup.dry_run import launching_nothing
 
 READ_BYTES_PER_US = 4.4e6  # what reads reach on an H200
 HEAD_DIM = PAGE = 128

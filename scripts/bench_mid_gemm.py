@@ -20,12 +20,14 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from nanovllm.kernels import cublas_lt_rule, mid_gemm, mid_gemm_rule
-from nanovllm.kernels.activation import silu_mul
-from nanovllm.kernels.lt_config import LtConfig
-from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
-from nanovllm.kernels.norm import add_rms_norm
-from nanovllm.kernels.small_gemm_tune import EPS, graph_us, rotation
+from nanovllm.kernels.gemm import cublas_lt_rule
+from nanovllm.kernels.gemm import decode as mid_gemm
+from nanovllm.kernels.gemm import decode_rule as mid_gemm_rule
+from nanovllm.kernels.gemm.decode import MidConfig, SplitConfig
+from nanovllm.kernels.gemm.lt_config import LtConfig
+from nanovllm.kernels.gemm.skinny_tune import EPS, graph_us, rotation
+from nanovllm.kernels.pointwise.activation import silu_mul
+from nanovllm.kernels.pointwise.norm import add_rms_norm
 from nanovllm.layers.few_rows import linear
 
 READ_BYTES_PER_US = 4.55e6  # what reads reach on an H200

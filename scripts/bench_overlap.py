@@ -31,13 +31,13 @@ from nanovllm.attention.base import AttentionMetadata
 from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.config import PUBLISHED_SHAPES, ModelConfig
 from nanovllm.kernels import select_kernels
-from nanovllm.kernels.all_reduce import PeerAllReduce
 from nanovllm.layers.attention import ForwardStep
 from nanovllm.layers.linear import HeadSplit
 from nanovllm.layers.rotary import cos_sin_table
 from nanovllm.models.qwen3 import HalfSteps, ModelContext, Qwen3DecoderLayer
-from nanovllm.parallel.copy_engine import CopyEngineSums
-from nanovllm.parallel.overlap import Overlap
+from nanovllm.parallel.peer.all_reduce import PeerAllReduce
+from nanovllm.parallel.peer.copy_engine import CopyEngineSums
+from nanovllm.parallel.two_batch import Overlap
 
 LAYERS, CALLS, RUNS = 4, 8, 36
 PROGRAMS = (32, 64, 128, 256, 1024)

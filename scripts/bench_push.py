@@ -31,11 +31,11 @@ from bench_mid_gemm import PARTS, TILES, Config, activated, product
 from bench_tp_chain import NAMES, Chain, OutOfTime, Plan
 
 from nanovllm.config import PUBLISHED_SHAPES, ModelConfig
-from nanovllm.kernels import cublas_lt_rule, few_rows_rule
-from nanovllm.kernels.all_reduce import PeerAllReduce
-from nanovllm.kernels.mid_gemm import MidConfig
-from nanovllm.kernels.small_gemm import GemmConfig, candidate_configs
+from nanovllm.kernels.gemm import cublas_lt_rule, few_rows_rule
+from nanovllm.kernels.gemm.decode import MidConfig
+from nanovllm.kernels.gemm.skinny import GemmConfig, candidate_configs
 from nanovllm.layers.few_rows import pushed_linear
+from nanovllm.parallel.peer.all_reduce import PeerAllReduce
 
 CHECKED_ROWS = (1, 3, 16, 24, 64)
 

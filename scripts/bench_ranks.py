@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from nanovllm.parallel.peer_memory import Layout, PeerMemory, forbid_multicast
+from nanovllm.parallel.peer.memory import Layout, PeerMemory, forbid_multicast
 
 forbid_multicast()  # before CUDA starts, here and in every rank (they import this file)
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host
@@ -26,7 +26,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from nanovllm.kernels.all_reduce import PeerAllReduce  # noqa: E402
+from nanovllm.parallel.peer.all_reduce import PeerAllReduce  # noqa: E402
 
 ROWS = (1, 8, 64, 256, 512, 2048, 8192)
 ONE_SHOT_ROWS, EPS = 2048, 1e-6

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels import small_gemm as sg
-from nanovllm.kernels.small_gemm import GemmConfig
-from nanovllm.kernels.small_gemm_tune import (
+from nanovllm.kernels.gemm import skinny as sg
+from nanovllm.kernels.gemm.skinny import GemmConfig
+from nanovllm.kernels.gemm.skinny_tune import (
     EPS,
     ROTATION_BYTES,
     autotune_chain,

@@ -12,7 +12,7 @@ All products, sums and activations of a few layers as one CUDA graph, us a layer
   ("pdl") or not, whatever is faster in the end.
 
 Correctness comes with them: plain's results up to rounding, the same bits on all ranks, or the line says WRONG. The
-configurations named are for kernels/mid_gemm_rule.py.
+configurations named are for kernels/gemm/decode_rule.py.
 """
 
 import json
@@ -32,10 +32,10 @@ import torch
 from bench_mid_gemm import PARTS, Config, activated, candidates, product, short
 
 from nanovllm.config import PUBLISHED_SHAPES, ModelConfig
-from nanovllm.kernels import all_reduce
-from nanovllm.kernels.all_reduce import PeerAllReduce
-from nanovllm.kernels.mid_gemm import SplitConfig
+from nanovllm.kernels.gemm.decode import SplitConfig
 from nanovllm.layers.linear import HeadSplit
+from nanovllm.parallel.peer import all_reduce
+from nanovllm.parallel.peer.all_reduce import PeerAllReduce
 
 ENOUGH_BYTES = 320 << 20  # of weights, that none is still in the cache when its turn comes again
 GAIN = 0.995  # of the time before: what a configuration must bring to be taken

@@ -23,7 +23,7 @@ from bench_all_reduce import Case, check  # isort: skip
 
 import torch
 
-from nanovllm.kernels.all_reduce import PeerAllReduce, TwoShotPlan
+from nanovllm.parallel.peer.all_reduce import PeerAllReduce, TwoShotPlan
 
 DECODE_ROWS, TWO_RANKS_ROWS, LARGE_ROWS = (64, 96, 128, 160, 192, 224, 256), (128, 256, 512), (512, 2048, 8192)
 PRODUCT_WIDTH, CALLS = 1024, 40

@@ -26,17 +26,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import parse_assignments
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.step_shapes import decode_buckets
-from nanovllm.kernels import mid_gemm_rule
-from nanovllm.kernels.cublas_lt import CublasLtError, Problem
-from nanovllm.kernels.cublas_lt_tune import by_rough_time, candidates
-from nanovllm.kernels.lt_config import LtConfig
-from nanovllm.kernels.mid_gemm import SplitConfig
-from nanovllm.kernels.small_gemm import MAX_ROWS, candidate_configs
-from nanovllm.kernels.small_gemm_tune import rotation
+from nanovllm.kernels.gemm import decode_rule as mid_gemm_rule
+from nanovllm.kernels.gemm.cublas_lt import CublasLtError, Problem
+from nanovllm.kernels.gemm.cublas_lt_tune import by_rough_time, candidates
+from nanovllm.kernels.gemm.decode import SplitConfig
+from nanovllm.kernels.gemm.lt_config import LtConfig
+from nanovllm.kernels.gemm.skinny import MAX_ROWS, candidate_configs
+from nanovllm.kernels.gemm.skinny_tune import rotation
 from nanovllm.layers.few_rows import linear
-from nanovllm.worker import tuning
-from nanovllm.worker.tuning import Choices, Config
+from nanovllm.runner import tuning
+from nanovllm.runner.tuning import Choices, Config
+from nanovllm.wire.shapes import decode_buckets
 
 MAX_NUM_SEQS = 256
 SUM_PARTS = ("o", "down")

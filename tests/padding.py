@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nanovllm import LLM
-from nanovllm.worker import step_work
-from nanovllm.worker.cuda_graphs import StepGraphs, StepShape
+from nanovllm.runner import step_work
+from nanovllm.runner.cuda_graphs import StepGraphs, StepShape
 
 
 class OwnedLogits:

@@ -16,8 +16,8 @@ import torch
 from nanovllm import LLM, SamplingParams, StepOutput
 from nanovllm.attention import select_backend
 from nanovllm.config import EngineConfig, read_model_config
-from nanovllm.worker import model_runner
-from nanovllm.worker.executor import settle
+from nanovllm.executor.local import settle
+from nanovllm.runner import model_runner
 
 DEMO = Path(__file__).resolve().parents[1] / "assets" / "demo-qwen3"
 GREEDY = SamplingParams(temperature=0, max_tokens=8)

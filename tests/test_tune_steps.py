@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from test_bench import load
 
-from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
-from nanovllm.worker.tuning import Choices, Config
+from nanovllm.kernels.gemm.decode import MidConfig, SplitConfig
+from nanovllm.runner.tuning import Choices, Config
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("gate_up", "down", "o", "qkv", "head")

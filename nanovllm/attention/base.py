@@ -67,7 +67,7 @@ class AttentionBackend(ABC):
     """What could not be used after all, and why."""
     merged_first: frozenset[int] = frozenset()
     """Numbers of decode rows whose chunks are to be merged before the next kernel begins to fetch its weight; set with
-    the kernels' choices (worker/tuning.py)."""
+    the kernels' choices (runner/tuning.py)."""
 
     def __init__(self, num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int, max_num_seqs: int,
                  max_model_len: int, device: torch.device | str, dtype: torch.dtype) -> None:

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata
-from nanovllm.kernels.decode_attention import DecodeAttention
-from nanovllm.kernels.prefill_attention import PrefillAttention
+from nanovllm.kernels.attention.decode import DecodeAttention
+from nanovllm.kernels.attention.prefill import PrefillAttention
 
 MAX_NUM_SEQS = 32768
 """The decode kernel's work list keeps row and slot in 16 bits each."""

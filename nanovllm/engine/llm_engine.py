@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanovllm.config import EngineConfig, read_model_config, resolve_model_folder
+from nanovllm.engine.sampling.plan import plan_sampling, take_logprobs
+from nanovllm.engine.sampling.requests import RequestSampling
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.outputs import LogprobsList, RequestMetrics, StepOutput
-from nanovllm.sampling.requests import RequestSampling
-from nanovllm.sampling.section import append_section
-from nanovllm.sampling.step import plan_sampling, take_logprobs
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.startup.compile_pool import start_compiler
 from nanovllm.tokenizer import Tokenizer
-from nanovllm.worker.precompile import start_compiler
+from nanovllm.wire.sampling import append_section
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +53,7 @@ class LLMEngine:
         self.request_sampling = RequestSampling(self.tokenizer, self.model_config)
         compiler = start_compiler(config, self.model_config)
         try:
-            from nanovllm.worker.executor import Executor  # torch comes in here, while the tokenizer is loading
+            from nanovllm.executor.local import Executor  # torch comes in here, while the tokenizer is loading
 
             self.executor = Executor(config, self.model_config, compiler)
         finally:

@@ -16,7 +16,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.lookahead import Future, Lookahead
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step_plan import StepPlan, most_block_updates
-from nanovllm.engine.step_shapes import fitting_chunk
+from nanovllm.wire.shapes import fitting_chunk
 
 
 class Scheduler:
@@ -25,7 +25,7 @@ class Scheduler:
     PREFILL_TOKENS_WITH_DECODES = (512, 4096)
     """Bounds of the default cap on prompt tokens beside decodes: what a running request hardly notices, and where a
     larger chunk gains nothing more. In between it doubles, and is changed a little so that chunk and decodes fill a
-    captured shape (engine/step_shapes.py)."""
+    captured shape (wire/shapes.py)."""
 
     def __init__(self, config: EngineConfig, num_blocks: int, block_size: int) -> None:
         self.config = config

@@ -7,7 +7,7 @@ from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm.sampling.row import SamplingRow
+    from nanovllm.engine.sampling.row import SamplingRow
 
 
 class SequenceStatus(Enum):

@@ -1,6 +1,6 @@
 """One step as data: what the scheduler decided, and its packed form that every rank receives.
 
-Packed int32 layout (S = max_num_seqs; see kernels/step_input.py for the device side):
+Packed int32 layout (S = max_num_seqs; see kernels/step/input.py for the device side):
 
     0            HEADER_SIZE     +S            +2S             +3S
     | header     | row_slot      | row_start   | row_count     | block updates   | slot records   | token ids of
@@ -17,7 +17,7 @@ import numpy as np
 from nanovllm.engine.sequence import Sequence
 
 if TYPE_CHECKING:
-    from nanovllm.sampling.step import StepSampling
+    from nanovllm.engine.sampling.plan import StepSampling
 
 HEADER_SIZE = 16
 RECORD_SIZE = 8
@@ -59,7 +59,7 @@ class StepPlan:
     host_token_ids: list[int] = field(default_factory=list)
     """Tokens of all rows that are not decodes, in row order."""
     sampling: "StepSampling | None" = None
-    """What rows need beyond greedy and temperature; it travels as a section of its own (sampling/section.py)."""
+    """What rows need beyond greedy and temperature; it travels as a section of its own (wire/sampling.py)."""
 
     @property
     def num_rows(self) -> int:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata
-from nanovllm.attention.halves import attention_halves
+from nanovllm.attention.split import attention_halves
 from nanovllm.kernels import Kernels
-from nanovllm.kernels.padded_rows import empty_rows
-from nanovllm.kernels.push import Partial
+from nanovllm.kernels.base.padded_rows import empty_rows
+from nanovllm.kernels.gemm.push import Partial
 from nanovllm.layers.linear import HeadSplit, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
 from nanovllm.parallel.group import TensorParallelGroup
@@ -70,7 +70,7 @@ class Attention(WeightedModule):
         self.unbind_cache()
 
     def unbind_cache(self) -> None:
-        """Lets go of the KV cache; worker/kv_cache.py binds one: [num_blocks, kv heads, block_size, head_dim] each."""
+        """Lets go of the KV cache; runner/kv_cache.py binds one: [num_blocks, kv heads, block_size, head_dim] each."""
         self.k_cache = self.v_cache = self.q_norm_weight.new_empty(0, self.heads.local_kv_heads, 1, self.head_dim)
 
     def forward(self, x: torch.Tensor, step: ForwardStep, wanted: torch.Tensor | None = None) -> Partial:

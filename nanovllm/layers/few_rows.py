@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels import cublas_lt, cublas_lt_rule
-from nanovllm.kernels.lt_config import LtConfig
+from nanovllm.kernels.gemm import cublas_lt, cublas_lt_rule
+from nanovllm.kernels.gemm.lt_config import LtConfig
 
 if TYPE_CHECKING:
     from nanovllm.kernels import Kernels
-    from nanovllm.kernels.all_reduce import PeerAllReduce
-    from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
-    from nanovllm.kernels.push import Pushed
-    from nanovllm.kernels.small_gemm import GemmConfig
+    from nanovllm.kernels.gemm.decode import MidConfig, SplitConfig
+    from nanovllm.kernels.gemm.push import Pushed
+    from nanovllm.kernels.gemm.skinny import GemmConfig
     from nanovllm.layers.linear import ParallelLinear
     from nanovllm.layers.norm import ReduceAddNorm
+    from nanovllm.parallel.peer.all_reduce import PeerAllReduce
 
 
 def norm_linear(x: torch.Tensor, norm: "ReduceAddNorm", layer: "ParallelLinear") -> torch.Tensor:
@@ -31,7 +31,7 @@ def norm_linear(x: torch.Tensor, norm: "ReduceAddNorm", layer: "ParallelLinear")
     config = _fusing(layer, x.shape[0])
     if config is None:
         return F.linear(norm.kernels.rms_norm(x, norm.weight, norm.eps), layer.weight)
-    from nanovllm.kernels import small_gemm
+    from nanovllm.kernels.gemm import skinny as small_gemm
 
     return small_gemm.norm_linear(x, norm.weight, norm.eps, layer.weight, config=config)
 
@@ -41,7 +41,7 @@ def norm_linear_silu_mul(x: torch.Tensor, norm: "ReduceAddNorm", layer: "Paralle
     config = _fusing(layer, x.shape[0])
     if config is None:
         return norm.kernels.silu_mul(F.linear(norm.kernels.rms_norm(x, norm.weight, norm.eps), layer.weight))
-    from nanovllm.kernels import small_gemm
+    from nanovllm.kernels.gemm import skinny as small_gemm
 
     return small_gemm.norm_linear_silu_mul(x, norm.weight, norm.eps, layer.weight, config=config)
 
@@ -51,7 +51,7 @@ def linear_residual(x: torch.Tensor, layer: "ParallelLinear", residual: torch.Te
     config = _fusing(layer, x.shape[0])
     if config is None:
         return residual.addmm_(x, layer.weight.t())
-    from nanovllm.kernels import small_gemm
+    from nanovllm.kernels.gemm import skinny as small_gemm
 
     return small_gemm.linear_residual(x, layer.weight, residual, config=config)
 
@@ -60,7 +60,7 @@ def _fusing(layer: "ParallelLinear", rows: int) -> "GemmConfig | None":
     config = layer.few_rows.get(rows)
     if config is None:
         return None
-    from nanovllm.kernels.small_gemm import GemmConfig
+    from nanovllm.kernels.gemm.skinny import GemmConfig
 
     return config if isinstance(config, GemmConfig) else None
 
@@ -71,7 +71,8 @@ def linear(
     """x [T, in] @ weight [out, in]^T: [T, out], or float32 [parts, T, out], sums over parts of `in`."""
     if isinstance(config, LtConfig):
         return cublas_lt.linear(x, weight, config)
-    from nanovllm.kernels import mid_gemm, small_gemm
+    from nanovllm.kernels.gemm import decode as mid_gemm
+    from nanovllm.kernels.gemm import skinny as small_gemm
 
     if isinstance(config, mid_gemm.SplitConfig):
         return mid_gemm.split_linear(x, weight, config.splits)
@@ -84,7 +85,8 @@ def pushed_linear(
     x: torch.Tensor, weight: torch.Tensor, config: "GemmConfig | MidConfig", sums: "PeerAllReduce"
 ) -> "Pushed":
     """x [T, in] @ weight [out, in]^T in the places of the next sum of `sums`, which must be given the result."""
-    from nanovllm.kernels import mid_gemm, small_gemm
+    from nanovllm.kernels.gemm import decode as mid_gemm
+    from nanovllm.kernels.gemm import skinny as small_gemm
 
     if isinstance(config, mid_gemm.MidConfig):
         return sums.push(x.shape[0], lambda places: mid_gemm.push_linear(x, weight, places, config))
@@ -109,7 +111,7 @@ def linear_silu_mul(x: torch.Tensor, layer: "ParallelLinear", kernels: "Kernels"
     """The gate and up projections, SiLU(gate) * up: [T, in] -> [T, intermediate]."""
     config = layer.few_rows.get(x.shape[0])
     if config is not None:
-        from nanovllm.kernels import mid_gemm
+        from nanovllm.kernels.gemm import decode as mid_gemm
 
         if isinstance(config, mid_gemm.MidConfig):
             return mid_gemm.linear_silu_mul(x, layer.weight, config)

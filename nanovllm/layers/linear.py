@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.cublas_lt_rule import MANY_ROWS
-from nanovllm.kernels.lt_config import LtConfig
-from nanovllm.kernels.push import Partial
+from nanovllm.kernels.gemm.cublas_lt_rule import MANY_ROWS
+from nanovllm.kernels.gemm.lt_config import LtConfig
+from nanovllm.kernels.gemm.push import Partial
 from nanovllm.layers.few_rows import linear, many_rows_linear, pushed_linear
 from nanovllm.layers.weights import CheckpointWeight, Shard, WeightedModule, parameter
 from nanovllm.parallel.group import TensorParallelGroup
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.all_reduce import PeerAllReduce
-    from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
-    from nanovllm.kernels.small_gemm import GemmConfig
+    from nanovllm.kernels.gemm.decode import MidConfig, SplitConfig
+    from nanovllm.kernels.gemm.skinny import GemmConfig
+    from nanovllm.parallel.peer.all_reduce import PeerAllReduce
 
 
 class ParallelLinear(WeightedModule):
@@ -185,8 +185,8 @@ class RowParallelLinear(ParallelLinear):
         self.weight = parameter(out_features, size, dtype=dtype, device=device)
         self.weight[:, self.valid :].zero_()
         self.pushes: dict[int, tuple[GemmConfig | MidConfig, PeerAllReduce]] = {}
-        """Numbers of rows for which the product is stored straight into the sum's places (kernels/push.py), by what
-        and for whom; set with the kernels' choices (worker/tuning.py)."""
+        """Numbers of rows for which the product is stored straight into the sum's places (push.py), by what
+        and for whom; set with the kernels' choices (runner/tuning.py)."""
 
     def forward(self, x: torch.Tensor) -> Partial:  # type: ignore[override]  # only a ReduceAddNorm takes it
         push = self.pushes.get(x.shape[0])

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import torch
 
 from nanovllm.kernels import Kernels
-from nanovllm.kernels.norm import add_up
-from nanovllm.kernels.push import Partial, Pushed
+from nanovllm.kernels.gemm.push import Partial, Pushed
+from nanovllm.kernels.pointwise.norm import add_up
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
 from nanovllm.parallel.group import TensorParallelGroup
-from nanovllm.parallel.overlap import UnderWay
+from nanovllm.parallel.two_batch import UnderWay
 
 Normed = tuple[torch.Tensor, torch.Tensor]
 """(normalised [T, hidden], residual [T, hidden])"""
@@ -20,8 +20,8 @@ class ReduceAddNorm(WeightedModule):
     model.
 
     (partial [T, hidden], residual [T, hidden] or None at the start) -> (normalised [T, hidden], residual [T, hidden]).
-    A partial may also be float32 [parts, T, hidden], sums over parts of K that make it (kernels/mid_gemm.py), or be on
-    its way to the ranks already (kernels/push.py).
+    A partial may also be float32 [parts, T, hidden], sums over parts of K that make it (decode.py), or be on
+    its way to the ranks already (kernels/gemm/push.py).
     The residual is for the next ReduceAddNorm of the same step alone: with several ranks, rows of it may be another's,
     or missing.
     """
@@ -42,7 +42,7 @@ class ReduceAddNorm(WeightedModule):
         self.weight = parameter(hidden_size, dtype=dtype, device=device)
         self.dependent_rows: frozenset[int] = frozenset()
         """Numbers of rows whose partial comes from a kernel of our own, which lets a sum over ranks be launched
-        dependently; set with the kernels' choices (worker/tuning.py)."""
+        dependently; set with the kernels' choices (runner/tuning.py)."""
 
     def forward(self, partial: Partial, residual: torch.Tensor | None) -> Normed:
         rows = partial.rows if isinstance(partial, Pushed) else partial.shape[-2]

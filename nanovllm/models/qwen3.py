@@ -13,7 +13,7 @@ import torch
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.config import ModelConfig
 from nanovllm.kernels import Kernels
-from nanovllm.kernels.push import Partial
+from nanovllm.kernels.gemm.push import Partial
 from nanovllm.layers.attention import Attention, ForwardStep, wanted_rows
 from nanovllm.layers.few_rows import linear_residual, linear_silu_mul, norm_linear, norm_linear_silu_mul
 from nanovllm.layers.linear import HeadSplit, MergedColumnParallelLinear, RowParallelLinear
@@ -22,7 +22,7 @@ from nanovllm.layers.rotary import cos_sin_table
 from nanovllm.layers.vocab import VocabParallelEmbedding
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
 from nanovllm.parallel.group import TensorParallelGroup
-from nanovllm.parallel.overlap import UnderWay
+from nanovllm.parallel.two_batch import UnderWay
 
 Halves = tuple[UnderWay[Normed], UnderWay[Normed]]
 """The norms that a block starts with, of a step's first and second half of tokens."""
@@ -149,7 +149,7 @@ class Qwen3ForCausalLM(WeightedModule):
         self.norm = context.norm()
         self.group = context.group
         self.fused_rows: set[int] = set()
-        """Numbers of rows that take forward_few_rows; set with the kernels' choices (worker/tuning.py)."""
+        """Numbers of rows that take forward_few_rows; set with the kernels' choices (runner/tuning.py)."""
         self.lm_head = self.embed_tokens if config.tie_word_embeddings else VocabParallelEmbedding(*vocab)
 
     def forward(self, input_ids: torch.Tensor, step: ForwardStep, wanted: torch.Tensor | None = None) -> torch.Tensor:
@@ -175,7 +175,7 @@ class Qwen3ForCausalLM(WeightedModule):
     def forward_in_halves(
         self, input_ids: torch.Tensor, steps: HalfSteps, wanted: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """forward for many tokens on several ranks, cut into two halves (parallel/overlap.py)."""
+        """forward for many tokens on several ranks, cut into two halves (parallel/two_batch.py)."""
         first, second = input_ids.split([step.positions.shape[0] for step in steps])
         norms = [*(layer.input_layernorm for layer in self.layers), self.norm]
         embed = self.embed_tokens.embed

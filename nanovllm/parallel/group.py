@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from nanovllm.parallel.overlap import Overlap
-from nanovllm.parallel.store import WatchedStore
+from nanovllm.executor.store import WatchedStore
+from nanovllm.parallel.two_batch import Overlap
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.all_reduce import PeerAllReduce
+    from nanovllm.parallel.peer.all_reduce import PeerAllReduce
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +67,11 @@ class TensorParallelGroup:
 
     def use_peer_memory(self, max_rows: int, hidden_size: int, dtype: torch.dtype, max_keys: int) -> None:
         """Lets sums of up to `max_rows` rows go through memory that the GPUs map from each other, where they can; see
-        parallel/peer_memory.py. Where they cannot, all stays with NCCL and the log says so, but ranks that share GPUs
+        parallel/peer/memory.py. Where they cannot, all stays with NCCL and the log says so, but ranks that share GPUs
         raise. All ranks call it."""
-        from nanovllm.kernels.all_reduce import PeerAllReduce
-        from nanovllm.parallel.copy_engine import CopyEngineSums
-        from nanovllm.parallel.peer_memory import PeerMemory, PeerMemoryUnavailable
+        from nanovllm.parallel.peer.all_reduce import PeerAllReduce
+        from nanovllm.parallel.peer.copy_engine import CopyEngineSums
+        from nanovllm.parallel.peer.memory import PeerMemory, PeerMemoryUnavailable
 
         assert self._store is not None and self.size > 1
         args = (self._store, self.rank, self.size, self.device, max_rows, hidden_size, dtype)

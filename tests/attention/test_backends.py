@@ -52,7 +52,7 @@ def test_warmup_leaves_the_cache_alone(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
 def test_captured_step_serves_other_lengths() -> None:
-    from nanovllm.kernels.prefill_attention import prefill_attention_reference
+    from nanovllm.kernels.attention.prefill import prefill_attention_reference
 
     case = make_case([1] * 4 + [60], [700, 30, 2000, 129, 300], 4, num_q_heads=8, num_kv_heads=2, head_dim=128,
                      block_size=128)

@@ -7,9 +7,9 @@ pytest.importorskip("triton")
 
 from cases import DEVICE, TOLERANCE, Case, make_case, nan_like
 
-from nanovllm.kernels import decode_attention
-from nanovllm.kernels.decode_attention import DecodeAttention, decode_attention_reference
-from nanovllm.kernels.decode_plan import TUNING, DecodeConfig, plan_decode_reference
+from nanovllm.kernels.attention import decode as decode_attention
+from nanovllm.kernels.attention.decode import DecodeAttention, decode_attention_reference
+from nanovllm.kernels.attention.decode_plan import TUNING, DecodeConfig, plan_decode_reference
 
 # Small chunks, so that short rows are split too.
 SMALL = DecodeConfig(block_n=32, min_chunk=64, max_splits=8, num_warps=4, num_stages=2)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_backends import CONTEXTS, QUERIES, make_backend
 
 from nanovllm.attention import BACKENDS, AttentionMetadata
-from nanovllm.attention.halves import attention_halves
+from nanovllm.attention.split import attention_halves
 
 Token = tuple[int, int]
 """(slot, keys that it sees)"""

@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from cases import DEVICE, TOLERANCE, Case, make_case, nan_like
 
-from nanovllm.kernels.prefill_attention import (
+from nanovllm.kernels.attention.prefill import (
     PrefillAttention,
     PrefillConfig,
     plan_prefill_reference,

@@ -9,9 +9,9 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step_plan import StepPlan, most_block_updates, packed_capacity
-from nanovllm.engine.step_shapes import TILE
 from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.wire.shapes import TILE
 
 
 def make_sequence(

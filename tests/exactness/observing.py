@@ -7,7 +7,7 @@ import torch
 
 from nanovllm import LLM
 from nanovllm.engine.step_plan import StepPlan
-from nanovllm.kernels.rng import gumbel_noise_reference, random_words_reference, row_key_reference
+from nanovllm.kernels.sampling.rng import gumbel_noise_reference, random_words_reference, row_key_reference
 
 
 class LogitRecorder:

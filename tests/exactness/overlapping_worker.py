@@ -3,11 +3,11 @@
 import os
 import sys
 
-from nanovllm.worker.main import main
+from nanovllm.executor.main import main
 
 
 def lower_thresholds() -> None:
-    from nanovllm.parallel.overlap import Overlap
+    from nanovllm.parallel.two_batch import Overlap
 
     Overlap.min_rows, Overlap.cut_multiple = map(int, os.environ["CUT"].split(":"))
 

@@ -179,7 +179,7 @@ def test_a_mistake_is_named_and_can_be_repaired(
 ) -> None:
     """Until a load succeeds nothing runs; then the request that was waiting does, and the engine is as good as new."""
     second = models[1]
-    monkeypatch.setattr("nanovllm.worker.executor._BUCKET_BYTES", 50_000)  # so that some of it has arrived
+    monkeypatch.setattr("nanovllm.executor.local._BUCKET_BYTES", 50_000)  # so that some of it has arrived
     request_id = llm.add_request(REQUESTS[1].prompt, REQUESTS[1].params)
     name = list(second.weights)[len(second.weights) // 2]
     said = {"surplus": "model.layers.7.mlp.up_proj.weight", "interrupted": "Ctrl-C"}.get(how, name)

@@ -15,9 +15,9 @@ from observing import StepWitness
 from workload import BLOCK, ROOMY, assert_outputs, make_requests, run, run_alone
 
 from nanovllm import LLM
+from nanovllm.executor import processes
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.parallel.overlap import Overlap
-from nanovllm.worker import processes
+from nanovllm.parallel.two_batch import Overlap
 
 REQUESTS = make_requests()
 OPTIONS: dict[str, Any] = {**ROOMY, "overlap_all_reduce": True}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.worker.mailbox import RING
+from nanovllm.runner.mailbox import RING
 from tests.padding import PaddedSteps
 from tests.processes.process_checks import write_tiny_config
 

@@ -10,10 +10,10 @@ from checkpoints import make_model, save
 from workload import ROOMY, assert_outputs, make_requests, run, run_alone
 
 from nanovllm import LLM
-from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
+from nanovllm.kernels.gemm.decode import MidConfig, SplitConfig
 from nanovllm.layers.norm import ReduceAddNorm
-from nanovllm.worker import tuning
-from nanovllm.worker.model_runner import ModelRunner
+from nanovllm.runner import tuning
+from nanovllm.runner.model_runner import ModelRunner
 
 
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

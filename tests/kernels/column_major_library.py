@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels import cublas_lt as lt
-from nanovllm.kernels.cublas_lt import CublasLtError
-from nanovllm.kernels.lt_config import LtConfig
+from nanovllm.kernels.gemm import cublas_lt as lt
+from nanovllm.kernels.gemm.cublas_lt import CublasLtError
+from nanovllm.kernels.gemm.lt_config import LtConfig
 
 CONFIG = LtConfig(66, 15, 35, 3)
 ROWS, N, K = 24, 40, 64

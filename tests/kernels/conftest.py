@@ -38,9 +38,9 @@ def poison(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
 @pytest.fixture
 def forget_cublas_lt() -> Iterator[None]:
     """Nothing that was found out about one library serves a test with another."""
-    from nanovllm.kernels import cublas_lt as lt
+    from nanovllm.kernels.gemm import cublas_lt as lt
     from nanovllm.layers import few_rows
-    from nanovllm.worker import tuning
+    from nanovllm.runner import tuning
 
     caches: Any = (lt.library, lt._handle, lt.description, lt.plan, lt._product, lt._initialised)
     caches += (few_rows._suits, tuning._warn)
@@ -56,7 +56,7 @@ def fake_cublas_lt(forget_cublas_lt: None, monkeypatch: pytest.MonkeyPatch) -> A
     """A ColumnMajorLibrary in the place of libcublasLt."""
     from column_major_library import ColumnMajorLibrary
 
-    from nanovllm.kernels import cublas_lt as lt
+    from nanovllm.kernels.gemm import cublas_lt as lt
 
     made = ColumnMajorLibrary()
     monkeypatch.setattr(lt, "library", lambda: made)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from nanovllm.kernels.activation import silu_mul, silu_mul_reference
+from nanovllm.kernels.pointwise.activation import silu_mul, silu_mul_reference
 
 
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (5, 96), (2, 3000), (70, 160), (0, 64)])

@@ -9,11 +9,11 @@ import pytest
 import torch
 from column_major_library import CONFIG, REFUSED_TILE, ROWS, K, N, inputs
 
-from nanovllm.kernels import cublas_lt as lt
-from nanovllm.kernels.cublas_lt import Problem
-from nanovllm.kernels.cublas_lt_tune import candidates
-from nanovllm.kernels.lt_config import LtConfig, tile_sizes
-from nanovllm.kernels.mid_gemm import split_linear_reference
+from nanovllm.kernels.gemm import cublas_lt as lt
+from nanovllm.kernels.gemm.cublas_lt import Problem
+from nanovllm.kernels.gemm.cublas_lt_tune import candidates
+from nanovllm.kernels.gemm.decode import split_linear_reference
+from nanovllm.kernels.gemm.lt_config import LtConfig, tile_sizes
 
 CPU = torch.device("cpu")
 FIELDS = ("algorithm", "tile", "stages", "cluster", "custom", "inner", "swizzle", "split_k", "reduction")

@@ -11,18 +11,19 @@ import pytest
 import torch
 from column_major_library import CONFIG, REFUSED_TILE, ROWS, K, N, inputs
 
-from nanovllm.engine.step_shapes import decode_buckets, mixed_shapes
-from nanovllm.kernels import cublas_lt as lt
-from nanovllm.kernels import cublas_lt_rule as rule
-from nanovllm.kernels import cublas_lt_tune, select_kernels
-from nanovllm.kernels.cublas_lt import CublasLtError, Problem
-from nanovllm.kernels.cublas_lt_rule import MANY_ROWS
-from nanovllm.kernels.lt_config import LtConfig
-from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
+from nanovllm.kernels import select_kernels
+from nanovllm.kernels.gemm import cublas_lt as lt
+from nanovllm.kernels.gemm import cublas_lt_rule as rule
+from nanovllm.kernels.gemm import cublas_lt_tune
+from nanovllm.kernels.gemm.cublas_lt import CublasLtError, Problem
+from nanovllm.kernels.gemm.cublas_lt_rule import MANY_ROWS
+from nanovllm.kernels.gemm.decode import MidConfig, SplitConfig
+from nanovllm.kernels.gemm.lt_config import LtConfig
 from nanovllm.layers import few_rows
 from nanovllm.layers.linear import ParallelLinear
-from nanovllm.worker import algorithm_search, tuning
-from nanovllm.worker.model_runner import ModelRunner
+from nanovllm.runner import algorithm_search, tuning
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.wire.shapes import decode_buckets, mixed_shapes
 
 CPU = torch.device("cpu")
 

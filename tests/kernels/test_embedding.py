@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from nanovllm.kernels.embedding import embed_shard, embed_shard_reference
+from nanovllm.kernels.pointwise.embedding import embed_shard, embed_shard_reference
 
 
 @pytest.mark.parametrize("hidden", [64, 96, 1000])

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.kernels.mailbox import publish_tokens, publish_tokens_reference
-from nanovllm.worker.device_io import DeviceIO
-from nanovllm.worker.mailbox import RING, Mailbox
+from nanovllm.kernels.step.mailbox import publish_tokens, publish_tokens_reference
+from nanovllm.runner.device_io import DeviceIO
+from nanovllm.runner.mailbox import RING, Mailbox
 
 
 @pytest.mark.parametrize("count", [1, 2, 33, 100])

@@ -11,14 +11,14 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from nanovllm.kernels import mid_gemm as mg
-from nanovllm.kernels import mid_gemm_rule as rule
-from nanovllm.kernels.lt_config import LtConfig
-from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
-from nanovllm.kernels.norm import add_rms_norm, add_rms_norm_reference
-from nanovllm.kernels.padded_rows import empty_rows, padded_rows, rows_in_memory
-from nanovllm.kernels.small_gemm import GemmConfig
-from nanovllm.worker import tuning
+from nanovllm.kernels.base.padded_rows import empty_rows, padded_rows, rows_in_memory
+from nanovllm.kernels.gemm import decode as mg
+from nanovllm.kernels.gemm import decode_rule as rule
+from nanovllm.kernels.gemm.decode import MidConfig, SplitConfig
+from nanovllm.kernels.gemm.lt_config import LtConfig
+from nanovllm.kernels.gemm.skinny import GemmConfig
+from nanovllm.kernels.pointwise.norm import add_rms_norm, add_rms_norm_reference
+from nanovllm.runner import tuning
 
 EPS = 1e-6
 SMALL = MidConfig(64, 32, 32, 3)

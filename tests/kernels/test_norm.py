@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from nanovllm.kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from nanovllm.kernels.pointwise.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from tests.kernels.conftest import poison
 
 EPS = 1e-6

@@ -5,9 +5,9 @@ import threading
 import pytest
 import torch
 
-from nanovllm.kernels import pdl
-from nanovllm.kernels.pdl import ordinary_launch, pdl_options
-from nanovllm.worker.device_io import DeviceIO
+from nanovllm.kernels.base import pdl
+from nanovllm.kernels.base.pdl import ordinary_launch, pdl_options
+from nanovllm.runner.device_io import DeviceIO
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 DEPENDENT, ORDINARY = {"PDL": True, "launch_pdl": True}, {"PDL": False}

@@ -3,7 +3,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from nanovllm.kernels.rope import qk_norm_rope_store, qk_norm_rope_store_reference, store_kv, store_kv_reference
+from nanovllm.kernels.pointwise.rope import (
+    qk_norm_rope_store,
+    qk_norm_rope_store_reference,
+    store_kv,
+    store_kv_reference,
+)
 from tests.kernels.conftest import poison
 
 EPS = 1e-6

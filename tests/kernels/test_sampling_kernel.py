@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from nanovllm.kernels import rng
-from nanovllm.kernels.sampling import (
+from nanovllm.kernels.sampling import rng
+from nanovllm.kernels.sampling.gumbel import (
     NO_CANDIDATE,
     commit_tokens,
     commit_tokens_reference,

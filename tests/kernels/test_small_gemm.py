@@ -9,10 +9,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from nanovllm.kernels import few_rows_rule, mid_gemm_rule
-from nanovllm.kernels import small_gemm as sg
-from nanovllm.kernels.small_gemm import GemmConfig
-from nanovllm.kernels.small_gemm_tune import OPS, SmallGemmChoice, autotune_chain, autotune_small_gemm, rotation
+from nanovllm.kernels.gemm import decode_rule as mid_gemm_rule
+from nanovllm.kernels.gemm import few_rows_rule
+from nanovllm.kernels.gemm import skinny as sg
+from nanovllm.kernels.gemm.skinny import GemmConfig
+from nanovllm.kernels.gemm.skinny_tune import OPS, SmallGemmChoice, autotune_chain, autotune_small_gemm, rotation
 
 EPS = 1e-6
 FMA, TILE, STREAM = GemmConfig("fma", 8, 256, 2), GemmConfig("tile", 16, 256, 2), GemmConfig("stream", 32, 64, 3)

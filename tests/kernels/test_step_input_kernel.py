@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from nanovllm.engine import step_plan
-from nanovllm.kernels import step_input
-from nanovllm.kernels.step_input import (
+from nanovllm.kernels.step import input as step_input
+from nanovllm.kernels.step.input import (
     HEADER_SIZE,
     DeviceState,
     StepBuffers,

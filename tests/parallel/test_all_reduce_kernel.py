@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanovllm.parallel.all_reduce_limits import AllReduceLimits
-from nanovllm.parallel.peer_memory import (
+from nanovllm.parallel.peer.limits import AllReduceLimits
+from nanovllm.parallel.peer.memory import (
     Layout,
     fill_with_sentinels,
     one_shot_targets,
@@ -132,7 +132,7 @@ def shared_memory_rank(
 
 
 def interpret_rank(rank: int, world_size: int, folder: Path) -> None:
-    from nanovllm.kernels import all_reduce as module
+    from nanovllm.parallel.peer import all_reduce as module
 
     memory = shared_memory_rank(rank, world_size, folder)
     peer = module.PeerAllReduce(memory)  # type: ignore[arg-type]
@@ -204,7 +204,7 @@ def fork_programs() -> None:
 
 def programs_rank(rank: int, world_size: int, folder: Path) -> None:
     """Programs of one row wait for each other's sums of squares."""
-    from nanovllm.kernels import all_reduce as module
+    from nanovllm.parallel.peer import all_reduce as module
 
     fork_programs()
     module.empty_rows = lambda rows, columns, dtype, _: torch.empty(rows, columns, dtype=dtype).share_memory_()  # type: ignore[assignment]
@@ -233,7 +233,7 @@ def programs_rank(rank: int, world_size: int, folder: Path) -> None:
 
 def parts_rank(rank: int, world_size: int, folder: Path) -> None:
     """Float32 parts give the bits of their sum, rounded to the model's dtype; and what the twin says."""
-    from nanovllm.kernels import all_reduce as module
+    from nanovllm.parallel.peer import all_reduce as module
 
     module.MAX_PROGRAMS = PROGRAMS
     dtype = torch.float16
@@ -281,7 +281,7 @@ def cut(peer: Any, plan: Any) -> Any:
 
 def alone_rank(rank: int, world_size: int, folder: Path) -> None:
     """Rank 0 of 2 whose peer is dead."""
-    from nanovllm.kernels.all_reduce import PeerAllReduce, TwoShotPlan
+    from nanovllm.parallel.peer.all_reduce import PeerAllReduce, TwoShotPlan
 
     make_blocks(folder, Layout.build(2, HIDDEN, 4, CAPACITY, CAPACITY, 300))
     partial, weight = torch.randn(3, HIDDEN), torch.randn(HIDDEN)
@@ -299,7 +299,7 @@ def alone_rank(rank: int, world_size: int, folder: Path) -> None:
 
 
 def gloo_rank(rank: int, world_size: int, folder: Path) -> None:
-    from nanovllm.kernels.all_reduce import all_reduce_add_rms_norm_reference
+    from nanovllm.parallel.peer.all_reduce import all_reduce_add_rms_norm_reference
 
     store = dist.FileStore(str(folder / "store"), world_size)
     group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=60))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from test_all_reduce_kernel import run_ranks
 
-from nanovllm.parallel.peer_memory import Layout, fill_with_sentinels
+from nanovllm.parallel.peer.memory import Layout, fill_with_sentinels
 
 HIDDEN, CAPACITY, CALLS, EPS = 24, 11, 24, 1e-6
 
@@ -36,7 +36,7 @@ def test_kernels_alone(tmp_path: Path) -> None:
 
 def test_owners_share_out_every_row() -> None:
     pytest.importorskip("triton")
-    from nanovllm.parallel.copy_engine import owned_rows
+    from nanovllm.parallel.peer.copy_engine import owned_rows
 
     for world_size in (2, 3, 4, 8):
         for rows in range(1, 40):
@@ -90,8 +90,8 @@ def shared_memory_rank(rank: int, world_size: int, folder: Path, delays: random.
 def concurrent_rank(rank: int, world_size: int, folder: Path) -> None:
     """Calls of both halves as a step makes them, the second started while the first is under way; any rows. Nothing is
     shared between ranks but the blocks, so a reused place that is overwritten early shows as a wrong sum."""
-    from nanovllm.kernels.owner_sum import sum_owned_rows_reference
-    from nanovllm.parallel.copy_engine import CopyEngineSums, owned_rows
+    from nanovllm.parallel.peer.copy_engine import CopyEngineSums, owned_rows
+    from nanovllm.parallel.peer.owner_sum import sum_owned_rows_reference
 
     delays = random.Random(rank)
     sums = CopyEngineSums(shared_memory_rank(rank, world_size, folder, delays))
@@ -128,8 +128,8 @@ def concurrent_rank(rank: int, world_size: int, folder: Path) -> None:
 
 def alone_rank(rank: int, world_size: int, folder: Path) -> None:
     """Rank 1 of 3, whose peers are this test."""
-    from nanovllm.kernels.owner_sum import sum_owned_rows_reference
-    from nanovllm.parallel.copy_engine import CopyEngineSums
+    from nanovllm.parallel.peer.copy_engine import CopyEngineSums
+    from nanovllm.parallel.peer.owner_sum import sum_owned_rows_reference
 
     memory = shared_memory_rank(1, 3, folder, random.Random(0))
     sums = CopyEngineSums(memory)

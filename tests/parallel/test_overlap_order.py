@@ -18,7 +18,7 @@ from nanovllm.layers.linear import HeadSplit
 from nanovllm.layers.norm import ReduceAddNorm
 from nanovllm.models.qwen3 import ModelContext, Qwen3DecoderLayer
 from nanovllm.parallel.group import TensorParallelGroup
-from nanovllm.parallel.overlap import Overlap, UnderWay
+from nanovllm.parallel.two_batch import Overlap, UnderWay
 
 CPU = torch.device("cpu")
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}

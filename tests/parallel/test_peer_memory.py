@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanovllm.parallel.all_reduce_limits import AllReduceLimits
-from nanovllm.parallel.peer_memory import (
+from nanovllm.parallel.peer.limits import AllReduceLimits
+from nanovllm.parallel.peer.memory import (
     MAX_SPLIT,
     Layout,
     PeerMemory,
@@ -85,7 +85,7 @@ def test_layout_regions_are_apart_aligned_and_large_enough(world_size: int) -> N
 
 def test_path_by_size() -> None:
     pytest.importorskip("triton")
-    from nanovllm.kernels.all_reduce import PeerAllReduce
+    from nanovllm.parallel.peer.all_reduce import PeerAllReduce
 
     def paths(world_size: int, max_rows: int) -> dict[int, str]:
         layout = Layout.for_limits(world_size, 5120, 2, max_rows, 16, AllReduceLimits())

@@ -16,14 +16,14 @@ import pytest
 import torch
 from test_all_reduce_kernel import ROOT, check_on_gpus, make_blocks, run_ranks, shared_memory_rank
 
-from nanovllm.kernels.mid_gemm import MidConfig, SplitConfig
-from nanovllm.kernels.push import Pushed
-from nanovllm.kernels.small_gemm import GemmConfig
+from nanovllm.kernels.gemm.decode import MidConfig, SplitConfig
+from nanovllm.kernels.gemm.push import Pushed
+from nanovllm.kernels.gemm.skinny import GemmConfig
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.norm import ReduceAddNorm
-from nanovllm.parallel.all_reduce_limits import AllReduceLimits
-from nanovllm.parallel.peer_memory import Layout, fill_with_sentinels
-from nanovllm.worker import tuning
+from nanovllm.parallel.peer.limits import AllReduceLimits
+from nanovllm.parallel.peer.memory import Layout, fill_with_sentinels
+from nanovllm.runner import tuning
 
 HIDDEN, CAPACITY, ROUNDS, EPS = 40, 37, 10, 1e-6
 SMALL = [
@@ -57,7 +57,7 @@ def test_bits_are_those_of_products_stored_locally(world_size: int, tmp_path: Pa
 
 def reducer(folder: Path, limits: AllReduceLimits | None = None) -> Any:
     pytest.importorskip("triton")
-    from nanovllm.kernels.all_reduce import PeerAllReduce
+    from nanovllm.parallel.peer.all_reduce import PeerAllReduce
 
     make_blocks(folder, layout_of(2))
     memory = shared_memory_rank(0, 2, folder, torch.float16, layout_of(2))
@@ -112,9 +112,9 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
-from nanovllm.kernels import pdl
-from nanovllm.kernels.all_reduce import PeerAllReduce
-from nanovllm.worker.compile_server import _TargetOnly
+from nanovllm.kernels.base import pdl
+from nanovllm.parallel.peer.all_reduce import PeerAllReduce
+from nanovllm.startup.compile_server import _TargetOnly
 driver.set_active(_TargetOnly(GPUTarget("cuda", 90, 32)))
 pdl.supports_pdl = lambda device: True
 kernels, launch = [], JITFunction.run
@@ -131,8 +131,8 @@ for kernel in kernels:
 
 
 def compile_all() -> None:
-    from nanovllm.kernels.all_reduce import PeerAllReduce
     from nanovllm.layers.few_rows import pushed_linear
+    from nanovllm.parallel.peer.all_reduce import PeerAllReduce
 
     hidden, dtype = 1024, torch.bfloat16
     layout = Layout.build(2, hidden, 2, 64, 64, 16)
@@ -172,7 +172,7 @@ def test_compiles_for_a_gpu(tmp_path: Path) -> None:
 
 def concurrent_rank(rank: int, world_size: int, folder: Path) -> None:
     """Each case pushed and stored locally, in either order, among other calls; ranks come late at random."""
-    from nanovllm.kernels import all_reduce as module
+    from nanovllm.parallel.peer import all_reduce as module
 
     module.MAX_PROGRAMS = 5  # several rows a program
     dtype, device = torch.float16, torch.device("cpu")

@@ -15,7 +15,7 @@ from simulation import make_sequence
 from nanovllm.config import EngineConfig
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step_plan import HEADER_SIZE, StepPlan
-from nanovllm.worker.channel import SLOT_BYTES, CommandReader, CommandWriter, create_shared_memory
+from nanovllm.executor.channel import SLOT_BYTES, CommandReader, CommandWriter, create_shared_memory
 
 NUM_ROWS = 256
 BLOCK = 128

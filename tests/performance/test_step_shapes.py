@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.engine.step_shapes import (
+from nanovllm.runner.cuda_graphs import StepGraphs
+from nanovllm.wire.shapes import (
     LARGE_CHUNKS,
     MAX_CHUNK_ROWS,
     SMALL_CHUNKS,
@@ -15,7 +16,6 @@ from nanovllm.engine.step_shapes import (
     mixed_decode_buckets,
     mixed_shapes,
 )
-from nanovllm.worker.cuda_graphs import StepGraphs
 
 LIMITS = [1, 2, 3, 7, 12, 100, 200, 256, 300, 512, 1000]
 MOST_GRAPHS = 80

@@ -29,7 +29,7 @@ def fail(*_: Any, **__: Any) -> Any:
 def install(where: str) -> None:
     if where == "import":
         fail()
-    from nanovllm.worker import model_runner
+    from nanovllm.runner import model_runner
 
     if where == "group":
         group = model_runner.TensorParallelGroup
@@ -51,7 +51,7 @@ def install(where: str) -> None:
 
 
 if __name__ == "__main__":
-    from nanovllm.worker.main import main
+    from nanovllm.executor.main import main
 
     if sys.argv[1] == "1":
         install(os.environ["FAULT"].split(":")[0])

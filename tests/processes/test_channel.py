@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanovllm.worker.channel import (
+from nanovllm.executor.channel import (
     CALL,
     NUM_SLOTS,
     SLOT_BYTES,

@@ -17,7 +17,7 @@ from process_checks import GREEDY, LONG, MARK, marked_processes, tiny_llm, token
 
 from nanovllm import LLM, SamplingParams
 from nanovllm import llm as llm_module
-from nanovllm.engine import turn_lock
+from nanovllm.engine import fair_lock as turn_lock
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAVE = 5.0  # seconds for workers to leave after their program has
@@ -99,7 +99,7 @@ def test_ctrl_c_ends_a_program(tiny: str, new_mark: str) -> None:
     os.killpg(program.pid, signal.SIGINT)  # as a terminal does
     _, err = program.communicate(timeout=30)
     assert program.returncode == -signal.SIGINT and "KeyboardInterrupt" in err
-    assert "nanovllm/worker/main.py" not in err, "the worker is not part of this"
+    assert "nanovllm/executor/main.py" not in err, "the worker is not part of this"
     assert wait_until(lambda: not marked_processes(new_mark), LEAVE)
 
 

@@ -11,25 +11,27 @@ import pytest
 from process_checks import MARK, marked_processes, wait_until, write_tiny_config
 
 from nanovllm.config import PUBLISHED_SHAPES, EngineConfig, ModelConfig
-from nanovllm.worker import precompile
-from nanovllm.worker.compile_server import CompileJob
-from nanovllm.worker.precompile import KernelCompiler, process_count, stamp_path, start_compiler
+from nanovllm.startup import compile_pool as precompile
+from nanovllm.startup.compile_pool import KernelCompiler, process_count, stamp_path, start_compiler
+from nanovllm.startup.compile_server import CompileJob
 
 MODEL = ModelConfig.from_dict(PUBLISHED_SHAPES["Qwen3-0.6B"])
 CONFIG = EngineConfig("Qwen3-0.6B", load_format="dummy")
-NOT_THERE = CompileJob("nanovllm.kernels.norm", "no_such_kernel", "{}", ("cuda", 90, 32))
+NOT_THERE = CompileJob("nanovllm.kernels.pointwise.norm", "no_such_kernel", "{}", ("cuda", 90, 32))
 
 ROUND_TRIP = """
 import os, sys
-from nanovllm.worker.precompile import KernelCompiler
+from nanovllm.startup.compile_pool import KernelCompiler
 compiler = KernelCompiler(2)
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
-from nanovllm.kernels import activation, small_gemm, step_input
-from nanovllm.worker.compile_server import _TargetOnly, settle_keys
-from nanovllm.worker.rehearsal import launching_nothing
+from nanovllm.kernels.pointwise import activation
+from nanovllm.kernels.gemm import skinny as small_gemm
+from nanovllm.kernels.step import input as step_input
+from nanovllm.startup.compile_server import _TargetOnly, settle_keys
+from nanovllm.startup.dry_run import launching_nothing
 
 driver.set_active(_TargetOnly(GPUTarget("cuda", 90, 32)))
 settle_keys()
@@ -69,10 +71,12 @@ from nanovllm.attention import Selection
 from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.config import EngineConfig, read_model_config
 from nanovllm.kernels import select_kernels
-from nanovllm.worker import model_runner, rehearsal, tuning
-from nanovllm.worker.compile_server import _TargetOnly
-from nanovllm.worker.cuda_graphs import StepGraphs
-from nanovllm.worker.executor import RunnerInit, settle
+from nanovllm.runner import model_runner
+from nanovllm.startup import dry_run as rehearsal
+from nanovllm.runner import tuning
+from nanovllm.startup.compile_server import _TargetOnly
+from nanovllm.runner.cuda_graphs import StepGraphs
+from nanovllm.executor.local import RunnerInit, settle
 
 driver.set_active(_TargetOnly(GPUTarget("cuda", 90, 32)))
 torch.cuda.graph_pool_handle = lambda: None
@@ -152,7 +156,7 @@ def test_closing_ends_the_processes(mark: str) -> None:
 
 def test_processes_end_with_their_parent(mark: str) -> None:
     """Killed outright, in the middle of the imports."""
-    code = "from nanovllm.worker.precompile import KernelCompiler; c = KernelCompiler(2); print(flush=True); input()"
+    code = "from nanovllm.startup.compile_pool import KernelCompiler; c = KernelCompiler(2); print(flush=True); input()"
     parent = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, MARK: mark}
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.sampling.section import RECORD, RECORD_WORDS
+from nanovllm.wire.sampling import RECORD, RECORD_WORDS
 
 
 @dataclass

@@ -6,8 +6,8 @@ import pytest
 import torch
 from general_rows import Rows, make_rows, record
 
-from nanovllm.kernels import filters, logprobs, penalties, survivors
-from nanovllm.sampling import section
+from nanovllm.kernels.sampling import filters, logprobs, penalties, survivors
+from nanovllm.wire import sampling as section
 
 pytest.importorskip("triton")
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]

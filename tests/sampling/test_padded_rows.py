@@ -6,7 +6,7 @@ import pytest
 from serving import Engines
 from test_seeds import OPTIONS, run
 
-from nanovllm.engine.step_shapes import LARGE_CHUNKS, MAX_CHUNK_ROWS, SMALL_CHUNKS, StepShape
+from nanovllm.wire.shapes import LARGE_CHUNKS, MAX_CHUNK_ROWS, SMALL_CHUNKS, StepShape
 from tests.padding import PaddedSteps
 
 

@@ -16,9 +16,9 @@ from transformers import (
 )
 
 from nanovllm import SamplingParams
-from nanovllm.kernels.filters import find_thresholds_reference
-from nanovllm.kernels.penalties import edit_logits_reference
-from nanovllm.sampling.row import SamplingRow
+from nanovllm.engine.sampling.row import SamplingRow
+from nanovllm.kernels.sampling.filters import find_thresholds_reference
+from nanovllm.kernels.sampling.penalties import edit_logits_reference
 
 VOCAB = 200
 

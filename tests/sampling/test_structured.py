@@ -8,7 +8,7 @@ import pytest
 from serving import PROMPT, Engines
 
 from nanovllm import LLM, SamplingParams, StructuredOutput
-from nanovllm.sampling.structured import Matcher, StructuredOutputs
+from nanovllm.engine.sampling.structured import Matcher, StructuredOutputs
 
 pytest.importorskip("llguidance")
 

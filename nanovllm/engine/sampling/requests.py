@@ -1,0 +1,98 @@
+"""From the parameters of a request to the rows of its completions; everything a request can get wrong is found here."""
+
+import threading
+from collections.abc import Iterable
+
+from nanovllm.config import ModelConfig
+from nanovllm.detokenizer import StreamedText
+from nanovllm.engine.sampling.row import SamplingRow
+from nanovllm.engine.sampling.structured import StructuredOutputs
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.tokenizer import Tokenizer
+
+
+class RequestSampling:
+    """Knows the vocabulary and the tokenizer. From any thread."""
+
+    def __init__(self, tokenizer: Tokenizer, model: ModelConfig) -> None:
+        self._tokenizer, self._model = tokenizer, model
+        self._lock = threading.Lock()
+        self._structured: StructuredOutputs | None = None
+
+    def check(self, params: SamplingParams) -> None:
+        """Raises ValueError naming a field that this model or tokenizer cannot serve, its value and the bound."""
+        if params.is_plain and not params.stop_token_ids:
+            return
+        ids: tuple[tuple[str, Iterable[int]], ...] = (
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+        )
+        vocab = self._model.vocab_size
+        for name, given in ids:
+            for token_id in given:
+                if token_id >= vocab:
+                    raise ValueError(f"SamplingParams.{name}: token id {token_id} must be below vocab_size={vocab}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > vocab:
+                raise ValueError(f"SamplingParams.{name}={getattr(params, name)}: must be at most vocab_size={vocab}")
+        for name in ("stop", "bad_words", "structured_outputs"):
+            if getattr(params, name) and not self._tokenizer.is_there:
+                value = getattr(params, name)
+                raise ValueError(f"SamplingParams.{name}={value!r}: needs a tokenizer (skip_tokenizer_init)")
+        if params.structured_outputs is not None:
+            self._constraints().matcher(params.structured_outputs)
+        for text in params.bad_words:
+            if not self._words(text):
+                raise ValueError(f"SamplingParams.bad_words={text!r}: must have tokens")
+        self._check_something_is_left(params)
+
+    def _check_something_is_left(self, params: SamplingParams) -> None:
+        """At the start of the output; a bad word of several tokens may take the last one away later, which ends the
+        text (SamplingRow.accept)."""
+        if params.allowed_token_ids is None:
+            return
+        forbidden = {word[0] for text in params.bad_words for word in self._words(text) if len(word) == 1}
+        if params.min_tokens:
+            forbidden |= {*params.stop_token_ids, *(() if params.ignore_eos else self._model.eos_token_ids)}
+        if forbidden.issuperset(params.allowed_token_ids):
+            allowed = list(params.allowed_token_ids)
+            bound = "must hold a token that bad_words and min_tokens leave"
+            raise ValueError(f"SamplingParams.allowed_token_ids={allowed}: {bound} (min_tokens={params.min_tokens})")
+
+    def row(
+        self, params: SamplingParams, stop_ids: frozenset[int], num_prompt_tokens: int, index: int
+    ) -> SamplingRow | None:
+        """State of completion `index` of a checked request; None where greedy or temperature is all there is."""
+        if params.is_plain:
+            return None
+        wanted = params.structured_outputs
+        row = SamplingRow(
+            params,
+            stop_ids=stop_ids,
+            vocab_size=self._model.vocab_size,
+            text=self._text(params) if params.stop else None,
+            bad_words=[word for text in params.bad_words for word in self._words(text)],
+            matcher=None if wanted is None else self._constraints().matcher(wanted),
+            token_text=self._tokenizer.token_text,
+        )
+        if params.prompt_logprobs is not None and index == 0:
+            row.expect_prompt_logprobs(num_prompt_tokens)
+        return row if row.uses_step or row.text is not None else None
+
+    def _text(self, params: SamplingParams) -> StreamedText:
+        detokenizer = self._tokenizer.detokenizer(params.skip_special_tokens)
+        return StreamedText(detokenizer, tuple(params.stop), params.include_stop_str_in_output)
+
+    def _words(self, text: str) -> list[tuple[int, ...]]:
+        """A bad word's tokens at the start of a text and after a blank."""
+        bare = text.lstrip() or text
+        both = (tuple(self._tokenizer.encode_plain(form)) for form in (bare, " " + bare))
+        return [word for word in dict.fromkeys(both) if word]
+
+    def _constraints(self) -> StructuredOutputs:
+        with self._lock:
+            if self._structured is None:
+                eos = self._model.eos_token_ids
+                self._structured = StructuredOutputs(self._tokenizer.hf, self._model.vocab_size, eos)
+            return self._structured

@@ -1,0 +1,169 @@
+"""What the host knows of how one completion is sampled, beyond greedy and temperature. No torch."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nanovllm.detokenizer import StreamedText
+from nanovllm.outputs import LogprobRows
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.wire.sampling import CHANGED, COPIED, DRAWN, FILTERED, MASK, PENALTIES, RECORD, mask_words
+
+if TYPE_CHECKING:
+    from nanovllm.engine.sampling.structured import Matcher
+    from nanovllm.engine.sequence import Sequence as Row
+
+_BAN = float("-inf")
+_NO_EDITS = np.empty((0, 3), np.int32)
+
+
+class SamplingRow:
+    """Owned by one engine.Sequence, as its `sampling`; plain requests have none."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        stop_ids: frozenset[int],
+        vocab_size: int,
+        text: StreamedText | None,
+        bad_words: Sequence[tuple[int, ...]],
+        matcher: "Matcher | None",
+        token_text: Callable[[int], str | None] = lambda token_id: None,
+    ) -> None:
+        """`stop_ids`: what min_tokens keeps from being drawn. `text`: the output's, where stop strings are looked for.
+        `bad_words`: as token ids. `matcher`: of structured_outputs. `token_text`: of one
+        token, for log-probabilities."""
+        self.params = params
+        self.text = text
+        self.matcher = matcher
+        self.penalizes = params.penalizes
+        self.logprob_rows = None if params.logprobs is None else LogprobRows(params.logprobs, token_text)
+        self.prompt_logprob_rows: LogprobRows | None = None
+        self.num_prompt_logprobs_missing = 0
+        self._vocab_size, self._token_text = vocab_size, token_text
+        # A checkpoint may name an end of text that its logits do not have: there nothing is kept from being drawn.
+        self._stop_ids = sorted(i for i in stop_ids if i < vocab_size) if params.min_tokens else []
+        bad_words = [word for word in bad_words if max(word) < vocab_size]
+        self._bad_words = [word for word in bad_words if len(word) > 1]
+        singles = {word[0] for word in bad_words if len(word) == 1}
+        self._edits = dict(params.logit_bias) | dict.fromkeys(singles, _BAN)
+        self._edit_words = self._early_edit_words = _edit_words(self._edits) if self._edits else _NO_EDITS
+        if self._stop_ids:
+            self._early_edit_words = _edit_words(self._edits | dict.fromkeys(self._stop_ids, _BAN))
+        self.has_edits = bool(self._edits or self._stop_ids or self._bad_words)
+        self.filters = params.filters
+        self.num_logprobs = -1 if params.logprobs is None else params.logprobs
+        self.watches = text is not None or matcher is not None or bool(self._bad_words)
+        """Whether tokens that end nothing by themselves must be shown to `accept`."""
+        self.needs_last_token = matcher is not None or bool(self._bad_words)
+        """What may be drawn depends on the tokens before: the row waits until the host knows them."""
+        self.has_mask = params.allowed_token_ids is not None or matcher is not None
+        self.always_general = bool(
+            params.filters or self.penalizes or self._edits or self.has_mask or self._bad_words
+        ) or (params.logprobs is not None)
+        """Whether every token is a matter of the general sampler."""
+        changes = self.penalizes or self.has_mask
+        self.kind = (COPIED if params.filters else CHANGED) if changes else FILTERED if params.filters else DRAWN
+        """How tokens are drawn, but for those with edits."""
+        flags = PENALTIES * self.penalizes | MASK * self.has_mask
+        log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
+        top_k = params.top_k if 0 < params.top_k < 2**31 else 0
+        penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+        self.record = RECORD.pack(flags, top_k, params.top_p, log_min_p, *penalties)
+        self.flags = flags
+        self._allowed: np.ndarray | None = None
+
+    @property
+    def uses_step(self) -> bool:
+        """Whether any step ever has something to say of this row."""
+        return self.always_general or bool(self._stop_ids) or self.params.prompt_logprobs is not None
+
+    def expect_prompt_logprobs(self, num_prompt_tokens: int) -> None:
+        """Only the first of n completions says so: the prompt is the same for all."""
+        self.prompt_logprob_rows = LogprobRows(self.params.prompt_logprobs or 0, self._token_text, num_prompt_tokens)
+        self.num_prompt_logprobs_missing = num_prompt_tokens - 1
+
+    def take_prompt_logprobs(self, first_position: int, table: np.ndarray, lines: Sequence[int]) -> None:
+        """Lines of the prompt's tokens from `first_position` on; those of a chunk computed again change nothing."""
+        assert self.prompt_logprob_rows is not None
+        for position, line in enumerate(lines, first_position):
+            self.num_prompt_logprobs_missing -= self.prompt_logprob_rows.put(position, table, line)
+
+    def is_general(self, num_output_tokens: int) -> bool:
+        """Whether the token after that many is drawn by the general sampler."""
+        return self.always_general or (bool(self._stop_ids) and num_output_tokens < self.params.min_tokens)
+
+    def edits(self, seq: "Row", num_output_tokens: int) -> np.ndarray | None:
+        """int32 [n, 3] (the first column is the caller's): additions to logits for the next token."""
+        early = bool(self._stop_ids) and num_output_tokens < self.params.min_tokens
+        bans: set[int] = set()
+        for word in self._bad_words:
+            length = len(word) - 1
+            if num_output_tokens >= length and tuple(seq.token_ids[-length:]) == word[:-1]:
+                bans.add(word[-1])
+        if bans:
+            bans.update(self._stop_ids if early else ())
+            return _edit_words(self._edits | dict.fromkeys(bans, _BAN))
+        words = self._early_edit_words if early else self._edit_words
+        return words if len(words) else None
+
+    def allowed_mask(self) -> np.ndarray | None:
+        """int32 bits of allowed_token_ids."""
+        if self.params.allowed_token_ids is None:
+            return None
+        if self._allowed is None:
+            bits = np.zeros(32 * mask_words(self._vocab_size), np.uint8)
+            bits[list(self.params.allowed_token_ids)] = 1
+            self._allowed = np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
+        return self._allowed
+
+    def counts(self, slot: int, token_ids: Sequence[int], num_prompt_tokens: int) -> np.ndarray:
+        """int32 [n, 3]: slot, id, 2 * (times in the output) + (1 if in the prompt), of all ids that are there; an id of
+        the prompt may come several times."""
+        prompt = np.array(token_ids[:num_prompt_tokens], np.int32)
+        if len(token_ids) == num_prompt_tokens:
+            ids, found = prompt, np.ones(prompt.size, np.int32)
+        else:  # it was preempted
+            output, times = np.unique(np.array(token_ids[num_prompt_tokens:], np.int32), return_counts=True)
+            ids = np.union1d(prompt, output)
+            found = np.isin(ids, prompt).astype(np.int32)
+            found[np.searchsorted(ids, output)] += 2 * times.astype(np.int32)
+        return np.stack([np.full(ids.size, slot, np.int32), ids, found], axis=1)
+
+    def accept(self, seq: "Row", token_id: int) -> str | None:
+        """A token that ends nothing by itself has arrived; "stop" or "abort" where the text or the grammar ends here,
+        or where bad words had left nothing to draw."""
+        if self._bad_words and self._was_forbidden(seq, token_id):
+            seq.stop_reason = "bad_words: they left no token to draw"
+            return "abort"
+        if self.matcher is not None:
+            self.matcher.accept(token_id)
+            if self.matcher.error is not None:
+                seq.stop_reason = self.matcher.error
+                return "abort"
+        if self.text is not None:
+            watch = seq.num_tokens - seq.num_prompt_tokens >= self.params.min_tokens
+            if self.text.push(token_id, watch):
+                seq.stop_reason = self.text.stopped_by
+                return "stop"
+        if self.matcher is not None and self.matcher.is_complete:
+            return "stop"
+        return None
+
+    def _was_forbidden(self, seq: "Row", token_id: int) -> bool:
+        """Whether the last token of `seq` is one that is drawn only where every token is forbidden."""
+        allowed = self.params.allowed_token_ids
+        if allowed is not None and token_id not in allowed:
+            return True
+        gained = seq.num_tokens - seq.num_prompt_tokens
+        return any(gained >= len(word) and tuple(seq.token_ids[-len(word) :]) == word for word in self._bad_words)
+
+
+def _edit_words(edits: dict[int, float]) -> np.ndarray:
+    words = np.zeros((len(edits), 3), np.int32)
+    words[:, 1] = list(edits.keys())
+    words[:, 2] = np.array(list(edits.values()), np.float32).view(np.int32)
+    return words

@@ -1,0 +1,150 @@
+"""Outputs that a grammar admits, through llguidance (optional extra "structured"): compiled once, matched token by
+token.
+
+The library is imported when the first constrained request comes. Its matchers live on rank 0 only; ranks see bit masks.
+"""
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from nanovllm.sampling_params import StructuredOutput
+from nanovllm.wire.sampling import mask_words
+
+_MAX_CACHED = 128
+_JSON_DEFAULTS: Any = {"whitespace_pattern": r"(\n {0,16}|[ ])"}
+"""Between JSON's tokens: nothing, a blank, or a line break and an indentation. Without a bound a model can go on with
+blanks for ever; a schema's own "x-guidance" entry wins over this."""
+_JSON_DEFAULTS_BEFORE: Any = {"whitespace_flexible": False}
+"""For versions of the library that let the pattern above repeat itself (1.6 does): one fixed way to write JSON."""
+
+
+class Matcher:
+    """One output on its way through its grammar."""
+
+    def __init__(self, inner: Any, owner: "StructuredOutputs", eos_ids: frozenset[int]) -> None:
+        self.inner, self.owner = inner, owner
+        self.error: str | None = None
+        self._eos_ids = eos_ids
+
+    def accept(self, token_id: int) -> None:
+        """Takes a drawn token in; `error` says where it does not fit."""
+        if self.error is None and not (token_id in self._eos_ids and self.inner.is_accepting()):
+            if not self.inner.consume_token(token_id) and not self.inner.is_error():
+                self.error = f"structured_outputs: token {token_id} does not fit"
+            self.note_error()
+
+    def note_error(self) -> None:
+        if self.error is None and self.inner.is_error():
+            self.error = f"structured_outputs: {self.inner.get_error().strip().splitlines()[0]}"
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing but an end of text can follow."""
+        return self.error is None and self.inner.is_stopped()
+
+
+class StructuredOutputs:
+    """Compiles constraints for one tokenizer. From any thread."""
+
+    def __init__(self, hf_tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        """Raises ValueError where the library is missing or cannot read the tokenizer."""
+        try:
+            import llguidance
+            import llguidance.hf
+        except ImportError:
+            raise ValueError("structured_outputs: needs llguidance: pip install 'nanovllm[structured]'") from None
+        self._library = llguidance
+        self._vocab_words = mask_words(vocab_size)
+        self._eos_ids = frozenset(eos_ids)
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._executor = llguidance.LLExecutor()
+        self._eos = [token_id for token_id in eos_ids if token_id < vocab_size]
+        size = max(vocab_size, len(hf_tokenizer))
+        self._words = mask_words(size)
+        self._json_defaults = _JSON_DEFAULTS
+        try:  # the library's masks know of one end of text; fill_masks adds the others (older versions take one only)
+            eos = eos_ids[0] if eos_ids else None
+            self._tokenizer = llguidance.hf.from_tokenizer(hf_tokenizer, n_vocab=size, eos_token=eos)
+        except Exception as error:
+            raise ValueError(f"structured_outputs: llguidance cannot use this tokenizer: {error}") from error
+        if self._repeats_blanks():
+            self._json_defaults = _JSON_DEFAULTS_BEFORE
+
+    def _repeats_blanks(self) -> bool:
+        """Whether JSON under the defaults may go on with blanks for ever."""
+        form = self._library.LLMatcher.grammar_from_json_schema('{"type": "array"}', defaults=self._json_defaults)
+        opening = [self._tokenizer.tokenize_str(text)[0] for text in "[   "]
+        return bool(self._library.LLMatcher(self._tokenizer, form).try_consume_tokens(opening) == len(opening))
+
+    def grammar(self, wanted: StructuredOutput) -> str:
+        """llguidance's own form of a constraint. Raises ValueError naming what does not compile."""
+        matcher = self._library.LLMatcher
+        name, value = next((n, getattr(wanted, n)) for n in _KINDS if getattr(wanted, n) not in (None, False))
+        try:
+            if name == "json":
+                text = value if isinstance(value, str) else json.dumps(dict(value))
+                json.loads(text)
+                return matcher.grammar_from_json_schema(text, defaults=self._json_defaults)
+            if name == "json_object":
+                return matcher.grammar_from_json_schema('{"type": "object"}', defaults=self._json_defaults)
+            if name == "choice":
+                return matcher.grammar_from_regex("|".join(f"({_literal(one)})" for one in value))
+            return matcher.grammar_from_regex(value) if name == "regex" else matcher.grammar_from_lark(value)
+        except Exception as error:
+            raise _does_not_compile(name, value, error) from None
+
+    def matcher(self, wanted: StructuredOutput) -> Matcher:
+        """A fresh matcher at the start of its grammar. Raises ValueError as `grammar` does."""
+        grammar = self.grammar(wanted)
+        with self._lock:
+            start = self._compiled.get(grammar)
+            if start is None:
+                start = self._library.LLMatcher(self._tokenizer, grammar)
+                if start.is_error():
+                    name = next(n for n in _KINDS if getattr(wanted, n) not in (None, False))
+                    raise _does_not_compile(name, getattr(wanted, name), start.get_error())
+                self._compiled[grammar] = start
+                if len(self._compiled) > _MAX_CACHED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(grammar)
+            return Matcher(start.deep_copy(), self, self._eos_ids)
+
+    def fill_masks(self, matchers: Sequence[Matcher]) -> np.ndarray:
+        """int32 [matchers, words]: bits of the ids that may come next, all computed side by side by the library's own
+        threads. A grammar that fails notes it in its `error`; its mask then allows everything, and the token it draws
+        ends it."""
+        masks = np.empty((len(matchers), self._words), np.int32)
+        sound = [(matcher.inner, line) for line, matcher in enumerate(matchers) if matcher.error is None]
+        if sound:
+            self._executor.unsafe_compute_mask_ptr(sound, masks.ctypes.data, 4 * self._words, len(matchers))
+        for line, matcher in enumerate(matchers):
+            matcher.note_error()
+            if matcher.error is not None:
+                masks[line] = -1
+        if len(self._eos) > 1:
+            places = [(token_id // 32, np.uint32(1 << token_id % 32).astype(np.int32)) for token_id in self._eos]
+            ends = (masks[:, places[0][0]] & places[0][1]) != 0
+            for word, bit in places[1:]:
+                masks[ends, word] |= bit
+        return masks[:, : self._vocab_words]
+
+
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+def _literal(text: str) -> str:
+    """A regular expression for exactly `text`; Rust's dialect takes escapes of ASCII punctuation only."""
+    escaped = re.sub(r"([\\.+*?()|\[\]{}^$#&\-~/])", r"\\\1", text)
+    return escaped.replace("\n", r"\n").replace("\r", r"\r").replace("\t", r"\t")
+
+
+def _does_not_compile(name: str, value: Any, error: object) -> ValueError:
+    reason = str(error).strip().splitlines() or ["no reason given"]
+    return ValueError(f"StructuredOutput.{name}={value!r}: must compile, but: {reason[0]}")

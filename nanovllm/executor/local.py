@@ -1,0 +1,257 @@
+"""Rank 0's hold on all ranks: its own runner in this process, the others behind the command ring."""
+
+import os
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.executor.processes import WorkerError, WorkerProcesses
+from nanovllm.executor.store import WatchedStore, open_store
+from nanovllm.parallel.peer.memory import forbid_multicast
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.weight_update import named_tensor
+from nanovllm.startup.compile_pool import KernelCompiler
+
+_BUCKET_BYTES = 256 << 20  # of new weights sent to the workers at a time
+
+
+@dataclass(frozen=True)
+class RunnerInit:
+    """What a rank builds its runner from; every open choice of EngineConfig is settled in `config`."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    store_port: int
+    """Port of the TCPStore on the loopback where ranks meet; 0 with one rank."""
+    spin_seconds: float
+    """How long an idle worker spins for the next command before it sleeps."""
+    num_threads: int
+    """Threads of each rank on a CPU, whose cores the ranks share."""
+
+
+def settle(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """Replaces what is left open ("auto", None) by what this machine and this model call for."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda': torch sees no GPU")
+    share_gpus = device == "cuda" and _shares_gpus(config, torch.cuda.device_count())
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else model.torch_dtype
+        if dtype in ("float32", "float64") and device == "cuda":
+            dtype = "bfloat16"
+    longest = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ValueError(f"max_model_len={config.max_model_len}: must be at most max_position_embeddings={longest}")
+    return replace(
+        config,
+        device=device,
+        dtype=dtype,
+        share_gpus=share_gpus,
+        max_model_len=config.max_model_len or longest,
+        kvcache_block_size=config.kvcache_block_size or (128 if device == "cuda" else 16),
+        # The plain kernels read a step's header on the host, which no graph can.
+        enforce_eager=config.enforce_eager or not config.fused_kernels,
+    )
+
+
+def _shares_gpus(config: EngineConfig, count: int) -> bool:
+    """Whether ranks have to share `count` GPUs. Raises ValueError where they must not, or lack an option for it."""
+    size = config.tensor_parallel_size
+    if size <= count:
+        return False
+    if not config.share_gpus:
+        raise ValueError(f"tensor_parallel_size={size}: must be at most the {count} GPUs here (or set share_gpus)")
+    if config.num_kvcache_blocks is None:
+        raise ValueError(f"num_kvcache_blocks=None: must be given where {size} ranks share {count} GPUs (share_gpus)")
+    if not (config.peer_all_reduce or config.enforce_eager):
+        raise ValueError("peer_all_reduce=False: must be True where ranks share GPUs, or enforce_eager=True")
+    return True
+
+
+class Executor:
+    """Runs packed steps on every rank, and rare calls. Any failure ends it: then every method raises."""
+
+    def __init__(self, config: EngineConfig, model: ModelConfig, compiler: KernelCompiler | None = None) -> None:
+        """`compiler`: compiles the kernels, where there is one; it is the caller's to close."""
+        # Workers first: they import while we settle the options. NVLink multicast is never used.
+        forbid_multicast()
+        self.seconds: dict[str, float] = {}
+        self._runner: ModelRunner | None = None
+        self._store: dist.TCPStore | None = None
+        self._failed = False
+        self.owner = os.getpid()
+        """The process whose workers, threads and locks these are."""
+        self.processes = WorkerProcesses(config.tensor_parallel_size, config.step_timeout)
+        try:
+            self.config = settle(config, model)
+            self._start(model, compiler if self.config.device == "cuda" else None)
+        except BaseException as error:
+            self.close()
+            _forget_frames(error)
+            raise
+
+    def _start(self, model: ModelConfig, compiler: KernelCompiler | None) -> None:
+        size = self.config.tensor_parallel_size
+        if size > 1:
+            self._store = open_store()
+        spin = 2.0 if self.config.device == "cuda" else 0.0
+        self._num_threads = max(1, torch.get_num_threads() // size)
+        init = RunnerInit(self.config, model, self._store.port if self._store else 0, spin, self._num_threads)
+        with self._phase("load"), self._failures_explained():
+            self.processes.send_init(init)
+            self.processes.replies()  # every worker has imported: from here on ranks wait for each other only briefly
+            store = WatchedStore(self._store, self.processes.check) if self._store else None
+            with self._share_of_threads():
+                self._runner = ModelRunner(init, 0, store, compiler)
+            self.processes.on_failure = self._runner.group.abort
+            self.processes.replies()
+        if compiler is not None:
+            with self._phase("compile"):
+                compiler.wait()
+                compiler.close()
+        with self._phase("warm-up"):
+            self.num_kvcache_blocks = min(self.call("measure_kv_cache"))
+            self.call("allocate_kv_cache", self.num_kvcache_blocks)
+        with self._phase("choose kernels"):
+            choices = self.runner.choose_kernels()
+        with self._phase("capture"):
+            self.call("capture_graphs", choices)
+        self.processes.is_starting = False
+        if compiler is not None:
+            compiler.mark_complete()
+
+    @property
+    def runner(self) -> ModelRunner:
+        if self._runner is None:
+            raise RuntimeError("this engine is closed")
+        return self._runner
+
+    @property
+    def failed(self) -> bool:
+        """Whether every further call raises."""
+        return self._failed or self.processes.failed
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - begin
+
+    @contextmanager
+    def _failures_explained(self) -> Iterator[None]:
+        """An error here is often only the echo of a worker's end: then the worker's own reason is raised."""
+        self.processes.check()
+        if self._failed:
+            raise RuntimeError("this engine has failed and cannot go on")
+        try:
+            yield
+        except BaseException as error:
+            self._failed = True  # if only by an interrupt: ranks that are out of step cannot go on, nor be waited for
+            if isinstance(error, (RuntimeError, OSError)) and not isinstance(error, (WorkerError, FileNotFoundError)):
+                self.processes.wait_for_failure(seconds=2.0)
+            raise
+
+    @contextmanager
+    def _share_of_threads(self) -> Iterator[None]:
+        """Rank 0 computes in the caller's process: takes no more than its share of the cores (with all of them for
+        rank 0 a step of two ranks on two cores took up to four times as long). The caller's setting is left alone."""
+        before = torch.get_num_threads()
+        if self.config.device != "cpu" or before <= self._num_threads:
+            yield
+            return
+        torch.set_num_threads(self._num_threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of every rank's runner; returns what they return, in rank order."""
+        with self._failures_explained():
+            self.processes.send_call(method, *args)
+            with self._share_of_threads():
+                mine = getattr(self.runner, method)(*args)
+            return [mine, *self.processes.replies()]
+
+    def launch(self, packed: np.ndarray) -> None:
+        """Starts a packed step on every rank; does not wait for it (a CPU, which has no queue, computes it here)."""
+        with self._failures_explained():
+            self.processes.send_step(packed)
+            with self._share_of_threads():
+                self.runner.launch(packed)
+
+    def collect(self) -> list[int]:
+        """Tokens of the oldest step not yet collected, one for each of its first rows; waits for it."""
+        with self._failures_explained():
+            return self.runner.collect(self.processes.check)
+
+    def collect_logprobs(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Log-probabilities of the step last collected (of sampled tokens, of prompt tokens), where it has any."""
+        return self.runner.collect_logprobs()
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replaces all weights in place, from whole tensors under their checkpoint names."""
+        self.call("begin_weight_update")
+        bucket: list[tuple[str, torch.Tensor]] = []
+        size = 0
+        for name, tensor in map(named_tensor, weights):
+            bucket.append((name, tensor))
+            size += tensor.numel() * tensor.element_size()
+            if size >= _BUCKET_BYTES:
+                self._send_weights(bucket)
+                bucket, size = [], 0
+        self._send_weights(bucket)
+        self.runner.weight_update.finish()
+
+    def _send_weights(self, bucket: list[tuple[str, torch.Tensor]]) -> None:
+        self.runner.weight_update.check(bucket)
+        if self.config.tensor_parallel_size > 1:
+            bucket = [(name, _to_send(tensor)) for name, tensor in bucket]
+        self.call("update_weights", bucket)
+
+    def info(self) -> dict[str, Any]:
+        """What the ranks run on and with."""
+        return {
+            **self.runner.info(),
+            "tensor_parallel_size": self.config.tensor_parallel_size,
+            "num_kvcache_blocks": self.num_kvcache_blocks,
+            "torch": torch.__version__,
+            "phase_seconds": {name: round(seconds, 2) for name, seconds in self.seconds.items()},
+        }
+
+    def close(self) -> None:
+        """Ends the workers and frees what this rank holds. Does nothing the second time."""
+        if os.getpid() != self.owner:
+            return  # a fork of the process whose engine this is: nothing here is ours
+        runner, self._runner = self._runner, None
+        try:
+            self.processes.close()
+        finally:
+            self.processes.on_failure = lambda: None
+            if runner is not None:
+                runner.close(failed=self.failed)
+            self._store = None
+
+
+def _to_send(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` on the CPU, in memory of its own: a view, pickled, takes along all that it is a view of."""
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Frees what the frames of a failed start hold (weights, a port), though a notebook keeps its last traceback."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__

@@ -1,0 +1,54 @@
+"""What a worker does all day: read a command, carry it out, answer if it was a call."""
+
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nanovllm.executor.channel import STEP, CommandReader, WorkerState
+from nanovllm.executor.local import RunnerInit
+from nanovllm.runner.model_runner import ModelRunner
+
+
+def run_worker(ring: CommandReader, control: Connection, rank: int, init: RunnerInit) -> None:
+    """Returns never; rank 0 ends this process (see main.py)."""
+    ring.spin_seconds = init.spin_seconds
+    if init.config.device == "cpu":
+        torch.set_num_threads(init.num_threads)
+    ring.counts_work = init.config.device == "cpu"
+    control.send(("result", None))  # imported
+    store = dist.TCPStore("127.0.0.1", init.store_port, is_master=False)
+    runner = ModelRunner(init, rank, store, tick=ring.tick)
+    _report_compiling(ring)
+    control.send(("result", None))  # loaded
+    while True:
+        ring.set_state(WorkerState.IDLE)
+        kind, message = ring.receive()
+        if kind == STEP:
+            ring.set_state(WorkerState.STEPPING)
+            runner.launch(np.frombuffer(message, dtype=np.int32))
+        else:
+            ring.set_state(WorkerState.CALLING)
+            method, args = message
+            control.send(("result", getattr(runner, method)(*args)))
+        ring.mark_done()
+
+
+def _report_compiling(ring: CommandReader) -> None:
+    """Lets rank 0 tell a worker that compiles a kernel from one that hangs."""
+    try:
+        from triton import knobs
+    except ImportError:
+        return
+    states: list[WorkerState] = []
+
+    def begin(**_: Any) -> bool:
+        states.append(ring.set_state(WorkerState.COMPILING))
+        return False  # do compile
+
+    def end(**_: Any) -> None:
+        ring.set_state(states.pop())
+
+    knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook = begin, end

@@ -1,0 +1,281 @@
+"""The worker processes of one engine: spawned, watched, stopped.
+
+Workers run `nanovllm.executor.main`, so the caller's main module is never imported again. Each holds one end of
+a socket whose other end is ours: when we go, however we go, they read the end of the stream and leave. When one of them
+goes, or stops making progress, a thread here notices, ends the others and keeps the reason for whoever is waiting.
+
+A worker hangs when it has something to do and does not get on for step_timeout. Getting on is to take in or carry out a
+command, or a piece of one that may take long (a weight loaded, a graph captured); on a CPU, where a step may well take
+longer, and before its libraries are there, also to compute. While it compiles with Triton, it never hangs; while we are
+stopped ourselves (Ctrl-Z), nothing counts.
+"""
+
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any, NoReturn
+
+from nanovllm.executor.channel import CommandWriter, WorkerState, create_shared_memory
+
+_WATCH_INTERVAL = 0.2  # seconds between looks at workers' progress
+_LONGEST_LOOK_AWAY = 1.0  # seconds that count between two looks: in a longer pause this process stood still itself
+_EXIT_GRACE = 5.0  # seconds for a worker to end by itself when asked to
+_CALL_TIMEOUT = 1800.0  # seconds for a rare command such as loading weights, also of a worker that gets on
+_START_PATIENCE = 60.0  # seconds that libraries, drivers and first steps may take, where step_timeout is less
+_WORKER_MODULE = "nanovllm.executor.main"
+
+
+def start_python(module: str, *args: str, pass_fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
+    """Runs a module of ours in a new interpreter that finds what this one finds."""
+    # -P: the folder that the user happens to be in must not shadow modules that it does not shadow here.
+    command = [sys.executable, "-P", "-m", module, *args]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    # A session of its own: Ctrl-C in a terminal reaches the caller alone, who then stops us in order.
+    return subprocess.Popen(
+        command, pass_fds=pass_fds, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+    )
+
+
+@contextmanager
+def no_standard_numbers() -> Iterator[None]:
+    """Within it no new file gets number 0, 1 or 2, though the caller may have closed these, as some daemons do: there a
+    child has its input and output, not what we hand on."""
+    held: list[int] = []
+    try:
+        while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+            held.append(fd)
+        os.close(fd)
+        yield
+    finally:
+        for fd in held:
+            os.close(fd)
+
+
+class WorkerError(RuntimeError):
+    """A worker died, failed or hung; the text says which, and carries the worker's traceback where it sent one."""
+
+
+@dataclass
+class _Progress:
+    """What was last seen of a worker, and for how many seconds it has not changed while we looked on."""
+
+    seen: object = None
+    unchanged: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why the workers are gone. Raised anew each time, so that no exception collects the frames of all who met it."""
+
+    kind: type[Exception]
+    text: str
+    note: str = ""
+
+    def raise_it(self) -> NoReturn:
+        error = self.kind(self.text)
+        if self.note:
+            error.add_note(self.note)
+        raise error
+
+
+class WorkerProcesses:
+    """Ranks 1 .. size-1 and the channel to them. With size 1 there is nothing here and every call is a no-op."""
+
+    def __init__(self, size: int, step_timeout: float) -> None:
+        self.size = size
+        self.step_timeout = step_timeout
+        self.is_starting = True
+        """Until the caller says that the first step can come: what a start takes has little to do with a step."""
+        self._failure: _Failure | None = None
+        self._closing = False
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._controls: list[Connection] = []
+        self._replies: list[queue.Queue[Any]] = [queue.Queue() for _ in range(1, size)]
+        self._doorbells: list[int] = []
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called, from the watching thread, once when a worker fails: lets blocked collectives go."""
+        self._watcher = threading.Thread(target=self._watch, name="nanovllm-watch", daemon=True)
+        with no_standard_numbers():
+            memory = create_shared_memory()
+        try:
+            self.ring = CommandWriter(memory, self._doorbells)
+            for rank in range(1, size):
+                self._spawn(rank, memory)
+            if size > 1:
+                self._watcher.start()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(memory)
+
+    def _spawn(self, rank: int, memory: int) -> None:
+        with no_standard_numbers():
+            ours, theirs = Pipe()
+            bell_read, bell_write = os.pipe()
+        self._controls.append(ours)
+        self._doorbells.append(bell_write)
+        fds = (theirs.fileno(), memory, bell_read)
+        try:
+            process = start_python(_WORKER_MODULE, str(rank), *map(str, fds), pass_fds=fds)
+        finally:
+            theirs.close()
+            os.close(bell_read)
+        self._processes.append(process)
+
+    def send_init(self, message: Any) -> None:
+        """What every worker builds its runner from, pickled. Workers wait for it when they have started."""
+        pickled = pickle.dumps(message)
+        for control in self._controls:
+            control.send_bytes(pickled)
+
+    # -- commands -----------------------------------------------------------------------------------------------
+
+    def send_step(self, packed: Any) -> None:
+        if self.size > 1:
+            self.check()
+            self.ring.send_step(packed, self.check)
+
+    def send_call(self, method: str, *args: Any) -> None:
+        if self.size > 1:
+            self.check()
+            self.ring.send_call(method, args, self.check)
+
+    def replies(self) -> list[Any]:
+        """One reply of each worker (to the last call), in rank order. Raises WorkerError where one does not come."""
+        replies = []
+        deadline = time.monotonic() + _CALL_TIMEOUT
+        for rank, inbox in enumerate(self._replies, start=1):
+            while True:
+                try:
+                    replies.append(inbox.get(timeout=_WATCH_INTERVAL))
+                    break
+                except queue.Empty:
+                    self.check()
+                    if time.monotonic() > deadline:
+                        raise WorkerError(f"rank {rank} did not answer within {_CALL_TIMEOUT:.0f} s") from None
+        return replies
+
+    def check(self) -> bool:
+        """Raises WorkerError (or the user error that a worker found) where a worker has failed. True: one is compiling,
+        so waiting for it is no hang."""
+        if self._failure is not None:
+            self._failure.raise_it()
+        if self._closing:
+            raise RuntimeError("this engine is closed")
+        return any(self.ring.state(reader) is WorkerState.COMPILING for reader in range(self.size - 1))
+
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
+    def wait_for_failure(self, seconds: float) -> None:
+        """Raises WorkerError if a worker is found to have failed within `seconds`: the cause of an error seen here."""
+        deadline = time.monotonic() + seconds
+        while self.size > 1 and time.monotonic() < deadline:
+            self.check()
+            time.sleep(0.01)
+
+    # -- watching -----------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        open_controls = {control: rank for rank, control in enumerate(self._controls, start=1)}
+        progress = {rank: _Progress() for rank in range(1, self.size)}
+        last_look = time.monotonic()
+        while open_controls and not self._closing and self._failure is None:
+            for control in wait(list(open_controls), timeout=_WATCH_INTERVAL):
+                assert isinstance(control, Connection)
+                rank = open_controls[control]
+                try:
+                    kind, value = control.recv()
+                except (EOFError, OSError):
+                    self._fail(_Failure(WorkerError, self._death_notice(rank)))
+                    return
+                if kind == "error":
+                    self._fail(_worker_failure(rank, *value))
+                    return
+                self._replies[rank - 1].put(value)
+            now = time.monotonic()
+            for rank in progress:
+                self._check_progress(rank, progress[rank], min(now - last_look, _LONGEST_LOOK_AWAY))
+            last_look = now
+
+    def _check_progress(self, rank: int, progress: _Progress, seconds: float) -> None:
+        """Notes whether the rank got on in the last `seconds`; fails one that stands still (see above)."""
+        ring, reader = self.ring, rank - 1
+        state, done = ring.state(reader), ring.num_done(reader)
+        limit = max(self.step_timeout, _START_PATIENCE) if self.is_starting else self.step_timeout
+        # Before the first command ranks wait for each other, to import and to meet: then whoever gets on does for all.
+        counted = range(self.size - 1) if ring.num_sent == 0 else (reader,)
+        pieces = [(ring.num_consumed(each), ring.num_ticks(each), ring.work(each)) for each in counted]
+        seen = (limit, state, done, pieces)
+        at_rest = state is WorkerState.IDLE and done == ring.num_sent
+        if seen != progress.seen or at_rest or state is WorkerState.COMPILING:
+            progress.seen, progress.unchanged = seen, 0.0
+            return
+        progress.unchanged += seconds
+        if progress.unchanged > limit:
+            option = f"step_timeout={self.step_timeout} s"
+            what = option if limit == self.step_timeout else f"{limit:.0f} s at its start ({option})"
+            self._fail(_Failure(WorkerError, f"rank {rank} made no progress for {what}"))
+
+    def _death_notice(self, rank: int) -> str:
+        try:
+            code = self._processes[rank - 1].wait(timeout=2.0)
+        except subprocess.TimeoutExpired:
+            return f"rank {rank} closed its connection"
+        return f"rank {rank} died " + (f"by signal {-code}" if code < 0 else f"with exit code {code}")
+
+    def _fail(self, reason: _Failure) -> None:
+        if self._closing:
+            return
+        self._failure = reason
+        self._kill()
+        self.on_failure()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends all workers and waits for them; kills those that do not leave in time."""
+        if self._closing:
+            return
+        self._closing = True
+        for control in self._controls:
+            try:
+                control.send_bytes(b"")  # "leave": the stream does not end while a fork of this process holds it open
+            except OSError:
+                pass
+        if self._watcher.is_alive() and threading.current_thread() is not self._watcher:
+            self._watcher.join(timeout=5.0)
+        for control in self._controls:
+            control.close()
+        deadline = time.monotonic() + (_EXIT_GRACE if self._failure is None else 0.0)
+        for process in self._processes:
+            try:
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        while self._doorbells:
+            os.close(self._doorbells.pop())
+        self.ring.close()
+
+
+def _worker_failure(rank: int, kind: type[Exception] | None, text: str, trace: str) -> _Failure:
+    """`kind`: what to raise to the user for a mistake of theirs; None for everything else."""
+    if kind is None:
+        return _Failure(WorkerError, f"rank {rank} failed:\n{trace}")
+    return _Failure(kind, text, f"Found by rank {rank}:\n{trace}")

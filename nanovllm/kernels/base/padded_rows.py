@@ -1,0 +1,26 @@
+"""Matrices with room for more rows behind their last one.
+
+A tensor descriptor that reaches past the end of a matrix reads zeros there, and does so slowly: a product of 96 rows
+in tiles of 64 took longer than one of 128 (H200). Where the memory behind the last row is the matrix's own, a
+descriptor may as well read what lies there, since a row's product does not depend on the other rows.
+"""
+
+import torch
+
+
+def padded_rows(rows: int) -> int:
+    """`rows` up to a whole tile of the kernels for decode steps (decode_rule.py)."""
+    if not 16 < rows <= 256:
+        return rows
+    return 32 if rows <= 32 else -(-rows // 64) * 64
+
+
+def empty_rows(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An uninitialised contiguous [rows, columns] at the start of memory for padded_rows(rows)."""
+    return torch.empty(padded_rows(rows), columns, dtype=dtype, device=device)[:rows]
+
+
+def rows_in_memory(x: torch.Tensor) -> int:
+    """Rows that may be read from the start of x [rows, columns], contiguous, on: its own and those behind them."""
+    elements = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+    return int(elements // x.shape[1])

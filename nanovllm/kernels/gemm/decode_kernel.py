@@ -1,0 +1,86 @@
+"""y = x @ W^T for the decode steps between a handful of rows and prompts: the kernel; decode.py launches it.
+
+Both operands come by tensor descriptors (TMA), which read what lies past the end of a matrix as zero, so that ragged
+edges cost no masks in the loop. A Hopper matrix instruction has 64 rows of its left operand at least and 8 of the
+right one: tiles of 64 weight rows and more put the weights on the left, so that 32 rows of x are enough, and tiles of
+fewer weight rows put x there.
+
+A row's sum over K goes in an order that the shapes alone decide, and does not depend on the other rows.
+"""
+
+from nanovllm.kernels.base.prefetch import prefetch_lines
+from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.gemm.push import destinations, store_tile_to
+
+
+@triton.jit
+def _prefetch(w_ptr, first_row, end_row, first_col, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Brings a part of a weight tile into L2, one 128-byte line for each element; past the ends, the first line."""
+    row = first_row + tl.arange(0, ROWS)[:, None]
+    col = first_col + tl.arange(0, COLUMNS // 64)[None, :] * 64
+    inside = (row < end_row) & (col < k)
+    prefetch_lines(w_ptr + tl.where(inside, row.to(tl.int64) * k + col, 0))
+
+
+@triton.jit
+def _multiply(x, w, acc, X_LEFT: tl.constexpr):
+    """acc + x @ w^T where x is the left operand, else its transpose."""
+    if X_LEFT:
+        return tl.dot(x, w.T, acc, input_precision="ieee")
+    else:
+        return tl.dot(w, x.T, acc, input_precision="ieee")
+
+
+@triton.jit
+def _silu_mul(gate, up, dtype: tl.constexpr):
+    """The activation kernel's result (activation.py) from float32 sums, with its roundings but the last."""
+    gate = gate.to(dtype).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    return silu * up.to(dtype).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def mid_gemm_kernel(
+    X, W, w_ptr, out_ptr, targets_ptr, parity_ptr, rows, n_out, k,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    GATED: tl.constexpr, PARTS: tl.constexpr, X_LEFT: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    WORLD: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of rows, tiles of weights, splits of K). X and W are descriptors of x [rows, k] and of the weights
+    [n_out, k], or [2 n_out, k] where GATED: then a program has BLOCK_N gates and the BLOCK_N ups that belong to them.
+    out [rows, n_out]; with PARTS float32 [splits, rows, n_out], a sum for each split. WORLD > 0: out goes to the places
+    of a sum over ranks (push.py), and out_ptr only says of which dtype it is.
+    """
+    split, splits = tl.program_id(2), tl.num_programs(2)
+    first_row = tl.program_id(0) * BLOCK_M
+    first_col = tl.program_id(1) * BLOCK_N
+    steps = tl.cdiv(k, BLOCK_K)
+    begin, end = steps * split // splits, steps * (split + 1) // splits
+    if PDL:
+        _prefetch(w_ptr, first_col, n_out, begin * BLOCK_K, k, BLOCK_N, PREFETCH)
+        if GATED:
+            _prefetch(w_ptr, n_out + first_col, 2 * n_out, begin * BLOCK_K, k, BLOCK_N, PREFETCH)
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    to = destinations(out_ptr, targets_ptr, parity_ptr, WORLD, HALF)
+
+    acc = tl.zeros([BLOCK_M, BLOCK_N] if X_LEFT else [BLOCK_N, BLOCK_M], dtype=tl.float32)
+    if GATED:
+        up = tl.zeros(acc.shape, dtype=tl.float32)
+    for step in tl.range(begin, end, num_stages=STAGES):
+        x = X.load([first_row, step * BLOCK_K])
+        acc = _multiply(x, W.load([first_col, step * BLOCK_K]), acc, X_LEFT)
+        if GATED:
+            up = _multiply(x, W.load([n_out + first_col, step * BLOCK_K]), up, X_LEFT)
+
+    if GATED:
+        acc = _silu_mul(acc, up, out_ptr.dtype.element_ty)
+    if not X_LEFT:
+        acc = tl.trans(acc)
+    row = first_row + tl.arange(0, BLOCK_M)
+    col = first_col + tl.arange(0, BLOCK_N)
+    at = row[:, None] * n_out + col[None, :]
+    live = (row < rows)[:, None] & (col < n_out)[None, :]
+    if PARTS:
+        at += split * rows * n_out
+    store_tile_to(to, at, acc, live, WORLD)

@@ -1,0 +1,75 @@
+"""Parts shared by the two small-row GEMM kernels: which weight rows a program owns, its epilogue, and split-K."""
+
+from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.gemm.push import store_tile_to
+
+# Columns of W that one warp covers with one 16-byte load a lane (bf16). Also the granularity of K.
+LANE_SPAN: tl.constexpr = tl.constexpr(256)
+MAX_ROWS = 16
+
+
+@triton.jit
+def weight_rows(lane, pid, n_out, BLOCK_N: tl.constexpr, PAIRED: tl.constexpr):
+    """Weight row of each position `lane` of a tile, and whether it exists.
+
+    PAIRED puts gate row j and up row n_out + j next to each other, so that one program holds both.
+    """
+    if PAIRED:
+        out = pid * (BLOCK_N // 2) + lane // 2
+        rows = out + (lane % 2) * n_out
+    else:
+        out = pid * BLOCK_N + lane
+        rows = out
+    return rows, out < n_out
+
+
+@triton.jit
+def load_residual(res_ptr, lane, row, rows, pid, n_out, BLOCK_N: tl.constexpr, WANTED: tl.constexpr):
+    """The residual under a tile, float32, or 0. Asked for before the multiplication, so that its latency is hidden."""
+    if WANTED:
+        col = pid * BLOCK_N + lane
+        return tl.load(res_ptr + row * n_out + col, mask=(row < rows) & (col < n_out), other=0.0).to(tl.float32)
+    else:
+        return 0.0
+
+
+@triton.jit
+def store_tile(
+    y, residual, lane, row, to, rows, pid, n_out, BLOCK_N: tl.constexpr, PAIRED: tl.constexpr, WORLD: tl.constexpr
+):
+    """Epilogue on y float32 [A, B]: SiLU(gate) * up where PAIRED, plus the residual, one rounding to the model dtype.
+
+    `row` are output rows and `lane` tile positions; both broadcast to [A, B], or to [A, B / 2] where PAIRED.
+    to, WORLD: see push.py.
+    """
+    if WORLD > 0:
+        n_out = n_out // 8 * 8  # it is a multiple of 8: the compiler then takes 16 bytes at a time across the links
+    if PAIRED:
+        gate, up = tl.split(tl.reshape(y, [y.shape[0], y.shape[1] // 2, 2]))
+        y = gate / (1.0 + tl.exp(-gate)) * up
+        col = pid * (BLOCK_N // 2) + lane
+    else:
+        col = pid * BLOCK_N + lane
+    live = (row < rows) & (col < n_out)
+    store_tile_to(to, row * n_out + col, y + residual, live, WORLD)
+
+
+@triton.jit
+def arrive_last(counter_ptr, SPLIT_K: tl.constexpr):
+    """True in the last of SPLIT_K programs to get here, which also resets the counter for the next launch."""
+    tl.debug_barrier()  # all threads' partial sums are written before the one atomic publishes them
+    last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == SPLIT_K - 1
+    tl.debug_barrier()
+    if last:
+        tl.store(counter_ptr, 0)
+    return last
+
+
+@triton.jit
+def sum_splits(scratch_ptr, at, slab, SPLIT_K: tl.constexpr):
+    """Sum of the partial results of all splits, always in the order of the splits."""
+    # .cg, because L1 may hold a line as it was before another program wrote it
+    y = tl.load(scratch_ptr + at, cache_modifier=".cg")
+    for part in tl.static_range(1, SPLIT_K):
+        y += tl.load(scratch_ptr + part * slab + at, cache_modifier=".cg")
+    return y

@@ -1,0 +1,327 @@
+"""Sampling from softmax(logits / temperature) by the Gumbel-max trick, one shard of the vocabulary at a time.
+
+The arg-max over all ids of logit / temperature + Gumbel noise is a draw from the softmax (Gumbel 1954; Maddison et al.,
+arXiv 1411.0030). Noise is keyed by the id in the whole vocabulary, so the best of the shards' best is the same token
+whatever the number of ranks. A candidate travels as one int64 key:
+
+    bits 63..32  the float32 score as a signed integer of the same order
+    bits 31..0   the complement of the id, so that of equal scores the lower id has the larger key
+
+A signed maximum over ranks (an ordinary all-reduce) finds the winner.
+"""
+
+import torch
+
+from nanovllm.kernels.base.pdl import pdl_options
+from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.sampling.rng import (
+    WORD,
+    gumbel_noise,
+    gumbel_noise_reference,
+    random_words,
+    random_words_reference,
+    row_key,
+    row_key_reference,
+)
+
+MIN_TEMPERATURE = 1e-5
+"""Below it a row is greedy: the reciprocal would overflow the scores."""
+NO_CANDIDATE = torch.iinfo(torch.int64).min
+"""Key of a rank that holds no id of the vocabulary: smaller than any other."""
+
+_MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
+_NO_CANDIDATE = tl.constexpr(NO_CANDIDATE)
+
+
+@triton.jit
+def _pack_keys(scores, ids):
+    """See pack_keys_reference; float32 scores (no NaN), int32 ids."""
+    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (ordered.to(tl.int64) << 32) | (~ids).to(tl.uint32, bitcast=True).to(tl.int64)
+
+
+@triton.jit
+def _best_of_chunks_kernel(
+    LOGITS,
+    ROW_SLOT,
+    TEMPERATURE,
+    SEED,
+    POSITIONS,
+    PARTIAL,
+    row_stride,
+    vocab_start,
+    num_valid,
+    num_chunks,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    APPROX: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Key of the best of the TILE * TILES ids of chunk `program_id(0)` of row `program_id(1)`, into PARTIAL.
+
+    Lanes keep their own best over the tiles, as a score and a tile number; keys are made once, at the end. A score is
+    the same bits whatever the tiling, and a maximum has no order, so neither has the result.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    chunk = tl.program_id(0)
+    row = tl.program_id(1)
+    slot = tl.load(ROW_SLOT + row)
+    if slot >= 0:
+        lanes = chunk * (TILE * TILES) + tl.arange(0, TILE)
+        row_logits = LOGITS + row.to(tl.int64) * row_stride
+        temperature = tl.load(TEMPERATURE + slot)
+        best = tl.full([TILE], float("-inf"), tl.float32)
+        best_tile = tl.zeros([TILE], tl.int32)
+        if temperature >= _MIN_TEMPERATURE:
+            inverse_temperature = 1.0 / temperature
+            k0, k1 = row_key(tl.load(SEED + slot), tl.load(POSITIONS + row))
+            for tile in range(TILES):
+                index = lanes + tile * TILE
+                logits = tl.load(row_logits + index, mask=index < num_valid, other=float("-inf"))
+                noise = gumbel_noise(random_words(k0, k1, vocab_start + index), APPROX)
+                scores = tl.fma(logits.to(tl.float32), inverse_temperature, noise)
+                better = scores > best  # false for NaN
+                best = tl.where(better, scores, best)
+                best_tile = tl.where(better, tile, best_tile)
+        else:
+            for tile in range(TILES):
+                index = lanes + tile * TILE
+                logits = tl.load(row_logits + index, mask=index < num_valid, other=float("-inf"))
+                scores = logits.to(tl.float32)
+                better = scores > best
+                best = tl.where(better, scores, best)
+                best_tile = tl.where(better, tile, best_tile)
+        keys = _pack_keys(best, vocab_start + lanes + best_tile * TILE)
+        tl.store(PARTIAL + row * num_chunks + chunk, tl.max(keys, 0))
+
+
+@triton.jit
+def _reduce_chunks_kernel(
+    PARTIAL,
+    ROW_SLOT,
+    KEYS,
+    LAST_TOKEN,
+    TOKENS,
+    num_chunks,
+    CHUNKS_PADDED: tl.constexpr,
+    WRITE_KEYS: tl.constexpr,
+    COMMIT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Best key of row `program_id(0)`; with WRITE_KEYS it is stored, with COMMIT its token is."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0)
+    slot = tl.load(ROW_SLOT + row)
+    chunks = tl.arange(0, CHUNKS_PADDED)
+    mask = (chunks < num_chunks) & (slot >= 0)
+    key = tl.max(tl.load(PARTIAL + row * num_chunks + chunks, mask=mask, other=_NO_CANDIDATE), 0)
+    key = tl.where(slot >= 0, key, 0)
+    if WRITE_KEYS:
+        tl.store(KEYS + row, key)
+    if COMMIT:
+        token = (~key).to(tl.int32)
+        tl.store(TOKENS + row, token)
+        if slot >= 0:
+            tl.store(LAST_TOKEN + slot, token)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _commit_tokens_kernel(KEYS, ROW_SLOT, LAST_TOKEN, TOKENS, num_rows, BLOCK: tl.constexpr):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = rows < num_rows
+    slot = tl.load(ROW_SLOT + rows, mask=live, other=-1)
+    token = tl.where(slot >= 0, (~tl.load(KEYS + rows, mask=live, other=0)).to(tl.int32), -1)
+    tl.store(TOKENS + rows, token, mask=live)
+    tl.store(LAST_TOKEN + slot, token, mask=slot >= 0)
+
+
+def _tiling(num_rows: int, num_valid: int) -> tuple[int, int, int]:
+    """(ids of a tile, tiles of a chunk, warps): few rows need many programs, many rows long ones."""
+    tiles = 1 if num_rows <= 4 else 4 if num_rows <= 64 else 8
+    return 1024, min(tiles, triton.next_power_of_2(triton.cdiv(num_valid, 1024))), 4
+
+
+def _best_of_chunks(
+    logits: torch.Tensor,
+    row_slot: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    positions: torch.Tensor,
+    vocab_start: int,
+    num_valid: int,
+) -> torch.Tensor:
+    """Keys int64 [B, chunks]; nothing is written for rows of slot -1."""
+    num_rows = logits.shape[0]
+    tile, tiles, num_warps = _tiling(num_rows, num_valid)
+    num_chunks = triton.cdiv(num_valid, tile * tiles)
+    partial = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
+    _best_of_chunks_kernel[(num_chunks, num_rows)](
+        logits,
+        row_slot,
+        temperature,
+        seed,
+        positions,
+        partial,
+        logits.stride(0),
+        vocab_start,
+        num_valid,
+        num_chunks,
+        TILE=tile,
+        TILES=tiles,
+        APPROX=logits.is_cuda,
+        num_warps=num_warps,
+        **pdl_options(logits.device),
+    )
+    return partial
+
+
+def gumbel_argmax(
+    logits: torch.Tensor,
+    row_slot: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    positions: torch.Tensor,
+    vocab_start: int,
+    vocab_size: int,
+) -> torch.Tensor:
+    """Triton version of gumbel_argmax_reference; rows of logits may be strided."""
+    num_rows = logits.shape[0]
+    num_valid = max(0, min(logits.shape[1], vocab_size - vocab_start))
+    if num_rows == 0 or num_valid == 0:
+        return torch.full((num_rows,), NO_CANDIDATE, dtype=torch.int64, device=logits.device)
+    partial = _best_of_chunks(logits, row_slot, temperature, seed, positions, vocab_start, num_valid)
+    keys = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    _reduce_chunks(partial, row_slot, keys, None, None)
+    return keys
+
+
+def _reduce_chunks(
+    partial: torch.Tensor,
+    row_slot: torch.Tensor,
+    keys: torch.Tensor | None,
+    last_token: torch.Tensor | None,
+    tokens: torch.Tensor | None,
+) -> None:
+    num_rows, num_chunks = partial.shape
+    padded = triton.next_power_of_2(num_chunks)
+    _reduce_chunks_kernel[(num_rows,)](
+        partial,
+        row_slot,
+        partial if keys is None else keys,
+        partial if last_token is None else last_token,
+        partial if tokens is None else tokens,
+        num_chunks,
+        CHUNKS_PADDED=padded,
+        WRITE_KEYS=keys is not None,
+        COMMIT=tokens is not None,
+        num_warps=4 if padded > 128 else 1,
+        **pdl_options(partial.device),
+    )
+
+
+def commit_tokens(
+    keys: torch.Tensor, row_slot: torch.Tensor, last_token: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Triton version of commit_tokens_reference."""
+    num_rows = keys.shape[0]
+    tokens = torch.empty(num_rows, dtype=torch.int32, device=keys.device) if out is None else out
+    if num_rows:
+        grid = (triton.cdiv(num_rows, 128),)
+        _commit_tokens_kernel[grid](keys, row_slot, last_token, tokens, num_rows, BLOCK=128, num_warps=4)
+    return tokens
+
+
+def sample_tokens(
+    logits: torch.Tensor,
+    row_slot: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    positions: torch.Tensor,
+    vocab_size: int,
+    last_token: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Triton version of sample_tokens_reference; rows of logits may be strided."""
+    num_rows = logits.shape[0]
+    tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device) if out is None else out
+    if num_rows:
+        num_valid = min(logits.shape[1], vocab_size)
+        partial = _best_of_chunks(logits, row_slot, temperature, seed, positions, 0, num_valid)
+        _reduce_chunks(partial, row_slot, None, last_token, tokens)
+    return tokens
+
+
+def gumbel_argmax_reference(
+    logits: torch.Tensor,
+    row_slot: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    positions: torch.Tensor,
+    vocab_start: int,
+    vocab_size: int,
+) -> torch.Tensor:
+    """Key of the best token of each row among this rank's ids, int64 [B].
+
+    logits [B, Vs] bfloat16 or float32, for the ids from vocab_start on; ids from vocab_size on are padding and never
+    win (NO_CANDIDATE where there is nothing else). row_slot int32 [B]: the row's line of temperature float32 [S] and
+    seed int64 [S]; -1: no row, key 0. positions int32 [B]: index in its sequence of the token that is drawn.
+    Temperature 0: the largest logit. NaN counts as -inf.
+    """
+    num_rows, num_ids = logits.shape
+    num_valid = max(0, min(num_ids, vocab_size - vocab_start))
+    if num_rows == 0 or num_valid == 0:
+        return torch.full((num_rows,), NO_CANDIDATE, dtype=torch.int64, device=logits.device)
+    slots = row_slot.clamp(min=0).long()
+    row_temperature = temperature[slots].unsqueeze(1)
+    ids = torch.arange(vocab_start, vocab_start + num_valid, device=logits.device)
+    scores = logits[:, :num_valid].float()
+    random = ((row_temperature >= MIN_TEMPERATURE).squeeze(1) & (row_slot >= 0)).nonzero().squeeze(1)
+    if random.numel():
+        k0, k1 = row_key_reference(seed[slots[random]], positions[random])
+        noise = gumbel_noise_reference(random_words_reference(k0.unsqueeze(1), k1.unsqueeze(1), ids))
+        scores = scores.index_copy(0, random, scores[random] * (1.0 / row_temperature[random]) + noise)
+    scores = scores.masked_fill(scores.isnan(), -torch.inf) + 0.0  # -0.0 + 0.0 is 0.0: both zeros are one score
+    best = pack_keys_reference(scores, ids).max(dim=1).values
+    return best.masked_fill(row_slot < 0, 0)
+
+
+def pack_keys_reference(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """float32 scores (no NaN) and ids, of shapes that broadcast -> int64 keys."""
+    bits = scores.view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (ordered.long() << 32) | (WORD - ids.long())
+
+
+def keys_to_tokens(keys: torch.Tensor) -> torch.Tensor:
+    """Token ids, int32 [B], of int64 keys [B]; -1 of key 0."""
+    return (~keys).to(torch.int32)
+
+
+def commit_tokens_reference(
+    keys: torch.Tensor, row_slot: torch.Tensor, last_token: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Unpacks the winners' keys int64 [B], writes them to last_token[row_slot] (int32 [S]) and returns them, int32 [B],
+    -1 for rows of slot -1."""
+    tokens = torch.where(row_slot < 0, -1, keys_to_tokens(keys))
+    rows = (row_slot >= 0).nonzero().squeeze(1)
+    last_token[row_slot[rows].long()] = tokens[rows]
+    return tokens if out is None else out.copy_(tokens)
+
+
+def sample_tokens_reference(
+    logits: torch.Tensor,
+    row_slot: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    positions: torch.Tensor,
+    vocab_size: int,
+    last_token: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """gumbel_argmax over the whole vocabulary and commit_tokens, for a single rank -> tokens int32 [B]."""
+    keys = gumbel_argmax_reference(logits, row_slot, temperature, seed, positions, 0, vocab_size)
+    return commit_tokens_reference(keys, row_slot, last_token, out)

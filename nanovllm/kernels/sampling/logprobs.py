@@ -1,0 +1,144 @@
+"""Log-probabilities of the raw logits: of one token of each row, its rank, and the likeliest tokens.
+
+One pass over a row, by one program: lanes keep their own peak and their own sum of exponentials, and list the ids that
+are likely among the best (kernels/sampling/candidates.py), from which the best are then taken one by one.
+"""
+
+import torch
+
+from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.sampling.candidates import (
+    MAX_REGISTERS,
+    STRETCH,
+    append,
+    as_ids,
+    list_entries,
+    load_ids,
+    load_raw,
+    new_lists,
+    row_tiles,
+    sample_floor,
+    tile_index,
+)
+from nanovllm.kernels.sampling.gumbel import NO_CANDIDATE, _pack_keys, pack_keys_reference
+
+TOP_BUCKETS = (0, 1, 5, 20)
+"""Numbers of likeliest tokens that are computed; others round up, so that few kernels are compiled."""
+LIST_DEPTH = 8
+"""Ids that a lane of a row's list holds: far more than the sample's floor lets through, ties aside."""
+_NO_CANDIDATE = tl.constexpr(NO_CANDIDATE)
+
+
+@triton.jit
+def _next_in_list(LIST, depth, deepest, last, LANES: tl.constexpr):
+    """The largest key of a list below `last`."""
+    best = tl.full([LANES], _NO_CANDIDATE, tl.int64)
+    for begin in range(0, deepest, STRETCH):
+        x, index, live = list_entries(LIST, depth, begin, LANES)
+        keys = _pack_keys(x, index)
+        best = tl.maximum(best, tl.max(tl.where(live & (keys < last), keys, _NO_CANDIDATE), 0))
+    return tl.max(best, 0)
+
+
+@triton.jit
+def _next_in_row(row, num_ids, last, LANES: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr):
+    index = tile_index(LANES, WIDTH)
+    best = tl.full([LANES], _NO_CANDIDATE, tl.int64)
+    for tile in range(TILES):
+        at = index + tile * (LANES * WIDTH)
+        keys = _pack_keys(load_ids(row, at, num_ids), at)
+        best = tl.maximum(best, tl.max(tl.where((at < num_ids) & (keys < last), keys, _NO_CANDIDATE), 1))
+    return tl.max(best, 0)
+
+
+@triton.jit(do_not_specialize_on_alignment=["ROW", "TOKENS", "TOKEN_ROW"])
+def _logprobs_kernel(LOGITS, ROW, TOKENS, TOKEN_ROW, LIST, OUT, row_stride, num_ids, K: tl.constexpr,
+                     LANES: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
+    n = tl.program_id(0)
+    row = LOGITS + tl.load(ROW + n).to(tl.int64) * row_stride
+    token = tl.load(TOKENS + tl.load(TOKEN_ROW + n))
+    own = tl.load(row + token).to(tl.float32)
+    LIST += n.to(tl.int64) * (DEPTH * LANES)
+    floor = float("-inf")
+    if K > 0:
+        floor = sample_floor(row, num_ids, tl.full([], K, tl.int32), LANES, WIDTH)
+    peak = tl.full([LANES], float("-inf"), tl.float32)
+    mass = tl.zeros([LANES], tl.float32)
+    above = tl.zeros([LANES], tl.int32)
+    depth = tl.zeros([LANES], tl.int32)
+    index = tile_index(LANES, WIDTH)
+    coming = load_raw(row, index, num_ids)
+    for tile in range(TILES):
+        at = index + tile * (LANES * WIDTH)
+        x = as_ids(coming)
+        coming = load_raw(row, at + LANES * WIDTH, num_ids)
+        higher = tl.maximum(peak, tl.max(x, 1))
+        base = tl.where(higher > float("-inf"), higher, 0.0)
+        mass = mass * tl.exp(peak - base) + tl.sum(tl.exp(x - base[:, None]), 1)
+        peak = higher
+        above += tl.sum((x > own).to(tl.int32), 1)
+        if K > 0:
+            depth = append(LIST, x, at, (x >= floor) & (x > float("-inf")), depth, LANES, DEPTH)
+    top = tl.max(peak, 0)
+    total = top + tl.log(tl.sum(mass * tl.exp(peak - top), 0))
+    out = OUT + n * (3 + 2 * K)
+    tl.store(out, token)
+    tl.store(out + 1, tl.sum(above, 0) + 1)
+    tl.store(out + 2 + K, (own - total).to(tl.int32, bitcast=True))
+    if K > 0:
+        tl.debug_barrier()  # lanes read what others wrote
+        deepest, count = tl.max(depth, 0), tl.sum(depth, 0)
+        is_whole = (deepest <= DEPTH) & (count >= K)
+        key = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
+        for k in range(K):
+            if is_whole:
+                key = _next_in_list(LIST, depth, deepest, key, LANES)
+            else:
+                key = _next_in_row(row, num_ids, key, LANES, WIDTH, TILES)
+            bits = (key >> 32).to(tl.int32)
+            bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+            logprob = bits.to(tl.float32, bitcast=True) - total
+            tl.store(out + 2 + k, (~key).to(tl.int32))
+            tl.store(out + 3 + K + k, logprob.to(tl.int32, bitcast=True))
+
+
+def top_bucket(k: int) -> int:
+    """The least of TOP_BUCKETS that holds k."""
+    return next(size for size in TOP_BUCKETS if size >= k)
+
+
+def token_logprobs(
+    logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, token_rows: torch.Tensor, k: int, vocab_size: int
+) -> torch.Tensor:
+    """Triton version of token_logprobs_reference: one pass."""
+    num_rows = rows.shape[0]
+    out = torch.empty(num_rows, 3 + 2 * k, dtype=torch.int32, device=logits.device)
+    lists = new_lists(num_rows if k else 0, vocab_size, LIST_DEPTH, logits.device)
+    _logprobs_kernel[(num_rows,)](
+        logits, rows, tokens, token_rows, lists, out, logits.stride(0), vocab_size, K=k, DEPTH=LIST_DEPTH,
+        maxnreg=MAX_REGISTERS, **row_tiles(vocab_size),
+    )  # fmt: skip
+    return out
+
+
+def token_logprobs_reference(
+    logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, token_rows: torch.Tensor, k: int, vocab_size: int
+) -> torch.Tensor:
+    """int32 [N, 3 + 2 k] by row n: a token, tokens[token_rows[n]], and its rank from 1 (one more than ids with a
+    greater logit); the k likeliest ids, lower ids first among equals; the log-probabilities of the token and of these
+    (float32 bits).
+
+    logits [any, >= vocab_size], row n of them at rows int32 [N]; tokens int32 [any]; token_rows int32 [N]. The softmax
+    is over all vocab_size ids, in float32. k at most vocab_size.
+    """
+    x = logits[rows.long(), :vocab_size].float()
+    x = x.masked_fill(x.isnan(), -torch.inf)
+    logprobs = x.log_softmax(1)
+    own = tokens[token_rows.long()].long().unsqueeze(1)
+    rank = (x > x.gather(1, own)).sum(1, keepdim=True).int() + 1
+    keys = pack_keys_reference(x + 0.0, torch.arange(vocab_size, device=x.device))
+    ids = (~keys.topk(min(k, vocab_size), dim=1).values).int()
+    if ids.shape[1] < k:
+        ids = torch.nn.functional.pad(ids, (0, k - ids.shape[1]))
+    top = logprobs.gather(1, torch.cat([own, ids.long()], 1))
+    return torch.cat([own.int(), rank, ids, top.contiguous().view(torch.int32)], 1)

@@ -1,0 +1,150 @@
+"""Logits as a row's own rules change them: mask, bias and bans, then penalties for tokens that it has already.
+
+Each request that is penalised has a row of token counts that stays on the device and is counted up where its token is
+drawn. Counts and masks change the logits as the draw reads them (survivors.py); only rows with single ids to
+edit, or with filters after any of this, have their logits copied to float32 first (edit_logits).
+"""
+
+import torch
+
+from nanovllm.kernels.base.triton_import import tl, triton
+
+RECORD_WORDS = 8
+"""int32 words of a row's record: flags, top_k, then as float32 top_p, log(min_p), presence, frequency and repetition
+penalty, and one spare (written by wire/sampling.py)."""
+PENALTIES, MASK = 1, 2
+"""Flags: the row's logits depend on its token counts; on its mask."""
+
+_RECORD = tl.constexpr(RECORD_WORDS)
+_PENALTIES = tl.constexpr(PENALTIES)
+_MASK = tl.constexpr(MASK)
+
+
+@triton.jit
+def _penalise(x, count, presence, frequency, repetition, inverse_repetition):
+    """See edit_logits_reference. count: 2 * (times in the output) + (1 if in the prompt)."""
+    x = tl.where(count > 0, x * tl.where(x > 0.0, inverse_repetition, repetition), x)
+    times = count >> 1
+    return x - frequency * times.to(tl.float32) - tl.where(times > 0, presence, 0.0)
+
+
+@triton.jit
+def _penalties(record):
+    """Presence, frequency and repetition penalty of a record, and the reciprocal of the last."""
+    presence = tl.load(record + 4).to(tl.float32, bitcast=True)
+    frequency = tl.load(record + 5).to(tl.float32, bitcast=True)
+    repetition = tl.load(record + 6).to(tl.float32, bitcast=True)
+    return presence, frequency, repetition, 1.0 / repetition
+
+
+@triton.jit
+def _allowed(masks_row, index, live):
+    word = tl.load(masks_row + index // 32, mask=live, other=0)
+    return ((word >> (index % 32)) & 1) != 0
+
+
+@triton.jit(do_not_specialize_on_alignment=["ROW", "SLOT", "RECORDS"])
+def _edit_kernel(LOGITS, ROW, SLOT, RECORDS, COUNTS, MASKS, OUT, row_stride, counts_stride, mask_stride, out_stride,
+                 num_ids, COUNTED: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    g = tl.program_id(1)
+    index = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    live = index < num_ids
+    record = RECORDS + g * _RECORD
+    slot = tl.load(SLOT + g)
+    flags = tl.load(record)
+    x = tl.load(LOGITS + tl.load(ROW + g).to(tl.int64) * row_stride + index, mask=live, other=0.0).to(tl.float32)
+    if COUNTED:  # noqa: SIM102  (one is known when compiling)
+        if flags & _PENALTIES:
+            count = tl.load(COUNTS + slot.to(tl.int64) * counts_stride + index, mask=live, other=0)
+            presence, frequency, repetition, inverse_repetition = _penalties(record)
+            x = _penalise(x, count, presence, frequency, repetition, inverse_repetition)
+    if MASKED:  # noqa: SIM102
+        if flags & _MASK:
+            x = tl.where(_allowed(MASKS + slot.to(tl.int64) * mask_stride, index, live), x, float("-inf"))
+    tl.store(OUT + g.to(tl.int64) * out_stride + index, x, mask=live)
+
+
+@triton.jit(do_not_specialize=["num_edits"], do_not_specialize_on_alignment=["ROW", "SLOT", "RECORDS", "EDITS"])
+def _edit_entries_kernel(LOGITS, ROW, SLOT, RECORDS, COUNTS, MASKS, EDITS, OUT, row_stride, counts_stride, mask_stride,
+                         out_stride, num_edits, COUNTED: tl.constexpr, MASKED: tl.constexpr,
+                         TILE: tl.constexpr):  # fmt: skip
+    """Writes the edited logit of single ids over what _edit_kernel wrote for them."""
+    entry = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    live = entry < num_edits
+    g = tl.load(EDITS + entry * 3, mask=live, other=0)
+    index = tl.load(EDITS + entry * 3 + 1, mask=live, other=0)
+    add = tl.load(EDITS + entry * 3 + 2, mask=live, other=0).to(tl.float32, bitcast=True)
+    record = RECORDS + g * _RECORD
+    slot = tl.load(SLOT + g)
+    flags = tl.load(record)
+    row = tl.load(ROW + g).to(tl.int64)
+    x = tl.load(LOGITS + row * row_stride + index, mask=live, other=0.0).to(tl.float32) + add
+    if COUNTED:
+        has = live & ((flags & _PENALTIES) != 0)
+        count = tl.load(COUNTS + slot.to(tl.int64) * counts_stride + index, mask=has, other=0)
+        presence, frequency, repetition, inverse_repetition = _penalties(record)
+        x = tl.where(has, _penalise(x, count, presence, frequency, repetition, inverse_repetition), x)
+    if MASKED:
+        has = live & ((flags & _MASK) != 0)
+        x = tl.where(has & (_allowed(MASKS + slot.to(tl.int64) * mask_stride, index, has) == 0), float("-inf"), x)
+    tl.store(OUT + g.to(tl.int64) * out_stride + index, x, mask=live)
+
+
+def edit_logits(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    records: torch.Tensor,
+    counts: torch.Tensor | None,
+    masks: torch.Tensor | None,
+    edits: torch.Tensor,
+    vocab_size: int,
+) -> torch.Tensor:
+    """Triton version of edit_logits_reference: one pass, then one over the entries of `edits`."""
+    out = torch.empty(rows.shape[0], vocab_size, dtype=torch.float32, device=logits.device)
+    tables = (rows if counts is None else counts, rows if masks is None else masks)
+    strides = (logits.stride(0), *(0 if t is None else t.stride(0) for t in (counts, masks)), out.stride(0))
+    flags = {"COUNTED": counts is not None, "MASKED": masks is not None}
+    _edit_kernel[(triton.cdiv(vocab_size, 4096), rows.shape[0])](
+        logits, rows, slots, records, *tables, out, *strides, vocab_size, **flags, TILE=4096, num_warps=8
+    )
+    if edits.shape[0]:
+        _edit_entries_kernel[(triton.cdiv(edits.shape[0], 128),)](
+            logits, rows, slots, records, *tables, edits, out, *strides, edits.shape[0], **flags, TILE=128, num_warps=4
+        )
+    return out
+
+
+def edit_logits_reference(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    records: torch.Tensor,
+    counts: torch.Tensor | None,
+    masks: torch.Tensor | None,
+    edits: torch.Tensor,
+    vocab_size: int,
+) -> torch.Tensor:
+    """The general rows' logits, float32 [G, vocab_size], from logits [any, >= vocab_size] at rows int32 [G].
+    slots int32 [G], records int32 [G, RECORD_WORDS]: where they live, and their rules.
+
+    In this order: `add` of each edit (int32 [E, 3]: general row, id, float32 bits; each (row, id) once); where the
+    record says so, what counts int32 [S, vocab_size] of the row's slot calls for (positive logits of ids that prompt
+    or output hold are divided by the repetition penalty, others multiplied (Keskar et al., arXiv 1909.05858); the
+    frequency penalty is subtracted for each time in the output, the presence penalty once); -inf for ids outside the
+    slot's mask, int32 [S, vocab_size / 32], bit by bit.
+    """
+    x = logits[rows.long(), :vocab_size].float()
+    if edits.shape[0]:
+        x[edits[:, 0].long(), edits[:, 1].long()] += edits[:, 2].contiguous().view(torch.float32)
+    if counts is not None:
+        count = counts[slots.long()] * (records[:, :1] & PENALTIES)
+        presence, frequency, repetition = records[:, 4:7].contiguous().view(torch.float32).unsqueeze(2).unbind(1)
+        x = torch.where(count > 0, torch.where(x > 0, x * (1 / repetition), x * repetition), x)
+        times = count >> 1
+        x = x - frequency * times - torch.where(times > 0, presence, 0.0)
+    if masks is not None:
+        ids = torch.arange(vocab_size, device=x.device)
+        allowed = (masks[slots.long()][:, ids // 32] >> (ids % 32).int()) & 1
+        x = x.masked_fill((allowed == 0) & ((records[:, :1] & MASK) != 0), -torch.inf)
+    return x

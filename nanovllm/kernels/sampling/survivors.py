@@ -1,0 +1,194 @@
+"""The draw of general rows: Gumbel-max as in gumbel.py, among the ids that are left, with logits as the row's
+counts and mask change them on their way from memory."""
+
+import torch
+
+from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.sampling.candidates import load_ids
+from nanovllm.kernels.sampling.gumbel import MIN_TEMPERATURE, _pack_keys, gumbel_argmax_reference, keys_to_tokens
+from nanovllm.kernels.sampling.penalties import (
+    MASK,
+    PENALTIES,
+    RECORD_WORDS,
+    _allowed,
+    _penalise,
+    _penalties,
+    edit_logits_reference,
+)
+from nanovllm.kernels.sampling.rng import gumbel_noise, random_words, row_key
+
+_RECORD = tl.constexpr(RECORD_WORDS)
+_MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
+_PENALTIES = tl.constexpr(PENALTIES)
+_MASK = tl.constexpr(MASK)
+
+
+@triton.jit
+def _load_edited(row, index, num_ids, counts_row, masks_row, penalised, masked, presence, frequency, repetition,
+                 inverse_repetition, COUNTED: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    x = load_ids(row, index, num_ids)
+    if COUNTED:  # noqa: SIM102  (one is known when compiling)
+        if penalised:
+            count = tl.load(counts_row + index, mask=index < num_ids, other=0)
+            x = _penalise(x, count, presence, frequency, repetition, inverse_repetition)
+    if MASKED:  # noqa: SIM102
+        if masked:
+            x = tl.where(_allowed(masks_row, index, index < num_ids), x, float("-inf"))
+    return x
+
+
+@triton.jit(do_not_specialize_on_alignment=["ROW", "SLOT", "RECORDS", "TARGET_ROW"])
+def _best_survivors_kernel(LOGITS, ROW, SLOT, RECORDS, TEMPERATURE, SEED, POSITIONS, TARGET_ROW, THRESHOLD, COUNTS,
+                           MASKS, PARTIAL, row_stride, counts_stride, mask_stride, num_ids, num_chunks,
+                           FILTERS: tl.constexpr, COUNTED: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr,
+                           TILES: tl.constexpr, APPROX: tl.constexpr):  # fmt: skip
+    """As the sampler's own kernel, for rows picked from LOGITS and ids at or above the row's threshold: the same score
+    bits for the same logit. A tile that nobody of survives costs no noise. Threshold inf: the row has its token."""
+    chunk, g = tl.program_id(0), tl.program_id(1)
+    threshold = float("-inf")
+    if FILTERS:
+        threshold = tl.load(THRESHOLD + g)
+    if threshold < float("inf"):
+        slot, record = tl.load(SLOT + g), RECORDS + g * _RECORD
+        row = LOGITS + tl.load(ROW + g).to(tl.int64) * row_stride
+        flags = tl.load(record)
+        penalised, masked = (flags & _PENALTIES) != 0, (flags & _MASK) != 0
+        presence, frequency, repetition, inverse_repetition = _penalties(record)
+        counts_row = COUNTS + slot.to(tl.int64) * counts_stride
+        masks_row = MASKS + slot.to(tl.int64) * mask_stride
+        lanes = chunk * (TILE * TILES) + tl.arange(0, TILE)
+        temperature = tl.load(TEMPERATURE + slot)
+        best = tl.full([TILE], float("-inf"), tl.float32)
+        best_tile = tl.zeros([TILE], tl.int32)
+        if temperature >= _MIN_TEMPERATURE:
+            inverse_temperature = 1.0 / temperature
+            k0, k1 = row_key(tl.load(SEED + slot), tl.load(POSITIONS + tl.load(TARGET_ROW + g)))
+            for tile in range(TILES):
+                index = lanes + tile * TILE
+                x = _load_edited(row, index, num_ids, counts_row, masks_row, penalised, masked, presence, frequency,
+                                 repetition, inverse_repetition, COUNTED, MASKED)  # fmt: skip
+                survives = (x >= threshold) & (x > float("-inf"))
+                anybody = True
+                if FILTERS or MASKED:
+                    anybody = tl.max(survives.to(tl.int32), 0) > 0
+                if anybody:
+                    noise = gumbel_noise(random_words(k0, k1, index), APPROX)
+                    scores = tl.where(survives, tl.fma(x, inverse_temperature, noise), float("-inf"))
+                    better = scores > best
+                    best = tl.where(better, scores, best)
+                    best_tile = tl.where(better, tile, best_tile)
+        else:
+            for tile in range(TILES):
+                x = _load_edited(row, lanes + tile * TILE, num_ids, counts_row, masks_row, penalised, masked, presence,
+                                 frequency, repetition, inverse_repetition, COUNTED, MASKED)  # fmt: skip
+                better = x > best
+                best = tl.where(better, x, best)
+                best_tile = tl.where(better, tile, best_tile)
+        tl.store(PARTIAL + g * num_chunks + chunk, tl.max(_pack_keys(best, lanes + best_tile * TILE), 0))
+
+
+@triton.jit
+def commit_token(token, record, slot, target, TOKENS, LAST_TOKEN, COUNTS, counts_stride, COUNTED: tl.constexpr):
+    """Writes a general row's token to the step's tokens, its slot and, with penalties, its counts."""
+    tl.store(TOKENS + target, token)
+    tl.store(LAST_TOKEN + slot, token)
+    if COUNTED:  # noqa: SIM102  (one is known when compiling)
+        if tl.load(record) & _PENALTIES:
+            place = COUNTS + slot.to(tl.int64) * counts_stride + token
+            tl.store(place, tl.load(place) + 2)
+
+
+@triton.jit(do_not_specialize_on_alignment=["TARGET_ROW", "SLOT", "RECORDS"])
+def _commit_kernel(PARTIAL, TARGET_ROW, SLOT, RECORDS, THRESHOLD, TOKENS, LAST_TOKEN, COUNTS, counts_stride, num_chunks,
+                   FILTERS: tl.constexpr, COUNTED: tl.constexpr, CHUNKS_PADDED: tl.constexpr):  # fmt: skip
+    g = tl.program_id(0)
+    is_open = True
+    if FILTERS:
+        is_open = tl.load(THRESHOLD + g) < float("inf")
+    if is_open:
+        chunks = tl.arange(0, CHUNKS_PADDED)
+        keys = tl.load(PARTIAL + g * num_chunks + chunks, mask=chunks < num_chunks, other=-0x8000000000000000)
+        token = (~tl.max(keys, 0)).to(tl.int32)
+        commit_token(token, RECORDS + g * _RECORD, tl.load(SLOT + g), tl.load(TARGET_ROW + g), TOKENS, LAST_TOKEN,
+                     COUNTS, counts_stride, COUNTED)  # fmt: skip
+
+
+def draw_survivors(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    records: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    positions: torch.Tensor,
+    thresholds: torch.Tensor | None,
+    target_rows: torch.Tensor,
+    tokens: torch.Tensor,
+    last_token: torch.Tensor,
+    counts: torch.Tensor | None,
+    masks: torch.Tensor | None,
+    edits: bool,
+    vocab_size: int,
+) -> None:
+    """Triton version of draw_survivors_reference; rows of threshold inf keep the token they have."""
+    num_rows = rows.shape[0]
+    tile, tiles = 256, 16 if num_rows > 32 else 4  # few rows need many programs; a warp alone waits for nobody
+    tiles = min(tiles, triton.next_power_of_2(triton.cdiv(vocab_size, tile)))
+    num_chunks = triton.cdiv(vocab_size, tile * tiles)
+    partial = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
+    filters = thresholds is not None
+    counts_or_any, masks_or_any = (tokens if table is None else table for table in (counts, masks))
+    counts_stride, mask_stride = (0 if table is None else table.stride(0) for table in (counts, masks))
+    _best_survivors_kernel[(num_chunks, num_rows)](
+        logits, rows, slots, records, temperature, seed, positions, target_rows, thresholds if filters else temperature,
+        counts_or_any, masks_or_any, partial, logits.stride(0), counts_stride, mask_stride, vocab_size, num_chunks,
+        FILTERS=filters, COUNTED=edits and counts is not None, MASKED=edits and masks is not None, TILE=tile,
+        TILES=tiles, APPROX=logits.is_cuda, num_warps=1,
+    )  # fmt: skip
+    _commit_kernel[(num_rows,)](
+        partial, target_rows, slots, records, thresholds if filters else temperature, tokens, last_token, counts_or_any,
+        counts_stride, num_chunks, FILTERS=filters, COUNTED=counts is not None,
+        CHUNKS_PADDED=triton.next_power_of_2(num_chunks), num_warps=1,
+    )  # fmt: skip
+
+
+def draw_survivors_reference(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    records: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    positions: torch.Tensor,
+    thresholds: torch.Tensor | None,
+    target_rows: torch.Tensor,
+    tokens: torch.Tensor,
+    last_token: torch.Tensor,
+    counts: torch.Tensor | None,
+    masks: torch.Tensor | None,
+    edits: bool,
+    vocab_size: int,
+) -> None:
+    """Draws for each general row among the ids whose logit is at least its threshold (None: all), and writes the
+    token to tokens[target_rows[g]], to last_token[slots[g]] and, for rows with penalties, into counts [S, vocab_size].
+
+    logits [any, >= vocab_size], row g of them at rows int32 [G]; slots int32 [G] into temperature float32 [S] and seed
+    int64 [S]; target_rows int32 [G] into tokens and positions, int32 [rows of the step]; records int32
+    [G, RECORD_WORDS]. edits: the logits are first changed by counts and masks (edit_logits_reference). The draw is that
+    of gumbel_argmax (kernels/sampling/gumbel.py): with nothing filtered, the same token. Where no id is left, id 0.
+    """
+    if edits:
+        x = edit_logits_reference(logits, rows, slots, records, counts, masks, records[:0, :3], vocab_size)
+    else:
+        x = logits[rows.long(), :vocab_size].float()
+    x = x.masked_fill(x.isnan(), -torch.inf)
+    if thresholds is not None:
+        random = temperature[slots.long()] >= MIN_TEMPERATURE
+        x = x.masked_fill((x < thresholds.unsqueeze(1)) & random.unsqueeze(1), -torch.inf)
+    at = positions[target_rows.long()]
+    drawn = keys_to_tokens(gumbel_argmax_reference(x, slots, temperature, seed, at, 0, vocab_size))
+    tokens[target_rows.long()] = drawn
+    last_token[slots.long()] = drawn
+    if counts is not None:
+        counted = (records[:, 0] & PENALTIES).nonzero().squeeze(1)
+        counts[slots[counted].long(), drawn[counted].long()] += 2

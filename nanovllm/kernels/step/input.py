@@ -1,0 +1,398 @@
+"""A packed step, as the host sends it, turned into the tensors that the model reads; and the state that stays here.
+
+Packed int32 buffer (S = max_num_seqs; engine/step_plan.py writes it):
+
+    0            16            16 + S         16 + 2 S       16 + 3 S
+    | header     | row_slot    | row_start    | row_count    | U block updates   | N slot records   | token ids of the
+    | counts     |             | 1st position | tokens       | slot,index,block  | 8 words each     | non-decode rows
+
+    header: 0 rows R, 1 decode rows, 2 rows that draw a token, 3 tokens T, 4 block updates U, 5 slot records N
+    slot record: slot, temperature (float32 bits), seed low word, seed high word, 4 reserved
+
+Decode rows come first and have one token, whose id is not in the buffer: it is last_token[slot], which only the device
+need know. Within a step each (slot, index) and each slot record appears once. The kernels read counts on the device, so
+that a captured graph serves any step of its shape; the shapes of the outputs say how far to fill, padding included.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.kernels.base.triton_import import tl, triton
+
+HEADER_SIZE = 16
+UPDATE_SIZE = 3
+RECORD_SIZE = 8
+
+# The same as constants of kernels.
+_HEADER = tl.constexpr(HEADER_SIZE)
+_UPDATE = tl.constexpr(UPDATE_SIZE)
+_RECORD = tl.constexpr(RECORD_SIZE)
+
+
+@dataclass
+class DeviceState:
+    """What a rank remembers of each running request, by slot."""
+
+    block_table: torch.Tensor
+    """int32 [S, max_blocks]"""
+    last_token: torch.Tensor
+    """int32 [S]: drawn last."""
+    temperature: torch.Tensor
+    """float32 [S]"""
+    seed: torch.Tensor
+    """int64 [S]"""
+
+    @classmethod
+    def allocate(cls, max_num_seqs: int, max_blocks: int, device: torch.device | str) -> "DeviceState":
+        return cls(
+            block_table=torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device),
+            last_token=torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
+            temperature=torch.zeros(max_num_seqs, dtype=torch.float32, device=device),
+            seed=torch.zeros(max_num_seqs, dtype=torch.int64, device=device),
+        )
+
+
+@dataclass
+class StepBuffers:
+    """Device inputs of one step of up to B rows and M tokens, and the tokens it draws."""
+
+    row_slot: torch.Tensor
+    """int32 [B]; -1: padding."""
+    context_lens: torch.Tensor
+    """int32 [B]: tokens that the row's last query sees; 0: padding. Also the index of the token that the row draws."""
+    cu_seqlens_q: torch.Tensor
+    """int32 [B + 1]: where each row's tokens start."""
+    positions: torch.Tensor
+    """int32 [M]; padding 0."""
+    input_ids: torch.Tensor
+    """int32 [M]; padding 0."""
+    slot_mapping: torch.Tensor
+    """int32 [M]: place in the flat cache; -1: padding."""
+    logits_indices: torch.Tensor
+    """int32 [B]: last token of each row that draws one; 0 elsewhere."""
+    tokens: torch.Tensor
+    """int32 [B]: drawn by the sampler, not written here."""
+
+    @classmethod
+    def allocate(cls, max_rows: int, max_tokens: int, device: torch.device | str) -> "StepBuffers":
+        sizes = (max_rows, max_rows, max_rows + 1, max_tokens, max_tokens, max_tokens, max_rows, max_rows)
+        return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes))
+
+    def narrow(self, num_rows: int, num_tokens: int) -> "StepBuffers":
+        """The same memory, for a step of that many rows and tokens."""
+        rows, tokens = num_rows, num_tokens
+        return StepBuffers(
+            row_slot=self.row_slot[:rows],
+            context_lens=self.context_lens[:rows],
+            cu_seqlens_q=self.cu_seqlens_q[: rows + 1],
+            positions=self.positions[:tokens],
+            input_ids=self.input_ids[:tokens],
+            slot_mapping=self.slot_mapping[:tokens],
+            logits_indices=self.logits_indices[:rows],
+            tokens=self.tokens[:rows],
+        )
+
+    @property
+    def sample_positions(self) -> torch.Tensor:
+        """int32 [B]: index in its sequence of the token that each row draws, which equals the length of its context."""
+        return self.context_lens
+
+
+@triton.jit
+def _apply_deltas(
+    BUFFER, BLOCK_TABLE, TEMPERATURE, SEED, table_stride, first, step, S: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Applies entries first .. first + BLOCK - 1 of both lists, then those `step` further, and so on."""
+    num_updates = tl.load(BUFFER + 4)
+    num_records = tl.load(BUFFER + 5)
+    updates = BUFFER + (_HEADER + 3 * S)
+    begin = first
+    while begin < num_updates:
+        entry = begin + tl.arange(0, BLOCK)
+        live = entry < num_updates
+        slot = tl.load(updates + entry * _UPDATE, mask=live, other=0).to(tl.int64)
+        index = tl.load(updates + entry * _UPDATE + 1, mask=live, other=0)
+        block = tl.load(updates + entry * _UPDATE + 2, mask=live, other=0)
+        tl.store(BLOCK_TABLE + slot * table_stride + index, block, mask=live)
+        begin += step
+    records = updates + num_updates * _UPDATE
+    begin = first
+    while begin < num_records:
+        entry = begin + tl.arange(0, BLOCK)
+        live = entry < num_records
+        slot = tl.load(records + entry * _RECORD, mask=live, other=0)
+        temperature = tl.load(records + entry * _RECORD + 1, mask=live, other=0).to(tl.float32, bitcast=True)
+        low = tl.load(records + entry * _RECORD + 2, mask=live, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
+        high = tl.load(records + entry * _RECORD + 3, mask=live, other=0).to(tl.int64)
+        tl.store(TEMPERATURE + slot, temperature, mask=live)
+        tl.store(SEED + slot, (high << 32) | low, mask=live)
+        begin += step
+
+
+@triton.jit
+def _apply_deltas_kernel(BUFFER, BLOCK_TABLE, TEMPERATURE, SEED, table_stride, S: tl.constexpr, BLOCK: tl.constexpr):
+    first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
+    _apply_deltas(BUFFER, BLOCK_TABLE, TEMPERATURE, SEED, table_stride, first, step, S, BLOCK)
+
+
+@triton.jit
+def _chunk_tokens_before(BUFFER, row, num_decode, num_rows, S: tl.constexpr, S_PADDED: tl.constexpr):
+    """Tokens of the chunks before a row. Reading S numbers in every program is cheaper than a scan kernel first."""
+    rows = tl.arange(0, S_PADDED)
+    before = (rows >= num_decode) & (rows < row) & (rows < num_rows)
+    return tl.sum(tl.load(BUFFER + (_HEADER + 2 * S) + rows, mask=before, other=0), 0)
+
+
+@triton.jit(do_not_specialize=["out_rows", "out_tokens", "decode_rows"])
+def _expand_rows_kernel(
+    BUFFER,
+    BLOCK_TABLE,
+    LAST_TOKEN,
+    ROW_SLOT,
+    CONTEXT_LENS,
+    CU_SEQLENS,
+    POSITIONS,
+    INPUT_IDS,
+    SLOT_MAPPING,
+    LOGITS_INDICES,
+    table_stride,
+    out_rows,
+    out_tokens,
+    decode_rows,
+    S: tl.constexpr,
+    S_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Output row `program_id(0)`, whose tokens the programs along axis 1 share; the one after the last is the tokens'
+    padding. The first `decode_rows` output rows are decodes or their padding, one token each; chunks follow."""
+    out_row = tl.program_id(0)
+    share = tl.program_id(1)
+    num_rows = tl.load(BUFFER + 0)
+    num_decode = tl.load(BUFFER + 1)
+    num_sample = tl.load(BUFFER + 2)
+    given = BUFFER + (_HEADER + 3 * S) + tl.load(BUFFER + 4) * _UPDATE + tl.load(BUFFER + 5) * _RECORD
+    decodes = out_row < decode_rows
+    row = tl.where(decodes, out_row, out_row - decode_rows + num_decode)
+    chunks_before = _chunk_tokens_before(BUFFER, row, num_decode, num_rows, S, S_PADDED)
+    begin = tl.where(decodes, out_row, decode_rows + chunks_before)
+    live = row < tl.where(decodes, num_decode, num_rows)
+    slot = tl.load(BUFFER + _HEADER + row, mask=live, other=-1)
+    start = tl.load(BUFFER + (_HEADER + S) + row, mask=live, other=0)
+    count = tl.load(BUFFER + (_HEADER + 2 * S) + row, mask=live, other=0)
+    if share == 0:
+        tl.store(CU_SEQLENS + out_row, begin)
+        if out_row < out_rows:
+            tl.store(ROW_SLOT + out_row, slot)
+            tl.store(CONTEXT_LENS + out_row, start + count)
+            tl.store(LOGITS_INDICES + out_row, tl.where(live & (row < num_sample), begin + count - 1, 0))
+
+    end = tl.where(out_row < out_rows, begin + tl.where(decodes, 1, count), out_tokens)
+    first = begin + share * BLOCK
+    while first < end:
+        token = first + tl.arange(0, BLOCK)
+        inside = token < end
+        read = inside & live
+        position = tl.where(live, start + token - begin, 0)
+        table = BLOCK_TABLE + slot.to(tl.int64) * table_stride
+        block = tl.load(table + position // BLOCK_SIZE, mask=read, other=0)
+        cache_slot = tl.where(live, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+        given_id = tl.load(given + token - decode_rows, mask=read & (out_row >= decode_rows), other=0)
+        last_id = tl.load(LAST_TOKEN + slot, mask=live & decodes, other=0)
+        tl.store(POSITIONS + token, position, mask=inside)
+        tl.store(SLOT_MAPPING + token, cache_slot, mask=inside)
+        tl.store(INPUT_IDS + token, tl.where(decodes, last_id, given_id), mask=inside)
+        first += tl.num_programs(1) * BLOCK
+
+
+@triton.jit(do_not_specialize=["out_rows", "ring_stride"])
+def _prepare_decode_kernel(
+    BUFFER,
+    BLOCK_TABLE,
+    LAST_TOKEN,
+    TEMPERATURE,
+    SEED,
+    ROW_SLOT,
+    CONTEXT_LENS,
+    CU_SEQLENS,
+    POSITIONS,
+    INPUT_IDS,
+    SLOT_MAPPING,
+    LOGITS_INDICES,
+    TURN,
+    ring_stride,
+    table_stride,
+    out_rows,
+    S: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IN_RING: tl.constexpr,
+):
+    """One program, so that a barrier is enough between the updates and their readers."""
+    if IN_RING:
+        BUFFER += tl.load(TURN) * ring_stride
+    num_rows = tl.load(BUFFER + 0)
+    _apply_deltas(BUFFER, BLOCK_TABLE, TEMPERATURE, SEED, table_stride, 0, BLOCK, S, BLOCK)
+    tl.debug_barrier()
+    row = tl.arange(0, BLOCK)
+    inside = row < out_rows
+    live = row < num_rows
+    slot = tl.load(BUFFER + _HEADER + row, mask=live, other=-1)
+    start = tl.load(BUFFER + (_HEADER + S) + row, mask=live, other=0)
+    block = tl.load(BLOCK_TABLE + slot.to(tl.int64) * table_stride + start // BLOCK_SIZE, mask=live, other=0)
+    last_id = tl.load(LAST_TOKEN + slot, mask=live, other=0)
+    tl.store(ROW_SLOT + row, slot, mask=inside)
+    tl.store(CONTEXT_LENS + row, tl.where(live, start + 1, 0), mask=inside)
+    tl.store(POSITIONS + row, start, mask=inside)
+    tl.store(INPUT_IDS + row, last_id, mask=inside)
+    tl.store(SLOT_MAPPING + row, tl.where(live, block * BLOCK_SIZE + start % BLOCK_SIZE, -1), mask=inside)
+    tl.store(LOGITS_INDICES + row, row, mask=inside)
+    tl.store(CU_SEQLENS + row, row, mask=inside)
+    tl.store(CU_SEQLENS + out_rows, out_rows)
+
+
+def apply_deltas(buffer: torch.Tensor, max_num_seqs: int, state: DeviceState) -> None:
+    """Triton version of apply_deltas_reference."""
+    _apply_deltas_kernel[(16,)](
+        buffer,
+        state.block_table,
+        state.temperature,
+        state.seed,
+        state.block_table.stride(0),
+        S=max_num_seqs,
+        BLOCK=128,
+        num_warps=4,
+    )
+
+
+def expand_rows(
+    buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, block_size: int, out: StepBuffers, decode_rows: int
+) -> None:
+    """Triton version of expand_rows_reference."""
+    out_rows, out_tokens = out.row_slot.shape[0], out.positions.shape[0]
+    _expand_rows_kernel[(out_rows + 1, 8)](
+        buffer,
+        state.block_table,
+        state.last_token,
+        out.row_slot,
+        out.context_lens,
+        out.cu_seqlens_q,
+        out.positions,
+        out.input_ids,
+        out.slot_mapping,
+        out.logits_indices,
+        state.block_table.stride(0),
+        out_rows,
+        out_tokens,
+        decode_rows,
+        S=max_num_seqs,
+        S_PADDED=triton.next_power_of_2(max_num_seqs),
+        BLOCK_SIZE=block_size,
+        BLOCK=256,
+        num_warps=4,
+    )
+
+
+def prepare_decode(
+    buffer: torch.Tensor,
+    max_num_seqs: int,
+    state: DeviceState,
+    block_size: int,
+    out: StepBuffers,
+    turn: torch.Tensor | None = None,
+) -> None:
+    """Triton version of prepare_decode_reference, one launch."""
+    _prepare_decode_kernel[(1,)](
+        buffer,
+        state.block_table,
+        state.last_token,
+        state.temperature,
+        state.seed,
+        out.row_slot,
+        out.context_lens,
+        out.cu_seqlens_q,
+        out.positions,
+        out.input_ids,
+        out.slot_mapping,
+        out.logits_indices,
+        buffer if turn is None else turn,
+        buffer.stride(0),
+        state.block_table.stride(0),
+        out.row_slot.shape[0],
+        S=max_num_seqs,
+        BLOCK_SIZE=block_size,
+        IN_RING=turn is not None,
+        BLOCK=max(128, triton.next_power_of_2(max_num_seqs)),
+        num_warps=4 if max_num_seqs <= 256 else 8,
+    )
+
+
+def apply_deltas_reference(buffer: torch.Tensor, max_num_seqs: int, state: DeviceState) -> None:
+    """Writes the block updates and slot records of a packed step (int32 [any]) into the state."""
+    num_updates, num_records = buffer[4:6].tolist()
+    begin = HEADER_SIZE + 3 * max_num_seqs
+    middle = begin + UPDATE_SIZE * num_updates
+    slot, index, block = buffer[begin:middle].view(-1, UPDATE_SIZE).long().unbind(1)
+    state.block_table[slot, index] = block.int()
+    records = buffer[middle : middle + RECORD_SIZE * num_records].view(-1, RECORD_SIZE)
+    slot = records[:, 0].long()
+    state.temperature[slot] = records[:, 1].contiguous().view(torch.float32)
+    low, high = records[:, 2].long() & 0xFFFFFFFF, records[:, 3].long()
+    state.seed[slot] = (high << 32) | low
+
+
+def expand_rows_reference(
+    buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, block_size: int, out: StepBuffers, decode_rows: int
+) -> None:
+    """Fills `out` for a packed step whose deltas are applied: all of its rows and tokens, padding past the step's own.
+
+    The first `decode_rows` rows of `out` (at least as many as the step decodes) have one token each, be they padding or
+    not; the chunks' rows follow, then padding rows without tokens. Padding rows have slot -1 and context 0; padding
+    tokens have id 0, position 0 and cache slot -1.
+    """
+    num_rows, num_decode, num_sample, num_tokens, num_updates, num_records = buffer[:6].tolist()
+    arrays = buffer[HEADER_SIZE : HEADER_SIZE + 3 * max_num_seqs].view(3, max_num_seqs)[:, :num_rows]
+    slot, start, count = arrays.long().unbind(0)
+    shift = decode_rows - num_decode
+    ends = count.cumsum(0)
+    ends[num_decode:] += shift
+    where = torch.arange(num_rows, device=buffer.device)
+    where[num_decode:] += shift
+    out.row_slot.fill_(-1)[where] = slot.int()
+    out.context_lens.zero_()[where] = (start + count).int()
+    out.cu_seqlens_q.fill_(num_tokens + shift)[: decode_rows + 1] = torch.arange(decode_rows + 1, device=buffer.device)
+    out.cu_seqlens_q[where + 1] = ends.int()
+    out.logits_indices.zero_()[where[:num_sample]] = (ends[:num_sample] - 1).int()
+
+    row = torch.repeat_interleave(torch.arange(num_rows, device=buffer.device), count)
+    ordinal = torch.arange(num_tokens, device=buffer.device)
+    token = ordinal + shift * (ordinal >= num_decode)
+    position = token - (ends - count)[row] + start[row]
+    block = state.block_table[slot[row], position // block_size].long()
+    out.positions.zero_()[token] = position.int()
+    out.slot_mapping.fill_(-1)[token] = (block * block_size + position % block_size).int()
+    given = HEADER_SIZE + 3 * max_num_seqs + UPDATE_SIZE * num_updates + RECORD_SIZE * num_records
+    out.input_ids.zero_()[:num_decode] = state.last_token[slot[:num_decode]]
+    out.input_ids[token[num_decode:]] = buffer[given : given + num_tokens - num_decode]
+
+
+def prepare_decode_reference(
+    buffer: torch.Tensor,
+    max_num_seqs: int,
+    state: DeviceState,
+    block_size: int,
+    out: StepBuffers,
+    turn: torch.Tensor | None = None,
+) -> None:
+    """apply_deltas, then expand_rows for a step of decode rows alone, one token each, in an `out` of as many tokens as
+    rows. Here padding rows have a token too: row r is token r throughout.
+
+    buffer: a packed step; with `turn`, int32 [1] on the device, [N, any] of them, of which line `turn` is taken.
+    """
+    if turn is not None:
+        buffer = buffer[int(turn)]
+    apply_deltas_reference(buffer, max_num_seqs, state)
+    rows = out.row_slot.shape[0]
+    expand_rows_reference(buffer, max_num_seqs, state, block_size, out, rows)
+    out.logits_indices.copy_(torch.arange(rows, device=buffer.device))

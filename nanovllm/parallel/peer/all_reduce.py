@@ -1,0 +1,284 @@
+"""Sums over the ranks through peer memory, fused with the residual addition and RMSNorm: data is its own flag.
+
+A kernel PUSHES its rows into the blocks of its peers (`parallel/peer/memory.py`) and polls its own block for theirs.
+Every element of a block rests at a sentinel, the bit pattern of -0.0, which is never sent (-0.0 goes out as +0.0): an
+element that differs from it has arrived. So no barrier, no fence and no flag stand between ranks: one write across
+the link is one latency. (The idea is that of the "low latency" protocols of NCCL and TensorRT-LLM.)
+
+Why two parities suffice and nothing is ever reset. Call n of a kind of kernel uses places of parity n mod 2. The parity
+lives on the device and each call flips it, so graphs may be replayed in any order, the same on all ranks. Whoever reads
+a place puts the sentinel back at once. Rank Q writes again into a place that I read in call n in its call n+2, if not
+later. Then Q has finished call n+1, for which it needed data that every rank sent in ITS call n+1 (for row 0, which all
+calls have); mine began after my call n had ended (stream order), read-back and cleaning included. Hence: calls of one
+block run in one stream. They may be launched dependently (pdl.py): whatever is launched so first waits for the
+end of the kernel before it, so along any chain of kernels a call has ended when the next one looks at anything.
+
+The argument counts calls, not programs: calls may differ in their rows, and so in the number of programs that share
+these out, if only all ranks agree. So that no program reads what another has flipped, each reads an entry of its own,
+and at its end flips that and its share of those that the launch has no program for: between calls all entries are
+equal.
+
+Products that push (push.py). Where a rank's addend is a product of a kernel of our own, that kernel may store its tiles
+straight into the places of a one-shot sum, -0.0 replaced, and the sum's kernel sends nothing. Its programs read entry 0
+of the parity, which equals the others between calls, and touch places only after their own gdc_wait (or an ordinary
+launch): all earlier calls of this rank have ended then, and the call that will flip the parity waits for the product's
+end. So the product is a part of its call that begins when the call before has ended, which is all that the argument
+above asks for: row 0 comes from programs that did so. A product waits for nobody, so a sum that does waits for kernels
+that end. All this needs product and sum in pairs, of the same rows, with no other one-shot sum in between: `push`
+returns a `Pushed` in place of a tensor, and the next sum must be given it, or raises.
+
+Rounding is that of `norm.py`, with one rounding for sum and residual together. An addend may come in parts, as
+there (decode.py): a rank adds up its own, in order, and rounds them once before it sends.
+Sums are float32 in a fixed order, computed from the same bits by the same code on all ranks (two-shot: on one rank,
+then copied), so that all ranks hold the same bits.
+
+A wait looks at `abort` of the local device memory each time round and is bounded by `max_spins`; after either the
+outputs are garbage and the block is unfit for use. Programs wait for programs (or products) of any rank, after all
+pushes of theirs that wait for nothing; a launch has at most MAX_PROGRAMS of them, so that all are resident.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from nanovllm.kernels.base.padded_rows import empty_rows
+from nanovllm.kernels.base.pdl import pdl_options
+from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.gemm.push import Partial, Places, Pushed
+from nanovllm.kernels.pointwise.norm import add_up
+from nanovllm.parallel.peer.kernels import max_keys_kernel, one_shot_kernel, two_shot_kernel
+from nanovllm.parallel.peer.memory import MAX_PROGRAMS, MAX_SPLIT, SENTINELS, PeerMemory
+from nanovllm.parallel.peer.two_shot import split_two_shot_kernel
+
+Path = Literal["one_shot", "two_shot", "nccl"]
+
+KEY_BLOCK = 256
+PDL_ROWS = 16
+"""Up to so many rows the products around may be our own, which let a sum start early and fetch weights while it runs.
+Behind one of cuBLAS, which does not, a dependent launch is 0.5 us slower than an ordinary one, so with more rows the
+caller says. 0: never unless it does."""
+MAX_SPINS = 1 << 28
+"""Rounds of a wait before it gives up: minutes, for a peer may be compiling."""
+
+_INTEGERS = {2: tl.int16, 4: tl.int32}
+
+
+def _reduce_in_float32(partial: torch.Tensor, group: Any | None) -> torch.Tensor:
+    total = partial.float()
+    if group is not None:
+        total = total.clone() if total is partial else total
+        group.allreduce([total]).wait()
+    return total
+
+
+def all_reduce_add_rms_norm_reference(
+    partial: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, group: Any | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `PeerAllReduce.all_reduce_add_rms_norm` computes, over any communicator (gloo, NCCL; None: one rank).
+
+    partial [T, hidden] of this rank, or float32 [parts, T, hidden], sums over parts of K; residual [T, hidden], updated
+    in place, or None at the start of the model; weight [hidden]; group: an object of torch.distributed with
+    `allreduce`. Returns (normalised, residual), both [T, hidden].
+    """
+    if partial.dim() == 3:
+        partial = add_up(partial, weight.dtype)
+    total = _reduce_in_float32(partial, group)
+    if residual is None:
+        residual = torch.empty_like(partial)
+    else:
+        total = total + residual.float()
+    x32 = residual.copy_(total).float()
+    normed = (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(partial.dtype)
+    return normed * weight, residual
+
+
+@dataclass(frozen=True)
+class TwoShotPlan:
+    """How a two-shot sum shares out its work: parts that a row's columns are cut into, and columns for each warp of a
+    program, 256 being a 16-byte access a lane."""
+
+    split: int
+    warp_columns: int = 256
+
+    def warps(self, hidden: int) -> int:
+        return max(1, min(triton.next_power_of_2(hidden // self.split) // self.warp_columns, 32))
+
+
+CUT_IN_FOUR = TwoShotPlan(4)
+
+
+class PeerAllReduce:
+    """All-reduces of one rank over a block of peer memory. All ranks make the same calls, with the same shapes, in the
+    same order, on one stream; eager calls and graph replays may be mixed.
+
+    max_spins: rounds of a wait before it gives up and sets the abort word to 2.
+    """
+
+    def __init__(self, memory: PeerMemory, max_spins: int = MAX_SPINS) -> None:
+        self.memory = memory
+        self.max_spins = max_spins
+        layout = memory.layout
+        self._hidden = layout.hidden_size
+        self._pushed: Pushed | None = None
+        """A product in the places whose sum has not been launched."""
+        block = triton.next_power_of_2(self._hidden)
+        self._shape = {
+            "WORLD": layout.world_size,
+            "WORLD_BLOCK": triton.next_power_of_2(layout.world_size),
+            "HIDDEN": self._hidden,
+            "BLOCK": block,
+            "INT": _INTEGERS[layout.itemsize],
+            "SENTINEL": SENTINELS[layout.itemsize],
+            "num_warps": num_warps(block),
+        }
+
+    def path(self, rows: int) -> Path:
+        """Who takes a sum of `rows` rows: one of the kernels here, or ("nccl") the caller's communicator."""
+        layout, limits = self.memory.layout, self.memory.limits
+        row = self._hidden * layout.itemsize
+        if rows <= min(layout.one_shot_rows, limits.one_shot_rows(layout.world_size, row)):
+            return "one_shot"
+        return "two_shot" if rows <= min(layout.two_shot_rows, limits.peer_bytes // row) else "nccl"
+
+    def plan_for(self, rows: int) -> TwoShotPlan | None:
+        """Of a two-shot sum of so many rows; None: whole rows."""
+        layout, limits = self.memory.layout, self.memory.limits
+        return CUT_IN_FOUR if rows <= limits.cut_rows(layout.world_size, self._hidden * layout.itemsize) else None
+
+    def push(self, rows: int, multiply: Callable[[Places], object]) -> Pushed:
+        """Has `multiply` launch a product [rows, hidden] that fills the places of the next sum, as all ranks do, and
+        returns what that sum is to be given. rows: of which `path` is one-shot."""
+        if self._pushed is not None:
+            raise ValueError("the product that was pushed last has not been summed")
+        memory, layout = self.memory, self.memory.layout
+        places = Places(memory.one_shot_targets, memory.parity[0], layout.one_shot_rows, self._hidden, memory.dtype)
+        multiply(places)
+        self._pushed = Pushed(rows)
+        return self._pushed
+
+    def all_reduce_add_rms_norm(
+        self,
+        partial: Partial,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        path: Path | None = None,
+        dependent: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum over the ranks + residual (float32, one rounding), and the RMSNorm of that.
+
+        partial [T, hidden]: this rank's addend, contiguous, any memory; or float32 [parts, T, hidden], whose sum it is;
+        or what `push` returned for T rows.
+        residual [T, hidden]: updated in place; None: zeros, and a new tensor is returned. weight [hidden]. Returns
+        (normalised [T, hidden], residual [T, hidden]).
+        The residual is for further calls with the same T alone: where two-shot is taken, each rank updates only the
+        rows that it owns (row mod world = rank), which is a third less on the wire.
+        path: overrules `path(T)` (benchmarks). dependent: launch it dependently (pdl.py), whatever its rows.
+        """
+        rows = self._check(partial, residual, weight)
+        out = empty_rows(rows, self._hidden, weight.dtype, weight.device)
+        residual_out = torch.empty_like(out) if residual is None else residual
+        operands = (partial, residual_out, weight, out)
+        self._launch(path, operands, eps, residual is not None, dependent)
+        return out, residual_out
+
+    def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:
+        """keys int64 [B] (B <= max_keys) becomes its element-wise maximum over the ranks, in place. The smallest
+        int64 stands for nothing: it comes back as the one above it."""
+        memory = self.memory
+        if keys.dtype != torch.int64 or not keys.is_contiguous() or keys.numel() > memory.layout.max_keys:
+            raise ValueError(f"keys: {keys.dtype} {tuple(keys.shape)}, need int64, at most {memory.layout.max_keys}")
+        grid = (triton.cdiv(keys.numel(), KEY_BLOCK),)
+        max_keys_kernel[grid](
+            keys, memory.peers, memory.parity[2], memory.abort_word, keys.numel(), memory.rank, self.max_spins,
+            memory.layout.keys // 8, WORLD=memory.world_size, WORLD_BLOCK=self._shape["WORLD_BLOCK"],
+            CAPACITY=memory.layout.max_keys, BLOCK=KEY_BLOCK, SENTINEL=SENTINELS[8], num_warps=4,
+        )  # fmt: skip
+        return keys
+
+    def _check(self, partial: Partial, residual: torch.Tensor | None, weight: torch.Tensor) -> int:
+        """The sum's rows; ValueError where it is not one."""
+        dtypes = [self.memory.dtype] * 2
+        tensors = [residual, weight]
+        if isinstance(partial, Pushed):
+            shape = (partial.rows, self._hidden)
+        else:
+            in_parts = partial.ndim == 3 and partial.shape[0] > 1
+            if not (in_parts or partial.ndim == 2) or partial.shape[-1] != self._hidden or partial.shape[-2] < 1:
+                raise ValueError(f"partial: shape {tuple(partial.shape)}, need [rows, {self._hidden}] or parts of that")
+            shape = (partial.shape[-2], self._hidden)
+            tensors.append(partial)
+            dtypes.append(torch.float32 if in_parts else self.memory.dtype)
+        for tensor, dtype in zip(tensors, dtypes, strict=True):
+            if tensor is not None and (tensor.dtype != dtype or not tensor.is_contiguous()):
+                raise ValueError(f"need a contiguous {dtype} tensor, got {tensor.dtype} {tensor.stride()}")
+        if residual is not None and residual.shape != shape:
+            raise ValueError(f"residual: shape {tuple(residual.shape)}, need {shape}")
+        if (partial if isinstance(partial, Pushed) else None) is not self._pushed:
+            raise ValueError(f"summed {partial} next after {self._pushed} was pushed")
+        return shape[0]
+
+    def _launch(
+        self,
+        path: Path | None,
+        operands: tuple[Partial, torch.Tensor, torch.Tensor, torch.Tensor],
+        eps: float,
+        has_residual: bool,
+        dependent: bool,
+    ) -> None:
+        """operands: partial, residual (in and out, or only out), weight, out."""
+        partial, residual, weight, out = operands
+        memory, layout, rows = self.memory, self.memory.layout, out.shape[0]
+        path, parts, pushed = path or self.path(rows), 1, isinstance(partial, Pushed)
+        if isinstance(partial, Pushed):
+            path, partial, self._pushed = "one_shot", out, None
+        elif partial.ndim == 3:
+            parts = partial.shape[0]
+        if parts == 1:
+            partial = partial.view(torch.int16 if layout.itemsize == 2 else torch.int32)
+        tensors = (partial, residual, residual, weight, out, memory.peers)
+        scalars = (memory.abort_word, rows, memory.rank, eps, self.max_spins)
+        fixed = {"RESIDUAL": has_residual, "PARTS": parts, **self._shape}
+        fixed |= pdl_options(partial.device, dependent or rows <= PDL_ROWS)
+        if path == "one_shot" and rows <= layout.one_shot_rows:
+            one_shot_kernel[(min(rows, MAX_PROGRAMS),)](
+                *tensors, memory.parity[0], *scalars, CAPACITY=layout.one_shot_rows, PUSHED=pushed, **fixed
+            )
+        elif path == "two_shot" and rows <= layout.two_shot_rows:
+            self._two_shot(tensors, scalars, fixed)
+        else:
+            raise ValueError(f"{rows} rows by {path}: the block was laid out for {layout}")
+
+    def _two_shot(self, tensors: tuple[Any, ...], scalars: tuple[Any, ...], fixed: dict[str, Any]) -> None:
+        """tensors, scalars: the kernels', up to and after the state of the parity."""
+        memory, layout, rows = self.memory, self.memory.layout, scalars[1]
+        plan = self.plan_for(rows)
+        if plan is None:
+            offsets = [layout.scatter // layout.itemsize, layout.gather // layout.itemsize]
+            two_shot_kernel[(min(triton.cdiv(rows, layout.world_size), MAX_PROGRAMS),)](
+                *tensors, memory.parity[1], *scalars, *offsets, UNITS=layout.units, **fixed
+            )
+            return
+        width = self._hidden // plan.split
+        if plan.split > MAX_SPLIT or width * plan.split != self._hidden or width * layout.itemsize % 16:
+            raise ValueError(f"{plan}: rows of {self._hidden} cannot be cut so")
+        offsets = [layout.scatter // layout.itemsize, layout.gather // layout.itemsize, layout.squares // 4]
+        shares = {
+            "BLOCK": triton.next_power_of_2(width),
+            "SPLIT": plan.split,
+            "SPLIT_BLOCK": triton.next_power_of_2(plan.split),
+            "num_warps": plan.warps(self._hidden),
+        }
+        items = triton.cdiv(rows, layout.world_size) * plan.split
+        programs = triton.cdiv(items, triton.cdiv(items, MAX_PROGRAMS))  # none has more items than it must
+        split_two_shot_kernel[(programs,)](
+            *tensors, memory.parity[1], *scalars, *offsets, UNITS=layout.units, **{**fixed, **shares}
+        )
+
+
+def num_warps(block: int) -> int:
+    """Warps of a program: a 16-byte access a lane and row, at most 128 registers a thread."""
+    return max(1, min(block // 256, 16))

@@ -1,0 +1,225 @@
+"""The Triton kernels of the sums through peer memory; all_reduce.py launches them, and says why they are right."""
+
+from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.parallel.peer.memory import MAX_PROGRAMS
+
+_PARITIES = tl.constexpr(MAX_PROGRAMS)
+
+
+@triton.jit
+def _peer_pointer(peers, rank, offset, INT: tl.constexpr):
+    """Pointer to element `offset` of `rank`'s block; blocks and regions are 16-byte aligned."""
+    base = tl.load(peers + rank).to(tl.pointer_type(INT))
+    return tl.multiple_of(base, 16) + offset
+
+
+@triton.jit
+def _begin(parity_state, PDL: tl.constexpr):
+    """The parity of this call. When the next kernel may come to wait, all programs have their places already."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    return tl.load(parity_state + tl.program_id(0))
+
+
+@triton.jit
+def _flip(parity_state, parity):
+    """The end of a call: entries pid, pid + programs, ... of `parity_state` become the other parity."""
+    entry = tl.arange(0, _PARITIES)
+    mine = entry % tl.num_programs(0) == tl.program_id(0)
+    tl.store(parity_state + entry, tl.zeros(entry.shape, tl.int32) + (1 - parity), mask=mine)
+
+
+@triton.jit
+def _without_sentinel(bits, SENTINEL: tl.constexpr, SUBSTITUTE: tl.constexpr):
+    """What may be sent: the sentinel itself becomes its equal (+0.0; for keys the next larger integer)."""
+    return tl.where(bits == SENTINEL, tl.full(bits.shape, SUBSTITUTE, bits.dtype), bits)
+
+
+@triton.jit
+def _receive(pointers, mask, abort, max_spins, SENTINEL: tl.constexpr):
+    """The values behind `pointers` (where mask; 0 elsewhere) once all have arrived; their places are clean again."""
+    bits = tl.load(pointers, mask=mask, other=0, volatile=True)
+    missing = tl.max(tl.where(bits == SENTINEL, 1, 0))
+    spins = 0
+    while missing > 0:
+        stop = tl.load(abort, volatile=True)  # every warp for itself: so it enters the maximum over all of them
+        bits = tl.load(pointers, mask=mask, other=0, volatile=True)
+        missing = tl.max(tl.where((bits == SENTINEL) & (stop == 0), 1, 0))
+        spins += 1
+        if spins >= max_spins:
+            tl.store(abort, 2)
+    tl.store(pointers, tl.full(bits.shape, SENTINEL, bits.dtype), mask=mask)
+    return bits
+
+
+@triton.jit
+def _rounded(x, out, INT: tl.constexpr, SENTINEL: tl.constexpr):
+    """x float32 -> the bits of `out`'s dtype, free of the sentinel, so that sender and receivers hold the same."""
+    return _without_sentinel(x.to(out.dtype.element_ty).to(INT, bitcast=True), SENTINEL, 0)
+
+
+@triton.jit
+def _addend(partial, at, rows, mask, out, PARTS: tl.constexpr, HIDDEN: tl.constexpr, INT: tl.constexpr,
+            SENTINEL: tl.constexpr):  # fmt: skip
+    """What this rank sends of the elements `at`: the bits that `partial` holds; of several parts their sum."""
+    if PARTS == 1:
+        return _without_sentinel(tl.load(partial + at, mask=mask, other=0), SENTINEL, 0)
+    else:
+        total = tl.load(partial + at, mask=mask, other=0.0)
+        for part in tl.static_range(1, PARTS):
+            total += tl.load(partial + part * (rows.to(tl.int64) * HIDDEN) + at, mask=mask, other=0.0)
+        return _rounded(total, out, INT, SENTINEL)
+
+
+@triton.jit
+def _finish_row(arrived, kept_before, gain, at, residual_out, out, mask, eps, HIDDEN: tl.constexpr,
+                INT: tl.constexpr, SENTINEL: tl.constexpr):  # fmt: skip
+    """arrived INT [sources, BLOCK]: one row of every rank. Sums, adds the residual, normalises, stores behind `at` of
+    residual_out and out; returns the bits of out."""
+    total = tl.sum(arrived.to(out.dtype.element_ty, bitcast=True).to(tl.float32), 0) + kept_before
+    x = _rounded(total, out, INT, SENTINEL).to(out.dtype.element_ty, bitcast=True)
+    tl.store(residual_out + at, x, mask=mask)
+    x32 = x.to(tl.float32)
+    normed = (x32 * tl.math.rsqrt(tl.sum(x32 * x32, 0) / HIDDEN + eps)).to(out.dtype.element_ty)
+    result = _rounded(normed.to(tl.float32) * gain, out, INT, SENTINEL)
+    tl.store(out + at, result.to(out.dtype.element_ty, bitcast=True), mask=mask)
+    return result
+
+
+@triton.jit
+def _float_or_zeros(pointers, mask, WANTED: tl.constexpr):
+    """What stands behind `pointers` as float32, asked for before a wait so that its latency is hidden; or zeros."""
+    if WANTED:
+        return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    else:
+        return tl.zeros(mask.shape, tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows", "rank", "max_spins"])
+def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_state, abort, rows, rank, eps,
+                    max_spins, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
+                    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, PARTS: tl.constexpr,
+                    INT: tl.constexpr, SENTINEL: tl.constexpr, PDL: tl.constexpr,
+                    PUSHED: tl.constexpr):  # fmt: skip
+    """Every rank sends its rows to all ranks (itself too, which keeps the code one) and sums all that arrive.
+
+    partial INT [rows, HIDDEN] (the bits of the model's dtype), or float32 [PARTS, rows, HIDDEN], which are added up and
+    rounded before they are sent. PUSHED: products have sent them already (push.py), and partial is not read. residual,
+    residual_out, out [rows, HIDDEN]; weight [HIDDEN]; places: [2, WORLD (source), CAPACITY, HIDDEN], where the block
+    begins. Program p takes rows p, p + programs, ...
+    """
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < HIDDEN
+    parity = _begin(parity_state, PDL)
+    half = parity.to(tl.int64) * (WORLD * CAPACITY * HIDDEN)
+    if not PUSHED:
+        row = pid
+        while row < rows:
+            bits = _addend(partial, row.to(tl.int64) * HIDDEN + cols, rows, mask, out, PARTS, HIDDEN, INT, SENTINEL)
+            place = half + (rank * CAPACITY + row).to(tl.int64) * HIDDEN
+            for step in tl.static_range(WORLD):  # each rank starts with another peer, so that no link is crowded
+                to = (rank + 1 + step) % WORLD
+                tl.store(_peer_pointer(peers, to, place, INT) + cols, bits, mask=mask)
+            row += programs
+    gain = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)  # before a wait, which hides its latency
+    source = tl.arange(0, WORLD_BLOCK)
+    tile = (source * CAPACITY * HIDDEN)[:, None] + cols[None, :]
+    tile_mask = (source < WORLD)[:, None] & mask[None, :]
+    row = pid
+    while row < rows:
+        at = row.to(tl.int64) * HIDDEN
+        kept = _float_or_zeros(residual + at + cols, mask, RESIDUAL)
+        arrived = _receive(_peer_pointer(peers, rank, half + at, INT) + tile, tile_mask, abort, max_spins, SENTINEL)
+        _finish_row(arrived, kept, gain, at + cols, residual_out, out, mask, eps, HIDDEN, INT, SENTINEL)
+        row += programs
+    _flip(parity_state, parity)
+
+
+@triton.jit(do_not_specialize=["rows", "rank", "max_spins"])
+def two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_state, abort, rows, rank, eps,
+                    max_spins, scatter, gather, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr, UNITS: tl.constexpr,
+                    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, PARTS: tl.constexpr,
+                    INT: tl.constexpr, SENTINEL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Row unit * WORLD + r is summed, normed and sent to everyone by rank r. Program p takes units p, p + programs, ...
+
+    Operands as in one_shot_kernel; `residual_out` is written at this rank's own rows only. Places: scatter + [2, WORLD
+    (source), UNITS, HIDDEN], gather + [2, UNITS * WORLD, HIDDEN].
+    The argument of all_reduce.py holds: whoever has finished a unit holds its row of rank 0, made from all ranks' data.
+    """
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < HIDDEN
+    parity = _begin(parity_state, PDL)
+    half = parity.to(tl.int64) * (WORLD * UNITS * HIDDEN)
+    units = (rows + WORLD - 1) // WORLD
+    unit = pid
+    while unit < units:
+        place = scatter + half + (rank * UNITS + unit).to(tl.int64) * HIDDEN
+        rows_out = ()
+        for step in tl.static_range(WORLD):  # all loads before the first store: few programs then fill the links too
+            row = unit * WORLD + (rank + 1 + step) % WORLD
+            exists = mask & (row < rows)
+            at = row.to(tl.int64) * HIDDEN + cols
+            rows_out = rows_out + (_addend(partial, at, rows, exists, out, PARTS, HIDDEN, INT, SENTINEL),)
+        for step in tl.static_range(WORLD):
+            to = (rank + 1 + step) % WORLD
+            exists = mask & (unit * WORLD + to < rows)
+            tl.store(_peer_pointer(peers, to, place, INT) + cols, rows_out[step], mask=exists)
+        unit += programs
+    gain = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)  # before a wait, which hides its latency
+    source = tl.arange(0, WORLD_BLOCK)
+    tile = (source * UNITS * HIDDEN)[:, None] + cols[None, :]
+    tile_mask = (source < WORLD)[:, None] & mask[None, :]
+    unit = pid
+    while unit < units:
+        row = unit * WORLD + rank
+        if row < rows:
+            at = row.to(tl.int64) * HIDDEN
+            kept = _float_or_zeros(residual + at + cols, mask, RESIDUAL)
+            place = scatter + half + unit.to(tl.int64) * HIDDEN
+            arrived = _receive(_peer_pointer(peers, rank, place, INT) + tile, tile_mask, abort, max_spins, SENTINEL)
+            bits = _finish_row(arrived, kept, gain, at + cols, residual_out, out, mask, eps, HIDDEN, INT, SENTINEL)
+            place = half + at
+            for step in tl.static_range(WORLD - 1):
+                to = (rank + 1 + step) % WORLD
+                tl.store(_peer_pointer(peers, to, gather + place, INT) + cols, bits, mask=mask)
+        unit += programs
+    others = (source < WORLD) & (source != rank)
+    tile = (source * HIDDEN)[:, None] + cols[None, :]
+    unit = pid
+    while unit < units:
+        tile_mask = (others & (unit * WORLD + source < rows))[:, None] & mask[None, :]
+        place = (unit * WORLD).to(tl.int64) * HIDDEN
+        theirs = _peer_pointer(peers, rank, gather + half + place, INT) + tile
+        bits = _receive(theirs, tile_mask, abort, max_spins, SENTINEL)
+        tl.store(out + place + tile, bits.to(out.dtype.element_ty, bitcast=True), mask=tile_mask)
+        unit += programs
+    _flip(parity_state, parity)
+
+
+@triton.jit(do_not_specialize=["count", "rank", "max_spins"])
+def max_keys_kernel(keys, peers, parity_state, abort, count, rank, max_spins, region, WORLD: tl.constexpr,
+                    WORLD_BLOCK: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
+                    SENTINEL: tl.constexpr):  # fmt: skip
+    """keys int64 [count] becomes its maximum over the ranks. Places: region + [2, WORLD (source), CAPACITY] int64.
+    SENTINEL, the smallest int64, is sent as the one above it. Program p takes keys p * BLOCK ..."""
+    pid = tl.program_id(0)
+    at = pid * BLOCK + tl.arange(0, BLOCK)
+    mask = at < count
+    parity = tl.load(parity_state + pid)
+    half = region + parity.to(tl.int64) * (WORLD * CAPACITY)
+    mine = _without_sentinel(tl.load(keys + at, mask=mask, other=0), SENTINEL, SENTINEL + 1)
+    for step in tl.static_range(WORLD):
+        to = (rank + 1 + step) % WORLD
+        tl.store(_peer_pointer(peers, to, half + rank * CAPACITY, tl.int64) + at, mine, mask=mask)
+    source = tl.arange(0, WORLD_BLOCK)
+    tile_mask = (source < WORLD)[:, None] & mask[None, :]
+    theirs = _peer_pointer(peers, rank, half, tl.int64) + (source * CAPACITY)[:, None] + at[None, :]
+    arrived = _receive(theirs, tile_mask, abort, max_spins, SENTINEL)
+    best = tl.max(tl.where(tile_mask, arrived, tl.full(arrived.shape, SENTINEL, tl.int64)), 0)
+    tl.store(keys + at, best, mask=mask)
+    _flip(parity_state, parity)

@@ -1,0 +1,172 @@
+"""The two-shot sum through peer memory with rows cut into column parts, so that few rows still occupy the whole chip.
+
+All programs of a row must know its sum of squares. It travels with the row: the owner sends sums that are rounded but
+not yet normalised, and with every part that part's sum of squares; who receives them adds those up, in order, and
+normalises. That costs no wait of its own, and lets all ranks, owner included, normalise by the same code, so that their
+bits are equal. Every part of a row needs all of its sums of squares and cleans what it reads: they are sent once for
+each reader.
+"""
+
+from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.parallel.peer.kernels import _addend, _begin, _flip, _float_or_zeros, _rounded
+from nanovllm.parallel.peer.memory import MAX_SPLIT
+
+_SPLITS = tl.constexpr(MAX_SPLIT)
+_SQUARES_SENTINEL = tl.constexpr(-(2**31))
+
+
+@triton.jit
+def _look(pointers, mask, squares, squares_mask, stop, SENTINEL: tl.constexpr, SQUARES: tl.constexpr):
+    """What stands behind `pointers` and, with SQUARES, behind `squares` now (0 where not mask), and whether some of it
+    is missing; with `stop` nothing is. The sentinels are the smallest integers.
+
+    Every warp reads `stop`, and the few squares, for itself and may see another state of them. Whether to look again is
+    for the whole program: so what a warp saw enters its own elements of the tile, and the minimum is over all of them.
+    """
+    bits = tl.load(pointers, mask=mask, other=0, volatile=True)
+    found = tl.zeros(squares_mask.shape, tl.int32)
+    seen = bits
+    if SQUARES:
+        found = tl.load(squares, mask=squares_mask, other=0, volatile=True)
+        some_missing = tl.min(tl.min(found, 1), 0) == _SQUARES_SENTINEL
+        seen = tl.where(some_missing, tl.full(bits.shape, SENTINEL, bits.dtype), bits)
+    seen = tl.where(stop != 0, tl.zeros(bits.shape, bits.dtype), seen)
+    return bits, found, tl.min(tl.min(seen, 0).to(tl.int32), 0) == SENTINEL
+
+
+@triton.jit
+def _wait(pointers, mask, squares, squares_mask, abort, max_spins, SENTINEL: tl.constexpr, SQUARES: tl.constexpr):
+    """The values behind `pointers` and, with SQUARES, behind `squares` (0 where not mask), once all have arrived."""
+    bits, found, missing = _look(pointers, mask, squares, squares_mask, 0, SENTINEL, SQUARES)
+    spins = 0
+    while missing:
+        stop = tl.load(abort, volatile=True)
+        bits, found, missing = _look(pointers, mask, squares, squares_mask, stop, SENTINEL, SQUARES)
+        spins += 1
+        if spins >= max_spins:
+            tl.store(abort, 2)
+    return bits, found
+
+
+@triton.jit
+def _item(item, first_row, WORLD: tl.constexpr, SPLIT: tl.constexpr, HIDDEN: tl.constexpr):
+    """unit, its row `first_row` (a number, or a vector of them), where that row's part begins, and which part it is."""
+    unit = item // SPLIT
+    part = item % SPLIT
+    row = unit * WORLD + first_row
+    return unit, row, row.to(tl.int64) * HIDDEN + part * (HIDDEN // SPLIT), part
+
+
+@triton.jit
+def _sum_item(item, rank, rows, residual, residual_out, out, own, theirs, scatter_half, gather_half, squares_half,
+              abort, max_spins, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr, UNITS: tl.constexpr,
+              HIDDEN: tl.constexpr, SPLIT: tl.constexpr, SPLIT_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+              RESIDUAL: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr):  # fmt: skip
+    """This rank's part of an item, if the row is there: waits for all ranks' addends, sends everyone the sum and, once
+    for each reader, its sum of squares."""
+    cols = tl.arange(0, BLOCK)
+    mask = cols < HIDDEN // SPLIT
+    source = tl.arange(0, WORLD_BLOCK)
+    is_rank = source < WORLD
+    tile_mask = is_rank[:, None] & mask[None, :]
+    reader = tl.arange(0, SPLIT_BLOCK)
+    unit, row, at, part = _item(item, rank, WORLD, SPLIT, HIDDEN)
+    if row < rows:
+        kept_before = _float_or_zeros(residual + at + cols, mask, RESIDUAL)
+        place = own + scatter_half + unit.to(tl.int64) * HIDDEN + part * (HIDDEN // SPLIT)
+        tile = place + (source * UNITS * HIDDEN)[:, None] + cols[None, :]
+        arrived, _ = _wait(tile, tile_mask, abort, is_rank, abort, max_spins, SENTINEL, False)
+        total = tl.sum(arrived.to(out.dtype.element_ty, bitcast=True).to(tl.float32), 0) + kept_before
+        kept = _rounded(total, out, INT, SENTINEL)
+        tl.store(theirs + (gather_half + at + cols)[None, :], tl.broadcast_to(kept[None, :], tile_mask.shape),
+                 mask=tile_mask)  # fmt: skip
+        x = kept.to(out.dtype.element_ty, bitcast=True)
+        x32 = tl.where(mask, x.to(tl.float32), 0.0)
+        square = tl.sum(x32 * x32, 0).to(tl.int32, bitcast=True)  # at least +0.0: never the sentinel
+        place = squares_half + (row.to(tl.int64) * _SPLITS + part) * _SPLITS
+        tl.store(theirs.to(tl.pointer_type(tl.int32), bitcast=True) + (place + reader)[None, :],
+                 square, mask=is_rank[:, None] & (reader < SPLIT)[None, :])  # fmt: skip
+        tl.store(residual_out + at + cols, x, mask=mask)
+        tl.store(tile, tl.full([WORLD_BLOCK, BLOCK], SENTINEL, INT), mask=tile_mask)
+
+
+@triton.jit
+def _take_item(item, rows, weight, out, own, gather_half, squares_half, abort, eps, max_spins, WORLD: tl.constexpr,
+               WORLD_BLOCK: tl.constexpr, HIDDEN: tl.constexpr, SPLIT: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
+               BLOCK: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr):  # fmt: skip
+    """An item's sums from all ranks, once they and their sums of squares have arrived: normalised, into `out`."""
+    cols = tl.arange(0, BLOCK)
+    mask = cols < HIDDEN // SPLIT
+    source = tl.arange(0, WORLD_BLOCK)
+    reader = tl.arange(0, SPLIT_BLOCK)
+    _, row, at, part = _item(item, source, WORLD, SPLIT, HIDDEN)
+    exists = (source < WORLD) & (row < rows)
+    exists_tile = exists[:, None] & mask[None, :]
+    at = at[:, None] + cols[None, :]
+    gain = tl.load(weight + part * (HIDDEN // SPLIT) + cols, mask=mask, other=0.0).to(tl.float32)
+    tile = own + gather_half + at
+    own_squares = own.to(tl.pointer_type(tl.int32), bitcast=True) + squares_half
+    # the transpose, so that looking reduces over what a thread has of it
+    small = own_squares + (row.to(tl.int64) * (_SPLITS * _SPLITS) + part)[None, :] + (reader * _SPLITS)[:, None]
+    small_mask = (reader < SPLIT)[:, None] & exists[None, :]
+    bits, found = _wait(tile, exists_tile, small, small_mask, abort, max_spins, SENTINEL, True)
+    result = bits.to(out.dtype.element_ty, bitcast=True)
+    scale = tl.math.rsqrt(tl.sum(found.to(tl.float32, bitcast=True), 0) / HIDDEN + eps)
+    normed = (result.to(tl.float32) * scale[:, None]).to(out.dtype.element_ty)
+    tl.store(out + at, (normed.to(tl.float32) * gain[None, :]).to(out.dtype.element_ty), mask=exists_tile)
+    tl.store(tile, tl.full([WORLD_BLOCK, BLOCK], SENTINEL, INT), mask=exists_tile)
+    tl.store(small, tl.full(found.shape, _SQUARES_SENTINEL, tl.int32), mask=small_mask)
+
+
+@triton.jit(do_not_specialize=["rows", "rank", "max_spins"])
+def split_two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_state, abort, rows, rank, eps,
+                          max_spins, scatter, gather, squares, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr,
+                          UNITS: tl.constexpr, HIDDEN: tl.constexpr, SPLIT: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
+                          BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, PARTS: tl.constexpr, INT: tl.constexpr,
+                          SENTINEL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Row unit * WORLD + r is summed by rank r and sent to everyone (r too). Item unit * SPLIT + s is part s of a
+    unit's rows, the columns from s * (HIDDEN // SPLIT) on; program p takes items p, p + programs, ...
+
+    Operands as in one_shot_kernel; `residual_out` is written at this rank's own rows only. Places: scatter + [2, WORLD
+    (source), UNITS, HIDDEN], gather + [2, UNITS * WORLD, HIDDEN]; squares (an offset in int32) + [2, UNITS * WORLD,
+    _SPLITS (source), _SPLITS (reader)] float32.
+    The argument of all_reduce.py holds: whoever has finished item 0 holds row 0's part, made from all ranks' data.
+    Programs also wait for others of the same row, but send all that does not depend on a wait before their first.
+    """
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < HIDDEN // SPLIT
+    source = tl.arange(0, WORLD_BLOCK)
+    is_rank = source < WORLD
+    to = (rank + 1 + source) % WORLD  # each rank starts with another peer, so that no link is crowded
+    blocks = tl.load(peers + to, mask=is_rank, other=0)  # never written after the start, so read before any wait
+    own_block = tl.load(peers + rank)
+    theirs = tl.multiple_of(blocks.to(tl.pointer_type(INT), bitcast=True), 16)[:, None]
+    own = tl.multiple_of(own_block.to(tl.pointer_type(INT)), 16)
+    tile_mask = is_rank[:, None] & mask[None, :]
+    parity = _begin(parity_state, PDL)
+    half = parity.to(tl.int64) * (WORLD * UNITS * HIDDEN)
+    items = (rows + WORLD - 1) // WORLD * SPLIT
+    item = pid
+    while item < items:
+        unit, row, at, part = _item(item, to, WORLD, SPLIT, HIDDEN)
+        exists = tile_mask & (row < rows)[:, None]
+        bits = _addend(partial, at[:, None] + cols[None, :], rows, exists, out, PARTS, HIDDEN, INT, SENTINEL)
+        place = scatter + half + (rank * UNITS + unit).to(tl.int64) * HIDDEN + part * (HIDDEN // SPLIT)
+        tl.store(theirs + (place + cols)[None, :], bits, mask=exists)
+        item += programs
+    scatter_half, gather_half = scatter + half, gather + half
+    squares_half = squares + parity.to(tl.int64) * (WORLD * UNITS * _SPLITS * _SPLITS)
+    item = pid
+    while item < items:
+        _sum_item(item, rank, rows, residual, residual_out, out, own, theirs, scatter_half, gather_half, squares_half,
+                  abort, max_spins, WORLD, WORLD_BLOCK, UNITS, HIDDEN, SPLIT, SPLIT_BLOCK, BLOCK, RESIDUAL, INT,
+                  SENTINEL)  # fmt: skip
+        item += programs
+    item = pid
+    while item < items:
+        _take_item(item, rows, weight, out, own, gather_half, squares_half, abort, eps, max_spins, WORLD, WORLD_BLOCK,
+                   HIDDEN, SPLIT, SPLIT_BLOCK, BLOCK, INT, SENTINEL)
+        item += programs
+    _flip(parity_state, parity)

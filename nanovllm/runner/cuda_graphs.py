@@ -1,0 +1,85 @@
+"""CUDA graphs of whole steps, from the packed input to the sampled tokens, by padded shape."""
+
+import bisect
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+
+from nanovllm.wire.shapes import MAX_CHUNK_ROWS, StepShape, decode_buckets, mixed_shapes
+
+
+class StepGraphs:
+    """Graphs by shape, sharing one memory pool."""
+
+    def __init__(
+        self,
+        run: Callable[[StepShape], None],
+        max_num_seqs: int,
+        max_tokens: int,
+        stream: torch.cuda.Stream,
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`run(shape)`: the work of a step of that padded shape, on static buffers, in `stream`. `max_tokens`: the
+        largest chunk worth capturing. `tick`: called after each graph."""
+        self._tick = tick
+        self._run = run
+        self._stream = stream
+        self._decode_buckets = decode_buckets(max_num_seqs)
+        self._mixed = mixed_shapes(max_num_seqs, max_tokens)
+        shapes = [*self._mixed, *(StepShape(d, 0) for d in self._decode_buckets)]
+        # Largest first: smaller ones then find their memory in the pool.
+        self._shapes = sorted(shapes, key=lambda shape: -sum(shape))
+        self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    @property
+    def shapes(self) -> list[StepShape]:
+        """All that are captured, largest first."""
+        return self._shapes
+
+    def capture_all(self) -> None:
+        for shape in self._shapes:
+            self._capture(shape)
+
+    def measure(self, used_bytes: Callable[[], int]) -> int:
+        """Bytes that all graphs will take, from capturing the three largest and throwing them away. The smaller of the
+        two increments counts for each further graph: the other may hold a library's kernels, loaded but once."""
+        readings = [used_bytes()]
+        for shape in self._shapes[:3]:
+            self._capture(shape)
+            readings.append(used_bytes())
+        first, *more = (after - before for before, after in pairwise(readings))
+        self.clear()
+        self._pool = torch.cuda.graph_pool_handle()
+        return first + sum(more) + max(0, min(more, default=0)) * (len(self._shapes) - len(readings) + 1)
+
+    def _capture(self, shape: StepShape) -> None:
+        self._run(shape)  # compiles, and lets libraries allocate what they keep
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads (NCCL's watchdog, another engine) may use CUDA meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            self._run(shape)
+        self._graphs[shape] = graph
+        self._tick()
+
+    def shape_for(self, decode_rows: int, chunk_rows: int, chunk_tokens: int) -> StepShape | None:
+        """The smallest captured shape that holds such a step; None: run it eagerly."""
+        if chunk_rows == 0:
+            buckets = self._decode_buckets
+            return StepShape(buckets[bisect.bisect_left(buckets, decode_rows)], 0)
+        if chunk_rows > MAX_CHUNK_ROWS:
+            return None
+        holding = (s for s in self._mixed if s.decode_rows >= decode_rows and s.chunk_tokens >= chunk_tokens)
+        return next(holding, None)
+
+    def replay(self, shape: StepShape) -> None:
+        self._graphs[shape].replay()
+
+    def clear(self) -> None:
+        """Frees the graphs; they must go before the communicators that they captured."""
+        self._graphs.clear()

@@ -1,0 +1,130 @@
+"""Between host and device: a step in, its tokens out, and the stream that orders everything."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import numpy as np
+import torch
+
+from nanovllm.kernels.base.pdl import ordinary_launch
+from nanovllm.runner.mailbox import RING, Mailbox
+
+_BUSY_WAIT = 0.002  # seconds to look for a result without pause; a longer step can afford the wake-up
+
+
+class StepTimeout(RuntimeError):
+    """The device did not finish a step in time."""
+
+
+class DeviceIO:
+    """Staging buffers of one rank. On a CPU nothing is copied: the step is already where it is needed."""
+
+    def __init__(self, device: torch.device, dependent_launch: bool = True) -> None:
+        """`dependent_launch`: whether kernels may start while the one before ends (kernels/base/pdl.py)."""
+        self.device = device
+        self._dependent_launch = dependent_launch
+        self.is_cuda = device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if self.is_cuda else None
+        self.mailbox: Mailbox | None = None
+        """Through which captured decode steps go; None: they are copied like all others."""
+        # Of bounded length: nobody asks a worker for its tokens.
+        self._launched: deque[tuple[torch.Tensor, torch.cuda.Event | None, slice]] = deque(maxlen=RING)
+
+    def stream_context(self) -> AbstractContextManager[object]:
+        """Everything on the device happens in this one stream, in the order of launches."""
+        if not self.is_cuda:
+            return nullcontext()
+        return torch.cuda.stream(self.stream) if self._dependent_launch else self._ordinary_launches()
+
+    @contextmanager
+    def _ordinary_launches(self) -> Iterator[None]:
+        with ordinary_launch(), torch.cuda.stream(self.stream):
+            yield
+
+    def synchronize(self) -> None:
+        """Waits for everything on the device, in whatever stream."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    @property
+    def turn(self) -> int:
+        """Which of the staging buffers the last step has; that of a step is free when its tokens are here."""
+        return self._turn
+
+    def allocate(self, capacity: int, max_rows: int, mailbox: bool = True) -> None:
+        """`capacity`: int32 words of the largest packed step. `max_rows`: most tokens of a result. `mailbox`: whether
+        captured decode steps fetch theirs themselves."""
+        self.mailbox = Mailbox(capacity, max_rows, self.device) if mailbox else None
+        if not self.is_cuda:
+            return
+        self._turn = 0
+        self._staging = [torch.empty(capacity, dtype=torch.int32, device="cpu", pin_memory=True) for _ in range(RING)]
+        self._staging_views = [staging.numpy() for staging in self._staging]
+        self._results = [torch.empty(max_rows, dtype=torch.int32, device="cpu", pin_memory=True) for _ in range(RING)]
+        self._events = [torch.cuda.Event() for _ in range(RING)]
+        self.step_buffer = torch.zeros(capacity, dtype=torch.int32, device=self.device)
+        """Where a CUDA graph finds its step, unless it comes through the mailbox."""
+
+    def _next_turn(self) -> None:
+        self._turn = (self._turn + 1) % RING
+        self._events[self._turn].synchronize()  # three steps ago: long done, unless a worker is far behind
+
+    def upload(self, packed: np.ndarray) -> torch.Tensor:
+        """The packed step on the device. Its copy is ordered before whatever is launched next."""
+        if not self.is_cuda:
+            return torch.from_numpy(packed.copy())
+        self._next_turn()
+        size = packed.shape[0]
+        self._staging_views[self._turn][:size] = packed
+        self.step_buffer[:size].copy_(self._staging[self._turn][:size], non_blocking=True)
+        return self.step_buffer
+
+    def post(self, packed: np.ndarray) -> torch.Tensor:
+        """In place of `upload`, for the captured step that is launched next: see Mailbox.post."""
+        assert self.mailbox is not None
+        if self.is_cuda:
+            self._next_turn()
+        return self.mailbox.post(packed)
+
+    def download(self, tokens: torch.Tensor, num_decode_rows: int, first_chunk_row: int) -> None:
+        """Starts the copy of a step's tokens (int32 [rows]) to the host; `collect` hands them out in this order,
+        without the padding rows between its `num_decode_rows` decodes and its `first_chunk_row`."""
+        if self.is_cuda:
+            result = self._results[self._turn][: tokens.shape[0]]
+            result.copy_(tokens, non_blocking=True)
+        else:
+            result = tokens.clone()
+        self.expect(result, num_decode_rows, first_chunk_row)
+
+    def expect(self, result: torch.Tensor, num_decode_rows: int, first_chunk_row: int) -> None:
+        """The same for tokens that the device itself brings to `result`, on the host, by the end of the step."""
+        event = None
+        if self.is_cuda:
+            event = self._events[self._turn]
+            event.record()
+        self._launched.append((result, event, slice(num_decode_rows, first_chunk_row)))
+
+    def forget_results(self) -> None:
+        """For steps that nobody asks for tokens."""
+        self._launched.clear()
+
+    def collect(self, timeout: float, check: Callable[[], bool]) -> list[int]:
+        """Tokens of the oldest step not yet collected. `check` is called while waiting: it may raise, or return True
+        where the wait has a reason that does not count. Raises StepTimeout after `timeout` seconds that do.
+        """
+        tokens, event, padding = self._launched.popleft()
+        if event is not None and not event.query():
+            begin = time.perf_counter()
+            while not event.query():
+                waited = time.perf_counter() - begin
+                if waited > _BUSY_WAIT:
+                    if check():
+                        begin = time.perf_counter()
+                    time.sleep(20e-6)
+                if waited > timeout:
+                    raise StepTimeout(f"the device did not finish a step within step_timeout={timeout} s")
+        token_ids = tokens.tolist()
+        del token_ids[padding]
+        return token_ids

@@ -1,0 +1,321 @@
+"""One rank: loads its share of the model, makes room beside it, and launches packed steps."""
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nanovllm.attention import select_backend
+from nanovllm.engine.step_plan import dummy_step, packed_capacity
+from nanovllm.kernels import select_kernels
+from nanovllm.layers.linear import HeadSplit
+from nanovllm.models import model_class
+from nanovllm.models.checkpoint import check_names, load_checkpoint, load_dummy, open_checkpoint
+from nanovllm.models.qwen3 import ModelContext
+from nanovllm.parallel.group import TensorParallelGroup
+from nanovllm.runner.cuda_graphs import StepGraphs
+from nanovllm.runner.device_io import DeviceIO
+from nanovllm.runner.kv_cache import GIB, MemoryProbe, bind_kv_cache, block_bytes, blocks_that_fit, host_memory
+from nanovllm.runner.sampler import GeneralSampler
+from nanovllm.runner.step_work import StepWork
+from nanovllm.runner.weight_update import WeightUpdate
+from nanovllm.startup.compile_server import hash_triton, settle_keys
+from nanovllm.wire.sampling import split_section
+from nanovllm.wire.shapes import MAX_CHUNK_ROWS, StepShape
+
+if TYPE_CHECKING:
+    from nanovllm.executor.local import RunnerInit
+    from nanovllm.runner.tuning import Choices
+    from nanovllm.startup.compile_pool import KernelCompiler
+
+logger = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """The model, memory and graphs of one rank. Every rank runs the same steps in the same order."""
+
+    def __init__(
+        self,
+        init: "RunnerInit",
+        rank: int,
+        store: dist.Store | None,
+        compiler: "KernelCompiler | None" = None,
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`compiler`: gets the kernels to compile while the weights load. `tick`: called after each piece of a long
+        command."""
+        self.config, self.model_config, self._tick = init.config, init.model_config, tick
+        config = self.config
+        assert config.kvcache_block_size and config.max_model_len
+        self.block_size: int = config.kvcache_block_size
+        self.max_model_len: int = config.max_model_len
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.device = torch.device("cpu")
+        if config.device == "cuda":
+            self.device = torch.device("cuda", rank % torch.cuda.device_count())
+            torch.cuda.set_device(self.device)
+            threading.Thread(target=hash_triton, name="nanovllm-hash", daemon=True).start()  # or the first kernel waits
+        self.memory = MemoryProbe(self.device)
+        size = config.tensor_parallel_size
+        self.group = TensorParallelGroup(rank, size, self.device, store, config.overlap_all_reduce, config.share_gpus)
+        tick()
+        if config.peer_all_reduce and self.device.type == "cuda" and self.group.size > 1:
+            rows, keys = config.max_num_batched_tokens, config.max_num_seqs + MAX_CHUNK_ROWS
+            self.group.use_peer_memory(rows, self.model_config.hidden_size, self.dtype, max_keys=keys)
+        tick()
+        self.io = DeviceIO(self.device, config.dependent_launch)
+        self.graphs: StepGraphs | None = None
+        with torch.inference_mode(), self.io.stream_context():
+            self._build(rank)
+            if compiler is not None:
+                self._rehearse(compiler)
+            self._load()
+
+    # -- start-up -----------------------------------------------------------------------------------------------
+
+    def _build(self, rank: int) -> None:
+        config, model = self.config, self.model_config
+        # On a CPU the triton backend means Triton's interpreter (it is refused otherwise): then all kernels go there.
+        self.kernels = select_kernels(self.device, config.fused_kernels, interpret=config.attention_backend == "triton")
+        if self.kernels.fused and self.device.type == "cuda":
+            settle_keys()
+        backend_class, self.backend_reason, is_fallback = select_backend(
+            config.attention_backend,
+            device=self.device,
+            dtype=self.dtype,
+            block_size=self.block_size,
+            head_dim=model.head_dim,
+        )
+        if rank == 0:
+            level = logging.WARNING if is_fallback else logging.INFO
+            logger.log(level, "attention backend: %s (%s)", backend_class.name, self.backend_reason)
+        self.heads = HeadSplit(model.num_attention_heads, model.num_key_value_heads, rank, config.tensor_parallel_size)
+        self.backend = backend_class(
+            self.heads.local_heads,
+            self.heads.local_kv_heads,
+            model.head_dim,
+            self.block_size,
+            config.max_num_seqs,
+            self.max_model_len,
+            self.device,
+            self.dtype,
+        )
+        self.backend.is_required = config.attention_backend != "auto"
+        parts = (self.heads, self.group, self.kernels, self.backend)
+        context = ModelContext(model, *parts, self.dtype, self.device, self.max_model_len)
+        self.model = model_class(model.architecture)(context)
+        self.weights = list(self.model.checkpoint_weights())
+        self.work = StepWork(config, self.model, context, self.io)
+        self.general_sampler = GeneralSampler(self.kernels, self.group, self.io, self.device, model.vocab_size)
+
+    def _rehearse(self, compiler: "KernelCompiler") -> None:
+        """Has the kernels of start-up compiled elsewhere; where that fails, the warm-up compiles them here."""
+        from nanovllm.startup.dry_run import rehearse
+
+        try:
+            rehearse(self, compiler.submit)
+        except Exception as error:
+            if isinstance(error, ValueError):
+                raise  # an option that cannot be served, found out early
+            compiler.failures.append(f"{type(error).__name__}: {error}")
+
+    def _load(self) -> None:
+        if self.config.load_format == "dummy":
+            load_dummy(self.weights, self.dtype, self.device, self.config.seed, self._tick)
+        else:
+            tensors = open_checkpoint(Path(self.config.model))
+            check_names(self.weights, tensors, self.model_config.tie_word_embeddings)
+            load_checkpoint(self.weights, tensors, self.device, self._tick)
+
+    @torch.inference_mode()
+    def measure_kv_cache(self) -> int:
+        """Blocks that fit beside the weights, the largest step and the graphs; that step runs here, on one block."""
+        config = self.config
+        per_block = block_bytes(self.model_config, self.heads.local_kv_heads, self.block_size, self.dtype)
+        if self.device.type == "cpu":
+            if config.num_kvcache_blocks is None:
+                option, budget = f"cpu_kvcache_gib={config.cpu_kvcache_gib}", int(config.cpu_kvcache_gib * GIB)
+                return blocks_that_fit(budget, per_block, option)
+            return self._blocks_asked_for(host_memory() // config.tensor_parallel_size // per_block - 1)
+        with self.io.stream_context():
+            self.allocate_kv_cache(1)
+            self.backend.warmup(self.model.attention_layers()[0].k_cache, self.model.attention_layers()[0].v_cache)
+            self._tick()
+            self.memory.begin_step()
+            self.launch(dummy_step(config.max_num_seqs, config.max_num_batched_tokens, self.max_model_len))
+            torch.cuda.synchronize(self.device)
+            step_bytes = self.memory.end_step()
+            self._tick()
+            graph_bytes = 0
+            if not config.enforce_eager:
+                graph_bytes = self._new_graphs().measure(self.memory.used_bytes)
+            self.io.forget_results()
+        general_bytes = self.general_sampler.reserve_bytes(config.max_num_seqs, self.dtype)
+        budget = self.memory.kv_budget(
+            config.gpu_memory_utilization, step=step_bytes, graphs=graph_bytes, filters=general_bytes
+        )
+        fits = blocks_that_fit(budget, per_block, f"gpu_memory_utilization={config.gpu_memory_utilization}")
+        return self._blocks_asked_for(fits)
+
+    def _blocks_asked_for(self, fits: int) -> int:
+        """num_kvcache_blocks, or all that fit."""
+        blocks = self.config.num_kvcache_blocks or fits
+        if blocks > fits:
+            raise ValueError(f"num_kvcache_blocks={blocks}: must be at most the {fits} that fit")
+        return blocks
+
+    @torch.inference_mode()
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """Allocates the cache, the request state by slot and the buffers of a step."""
+        config = self.config
+        layers = self.model.attention_layers()
+        for layer in layers:
+            layer.unbind_cache()
+        self.memory.release_cached()
+        with self.io.stream_context():
+            bind_kv_cache(layers, num_blocks, self.block_size, self.dtype, self.device)
+            rows = config.max_num_seqs + MAX_CHUNK_ROWS
+            self.work.allocate(rows, config.max_num_batched_tokens + rows)
+            capacity = packed_capacity(num_blocks, config.max_num_seqs, config.max_num_batched_tokens)
+            self.io.allocate(capacity, rows, config.step_mailbox and not config.enforce_eager)
+
+    @torch.inference_mode()
+    def choose_kernels(self) -> "Choices":
+        """What all ranks are to multiply with, by the number of rows (runner/tuning.py). Called on rank 0 alone."""
+        config = self.config
+        if self.device.type == "cpu" or not (config.small_batch_kernels and config.fused_kernels):
+            return {}
+        from nanovllm.runner import tuning
+
+        with self.io.stream_context():
+            fused = self.group.size == 1
+            return tuning.chosen(self.model, self.kernels, config.kernel_choices, fused, config.max_num_seqs)
+
+    @torch.inference_mode()
+    def capture_graphs(self, choices: "Choices") -> int:
+        """Takes rank 0's `choices` of kernels and captures every step shape; returns their number."""
+        if choices:
+            from nanovllm.runner import tuning
+
+            tuning.apply(self.model, choices, fused=self.group.size == 1, push=self.config.push_products)
+        if self.device.type == "cpu" or self.config.enforce_eager:
+            return 0
+        with self.io.stream_context():
+            self.graphs, before = self._new_graphs(), self.memory.used_bytes()
+            self.graphs.capture_all()
+            self.memory.note_graphs(self.memory.used_bytes() - before)
+            if self.io.mailbox is not None:
+                self.io.mailbox.begin()
+        return len(self.graphs)
+
+    @torch.inference_mode()
+    def time_step(self, choices: "Choices", num_decode_rows: int, replays: int) -> float:
+        """Microseconds of the last step over again, with `choices` of kernels and so many rows as it had, without
+        step_mailbox; infinite where these cannot run. For choosing (scripts/tune_steps.py): all ranks are called."""
+        from nanovllm.kernels.gemm.skinny_tune import graph_us
+        from nanovllm.runner import tuning
+
+        self._tick()
+        tuning.apply(self.model, choices, fused=self.group.size == 1, push=self.config.push_products)
+        with self.io.stream_context():
+            try:
+                return graph_us([lambda: self.work.run_padded(StepShape(num_decode_rows, 0))], replays)
+            except ValueError:  # a kernel refuses its shape, on all ranks alike
+                return float("inf")
+
+    def _new_graphs(self) -> StepGraphs:
+        assert self.io.stream is not None
+        self.io.step_buffer.zero_()  # a step without rows: everything is padding
+        sizes = (self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        return StepGraphs(self.work.run_padded, *sizes, self.io.stream, self._tick)
+
+    # -- one step -----------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def launch(self, packed: np.ndarray) -> None:
+        """Runs a packed step (engine/step_plan.py); its tokens are had from `collect`, oldest step first."""
+        packed, section = split_section(packed)
+        num_rows, num_decode_rows, num_sample_rows, num_tokens = (int(n) for n in packed[:4])
+        keep_hidden = section is not None and section.num_targets > 0
+        work, shape, posted, hidden = self.work, None, None, None
+        with self.io.stream_context():
+            if self.graphs is not None and not keep_hidden:
+                chunk_rows, chunk_tokens = num_rows - num_decode_rows, num_tokens - num_decode_rows
+                shape = self.graphs.shape_for(num_decode_rows, chunk_rows, chunk_tokens)
+            if self.graphs is not None and shape is not None:
+                if self.io.mailbox is not None and not shape.chunk_tokens:
+                    posted = self.io.post(packed)
+                else:
+                    self.io.upload(packed)
+                self.graphs.replay(shape)
+                first_chunk_row = shape.decode_rows
+            else:
+                logits, hidden = work.run_exact(self.io.upload(packed), packed, keep_hidden)
+                first_chunk_row = num_decode_rows
+            if section is not None:
+                if shape is not None:
+                    logits = work.captured_logits[shape].tensor()
+                args = (first_chunk_row, num_decode_rows, work.buffers, work.state, hidden, self.model)
+                self.general_sampler.run(section, logits, *args)
+            end = first_chunk_row + num_sample_rows - num_decode_rows
+            if posted is not None and section is None:
+                self.io.expect(posted[:end], num_decode_rows, first_chunk_row)
+            else:
+                self.io.download(work.buffers.tokens[:end], num_decode_rows, first_chunk_row)
+
+    def collect(self, check: Callable[[], bool]) -> list[int]:
+        """Sampled tokens of the oldest step not yet collected, by row; waits for the device.
+
+        `check` is called while waiting and may raise; StepTimeout after config.step_timeout seconds.
+        """
+        return self.io.collect(self.config.step_timeout, check)
+
+    def collect_logprobs(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Those of the step last collected, where it has any; see GeneralSampler.collect."""
+        return self.general_sampler.collect()
+
+    # -- weights that change ------------------------------------------------------------------------------------
+
+    def begin_weight_update(self) -> None:
+        """All weights are to come anew."""
+        self.weight_update = WeightUpdate(self.weights, self.model_config.tie_word_embeddings)
+
+    @torch.inference_mode()
+    def update_weights(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Copies whole tensors, which weight_update has checked, into this rank's parameters, in place."""
+        self.io.synchronize()  # the caller may have computed them a moment ago, in a stream that ours does not wait for
+        with self.io.stream_context():
+            self.weight_update.load(tensors)
+        self.io.synchronize()
+
+    # -- the rest -----------------------------------------------------------------------------------------------
+
+    def info(self) -> dict[str, object]:
+        """What this rank runs on and with."""
+        cuda = self.device.type == "cuda"
+        return {
+            "device": torch.cuda.get_device_name(self.device) if cuda else "cpu",
+            "dtype": self.config.dtype,
+            "attention_backend": self.backend.name,
+            "attention_backend_reason": self.backend.fallen_back_from or self.backend_reason,
+            "block_size": self.block_size,
+            "all_reduce": self.group.all_reduce_name,
+            "cuda_graphs": len(self.graphs) if self.graphs else 0,
+            **self.memory.report(),
+        }
+
+    def close(self, failed: bool) -> None:
+        """Frees the device. After a failure nothing is waited for."""
+        if self.graphs is not None:
+            self.graphs.clear()  # before the communicators that they captured
+            self.graphs = None
+        self.group.close(failed)
+        for layer in self.model.attention_layers():
+            layer.unbind_cache()
+        del self.model, self.weights, self.work
+        self.memory.release_cached()

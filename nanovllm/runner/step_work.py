@@ -1,0 +1,137 @@
+"""What one rank computes in a step: rows, layers, head, draw; at the step's exact size, or padded for a CUDA graph."""
+
+import numpy as np
+import torch
+
+from nanovllm.attention.base import AttentionMetadata
+from nanovllm.config import EngineConfig
+from nanovllm.engine.step_plan import HEADER_SIZE
+from nanovllm.kernels.step.input import DeviceState, StepBuffers
+from nanovllm.layers.attention import ForwardStep, wanted_rows
+from nanovllm.models.qwen3 import ModelContext, Qwen3ForCausalLM
+from nanovllm.runner.device_io import DeviceIO
+from nanovllm.runner.sampler import LogitsView
+from nanovllm.wire.shapes import MAX_CHUNK_ROWS, StepShape
+
+
+class StepWork:
+    """A step's work on the device, from the packed words to the drawn tokens, and the tensors that it works on."""
+
+    state: DeviceState
+    buffers: StepBuffers
+
+    def __init__(self, config: EngineConfig, model: Qwen3ForCausalLM, context: ModelContext, io: DeviceIO) -> None:
+        """`context`: what `model` was built with."""
+        assert config.kvcache_block_size
+        self._block_size: int = config.kvcache_block_size
+        self._max_num_seqs, self._max_model_len = config.max_num_seqs, context.max_model_len
+        self._model, self._io, self._device, self._vocab_size = model, io, context.device, context.config.vocab_size
+        self._kernels, self._group, self._backend = context.kernels, context.group, context.backend
+        self.captured_logits: dict[StepShape, LogitsView] = {}
+        """Where the graph of each shape leaves the logits that it drew from."""
+
+    def allocate(self, max_rows: int, max_tokens: int) -> None:
+        """The requests' state by slot, anew, and the buffers of steps of at most so many rows and tokens."""
+        max_blocks = -(-self._max_model_len // self._block_size)
+        self.state = DeviceState.allocate(self._max_num_seqs, max_blocks, self._device)
+        self.buffers = StepBuffers.allocate(max_rows, max_tokens, self._device)
+
+    def run_exact(
+        self, step: torch.Tensor, packed: np.ndarray, keep_hidden: bool = False
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Any step, eagerly, at its exact size: int32 words, as `step` on the device and as `packed` on the host.
+
+        Returns the logits of the rows that drew [rows, this rank's ids], None where none did, and with `keep_hidden`
+        the final hidden states of all tokens [T, hidden], else None.
+        """
+        num_rows, num_decode_rows, num_sample_rows, num_tokens = (int(n) for n in packed[:4])
+        max_num_seqs, buffers = self._max_num_seqs, self.buffers.narrow(num_rows, num_tokens)
+        self._kernels.apply_deltas(step, max_num_seqs, self.state)
+        self._kernels.expand_rows(step, max_num_seqs, self.state, self._block_size, buffers, num_decode_rows)
+        begin = HEADER_SIZE + max_num_seqs
+        counts = packed[begin + max_num_seqs : begin + max_num_seqs + num_rows]
+        context_lens = packed[begin : begin + num_rows] + counts
+        lengths = {"max_seqlen_q": int(packed[6]), "max_context_len": int(context_lens.max())}
+        attention = self._attention(buffers, num_decode_rows, **lengths)
+        attention.token_ends = counts.cumsum(dtype=np.int64)
+        return self._forward(buffers, attention, num_sample_rows, keep_hidden)
+
+    def run_padded(self, shape: StepShape) -> None:
+        """A step from the step buffer, padded to `shape`, without a look at what it holds: what a CUDA graph
+        captures."""
+        num_decode_rows, num_chunk_tokens = shape
+        num_rows = num_decode_rows + (MAX_CHUNK_ROWS if num_chunk_tokens else 0)
+        buffers = self.buffers.narrow(num_rows, num_decode_rows + num_chunk_tokens)
+        mailbox = None if num_chunk_tokens else self._io.mailbox
+        step = self._io.step_buffer if mailbox is None else mailbox.steps
+        args = (step, self._max_num_seqs, self.state, self._block_size, buffers)
+        if num_chunk_tokens:
+            self._kernels.apply_deltas(*args[:3])
+            self._kernels.expand_rows(*args, num_decode_rows)
+        else:
+            self._kernels.prepare_decode(*args, None if mailbox is None else mailbox.turn)
+        attention = self._attention(
+            buffers, num_decode_rows, max_seqlen_q=max(1, num_chunk_tokens), max_context_len=self._max_model_len
+        )
+        attention.is_captured = True
+        logits, _ = self._forward(buffers, attention, num_rows)
+        assert logits is not None
+        self.captured_logits[shape] = LogitsView(logits)
+        if mailbox is not None:
+            self._kernels.publish_tokens(buffers.tokens, mailbox.tokens, mailbox.turn)
+
+    def _attention(
+        self, buffers: StepBuffers, num_decode_rows: int, max_seqlen_q: int, max_context_len: int
+    ) -> AttentionMetadata:
+        return AttentionMetadata(
+            num_rows=buffers.row_slot.shape[0],
+            num_decode_rows=num_decode_rows,
+            row_slot=buffers.row_slot,
+            context_lens=buffers.context_lens,
+            cu_seqlens_q=buffers.cu_seqlens_q,
+            block_table=self.state.block_table,
+            max_seqlen_q=max_seqlen_q,
+            max_context_len=max_context_len,
+            num_tokens=buffers.positions.shape[0],
+        )
+
+    def _forward(
+        self, buffers: StepBuffers, attention: AttentionMetadata, num_sample_rows: int, keep_hidden: bool = False
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Layers, head, sampling, and the sampled tokens back into the state and the token buffer.
+
+        Draws for the first `num_sample_rows` rows. In a captured step these include chunks of unfinished prompts, whose
+        tokens nobody reads: their slot's last token is written again when the prompt ends. Returns what `run_exact`
+        does.
+        """
+        step = ForwardStep(buffers.positions, buffers.slot_mapping, attention)
+        drawn = buffers.logits_indices[:num_sample_rows] if attention.num_prefill_rows else None
+        hidden, kept = self._hidden_states(buffers.input_ids, step, None if keep_hidden else drawn), None
+        if keep_hidden:
+            hidden, kept = wanted_rows(hidden, drawn), hidden
+        if num_sample_rows == 0:
+            return None, kept
+        row_slot = buffers.row_slot[:num_sample_rows]
+        logits = self._model.logits(hidden)
+        tokens, state, vocab_size = buffers.tokens[:num_sample_rows], self.state, self._vocab_size
+        draw = (logits, row_slot, state.temperature, state.seed, buffers.sample_positions[:num_sample_rows])
+        if self._group.size == 1:
+            self._kernels.sample_tokens(*draw, vocab_size, state.last_token, tokens)
+        else:
+            keys = self._kernels.gumbel_argmax(*draw, self._model.lm_head.vocab_start, vocab_size)
+            self._kernels.commit_tokens(self._group.all_reduce_max(keys), row_slot, state.last_token, tokens)
+        return logits, kept
+
+    def _hidden_states(
+        self, input_ids: torch.Tensor, step: ForwardStep, wanted: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The layers, over the whole step or in halves: final hidden states [T, hidden], or of the tokens `wanted`."""
+        attention, overlap = step.attention, self._group.overlap
+        cut = overlap.cut(attention.num_tokens, attention.num_decode_rows) if overlap is not None else None
+        if cut is None:
+            self._backend.prepare(attention)
+            return self._model(input_ids, step, wanted)
+        halves = step.halves(cut)
+        for half in halves:
+            self._backend.prepare(half.attention)
+        return self._model.forward_in_halves(input_ids, halves, wanted)

@@ -1,0 +1,177 @@
+"""Fills Triton's cache at an engine's first start: many processes compile what one alone would compile in turn.
+
+Rank 0 rehearses (dry_run.py): it walks through every kind of step without launching a kernel, and notes which
+ones it would need. compile_server.py compiles them side by side while the weights are loaded; the warm-up then finds
+them in the cache. What goes wrong here costs time and nothing else, for the engine compiles what it does not find.
+
+A stamp in the cache's folder says that all this has been done for a build, a device and a set of options. No torch
+here: the processes start before rank 0 imports it, and all import at once.
+"""
+
+import hashlib
+import logging
+import os
+import queue
+import signal
+import subprocess
+import threading
+import time
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Pipe
+from pathlib import Path
+
+from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.executor.processes import no_standard_numbers, start_python
+from nanovllm.startup.compile_server import CompileJob
+
+logger = logging.getLogger(__name__)
+
+_SERVER_MODULE = "nanovllm.startup.compile_server"
+_MIN_CORES = 4
+_MAX_PROCESSES = 16
+_PATIENCE = 60.0  # seconds to wait for the processes, from when there is nothing else left to do
+_DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
+
+
+class KernelCompiler:
+    """The processes, and the jobs that they were given."""
+
+    def __init__(self, num_processes: int, stamp: Path | None = None) -> None:
+        self._stamp = stamp
+        self._owner = os.getpid()
+        self._seen: set[tuple[str, str, str]] = set()
+        self._num_jobs = self._num_done = 0
+        self.failures: list[str] = []
+        """Names of kernels that could not be compiled, and of what else went wrong."""
+        self._outbox: queue.SimpleQueue[CompileJob | None] = queue.SimpleQueue()
+        with no_standard_numbers():
+            self._control, theirs = Pipe()
+        try:
+            args = (str(theirs.fileno()), str(num_processes))
+            self._process: subprocess.Popen[bytes] = start_python(_SERVER_MODULE, *args, pass_fds=(theirs.fileno(),))
+        except BaseException:
+            self._control.close()
+            raise
+        finally:
+            theirs.close()
+        # A thread of its own: while the server imports, it reads nothing, and a pipe does not hold much.
+        self._sender = threading.Thread(target=self._send, name="nanovllm-compile", daemon=True)
+        self._sender.start()
+
+    @property
+    def num_jobs(self) -> int:
+        return self._num_jobs
+
+    def submit(self, job: CompileJob) -> None:
+        """Has a kernel compiled, once however often it is asked for."""
+        key = (job.module, job.name, job.specialization)
+        if key not in self._seen:
+            self._seen.add(key)
+            self._num_jobs += 1
+            self._outbox.put(job)
+
+    def _send(self) -> None:
+        try:
+            while (job := self._outbox.get()) is not None:
+                self._control.send(job)
+        except OSError:
+            pass  # the server is gone; wait() finds out
+
+    def wait(self, patience: float = _PATIENCE) -> bool:
+        """Waits until all jobs are done, `patience` seconds at most. True: all of them were compiled."""
+        deadline = time.monotonic() + patience
+        try:
+            while self._num_done < self._num_jobs:
+                if not self._control.poll(max(0.0, deadline - time.monotonic())):
+                    self.failures.append(f"{self._num_jobs - self._num_done} not compiled after {patience:.0f} s")
+                    break
+                name, exit_code = self._control.recv()
+                self._num_done += 1
+                if exit_code:
+                    self.failures.append(f"{name}: exit code {exit_code}")
+        except (EOFError, OSError):
+            self.failures.append("the compiling process ended early")
+        if self.failures:
+            logger.warning("kernels are compiled one by one: %s", "; ".join(self.failures))
+        return not self.failures
+
+    def mark_complete(self) -> None:
+        """Writes the stamp, so that later starts find the cache filled; only where nothing failed."""
+        if self._stamp is None or self.failures or self._num_done < self._num_jobs:
+            return
+        try:
+            self._stamp.parent.mkdir(parents=True, exist_ok=True)
+            self._stamp.touch()
+        except OSError:
+            pass  # a cache that cannot be written to: every start compiles anyway
+
+    def close(self) -> None:
+        """Ends the processes, whatever they do. Harmless when called again."""
+        if os.getpid() != self._owner or self._control.closed:
+            return
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)  # the leader of its own group, not waited for yet
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+        self._outbox.put(None)
+        self._sender.join()
+        self._control.close()
+
+
+def start_compiler(config: EngineConfig, model: ModelConfig) -> KernelCompiler | None:
+    """The processes, importing already; None where there is nothing for them to do."""
+    if config.device == "cpu" or not (config.parallel_compile and config.fused_kernels):
+        return None
+    if os.environ.get("TRITON_INTERPRET") == "1" or not any(os.path.exists(path) for path in _DEVICE_FILES):
+        return None
+    num_processes = process_count(len(os.sched_getaffinity(0)))
+    stamp = stamp_path(config, model)
+    if num_processes == 0 or stamp.exists():
+        return None
+    try:
+        return KernelCompiler(num_processes, stamp)
+    except OSError as error:
+        logger.warning("kernels are compiled one by one: %s", error)
+        return None
+
+
+def process_count(num_cores: int) -> int:
+    """Kernels to compile at once. A quarter of the cores is left to the ranks, which load weights meanwhile."""
+    return 0 if num_cores < _MIN_CORES else min(_MAX_PROCESSES, num_cores * 3 // 4)
+
+
+def stamp_path(config: EngineConfig, model: ModelConfig) -> Path:
+    """The stamp of this build, these options and this device, beside the kernels in Triton's cache."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.read_bytes())
+    for package in ("torch", "triton", "flash-attn-4", "flash-attn"):
+        try:
+            digest.update(f"{package} {version(package)}\n".encode())
+        except PackageNotFoundError:
+            pass
+    unrelated = replace(config, model="-", tokenizer=None, seed=0, step_timeout=1.0)
+    digest.update(f"{unrelated} {model} {_device_names()}".encode())
+    return _triton_cache_dir() / f"nanovllm-{digest.hexdigest()[:32]}"
+
+
+def _device_names() -> list[str]:
+    """As the kernel driver lists them; nothing where it does not (then a cache shared by different devices has one
+    stamp for all, and the second kind compiles on its own)."""
+    names = []
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        try:
+            names += [line for line in path.read_text().splitlines() if line.startswith("Model:")]
+        except OSError:
+            continue
+    return names
+
+
+def _triton_cache_dir() -> Path:
+    """Where Triton keeps what it compiled (its own word for it would cost an import)."""
+    if folder := os.environ.get("TRITON_CACHE_DIR"):
+        return Path(folder)
+    return Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"

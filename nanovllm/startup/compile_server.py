@@ -1,0 +1,181 @@
+"""Compiles Triton kernels into Triton's cache: `python -m nanovllm.startup.compile_server CONTROL_FD NUM_PROCESSES`.
+
+Started by compile_pool.py, which sends one CompileJob after another and hears of each when it is done. A kernel is
+compiled in a fork of this process: compiling holds the interpreter's lock, so threads would not help. No process here
+touches the device: a CUDA context of its own would cost each of them a second, and the engine its turn with the driver.
+"""
+
+import importlib
+import os
+import pkgutil
+import signal
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+_LOOK_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class CompileJob:
+    """One variant of one kernel, in Triton's own terms."""
+
+    module: str
+    name: str
+    """The kernel's qualified name in its module."""
+    specialization: str
+    """What JITFunction.preload takes: signature, constants, attributes and options as JSON."""
+    target: tuple[str, Any, int]
+    """backend, architecture, threads of a warp."""
+
+
+class _TargetOnly:
+    """Stands where Triton looks for the driver of a device: enough to compile for one."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_kernel(job: CompileJob) -> None:
+    """Leaves the kernel in the cache, and the C function that launches it, under the keys that a launch looks up."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    driver.set_active(_TargetOnly(GPUTarget(*job.target)))
+    kernel = getattr(importlib.import_module(job.module), job.name).preload(job.specialization)
+    if job.target[0] == "cuda":
+        from triton.backends.nvidia.driver import CudaLauncher, library_dirs
+
+        try:
+            library_dirs()
+        except (OSError, AssertionError, FileNotFoundError):
+            return  # no driver on this machine (a test): there will be no launch either
+        CudaLauncher(kernel.src, kernel.metadata)
+
+
+def _build_driver_module() -> None:
+    from triton.backends.nvidia.driver import CudaUtils
+
+    try:
+        CudaUtils()
+    except Exception:
+        pass  # no driver or no C compiler: the engine meets the same, and says so
+
+
+def hash_triton() -> None:
+    """Has Triton compute the hash of its own files that every key of its cache begins with. It keeps the result, takes
+    a second or more for it, and lets other threads run meanwhile."""
+    try:
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+    except Exception:
+        pass  # another version keeps it elsewhere, and computes it when it needs it
+
+
+def settle_keys() -> None:
+    """Has Triton compute the part of each kernel's key that comes from its source: here in the order of definition.
+
+    Left to itself it does so at a kernel's first launch, and what comes out depends on whether a kernel that calls the
+    same function was there before (it takes a callee's globals over before it has looked for them; seen in 3.6).
+    """
+    from triton.runtime.jit import JITFunction
+
+    for room in ("nanovllm.kernels", "nanovllm.parallel.peer"):
+        package = importlib.import_module(room)
+        for found in pkgutil.walk_packages(package.__path__, f"{room}."):
+            for value in vars(importlib.import_module(found.name)).values():
+                if isinstance(value, JITFunction):
+                    with suppress(Exception):  # a kernel that cannot have one says so when it is launched
+                        _ = value.cache_key
+
+
+def _import_everything(parent: int) -> None:
+    """What forks then need not do again: the kernels' modules, and what Triton computes once a process."""
+    hashing = threading.Thread(target=hash_triton)
+    hashing.start()
+    import torch  # noqa: F401
+
+    _leave_without(parent)
+    settle_keys()
+    hashing.join()  # no thread may be about when this process forks
+    try:
+        from triton.backends.nvidia.driver import library_dirs
+
+        library_dirs()
+    except Exception:
+        pass
+
+
+def _leave_without(parent: int) -> None:
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def _run(job: CompileJob | None) -> None:
+    """In a fork. None: the module through which Triton speaks to CUDA."""
+    _die_with_parent()
+    if job is None:
+        _build_driver_module()
+    else:
+        compile_kernel(job)
+
+
+def _die_with_parent() -> None:
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def serve(control: Connection, num_processes: int, parent: int) -> None:
+    """Answers each job with (name, exit code); returns when the other end is closed or its process is gone."""
+    context = get_context("fork")
+    running: dict[int, tuple[BaseProcess, CompileJob]] = {}
+    while True:
+        for handle in wait([control, *running] if len(running) < num_processes else list(running), _LOOK_SECONDS):
+            if isinstance(handle, int):
+                process, job = running.pop(handle)
+                process.join()
+                control.send((job.name, process.exitcode))
+                continue
+            job = control.recv()
+            process = context.Process(target=_run, args=(job,), daemon=True)
+            process.start()
+            running[process.sentinel] = (process, job)
+        if os.getppid() != parent:  # another process may hold the other end open: a fork of the one that is gone
+            return
+
+
+def main(control_fd: int, num_processes: int, parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control = Connection(control_fd)
+    driver_module = get_context("fork").Process(target=_run, args=(None,), daemon=True)
+    try:
+        import triton  # noqa: F401
+
+        driver_module.start()
+        _import_everything(parent)
+        serve(control, num_processes, parent)
+    except (EOFError, OSError):
+        pass
+    finally:
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)  # the forks too, and the assemblers that they run
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), os.getppid())

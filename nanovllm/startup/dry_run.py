@@ -1,0 +1,94 @@
+"""A walk through every kind of step that launches no kernel: it finds out which ones have to be compiled.
+
+Done with the engine's own tensors and by its own code, so that the answer is exactly what the warm-up will look up,
+down to the alignment of each pointer, and cannot fall behind the code.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from nanovllm.engine.step_plan import dummy_step
+from nanovllm.kernels.step.input import expand_rows_reference
+from nanovllm.runner import tuning
+from nanovllm.startup.compile_server import CompileJob
+
+if TYPE_CHECKING:
+    from nanovllm.runner.model_runner import ModelRunner
+
+_patching = threading.Lock()
+
+
+def rehearse(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> None:
+    """Hands every kernel that start-up needs to `submit`. Rank 0 alone does it; weights need not be there yet, for
+    nothing that is computed here means anything. Afterwards the runner is as before, but for memory in torch's cache.
+
+    One layer stands for all: they differ in nothing but their weights.
+    """
+    config, work, layers = runner.config, runner.work, runner.model.layers
+    with torch.inference_mode(), runner.io.stream_context(), runner.group.muted(), launching_nothing(submit):
+        runner.allocate_kv_cache(1)
+        choices: tuning.Choices = {}
+        if config.kernel_choices is None or Path(config.kernel_choices).is_file():
+            choices = runner.choose_kernels()
+        try:
+            tuning.apply(runner.model, choices, fused=runner.group.size == 1, push=config.push_products)
+            local_ids = runner.model.lm_head.weight.shape[0]
+            runner.general_sampler.rehearse(local_ids, runner.dtype, work.buffers, work.state)  # the longest first
+            runner.model.layers = layers[:1]
+            for shape in sorted(runner._new_graphs().shapes, key=sum):  # few rows have the most kernels
+                work.run_padded(shape)
+            attention = layers[0].self_attn
+            runner.backend.warmup(attention.k_cache, attention.v_cache)
+            num_tokens = min(config.max_num_batched_tokens, 2 * config.max_num_seqs)
+            _run_largest(runner, dummy_step(config.max_num_seqs, num_tokens, runner.max_model_len))
+        finally:
+            runner.model.layers = layers
+            tuning.apply(runner.model, {}, fused=False)
+            work.captured_logits.clear()
+    runner.io.synchronize()
+
+
+def _run_largest(runner: "ModelRunner", packed: np.ndarray) -> None:
+    """A step at its exact size. FlashAttention, where it is there, does run (it compiles its own kernels, in this
+    process), so its inputs must make sense: they are filled in by plain PyTorch."""
+    num_rows, num_decode_rows, _, num_tokens = (int(n) for n in packed[:4])
+    step = runner.io.upload(packed)
+    work, buffers = runner.work, runner.work.buffers.narrow(num_rows, num_tokens)
+    expand_rows_reference(step, runner.config.max_num_seqs, work.state, runner.block_size, buffers, num_decode_rows)
+    work.run_exact(step, packed)
+
+
+@contextmanager
+def launching_nothing(submit: Callable[[CompileJob], None]) -> Iterator[None]:
+    """Within it a launch of a Triton kernel by this thread does nothing; one that would have to be compiled first is
+    handed to `submit`. Other threads launch as ever."""
+    from triton import knobs
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    me = threading.get_ident()
+    target = driver.active.get_current_target()
+    launch, hook_before = JITFunction.run, knobs.runtime.jit_cache_hook
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return launch(self, *args, grid=grid, warmup=warmup or threading.get_ident() == me, **options)
+
+    def hook(*, fn: Any, compile: dict[str, Any], **rest: Any) -> bool | None:
+        if threading.get_ident() != me:
+            return hook_before(fn=fn, compile=compile, **rest) if hook_before is not None else None
+        where = (target.backend, target.arch, target.warp_size)
+        submit(CompileJob(fn.module, fn.name, compile["specialization_data"], where))
+        return True  # do not compile it here
+
+    with _patching:
+        JITFunction.run, knobs.runtime.jit_cache_hook = run, hook
+        try:
+            yield
+        finally:
+            JITFunction.run, knobs.runtime.jit_cache_hook = launch, hook_before
