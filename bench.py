@@ -28,7 +28,7 @@ from typing import Any
 
 from nanovllm import SamplingParams
 from nanovllm.config import PUBLISHED_SHAPES, EngineConfig
-from nanovllm.roofline import DeviceFigures, Roofline, device_figures
+from roofline import DeviceFigures, Roofline, device_figures
 
 IMPORTED_AT = time.perf_counter()
 LATENCY_REQUESTS = 5

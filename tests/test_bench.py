@@ -15,7 +15,7 @@ import pytest
 
 from nanovllm.config import PUBLISHED_SHAPES, ModelConfig
 from nanovllm.outputs import StepOutput
-from nanovllm.roofline import DeviceFigures, Roofline, StepWork, device_figures
+from roofline import DeviceFigures, Roofline, StepWork, device_figures
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = {

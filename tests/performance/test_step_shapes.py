@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nanovllm.runner.cuda_graphs import StepGraphs
 from nanovllm.wire.shapes import (
@@ -17,87 +19,75 @@ from nanovllm.wire.shapes import (
     mixed_shapes,
 )
 
-LIMITS = [1, 2, 3, 7, 12, 100, 200, 256, 300, 512, 1000]
 MOST_GRAPHS = 80
+max_num_seqs = st.integers(1, 1024)
 
 
-@pytest.fixture(params=LIMITS)
-def max_num_seqs(request: pytest.FixtureRequest) -> int:
-    limit: int = request.param
-    return limit
+@pytest.fixture(autouse=True, scope="module")
+def no_graph_pool() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        yield
 
 
-def graphs(monkeypatch: pytest.MonkeyPatch, max_num_seqs: int, max_tokens: int = 16384) -> StepGraphs:
+def graphs(limit: int, max_tokens: int = 16384) -> StepGraphs:
     """Uncaptured."""
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     anything: Any = None
-    return StepGraphs(anything, max_num_seqs, max_tokens, anything)
+    return StepGraphs(anything, limit, max_tokens, anything)
 
 
-@pytest.mark.parametrize("buckets", [decode_buckets, mixed_decode_buckets])
-def test_buckets_ascend_to_the_limit(buckets: Any, max_num_seqs: int) -> None:
-    sizes = buckets(max_num_seqs)
-    assert sizes == sorted(set(sizes))
-    assert sizes[-1] == max_num_seqs
-    assert sizes[0] == (0 if buckets is mixed_decode_buckets else 1)
-
-
-def test_every_decode_batch_has_a_graph(monkeypatch: pytest.MonkeyPatch, max_num_seqs: int) -> None:
+@given(max_num_seqs, st.data())
+def test_every_decode_batch_has_a_graph(limit: int, data: st.DataObject) -> None:
     """Padding is less than the rows themselves, at most 7 up to 64 of them, at most a quarter above."""
-    found = graphs(monkeypatch, max_num_seqs)
-    for rows in range(1, max_num_seqs + 1):
-        shape = found.shape_for(rows, 0, 0)
-        assert shape in found._shapes and shape.chunk_tokens == 0
-        padding = shape.decode_rows - rows
-        assert 0 <= padding < max(rows, 2)
-        assert padding <= (7 if rows <= 64 else rows / 4)
+    rows, found = data.draw(st.integers(1, limit)), graphs(limit)
+    shape = found.shape_for(rows, 0, 0)
+    assert shape in found.shapes and shape.chunk_tokens == 0
+    padding = shape.decode_rows - rows
+    assert 0 <= padding < max(rows, 2)
+    assert padding <= (7 if rows <= 64 else rows / 4)
 
 
-@pytest.mark.parametrize("max_tokens", [8, 16, 100, 512, 16384])
-def test_mixed_steps_have_a_graph_or_are_large(
-    monkeypatch: pytest.MonkeyPatch, max_num_seqs: int, max_tokens: int
+@given(max_num_seqs, st.integers(8, 16384), st.data())
+def test_mixed_steps_have_the_smallest_graph_that_holds_them(limit: int, max_tokens: int, data: st.DataObject) -> None:
+    """A step with prompt chunks runs eagerly only where it has more rows of them, or more tokens, than any graph."""
+    decodes, tokens = data.draw(st.integers(0, limit)), data.draw(st.integers(1, max_tokens))
+    rows = data.draw(st.integers(1, min(tokens, MAX_CHUNK_ROWS + 1)))
+    holding = [
+        shape
+        for shape in mixed_shapes(limit, max_tokens)
+        if shape.decode_rows >= decodes and shape.chunk_tokens >= tokens
+    ]
+    shape = graphs(limit, max_tokens).shape_for(decodes, rows, tokens)
+    if rows > MAX_CHUNK_ROWS or not holding:
+        assert shape is None
+    else:
+        assert shape in holding and sum(shape) == min(map(sum, holding))
+
+
+@given(max_num_seqs, st.sampled_from(LARGE_CHUNKS), st.data())
+def test_the_chunks_that_the_scheduler_asks_for_fill_a_graph_to_whole_tiles(
+    limit: int, chunk: int, data: st.DataObject
 ) -> None:
-    """A step with chunks runs eagerly only where it has more of them, or more tokens, than any graph."""
-    found = graphs(monkeypatch, max_num_seqs, max_tokens)
-    shapes = mixed_shapes(max_num_seqs, max_tokens)
-    lengths = [n for n in (1, 2, 15, 16, 17, 64, 65, 300, 512, 513, 1024, 1025, 5000) if n <= max_tokens]
-    for decodes in range(max_num_seqs + 1):
-        largest = max((shape.chunk_tokens for shape in shapes if shape.decode_rows >= decodes), default=0)
-        for tokens in lengths:
-            for rows in {1, min(tokens, MAX_CHUNK_ROWS), min(tokens, MAX_CHUNK_ROWS + 1)}:
-                shape = found.shape_for(decodes, rows, tokens)
-                if rows > MAX_CHUNK_ROWS or tokens > largest:
-                    assert shape is None
-                else:
-                    assert shape in found._shapes
-                    assert shape.decode_rows >= decodes and shape.chunk_tokens >= tokens
-                    assert not any(
-                        other.decode_rows >= decodes and other.chunk_tokens >= tokens and sum(other) < sum(shape)
-                        for other in shapes
-                    )
+    decodes = data.draw(st.integers(0, limit))
+    asked = fitting_chunk(decodes, chunk, limit)
+    assert chunk / 2 <= asked <= chunk + TILE / 2
+    shape = next(s for s in mixed_shapes(limit, 16384) if s.decode_rows >= decodes and s.chunk_tokens >= asked)
+    assert shape.chunk_tokens == asked and sum(shape) % TILE == 0
 
 
-@pytest.mark.parametrize("chunk", LARGE_CHUNKS)
-def test_the_chunks_that_the_scheduler_asks_for_fill_a_graph_to_whole_tiles(max_num_seqs: int, chunk: int) -> None:
-    shapes = mixed_shapes(max_num_seqs, 16384)
-    for decodes in range(max_num_seqs + 1):
-        asked = fitting_chunk(decodes, chunk, max_num_seqs)
-        assert chunk / 2 <= asked <= chunk + TILE / 2
-        shape = next(s for s in shapes if s.decode_rows >= decodes and s.chunk_tokens >= asked)
-        assert shape.chunk_tokens == asked and sum(shape) % TILE == 0
-
-
-def test_there_are_few_graphs(monkeypatch: pytest.MonkeyPatch, max_num_seqs: int) -> None:
+@given(max_num_seqs)
+def test_there_are_few_graphs(limit: int) -> None:
     """Each is captured when the engine starts. The largest comes first: the others find their memory in its."""
-    shapes = graphs(monkeypatch, max_num_seqs)._shapes
+    shapes = graphs(limit).shapes
     assert len(shapes) == len(set(shapes)) <= MOST_GRAPHS
     assert sum(shapes[0]) >= LARGE_CHUNKS[-1]
     assert {shape.chunk_tokens for shape in shapes} >= {0, *SMALL_CHUNKS, *LARGE_CHUNKS}
+    for sizes in (decode_buckets(limit), mixed_decode_buckets(limit)):
+        assert sizes == sorted(set(sizes)) and sizes[-1] == limit
 
 
 def test_graph_memory_is_extrapolated_from_the_smaller_increment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a library loads while the second graph is captured is not taken for every graph's."""
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     no_stream: Any = None
     graphs = StepGraphs(lambda shape: None, 8, 0, no_stream)
     assert [shape.decode_rows for shape in graphs.shapes] == [8, 4, 2, 1]
