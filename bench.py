@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm import SamplingParams
-from nanovllm.config import PUBLISHED_SHAPES, EngineConfig
+from nanovllm.config import EngineConfig
+from nanovllm.models.published import PUBLISHED_SHAPES
 from roofline import DeviceFigures, Roofline, device_figures
 
 IMPORTED_AT = time.perf_counter()

@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nanovllm.config import ModelConfig
+from nanovllm.model_config import ModelConfig
 
 
 @dataclass(frozen=True)

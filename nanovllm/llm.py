@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.config import EngineConfig
 from nanovllm.engine.fair_lock import TurnLock
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import CompletionOutput, RequestOutput, StepOutput
 from nanovllm.sampling_params import SamplingParams
 

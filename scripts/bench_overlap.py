@@ -29,12 +29,14 @@ import torch
 
 from nanovllm.attention.base import AttentionMetadata
 from nanovllm.attention.triton_backend import TritonBackend
-from nanovllm.config import PUBLISHED_SHAPES, ModelConfig
 from nanovllm.kernels import select_kernels
 from nanovllm.layers.attention import ForwardStep
 from nanovllm.layers.linear import HeadSplit
 from nanovllm.layers.rotary import cos_sin_table
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.published import PUBLISHED_SHAPES
 from nanovllm.models.qwen3 import HalfSteps, ModelContext, Qwen3DecoderLayer
+from nanovllm.models.registry import parse_config
 from nanovllm.parallel.peer.all_reduce import PeerAllReduce
 from nanovllm.parallel.peer.copy_engine import CopyEngineSums
 from nanovllm.parallel.two_batch import Overlap
@@ -63,7 +65,8 @@ class Layer:
         backend = TritonBackend(*sizes, BLOCK_SIZE, len(counts), max_len, rank.device, torch.bfloat16)
         kernels = select_kernels(rank.device)
         context = ModelContext(config, heads, group, kernels, backend, torch.bfloat16, rank.device, max_len)
-        table = cos_sin_table(config.rope, config.head_dim, max_len, config.max_position_embeddings, rank.device)
+        rope, longest = config.ropes["full_attention"], config.max_position_embeddings
+        table = cos_sin_table(rope, config.head_dim, max_len, longest, rank.device)
         self.layer = Qwen3DecoderLayer(context, table)
         for parameter in self.layer.parameters():
             if parameter.ndim == 1:
@@ -179,7 +182,7 @@ def time_layer(rank: Rank, layer: Layer, say: Callable[[str], None]) -> None:
 
 @torch.inference_mode()
 def work(rank: Rank) -> bool:
-    config = ModelConfig.from_dict(PUBLISHED_SHAPES[rank.options.model])
+    config = parse_config(PUBLISHED_SHAPES[rank.options.model])
     half_rows = max(Overlap(torch.device("cpu")).first_half(tokens) for tokens in rank.options.tokens)
     memory = rank.memory(config.hidden_size, half_rows)
     peer, sums = PeerAllReduce(memory, max_spins=MAX_SPINS), CopyEngineSums(memory, max_spins=MAX_SPINS)

@@ -31,9 +31,11 @@ from bench_ranks import EPS, MAX_SPINS, Rank, launch, rank_parser, time_call  # 
 import torch
 from bench_mid_gemm import PARTS, Config, activated, candidates, product, short
 
-from nanovllm.config import PUBLISHED_SHAPES, ModelConfig
 from nanovllm.kernels.gemm.decode import SplitConfig
 from nanovllm.layers.linear import HeadSplit
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.published import PUBLISHED_SHAPES
+from nanovllm.models.registry import parse_config
 from nanovllm.parallel.peer import all_reduce
 from nanovllm.parallel.peer.all_reduce import PeerAllReduce
 
@@ -202,7 +204,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
 @torch.inference_mode()
 def work(rank: Rank) -> bool:
     options = rank.options
-    config = ModelConfig.from_dict(PUBLISHED_SHAPES[f"Qwen3-{options.model}"])
+    config = parse_config(PUBLISHED_SHAPES[f"Qwen3-{options.model}"])
     memory = rank.memory(config.hidden_size)
     chain = Chain(rank, PeerAllReduce(memory, max_spins=MAX_SPINS), config)
     title = f"{options.model}, {rank.world} ranks, {len(chain.layers)} layers of {chain.shapes}; us a layer"

@@ -40,8 +40,8 @@ from soak_ledger import (  # noqa: E402
 )
 
 from nanovllm import LLM, SamplingParams  # noqa: E402
-from nanovllm.config import PUBLISHED_SHAPES  # noqa: E402
 from nanovllm.kernels.sampling.rng import gumbel_noise_reference, random_words_reference, row_key_reference  # noqa: E402
+from nanovllm.models.published import PUBLISHED_SHAPES  # noqa: E402
 
 ROUND_SECONDS = 25.0
 NUM_QUESTIONS = 20

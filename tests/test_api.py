@@ -15,8 +15,9 @@ import torch
 
 from nanovllm import LLM, SamplingParams, StepOutput
 from nanovllm.attention import select_backend
-from nanovllm.config import EngineConfig, read_model_config
+from nanovllm.config import EngineConfig
 from nanovllm.executor.local import settle
+from nanovllm.models.registry import read_model_config
 from nanovllm.runner import model_runner
 
 DEMO = Path(__file__).resolve().parents[1] / "assets" / "demo-qwen3"

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from nanovllm.config import PUBLISHED_SHAPES, ModelConfig
+from nanovllm.models.published import PUBLISHED_SHAPES
+from nanovllm.models.registry import parse_config
 from nanovllm.outputs import StepOutput
 from roofline import DeviceFigures, Roofline, StepWork, device_figures
 
@@ -58,7 +59,7 @@ def nano(repeat: int = 0, vocab_size: int = 151936) -> Any:
 def roofline(size: str, ranks: int = 1) -> Roofline:
     figures = device_figures("NVIDIA H200")
     assert figures is not None
-    return Roofline(ModelConfig.from_dict(PUBLISHED_SHAPES[f"Qwen3-{size}"]), ranks, figures)
+    return Roofline(parse_config(PUBLISHED_SHAPES[f"Qwen3-{size}"]), ranks, figures)
 
 
 def test_draws_are_those_of_nano_vllm() -> None:
@@ -95,7 +96,7 @@ def test_limit_of_one_request(size: str, ranks: int, ms: float) -> None:
 
 def test_limit_by_hand() -> None:
     """Two requests on a model small enough to count; one of the two, reading or arithmetic, takes no time."""
-    model = ModelConfig.from_dict(TINY)
+    model = parse_config(TINY)
     layers = 2 * (32 * (64 + 2 * 32) + 64 * 32 + 3 * 32 * 48)
     head, kv = 97 * 32, 2 * 2 * 2 * 16
     reads = Roofline(model, 1, DeviceFigures(1.0, 1e30), element_bytes=1)
@@ -111,7 +112,7 @@ def test_limit_by_hand() -> None:
 
 
 def test_ranks_share_the_work_and_pay_for_the_wire() -> None:
-    model = ModelConfig.from_dict(TINY)
+    model = parse_config(TINY)
     work = StepWork()
     work.add_decodes(3, 60)
     alone = Roofline(model, 1, DeviceFigures(1.0, 1e30)).step_seconds(work)
@@ -126,7 +127,7 @@ def test_ranks_share_the_work_and_pay_for_the_wire() -> None:
 def test_no_limit_without_figures() -> None:
     assert device_figures("AMD EPYC") is None
     config = SimpleNamespace(tensor_parallel_size=1, dtype="auto")
-    llm = SimpleNamespace(model_config=ModelConfig.from_dict(TINY), config=config)
+    llm = SimpleNamespace(model_config=parse_config(TINY), config=config)
     info = {"device": "cpu", "dtype": "torch.float32"}
     for flags, known in (([], False), (["--peak-bandwidth", "0.1"], False), (["--peak-tflops", "1"], False)):
         assert (bench.find_limits(llm, info, bench.make_parser().parse_args(flags)) is not None) == known
@@ -183,7 +184,7 @@ class ClockedEngine:
     """Stands in for the engine: a step gives every request a token and takes 1 ms, or 20 ms where prompts are new."""
 
     def __init__(self) -> None:
-        self.model_config = ModelConfig.from_dict(TINY)
+        self.model_config = parse_config(TINY)
         self.running: dict[int, int] = {}
         self.fresh: set[int] = set()
         self.added = 0

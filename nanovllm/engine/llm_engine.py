@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanovllm.config import EngineConfig, read_model_config, resolve_model_folder
+from nanovllm.config import EngineConfig
 from nanovllm.engine.sampling.plan import plan_sampling, take_logprobs
 from nanovllm.engine.sampling.requests import RequestSampling
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step_plan import StepPlan
+from nanovllm.models.registry import read_model_config, resolve_model_folder
 from nanovllm.outputs import LogprobsList, RequestMetrics, StepOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.startup.compile_pool import start_compiler

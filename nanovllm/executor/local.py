@@ -12,9 +12,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.config import EngineConfig
 from nanovllm.executor.processes import WorkerError, WorkerProcesses
 from nanovllm.executor.store import WatchedStore, open_store
+from nanovllm.model_config import ModelConfig
 from nanovllm.parallel.peer.memory import forbid_multicast
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.weight_update import named_tensor

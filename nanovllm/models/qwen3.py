@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.attention.base import AttentionBackend
-from nanovllm.config import ModelConfig
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.gemm.push import Partial
 from nanovllm.layers.attention import Attention, ForwardStep, wanted_rows
@@ -21,6 +20,7 @@ from nanovllm.layers.norm import Normed, ReduceAddNorm
 from nanovllm.layers.rotary import cos_sin_table
 from nanovllm.layers.vocab import VocabParallelEmbedding
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
+from nanovllm.model_config import FULL, ModelConfig
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.parallel.two_batch import UnderWay
 
@@ -44,7 +44,7 @@ class ModelContext:
 
     def norm(self) -> ReduceAddNorm:
         config = self.config
-        return ReduceAddNorm(config.hidden_size, config.rms_norm_eps, self.group, self.kernels, self.dtype, self.device)
+        return ReduceAddNorm(config.hidden_size, config.norm_eps, self.group, self.kernels, self.dtype, self.device)
 
 
 class Qwen3MLP(WeightedModule):
@@ -75,7 +75,7 @@ class Qwen3DecoderLayer(WeightedModule):
             config.hidden_size,
             context.heads,
             config.head_dim,
-            config.rms_norm_eps,
+            config.norm_eps,
             cos_sin,
             context.group,
             context.kernels,
@@ -140,7 +140,7 @@ class Qwen3ForCausalLM(WeightedModule):
         super().__init__()
         config = context.config
         self.cos_sin = cos_sin_table(
-            config.rope, config.head_dim, context.max_model_len, config.max_position_embeddings, context.device
+            config.ropes[FULL], config.head_dim, context.max_model_len, config.max_position_embeddings, context.device
         )
         parts = (context.group, context.kernels, context.dtype, context.device)
         vocab = (config.vocab_size, config.hidden_size, *parts)

@@ -4,8 +4,8 @@ import os
 
 import torch
 
-from nanovllm.config import ModelConfig
 from nanovllm.layers.attention import Attention
+from nanovllm.model_config import ModelConfig
 
 GIB = 1 << 30
 _MIB = 1 << 20

@@ -14,9 +14,9 @@ from nanovllm.attention import select_backend
 from nanovllm.engine.step_plan import dummy_step, packed_capacity
 from nanovllm.kernels import select_kernels
 from nanovllm.layers.linear import HeadSplit
-from nanovllm.models import model_class
 from nanovllm.models.checkpoint import check_names, load_checkpoint, load_dummy, open_checkpoint
 from nanovllm.models.qwen3 import ModelContext
+from nanovllm.models.registry import decoder_class
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.runner.cuda_graphs import StepGraphs
 from nanovllm.runner.device_io import DeviceIO
@@ -108,7 +108,7 @@ class ModelRunner:
         self.backend.is_required = config.attention_backend != "auto"
         parts = (self.heads, self.group, self.kernels, self.backend)
         context = ModelContext(model, *parts, self.dtype, self.device, self.max_model_len)
-        self.model = model_class(model.architecture)(context)
+        self.model = decoder_class(model.architecture)(context)
         self.weights = list(self.model.checkpoint_weights())
         self.work = StepWork(config, self.model, context, self.io)
         self.general_sampler = GeneralSampler(self.kernels, self.group, self.io, self.device, model.vocab_size)

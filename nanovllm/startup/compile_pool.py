@@ -21,8 +21,9 @@ from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Pipe
 from pathlib import Path
 
-from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.config import EngineConfig
 from nanovllm.executor.processes import no_standard_numbers, start_python
+from nanovllm.model_config import ModelConfig
 from nanovllm.startup.compile_server import CompileJob
 
 logger = logging.getLogger(__name__)

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from nanovllm.config import (
-    PUBLISHED_SHAPES,
-    EngineConfig,
-    ModelConfig,
-    RopeConfig,
-    read_model_config,
-    resolve_model_folder,
-)
+from nanovllm.config import EngineConfig
+from nanovllm.executor.local import settle
+from nanovllm.model_config import ModelConfig, RopeConfig
+from nanovllm.models.config_reader import ConfigReader
+from nanovllm.models.published import PUBLISHED_SHAPES
+from nanovllm.models.registry import parse_config, read_model_config, resolve_model_folder
+from nanovllm.models.rope_reader import read_rope
 from nanovllm.sampling_params import SamplingParams
 
 SMALL: dict[str, Any] = {
@@ -203,12 +202,15 @@ def test_an_unknown_sampling_parameter_is_refused_by_name() -> None:
         (small(num_key_value_heads=4), "num_key_value_heads=4: must be a divisor of num_attention_heads=6"),
         (small(num_key_value_heads=-1), "num_key_value_heads=-1: must be an integer >= 1"),
         (small(head_dim=1.5), "head_dim=1.5: must be an integer >= 1"),
-        (small(hidden_act="gelu"), "hidden_act='gelu': must be 'silu'"),
+        (small(hidden_act="gelu"), "hidden_act='gelu': must be 'silu' or absent"),
         (small(attention_bias=True), "attention_bias=True: must be False"),
-        (small(use_sliding_window=True), "use_sliding_window=True: must be False"),
         (
-            small(rope_scaling={"rope_type": "longrope"}),
-            "rope_type='longrope': must be one of 'default', 'linear', 'yarn'",
+            small(use_sliding_window=True, sliding_window=7, max_window_layers=1),
+            "sliding_window=7: must be absent (windows are not supported)",
+        ),
+        (
+            small(rope_scaling={"rope_type": "dynamic"}),
+            "rope_type='dynamic': must be one of 'default', 'linear', 'yarn'",
         ),
         (small(rope_scaling={"rope_type": "yarn"}), "must be given a 'factor' for rope type 'yarn'"),
         (small(rope_scaling="yarn"), "rope_scaling='yarn': must be a dict"),
@@ -216,14 +218,14 @@ def test_an_unknown_sampling_parameter_is_refused_by_name() -> None:
 )
 def test_a_bad_model_configuration_is_refused_by_name_value_and_bound(raw: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
-        ModelConfig.from_dict(raw)
+        parse_config(raw)
     assert message in str(error.value)
 
 
 def test_defaults_that_checkpoints_leave_out() -> None:
     raw = {k: v for k, v in SMALL.items() if k not in ("num_key_value_heads", "head_dim", "eos_token_id")}
-    config = ModelConfig.from_dict({**raw, "num_attention_heads": 4})
-    assert (config.num_key_value_heads, config.head_dim, config.eos_token_ids) == (4, 16, ())
+    config = parse_config({**raw, "num_attention_heads": 4})
+    assert (config.num_key_value_heads, config.head_dim, config.eos_token_ids) == (4, 128, ())
     assert config.torch_dtype == "bfloat16"
 
 
@@ -233,26 +235,40 @@ def test_defaults_that_checkpoints_leave_out() -> None:
      ({"eos_token_id": None}, (7,))],
 )  # fmt: skip
 def test_all_end_of_text_ids_of_the_generation_config_count(generation: dict, expected: tuple[int, ...]) -> None:
-    assert ModelConfig.from_dict(SMALL, generation).eos_token_ids == expected
+    assert parse_config(SMALL, generation).eos_token_ids == expected
+
+
+def rope_of(raw: dict[str, Any]) -> RopeConfig:
+    return read_rope(ConfigReader(raw))
+
+
+def test_yarn_extends_the_context() -> None:
+    """Qwen3's own recipe for long texts; where YaRN shortens nothing, the longer bound stays."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    raw = {**PUBLISHED_SHAPES["Qwen3-8B"], "rope_scaling": yarn}
+    assert parse_config(raw).max_position_embeddings == 131072
+    assert parse_config({**raw, "max_position_embeddings": 262144}).max_position_embeddings == 262144
+    config = EngineConfig("Qwen3-8B", load_format="dummy", max_model_len=131072, device="cpu")
+    assert settle(config, parse_config(raw)).max_model_len == 131072
 
 
 def test_both_spellings_of_rope_mean_the_same() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-    old = RopeConfig.from_dict({"rope_theta": 5000.0, "rope_scaling": yarn})
-    new = RopeConfig.from_dict({"rope_parameters": {"rope_theta": 5000.0, **yarn}})
+    old = rope_of({"rope_theta": 5000.0, "rope_scaling": yarn})
+    new = rope_of({"rope_parameters": {"rope_theta": 5000.0, **yarn}})
     assert old == new == RopeConfig(5000.0, "yarn", 4.0, 32)
-    assert RopeConfig.from_dict({"rope_scaling": {"type": "linear", "factor": 2}}).kind == "linear"
-    assert RopeConfig.from_dict({"rope_theta": 7.0, "rope_scaling": None}) == RopeConfig(7.0)
+    assert rope_of({"rope_scaling": {"type": "linear", "factor": 2}}).kind == "linear"
+    assert rope_of({"rope_theta": 7.0, "rope_scaling": None}) == RopeConfig(7.0)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
 def test_ranks_that_divide_the_heads_are_taken(size: int) -> None:
-    ModelConfig.from_dict(small(intermediate_size=97)).check_tensor_parallel(size)
+    parse_config(small(intermediate_size=97)).check_tensor_parallel(size)
 
 
 def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
     with pytest.raises(ValueError) as error:
-        ModelConfig.from_dict(SMALL).check_tensor_parallel(4)
+        parse_config(SMALL).check_tensor_parallel(4)
     assert str(error.value) == "tensor_parallel_size=4: must be a divisor of num_attention_heads=6"
 
 
@@ -285,10 +301,13 @@ def test_overrides_win_whichever_spelling_the_checkpoint_has(folder: Path, newer
     def read(**overrides: Any) -> ModelConfig:
         return read_model_config(EngineConfig(str(folder), hf_overrides=overrides))
 
-    assert read().rope == RopeConfig(5000.0)
-    assert read(rope_scaling={"rope_type": "linear", "factor": 2.0}).rope == RopeConfig(5000.0, "linear", 2.0)
-    assert read(rope_theta=9.0).rope == RopeConfig(9.0)
-    assert read(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 9.0}).rope.theta == 9.0
+    def rope(**overrides: Any) -> RopeConfig:
+        return read(**overrides).ropes["full_attention"]
+
+    assert rope() == RopeConfig(5000.0)
+    assert rope(rope_scaling={"rope_type": "linear", "factor": 2.0}) == RopeConfig(5000.0, "linear", 2.0)
+    assert rope(rope_theta=9.0) == RopeConfig(9.0)
+    assert rope(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 9.0}).theta == 9.0
     assert read(eos_token_id=5).eos_token_ids == (5,)
     assert read(hidden_size=128).hidden_size == 128
     with pytest.raises(ValueError, match="vocab_size=0"):

@@ -14,13 +14,15 @@ from safetensors.torch import load_file, save_file
 from workload import assert_outputs, make_requests, run, run_alone
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.config import EngineConfig, ModelConfig, read_model_config
+from nanovllm.config import EngineConfig
 from nanovllm.kernels import select_kernels
 from nanovllm.layers import linear
 from nanovllm.layers.linear import HeadSplit
 from nanovllm.layers.weights import CheckpointWeight
+from nanovllm.model_config import ModelConfig
 from nanovllm.models.checkpoint import load_checkpoint, load_dummy, open_checkpoint, read_safetensors
 from nanovllm.models.qwen3 import ModelContext, Qwen3ForCausalLM
+from nanovllm.models.registry import parse_config, read_model_config
 
 CPU = torch.device("cpu")
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "device": "cpu", "num_kvcache_blocks": 32}
@@ -139,7 +141,7 @@ def test_a_width_that_ranks_do_not_divide_is_padded_with_zeros(
     monkeypatch.setattr(linear, "parameter", lambda *shape, **options: fresh(*shape, **options).fill_(torch.nan))
     shape = {"num_attention_heads": 120, "num_key_value_heads": 120, "head_dim": 4, "num_hidden_layers": 1}
     model = make_model(**shape, hidden_size=12, intermediate_size=width, vocab_size=37)
-    config = ModelConfig.from_dict(model.config.to_dict() | {"architectures": ["Qwen3ForCausalLM"]})
+    config = parse_config(model.config.to_dict() | {"architectures": ["Qwen3ForCausalLM"]})
     ranks = [weights_of_rank(config, rank, size) for rank in range(size)]
     state = dict(model.state_dict())
     for weights in ranks:

@@ -20,7 +20,7 @@ from workload import Request, run
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention import select_backend
-from nanovllm.config import PUBLISHED_SHAPES
+from nanovllm.models.published import PUBLISHED_SHAPES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

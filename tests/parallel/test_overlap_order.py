@@ -12,11 +12,12 @@ import torch
 from test_all_reduce_kernel import check_on_gpus
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm.config import PUBLISHED_SHAPES, ModelConfig
 from nanovllm.kernels import select_kernels
 from nanovllm.layers.linear import HeadSplit
 from nanovllm.layers.norm import ReduceAddNorm
+from nanovllm.models.published import PUBLISHED_SHAPES
 from nanovllm.models.qwen3 import ModelContext, Qwen3DecoderLayer
+from nanovllm.models.registry import parse_config
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.parallel.two_batch import Overlap, UnderWay
 
@@ -87,7 +88,7 @@ def test_order_of_launches() -> None:
         log.append(f"sum of {x.shape[0]}")
         return x
 
-    config = ModelConfig.from_dict({**PUBLISHED_SHAPES["Qwen3-0.6B"], **TINY})
+    config = parse_config({**PUBLISHED_SHAPES["Qwen3-0.6B"], **TINY})
     overlap, backend = LoggedOverlap(log), None
     group = group_of(overlap, all_reduce)
     kernels = select_kernels(CPU)

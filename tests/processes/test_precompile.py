@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 from process_checks import MARK, marked_processes, wait_until, write_tiny_config
 
-from nanovllm.config import PUBLISHED_SHAPES, EngineConfig, ModelConfig
+from nanovllm.config import EngineConfig
+from nanovllm.models.published import PUBLISHED_SHAPES
+from nanovllm.models.registry import parse_config
 from nanovllm.startup import compile_pool as precompile
 from nanovllm.startup.compile_pool import KernelCompiler, process_count, stamp_path, start_compiler
 from nanovllm.startup.compile_server import CompileJob
 
-MODEL = ModelConfig.from_dict(PUBLISHED_SHAPES["Qwen3-0.6B"])
+MODEL = parse_config(PUBLISHED_SHAPES["Qwen3-0.6B"])
 CONFIG = EngineConfig("Qwen3-0.6B", load_format="dummy")
 NOT_THERE = CompileJob("nanovllm.kernels.pointwise.norm", "no_such_kernel", "{}", ("cuda", 90, 32))
 
@@ -69,7 +71,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from nanovllm.attention import Selection
 from nanovllm.attention.triton_backend import TritonBackend
-from nanovllm.config import EngineConfig, read_model_config
+from nanovllm.config import EngineConfig
+from nanovllm.models.registry import parse_config, read_model_config
 from nanovllm.kernels import select_kernels
 from nanovllm.runner import model_runner
 from nanovllm.startup import dry_run as rehearsal

@@ -3,10 +3,10 @@
 import threading
 from collections.abc import Iterable
 
-from nanovllm.config import ModelConfig
 from nanovllm.detokenizer import StreamedText
 from nanovllm.engine.sampling.row import SamplingRow
 from nanovllm.engine.sampling.structured import StructuredOutputs
+from nanovllm.model_config import ModelConfig
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import Tokenizer
 

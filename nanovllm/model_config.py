@@ -1,0 +1,134 @@
+"""What a checkpoint's configuration says, in one form for all families. Frozen, no torch.
+
+`models/` fills it in: each family reads its own config.json (models/families/), so a switch has one name here whatever
+its names there.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Kinds of layers, as `layer_types` in config.json names them; also the names of their rope tables."""
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """A rotary embedding table (layers/rotary.py), whichever of its spellings the checkpoint uses."""
+
+    theta: float
+    kind: str = "default"
+    """"default", "linear", "yarn", "llama3", "longrope" or "proportional"."""
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None
+    """Tokens of the context before it was extended; None where nothing extends it."""
+    attention_factor: float | None = None
+    """On cos and sin; None: what the kind computes."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    partial_rotary_factor: float = 1.0
+    """Share of a head's dimensions that are rotated, from its first on."""
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Dimensions of a head that are rotated."""
+        return head_dim if self.kind == "proportional" else int(head_dim * self.partial_rotary_factor)
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What may differ between the layers of one model."""
+
+    head_dim: int
+    num_kv_heads: int
+    """Of the whole model, not of one rank."""
+    window: int | None = None
+    """A query at position p sees keys p - window + 1 .. p; None: all keys up to p."""
+    rope: str | None = FULL
+    """Name in ModelConfig.ropes; None: no rotary embedding (NoPE)."""
+    mlp: str = "dense"
+    """Kind of MLP, a key of models/decoder.py's MLPS."""
+    has_sinks: bool = False
+
+    @property
+    def signature(self) -> Hashable:
+        """Equal for layers that run the same kernels: tables of one size differ in values alone."""
+        return (self.head_dim, self.num_kv_heads, self.window, self.rope is None, self.mlp, self.has_sinks)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The architecture, as config.json describes it. Counts are of the whole model, not of one rank."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    """Longest context in tokens: config.json's, or what YaRN extends it to."""
+    norm_eps: float
+    layers: tuple[LayerSpec, ...]
+    ropes: dict[str, RopeConfig]
+    """Tables by name; layers name theirs."""
+    tie_word_embeddings: bool
+    torch_dtype: str
+    eos_token_ids: tuple[int, ...]
+
+    norm_kind: str = "rms"
+    """"rms": the normalised row is rounded, then times weight; "rms_float32": times weight in float32, then rounded;
+    "layer": LayerNorm, in float32."""
+    norm_adds_one: bool = False
+    """The checkpoint holds weight - 1."""
+    norm_bias: bool = False
+    norm_placement: str = "pre"
+    """"pre": before each block; "post": after it, before the addition; "sandwich": both; "parallel": one norm, both
+    blocks, one addition."""
+
+    activation: str = "silu"
+    """"silu", "gelu_tanh", "relu2"."""
+    gated_mlp: bool = True
+    """down(activation(gate(x)) * up(x)); False: down(activation(up(x)))."""
+    mlp_bias: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+
+    qk_norm: str | None = None
+    """"head": over each head; "width": over all heads together; None: no norm of queries and keys."""
+    qk_norm_after_rope: bool = False
+    interleaved_rope: bool = False
+    """The checkpoint pairs dimension 2i with 2i + 1 (not i with i + half)."""
+    float_rope: bool = False
+    """Rotation in float32, rounded once."""
+    attention_scale: float | None = None
+    """On scores; None: head_dim ** -0.5."""
+    attention_softcap: float | None = None
+    query_scaling: tuple[float, int] | None = None
+    """(beta, length): queries times 1 + beta * ln(1 + position // length), after rope."""
+
+    embedding_multiplier: float = 1.0
+    rounds_embedding_multiplier: bool = False
+    """The multiplier is rounded to the model's dtype first."""
+    residual_multiplier: float = 1.0
+    """On what a block adds to the residual stream."""
+    logits_multiplier: float = 1.0
+    logits_softcap: float | None = None
+    """cap * tanh(logits / cap), after the multiplier."""
+
+    parts: dict[str, object] = field(default_factory=dict)
+    """Options of parts that only some families have, by part; see the part."""
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return len(self.layers)
+
+    def check_tensor_parallel(self, size: int) -> None:
+        """Raises ValueError where `size` ranks cannot share this model."""
+        heads = self.num_attention_heads
+        if heads % size:
+            raise ValueError(f"tensor_parallel_size={size}: must be a divisor of num_attention_heads={heads}")

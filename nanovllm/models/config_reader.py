@@ -1,0 +1,176 @@
+"""Reading config.json: values checked by name, and a refusal of every entry that matters and that no one has read."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from nanovllm.model_config import FULL, SLIDING, LayerSpec
+
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
+"""config.json's name -> ours."""
+
+CHANGES_RESULT: dict[str, tuple[Any, ...]] = {
+    "alibi": (False,),
+    "attention_bias": (False,),
+    "attention_multiplier": (),
+    "attention_out_bias": (False,),
+    "attn_logit_softcapping": (),
+    "attn_output_gate": (False,),
+    "clip_qkv": (),
+    "embedding_multiplier": (1.0,),
+    "final_logit_softcapping": (),
+    "hidden_act": ("silu",),
+    "hidden_activation": (),
+    "layer_types": (),
+    "logit_scale": (1.0,),
+    "logits_scaling": (1.0,),
+    "mlp_bias": (False,),
+    "n_routed_experts": (0,),
+    "no_rope_layers": (),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+    "partial_rotary_factor": (1.0,),
+    "query_pre_attn_scalar": (),
+    "quantization_config": (),
+    "residual_multiplier": (1.0,),
+    "rope_local_base_freq": (),
+    "rope_scaling": (),
+    "sliding_window": (),
+    "sliding_window_pattern": (),
+    "use_bias": (False,),
+    "use_bidirectional_attention": (False,),
+    "use_qk_norm": (False,),
+    "use_sliding_window": (False,),
+}
+"""Entries that change what a model computes -> the values with which they do not, besides null. A family that does not
+read such an entry does not serve it."""
+
+
+def refuse(name: str, value: Any, bound: str) -> ValueError:
+    """The error that names an entry, its value (cut after 200 characters) and what it must be."""
+    shown = repr(value)
+    return ValueError(f"{name}={shown[:200]}{'...' if len(shown) > 200 else ''}: must be {bound}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
+
+
+class ConfigReader:
+    """One config.json, or one dict in it. A null counts as absent, as transformers has it."""
+
+    def __init__(self, raw: dict[str, Any]) -> None:
+        self.raw = raw
+        self._was_read: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._was_read.add(name)
+        value = self.raw.get(name)
+        return default if value is None else value
+
+    def integer(self, name: str, default: int | None = None, low: int = 1) -> int:
+        value = self.get(name, default)
+        if value is None:
+            raise ValueError(f"config.json: {name!r} is missing")
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise refuse(name, value, f"an integer >= {low}")
+        return value
+
+    def positive(self, name: str, default: float) -> float:
+        value = self.get(name, default)
+        if not _is_number(value) or value <= 0:
+            raise refuse(name, value, "a finite number > 0")
+        return float(value)
+
+    def optional_positive(self, name: str) -> float | None:
+        return None if self.get(name) is None else self.positive(name, 0.0)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise refuse(name, value, "True or False")
+        return value
+
+    def choice(self, name: str, choices: Iterable[str], default: str | None = None) -> str:
+        value, known = self.get(name, default), list(choices)
+        if value not in known:
+            raise refuse(name, value, ("one of " if len(known) > 1 else "") + ", ".join(map(repr, known)))
+        return value
+
+    def finish(self) -> None:
+        """Raises ValueError for an entry that changes the result and was not read."""
+        for name, neutral in CHANGES_RESULT.items():
+            value = self.raw.get(name)
+            if name not in self._was_read and value is not None and value not in neutral:
+                bounds = [*map(repr, neutral), "absent"]
+                raise refuse(name, value, " or ".join(bounds) + " (others are not supported)")
+
+
+# -- parts that families share --------------------------------------------------------------------------------------
+
+
+def read_layers(
+    config: ConfigReader,
+    head_dim: int,
+    num_kv_heads: int,
+    *,
+    kinds: list[str] | None = None,
+    window: int | None = None,
+    nope: Iterable[int] = (),
+    own_tables: bool = False,
+) -> tuple[LayerSpec, ...]:
+    """All layers. `kinds`: of each, FULL or SLIDING; config.json's `layer_types` wins. `window`: of sliding layers.
+    `nope`: layers without rotary embedding. `own_tables`: sliding layers have a rope table of their own."""
+    count = config.integer("num_hidden_layers")
+    kinds = config.get("layer_types", kinds or [FULL] * count) if kinds is not None else [FULL] * count
+    if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= {FULL, SLIDING}:
+        raise refuse("layer_types", kinds, f"{count} of {FULL!r} and {SLIDING!r}, one for each layer")
+    if SLIDING in kinds and window is None:
+        raise refuse("sliding_window", None, f"an integer >= 1 where a layer is {SLIDING!r}")
+    without = set(nope)
+    return tuple(
+        LayerSpec(
+            head_dim,
+            num_kv_heads,
+            window if kind == SLIDING else None,
+            None if i in without else kind if own_tables else FULL,
+        )
+        for i, kind in enumerate(kinds)
+    )
+
+
+def read_heads(config: ConfigReader, head_dim: int | None = None) -> tuple[int, int, int]:
+    """(query heads, key/value heads, head_dim); `head_dim` where config.json gives none: hidden_size / heads."""
+    heads = config.integer("num_attention_heads")
+    kv_heads = config.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise refuse("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
+    return heads, kv_heads, config.integer("head_dim", head_dim or config.integer("hidden_size") // heads)
+
+
+def read_common(config: ConfigReader, generation: dict[str, Any], eps_name: str = "rms_norm_eps") -> dict[str, Any]:
+    """The fields of ModelConfig that every family reads alike, but heads, layers and rope."""
+    vocab_size = config.integer("vocab_size")
+    dtype = config.get("dtype", config.get("torch_dtype", "bfloat16"))
+    if dtype not in _DTYPES:
+        raise refuse("config.json: dtype", dtype, "one of " + ", ".join(map(repr, _DTYPES)))
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": config.integer("hidden_size"),
+        "intermediate_size": config.integer("intermediate_size"),
+        "norm_eps": config.positive(eps_name, 1e-6),
+        "tie_word_embeddings": config.flag("tie_word_embeddings"),
+        "torch_dtype": dtype,
+        "eos_token_ids": _end_of_text(generation.get("eos_token_id"), config.get("eos_token_id"), vocab_size),
+    }
+
+
+def _end_of_text(generation: Any, config: Any, vocab_size: int) -> tuple[int, ...]:
+    """generation_config.json's ids win over config.json's."""
+    found = config if generation is None else generation
+    ids = () if found is None else tuple(found) if isinstance(found, (list, tuple)) else (found,)
+    for token_id in ids:
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
+            raise refuse("eos_token_id", token_id, f"an integer in 0..{vocab_size - 1}")
+    return ids

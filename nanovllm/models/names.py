@@ -1,0 +1,52 @@
+"""How a family's checkpoint spells the tensors that our layers name, as data.
+
+Layers name their tensors canonically ("model.layers.3.self_attn.q_proj.weight"). `CheckpointNames` says what the
+checkpoint calls them, which of them it holds as one, and what else is in it that is not the language model's.
+"""
+
+from dataclasses import dataclass, field
+
+PRE_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+SANDWICH_NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention_out_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+POST_NORMS = {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
+
+GATE_UP = {"gate_up_proj": ("gate_proj", "up_proj")}
+QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+
+
+@dataclass(frozen=True)
+class CheckpointNames:
+    """Parts of a name are what stands between its dots."""
+
+    parts: dict[str, str] = field(default_factory=lambda: dict(PRE_NORMS))
+    """Canonical part -> the checkpoint's."""
+    fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The checkpoint's part -> the canonical ones that it holds as one tensor, one behind the other by rows."""
+    stripped: str = ""
+    """Text that is taken out of the checkpoint's names, where it stands: a prefix of nested models."""
+    skipped: tuple[str, ...] = ()
+    """Beginnings of names that are not the language model's."""
+
+    def of(self, name: str) -> str:
+        """The checkpoint's name of the tensor that our layers call `name`, without what is stripped."""
+        return ".".join(self.parts.get(part, part) for part in name.split("."))
+
+    def fused_into(self, name: str) -> tuple[str, int] | None:
+        """The checkpoint's tensor that holds `name` (one of its own names), and which part of it this is; None where
+        it has a tensor of its own."""
+        parts = name.split(".")
+        for fused, members in self.fused.items():
+            if len(parts) > 1 and parts[-2] in members:
+                return ".".join([*parts[:-2], fused, parts[-1]]), members.index(parts[-2])
+        return None
+
+    def canonical(self, name: str) -> str | None:
+        """A name in a checkpoint, without what is stripped; None where it is none of ours."""
+        if name.startswith(self.skipped):
+            return None
+        return name.replace(self.stripped, "") if self.stripped else name

@@ -1,0 +1,121 @@
+"""The families by the name in a checkpoint's `architectures`, and the reading of a model folder's configuration.
+
+No torch: the host reads a configuration before torch is imported.
+"""
+
+import json
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.config import EngineConfig
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.config_reader import ConfigReader, refuse
+from nanovllm.models.families import qwen
+from nanovllm.models.family import Family
+from nanovllm.models.published import PUBLISHED_SHAPES
+
+if TYPE_CHECKING:
+    from nanovllm.models.qwen3 import Qwen3ForCausalLM
+
+
+FAMILIES: dict[str, Family] = {**qwen.FAMILIES}
+"""By the name in `architectures`."""
+
+
+def family(architecture: str) -> Family:
+    """Raises ValueError for an architecture that is not here."""
+    if architecture not in FAMILIES:
+        raise refuse("architectures", architecture, "one of " + ", ".join(map(repr, sorted(FAMILIES))))
+    return FAMILIES[architecture]
+
+
+def decoder_class(architecture: str) -> "type[Qwen3ForCausalLM]":
+    """The class that computes an architecture; imports torch."""
+    module, name = family(architecture).decoder.rsplit(".", 1)
+    return getattr(import_module(module), name)
+
+
+def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+    """`raw`: config.json, whose `text_config`, where it has one, is the language model's; `generation`:
+    generation_config.json, whose end-of-text ids win. Raises ValueError naming what is wrong or not served."""
+    architectures = raw.get("architectures") or []
+    if len(architectures) != 1:
+        raise refuse("architectures", architectures, "exactly one architecture in config.json")
+    found = family(architectures[0])
+    config = ConfigReader({**found.defaults, **_text_config(raw)})
+    fields = found.read(config, generation or {})
+    config.finish()
+    model = ModelConfig(architecture=architectures[0], **fields)
+    _require_served(model)
+    return model
+
+
+def _require_served(model: ModelConfig) -> None:
+    """Raises ValueError for what the layers cannot compute yet."""
+    for layer in model.layers:
+        if layer.window is not None and layer.window < model.max_position_embeddings:
+            raise refuse("sliding_window", layer.window, "absent (windows are not supported)")
+
+
+def _text_config(raw: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a nested language model in place of the outer ones."""
+    nested = raw.get("text_config")
+    if nested is None:
+        return raw
+    if not isinstance(nested, dict):
+        raise refuse("text_config", nested, "a dict")
+    return {**{name: value for name, value in raw.items() if name != "text_config"}, **nested}
+
+
+def read_model_config(config: EngineConfig) -> ModelConfig:
+    """The model's configuration from its folder (or, for dummy weights, from its published name), with hf_overrides."""
+    folder = Path(config.model)
+    generation: dict[str, Any] = {}
+    if config.load_format == "dummy" and config.model in PUBLISHED_SHAPES and not folder.is_dir():
+        raw = PUBLISHED_SHAPES[config.model]
+    else:
+        raw = _read_json(folder / "config.json")
+        if (folder / "generation_config.json").is_file():
+            generation = _read_json(folder / "generation_config.json")
+    return parse_config(*_override(raw, generation, config.hf_overrides))
+
+
+def _override(
+    raw: dict[str, Any], generation: dict[str, Any], overrides: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json and generation_config.json with `overrides` in force, whichever spelling the files use."""
+    raw = _text_config(raw)
+    rope = raw.get("rope_parameters")
+    if rope and "rope_parameters" not in overrides:  # it would win over the older spelling, and so over the override
+        theta = overrides.get("rope_theta", rope.get("rope_theta", 10000.0))
+        rope = dict(overrides["rope_scaling"] or {}) if "rope_scaling" in overrides else rope
+        overrides = {**overrides, "rope_parameters": {**rope, "rope_theta": theta}}
+    generation = {name: value for name, value in generation.items() if name not in overrides}
+    return {**raw, **overrides}, generation
+
+
+def resolve_model_folder(config: EngineConfig) -> EngineConfig:
+    """Replaces a hub id by the local folder of its files (downloaded where they are not there yet)."""
+    if Path(config.model).is_dir() or (config.load_format == "dummy" and config.model in PUBLISHED_SHAPES):
+        return config
+    if config.model.count("/") != 1 or config.model.startswith((".", "/", "~")):
+        raise FileNotFoundError(f"model={config.model!r}: no such folder, and not a hub id of the form 'owner/name'")
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.txt", "*.jinja"] + (["*.safetensors"] if config.load_format == "auto" else [])
+    folder = snapshot_download(config.model, allow_patterns=patterns)
+    return replace(config, model=folder, tokenizer=config.tokenizer or folder)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"model={str(path.parent)!r}: {path.name} is missing")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content

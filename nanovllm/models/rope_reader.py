@@ -1,0 +1,86 @@
+"""Rotary embeddings in config.json: `rope_parameters` (transformers 5; of the model, or of each kind of layer), or
+`rope_theta` + `rope_scaling` (before)."""
+
+import math
+from typing import Any
+
+from nanovllm.model_config import FULL, SLIDING, RopeConfig
+from nanovllm.models.config_reader import ConfigReader, refuse
+
+KINDS = ("default", "linear", "yarn", "llama3", "longrope", "proportional")
+_NUMBERS = ("factor", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
+
+
+def read_rope(config: ConfigReader, theta: float = 10000.0, kinds: tuple[str, ...] = KINDS) -> RopeConfig:
+    """The model's one table. `theta`: where config.json gives none."""
+    scaling = config.get("rope_parameters", config.get("rope_scaling", {}))
+    _require_dict(scaling)
+    plain = {
+        "rope_theta": config.get("rope_theta", theta),
+        "partial_rotary_factor": config.get("partial_rotary_factor"),
+    }
+    return _table({**plain, **scaling}, config, kinds)
+
+
+def read_ropes(config: ConfigReader, theta: float, sliding_theta: float, scales_sliding: bool) -> dict[str, RopeConfig]:
+    """A table for each kind of layer. In the older spelling `rope_scaling` is for the full layers alone, and the
+    sliding ones have `rope_local_base_freq`."""
+    nested, scaling = config.get("rope_parameters", {}), config.get("rope_scaling", {})
+    _require_dict(nested)
+    _require_dict(scaling)
+    full = {"rope_theta": config.get("rope_theta", theta), **scaling, **(nested.get(FULL) or {})}
+    local = config.get("rope_local_base_freq", config.get("rope_theta", theta) if scales_sliding else sliding_theta)
+    sliding = {"rope_theta": local, **(nested.get(SLIDING) or {})}
+    return {FULL: _table(full, config, KINDS), SLIDING: _table(sliding, config, KINDS)}
+
+
+def _require_dict(scaling: Any) -> None:
+    if not isinstance(scaling, dict):
+        raise refuse("rope_scaling", scaling, "a dict")
+
+
+def _table(raw: dict[str, Any], config: ConfigReader, kinds: tuple[str, ...]) -> RopeConfig:
+    rope = ConfigReader(raw)
+    kind = rope.choice("rope_type", kinds, rope.get("type", "default"))
+    if kind in ("linear", "yarn", "llama3") and rope.get("factor") is None:
+        raise refuse("rope_scaling", raw, f"given a 'factor' for rope type {kind!r}")
+    given: dict[str, Any] = {name: rope.positive(name, 0.0) for name in _NUMBERS if rope.get(name) is not None}
+    original = rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+    if original is not None and kind != "default":
+        rope.positive("original_max_position_embeddings", original)
+        given["original_max_position_embeddings"] = original
+    if kind == "yarn":
+        given["truncate"] = rope.flag("truncate", True)
+        mscale, all_dim = rope.optional_positive("mscale"), rope.optional_positive("mscale_all_dim")
+        if mscale and all_dim and "attention_factor" not in given:
+            given["attention_factor"] = _mscale(given["factor"], mscale) / _mscale(given["factor"], all_dim)
+    if kind == "longrope":
+        given["short_factor"], given["long_factor"] = _factors(rope, "short_factor"), _factors(rope, "long_factor")
+        given.setdefault("original_max_position_embeddings", config.integer("max_position_embeddings"))
+        longest = config.integer("max_position_embeddings") / given["original_max_position_embeddings"]
+        given["factor"] = given.get("factor", longest)
+    partial = rope.positive("partial_rotary_factor", 1.0)
+    if partial > 1:
+        raise refuse("partial_rotary_factor", partial, "at most 1")
+    return RopeConfig(rope.positive("rope_theta", 0.0), kind, partial_rotary_factor=partial, **given)
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _factors(rope: ConfigReader, name: str) -> tuple[float, ...]:
+    found = rope.get(name)
+    numbers = isinstance(found, list) and all(isinstance(x, (int, float)) and x > 0 for x in found)
+    if not numbers:
+        raise refuse(f"rope {name}", found, "a list of numbers > 0")
+    return tuple(map(float, found))
+
+
+def longest_context(config: ConfigReader, ropes: dict[str, RopeConfig]) -> int:
+    """max_position_embeddings, or what YaRN extends it to."""
+    longest = config.integer("max_position_embeddings")
+    for rope in ropes.values():
+        if rope.kind == "yarn" and rope.original_max_position_embeddings:
+            longest = max(longest, int(rope.original_max_position_embeddings * rope.factor))
+    return longest
