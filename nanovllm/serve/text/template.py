@@ -1,0 +1,236 @@
+"""Chat templates in a jinja2 sandbox: what the Hugging Face library renders, within a time limit."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.utils import Namespace
+
+RENDER_SECONDS = 2.0
+_CONTINUE_HERE = "\U0010fffd continue here \U0010fffd"
+"""Marks the end of a message that is to go on. A blank after it shows whether the template trims."""
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+_OWN_VARIABLES = frozenset(
+    "messages tools documents add_generation_prompt continue_final_message chat_template tokenize conversation "
+    "return_dict return_tensors padding truncation max_length tokenizer_kwargs".split()
+)
+"""Set by the renderer itself: a request that could set one of them would steer it (CVE-2025-62426)."""
+
+
+class ChatTemplate:
+    """One compiled template. From any thread."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        """`special_tokens`: what the template sees as bos_token, eos_token and so on. Raises ValueError where the
+        source is no jinja2."""
+        self.source = source
+        self._special_tokens = dict(special_tokens or {})
+        self._environment = _Environment()
+        try:
+            tree = self._environment.parse(source)
+            self._template = self._environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"chat_template: is no valid jinja2: {error}") from error
+        self._fixed = _OWN_VARIABLES.union(self._special_tokens, self._environment.globals)
+        self.variables = frozenset(meta.find_undeclared_variables(tree)) - self._fixed
+        """What `chat_template_kwargs` may set: the variables that the template mentions and does not set itself."""
+        self.takes_parts = _walks_content(tree)
+        """Whether the template goes through a content's parts; other templates want one text."""
+        literals = [node.data for node in tree.find_all(nodes.TemplateData)]
+        literals += [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
+        self.literals = "\0".join(literals)
+        """All text that the template itself can write."""
+
+    def check_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of `kwargs` that the template mentions. Raises ValueError for the renderer's own variables."""
+        own = sorted(self._fixed.intersection(kwargs))
+        if own:
+            raise ValueError(f"chat_template_kwargs: must not hold {own[0]!r}: the server sets it")
+        return {name: value for name, value in kwargs.items() if name in self.variables}
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The chat as text. `kwargs` must have passed `check_kwargs`. Raises ValueError with what the template says
+        where it refuses the messages, and where it takes longer than RENDER_SECONDS."""
+        if not messages:
+            raise ValueError("messages: must hold at least one message")
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("continue_final_message: cannot be true together with add_generation_prompt")
+        chat = [_with_reasoning({k: v for k, v in message.items() if v is not None}) for message in messages]
+        if continue_final_message:
+            chat[-1] = _marked(chat[-1])
+        values = {**self._special_tokens, **(kwargs or {})}
+        values |= {"messages": chat, "tools": list(tools) if tools else None, "documents": None}
+        values["add_generation_prompt"] = add_generation_prompt
+        try:
+            with self._environment.deadline(RENDER_SECONDS):
+                text = self._template.render(values)
+        except TimeoutError as error:
+            raise ValueError(f"messages: the chat template takes longer than {RENDER_SECONDS} s") from error
+        except Exception as error:  # whatever a template raises about what it is given
+            raise ValueError(f"messages: the chat template cannot render them: {str(error)[:300]}") from error
+        return _cut(text) if continue_final_message else text
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its reasoning under each name that templates read it by."""
+    found = next((message[field] for field in _REASONING_FIELDS if field in message), None)
+    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
+
+
+def _marked(message: dict[str, Any]) -> dict[str, Any]:
+    """The last message with a mark at the place from which it is to go on."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": content + _CONTINUE_HERE + " "}
+    texts = [i for i, part in enumerate(content or ()) if isinstance(part, Mapping) and "text" in part]
+    if not texts:
+        raise ValueError("continue_final_message: the last message has no text to go on from")
+    parts = list(content or ())
+    parts[texts[-1]] = {**parts[texts[-1]], "text": parts[texts[-1]]["text"] + _CONTINUE_HERE + " "}
+    return {**message, "content": parts}
+
+
+def _cut(text: str) -> str:
+    """The rendered text up to the mark."""
+    at = text.rfind(_CONTINUE_HERE)
+    if at < 0:
+        raise ValueError("continue_final_message: the chat template leaves out the last message")
+    trims = not text.startswith(" ", at + len(_CONTINUE_HERE))
+    return text[:at].rstrip() if trims else text[:at]
+
+
+def _walks_content(tree: nodes.Template) -> bool:
+    """Whether some loop of a template runs over a message's content, or over a name that was given it."""
+
+    def is_content(node: nodes.Node) -> bool:
+        if isinstance(node, nodes.Getitem):
+            return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+        return isinstance(node, nodes.Getattr) and node.attr == "content"
+
+    assigned = [each.target for each in tree.find_all(nodes.Assign) if is_content(each.node)]
+    names = {target.name for target in assigned if isinstance(target, nodes.Name)} | {"content"}
+    loops = (loop.iter for loop in tree.find_all(nodes.For))
+    return any(is_content(over) or (isinstance(over, nodes.Name) and over.name in names) for over in loops)
+
+
+class _Deadline(threading.local):
+    at = float("inf")
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """jinja2's sandbox with what chat templates expect to find, and a look at the clock at every access to a value."""
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        self._deadline = _Deadline()
+        self.filters["tojson"] = _to_json
+        self.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": lambda form: datetime.now().strftime(form),
+            "dict": _PlainDict(),
+            "namespace": _PlainNamespace,
+        }
+
+    def deadline(self, seconds: float) -> "_Limit":
+        return _Limit(self._deadline, time.monotonic() + seconds)
+
+    def _look_at_clock(self) -> None:
+        if time.monotonic() > self._deadline.at:
+            raise TimeoutError
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        self._look_at_clock()
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        self._look_at_clock()
+        return super().getitem(obj, argument)
+
+    def call(self, /, *args: Any, **kwargs: Any) -> Any:
+        self._look_at_clock()
+        return super().call(*args, **kwargs)
+
+
+class _Limit:
+    """Until when the calling thread may render."""
+
+    def __init__(self, deadline: _Deadline, until: float) -> None:
+        self._deadline, self._until = deadline, until
+
+    def __enter__(self) -> None:
+        self._deadline.at = self._until
+
+    def __exit__(self, *_: object) -> None:
+        self._deadline.at = float("inf")
+
+
+class _Generation(Extension):
+    """{% generation %} ... {% endgeneration %} marks what an assistant says, for training; here it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 reads it off the class)
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it is; jinja2's own filter escapes what HTML would read."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+class _PlainDict:
+    """`dict` for templates, with nothing of the type behind it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Iterator[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
+
+class _PlainNamespace(Namespace):
+    """`namespace` for templates, closed to names that begin with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # so that `self` may be an attribute
+        self, *given = args
+        attributes = dict(*given, **kwargs)
+        for name in attributes:
+            _refuse_private(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_private(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace must not hold {name!r}")

@@ -1,0 +1,304 @@
+"""A checkpoint's tokenizer and chat template, read from its files with `tokenizers` and `jinja2` alone.
+
+Its ids and rendered chats equal those of transformers' AutoTokenizer. From any thread; `encode` lets go of the GIL.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders
+
+from nanovllm.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer
+from nanovllm.serve.text.template import ChatTemplate
+
+_SPECIAL_NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_STAND_IN = 0xF0000
+"""The first of the private-use characters that stand for control tokens in messages while a template is rendered."""
+
+
+class FrontTokenizer:
+    """Text to token ids and back, for the front process."""
+
+    def __init__(self, folder: str | Path, chat_template: str | Path | None = None) -> None:
+        """Reads a checkpoint's folder; `chat_template` names a file that takes the place of its templates. Raises
+        FileNotFoundError where the folder holds no tokenizer.json, and ValueError where a file cannot be read."""
+        self.folder = Path(folder)
+        path = self.folder / "tokenizer.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"tokenizer={str(folder)!r}: tokenizer.json is missing")
+        try:
+            self.backend_tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing more special
+            raise ValueError(f"{path}: cannot be read: {error}") from error
+        self.backend_tokenizer.no_truncation()
+        self.backend_tokenizer.no_padding()
+        config = _read_json(self.folder / "tokenizer_config.json")
+        if "added_tokens_decoder" not in config:
+            config |= _read_json(self.folder / "special_tokens_map.json")
+        self.special_tokens = {name: _content(config[name]) for name in _SPECIAL_NAMES if config.get(name)}
+        """By role, as templates name them: bos_token, eos_token, ..."""
+        self._add_missing_tokens(config)
+        self.added_tokens_decoder: dict[int, AddedToken] = self.backend_tokenizer.get_added_tokens_decoder()
+        self.all_special_ids = [self.backend_tokenizer.token_to_id(token) for token in self.special_tokens.values()]
+        # A clean-up after decoding is for word pieces; the model types of today's checkpoints do without.
+        self.clean_up_tokenization_spaces = False
+        self.is_byte_level = isinstance(self.backend_tokenizer.decoder, decoders.ByteLevel)
+        self._token_bytes = TokenBytes(self)
+        sources = _template_sources(self.folder, config, chat_template)
+        self._templates = {name: ChatTemplate(text, self.special_tokens) for name, text in sources.items()}
+        self._guards = {name: _Guard(self, template) for name, template in self._templates.items()}
+
+    def _add_missing_tokens(self, config: dict[str, Any]) -> None:
+        """Special tokens that tokenizer_config.json names and tokenizer.json does not mark as such."""
+        known = {token.content for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
+        listed = {int(i): token for i, token in config.get("added_tokens_decoder", {}).items()}
+        missing = [AddedToken(**token) for _, token in sorted(listed.items()) if token["content"] not in known]
+        self.backend_tokenizer.add_tokens(missing)
+        extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+        named = [*self.special_tokens.values(), *map(_content, extra.values() if isinstance(extra, dict) else extra)]
+        special = {t.content for t in self.backend_tokenizer.get_added_tokens_decoder().values() if t.special}
+        added = [AddedToken(name, special=True, normalized=False) for name in named if name not in special]
+        self.backend_tokenizer.add_special_tokens(added)
+
+    # --- ids
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Raises ValueError where it is no Unicode text."""
+        try:  # a batch of one lets go of the GIL, one text does not
+            [encoding] = self.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except TypeError:
+            _require_unicode(text)
+            raise
+        return list(encoding.ids)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        return str(self.backend_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """For one output, token by token; the same text in the end as `decode` gives."""
+        if self.is_byte_level:
+            return ByteDetokenizer(self._token_bytes, skip_special_tokens)
+        return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token's own bytes, special or not; none for ids past the vocabulary."""
+        return self._token_bytes[token_id] if self.is_byte_level else self.decode([token_id], False).encode()
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token of the vocabulary, special ones among them."""
+        found: int | None = self.backend_tokenizer.token_to_id(token)
+        return found
+
+    def __len__(self) -> int:
+        return int(self.backend_tokenizer.get_vocab_size())
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token: a text of more than n times as many has more than n tokens."""
+        return max(len(token.encode()) for token in self.backend_tokenizer.get_vocab())
+
+    # --- chats
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._templates)
+
+    def template(self, with_tools: bool = False) -> ChatTemplate:
+        """The template for a chat with or without tools. Raises ValueError where the checkpoint has none."""
+        return self._templates[self._template_name(with_tools)]
+
+    def _template_name(self, with_tools: bool) -> str:
+        name = "tool_use" if with_tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            raise ValueError("messages: this model has no chat template; name one with --chat-template")
+        return name
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The chat as text. Raises ValueError naming what the template refuses."""
+        template = self.template(bool(tools))
+        kwargs = template.check_kwargs(chat_template_kwargs or {})
+        return template.render(
+            template_messages(messages, template),
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            kwargs=kwargs,
+        )
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        trust_special_tokens: bool = False,
+    ) -> tuple[str, list[int]]:
+        """The chat as text and as token ids. A control token that a message or tool spells out becomes plain text's
+        ids: it cannot end a turn or begin one. `trust_special_tokens` True: it becomes the token."""
+        guard = self._guards[self._template_name(bool(tools))]
+        if not trust_special_tokens:
+            messages, tools, chat_template_kwargs = guard.hide(messages, tools, chat_template_kwargs)
+        text = self.render_chat(
+            messages,
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return (text, self.encode(text, add_special_tokens=False)) if trust_special_tokens else guard.encode(text)
+
+
+class _Guard:
+    """Keeps control tokens that a client spells out apart from those that a template writes.
+
+    Before rendering, each becomes one private-use character; after it, the text is cut there, and the token's text is
+    put in as ids of plain text. Chats without such texts go the short way, so their ids are the ordinary ones.
+    """
+
+    def __init__(self, tokenizer: FrontTokenizer, template: ChatTemplate) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder.values()
+        special = [token.content for token in added if token.special]
+        # An assistant may have written these itself: "<think>" in the content of an earlier turn is no attack.
+        others = [t.content for t in added if not t.special and t.content in template.literals and t.content.strip()]
+        names = sorted({*special, *others}, key=len, reverse=True)
+        self._stand_ins = {name: chr(_STAND_IN + i) for i, name in enumerate(names)}
+        self._names = {stand_in: name for name, stand_in in self._stand_ins.items()}
+        self._special, self._all = _any_of(special), _any_of(names)
+        first, last = chr(_STAND_IN), chr(_STAND_IN + len(names))
+        self._private = re.compile(f"[{first}-{last}]")
+        escapes = {json.dumps(stand_in)[1:-1]: stand_in for stand_in in self._names}
+        self._escapes, self._escape_of = _any_of(list(escapes)), escapes
+
+    def hide(self, messages: Any, tools: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        return (
+            [self._hide(one, self._special if one.get("role") == "assistant" else self._all) for one in messages],
+            self._hide(tools, self._all),
+            self._hide(kwargs, self._all),
+        )
+
+    def _hide(self, value: Any, names: re.Pattern[str]) -> Any:
+        if isinstance(value, str):
+            value = self._private.sub("\ufffd", value)  # nothing that a client sends stands for a token
+            return names.sub(lambda found: self._stand_ins[found[0]], value)
+        if isinstance(value, Mapping):
+            return {self._hide(key, names): self._hide(item, names) for key, item in value.items()}
+        return [self._hide(item, names) for item in value] if isinstance(value, (list, tuple)) else value
+
+    def encode(self, text: str) -> tuple[str, list[int]]:
+        """A rendered chat without stand-ins, and its ids."""
+        text = self._escapes.sub(lambda found: self._escape_of[found[0]], text)  # tojson(ensure_ascii=true) wrote them
+        plain = self._private.sub(lambda found: self._names[found[0]], text)
+        if plain == text:
+            return plain, self._tokenizer.encode(text, add_special_tokens=False)
+        ids: list[int] = []
+        at = 0
+        for found in self._private.finditer(text):
+            ids += self._piece(text[at : found.start()], at > 0) + self._as_text(self._names[found[0]])
+            at = found.end()
+        return plain, ids + self._piece(text[at:], at > 0)
+
+    def _piece(self, text: str, is_inner: bool) -> list[int]:
+        """Ids of a stretch between control tokens. Tokenizers that put a blank before a text put none there."""
+        tokenizer = self._tokenizer
+        if not text or not is_inner or tokenizer.is_byte_level:
+            return tokenizer.encode(text, add_special_tokens=False) if text else []
+        lead = tokenizer.encode("\n", add_special_tokens=False)
+        ids = tokenizer.encode("\n" + text, add_special_tokens=False)
+        return ids[len(lead) :] if ids[: len(lead)] == lead else tokenizer.encode(text, add_special_tokens=False)
+
+    def _as_text(self, name: str) -> list[int]:
+        """Ids of a control token's name as plain text: the tokenizer's parts without its search for added tokens."""
+        parts = self._tokenizer.backend_tokenizer
+        text = parts.normalizer.normalize_str(name) if parts.normalizer is not None else name
+        splits = [text] if parts.pre_tokenizer is None else [s for s, _ in parts.pre_tokenizer.pre_tokenize_str(text)]
+        ids = [token.id for split in splits for token in parts.model.tokenize(split)]
+        if parts.token_to_id(name) not in ids:
+            return ids
+        return [token.id for split in splits for each in split for token in parts.model.tokenize(each)]
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
+    """Messages as chat templates read them: OpenAI's text parts joined into one text unless the template goes through
+    parts itself, arguments of tool calls as objects, `developer` as `system` unless the template knows it."""
+    out = []
+    for message in messages:
+        message = dict(message)
+        content = message.get("content")
+        if isinstance(content, list) and not template.takes_parts:
+            message["content"] = "\n".join(part["text"] for part in content)
+        if message.get("role") == "developer" and "developer" not in template.source:
+            message["role"] = "system"
+        if message.get("tool_calls"):
+            message["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
+        out.append(message)
+    return out
+
+
+def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call.get("function") or {})
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            function["arguments"] = json.loads(arguments or "{}")
+        except ValueError:
+            raise ValueError("messages: the arguments of a tool call must be a JSON object") from None
+    return {**call, "function": function}
+
+
+def _template_sources(folder: Path, config: Mapping[str, Any], named: str | Path | None) -> dict[str, str]:
+    """Chat templates by name: from the file that was asked for, else from the folder's own files, else from
+    tokenizer_config.json."""
+    if named is not None:
+        return {"default": Path(named).read_text(encoding="utf-8")}
+    files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (single := folder / "chat_template.jinja").is_file():
+        files["default"] = single
+    if files:
+        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    found = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(found, list):
+        return {one["name"]: one["template"] for one in found}
+    return {"default": found} if isinstance(found, str) else dict(found or {})
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from None
+    return content if isinstance(content, dict) else {}
+
+
+def _content(token: Any) -> str:
+    """A special token's text; files hold it alone or with its flags."""
+    return str(token["content"] if isinstance(token, Mapping) else token)
+
+
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    """Any of the texts, the longest first; none of them matches nothing."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+
+
+def _require_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"text: must not hold half a surrogate pair alone, found at {error.start}") from None

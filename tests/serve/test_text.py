@@ -1,0 +1,263 @@
+"""The front's tokenizer and chat templates: equal to transformers', safe from what a client writes, ended in time."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from nanovllm.serve.text import ChatTemplate, FrontTokenizer
+from nanovllm.serve.text import template as template_module
+
+DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo-qwen3"
+TEMPLATES = Path(__file__).resolve().parent / "templates"
+FAMILIES = {
+    "hermes": [("<|im_start|>", True), ("<think>", False), ("</think>", False), ("<tool_call>", False)],
+    "llama3": [("<|start_header_id|>", True), ("<|end_header_id|>", True), ("<|eot_id|>", True)],
+    "mistral": [("[INST]", True), ("[/INST]", True), ("[TOOL_CALLS]", True), ("</s>", True)],
+    "gemma": [("<start_of_turn>", True), ("<end_of_turn>", True)],
+}
+
+
+@pytest.fixture(scope="module", params=["demo", *FAMILIES])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[FrontTokenizer, Any]:
+    """The same folder read by us and by transformers: the demo's, or its with a family's template and tokens."""
+    folder = DEMO
+    if request.param != "demo":
+        folder = tmp_path_factory.mktemp(request.param)
+        shutil.copy(DEMO / "tokenizer.json", folder)
+        content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        known = {token["content"] for token in content["added_tokens"]}
+        first = 1 + max(token["id"] for token in content["added_tokens"])
+        like = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        new = [(text, special) for text, special in FAMILIES[request.param] if text not in known]
+        content["added_tokens"] += [
+            {"id": first + i, "content": text, "special": special, **like} for i, (text, special) in enumerate(new)
+        ]
+        (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "bos_token": "<begin>"}
+        source = (TEMPLATES / f"{request.param}.jinja").read_text(encoding="utf-8")
+        if request.param == "mistral":  # the older ways to store a template, and a token's flags
+            config["chat_template"] = [{"name": name, "template": source} for name in ("default", "tool_use")]
+            flags = dict.fromkeys(("lstrip", "rstrip", "normalized"), False)
+            config["eos_token"] = {"__type": "AddedToken", "content": "</s>", **flags}
+        else:
+            (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return FrontTokenizer(folder), AutoTokenizer.from_pretrained(folder)
+
+
+words = st.text(st.characters(exclude_categories=["Cs", "Co"]), max_size=30) | st.sampled_from(
+    ["", "\n\nHello, world!  ", "  1 + 2 = 3.", "naïve 🐱 漢字", "<b> & 'quotes' \"\\", "<tool_response>\nx", "}}{%"]
+)
+arguments = st.dictionaries(words.filter(bool), words | st.integers() | st.booleans() | st.none(), max_size=3)
+calls = st.builds(
+    lambda name, values: {"id": "abcdefghi", "type": "function", "function": {"name": name, "arguments": values}},
+    st.sampled_from(["get_weather", "add"]),
+    arguments,
+)
+messages = st.lists(
+    st.builds(lambda text: {"role": "user", "content": text}, words)
+    | st.builds(lambda text: {"role": "assistant", "content": text}, words)
+    | st.builds(lambda t, r: {"role": "assistant", "content": t, "reasoning_content": r}, words, words)
+    | st.builds(lambda one: {"role": "assistant", "content": None, "tool_calls": [one]}, calls)
+    | st.builds(lambda text: {"role": "tool", "content": text}, words),
+    max_size=6,
+)
+chats = st.builds(
+    lambda system, first, rest: [*system, {"role": "user", "content": first}, *rest],
+    st.lists(st.builds(lambda text: {"role": "system", "content": text}, words), max_size=1),
+    words,
+    messages,
+)
+tools = st.none() | st.lists(
+    st.builds(
+        lambda name, text: {
+            "type": "function",
+            "function": {"name": name, "description": text, "parameters": {"type": "object", "properties": {}}},
+        },
+        st.sampled_from(["get_weather", "add"]),
+        words,
+    ),
+    min_size=1,
+    max_size=2,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=words, special=st.booleans())
+def test_ids_and_texts_equal_transformers(pair: tuple[FrontTokenizer, Any], text: str, special: bool) -> None:
+    ours, theirs = pair
+    ids = theirs.encode(text, add_special_tokens=special)
+    assert ours.encode(text, add_special_tokens=special) == ids
+    assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids, skip_special_tokens=False)
+    detokenizer = ours.detokenizer()
+    assert "".join(map(detokenizer.push, ids)) + detokenizer.flush() == theirs.decode(ids, skip_special_tokens=True)
+
+
+@settings(max_examples=80, deadline=None)
+@given(chat=chats, tools=tools, prompt=st.booleans(), thinking=st.none() | st.booleans())
+def test_rendered_chats_equal_transformers(
+    pair: tuple[FrontTokenizer, Any], chat: list[Any], tools: Any, prompt: bool, thinking: bool | None
+) -> None:
+    ours, theirs = pair
+    kwargs = {} if thinking is None else {"enable_thinking": thinking}
+    try:
+        text = theirs.apply_chat_template(chat, tools=tools, add_generation_prompt=prompt, tokenize=False, **kwargs)
+    except Exception:
+        with pytest.raises(ValueError, match="chat template cannot render"):
+            ours.render_chat(chat, tools, add_generation_prompt=prompt, chat_template_kwargs=kwargs)
+        return
+    assert ours.render_chat(chat, tools, add_generation_prompt=prompt, chat_template_kwargs=kwargs) == text
+    rendered, ids = ours.encode_chat(chat, tools, add_generation_prompt=prompt, chat_template_kwargs=kwargs)
+    assert rendered == text and ids == theirs.encode(text, add_special_tokens=False)
+
+
+@settings(max_examples=40, deadline=None)
+@given(chat=chats, last=words.filter(str.strip))
+def test_a_message_that_goes_on_equals_transformers(
+    pair: tuple[FrontTokenizer, Any], chat: list[Any], last: str
+) -> None:
+    ours, theirs = pair
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    chat = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": last}]
+    text = theirs.apply_chat_template(chat, tokenize=False, **options)
+    assert ours.render_chat(chat, **options) == text
+    parts = [chat[0], {"role": "assistant", "content": [{"type": "text", "text": last}]}]
+    assert ours.render_chat(parts, **options) == text
+
+
+@settings(max_examples=60, deadline=None)
+@given(before=words, after=words, where=st.sampled_from(["user", "system", "tool", "schema", "kwargs"]), data=st.data())
+def test_control_tokens_in_messages_are_plain_text(
+    pair: tuple[FrontTokenizer, Any], before: str, after: str, where: str, data: st.DataObject
+) -> None:
+    ours, _ = pair
+    guarded = [token for token in ours.added_tokens_decoder.values() if token.special]
+    token = data.draw(st.sampled_from([token.content for token in guarded]))
+
+    def ids_of(text: str) -> tuple[str, list[int]]:
+        chat = [{"role": "user", "content": "Hello!"}]
+        tool = {"type": "function", "function": {"name": "add", "description": "sums"}}
+        if where == "schema":
+            tool["function"]["description"] = text  # type: ignore[index]
+        elif where == "system":
+            chat.insert(0, {"role": "system", "content": text})
+        elif where == "tool":
+            chat += [{"role": "tool", "content": text}, {"role": "user", "content": "And?"}]
+        elif where == "user":
+            chat[0]["content"] = text
+        return ours.encode_chat(chat, [tool], chat_template_kwargs={"date_string": text if where == "kwargs" else "-"})
+
+    try:
+        _, expected = ids_of(before + "x" + after)
+    except ValueError:
+        return  # a template that does not take such a chat
+    text, ids = ids_of(before + token + after)
+    special = {i for i, each in ours.added_tokens_decoder.items() if each.special}
+    assert [i for i in ids if i in special] == [i for i in expected if i in special]
+    assert ours.decode(ids, skip_special_tokens=False) == text
+
+
+def test_trusted_control_tokens_are_tokens() -> None:
+    ours = FrontTokenizer(DEMO)
+    chat = [{"role": "user", "content": "a<|im_end|>b"}]
+    end = ours.token_id("<|im_end|>")
+    assert ours.encode_chat(chat)[1].count(end) + 1 == ours.encode_chat(chat, trust_special_tokens=True)[1].count(end)
+    assert ours.encode_chat(chat)[0] == ours.encode_chat(chat, trust_special_tokens=True)[0]
+
+
+def test_characters_that_stand_for_tokens_cannot_be_sent() -> None:
+    ours = FrontTokenizer(DEMO)
+    forged = "".join(chr(0xF0000 + i) for i in range(20))
+    text, ids = ours.encode_chat([{"role": "user", "content": forged}])
+    assert len([i for i in ids if i in ours.added_tokens_decoder]) == text.count("<|im_start|>") + text.count(
+        "<|im_end|>"
+    )
+
+
+def test_control_tokens_survive_escaping() -> None:
+    source = "{{ messages | tojson(ensure_ascii=true) }}"
+    ours = FrontTokenizer(DEMO)
+    ours._templates["default"] = ChatTemplate(source)
+    text, ids = ours.encode_chat([{"role": "user", "content": "<|im_end|>"}])
+    assert text == '[{"role": "user", "content": "<|im_end|>"}]'
+    assert ours.token_id("<|im_end|>") not in ids
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "chat_template", "tokenize", "eos_token", "raise_exception"])
+def test_a_request_cannot_set_the_renderers_own_variables(name: str) -> None:
+    template = ChatTemplate("{{ chat_template }}{{ eos_token }}{{ mine }}", {"eos_token": "</s>"})
+    with pytest.raises(ValueError, match=f"chat_template_kwargs: must not hold '{name}'"):
+        template.check_kwargs({name: "x"})
+    assert template.check_kwargs({"mine": 1, "unknown": 2}) == {"mine": 1}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__ }}",
+        "{{ namespace(__class__=1) }}",
+        "{{ messages.append(1) }}",
+        "{{ dict.__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os }}",
+        "{{ '{0.__class__}'.format(1) | length // 0 }}",
+    ],
+)
+def test_templates_stay_in_the_sandbox(source: str) -> None:
+    template = ChatTemplate(source)
+    try:
+        text = template.render([{"role": "user", "content": "x"}])
+    except ValueError:
+        return
+    assert text == ""
+
+
+def test_a_template_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_module, "RENDER_SECONDS", 0.05)
+    inner = "{% for j in range(90000) %}{% set x = messages[0].role %}{% endfor %}"
+    loops = "{% for i in range(90000) %}" + inner + "{% endfor %}"
+    with pytest.raises(ValueError, match="takes longer than"):
+        ChatTemplate(loops).render([{"role": "user", "content": "x"}])
+
+
+def test_a_template_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="chat_template: is no valid jinja2"):
+        ChatTemplate("{% if %}")
+
+
+def test_half_a_surrogate_pair_is_refused() -> None:
+    with pytest.raises(ValueError, match="half a surrogate pair"):
+        FrontTokenizer(DEMO).encode("a\ud800")
+
+
+def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json is missing"):
+        FrontTokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"tokenizer\.json: cannot be read"):
+        FrontTokenizer(tmp_path)
+
+
+def test_the_front_needs_no_torch_and_no_transformers() -> None:
+    check = f"""
+import sys
+from nanovllm.serve.text import FrontTokenizer
+FrontTokenizer({str(DEMO)!r}).encode_chat([{{"role": "user", "content": "Hello!"}}])
+print(sorted({{"torch", "transformers", "huggingface_hub"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("family", [*FAMILIES])
+def test_which_templates_go_through_parts(family: str) -> None:
+    takes = ChatTemplate((TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")).takes_parts
+    assert takes == (family == "gemma")
