@@ -23,11 +23,31 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class Shard:
-    """`target` takes [start, start + target.shape[dim]) along `dim` of the checkpoint tensor."""
+    """`target` takes [start, start + length) along `dim` of the checkpoint tensor.
+
+    A target with one dimension more than that tensor has `dim` cut in two, so that rows may land in another order: see
+    deinterleaved.
+    """
 
     target: torch.Tensor
     dim: int
     start: int
+
+    def length(self, num_dims: int) -> int:
+        """Of the range, in a checkpoint tensor with `num_dims` dimensions."""
+        extra = self.target.dim() - num_dims
+        return self.target.shape[self.dim : self.dim + extra + 1].numel()
+
+
+def deinterleaved(shard: Shard, head_dim: int, rotary_dim: int) -> Iterator[Shard]:
+    """The same for rows of whole heads that a checkpoint rotates in pairs (2i, 2i + 1), one shard after the other: the
+    first elements of a head's pairs land before the second ones, as our rotation pairs i with i + rotary_dim / 2."""
+    for first in range(0, shard.target.shape[0], head_dim):
+        head = shard.target[first : first + head_dim]
+        pairs = head[:rotary_dim].unflatten(0, (2, -1)).transpose(0, 1)
+        yield Shard(pairs, 0, shard.start + first)
+        if rotary_dim < head_dim:
+            yield Shard(head[rotary_dim:], 0, shard.start + first + rotary_dim)
 
 
 @dataclass(frozen=True)
@@ -37,6 +57,8 @@ class CheckpointWeight:
     name: str
     shape: tuple[int, ...]
     shards: tuple[Shard, ...]
+    offset: float = 0.0
+    """What is added after the copy: 1 where a checkpoint holds weight - 1."""
 
     def check(self, source: TensorSource) -> None:
         """Raises ValueError where the shape is not the one the configuration gives."""
@@ -48,19 +70,22 @@ class CheckpointWeight:
         """Each of this rank's targets that holds anything, and its range of `source`; after `check`."""
         self.check(source)
         for shard in self.shards:
-            length = shard.target.shape[shard.dim]
+            length = shard.length(len(self.shape))
             if length:
-                yield shard.target, source.narrow(shard.dim, shard.start, length)
+                yield shard.target, source.narrow(shard.dim, shard.start, length).view(shard.target.shape)
 
     def load(self, source: TensorSource) -> None:
         """Copies this rank's parts, after `check`."""
         for target, part in self.parts(source):
             target.copy_(part, non_blocking=True)
+        if self.offset:
+            for shard in self.shards:
+                shard.target.add_(self.offset)
 
 
-def whole(name: str, parameter: torch.Tensor) -> CheckpointWeight:
+def whole(name: str, parameter: torch.Tensor, offset: float = 0.0) -> CheckpointWeight:
     """A tensor that every rank keeps whole."""
-    return CheckpointWeight(name, tuple(parameter.shape), (Shard(parameter, 0, 0),))
+    return CheckpointWeight(name, tuple(parameter.shape), (Shard(parameter, 0, 0),), offset)
 
 
 def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

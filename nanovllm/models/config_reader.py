@@ -124,8 +124,9 @@ def read_layers(
     `nope`: layers without rotary embedding. `own_tables`: sliding layers have a rope table of their own."""
     count = config.integer("num_hidden_layers")
     kinds = config.get("layer_types", kinds or [FULL] * count) if kinds is not None else [FULL] * count
-    if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= {FULL, SLIDING}:
+    if not isinstance(kinds, list) or len(kinds) < count or not set(kinds) <= {FULL, SLIDING}:
         raise refuse("layer_types", kinds, f"{count} of {FULL!r} and {SLIDING!r}, one for each layer")
+    kinds = kinds[:count]  # fewer layers were asked for
     if SLIDING in kinds and window is None:
         raise refuse("sliding_window", None, f"an integer >= 1 where a layer is {SLIDING!r}")
     without = set(nope)
