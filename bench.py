@@ -13,6 +13,7 @@ Several modes in one call share the engine. Prompts are token ids, so no tokeniz
 import argparse
 import ast
 import importlib.metadata
+import itertools
 import json
 import os
 import random
@@ -26,7 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from nanovllm import SamplingParams
+from nanovllm import SamplingParams, StructuredOutput
 from nanovllm.config import EngineConfig
 from nanovllm.models.published import PUBLISHED_SHAPES
 from roofline import DeviceFigures, Roofline, device_figures
@@ -35,18 +36,25 @@ IMPORTED_AT = time.perf_counter()
 LATENCY_REQUESTS = 5
 SIZES = ", ".join(name.removeprefix("Qwen3-") for name in PUBLISHED_SHAPES)
 
-SAMPLING_ROWS: list[tuple[str, dict[str, Any]]] = [
-    ("temperature 0.6", {}),
-    ("greedy", {"temperature": 0.0}),
-    ("seed per request", {"seed": 1}),  # replaced by the request's number
-    ("top_p 0.9", {"top_p": 0.9}),
-    ("top_k 50", {"top_k": 50}),
-    ("top_k 50, top_p 0.9", {"top_k": 50, "top_p": 0.9}),
-    ("min_p 0.05", {"min_p": 0.05}),
-    ("presence, repetition penalty", {"presence_penalty": 0.5, "repetition_penalty": 1.1}),
-    ("logprobs 5", {"logprobs": 5}),
+PENALTIES = {"presence_penalty": 0.5, "repetition_penalty": 1.1}
+SCHEMA = {"type": "object", "properties": {"sizes": {"type": "array", "items": {"type": "number"}, "minItems": 500}}}
+SAMPLING_ROWS: list[tuple[str, dict[str, Any], int]] = [
+    ("temperature 0.6", {}, 1),
+    ("greedy", {"temperature": 0.0}, 1),
+    ("seed per request", {"seed": 1}, 1),  # replaced by the request's number
+    ("top_p 0.9", {"top_p": 0.9}, 1),
+    ("top_k 50", {"top_k": 50}, 1),
+    ("top_k 50, top_p 0.9", {"top_k": 50, "top_p": 0.9}, 1),
+    ("min_p 0.05", {"min_p": 0.05}, 1),
+    ("presence, repetition penalty", PENALTIES, 1),
+    ("logprobs 5", {"logprobs": 5}, 1),
+    ("one request in 4 with top_p 0.9", {"top_p": 0.9}, 4),
+    ("one request in 4 with penalties", PENALTIES, 4),
+    ("one request in 4 with logprobs 5", {"logprobs": 5}, 4),
+    ("one request in 4 with a JSON schema", {"structured_outputs": StructuredOutput(json=SCHEMA)}, 4),
 ]
-"""Rows whose options SamplingParams does not have are left out."""
+"""Name, options, and which requests have them: each, or one in so many. The last needs a tokenizer: where it is loaded
+(--options skip_tokenizer_init=False)."""
 
 
 @dataclass(frozen=True)
@@ -136,9 +144,12 @@ class Bench:
         input_len, output_len = self.args.input_len or default_input, self.args.output_len or default_output
         return draw_workload(self.args.num_seqs, input_len, output_len, self.args.seed, self.vocab_size, repeat)
 
-    def generate(self, work: Workload, **options: Any) -> tuple[float, list[Any]]:
-        """Runs all requests at once; "seed" among the options stands for a different seed for each."""
-        own = [{**options, "seed": n} if "seed" in options else options for n in range(len(work.prompts))]
+    def generate(self, work: Workload, every: int = 1, **options: Any) -> tuple[float, list[Any]]:
+        """Runs all requests at once, one in `every` with the options; "seed" stands for a different seed for each."""
+        own: list[dict[str, Any]] = [{} if n % every else dict(options) for n in range(len(work.prompts))]
+        for number, option in enumerate(own):
+            if "seed" in option:
+                option["seed"] = number
         params = [sampling(output_len, **option) for output_len, option in zip(work.output_lens, own, strict=True)]
         started = time.perf_counter()
         outputs = self.llm.generate(work.prompts, params, use_tqdm=False)
@@ -240,23 +251,24 @@ class Bench:
         return gaps, [stamps[request][0] - moment for request, moment in due.items()]
 
     def sampling_options(self) -> dict[str, Any]:
-        known = {option.name for option in fields(SamplingParams)}
-        rows: dict[str, float] = {}
-        number = 0
-        for name, options in SAMPLING_ROWS:
-            if not known.issuperset(options):
-                print(f"sampling options: {name}: SamplingParams has no {', '.join(sorted(set(options) - known))}")
+        """Runs with and without an option in turn: what changes in a process over time is not the option's cost."""
+        speeds: dict[str, float] = {}
+        shares: dict[str, float] = {}
+        numbers = itertools.count(1)
+
+        def speed(every: int = 1, **options: Any) -> float:
+            seconds, outputs = self.generate(self.draw((128, 128), (129, 129), next(numbers)), every, **options)
+            return sum(len(output.token_ids) for output in outputs) / seconds
+
+        for name, options, every in SAMPLING_ROWS:
+            if "structured_outputs" in options and self.llm.config.skip_tokenizer_init:
                 continue
-            speeds = []
             self.warm_up(self.draw((128, 128), (129, 129), 0), self.args.num_seqs, 8, **options)
-            for _ in range(self.args.repeats):
-                number += 1
-                seconds, outputs = self.generate(self.draw((128, 128), (129, 129), number), **options)
-                speeds.append(sum(len(output.token_ids) for output in outputs) / seconds)
-            rows[name] = statistics.median(speeds)
-            share = rows[name] / rows[SAMPLING_ROWS[0][0]]
-            print(f"sampling options: {name}: {rows[name]:.0f} tok/s, {share:.2f} of plain", flush=True)
-        return {"mode": "sampling_options", "tokens_per_second": rows}
+            pairs = [(speed(), speed(every, **options)) for _ in range(self.args.repeats)]
+            speeds[name] = statistics.median(ours for _, ours in pairs)
+            shares[name] = statistics.median(ours / plain for plain, ours in pairs)
+            print(f"sampling options: {name}: {speeds[name]:.0f} tok/s, {shares[name]:.3f} of plain", flush=True)
+        return {"mode": "sampling_options", "tokens_per_second": speeds, "share_of_plain": shares}
 
 
 def against(limit: float | None, seconds: float, unit: str, scale: float) -> str:
@@ -327,6 +339,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def published_name(model: str) -> str | None:
+    """"8B" -> "Qwen3-8B"; other families by their whole names; None where there is no such shape."""
+    return next((name for name in (model, f"Qwen3-{model}") if name in PUBLISHED_SHAPES), None)
+
+
 def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
     """The arguments, and the engine's options as LLM(model, **options) takes them."""
     parser = make_parser()
@@ -335,9 +352,8 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, dict[str
         parser.error("--num-seqs and --repeats must be at least 1")
     if args.json and (Path(args.json).is_dir() or not Path(args.json).absolute().parent.is_dir()):
         parser.error(f"--json {args.json}: must be a file in a folder that is there")
-    if not Path(args.model).is_dir() and f"Qwen3-{args.model}" in PUBLISHED_SHAPES:
-        args.model = f"Qwen3-{args.model}"
-    published = args.model in PUBLISHED_SHAPES and not Path(args.model).is_dir()
+    published = None if Path(args.model).is_dir() else published_name(args.model)
+    args.model = published or args.model
     if not published and not Path(args.model).is_dir() and args.model.count("/") != 1:
         parser.error(f"--model {args.model}: no such folder, no hub id (owner/name), and not one of {SIZES}")
     options: dict[str, Any] = {

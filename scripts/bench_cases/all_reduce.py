@@ -130,7 +130,7 @@ def with_delays(rank: Rank, peer: PeerAllReduce, cases: list[Sum]) -> bool:
 
 
 def ends_when_aborted(rank: Rank, peer: PeerAllReduce, case: Sum) -> bool:
-    """Rank 0 calls alone, as if its peers were dead, until the host stops it. The memory is unfit for use afterwards."""
+    """Rank 0 calls alone, as if its peers were dead, until the host stops it. The memory is of no use afterwards."""
     fine = True
     if rank.rank == 0:
         case.by_peers("one_shot", 0)

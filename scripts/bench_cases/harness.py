@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanovllm.config import PUBLISHED_SHAPES, ModelConfig
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.published import PUBLISHED_SHAPES
+from nanovllm.models.registry import parse_config
 from roofline import device_figures
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ class Setup:
 
     @property
     def model(self) -> ModelConfig:
-        return ModelConfig.from_dict(PUBLISHED_SHAPES[f"Qwen3-{self.options.model}"])
+        return parse_config(PUBLISHED_SHAPES[self.options.model])
 
     def rows(self, default: Sequence[int], dry: Sequence[int] = (3,)) -> Sequence[int]:
         given: Sequence[int] | None = self.options.rows
@@ -115,7 +117,7 @@ def compare(setup: Setup, point: Point) -> Line:
         print(point.labels, "WRONG:", "; ".join(errors), flush=True)
     if setup.options.check_only:
         return line
-    times = {name: math.inf for name in point.contenders}
+    times = dict.fromkeys(point.contenders, math.inf)
     for _ in range(2):  # a chip that grows hot grows slow
         for name, call in point.contenders.items():
             times[name] = min(times[name], time_us(setup, point, call))
@@ -157,7 +159,7 @@ def time_us(setup: Setup, point: Point, call: Callable[[int], object]) -> float:
 
 
 def graph_us(setup: Setup, calls: Sequence[Callable[[], object]], replays: int = 7) -> float:
-    """Device microseconds of one call: the median replay of a CUDA graph of all calls; with ranks, the slowest one's."""
+    """Device microseconds of one call: the median replay of a CUDA graph of all; with ranks, the slowest one's."""
     graph = capture(calls)
     if setup.rank is not None:
         return setup.rank.slowest(statistics.median(setup.rank.replay_us(graph) for _ in range(replays)) / len(calls))

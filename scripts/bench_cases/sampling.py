@@ -1,4 +1,4 @@
-"""What sampling options add to a step: kernels over the logits of all rows. bench.py --sampling-options has the engine."""
+"""Sampling kernels over the logits of all rows, by option. For the engine: bench.py --sampling-options."""
 
 import math
 from collections.abc import Callable, Iterator

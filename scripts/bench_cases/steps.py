@@ -42,7 +42,7 @@ def against(setup: Setup, sizes: Any, measure: Any) -> Iterator[Line]:
     for options in settings[: 2 if setup.options.against else 1]:
         dry: dict[str, Any] = DRY if setup.dry else {}
         with LLM(
-            f"Qwen3-{setup.options.model}", load_format="dummy", skip_tokenizer_init=True,
+            setup.options.model, load_format="dummy", skip_tokenizer_init=True,
             tensor_parallel_size=setup.options.ranks, enable_prefix_caching=False, **{**dry, **options},
         ) as llm:  # fmt: skip
             times.append([measure(llm, size) for size in sizes])

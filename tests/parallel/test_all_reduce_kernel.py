@@ -85,23 +85,19 @@ def test_twin_over_gloo(tmp_path: Path) -> None:
     run_ranks("gloo", 2, tmp_path)
 
 
-def check_on_gpus(script: str, world_size: int, folder: Path, *options: str) -> None:
-    """Has a benchmark check itself, and no more than that; two ranks take turns on a GPU where there are too few."""
-    count = torch.cuda.device_count()
+@pytest.mark.gpu
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_on_gpus(world_size: int) -> None:
+    """Against float64, and 20,000 calls from graphs with ranks delayed at random; two ranks take turns on a GPU where
+    there are too few."""
+    count, options = torch.cuda.device_count(), ["--iterations", "20000"]
     if 2 * count < world_size:
         pytest.skip(f"needs {world_size // 2} GPUs")
     if count < world_size:
-        options = (*options, "--share-gpus", "--iterations", "2000")
-    command = [sys.executable, str(ROOT / "scripts" / script), "--world", str(world_size), "--check-only", *options]
-    done = subprocess.run([*command, "--out", str(folder)], capture_output=True, text=True, timeout=200)
+        options = ["--share-gpus", "--iterations", "2000"]
+    command = [sys.executable, str(ROOT / "scripts" / "bench_kernels.py"), "all_reduce", "--check-only", *options]
+    done = subprocess.run([*command, "--ranks", str(world_size)], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_on_gpus(world_size: int, tmp_path: Path) -> None:
-    """Against float64, and 20,000 calls from graphs with ranks delayed at random."""
-    check_on_gpus("bench_all_reduce.py", world_size, tmp_path)
 
 
 # ---- what the processes do (this file run as a script) ----

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_all_reduce_kernel import check_on_gpus
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.kernels import select_kernels
@@ -156,4 +155,3 @@ def test_on_gpus(tmp_path: Path) -> None:
     """Layers in halves, eagerly and from a graph: what whole ones give, and the same bits every time."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    check_on_gpus("bench_overlap.py", 2, tmp_path, "--model", "Qwen3-0.6B", "--tokens", "2304")

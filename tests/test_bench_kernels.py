@@ -1,0 +1,64 @@
+"""scripts/bench_kernels.py without a GPU: every case builds its contenders, and small ones give equal results."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_kernels import CASES, make_parser
+
+from bench_cases.harness import Point, Setup, compare, table
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def dry_setup(*flags: str) -> Setup:
+    return Setup(make_parser().parse_args(["sampling", "--dry", "--check-only", *flags]), torch.device("cpu"))
+
+
+def test_every_case_runs_dry(tmp_path: Path) -> None:
+    result = tmp_path / "lines.json"
+    command = [sys.executable, str(ROOT / "scripts" / "bench_kernels.py"), *CASES, "--dry", "--model", "0.6B"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--json", str(result)], capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = json.loads(result.read_text())
+    assert set(lines) == set(CASES) and all(lines.values())
+    assert done.stdout.count("right=True") >= 10
+
+
+def test_a_wrong_contender_is_seen() -> None:
+    contenders: dict[str, Any] = {"one": lambda index: torch.ones(4), "other": lambda index: torch.full((4,), 1.1)}
+    line = compare(dry_setup(), Point({"rows": 1}, contenders))
+    assert not line["right"]
+    assert compare(dry_setup(), Point({"rows": 1}, contenders, tolerance=0.2))["right"]
+
+
+def test_inputs_change_until_they_defeat_the_cache() -> None:
+    setup = dry_setup()
+    setup.options.dry = False
+    assert setup.sets(1 << 20) == 160 and setup.sets(1 << 30) == 2 and setup.sets(1) == 256
+
+
+def test_a_table_has_every_column_of_any_line() -> None:
+    text = table([{"rows": 1, "us": 2.25}, {"rows": 10, "path": "two_shot"}])
+    assert [line.split() for line in text.splitlines()] == [
+        ["rows", "|", "us", "|", "path"],
+        ["1", "|", "2.2", "|", "-"],
+        ["10", "|", "-", "|", "two_shot"],
+    ]
+
+
+@pytest.mark.parametrize("flags", [["nothing"], ["sampling", "--model", "7B", "--dry"]])
+def test_mistakes_are_named(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    from bench_kernels import main
+
+    with pytest.raises(SystemExit):
+        main(flags)
+    assert flags[-2 if "--dry" in flags else 0] in capsys.readouterr().err
