@@ -6,13 +6,15 @@ import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from nanovllm.errors import refuse
+
 MAX_TENSOR_PARALLEL_SIZE = 8
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 def _require(condition: bool, option: str, value: Any, bound: str) -> None:
     if not condition:
-        raise ValueError(f"{option}={value!r}: must be {bound}")
+        refuse(option, value, bound)
 
 
 def _is_number(value: Any) -> bool:

@@ -14,8 +14,9 @@ import numpy as np
 from tqdm import tqdm
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.fair_lock import TurnLock
+from nanovllm.engine.fair_lock import FairLock
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.errors import shown
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import CompletionOutput, RequestOutput, StepOutput
 from nanovllm.sampling_params import SamplingParams
@@ -38,7 +39,7 @@ class LLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         self.engine = LLMEngine(EngineConfig.from_options(model, **options))
-        self._step_lock = TurnLock()
+        self._step_lock = FairLock()
         self._foreign_outputs: list[StepOutput] = []
         """What requests of add_request gained while generate() was stepping; handed out by the next step()."""
         self._generating: set[int] = set()
@@ -59,8 +60,9 @@ class LLM:
 
     @property
     def tokenizer(self) -> Any:
-        """The transformers tokenizer."""
-        return self.engine.tokenizer.hf
+        """A transformers tokenizer for you to use: what is set on it (truncation, padding) does not reach the engine.
+        Only a chat template that is set here is used by `chat`."""
+        return self.engine.tokenizer.of_user
 
     # -- whole batches ------------------------------------------------------------------------------------------
 
@@ -79,7 +81,7 @@ class LLM:
         batch = _as_batch(prompts)
         params = _as_params(sampling_params, len(batch))
         if not self.config.skip_tokenizer_init:
-            _ = self.tokenizer  # one that cannot be loaded is found out now, not when the tokens are there
+            _ = self.engine.tokenizer.hf  # raises now where it cannot be loaded, not when the tokens are there
         token_ids = []
         for index, (prompt, param) in enumerate(zip(batch, params, strict=True)):
             try:
@@ -156,7 +158,7 @@ class LLM:
         for kind in kinds:
             if not issubclass(kind, (int, np.integer)) or kind is bool:
                 bad = next(token_id for token_id in prompt if type(token_id) is kind)
-                raise ValueError(f"prompt: token id {bad!r} must be an integer, found {kind.__name__}")
+                raise ValueError(f"prompt: token id {shown(bad)} must be an integer, found {kind.__name__}")
         return [int(token_id) for token_id in prompt]
 
     def _run_until_finished(self, request_ids: list[int], use_tqdm: bool, interrupted: threading.Event) -> None:
@@ -293,7 +295,7 @@ class LLM:
         self.close()
 
 
-def _close(engine: LLMEngine, step_lock: "TurnLock") -> None:
+def _close(engine: LLMEngine, step_lock: "FairLock") -> None:
     """Closes between two steps of other threads; but a step that hangs does not keep us."""
     with step_lock.within(_CLOSE_PATIENCE):
         engine.close()
@@ -324,10 +326,12 @@ def _as_chats(messages: Any) -> list[Sequence[Mapping[str, Any]]]:
     for number, chat in enumerate(chats):
         name = f"messages[{number}]" if several else "messages"
         if not isinstance(chat, (list, tuple)) or not chat:
-            raise ValueError(f"{name}: must be a list of at least one message where others are lists, found {chat!r}")
+            raise ValueError(
+                f"{name}: must be a list of at least one message where others are lists, found {shown(chat)}"
+            )
         for index, message in enumerate(chat):
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise ValueError(f"{name}[{index}]: must be a dict with a 'role', found {message!r}")
+                raise ValueError(f"{name}[{index}]: must be a dict with a 'role', found {shown(message)}")
     return chats
 
 
@@ -335,7 +339,7 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: 
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence) or not all(isinstance(param, SamplingParams) for param in params):
-        raise TypeError(f"sampling_params={params!r}: must be SamplingParams, or a list of them")
+        raise TypeError(f"sampling_params={shown(params)}: must be SamplingParams, or a list of them")
     if len(params) != count:
         raise ValueError(f"sampling_params: {len(params)} given, must be one or as many as prompts ({count})")
     return list(params)

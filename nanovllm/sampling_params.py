@@ -7,16 +7,38 @@ grammar of `structured_outputs`, min_tokens, logit_bias, the penalties, temperat
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from itertools import islice
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NoReturn
+
+from nanovllm.errors import refuse
 
 MAX_FLOAT32 = 3.4e38
 MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
+MAX_N = 128
+MAX_STOP, MAX_BAD_WORDS = 16, 256
+"""Texts in such a list; each has at most MAX_TEXT characters."""
+MAX_TEXT = 256
+MAX_IDS = 1024
+"""Entries of stop_token_ids and logit_bias."""
+MAX_ALLOWED_IDS = 1 << 18
+"""Entries of allowed_token_ids: more than a vocabulary has."""
+MAX_SALT = 128
 
 
-def _refuse(name: str, value: Any, bound: str) -> None:
-    raise ValueError(f"SamplingParams.{name}={value!r}: must be {bound}")
+def _refuse(name: str, value: Any, bound: str) -> NoReturn:
+    refuse(f"SamplingParams.{name}", value, bound)
+
+
+def _items(name: str, value: Any, most: int, what: str) -> tuple[Any, ...]:
+    """The items of a list that a user gave; one that is too long is not read to its end."""
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes)):
+        _refuse(name, value, what)
+    items = tuple(islice(value, most + 1))
+    if len(items) > most:
+        raise ValueError(f"SamplingParams.{name}: must have at most {most} entries")
+    return items
 
 
 def _plain(value: Any) -> Any:
@@ -54,18 +76,18 @@ class StructuredOutput:
         if len(given) != 1:
             raise ValueError(f"StructuredOutput: must be given exactly one of its fields, found {given or 'none'}")
         if self.json is not None and not isinstance(self.json, (str, Mapping)):
-            raise ValueError(f"StructuredOutput.json={self.json!r}: must be a JSON schema, as a dict or as text")
+            refuse("StructuredOutput.json", self.json, "a JSON schema, as a dict or as text")
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
-                raise ValueError(f"StructuredOutput.{name}={value!r}: must be a text that is not empty")
+                refuse(f"StructuredOutput.{name}", value, "a text that is not empty")
         if self.choice is not None:
             choices = () if isinstance(self.choice, str) else tuple(self.choice)
             if not choices or not all(isinstance(one, str) and one for one in choices):
-                raise ValueError(f"StructuredOutput.choice={self.choice!r}: must be texts, at least one, none empty")
+                refuse("StructuredOutput.choice", self.choice, "texts, at least one, none empty")
             object.__setattr__(self, "choice", choices)
         if not isinstance(self.json_object, bool):
-            raise ValueError(f"StructuredOutput.json_object={self.json_object!r}: must be True or False")
+            refuse("StructuredOutput.json_object", self.json_object, "True or False")
 
 
 @dataclass(frozen=True)
@@ -73,7 +95,7 @@ class SamplingParams:
     """Parameters of one request; their meaning follows vLLM's, so that they carry over."""
 
     n: int = 1
-    """Completions of the prompt; they share its KV blocks. Greedy ones are all the same."""
+    """1..128 completions of the prompt; they share its KV blocks. Greedy ones are all the same."""
     temperature: float = 1.0
     """Divides the logits; 0 is greedy (ties go to the lowest token id)."""
     top_p: float = 1.0
@@ -93,12 +115,12 @@ class SamplingParams:
     """Keys this request's draws; completion i of n draws from seed + i. Default: derived from the engine's seed and the
     request's number."""
     stop: str | Iterable[str] = ()
-    """Texts that end the output where they appear, also across tokens. The output text ends before them. Of several
-    that the same token completes, the one that begins first counts."""
+    """At most 16 texts that end the output where they appear, also across tokens. The output text ends before them. Of
+    several that the same token completes, the one that begins first counts."""
     include_stop_str_in_output: bool = False
     """True: the output text ends after the stop string instead."""
     stop_token_ids: Iterable[int] = ()
-    """Token ids that end the output; the token itself stays part of it."""
+    """At most 1,024 token ids that end the output; the token itself stays part of it."""
     ignore_eos: bool = False
     """True: end-of-text tokens do not end the output."""
     min_tokens: int = 0
@@ -113,9 +135,10 @@ class SamplingParams:
     """0..20: the same for each token of the prompt but the first. Such a request computes its whole prompt: it takes
     nothing from the prefix cache."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    """Added to the logits of token ids; each bias in [-100, 100]."""
+    """Added to the logits of at most 1,024 token ids; each bias in [-100, 100]."""
     bad_words: Iterable[str] = ()
-    """Texts that the output must not hold, each as the tokenizer writes it at the start of a text and after a blank."""
+    """At most 256 texts that the output must not hold, each as the tokenizer writes it at the start of a text and after
+    a blank."""
     allowed_token_ids: Iterable[int] | None = None
     """Only these can be drawn."""
     structured_outputs: StructuredOutput | None = field(default=None, hash=False)
@@ -143,7 +166,9 @@ class SamplingParams:
             _refuse("stop", self.stop, "empty with detokenize=False: stop strings are looked for in the text")
 
     def _check_counts(self) -> None:
-        for name, low in (("n", 1), ("max_tokens", 1), ("min_tokens", 0), ("top_k", -1)):
+        if not _is_int(self.n) or not 1 <= self.n <= MAX_N:
+            _refuse("n", self.n, f"an integer in 1..{MAX_N}")
+        for name, low in (("max_tokens", 1), ("min_tokens", 0), ("top_k", -1)):
             value = getattr(self, name)
             if not _is_int(value) or value < low:
                 _refuse(name, value, f"an integer >= {low}")
@@ -170,33 +195,42 @@ class SamplingParams:
 
     def _check_lists(self) -> None:
         """Lists become tuples: a frozen object whose lists can change is not frozen."""
-        for name in ("stop", "bad_words"):
+        for name, most in (("stop", MAX_STOP), ("bad_words", MAX_BAD_WORDS)):
             value = getattr(self, name)
-            texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (None,)
-            if not all(isinstance(text, str) and text for text in texts):
-                _refuse(name, value, "a text or a list of texts, none of them empty")
+            bound = f"a text or a list of texts, none of them empty or of more than {MAX_TEXT} characters"
+            texts = (value,) if isinstance(value, str) else _items(name, value, most, bound)
+            if not all(isinstance(text, str) and 0 < len(text) <= MAX_TEXT for text in texts):
+                _refuse(name, value, bound)
             object.__setattr__(self, name, texts)
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            value = getattr(self, name)
-            if name == "allowed_token_ids" and value is None:
-                continue
-            ids = tuple(map(_plain, value)) if isinstance(value, Iterable) and not isinstance(value, str) else (None,)
-            if not all(_is_int(one) and one >= 0 for one in ids) or (name == "allowed_token_ids" and not ids):
-                _refuse(name, value, "a list of token ids" + (", not empty" if name == "allowed_token_ids" else ""))
-            object.__setattr__(self, name, ids)
+        object.__setattr__(self, "stop_token_ids", self._ids("stop_token_ids", MAX_IDS))
+        if self.allowed_token_ids is not None:
+            ids = self._ids("allowed_token_ids", MAX_ALLOWED_IDS)
+            if not ids:
+                _refuse("allowed_token_ids", ids, "a list of token ids, not empty")
+            object.__setattr__(self, "allowed_token_ids", ids)
+        object.__setattr__(self, "logit_bias", self._bias())
+
+    def _ids(self, name: str, most: int) -> tuple[int, ...]:
+        bound = "a list of token ids"
+        ids = tuple(map(_plain, _items(name, getattr(self, name), most, bound)))
+        if not all(_is_int(one) and one >= 0 for one in ids):
+            _refuse(name, ids, bound)
+        return ids
+
+    def _bias(self) -> dict[int, float]:
         bias = self.logit_bias
         if not isinstance(bias, Mapping):
             _refuse("logit_bias", bias, "a dict of token id: bias")
         copy: dict[int, float] = {}
-        for token_id, value in bias.items():
-            in_json = isinstance(token_id, str) and token_id.isdecimal()
-            number, value = int(token_id) if in_json else _plain(token_id), _plain(value)
+        for token_id in _items("logit_bias", bias, MAX_IDS, "a dict"):
+            in_json = isinstance(token_id, str) and token_id.isdecimal() and len(token_id) < 20
+            number, value = int(token_id) if in_json else _plain(token_id), _plain(bias[token_id])
             if not _is_int(number) or number < 0:
                 _refuse("logit_bias", {token_id: value}, "a dict whose keys are token ids")
             if not _is_number(value) or abs(value) > MAX_BIAS:
                 _refuse("logit_bias", {token_id: value}, f"a dict of numbers in [-{MAX_BIAS}, {MAX_BIAS}]")
             copy[number] = float(value)
-        object.__setattr__(self, "logit_bias", copy)
+        return copy
 
     @property
     def is_plain(self) -> bool:

@@ -1,5 +1,6 @@
 """Text to token ids and back. transformers is imported only here, and only when a tokenizer is wanted."""
 
+import copy
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -7,6 +8,7 @@ from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer
+from nanovllm.errors import short
 
 
 class Tokenizer:
@@ -16,6 +18,8 @@ class Tokenizer:
         self._folder = config.tokenizer or config.model
         self._skip = config.skip_tokenizer_init
         self._tokenizer: Any = None
+        self._of_user: Any = None
+        self._lock = threading.Lock()
         self._token_bytes: TokenBytes | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._load, name="nanovllm-tokenizer", daemon=True)
@@ -26,20 +30,31 @@ class Tokenizer:
         try:
             import transformers  # noqa: F401
 
-            # Looked up anew: the library replaces its module at the end of its import, and who waited for another
-            # thread's import to end, another engine's say, was given the one before.
+            # Looked up again: the library replaces its module at the end of its import. A thread that waited for
+            # another engine's import has the first module in hand.
             self._tokenizer = sys.modules["transformers"].AutoTokenizer.from_pretrained(self._folder)
         except Exception as error:
             self._error = error
 
     @property
+    def of_user(self) -> Any:
+        """A transformers tokenizer for the caller to use as they like; raises as `hf` does. A call with truncation or
+        padding changes a transformers tokenizer, also for other threads. So this is another object than `hf`."""
+        hf = self.hf
+        with self._lock:
+            if self._of_user is None:
+                self._of_user = copy.deepcopy(hf)
+            return self._of_user
+
+    @property
     def hf(self) -> Any:
-        """The transformers tokenizer. Raises ValueError where skip_tokenizer_init leaves none."""
+        """The engine's own transformers tokenizer: not to be handed out (see of_user). Raises ValueError where
+        skip_tokenizer_init leaves none."""
         if self._skip:
             raise ValueError("skip_tokenizer_init=True: prompts must be lists of token ids")
         self._thread.join()
         if self._error is not None:
-            raise ValueError(f"tokenizer={self._folder!r}: cannot be loaded: {self._error}") from self._error
+            raise ValueError(f"tokenizer={self._folder!r}: cannot be loaded: {short(self._error)}") from self._error
         return self._tokenizer
 
     def encode(self, text: str) -> list[int]:
@@ -49,7 +64,7 @@ class Tokenizer:
     def _encode(self, text: str, **options: Any) -> list[int]:
         try:
             return list(self.hf.encode(text, **options))
-        except TypeError:  # all that is said of half a surrogate pair, which JSON and file names may bring
+        except TypeError:  # the library says no more about half a surrogate pair, which JSON and file names may bring
             _require_unicode(text)
             raise
 
@@ -82,12 +97,12 @@ class Tokenizer:
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Text of a chat that ends where the assistant is to speak, or to go on (continue_final_message=True);
         `encode_plain` gives its token ids."""
-        hf = self.hf
+        hf = self._of_user or self.hf  # the caller may have set a template of their own
         options.setdefault("add_generation_prompt", not options.get("continue_final_message"))
         try:
             return str(hf.apply_chat_template(messages, tokenize=False, **options))
         except Exception as error:  # whatever a template raises
-            raise ValueError(f"messages: the chat template cannot render them: {error}") from error
+            raise ValueError(f"messages: the chat template cannot render them: {short(error)}") from error
 
 
 def _require_unicode(text: str) -> None:

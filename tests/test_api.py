@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import fields
@@ -319,3 +320,38 @@ def test_closed() -> None:
     for use in (lambda: llm.generate("text"), lambda: llm.add_request("text"), llm.step, lambda: llm.chat([])):
         with pytest.raises(RuntimeError, match="this engine is closed"):
             use()
+
+
+def test_an_abort_from_another_thread_while_a_request_comes_in(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that aborts every id hits one that add_request has noted but not yet queued."""
+    threads: list[threading.Thread] = []
+
+    class Noticed(dict[int, Any]):
+        def __setitem__(self, request_id: int, seqs: Any) -> None:
+            super().__setitem__(request_id, seqs)
+            threads.append(threading.Thread(target=llm.abort, args=(request_id,)))
+            threads[-1].start()
+            threads[-1].join(0.2)
+
+    monkeypatch.setattr(llm.engine, "_completions", Noticed(llm.engine._completions))
+    request_id = llm.add_request([5, 6, 7], FIXED)
+    threads[0].join()
+    assert [output.finish_reason for output in run_steps(llm, request_id) if output.finished] == ["abort"]
+
+
+def test_what_a_user_does_with_the_tokenizer_does_not_reach_prompts(llm: LLM) -> None:
+    text = "one two three " * 10
+    [before] = generate(llm, text)
+    assert len(before.prompt_token_ids) > 16
+    mine = llm.tokenizer
+    mine([text, "one"], truncation=True, max_length=16, padding="max_length")
+    mine.backend_tokenizer.enable_truncation(max_length=16)
+    [after] = generate(llm, text)
+    assert after.prompt_token_ids == before.prompt_token_ids
+    assert llm.tokenizer is mine
+    template = mine.chat_template
+    try:
+        mine.chat_template = "say {{ messages[0]['content'] }}"
+        assert llm.chat([{"role": "user", "content": "hi"}], FIXED, use_tqdm=False)[0].prompt == "say hi"
+    finally:
+        mine.chat_template = template

@@ -1,13 +1,13 @@
-"""The lock that threads take turns with."""
+"""A lock that serves threads in the order in which they ask."""
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class TurnLock:
-    """A lock whose owner, letting go and asking again, comes after those who wait. (A plain lock goes to whoever asks
-    first, and a thread that steps in a loop asks at once: the others would wait until it has finished everything.)"""
+class FairLock:
+    """A lock that its last owner gets back only after the threads that wait. (A thread that steps in a loop asks again
+    at once. It would win a plain lock every time, and the others would wait until it has finished everything.)"""
 
     def __init__(self) -> None:
         self._next = threading.Lock()
@@ -15,7 +15,7 @@ class TurnLock:
         self._owner: int | None = None
 
     def __enter__(self) -> None:
-        """Raises RuntimeError where this thread has the turn already: it would wait for itself."""
+        """Raises RuntimeError where this thread has the lock already: it would wait for itself."""
         if self._owner == threading.get_ident():  # a signal's handler in mid-step, or load_weights' own iterable
             raise RuntimeError("this engine is in the middle of a call of this thread, and cannot begin another in it")
         with self._next:

@@ -130,7 +130,7 @@ class LLMEngine:
         self.check_request(prompt_token_ids, params)
         eos = frozenset() if params.ignore_eos else frozenset(self.model_config.eos_token_ids)
         stop_ids = eos | frozenset(params.stop_token_ids)
-        rows = [self.request_sampling.row(params, stop_ids, len(prompt_token_ids), i) for i in range(params.n)]
+        rows = self.request_sampling.rows(params, stop_ids, len(prompt_token_ids))
         num_sampling = sum(row is not None for row in rows)
         now = time.perf_counter()
         if request_id is None:
@@ -166,9 +166,10 @@ class LLMEngine:
 
     def abort(self, request_id: int) -> None:
         """Ends a request; its last StepOutput says "abort". Unknown and finished ids are ignored."""
-        seqs = self._completions.get(request_id)
-        if seqs is not None:
-            self._inbox.append(("abort", seqs))
+        with self._lock:
+            seqs = self._completions.get(request_id)
+            if seqs is not None:
+                self._inbox.append(("abort", seqs))
 
     def knows(self, request_id: int) -> bool:
         return request_id in self._completions

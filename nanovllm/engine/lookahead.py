@@ -11,9 +11,7 @@ were longer than they are now.
                                                                         until C ends           c + 1 * 6
 """
 
-from bisect import bisect_right
 from collections import deque
-from itertools import accumulate
 
 import numpy as np
 
@@ -23,6 +21,8 @@ from nanovllm.engine.sequence import Sequence
 _REMEMBERED_OUTPUTS = 256
 _STEPS_IN_FLIGHT = 2
 """Steps that others take until an ended row's blocks are free: its last token has to arrive first."""
+_GROUP = 32
+"""Rows whose remainders are counted together (_count_before)."""
 
 
 class Lookahead:
@@ -33,10 +33,10 @@ class Lookahead:
         self._most_blocks = 0
         """What all that run would hold if each came to its longest and none ended before."""
         self._past: deque[int] = deque(maxlen=_REMEMBERED_OUTPUTS)
-        self._lengths: list[int] = []
-        """Those of _past, ascending; brought up to date by `future`."""
-        self._sums: list[int] = []
-        """Of the longest, by how many of them."""
+        self._lengths: np.ndarray | None = None
+        """Those of _past, ascending; None: to be sorted anew."""
+        self._sums = np.zeros(1, np.int64)
+        """Of the lengths from an index on."""
 
     def _most_blocks_of(self, seq: Sequence) -> int:
         return self._block_manager.num_blocks_for(seq.max_total_tokens - 1)  # the last token's KV is never needed
@@ -54,61 +54,100 @@ class Lookahead:
     def note_end(self, seq: Sequence) -> None:
         """An output has ended by itself."""
         self._past.append(seq.num_tokens - seq.num_prompt_tokens)
+        self._lengths = None
 
-    def num_tokens_to_come(self, seq: Sequence) -> int:
-        """Tokens whose KV `seq` will still add: all that it may, where nothing but its length ends it. Else as many as
-        past outputs brought that were longer, on average, and half a block at least: the first to end are short."""
-        most = max(0, seq.max_total_tokens - 1 - seq.num_total_tokens)
-        if not seq.stop_token_ids and not (seq.sampling is not None and seq.sampling.watches):
-            return most
-        gained = seq.num_total_tokens - seq.num_prompt_tokens
-        num_longer = len(self._lengths) - bisect_right(self._lengths, gained)
-        expected = self._sums[num_longer] // num_longer - gained if num_longer else 0
-        return min(most, max(expected, self._block_manager.block_size // 2))
+    def num_tokens_to_come(self, seqs: list[Sequence]) -> np.ndarray:
+        """int64 [seqs]: tokens whose KV each will still add.
 
-    def future(self, running: list[Sequence]) -> "Future":
+        All that it may, where nothing but its length ends it. Else as many as longer past outputs brought on average,
+        and half a block at least: the first outputs to end are short."""
+        total = np.array([seq.num_tokens + seq.num_inflight_tokens for seq in seqs], np.int64)
+        most = np.maximum(0, np.array([seq.max_total_tokens for seq in seqs], np.int64) - 1 - total)
+        gained = total - np.array([seq.num_prompt_tokens for seq in seqs], np.int64)
+        if self._lengths is None:
+            self._lengths = np.sort(np.array(self._past, np.int64))
+            self._sums = np.append(np.cumsum(self._lengths[::-1])[::-1], 0)
+        first_longer = self._lengths.searchsorted(gained, side="right")
+        num_longer = self._lengths.size - first_longer
+        expected = np.where(num_longer, self._sums[first_longer] // np.maximum(1, num_longer) - gained, 0)
+        expected = np.maximum(expected, self._block_manager.block_size // 2)
+        return np.where([seq.may_stop for seq in seqs], np.minimum(most, expected), most)
+
+    def forecast(self, running: list[Sequence]) -> "Forecast":
         """That of the rows that hold blocks now."""
-        self._lengths = sorted(self._past)
-        self._sums = [0, *accumulate(reversed(self._lengths))]
         manager = self._block_manager
         size = manager.block_size
-        # Blocks of a cached prefix are nobody's own: they may outlive the row that wrote them.
-        own_blocks = sum(len(seq.block_table) - seq.num_cached_tokens // size for seq in running)
+        total = np.array([seq.num_tokens + seq.num_inflight_tokens for seq in running], np.int64)
+        cached = np.array([seq.num_cached_tokens for seq in running], np.int64)
+        # Blocks of a cached prefix belong to no single row: they may outlive the row that wrote them.
+        own_blocks = sum([len(seq.block_table) for seq in running]) - int((cached // size).sum())
         shared_blocks = max(0, manager.num_blocks - manager.num_free_blocks - own_blocks)
-        future = Future(manager.num_blocks - shared_blocks, size)
-        for seq in running:
-            future.add(seq.num_total_tokens - seq.num_cached_tokens, self.num_tokens_to_come(seq))
-        return future
+        return Forecast(manager.num_blocks - shared_blocks, size, total - cached, self.num_tokens_to_come(running))
 
     def check_integrity(self, running: list[Sequence]) -> None:
         assert self._most_blocks == sum(map(self._most_blocks_of, running))
 
 
-class Future:
-    """Rows by the tokens that they hold by themselves, and those to come."""
+class Forecast:
+    """Blocks in use at the moments that matter: when the blocks of a row are about to become free.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    Made once a step in O(R log R) for R rows; one more row costs O(R).
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, held: np.ndarray, to_come: np.ndarray) -> None:
+        """held, to_come: int64 [R], the tokens that each row holds by itself, and those that it will add."""
         self._num_blocks, self._block_size = num_blocks, block_size
-        self._held: list[int] = []
-        self._to_come: list[int] = []
-        self._last_blocks = 0
-
-    def add(self, held: int, to_come: int) -> None:
-        self._held.append(held)
-        self._to_come.append(to_come)
-        self._last_blocks += -(-(held + to_come) // self._block_size)
-
-    def fits(self, held: int, to_come: int) -> bool:
-        """Whether one more row does, until all have ended."""
-        if self._last_blocks - (-(held + to_come) // self._block_size) <= self._num_blocks:
-            return True  # even if none ended before the others
-        return self.peak_blocks(held, to_come) <= self._num_blocks
-
-    def peak_blocks(self, last_held: int, last_to_come: int) -> int:
-        """Most blocks in use at once, with this row among them."""
-        to_come = np.array([*self._to_come, last_to_come], dtype=np.int32)
         order = np.argsort(-to_come)
-        to_come, held = to_come[order], np.array([*self._held, last_held], dtype=np.int32)[order]
-        # [k, j]: of row j when row k's blocks become free. Those with j > k have ended before.
-        tokens = held + np.minimum(to_come[:, None] + _STEPS_IN_FLIGHT, to_come)
-        return int(np.tril(-(-tokens // self._block_size)).sum(axis=1).max())
+        self._held, self._to_come = held[order], to_come[order]
+        self._used = _blocks_at_ends(self._held, self._to_come, block_size)
+        """int64 [R]: blocks in use when the blocks of row k become free. Rows that ended before have none."""
+
+    def peak_with(self, held: int, to_come: int) -> int:
+        """Most blocks in use at once until all rows have ended, with one more row among them."""
+        return int(self._with(held, to_come).max())
+
+    def add_if_it_fits(self, held: int, to_come: int) -> bool:
+        """Adds one more row where there are blocks for all rows until they have ended; False where there are not."""
+        used = self._with(held, to_come)
+        if int(used.max()) > self._num_blocks:
+            return False
+        self._held, self._to_come = np.append(self._held, held), np.append(self._to_come, to_come)
+        self._used = used
+        return True
+
+    def _with(self, held: int, to_come: int) -> np.ndarray:
+        """_used with one more row, whose own end comes last in it."""
+        size, end = self._block_size, to_come + _STEPS_IN_FLIGHT
+        its_own = -(-(held + np.minimum(self._to_come + _STEPS_IN_FLIGHT, to_come)) // size)
+        others = -(-(self._held + np.minimum(end, self._to_come)) // size)
+        at_its_end = int(others[self._to_come >= to_come].sum()) - (-(held + to_come) // size)
+        return np.append(self._used + np.where(self._to_come <= to_come, its_own, 0), at_its_end)
+
+
+def _blocks_at_ends(held: np.ndarray, to_come: np.ndarray, size: int) -> np.ndarray:
+    """int64 [R]: blocks in use when those of row k become free, for rows by falling `to_come`.
+
+    At that moment row j <= k has held[j] + min(to_come[k] + _STEPS_IN_FLIGHT, to_come[j]) tokens. Rows j < grows[k]
+    still grow then. Since ceil((h + t) / size) = 1 + (h - 1) // size + t // size + [(h - 1) % size + t % size >= size],
+    their blocks are sums over prefixes, and a count of large remainders in a prefix.
+    """
+    end = to_come + _STEPS_IN_FLIGHT
+    grows = np.searchsorted(-to_come, -end, side="right")
+    whole, remainder = np.divmod(held - 1, size)
+    sums = np.append(0, np.cumsum(whole + 1))
+    growing = sums[grows] + grows * (end // size) + _count_before(grows, remainder, size - end % size, size)
+    last = np.append(0, np.cumsum(-(-(held + to_come) // size)))
+    equal = np.searchsorted(-to_come, -to_come, side="right")  # rows that end at the same time, those after k too
+    return growing + last[equal] - last[grows]
+
+
+def _count_before(ends: np.ndarray, values: np.ndarray, least: np.ndarray, most: int) -> np.ndarray:
+    """int64 [R]: how many of values[: ends[k]] are at least least[k]; values in 0..most - 1. Whole groups of values are
+    looked up in a table, the rest of the last group is compared one by one."""
+    group = np.arange(len(values)) // _GROUP
+    shape = (len(values) // _GROUP + 2, most + 1)
+    table = np.bincount((group + 1) * (most + 1) + values, minlength=shape[0] * shape[1]).reshape(shape).cumsum(axis=0)
+    table = table[:, ::-1].cumsum(axis=1)[:, ::-1]  # [g, v]: of the first g groups, those that are at least v
+    rest = (ends // _GROUP * _GROUP)[:, None] + np.arange(_GROUP)
+    found = np.append(values, np.zeros(_GROUP, np.int64))[rest] >= least[:, None]
+    return table[ends // _GROUP, least] + np.count_nonzero(found & (rest < ends[:, None]), axis=1)

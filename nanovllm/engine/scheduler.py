@@ -13,7 +13,7 @@ from collections import deque
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.lookahead import Future, Lookahead
+from nanovllm.engine.lookahead import Forecast, Lookahead
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step_plan import StepPlan, most_block_updates
 from nanovllm.wire.shapes import fitting_chunk
@@ -55,9 +55,12 @@ class Scheduler:
         return bool(self.running or self.waiting_short or self.waiting_long)
 
     def add(self, seq: Sequence) -> None:
-        assert seq.status is SequenceStatus.WAITING, seq
+        """Queues `seq`. One that was aborted before it came here is left out."""
+        if seq.status is SequenceStatus.FINISHED:
+            return
+        assert seq.status is SequenceStatus.WAITING and seq.arrival is None, seq
         assert seq.num_tokens < seq.max_total_tokens <= self.capacity_tokens + 1, seq  # the last token needs no KV
-        seq.turn = self._num_added
+        seq.arrival = self._num_added
         self._num_added += 1
         self._queue_of(seq).append(seq)
         self.num_waiting_tokens += seq.num_tokens
@@ -65,8 +68,9 @@ class Scheduler:
     def abort(self, seq: Sequence) -> None:
         """Ends `seq` wherever it is; tokens of it that are still on the device are dropped when they arrive."""
         if seq.status is SequenceStatus.WAITING:
-            self._queue_of(seq).remove(seq)
-            self.num_waiting_tokens -= seq.num_tokens
+            if seq.arrival is not None:
+                self._queue_of(seq).remove(seq)
+                self.num_waiting_tokens -= seq.num_tokens
             seq.status, seq.finish_reason = SequenceStatus.FINISHED, "abort"
         elif seq.status is SequenceStatus.RUNNING:
             self._finish(seq, "abort")
@@ -187,7 +191,7 @@ class Scheduler:
         memory, and with nothing running every request fits: admission cannot deadlock. And only where the step has room
         to announce its blocks, which the first always has; and where, beside others, it is expected to keep them.
         """
-        future: Future | None = None
+        forecast: Forecast | None = None
         most_updates = most_block_updates(self.block_manager.num_blocks, self.config.max_num_seqs)
         num_partial = len(prompts) - len(finishing)
         num_long = sum(1 for seq in prompts if self._is_long(seq.num_tokens_to_compute))
@@ -202,11 +206,10 @@ class Scheduler:
             if not self.block_manager.can_admit(seq, hits):
                 break
             if self.config.admission_lookahead and self.running and not self.lookahead.surely_fits(seq):
-                future = future or self.lookahead.future(self.running)
+                forecast = forecast or self.lookahead.forecast(self.running)
                 held = seq.num_tokens - self.block_manager.num_in_use(hits) * self.block_manager.block_size
-                if not future.fits(held, to_come := self.lookahead.num_tokens_to_come(seq)):
+                if not forecast.add_if_it_fits(held, int(self.lookahead.num_tokens_to_come([seq])[0])):
                     break
-                future.add(held, to_come)
             if len(plan.block_updates) // 3 + self.block_manager.num_blocks_for(seq.num_tokens) > most_updates:
                 break
             if count < remaining and num_partial >= self.config.max_num_partial_prefills:
@@ -232,7 +235,7 @@ class Scheduler:
         short, long = self.waiting_short, self.waiting_long
         if not short or not long:
             return short or long or None
-        return long if long_allowed and long[0].turn < short[0].turn else short
+        return long if long_allowed and _arrival(long[0]) < _arrival(short[0]) else short
 
     def _start(self, plan: StepPlan, seq: Sequence, hits: list[int], parent_hash: bytes) -> None:
         self.block_manager.admit(seq, hits, parent_hash)
@@ -331,3 +334,8 @@ class Scheduler:
         assert len({seq.request_id for seq in [*self.running, *waiting]}) == len(self.running) + len(waiting)
         self.lookahead.check_integrity(self.running)
         self.block_manager.check_integrity(self.running)
+
+
+def _arrival(seq: Sequence) -> int:
+    assert seq.arrival is not None, seq
+    return seq.arrival

@@ -28,12 +28,14 @@ class Sequence:
     """
 
     __slots__ = (
+        "arrival",
         "block_table",
         "epoch",
         "finish_reason",
         "index",
         "last_token_on_device",
         "max_total_tokens",
+        "may_stop",
         "metrics",
         "needs_last_token",
         "num_cached_tokens",
@@ -54,7 +56,6 @@ class Sequence:
         "stop_reason",
         "stop_token_ids",
         "token_ids",
-        "turn",
     )
 
     def __init__(
@@ -73,8 +74,8 @@ class Sequence:
     ) -> None:
         self.request_id = request_id
         """This row's own number; rows of a batch may come in another order."""
-        self.turn = 0
-        """Counts the rows that the scheduler was given: the order of arrival."""
+        self.arrival: int | None = None
+        """The scheduler's number for it, in order of arrival; None until it is queued."""
         self.parent_id = request_id if parent_id is None else parent_id
         """The request whose completion `index` this is."""
         self.index = index
@@ -88,6 +89,8 @@ class Sequence:
         self.seed = seed
         self.stop_token_ids = stop_token_ids
         """Token ids that end the output; empty where they are to be ignored."""
+        self.may_stop = bool(stop_token_ids) or (sampling is not None and sampling.watches)
+        """Whether anything but its length ends the output."""
         self.max_total_tokens = max_total_tokens
         """Prompt and output together end at this length."""
         self.metrics = metrics

@@ -150,7 +150,7 @@ def test_the_long_prompt_threshold_follows_the_budget(threshold: int | None, bud
 
 TEMPERATURE, MAX_TOKENS = "a finite number >= 0 (of float32's range)", "an integer >= 1"
 BAD_SAMPLING = [
-    *[("temperature", value, TEMPERATURE) for value in (-0.1, math.nan, math.inf, -math.inf, 1e39, 10**400)],
+    *[("temperature", value, TEMPERATURE) for value in (-0.1, math.nan, math.inf, -math.inf, 1e39)],
     *[("temperature", value, TEMPERATURE) for value in ("1", None, True)],
     *[("max_tokens", value, MAX_TOKENS) for value in (0, -1, 1.0, "5", None, True)],
     *[("ignore_eos", value, "True or False") for value in (1, None, "no")],

@@ -1,11 +1,12 @@
 """Admission that looks ahead: what it predicts against the future itself, and what it saves."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation import Simulation
 
-from nanovllm.engine.lookahead import Future
+from nanovllm.engine.lookahead import Forecast
 
 BLOCK_SIZE = 4
 STOP = frozenset({0})
@@ -21,16 +22,21 @@ def peak_by_the_clock(rows: list[tuple[int, int]]) -> int:
 
 @settings(deadline=None)
 @given(
-    rows=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 30)), min_size=1, max_size=8),
+    rows=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 30)), max_size=8),
+    more=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 30)), min_size=1, max_size=3),
     num_blocks=st.integers(1, 100),
 )
-def test_the_peak_is_that_of_the_future(rows: list[tuple[int, int]], num_blocks: int) -> None:
-    future = Future(num_blocks, BLOCK_SIZE)
-    for row in rows[:-1]:
-        future.add(*row)
-    peak = peak_by_the_clock(rows)
-    assert future.peak_blocks(*rows[-1]) == peak
-    assert future.fits(*rows[-1]) == (peak <= num_blocks)
+def test_the_peak_is_that_of_the_future(
+    rows: list[tuple[int, int]], more: list[tuple[int, int]], num_blocks: int
+) -> None:
+    held, to_come = np.array(rows, np.int64).reshape(-1, 2).T
+    forecast = Forecast(num_blocks, BLOCK_SIZE, held, to_come)
+    for row in more:
+        peak = peak_by_the_clock([*rows, row])
+        assert forecast.peak_with(*row) == peak
+        fits = forecast.add_if_it_fits(*row)
+        assert fits == (peak <= num_blocks)
+        rows = [*rows, row] if fits else rows
 
 
 def crowd(max_tokens: int, stop: frozenset[int], ahead: bool, depth: int = 1) -> Simulation:

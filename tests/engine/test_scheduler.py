@@ -283,3 +283,13 @@ def test_outputs_do_not_depend_on_the_schedule(name: str) -> None:
     for _ in range(2):  # and once more, with whatever is cached by now
         simulation.add([1, 1, 1, 1, 2, 3, 2, 3, 0], max_tokens=9)
     simulation.run_to_end()
+
+
+def test_an_abort_may_come_before_its_request() -> None:
+    simulation = Simulation()
+    early, other = make_sequence(7, [1, 2]), simulation.add([3, 4])
+    simulation.scheduler.abort(early)
+    assert early.finish_reason == "abort"
+    simulation.scheduler.add(early)
+    simulation.run_to_end()
+    assert other.gained == other.output_alone()[0] and early.output_token_ids == []

@@ -17,7 +17,7 @@ from process_checks import GREEDY, LONG, MARK, marked_processes, tiny_llm, token
 
 from nanovllm import LLM, SamplingParams
 from nanovllm import llm as llm_module
-from nanovllm.engine import fair_lock as turn_lock
+from nanovllm.engine import fair_lock
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAVE = 5.0  # seconds for workers to leave after their program has
@@ -233,7 +233,7 @@ def test_ctrl_c_in_step_loses_nothing(tiny: str, mark: str) -> None:
 def interrupted_at(line: int, work: Callable[[], None]) -> bool:
     """Does `work` with a Ctrl-C at that line (counted from 0) of those it runs in the user's front and the lock of
     turns. Whether there are so many."""
-    front, left = {llm_module.__file__, turn_lock.__file__}, line
+    front, left = {llm_module.__file__, fair_lock.__file__}, line
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal left

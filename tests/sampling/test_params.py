@@ -1,40 +1,88 @@
 """SamplingParams: what is refused, by name, value and bound; what is kept."""
 
 import math
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError
+from itertools import count
 from typing import Any
 
 import numpy as np
 import pytest
 
 from nanovllm import SamplingParams, StructuredOutput
+from nanovllm.config import EngineConfig
+from nanovllm.errors import shown
 
 BAD: list[tuple[str, Any]] = [
-    ("n", 0), ("n", True), ("n", 1.5),
-    ("temperature", -0.1), ("temperature", math.nan), ("temperature", "1"),
+    ("n", 0), ("n", True), ("n", 1.5), ("n", 129),
+    ("temperature", -0.1), ("temperature", math.nan), ("temperature", "1"), ("temperature", 10**400),
     ("top_p", 0), ("top_p", 1.1), ("top_p", math.nan), ("top_p", None),
     ("top_k", -2), ("top_k", 0.5),
     ("min_p", -0.1), ("min_p", 1.1),
     ("presence_penalty", 2.1), ("presence_penalty", -2.1), ("frequency_penalty", 3), ("frequency_penalty", math.inf),
     ("repetition_penalty", 0), ("repetition_penalty", -1), ("repetition_penalty", math.inf),
     ("seed", 2**63), ("seed", 1.0), ("seed", True),
-    ("stop", ""), ("stop", ["a", ""]), ("stop", [1]), ("stop", 5),
+    ("stop", ""), ("stop", ["a", ""]), ("stop", [1]), ("stop", 5), ("stop", "x" * 257),
     ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("stop_token_ids", 7), ("stop_token_ids", "12"),
     ("include_stop_str_in_output", 1), ("ignore_eos", None), ("detokenize", "no"), ("skip_special_tokens", 0),
     ("min_tokens", -1), ("min_tokens", 17), ("max_tokens", 0), ("max_tokens", None),
     ("logprobs", -1), ("logprobs", 21), ("logprobs", True), ("prompt_logprobs", 21), ("prompt_logprobs", 1.0),
     ("logit_bias", {-1: 1.0}), ("logit_bias", {1: 101}), ("logit_bias", {1: math.nan}), ("logit_bias", {"a": 1.0}),
     ("logit_bias", [1]),
-    ("bad_words", [""]), ("bad_words", [3]),
+    ("bad_words", [""]), ("bad_words", [3]), ("bad_words", ["x" * 257]),
     ("allowed_token_ids", []), ("allowed_token_ids", [-1]), ("allowed_token_ids", 3),
     ("structured_outputs", {"json": "{}"}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "value"), BAD, ids=[f"{name}={value!r}" for name, value in BAD])
+@pytest.mark.parametrize(("name", "value"), BAD, ids=[f"{name}={shown(value)}" for name, value in BAD])
 def test_refused_by_name_and_value(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"SamplingParams\.{name}=.*must be"):
         SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "value"),
+    [("stop", 16, "a"), ("bad_words", 256, "a"), ("stop_token_ids", 1024, 5), ("allowed_token_ids", 1 << 18, 5)],
+)
+def test_lists_have_a_bound_and_are_not_read_beyond_it(name: str, most: int, value: Any) -> None:
+    assert len(getattr(SamplingParams(**{name: [value] * most}), name)) == most
+    taken: list[Any] = []
+    endless = (taken.append(value) or value for _ in count())  # type: ignore[func-returns-value]
+    with pytest.raises(ValueError, match=rf"SamplingParams\.{name}: must have at most {most} entries"):
+        SamplingParams(**{name: endless})
+    assert len(taken) == most + 1
+
+
+def test_biases_have_a_bound() -> None:
+    assert len(SamplingParams(logit_bias=dict.fromkeys(range(1024), 1.0)).logit_bias) == 1024
+    with pytest.raises(ValueError, match=r"logit_bias: must have at most 1024 entries"):
+        SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0))
+
+
+LONG = "0123456789" * 100_000
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SamplingParams(stop=LONG),
+        lambda: SamplingParams(bad_words=[LONG]),
+        lambda: SamplingParams(logit_bias={LONG: 1.0}),  # type: ignore[dict-item]
+        lambda: SamplingParams(temperature=LONG),  # type: ignore[arg-type]
+        lambda: SamplingParams(seed=10**50_000),
+        lambda: SamplingParams(stop_token_ids=[LONG]),  # type: ignore[list-item]
+        lambda: SamplingParams(structured_outputs={"json": {"enum": [LONG]}}),  # type: ignore[arg-type]
+        lambda: StructuredOutput(choice=[[LONG]]),  # type: ignore[arg-type]
+        lambda: StructuredOutput(json=[LONG] * 50),  # type: ignore[arg-type]
+        lambda: EngineConfig("model", device=LONG),
+        lambda: EngineConfig("model", hf_overrides=[LONG]),  # type: ignore[arg-type]
+    ],
+)
+def test_messages_do_not_repeat_a_long_value(make: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError) as error:
+        make()
+    assert len(str(error.value)) < 400, str(error.value)[:500]
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

@@ -2,10 +2,12 @@
 
 import threading
 from collections.abc import Iterable
+from itertools import chain
 
 from nanovllm.detokenizer import StreamedText
 from nanovllm.engine.sampling.row import SamplingRow
 from nanovllm.engine.sampling.structured import StructuredOutputs
+from nanovllm.errors import shown
 from nanovllm.model_config import ModelConfig
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import Tokenizer
@@ -38,47 +40,52 @@ class RequestSampling:
                 raise ValueError(f"SamplingParams.{name}={getattr(params, name)}: must be at most vocab_size={vocab}")
         for name in ("stop", "bad_words", "structured_outputs"):
             if getattr(params, name) and not self._tokenizer.is_there:
-                value = getattr(params, name)
-                raise ValueError(f"SamplingParams.{name}={value!r}: needs a tokenizer (skip_tokenizer_init)")
+                value = shown(getattr(params, name))
+                raise ValueError(f"SamplingParams.{name}={value}: needs a tokenizer (skip_tokenizer_init)")
         if params.structured_outputs is not None:
             self._constraints().matcher(params.structured_outputs)
-        for text in params.bad_words:
-            if not self._words(text):
-                raise ValueError(f"SamplingParams.bad_words={text!r}: must have tokens")
-        self._check_something_is_left(params)
+        words = [self._words(text) for text in params.bad_words]
+        for text, forms in zip(params.bad_words, words, strict=True):
+            if not forms:
+                raise ValueError(f"SamplingParams.bad_words={shown(text)}: must have tokens")
+        self._check_something_is_left(params, chain.from_iterable(words))
 
-    def _check_something_is_left(self, params: SamplingParams) -> None:
+    def _check_something_is_left(self, params: SamplingParams, bad_words: Iterable[tuple[int, ...]]) -> None:
         """At the start of the output; a bad word of several tokens may take the last one away later, which ends the
         text (SamplingRow.accept)."""
         if params.allowed_token_ids is None:
             return
-        forbidden = {word[0] for text in params.bad_words for word in self._words(text) if len(word) == 1}
+        forbidden = {word[0] for word in bad_words if len(word) == 1}
         if params.min_tokens:
             forbidden |= {*params.stop_token_ids, *(() if params.ignore_eos else self._model.eos_token_ids)}
         if forbidden.issuperset(params.allowed_token_ids):
-            allowed = list(params.allowed_token_ids)
             bound = "must hold a token that bad_words and min_tokens leave"
+            allowed = shown(list(params.allowed_token_ids))
             raise ValueError(f"SamplingParams.allowed_token_ids={allowed}: {bound} (min_tokens={params.min_tokens})")
 
-    def row(
-        self, params: SamplingParams, stop_ids: frozenset[int], num_prompt_tokens: int, index: int
-    ) -> SamplingRow | None:
-        """State of completion `index` of a checked request; None where greedy or temperature is all there is."""
+    def rows(
+        self, params: SamplingParams, stop_ids: frozenset[int], num_prompt_tokens: int
+    ) -> list[SamplingRow | None]:
+        """State of each completion of a checked request; None where greedy or temperature is all there is to it."""
         if params.is_plain:
-            return None
+            return [None] * params.n
+        bad_words = [word for text in params.bad_words for word in self._words(text)]
+        rows = [self._row(params, stop_ids, bad_words) for _ in range(params.n)]
+        if params.prompt_logprobs is not None:
+            rows[0].expect_prompt_logprobs(num_prompt_tokens)
+        return [row if row.uses_step or row.text is not None else None for row in rows]
+
+    def _row(self, params: SamplingParams, stop_ids: frozenset[int], bad_words: list[tuple[int, ...]]) -> SamplingRow:
         wanted = params.structured_outputs
-        row = SamplingRow(
+        return SamplingRow(
             params,
             stop_ids=stop_ids,
             vocab_size=self._model.vocab_size,
             text=self._text(params) if params.stop else None,
-            bad_words=[word for text in params.bad_words for word in self._words(text)],
+            bad_words=bad_words,
             matcher=None if wanted is None else self._constraints().matcher(wanted),
             token_text=self._tokenizer.token_text,
         )
-        if params.prompt_logprobs is not None and index == 0:
-            row.expect_prompt_logprobs(num_prompt_tokens)
-        return row if row.uses_step or row.text is not None else None
 
     def _text(self, params: SamplingParams) -> StreamedText:
         detokenizer = self._tokenizer.detokenizer(params.skip_special_tokens)

@@ -47,7 +47,11 @@ class SamplingRow:
         # A checkpoint may name an end of text that its logits do not have: there nothing is kept from being drawn.
         self._stop_ids = sorted(i for i in stop_ids if i < vocab_size) if params.min_tokens else []
         bad_words = [word for word in bad_words if max(word) < vocab_size]
-        self._bad_words = [word for word in bad_words if len(word) > 1]
+        self._bad_words: dict[int, list[tuple[int, ...]]] = {}
+        """Those of several tokens, by the last but one."""
+        for word in bad_words:
+            if len(word) > 1:
+                self._bad_words.setdefault(word[-2], []).append(word)
         singles = {word[0] for word in bad_words if len(word) == 1}
         self._edits = dict(params.logit_bias) | dict.fromkeys(singles, _BAN)
         self._edit_words = self._early_edit_words = _edit_words(self._edits) if self._edits else _NO_EDITS
@@ -100,7 +104,7 @@ class SamplingRow:
         """int32 [n, 3] (the first column is the caller's): additions to logits for the next token."""
         early = bool(self._stop_ids) and num_output_tokens < self.params.min_tokens
         bans: set[int] = set()
-        for word in self._bad_words:
+        for word in self._bad_words.get(seq.token_ids[-1], ()) if self._bad_words else ():
             length = len(word) - 1
             if num_output_tokens >= length and tuple(seq.token_ids[-length:]) == word[:-1]:
                 bans.add(word[-1])
@@ -155,11 +159,12 @@ class SamplingRow:
 
     def _was_forbidden(self, seq: "Row", token_id: int) -> bool:
         """Whether the last token of `seq` is one that is drawn only where every token is forbidden."""
-        allowed = self.params.allowed_token_ids
-        if allowed is not None and token_id not in allowed:
+        allowed = self.allowed_mask()
+        if allowed is not None and not allowed[token_id // 32] >> (token_id % 32) & 1:
             return True
         gained = seq.num_tokens - seq.num_prompt_tokens
-        return any(gained >= len(word) and tuple(seq.token_ids[-len(word) :]) == word for word in self._bad_words)
+        words = self._bad_words.get(seq.token_ids[-2], ())
+        return any(gained >= len(word) and tuple(seq.token_ids[-len(word) :]) == word for word in words)
 
 
 def _edit_words(edits: dict[int, float]) -> np.ndarray:

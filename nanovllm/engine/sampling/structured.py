@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from nanovllm.errors import short, shown
 from nanovllm.sampling_params import StructuredOutput
 from nanovllm.wire.sampling import mask_words
 
@@ -41,7 +42,7 @@ class Matcher:
 
     def note_error(self) -> None:
         if self.error is None and self.inner.is_error():
-            self.error = f"structured_outputs: {self.inner.get_error().strip().splitlines()[0]}"
+            self.error = f"structured_outputs: {short(self.inner.get_error())}"
 
     @property
     def is_complete(self) -> bool:
@@ -73,7 +74,7 @@ class StructuredOutputs:
             eos = eos_ids[0] if eos_ids else None
             self._tokenizer = llguidance.hf.from_tokenizer(hf_tokenizer, n_vocab=size, eos_token=eos)
         except Exception as error:
-            raise ValueError(f"structured_outputs: llguidance cannot use this tokenizer: {error}") from error
+            raise ValueError(f"structured_outputs: llguidance cannot use this tokenizer: {short(error)}") from error
         if self._repeats_blanks():
             self._json_defaults = _JSON_DEFAULTS_BEFORE
 
@@ -146,5 +147,4 @@ def _literal(text: str) -> str:
 
 
 def _does_not_compile(name: str, value: Any, error: object) -> ValueError:
-    reason = str(error).strip().splitlines() or ["no reason given"]
-    return ValueError(f"StructuredOutput.{name}={value!r}: must compile, but: {reason[0]}")
+    return ValueError(f"StructuredOutput.{name}={shown(value)}: must compile, but: {short(error)}")

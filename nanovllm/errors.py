@@ -1,0 +1,32 @@
+"""What a user's mistake is called: option, value and bound, and never more than a line of the value. No torch."""
+
+import reprlib
+from typing import Any, NoReturn
+
+MAX_SHOWN = 200
+"""Characters of a value that a message repeats. Values come from clients too, and a schema can have a million."""
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = 2 * MAX_SHOWN
+_repr.maxlist = _repr.maxtuple = _repr.maxdict = _repr.maxset = _repr.maxfrozenset = 40
+_repr.maxlevel = 4
+
+
+def shown(value: Any) -> str:
+    """repr(value), cut after MAX_SHOWN characters."""
+    try:
+        text = _repr.repr(value)
+    except ValueError:  # an int of more digits than Python writes
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+
+
+def short(error: object) -> str:
+    """Another library's message, which may repeat the user's input: its first line, cut as `shown` cuts."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0] if len(lines[0]) <= MAX_SHOWN else lines[0][:MAX_SHOWN] + "..."
+
+
+def refuse(name: str, value: Any, bound: str) -> NoReturn:
+    """Raises the ValueError for an option with a bad value; `bound` says what it must be."""
+    raise ValueError(f"{name}={shown(value)}: must be {bound}")
