@@ -1,40 +1,11 @@
-"""Sums over the ranks whose bytes are moved by the GPUs' copy engines: while products run, they take no multiprocessor.
+"""All-reduce + residual + RMSNorm whose rows travel by the GPUs' copy engines, beside the other half's work.
 
-The rows of half a step are summed by their owners: of R rows, rank r of W owns the block of ceil(R / W) that begins at
-r * ceil(R / W), as far as there are rows. In a stream of its own each rank
+Of R rows, rank r of W owns the block of ceil(R / W) that begins at r * ceil(R / W). Each rank sends the others theirs,
+sums its own in one kernel, and sends the finished rows to all. Flags order the ranks and events the two streams, so a
+CUDA graph holds it all. docs/peer-memory.md shows the steps and why one inbox, one `gathered` and one flag of each kind
+suffice for a half of a step.
 
-    1. copies every other rank's block of its partial rows into that rank's inbox, and its epoch into the flag there;
-    2. runs one kernel, which waits for the flags of all, adds up this rank's block, adds the residual (kept by owners
-       alone), rounds once, and writes the normalised rows into its own `gathered`;
-    3. copies these into `gathered` of every other rank, and its epoch into the second flag there;
-
-and in the main stream, when the rows are needed, one program waits for everyone's second flags and advances the epoch.
-`gathered` itself, memory that the peers map, is what the products read.
-
-Flags. Copies of a stream run one after another, so whoever sees a flag finds the rows that were sent before it. A flag
-equals the receiver's epoch when the rows of this very call are there. It never runs ahead, by the argument below; so
-equality is enough, and the int32 epoch may wrap around. Epochs are words of device memory, one for each half, that
-begin at 1 (flags at 0) and are read and advanced by the device alone: graphs may be replayed in any order, mixed with
-eager steps, the same on all ranks.
-
-Why one inbox, one `gathered` and one flag of each kind suffice for a half. Let call k be a half's k-th, whatever step
-and layer it belongs to. On each rank, in this order: the main stream launches what call k sums; 1, 2, 3 of k, behind it
-(`Overlap.fork`); the wait of k, in the main stream and behind 3 (`UnderWay.wait`); what reads gathered(k); what call
-k + 1 sums. Within a layer the last two are products that need each other; at the end of a step the rows are copied
-out of `gathered`, and the next step's call comes after that in the main stream. Hence, of two ranks P and Q:
-
-- P writes inbox and first flag of Q for k + 1 after its own wait of k, so after Q's second flag of k, which Q sent
-  after its kernel of k had ended: it has read the inbox and no longer looks at the flag.
-- P writes `gathered` and second flag of Q for k + 1 after its kernel of k + 1, so after Q's first flag of k + 1, which
-  Q sent after its wait of k and after everything that its main stream had launched by then: what read gathered(k) is
-  done. Q's own kernel of k + 1, which writes gathered too, comes behind the same.
-- P changes its own epoch in the wait of k, behind 3 of k, the last copy that reads it.
-
-All sums of one kind follow one another in the side stream, in the same order on all ranks, and a kernel of theirs waits
-only for copies that stand before the same kernel in the streams of others: nobody waits in a circle, however many
-multiprocessors a waiting kernel holds. Sums of other kinds use other memory, and may come in between.
-
-After an abort (parallel/peer/memory.py) every wait ends at once, and everything that follows is garbage.
+After an abort (parallel/peer/memory.py) every wait ends at once, and all later results are garbage.
 """
 
 from collections.abc import Iterator
