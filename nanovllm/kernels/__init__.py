@@ -12,7 +12,9 @@ _HOME = {
     "embed_shard": "pointwise.embedding",
     "rms_norm": "pointwise.norm",
     "add_rms_norm": "pointwise.norm",
+    "add_norms": "pointwise.norm",
     "silu_mul": "pointwise.activation",
+    "activation": "pointwise.activation",
     "qk_norm_rope_store": "pointwise.rope",
     "store_kv": "pointwise.rope",
     "gumbel_argmax": "sampling.gumbel",
@@ -36,7 +38,9 @@ class Kernels:
     embed_shard: Callable[..., torch.Tensor]
     rms_norm: Callable[..., torch.Tensor]
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    add_norms: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     silu_mul: Callable[..., torch.Tensor]
+    activation: Callable[..., torch.Tensor]
     qk_norm_rope_store: Callable[..., torch.Tensor]
     store_kv: Callable[..., None]
     gumbel_argmax: Callable[..., torch.Tensor]

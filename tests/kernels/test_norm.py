@@ -1,7 +1,16 @@
 import pytest
 import torch
 
-from nanovllm.kernels.pointwise.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from nanovllm.kernels.pointwise.norm import (
+    Norm,
+    add_norms,
+    add_norms_reference,
+    add_rms_norm,
+    add_rms_norm_reference,
+    norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
 from tests.kernels.conftest import poison
 
 EPS = 1e-6
@@ -40,6 +49,34 @@ def test_add_rms_norm_equals_its_twin(shape: tuple[int, int], dtype: torch.dtype
     assert_within_one_rounding(normed, expected)
 
 
+def random_norm(kind: str, hidden: int, dtype: torch.dtype, device: torch.device) -> Norm:
+    weight, bias = (torch.randn(hidden, dtype=dtype, device=device) for _ in range(2))
+    return Norm(weight.float() + 1 if kind == "rms_float32" else weight, EPS, kind, bias if kind == "layer" else None)
+
+
+@pytest.mark.parametrize("kind", ["rms", "rms_float32", "layer"])
+@pytest.mark.parametrize("place", ["first", "pre", "post", "sandwich"])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_add_norms_equals_its_twin(
+    kind: str, place: str, parts: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    shape = (5, 100)
+    x = torch.randn(shape, dtype=dtype, device=device)
+    if parts > 1 and place != "first":
+        x = torch.randn(parts, *shape, device=device)
+    residual = None if place == "first" else torch.randn(shape, dtype=dtype, device=device)
+    norm = None if place == "post" else random_norm(kind, shape[1], dtype, device)
+    after = random_norm(kind, shape[1], dtype, device) if place in ("post", "sandwich") else None
+    multiplier = 0.22 if place == "sandwich" else 1.0
+    x_before, twin = x.clone(), None if residual is None else residual.clone()
+    expected, expected_sum = add_norms_reference(x, twin, norm, after, multiplier)
+    normed, new_residual = add_norms(x, residual, norm, after, multiplier)
+    assert torch.equal(x, x_before)
+    assert new_residual is (x if residual is None else residual)
+    assert_within_one_rounding(new_residual, expected_sum)
+    assert_within_one_rounding(normed, expected)
+
+
 def test_rows_may_be_strided(dtype: torch.dtype, device: torch.device) -> None:
     x = torch.randn(6, 128, dtype=dtype, device=device)
     weight = torch.randn(128, dtype=dtype, device=device)
@@ -68,3 +105,22 @@ def test_twin_rounds_as_hugging_face(dtype: torch.dtype) -> None:
     x = torch.randn(4, 96, dtype=dtype)
     with torch.no_grad():
         assert torch.equal(rms_norm_reference(x, norm.weight, EPS), norm(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_twins_round_as_hugging_face(dtype: torch.dtype) -> None:
+    olmo2 = pytest.importorskip("transformers.models.olmo2.modeling_olmo2")
+    gemma2 = pytest.importorskip("transformers.models.gemma2.modeling_gemma2")
+    cohere2 = pytest.importorskip("transformers.models.cohere2.modeling_cohere2")
+    x, weight = torch.randn(4, 96, dtype=dtype), torch.randn(96, dtype=dtype)
+    theirs = olmo2.Olmo2RMSNorm(96, eps=EPS), gemma2.Gemma2RMSNorm(96, eps=EPS), cohere2.Cohere2LayerNorm(96, eps=EPS)
+    kinds = ("rms_float32", "rms_float32", "layer")
+    with torch.no_grad():
+        for norm, kind, offset in zip(theirs, kinds, (0, 1, 0), strict=True):
+            norm.weight.data = weight
+            ours = Norm(weight.float() + offset if offset else weight, EPS, kind)
+            assert torch.equal(norm_reference(x, ours), norm(x)), norm
+        bias = torch.randn(96, dtype=dtype)
+        expected = torch.nn.functional.layer_norm(x, (96,), weight, bias, EPS)
+        ours = norm_reference(x, Norm(weight, EPS, "layer", bias))
+        torch.testing.assert_close(ours, expected, rtol=2e-6 if dtype == torch.float32 else 2**-7, atol=2e-6)

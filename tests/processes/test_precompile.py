@@ -97,8 +97,8 @@ rehearsal.rehearse(runner, jobs.append)
 assert runner.model.layers is layers and not runner.model.fused_rows and not runner.work.captured_logits
 
 counts = collections.Counter(job.name for job in set(jobs))
-single = "apply_deltas expand_rows prepare_decode publish_tokens qk_norm_rope_store silu_mul".split()
-assert set(counts) >= {f"_{name}_kernel" for name in single} | {"_rms_norm_kernel", "_best_of_chunks_kernel",
+single = "apply_deltas expand_rows prepare_decode publish_tokens qk_norm_rope_store activation norm".split()
+assert set(counts) >= {f"_{name}_kernel" for name in single} | {"_best_of_chunks_kernel",
     "prefill_attention_kernel", "plan_prefill_kernel", "merge_chunks_kernel"}, counts
 classes = {(runner.backend.decode._config(rows), rows == 1) for rows in range(1, 73)}
 assert counts["decode_attention_kernel"] == len(classes) > 1 and counts["plan_decode_kernel"] >= len(classes), counts

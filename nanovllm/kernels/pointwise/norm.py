@@ -1,9 +1,11 @@
-"""RMSNorm (Zhang and Sennrich, arXiv 1910.07467), alone and with the residual addition before it.
+"""RMSNorm (Zhang and Sennrich, arXiv 1910.07467) and LayerNorm (Ba et al., arXiv 1607.06450), alone and with the
+residual addition before it.
 
-Rounding is that of Hugging Face's Qwen3RMSNorm: statistics in float32, the normalised value rounded to the model's
-dtype, and only then multiplied by the weight. One program reduces a whole row in a shape that depends on H alone, so a
-row's result is the same bits whatever the number of rows.
+Rounding is that of Hugging Face's models, which differ in it (Norm.kind). One program reduces a whole row in a shape
+that depends on H alone, so a row's result is the same bits whatever the number of rows.
 """
+
+from typing import NamedTuple
 
 import torch
 
@@ -19,17 +21,61 @@ start early, a dependent launch is 0.5 us slower than an ordinary one, and which
 projection and rows (decode_rule.py). On 0.6B nearly all are our own."""
 
 
+class Norm(NamedTuple):
+    """What a row is normalised with. Statistics are in float32."""
+
+    weight: torch.Tensor | None
+    """[H], in the model's dtype or in float32."""
+    eps: float
+    kind: str = "rms"
+    """"rms": the normalised row is rounded to the model's dtype, then times weight and rounded again; "rms_float32":
+    times weight in float32, then rounded; "layer": LayerNorm, in float32, then rounded."""
+    bias: torch.Tensor | None = None
+    """[H], added before the rounding."""
+
+
+_NONE = Norm(None, 0.0)
+
+
 @triton.jit
-def _rms_norm_kernel(
-    X, RESIDUAL, WEIGHT, OUT, x_stride, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
-    PARTS: tl.constexpr, PDL: tl.constexpr,
+def _load_row(POINTER, cols, mask):
+    """A row of float32; where there is none, a number that is not used."""
+    row = 0.0
+    if POINTER is not None:
+        row = tl.load(POINTER + cols, mask=mask, other=0.0).to(tl.float32)
+    return row
+
+
+@triton.jit
+def _normed(x, weight, bias, eps, mask, HIDDEN: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """One row x [BLOCK] normalised, in x's dtype; see Norm."""
+    x32 = x.to(tl.float32)
+    if KIND == "layer":
+        x32 = tl.where(mask, x32 - tl.sum(x32, 0) / HIDDEN, 0.0)
+    normed = x32 * tl.rsqrt(tl.sum(x32 * x32, 0) / HIDDEN + eps)
+    if KIND == "rms":
+        # A product of two bfloat16 is exact in float32, so this rounds once, as a bfloat16 product does.
+        normed = normed.to(x.dtype).to(tl.float32)
+    normed = normed * weight
+    if HAS_BIAS:
+        normed += bias
+    return normed.to(x.dtype)
+
+
+@triton.jit
+def _norm_kernel(
+    X, RESIDUAL, WEIGHT, BIAS, OUT, AFTER_WEIGHT, AFTER_BIAS, x_stride, eps, after_eps,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, KIND: tl.constexpr, AFTER_KIND: tl.constexpr,
+    MULTIPLIER: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Row `program_id` of rms_norm, of add_rms_norm with ADD. RESIDUAL and OUT are contiguous, and so is X where it is
-    PARTS float32 matrices to add up."""
+    """Row `program_id` of add_norms, without the addition where not ADD. RESIDUAL and OUT are contiguous, and so is X
+    where it is PARTS float32 matrices to add up. What is None is not there: AFTER_WEIGHT, biases, and WEIGHT where OUT
+    is not wanted."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < HIDDEN
-    weight = tl.load(WEIGHT + cols, mask=mask, other=0.0)
+    weight, bias = _load_row(WEIGHT, cols, mask), _load_row(BIAS, cols, mask)
+    after_weight, after_bias = _load_row(AFTER_WEIGHT, cols, mask), _load_row(AFTER_BIAS, cols, mask)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -39,36 +85,46 @@ def _rms_norm_kernel(
             at = X + (part * tl.num_programs(0) + row) * HIDDEN + cols
             x += tl.load(at, mask=mask, other=0.0)
         x = x.to(OUT.dtype.element_ty)
+    if AFTER_WEIGHT is not None:
+        x = _normed(x, after_weight, after_bias, after_eps, mask, HIDDEN, AFTER_KIND, AFTER_BIAS is not None)
     if ADD:
+        if MULTIPLIER != 1.0:
+            x = (x.to(tl.float32) * MULTIPLIER).to(x.dtype)
         residual = tl.load(RESIDUAL + row * HIDDEN + cols, mask=mask, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(RESIDUAL + row * HIDDEN + cols, x, mask=mask)
-    x32 = x.to(tl.float32)
-    inverse_rms = tl.rsqrt(tl.sum(x32 * x32, 0) / HIDDEN + eps)
-    normed = (x32 * inverse_rms).to(x.dtype)
-    # A product of two bfloat16 is exact in float32, so this rounds once, as a bfloat16 product does.
-    product = (normed.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
-    tl.store(OUT + row * HIDDEN + cols, product, mask=mask)
+    if WEIGHT is not None:
+        normed = _normed(x, weight, bias, eps, mask, HIDDEN, KIND, BIAS is not None)
+        tl.store(OUT + row * HIDDEN + cols, normed, mask=mask)
 
 
 def _launch(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor
-) -> torch.Tensor:
+    x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, out: torch.Tensor, after: Norm | None = None,
+    multiplier: float = 1.0,
+) -> torch.Tensor:  # fmt: skip
     num_rows, hidden = x.shape[-2:]
     block = triton.next_power_of_2(hidden)
     parts = x.shape[0] if x.dim() == 3 else 1
     most_pdl_rows = PDL_ROWS if hidden > 2048 else PDL_ROWS_SMALL
+    norm, after = norm or _NONE, after or _NONE
     if num_rows:
-        _rms_norm_kernel[(num_rows,)](
+        _norm_kernel[(num_rows,)](
             x,
             x if residual is None else residual,
-            weight,
+            norm.weight,
+            norm.bias,
             out,
+            after.weight,
+            after.bias,
             x.stride(-2),
-            eps,
+            norm.eps,
+            after.eps,
             HIDDEN=hidden,
             BLOCK=block,
             ADD=residual is not None,
+            KIND=norm.kind,
+            AFTER_KIND=after.kind,
+            MULTIPLIER=multiplier,
             PARTS=parts,
             num_warps=min(max(block // (1024 if parts == 1 else 512), 1), 4 if parts == 1 else 8),
             **pdl_options(x.device, num_rows <= most_pdl_rows),
@@ -80,7 +136,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
     """Triton version of rms_norm_reference; rows of x may be strided, `out` is contiguous and may be x."""
     if out is None:
         out = empty_rows(x.shape[0], x.shape[1], x.dtype, x.device)
-    return _launch(x, None, weight, eps, out)
+    return _launch(x, None, Norm(weight, eps), out)
 
 
 def add_rms_norm(
@@ -88,7 +144,22 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Triton version of add_rms_norm_reference; rows of x may be strided, parts of it are contiguous as residual is."""
     out = empty_rows(residual.shape[0], residual.shape[1], residual.dtype, residual.device)
-    return _launch(x, residual, weight, eps, out), residual
+    return _launch(x, residual, Norm(weight, eps), out), residual
+
+
+def add_norms(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm: Norm | None,
+    after: Norm | None = None,
+    multiplier: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Triton version of add_norms_reference; rows of x may be strided, parts of it are contiguous as residual is."""
+    like = x if residual is None else residual
+    out = like if norm is None else empty_rows(like.shape[0], like.shape[1], like.dtype, like.device)
+    if norm is not None or residual is not None:
+        _launch(x, residual, norm, out, after, multiplier)
+    return out, like
 
 
 def rms_norm_reference(
@@ -121,3 +192,37 @@ def add_rms_norm_reference(
         x = add_up(x, residual.dtype)
     residual.add_(x)
     return rms_norm_reference(residual, weight, eps), residual
+
+
+def norm_reference(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """x [T, H] -> normalised [T, H] in x's dtype; see Norm."""
+    assert norm.weight is not None
+    if norm.kind == "rms":
+        return rms_norm_reference(x, norm.weight, norm.eps)
+    x32 = x.float()
+    if norm.kind == "layer":
+        x32 = x32 - x32.mean(-1, keepdim=True)
+    normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.float()
+    return (normed if norm.bias is None else normed + norm.bias.float()).to(x.dtype)
+
+
+def add_norms_reference(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm: Norm | None,
+    after: Norm | None = None,
+    multiplier: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm(new residual), new residual = residual + multiplier * after(x)), each [T, H].
+
+    The sum replaces `residual` in place. Without a residual x is the new one, as it is. Without `norm` both results are
+    the new residual. x may also be float32 [parts, T, H], as in add_rms_norm_reference.
+    """
+    if residual is None:
+        residual = x
+    else:
+        if x.dim() == 3:
+            x = add_up(x, residual.dtype)
+        y = x if after is None else norm_reference(x, after)
+        residual.add_(y if multiplier == 1.0 else y * multiplier)
+    return residual if norm is None else norm_reference(residual, norm), residual
