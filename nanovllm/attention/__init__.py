@@ -1,13 +1,14 @@
 """Attention backends and the choice among them."""
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, AttentionMetadata
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
 
-__all__ = ["BACKENDS", "AttentionBackend", "AttentionMetadata", "Selection", "select_backend"]
+__all__ = ["BACKENDS", "AttentionBackend", "AttentionMetadata", "AttentionSpec", "Selection", "select_backend"]
 
 # Imported on demand: Triton and FlashAttention need not be installed where they are not used.
 BACKENDS: dict[str, tuple[str, str]] = {
@@ -24,22 +25,22 @@ class Selection(NamedTuple):
     """Something faster could not be used; `reason` says why."""
 
 
-def select_backend(name: str, *, device: torch.device | str, dtype: torch.dtype, block_size: int,
-                   head_dim: int) -> Selection:
-    """The backend called `name`, or for "auto" the fastest one that is installed and that can serve these shapes.
+def select_backend(name: str, specs: Sequence[AttentionSpec], *, device: torch.device | str, dtype: torch.dtype,
+                   block_size: int) -> Selection:
+    """The backend called `name`, or for "auto" the fastest one that is installed and that can serve all `specs`.
 
     A backend asked for by name is used or refused with ValueError, never replaced.
     """
     if name != "auto":
         backend = _load(name)
-        backend.check(block_size, head_dim, dtype, device)
+        backend.check(specs, block_size, dtype, device)
         return Selection(backend, "asked for")
     refusals = []
     candidates = ("flash", "triton", "torch") if torch.device(device).type == "cuda" else ("torch",)
     for candidate in candidates:
         try:
             backend = _load(candidate)
-            backend.check(block_size, head_dim, dtype, device)
+            backend.check(specs, block_size, dtype, device)
         except ValueError as error:
             refusals.append(str(error))
             continue

@@ -1,11 +1,16 @@
 """The contract between layers and attention backends: what a step's attention needs to know, and who computes it."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+
+from nanovllm.kernels.attention.spec import AttentionSpec
+
+__all__ = ["AttentionBackend", "AttentionMetadata", "AttentionSpec"]
 
 
 @dataclass
@@ -56,11 +61,13 @@ class AttentionBackend(ABC):
     """Causal attention over a paged cache. One object serves all layers of a rank, in stream order.
 
     Cache layout: k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim], last dimension contiguous. Token n
-    of a row is in block block_table[slot, n // block_size] at offset n % block_size. What a row's last block holds past
-    the row's end must be finite; blocks that no row owns may hold anything.
+    of a row is in block block_table[slot, n // block_size] at offset n % block_size. Whatever a row cannot see, in its
+    own blocks (past its end, or before its window) or in others, may hold anything, NaN too.
     """
 
     name: str
+    can_capture: bool = True
+    """Its steps can be captured in CUDA graphs."""
     is_required: bool = False
     """Asked for by name: finding out late that it cannot work is an error, not a reason to do without."""
     fallen_back_from: str = ""
@@ -69,20 +76,18 @@ class AttentionBackend(ABC):
     """Numbers of decode rows whose chunks are to be merged before the next kernel begins to fetch its weight; set with
     the kernels' choices (runner/tuning.py)."""
 
-    def __init__(self, num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int, max_num_seqs: int,
-                 max_model_len: int, device: torch.device | str, dtype: torch.dtype) -> None:
-        """Head counts are this rank's; max_model_len in tokens; scores are scaled by head_dim ** -0.5."""
-        if num_q_heads % num_kv_heads:
-            raise ValueError(f"num_q_heads={num_q_heads}: must be a multiple of num_kv_heads={num_kv_heads}")
-        self.check(block_size, head_dim, dtype, device)
-        self.num_q_heads, self.num_kv_heads, self.head_dim = num_q_heads, num_kv_heads, head_dim
+    def __init__(self, specs: Sequence[AttentionSpec], block_size: int, max_num_seqs: int, max_model_len: int,
+                 device: torch.device | str, dtype: torch.dtype) -> None:
+        """specs: the kinds of the model's layers, each once; max_model_len in tokens."""
+        self.check(specs, block_size, dtype, device)
+        self.specs = tuple(dict.fromkeys(specs))
         self.block_size, self.max_num_seqs, self.max_model_len = block_size, max_num_seqs, max_model_len
         self.device, self.dtype = torch.device(device), dtype
-        self.scale = head_dim**-0.5
 
     @classmethod
     @abstractmethod
-    def check(cls, block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device | str) -> None:
+    def check(cls, specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype,
+              device: torch.device | str) -> None:
         """Raises ValueError naming option, value and bound where this backend cannot serve them."""
 
     @abstractmethod
@@ -97,12 +102,13 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata,
-                out: torch.Tensor) -> torch.Tensor:
+                out: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Writes attention of q [T, Hq, D] (any token and head stride) into out [T, Hq, D] and returns out.
 
-        The step's own keys and values are in the cache already. Rows of padding leave their part of out as it was.
+        spec: one of those that the backend was built with. sinks: [Hq], where spec.has_sinks. The step's own keys and
+        values are in the cache already. Rows of padding leave their part of out as it was.
         """
 
-    def warmup(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:  # noqa: B027 (a backend may have nothing to compile)
-        """Compiles every kernel variant that a step can need, so that none is compiled during capture or serving.
-        Reads the caches (any finite contents), writes nothing of them."""
+    def warmup(self, k_cache: torch.Tensor, v_cache: torch.Tensor, spec: AttentionSpec) -> None:  # noqa: B027 (a backend may have nothing to compile)
+        """Compiles every kernel variant that a step can need for layers of `spec`, so that none is compiled during
+        capture or serving. Reads the caches (any contents), writes nothing of them."""

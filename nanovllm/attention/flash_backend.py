@@ -5,12 +5,13 @@ serves where only it is installed. Both read the paged cache through a table of 
 """
 
 import logging
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from nanovllm.attention import flash_import
-from nanovllm.attention.base import AttentionMetadata
+from nanovllm.attention.base import AttentionMetadata, AttentionSpec
 from nanovllm.attention.triton_backend import PrefillRows, TritonBackend
 
 logger = logging.getLogger(__name__)
@@ -44,15 +45,17 @@ class FlashBackend(TritonBackend):
         flash_import.start(self._package)
 
     @classmethod
-    def check(cls, block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        super().check(block_size, head_dim, dtype, device)
+    def check(cls, specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype,
+              device: torch.device | str) -> None:
+        super().check(specs, block_size, dtype, device)
         where = f"attention_backend={cls.name!r}"
         if torch.device(device).type != "cuda":
             raise ValueError(f"device={str(device)!r}: {where} needs a CUDA device")
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"dtype={dtype}: {where} takes bfloat16 or float16")
-        if head_dim not in (64, 128):
-            raise ValueError(f"head_dim={head_dim}: {where} takes 64 or 128")
+        for spec in specs:
+            if spec.head_dim not in (64, 128):
+                raise ValueError(f"head_dim={spec.head_dim}: {where} takes 64 or 128")
         _package(block_size, device)
 
     def _has_flash(self) -> bool:
@@ -81,22 +84,22 @@ class FlashBackend(TritonBackend):
         return _ChunkRows(context_lens, metadata.cu_seqlens_q[n:], cu_seqlens_k)
 
     def _forward_prefill(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-                         metadata: AttentionMetadata, out: torch.Tensor) -> None:
+                         metadata: AttentionMetadata, out: torch.Tensor, spec: AttentionSpec) -> None:
         rows = metadata.workspace
         if isinstance(rows, PrefillRows):
-            return super()._forward_prefill(q, k_cache, v_cache, metadata, out)
+            return super()._forward_prefill(q, k_cache, v_cache, metadata, out, spec)
         # As FlashAttention names it, [blocks, tokens, heads, head_dim]: the same memory under other strides.
         k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
         if rows.cu_seqlens_k is not None:
             flash2_out = self._forward(
                 q, k, v, cu_seqlens_q=rows.cu_seqlens_q, cu_seqlens_k=rows.cu_seqlens_k,
-                max_seqlen_q=metadata.max_seqlen_q, max_seqlen_k=metadata.max_context_len, softmax_scale=self.scale,
+                max_seqlen_q=metadata.max_seqlen_q, max_seqlen_k=metadata.max_context_len, softmax_scale=spec.scale,
                 causal=True, block_table=metadata.prefill_block_tables)
             out[metadata.num_decode_rows :] = flash2_out[metadata.num_decode_rows :]
             return
         self._forward(
             q, k, v, cu_seqlens_q=rows.cu_seqlens_q, seqused_k=rows.context_lens, max_seqlen_q=metadata.max_seqlen_q,
-            max_seqlen_k=metadata.max_context_len, page_table=metadata.prefill_block_tables, softmax_scale=self.scale,
+            max_seqlen_k=metadata.max_context_len, page_table=metadata.prefill_block_tables, softmax_scale=spec.scale,
             causal=True, num_splits=1, out=out)
 
 

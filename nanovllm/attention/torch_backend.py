@@ -1,31 +1,37 @@
 """Attention in plain PyTorch: the reference the other backends are held to, and what a CPU runs."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from nanovllm.attention.base import AttentionBackend, AttentionMetadata
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from nanovllm.kernels.attention.reference import attend_reference
 
 
 class _Row(NamedTuple):
-    first_token: int
-    num_tokens: int
-    context_len: int
+    """One row's tokens of the step and the keys that any of them sees."""
+
+    tokens: slice
+    keys: slice
+    """Within the gathered blocks."""
     blocks: torch.Tensor
-    """int64 [blocks of the row]."""
+    """int64 [blocks that hold the keys]."""
     mask: torch.Tensor | None
-    """bool [G * num_tokens, context_len], True where visible; None for a single token, which sees everything."""
+    """bool [group size * tokens, keys], True where visible; None for a single token, which sees all of `keys`."""
 
 
 class TorchBackend(AttentionBackend):
-    """One scaled_dot_product_attention per row, over its own keys only: a row's result does not depend on its
-    neighbours. Reads lengths on the host, so it cannot be captured in a CUDA graph."""
+    """Row by row, over the row's own keys only: a row's result does not depend on its neighbours. Reads lengths on the
+    host, so it cannot be captured in a CUDA graph."""
 
     name = "torch"
+    can_capture = False
 
     @classmethod
-    def check(cls, block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device | str) -> None:
+    def check(cls, specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype,
+              device: torch.device | str) -> None:
         if block_size < 1:
             raise ValueError(f"kvcache_block_size={block_size}: must be >= 1")
         if not dtype.is_floating_point:
@@ -34,42 +40,48 @@ class TorchBackend(AttentionBackend):
     def prepare(self, metadata: AttentionMetadata) -> None:
         slots, lens = metadata.row_slot.tolist(), metadata.context_lens.tolist()
         starts = metadata.cu_seqlens_q.tolist()
-        rows = []
-        for r in range(metadata.num_rows):
-            count, context = starts[r + 1] - starts[r], lens[r]
-            if slots[r] < 0 or context == 0 or count == 0:
+        rows: dict[tuple[int | None, int], list[_Row]] = {(s.window, s.group_size): [] for s in self.specs}
+        for r, (slot, context) in enumerate(zip(slots, lens, strict=True)):
+            if slot < 0 or context == 0 or starts[r] == starts[r + 1]:
                 continue
-            num_blocks = -(-context // self.block_size)
-            blocks = metadata.block_table[slots[r], :num_blocks].long()
-            rows.append(_Row(starts[r], count, context, blocks, self._mask(count, context)))
+            for (window, group_size), found in rows.items():
+                tokens = slice(starts[r], starts[r + 1])
+                found.append(self._row(metadata.block_table[slot], tokens, context, window, group_size))
         metadata.workspace = rows
 
+    def _row(self, table: torch.Tensor, tokens: slice, context: int, window: int | None, group_size: int) -> _Row:
+        count = tokens.stop - tokens.start
+        first = max(0, context - count + 1 - window) if window else 0
+        first_block, end_block = first // self.block_size, -(-context // self.block_size)
+        mask = None
+        if count > 1:
+            before = context - first - count
+            mask = torch.ones(count, context - first, dtype=torch.bool, device=self.device).tril(before)
+            if window:
+                mask = mask.triu(before - window + 1)
+            mask = mask.repeat(group_size, 1)
+        offset = first_block * self.block_size
+        return _Row(tokens, slice(first - offset, context - offset), table[first_block:end_block].long(), mask)
+
     def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata,
-                out: torch.Tensor) -> torch.Tensor:
+                out: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None) -> torch.Tensor:
         self.ensure_prepared(q, metadata)
-        for row in metadata.workspace:
-            tokens = slice(row.first_token, row.first_token + row.num_tokens)
-            k, v = (self._gather(cache, row) for cache in (k_cache, v_cache))
-            out[tokens] = self._attend(q[tokens], k, v, row.mask)
+        for row in metadata.workspace[spec.window, spec.group_size]:
+            k, v = (cache[row.blocks].transpose(0, 1).flatten(1, 2)[:, row.keys] for cache in (k_cache, v_cache))
+            out[row.tokens] = self._attend(q[row.tokens], k, v, row.mask, spec, sinks)
         return out
 
-    def _mask(self, count: int, context: int) -> torch.Tensor | None:
-        if count == 1:
-            return None
-        visible = torch.ones(count, context, dtype=torch.bool, device=self.device).tril(context - count)
-        return visible.repeat(self.num_q_heads // self.num_kv_heads, 1)
-
-    def _gather(self, cache: torch.Tensor, row: _Row) -> torch.Tensor:
-        """The row's keys or values as [Hkv, context_len, D]."""
-        pages = cache[row.blocks].transpose(0, 1)
-        return pages.reshape(self.num_kv_heads, -1, self.head_dim)[:, : row.context_len]
-
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """q [n, Hq, D], k and v [Hkv, context_len, D] -> [n, Hq, D]. The query heads that share a key head are laid end
-        to end as more queries, so keys are not copied for each of them."""
-        n = q.shape[0]
-        grouped = q.reshape(n, self.num_kv_heads, -1, self.head_dim).permute(1, 2, 0, 3)
-        grouped = grouped.reshape(self.num_kv_heads, -1, self.head_dim)
-        o = F.scaled_dot_product_attention(grouped[None], k[None], v[None], attn_mask=mask, scale=self.scale)[0]
-        o = o.reshape(self.num_kv_heads, -1, n, self.head_dim).permute(2, 0, 1, 3)
-        return o.reshape(n, self.num_q_heads, self.head_dim)
+    @staticmethod
+    def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, spec: AttentionSpec,
+                sinks: torch.Tensor | None) -> torch.Tensor:
+        """q [n, Hq, D], k and v [Hkv, keys, D] -> [n, Hq, D]. The query heads that share a key head are laid end to
+        end as more queries, so keys are not copied for each of them."""
+        n, heads, dim = q.shape
+        grouped = q.reshape(n, spec.num_kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(spec.num_kv_heads, -1, dim)
+        if spec.softcap is None and sinks is None:
+            o = F.scaled_dot_product_attention(grouped[None], k[None], v[None], attn_mask=mask, scale=spec.scale)[0]
+        else:
+            if sinks is not None:
+                sinks = sinks.view(spec.num_kv_heads, -1, 1).expand(-1, -1, n).flatten(1)
+            o = attend_reference(grouped, k, v, spec.scale, mask, spec.softcap, sinks).to(q.dtype)
+        return o.reshape(spec.num_kv_heads, -1, n, dim).permute(2, 0, 1, 3).reshape(n, heads, dim)

@@ -1,11 +1,12 @@
 """Attention by the project's own Triton kernels: split-KV decode, causal prefill. Capturable whole in CUDA graphs."""
 
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, AttentionMetadata
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
 from nanovllm.kernels.attention.decode import DecodeAttention
 from nanovllm.kernels.attention.prefill import PrefillAttention
 
@@ -27,25 +28,31 @@ class TritonBackend(AttentionBackend):
 
     name = "triton"
 
-    def __init__(self, num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int, max_num_seqs: int,
-                 max_model_len: int, device: torch.device | str, dtype: torch.dtype) -> None:
-        super().__init__(num_q_heads, num_kv_heads, head_dim, block_size, max_num_seqs, max_model_len, device, dtype)
+    def __init__(self, specs: Sequence[AttentionSpec], block_size: int, max_num_seqs: int, max_model_len: int,
+                 device: torch.device | str, dtype: torch.dtype) -> None:
+        super().__init__(specs, block_size, max_num_seqs, max_model_len, device, dtype)
         if max_num_seqs > MAX_NUM_SEQS:
             raise ValueError(
                 f"max_num_seqs={max_num_seqs}: attention_backend={self.name!r} takes at most {MAX_NUM_SEQS}")
-        self.decode = DecodeAttention(num_q_heads, num_kv_heads, head_dim, block_size, max_num_seqs, max_model_len,
-                                      self.device)
-        self.prefill = PrefillAttention(num_q_heads, num_kv_heads, head_dim, block_size, max_num_seqs, self.device)
+        [spec] = self.specs
+        self.decode = DecodeAttention(spec, block_size, max_num_seqs, max_model_len, self.device)
+        self.prefill = PrefillAttention(spec, block_size, max_num_seqs, self.device)
 
     @classmethod
-    def check(cls, block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device | str) -> None:
+    def check(cls, specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype,
+              device: torch.device | str) -> None:
         where = f"attention_backend={cls.name!r}"
         if torch.device(device).type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError(f"device={str(device)!r}: {where} needs a CUDA device")
         if block_size < 16 or block_size % 16:
             raise ValueError(f"kvcache_block_size={block_size}: {where} takes multiples of 16, at least 16")
-        if head_dim not in (32, 64, 128):
-            raise ValueError(f"head_dim={head_dim}: {where} takes 32, 64 or 128")
+        for spec in specs:
+            if spec.head_dim not in (32, 64, 128):
+                raise ValueError(f"head_dim={spec.head_dim}: {where} takes 32, 64 or 128")
+            if spec.window or spec.softcap or spec.has_sinks:
+                raise ValueError(f"{spec}: {where} takes no windows, soft-caps or sinks")
+        if len(set(specs)) > 1:
+            raise ValueError(f"{len(set(specs))} kinds of attention layers: {where} takes one")
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise ValueError(f"dtype={dtype}: {where} takes bfloat16, float16 or float32")
 
@@ -56,14 +63,14 @@ class TritonBackend(AttentionBackend):
         metadata.workspace = self._prepare_prefill(metadata) if metadata.num_prefill_rows else ()
 
     def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata,
-                out: torch.Tensor) -> torch.Tensor:
+                out: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None) -> torch.Tensor:
         self.ensure_prepared(q, metadata)
         n = metadata.num_decode_rows
         if n:
             self.decode(q[:n], k_cache, v_cache, metadata.block_table, metadata.max_context_len, out[:n],
                         merge_first=n in self.merged_first)
         if metadata.num_prefill_rows:
-            self._forward_prefill(q, k_cache, v_cache, metadata, out)
+            self._forward_prefill(q, k_cache, v_cache, metadata, out, spec)
         return out
 
     def _prepare_prefill(self, metadata: AttentionMetadata) -> Any:
@@ -73,18 +80,19 @@ class TritonBackend(AttentionBackend):
         return PrefillRows(metadata.row_slot[n:], context_lens, cu_seqlens_q, tiles)
 
     def _forward_prefill(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-                         metadata: AttentionMetadata, out: torch.Tensor) -> None:
+                         metadata: AttentionMetadata, out: torch.Tensor, spec: AttentionSpec) -> None:
         rows: PrefillRows = metadata.workspace
         self.prefill(q, k_cache, v_cache, metadata.block_table, rows.row_slot, rows.cu_seqlens_q, rows.context_lens,
                      rows.tiles, out)
 
-    def warmup(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    def warmup(self, k_cache: torch.Tensor, v_cache: torch.Tensor, spec: AttentionSpec) -> None:
         """Both kernels, and every size class of the decode plan."""
         for rows in self.decode.size_classes():
-            self._warmup_step(k_cache, v_cache, num_decode=rows, num_prefill=0)
-        self._warmup_step(k_cache, v_cache, num_decode=0, num_prefill=1)
+            self._warmup_step(k_cache, v_cache, spec, num_decode=rows, num_prefill=0)
+        self._warmup_step(k_cache, v_cache, spec, num_decode=0, num_prefill=1)
 
-    def _warmup_step(self, k_cache: torch.Tensor, v_cache: torch.Tensor, num_decode: int, num_prefill: int) -> None:
+    def _warmup_step(self, k_cache: torch.Tensor, v_cache: torch.Tensor, spec: AttentionSpec, num_decode: int,
+                     num_prefill: int) -> None:
         rows = num_decode + num_prefill
         integers: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
         max_blocks = -(-self.max_model_len // self.block_size)
@@ -94,7 +102,7 @@ class TritonBackend(AttentionBackend):
             block_table=torch.zeros(self.max_num_seqs, max_blocks, **integers), max_seqlen_q=1,
             max_context_len=self.max_model_len)
         # As the layers pass it: a view into the packed query, key and value projections.
-        heads = self.num_q_heads + 2 * self.num_kv_heads
-        qkv = torch.zeros(rows, heads, self.head_dim, dtype=self.dtype, device=self.device)
-        out = torch.empty(rows, self.num_q_heads, self.head_dim, dtype=self.dtype, device=self.device)
-        self.forward(qkv[:, : self.num_q_heads], k_cache, v_cache, metadata, out)
+        heads = spec.num_heads + 2 * spec.num_kv_heads
+        qkv = torch.zeros(rows, heads, spec.head_dim, dtype=self.dtype, device=self.device)
+        out = torch.empty(rows, spec.num_heads, spec.head_dim, dtype=self.dtype, device=self.device)
+        self.forward(qkv[:, : spec.num_heads], k_cache, v_cache, metadata, out, spec)

@@ -16,7 +16,7 @@ _HOME = {
     "silu_mul": "pointwise.activation",
     "activation": "pointwise.activation",
     "qk_norm_rope_store": "pointwise.rope",
-    "store_kv": "pointwise.rope",
+    "qk_mean_squares": "pointwise.rope",
     "gumbel_argmax": "sampling.gumbel",
     "commit_tokens": "sampling.gumbel",
     "sample_tokens": "sampling.gumbel",
@@ -42,7 +42,7 @@ class Kernels:
     silu_mul: Callable[..., torch.Tensor]
     activation: Callable[..., torch.Tensor]
     qk_norm_rope_store: Callable[..., torch.Tensor]
-    store_kv: Callable[..., None]
+    qk_mean_squares: Callable[..., torch.Tensor]
     gumbel_argmax: Callable[..., torch.Tensor]
     commit_tokens: Callable[..., torch.Tensor]
     sample_tokens: Callable[..., torch.Tensor]

@@ -1,15 +1,16 @@
 """Self-attention of one rank's heads over the paged KV cache."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, AttentionMetadata
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
 from nanovllm.attention.split import attention_halves
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.base.padded_rows import empty_rows
 from nanovllm.kernels.gemm.push import Partial
+from nanovllm.kernels.pointwise.rope import QKNormRope
 from nanovllm.layers.linear import HeadSplit, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
 from nanovllm.parallel.group import TensorParallelGroup
@@ -39,6 +40,50 @@ def wanted_rows(hidden: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tens
     return hidden if wanted is None else hidden.index_select(0, wanted)
 
 
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What tells one layer's attention from another's. Layers with equal options and heads run the same kernels."""
+
+    head_dim: int
+    scale: float | None = None
+    """Factor on the scores; None: head_dim ** -0.5."""
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+    """These three: see AttentionSpec."""
+    rotary_dim: int | None = None
+    """The first dimensions of each head, which are rotated; None: all; 0: none."""
+    rope_in_float32: bool = False
+    qk_norm: str | None = None
+    norm_after_rope: bool = False
+    norm_in_float32: bool = False
+    """These four: see QKNormRope."""
+    eps: float = 1e-6
+    norm_weight_offset: float = 0.0
+    """What the checkpoint's norm weights lack: 1 where a model multiplies by 1 + weight. The sum is kept in float32."""
+    qkv_bias: bool = False
+
+    def spec(self, heads: HeadSplit) -> AttentionSpec:
+        """What a rank with these heads asks of the attention backend."""
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        sizes = (heads.local_heads, heads.local_kv_heads, self.head_dim)
+        return AttentionSpec(*sizes, scale, self.window, self.softcap, self.has_sinks)
+
+    def norm_rope(self, heads: HeadSplit) -> QKNormRope:
+        """What a rank with these heads asks of qk_norm_rope_store."""
+        return QKNormRope(
+            heads.local_heads,
+            heads.local_kv_heads,
+            self.head_dim,
+            self.head_dim if self.rotary_dim is None else self.rotary_dim,
+            self.qk_norm,
+            self.eps,
+            self.norm_after_rope,
+            self.norm_in_float32,
+            self.rope_in_float32,
+        )
+
+
 class Attention(WeightedModule):
     """Projections, QK-norm, rotary embedding, KV store and attention: [T, hidden] -> [T, hidden], a partial sum."""
 
@@ -46,32 +91,49 @@ class Attention(WeightedModule):
         self,
         hidden_size: int,
         heads: HeadSplit,
-        head_dim: int,
-        eps: float,
-        cos_sin: torch.Tensor,
+        options: AttentionOptions,
+        cos_sin: torch.Tensor | None,
         group: TensorParallelGroup,
         kernels: Kernels,
         backend: AttentionBackend,
         dtype: torch.dtype,
         device: torch.device,
+        query_scale: torch.Tensor | None = None,
     ) -> None:
-        """cos_sin: see cos_sin_table; one table for all layers."""
+        """cos_sin: see cos_sin_table, one table for all layers that rotate alike; None where nothing is rotated.
+        query_scale float32 [max_position]: factor on the queries by position."""
         super().__init__()
-        self.heads = heads
-        self.head_dim = head_dim
-        self.eps = eps
-        self.cos_sin = cos_sin
+        self.heads, self.options, self.group = heads, options, group
+        self.spec, self.norm_rope = options.spec(heads), options.norm_rope(heads)
+        self.cos_sin, self.query_scale = cos_sin, query_scale
         self.kernels = kernels
         self.backend = backend
-        self.qkv_proj = QKVParallelLinear(hidden_size, heads, head_dim, dtype, device)
+        head_dim = options.head_dim
+        self.qkv_proj = QKVParallelLinear(hidden_size, heads, head_dim, dtype, device, options.qkv_bias)
         self.o_proj = RowParallelLinear(heads.num_heads * head_dim, hidden_size, group, dtype, device)
-        self.q_norm_weight = parameter(head_dim, dtype=dtype, device=device)
-        self.k_norm_weight = parameter(head_dim, dtype=dtype, device=device)
+        self.q_norm_weight = self.k_norm_weight = self.sinks = None
+        if options.qk_norm is not None:
+            norm_dtype = torch.float32 if options.norm_weight_offset else dtype
+            counts = (1, 1) if options.qk_norm == "head" else (heads.local_heads, heads.local_kv_heads)
+            self.q_norm_weight, self.k_norm_weight = (
+                parameter(count * head_dim, dtype=norm_dtype, device=device) for count in counts
+            )
+        if options.qk_norm == "width":
+            counted = torch.tensor(heads.kv_heads_held_first, dtype=torch.float32, device=device)
+            self._k_shares = counted / (heads.num_kv_heads * head_dim)
+        if options.has_sinks:
+            self.sinks = parameter(heads.local_heads, dtype=dtype, device=device)
         self.unbind_cache()
+
+    @property
+    def cache_shape(self) -> tuple[int, int]:
+        """(kv heads, head_dim): what a token takes of k_cache, and as much of v_cache."""
+        return self.spec.num_kv_heads, self.spec.head_dim
 
     def unbind_cache(self) -> None:
         """Lets go of the KV cache; runner/kv_cache.py binds one: [num_blocks, kv heads, block_size, head_dim] each."""
-        self.k_cache = self.v_cache = self.q_norm_weight.new_empty(0, self.heads.local_kv_heads, 1, self.head_dim)
+        heads, head_dim = self.cache_shape
+        self.k_cache = self.v_cache = self.qkv_proj.weight.new_empty(0, heads, 1, head_dim)
 
     def forward(self, x: torch.Tensor, step: ForwardStep, wanted: torch.Tensor | None = None) -> Partial:
         """`wanted` int [N]: the tokens whose result anybody will read, [N, hidden]; all have their keys stored."""
@@ -81,23 +143,35 @@ class Attention(WeightedModule):
         """Everything between the projections: [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim]."""
         q = self.kernels.qk_norm_rope_store(
             qkv,
-            self.q_norm_weight,
-            self.k_norm_weight,
-            self.eps,
-            self.cos_sin,
+            self.norm_rope,
             step.positions,
+            step.slot_mapping,
             self.k_cache,
             self.v_cache,
-            step.slot_mapping,
-            self.heads.local_heads,
-            self.heads.local_kv_heads,
+            cos_sin=self.cos_sin,
+            q_norm_weight=self.q_norm_weight,
+            k_norm_weight=self.k_norm_weight,
+            mean_squares=self._mean_squares(qkv) if self.options.qk_norm == "width" else None,
+            bias=self.qkv_proj.bias,
+            query_scale=self.query_scale,
         )
         out = empty_rows(q.shape[0], q.shape[1] * q.shape[2], q.dtype, q.device).view(q.shape)
-        self.backend.forward(q, self.k_cache, self.v_cache, step.attention, out)
+        self.backend.forward(q, self.k_cache, self.v_cache, step.attention, out, self.spec, self.sinks)
         return out.view(out.shape[0], -1)
+
+    def _mean_squares(self, qkv: torch.Tensor) -> torch.Tensor:
+        """float32 [T, 2]: of the whole model's queries and keys, the same on every rank."""
+        q_share = 1 / (self.heads.num_heads * self.options.head_dim)
+        part = self.kernels.qk_mean_squares(qkv, self.norm_rope, q_share, self._k_shares, self.qkv_proj.bias)
+        return self.group.all_reduce(part)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield from self.qkv_proj.checkpoint_weights(prefix)
         yield from self.o_proj.checkpoint_weights(f"{prefix}.o_proj")
-        yield whole(f"{prefix}.q_norm.weight", self.q_norm_weight)
-        yield whole(f"{prefix}.k_norm.weight", self.k_norm_weight)
+        if self.q_norm_weight is not None and self.k_norm_weight is not None:
+            offset, heads = self.options.norm_weight_offset, self.heads
+            of_q, of_k = (whole, whole) if self.options.qk_norm == "head" else (heads.query_weight, heads.kv_weight)
+            yield replace(of_q(f"{prefix}.q_norm.weight", self.q_norm_weight), offset=offset)
+            yield replace(of_k(f"{prefix}.k_norm.weight", self.k_norm_weight), offset=offset)
+        if self.sinks is not None:
+            yield self.heads.query_weight(f"{prefix}.sinks", self.sinks)

@@ -8,7 +8,7 @@ A width that the ranks do not divide is padded at its end, with weights of zero,
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +31,8 @@ class ParallelLinear(WeightedModule):
     """x [T, in] @ weight [out, in]^T, whatever in and out are of the whole."""
 
     weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    """[out]: added by who takes the result, in a kernel that reads it anyway."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,33 +145,59 @@ class HeadSplit:
                 runs.append((local, head, 1))
         return runs
 
+    @property
+    def kv_heads_held_first(self) -> list[bool]:
+        """For each of this rank's key/value heads whether no other place before it, on this or an earlier rank, holds
+        the same one."""
+        before = -1 if self.rank == 0 else replace(self, rank=self.rank - 1).kv_head(self.local_kv_heads - 1)
+        heads = [self.kv_head(local) for local in range(self.local_kv_heads)]
+        return [head > held for head, held in zip(heads, [before, *heads], strict=False)]
+
+    def query_weight(self, name: str, target: torch.Tensor) -> CheckpointWeight:
+        """A checkpoint tensor [rows of all query heads, ...], of which `target` holds this rank's heads."""
+        rows = target.shape[0] // self.local_heads
+        shape = (self.num_heads * rows, *target.shape[1:])
+        return CheckpointWeight(name, shape, (Shard(target, 0, self.first_head * rows),))
+
+    def kv_weight(self, name: str, target: torch.Tensor) -> CheckpointWeight:
+        """A checkpoint tensor [rows of all key/value heads, ...], of which `target` holds this rank's heads."""
+        rows = target.shape[0] // self.local_kv_heads
+        shards = tuple(
+            Shard(target[local * rows : (local + count) * rows], 0, whole_head * rows)
+            for local, whole_head, count in self.kv_head_runs()
+        )
+        return CheckpointWeight(name, (self.num_kv_heads * rows, *target.shape[1:]), shards)
+
 
 class QKVParallelLinear(ParallelLinear):
     """Query, key and value projections as one matrix: [T, in] -> [T, (heads + 2 * kv_heads) * head_dim] of this
     rank."""
 
     def __init__(
-        self, in_features: int, heads: HeadSplit, head_dim: int, dtype: torch.dtype, device: torch.device
+        self,
+        in_features: int,
+        heads: HeadSplit,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        has_bias: bool = False,
     ) -> None:
         super().__init__()
         self.heads = heads
         self.head_dim = head_dim
         rows = (heads.local_heads + 2 * heads.local_kv_heads) * head_dim
         self.weight = parameter(rows, in_features, dtype=dtype, device=device)
+        self.bias = parameter(rows, dtype=dtype, device=device) if has_bias else None
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
-        heads, dim = self.heads, self.head_dim
-        q_rows, kv_rows = heads.local_heads * dim, heads.local_kv_heads * dim
-        q, k, v = self.weight.split([q_rows, kv_rows, kv_rows])
-        in_features = self.weight.shape[1]
-        q_shard = Shard(q, 0, heads.first_head * dim)
-        yield CheckpointWeight(f"{prefix}.q_proj.weight", (heads.num_heads * dim, in_features), (q_shard,))
-        for name, target in (("k_proj", k), ("v_proj", v)):
-            shards = tuple(
-                Shard(target[local * dim : (local + count) * dim], 0, whole_head * dim)
-                for local, whole_head, count in heads.kv_head_runs()
-            )
-            yield CheckpointWeight(f"{prefix}.{name}.weight", (heads.num_kv_heads * dim, in_features), shards)
+        heads = self.heads
+        sizes = [count * self.head_dim for count in (heads.local_heads, heads.local_kv_heads, heads.local_kv_heads)]
+        for kind, rows in (("weight", self.weight), ("bias", self.bias)):
+            if rows is not None:
+                q, k, v = rows.split(sizes)
+                yield heads.query_weight(f"{prefix}.q_proj.{kind}", q)
+                yield heads.kv_weight(f"{prefix}.k_proj.{kind}", k)
+                yield heads.kv_weight(f"{prefix}.v_proj.{kind}", v)
 
 
 class RowParallelLinear(ParallelLinear):

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend
+from nanovllm.attention.base import AttentionBackend, AttentionSpec
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.gemm.push import Partial
-from nanovllm.layers.attention import Attention, ForwardStep, wanted_rows
+from nanovllm.layers.attention import Attention, AttentionOptions, ForwardStep, wanted_rows
 from nanovllm.layers.few_rows import linear_residual, linear_silu_mul, norm_linear, norm_linear_silu_mul
 from nanovllm.layers.linear import HeadSplit, MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import Normed, ReduceAddNorm
 from nanovllm.layers.rotary import cos_sin_table
 from nanovllm.layers.vocab import VocabParallelEmbedding
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
-from nanovllm.model_config import FULL, ModelConfig
+from nanovllm.model_config import FULL, LayerSpec, ModelConfig
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.parallel.two_batch import UnderWay
 
@@ -47,6 +47,34 @@ class ModelContext:
         return ReduceAddNorm(config.hidden_size, config.norm_eps, self.group, self.kernels, self.dtype, self.device)
 
 
+def attention_options(config: ModelConfig, layer: LayerSpec) -> AttentionOptions:
+    """What an attention layer is built with."""
+    return AttentionOptions(
+        head_dim=layer.head_dim,
+        scale=config.attention_scale,
+        window=layer.window,
+        softcap=config.attention_softcap,
+        has_sinks=layer.has_sinks,
+        rotary_dim=config.ropes[layer.rope].rotary_dim(layer.head_dim) if layer.rope else 0,
+        rope_in_float32=config.float_rope,
+        qk_norm=config.qk_norm,
+        norm_after_rope=config.qk_norm_after_rope,
+        norm_in_float32=config.norm_kind == "rms_float32",
+        eps=config.norm_eps,
+        norm_weight_offset=float(config.norm_adds_one),
+        qkv_bias=config.qkv_bias,
+    )
+
+
+def attention_specs(config: ModelConfig, rank: int, size: int) -> tuple[AttentionSpec, ...]:
+    """The kinds of attention layers of one of `size` ranks, each once."""
+    specs = (
+        attention_options(config, layer).spec(HeadSplit(config.num_attention_heads, layer.num_kv_heads, rank, size))
+        for layer in config.layers
+    )
+    return tuple(dict.fromkeys(specs))
+
+
 class Qwen3MLP(WeightedModule):
     """SwiGLU: [T, hidden] -> [T, hidden], a partial sum."""
 
@@ -71,18 +99,9 @@ class Qwen3DecoderLayer(WeightedModule):
         super().__init__()
         config = context.config
         self.input_layernorm = context.norm()
-        self.self_attn = Attention(
-            config.hidden_size,
-            context.heads,
-            config.head_dim,
-            config.norm_eps,
-            cos_sin,
-            context.group,
-            context.kernels,
-            context.backend,
-            context.dtype,
-            context.device,
-        )
+        parts = (context.group, context.kernels, context.backend, context.dtype, context.device)
+        options = attention_options(config, config.layers[0])
+        self.self_attn = Attention(config.hidden_size, context.heads, options, cos_sin, *parts)
         self.post_attention_layernorm = context.norm()
         self.mlp = Qwen3MLP(context)
 

@@ -1,11 +1,11 @@
 """The paged KV cache of one rank: how many blocks fit, and the tensors."""
 
+import math
 import os
 
 import torch
 
 from nanovllm.layers.attention import Attention
-from nanovllm.model_config import ModelConfig
 
 GIB = 1 << 30
 _MIB = 1 << 20
@@ -18,21 +18,19 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
-def block_bytes(model: ModelConfig, local_kv_heads: int, block_size: int, dtype: torch.dtype) -> int:
+def block_bytes(layers: list[Attention], block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block on one rank: keys and values of all layers."""
-    return 2 * model.num_hidden_layers * local_kv_heads * block_size * model.head_dim * dtype.itemsize
+    return sum(2 * math.prod(layer.cache_shape) * block_size * dtype.itemsize for layer in layers)
 
 
 def blocks_that_fit(budget_bytes: int, bytes_per_block: int, option: str) -> int:
-    """Blocks that requests can use within `budget_bytes`; one more is kept as a place that no row owns.
-
-    Raises ValueError naming `option` (written out with its value) where there is no room for one.
-    """
-    blocks = budget_bytes // bytes_per_block - 1
+    """Blocks within `budget_bytes`. Raises ValueError naming `option` (written out with its value) where there is no
+    room for one."""
+    blocks = budget_bytes // bytes_per_block
     if blocks < 1:
         raise ValueError(
-            f"{option}: leaves {_size(budget_bytes)} for the KV cache, must leave at least "
-            f"{_size(2 * bytes_per_block)} (two blocks: one that requests can use, one for padding)"
+            f"{option}: leaves {_size(budget_bytes)} for the KV cache, must leave at least {_size(bytes_per_block)} "
+            "(one block)"
         )
     return int(blocks)
 
@@ -44,18 +42,16 @@ def host_memory() -> int:
 
 def bind_kv_cache(
     layers: list[Attention], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Allocates the cache and gives every layer its part: [layers, 2, num_blocks + 1, kv heads, block_size, head_dim].
+) -> None:
+    """Allocates the cache and gives every layer its part.
 
     Zeros, because attention kernels load a row's whole last block and mask afterwards: what was never written must be
-    finite. The last block belongs to nobody; warm-up and padding write there.
+    finite.
     """
-    heads, head_dim = layers[0].heads.local_kv_heads, layers[0].head_dim
-    shape = (len(layers), 2, num_blocks + 1, heads, block_size, head_dim)
-    cache = torch.zeros(shape, dtype=dtype, device=device)
-    for layer, (k_cache, v_cache) in zip(layers, cache.unbind(0), strict=True):
-        layer.k_cache, layer.v_cache = k_cache, v_cache
-    return cache
+    sizes = [2 * num_blocks * block_size * math.prod(layer.cache_shape) for layer in layers]
+    for layer, part in zip(layers, torch.zeros(sum(sizes), dtype=dtype, device=device).split(sizes), strict=True):
+        heads, head_dim = layer.cache_shape
+        layer.k_cache, layer.v_cache = part.view(2, num_blocks, heads, block_size, head_dim)
 
 
 class MemoryProbe:

@@ -15,7 +15,7 @@ from nanovllm.engine.step_plan import dummy_step, packed_capacity
 from nanovllm.kernels import select_kernels
 from nanovllm.layers.linear import HeadSplit
 from nanovllm.models.checkpoint import check_names, load_checkpoint, load_dummy, open_checkpoint
-from nanovllm.models.qwen3 import ModelContext
+from nanovllm.models.qwen3 import ModelContext, attention_specs
 from nanovllm.models.registry import decoder_class
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.runner.cuda_graphs import StepGraphs
@@ -84,26 +84,16 @@ class ModelRunner:
         self.kernels = select_kernels(self.device, config.fused_kernels, interpret=config.attention_backend == "triton")
         if self.kernels.fused and self.device.type == "cuda":
             settle_keys()
+        self.heads = HeadSplit(model.num_attention_heads, model.num_key_value_heads, rank, config.tensor_parallel_size)
+        specs = attention_specs(model, rank, config.tensor_parallel_size)
         backend_class, self.backend_reason, is_fallback = select_backend(
-            config.attention_backend,
-            device=self.device,
-            dtype=self.dtype,
-            block_size=self.block_size,
-            head_dim=model.head_dim,
+            config.attention_backend, specs, device=self.device, dtype=self.dtype, block_size=self.block_size
         )
         if rank == 0:
             level = logging.WARNING if is_fallback else logging.INFO
             logger.log(level, "attention backend: %s (%s)", backend_class.name, self.backend_reason)
-        self.heads = HeadSplit(model.num_attention_heads, model.num_key_value_heads, rank, config.tensor_parallel_size)
         self.backend = backend_class(
-            self.heads.local_heads,
-            self.heads.local_kv_heads,
-            model.head_dim,
-            self.block_size,
-            config.max_num_seqs,
-            self.max_model_len,
-            self.device,
-            self.dtype,
+            specs, self.block_size, config.max_num_seqs, self.max_model_len, self.device, self.dtype
         )
         self.backend.is_required = config.attention_backend != "auto"
         parts = (self.heads, self.group, self.kernels, self.backend)
@@ -136,15 +126,16 @@ class ModelRunner:
     def measure_kv_cache(self) -> int:
         """Blocks that fit beside the weights, the largest step and the graphs; that step runs here, on one block."""
         config = self.config
-        per_block = block_bytes(self.model_config, self.heads.local_kv_heads, self.block_size, self.dtype)
+        per_block = block_bytes(self.model.attention_layers(), self.block_size, self.dtype)
         if self.device.type == "cpu":
             if config.num_kvcache_blocks is None:
                 option, budget = f"cpu_kvcache_gib={config.cpu_kvcache_gib}", int(config.cpu_kvcache_gib * GIB)
                 return blocks_that_fit(budget, per_block, option)
-            return self._blocks_asked_for(host_memory() // config.tensor_parallel_size // per_block - 1)
+            return self._blocks_asked_for(host_memory() // config.tensor_parallel_size // per_block)
         with self.io.stream_context():
             self.allocate_kv_cache(1)
-            self.backend.warmup(self.model.attention_layers()[0].k_cache, self.model.attention_layers()[0].v_cache)
+            for layer in {layer.spec: layer for layer in self.model.attention_layers()}.values():
+                self.backend.warmup(layer.k_cache, layer.v_cache, layer.spec)
             self._tick()
             self.memory.begin_step()
             self.launch(dummy_step(config.max_num_seqs, config.max_num_batched_tokens, self.max_model_len))

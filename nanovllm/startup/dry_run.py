@@ -44,7 +44,7 @@ def rehearse(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> Non
             for shape in sorted(runner._new_graphs().shapes, key=sum):  # few rows have the most kernels
                 work.run_padded(shape)
             attention = layers[0].self_attn
-            runner.backend.warmup(attention.k_cache, attention.v_cache)
+            runner.backend.warmup(attention.k_cache, attention.v_cache, attention.spec)
             num_tokens = min(config.max_num_batched_tokens, 2 * config.max_num_seqs)
             _run_largest(runner, dummy_step(config.max_num_seqs, num_tokens, runner.max_model_len))
         finally:

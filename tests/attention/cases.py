@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.attention import AttentionMetadata
+from nanovllm.attention import AttentionMetadata, AttentionSpec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -20,6 +20,8 @@ class Case:
     v_cache: torch.Tensor
     metadata: AttentionMetadata
     expected: torch.Tensor
+    spec: AttentionSpec
+    sinks: torch.Tensor | None
 
     def error_of(self, out: torch.Tensor) -> float:
         """Relative error over the tokens of real rows; infinite if one is missing or a padding token is written."""
@@ -32,9 +34,12 @@ class Case:
 
 def make_case(query_lens: list[int], context_lens: list[int], num_decode_rows: int, *, num_q_heads: int,
               num_kv_heads: int, head_dim: int = 32, block_size: int = 16, seed: int = 0, padding_tokens: int = 0,
-              max_num_seqs: int | None = None, spare_blocks: int = 2) -> Case:
+              max_num_seqs: int | None = None, spare_blocks: int = 2, window: int | None = None,
+              softcap: float | None = None, has_sinks: bool = False) -> Case:
     """A row of context length 0 is padding. Slots and pages are permuted, blocks that no row owns hold NaN, owned
     blocks hold large numbers past their row's end, and unused entries of the table name a NaN block."""
+    scale = head_dim**-0.5 * (4 if softcap else 1)  # large scores: a cap must show
+    spec = AttentionSpec(num_q_heads, num_kv_heads, head_dim, scale, window, softcap, has_sinks)
     rng = torch.Generator().manual_seed(seed)
     num_rows = len(query_lens)
     max_num_seqs = max_num_seqs or num_rows + 2
@@ -61,16 +66,20 @@ def make_case(query_lens: list[int], context_lens: list[int], num_decode_rows: i
     # The layers pass a view into the packed projections.
     qkv = torch.randn(tokens, num_q_heads + 2 * num_kv_heads, head_dim, generator=rng, dtype=torch.float64)
     qkv, k, v = (x.to(DTYPE) for x in (qkv, k, v))
-    expected = _attention(qkv[:, :num_q_heads], k, v, starts.tolist(), context_lens, table, row_slot)
+    sinks = torch.randn(num_q_heads, generator=rng).to(DTYPE) if has_sinks else None
+    expected = _attention(qkv[:, :num_q_heads], k, v, starts.tolist(), context_lens, table, row_slot, spec, sinks)
     metadata = AttentionMetadata(
         num_rows=num_rows, num_decode_rows=num_decode_rows, row_slot=row_slot.to(DEVICE),
         context_lens=torch.tensor(context_lens, dtype=torch.int32, device=DEVICE), cu_seqlens_q=starts.to(DEVICE),
         block_table=table.to(DEVICE), max_seqlen_q=max(query_lens), max_context_len=max_blocks * block_size)
-    return Case(qkv.to(DEVICE)[:, :num_q_heads], k.to(DEVICE), v.to(DEVICE), metadata, expected.to(DEVICE))
+    sinks = None if sinks is None else sinks.to(DEVICE)
+    q = qkv.to(DEVICE)[:, :num_q_heads]
+    return Case(q, k.to(DEVICE), v.to(DEVICE), metadata, expected.to(DEVICE), spec, sinks)
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: list[int], context_lens: list[int],
-               table: torch.Tensor, row_slot: torch.Tensor) -> torch.Tensor:
+               table: torch.Tensor, row_slot: torch.Tensor, spec: AttentionSpec,
+               sinks: torch.Tensor | None) -> torch.Tensor:
     """Token by token and head by head from the definition, in float64; NaN where there is no row."""
     out = torch.full(q.shape, float("nan"), dtype=torch.float64)
     block_size, group = k.shape[2], q.shape[1] // k.shape[1]
@@ -81,10 +90,16 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: list[i
         blocks = table[row_slot[row], : -(-context // block_size)].long()
         keys, values = (x[blocks].transpose(0, 1).flatten(1, 2).double() for x in (k, v))
         for i in range(count):
-            visible = context - count + 1 + i
+            end = context - count + 1 + i
+            visible = slice(max(0, end - spec.window) if spec.window else 0, end)
             for head in range(q.shape[1]):
-                scores = keys[head // group, :visible] @ q[starts[row] + i, head].double() * q.shape[2] ** -0.5
-                out[starts[row] + i, head] = scores.softmax(0) @ values[head // group, :visible]
+                scores = keys[head // group, visible] @ q[starts[row] + i, head].double() * spec.scale
+                if spec.softcap:
+                    scores = spec.softcap * (scores / spec.softcap).tanh()
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[head : head + 1].double()])
+                shares = scores.softmax(0)[: end - visible.start]
+                out[starts[row] + i, head] = shares @ values[head // group, visible]
     return out
 
 

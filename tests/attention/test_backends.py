@@ -1,28 +1,32 @@
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from cases import DEVICE, DTYPE, TOLERANCE, Case, make_case, nan_like
 
-from nanovllm.attention import BACKENDS, AttentionBackend, select_backend
+from nanovllm.attention import BACKENDS, AttentionBackend, AttentionSpec, select_backend
 from nanovllm.attention.torch_backend import TorchBackend
 
 # Decode rows (one of them padding), then chunks with and without a prefix, then a padding chunk.
 QUERIES = [1, 1, 1, 20, 37, 1, 0]
 CONTEXTS = [50, 0, 300, 20, 90, 65, 0]
+SPEC = AttentionSpec(4, 2, 64, scale=0.125)
 
 
-def make_backend(name: str, case: Case) -> AttentionBackend:
-    num_kv_heads, block_size, head_dim = case.k_cache.shape[1:]
+def make_backend(name: str, case: Case, specs: tuple[AttentionSpec, ...] = ()) -> AttentionBackend:
+    specs, block_size = (case.spec, *specs), case.k_cache.shape[2]
     try:
-        backend = select_backend(name, device=DEVICE, dtype=DTYPE, block_size=block_size, head_dim=head_dim).backend
+        backend = select_backend(name, specs, device=DEVICE, dtype=DTYPE, block_size=block_size).backend
     except ValueError as error:
         pytest.skip(str(error))
     slots, max_blocks = case.metadata.block_table.shape
-    return backend(case.q.shape[1], num_kv_heads, head_dim, block_size, slots, max_blocks * block_size, DEVICE, DTYPE)
+    return backend(specs, block_size, slots, max_blocks * block_size, DEVICE, DTYPE)
 
 
 def run(case: Case, backend: AttentionBackend) -> torch.Tensor:
     case.metadata.workspace = None
-    return backend.forward(case.q, case.k_cache, case.v_cache, case.metadata, nan_like(case.q))
+    return backend.forward(case.q, case.k_cache, case.v_cache, case.metadata, nan_like(case.q), case.spec, case.sinks)
 
 
 @pytest.mark.parametrize("name", list(BACKENDS))
@@ -45,7 +49,7 @@ def test_step_of_one_kind(name: str, num_decode_rows: int) -> None:
 def test_warmup_leaves_the_cache_alone(name: str) -> None:
     case = make_case([1], [5], 1, num_q_heads=4, num_kv_heads=2, head_dim=64, block_size=128)
     k, v = torch.zeros_like(case.k_cache), torch.zeros_like(case.v_cache)
-    make_backend(name, case).warmup(k, v)
+    make_backend(name, case).warmup(k, v, case.spec)
     assert not k.any() and not v.any()
 
 
@@ -61,15 +65,15 @@ def test_captured_step_serves_other_lengths() -> None:
     m.workspace = None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        backend.forward(case.q, case.k_cache, case.v_cache, m, out)
+        backend.forward(case.q, case.k_cache, case.v_cache, m, out, case.spec)
     for lens in ([700, 30, 2000, 129, 300], [1, 0, 1999, 128, 61], [513, 7, 256, 0, 60]):
         m.context_lens.copy_(torch.tensor(lens))
         out.fill_(float("nan"))
         graph.replay()
         expected = prefill_attention_reference(case.q.double(), case.k_cache, case.v_cache, m.row_slot, m.cu_seqlens_q,
-                                               m.context_lens, m.block_table, backend.scale)
+                                               m.context_lens, m.block_table, case.spec.scale)
         expected[:4][m.context_lens[:4] == 0] = float("nan")
-        assert Case(case.q, case.k_cache, case.v_cache, m, expected).error_of(out) < TOLERANCE
+        assert replace(case, expected=expected).error_of(out) < TOLERANCE
 
 
 def test_torch_rows_do_not_depend_on_neighbours() -> None:
@@ -85,7 +89,7 @@ def test_torch_rows_do_not_depend_on_neighbours() -> None:
 
 
 def test_auto_on_a_cpu_is_torch() -> None:
-    selection = select_backend("auto", device="cpu", dtype=torch.float32, block_size=16, head_dim=64)
+    selection = select_backend("auto", [SPEC], device="cpu", dtype=torch.float32, block_size=16)
     assert selection.backend is TorchBackend
     assert "cpu" in selection.reason
 
@@ -96,10 +100,10 @@ def test_a_fallback_says_that_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(TritonBackend, "check", classmethod(lambda *_: None))
     monkeypatch.setitem(BACKENDS, "flash", ("no_such_module", "FlashBackend"))
-    selection = select_backend("auto", device="cuda", dtype=torch.bfloat16, block_size=128, head_dim=128)
+    selection = select_backend("auto", [SPEC], device="cuda", dtype=torch.bfloat16, block_size=128)
     assert selection.backend is TritonBackend and selection.is_fallback
     assert "no_such_module" in selection.reason
-    by_name = select_backend("triton", device="cuda", dtype=torch.bfloat16, block_size=128, head_dim=128)
+    by_name = select_backend("triton", [SPEC], device="cuda", dtype=torch.bfloat16, block_size=128)
     assert not by_name.is_fallback
 
 
@@ -110,18 +114,21 @@ def test_a_fallback_says_that_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None
     ("triton", {"dtype": torch.float64}, "dtype=torch.float64"),
 ])
 def test_refusals_name_option_and_value(name: str, change: dict[str, object], message: str) -> None:
-    options: dict[str, object] = {"device": DEVICE, "dtype": DTYPE, "block_size": 16, "head_dim": 64} | change
+    options: dict[str, Any] = {"device": DEVICE, "dtype": DTYPE, "block_size": 16, "head_dim": 64} | change
+    specs = [SPEC, replace(SPEC, head_dim=options.pop("head_dim"))]
     with pytest.raises(ValueError, match=message):
-        select_backend(name, **options)
+        select_backend(name, specs, **options)
 
 
 def test_triton_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="device='cpu'"):
-        select_backend("triton", device="cpu", dtype=torch.float32, block_size=16, head_dim=64)
+        select_backend("triton", [SPEC], device="cpu", dtype=torch.float32, block_size=16)
 
 
-def test_head_counts_must_divide() -> None:
-    with pytest.raises(ValueError, match="num_q_heads=5"):
-        TorchBackend(5, 2, 64, 16, 4, 256, "cpu", torch.float32)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"num_heads": 5}, "num_heads=5"), ({"window": 0}, "window=0"), ({"softcap": -1.0}, "softcap=-1")])
+def test_impossible_specs(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(SPEC, **change)

@@ -10,6 +10,7 @@ from cases import DEVICE, TOLERANCE, Case, make_case, nan_like
 from nanovllm.kernels.attention import decode as decode_attention
 from nanovllm.kernels.attention.decode import DecodeAttention, decode_attention_reference
 from nanovllm.kernels.attention.decode_plan import TUNING, DecodeConfig, plan_decode_reference
+from nanovllm.kernels.attention.spec import AttentionSpec
 
 # Small chunks, so that short rows are split too.
 SMALL = DecodeConfig(block_n=32, min_chunk=64, max_splits=8, num_warps=4, num_stages=2)
@@ -17,10 +18,9 @@ LENGTHS = [1, 63, 64, 65, 0, 200, 590, 17]
 
 
 def build(case: Case, config: DecodeConfig = SMALL) -> DecodeAttention:
-    num_kv_heads, block_size, head_dim = case.k_cache.shape[1:]
     slots, max_blocks = case.metadata.block_table.shape
-    return DecodeAttention(case.q.shape[1], num_kv_heads, head_dim, block_size, slots, max_blocks * block_size,
-                           torch.device(DEVICE), config)
+    block_size = case.k_cache.shape[2]
+    return DecodeAttention(case.spec, block_size, slots, max_blocks * block_size, torch.device(DEVICE), config)
 
 
 def run(case: Case, attention: DecodeAttention | None = None) -> torch.Tensor:
@@ -58,7 +58,7 @@ def test_reference_matches_float64() -> None:
     case = decode_case(LENGTHS)
     m = case.metadata
     out = decode_attention_reference(case.q.double(), case.k_cache.double(), case.v_cache.double(), m.row_slot,
-                                     m.context_lens, m.block_table, case.q.shape[2] ** -0.5)
+                                     m.context_lens, m.block_table, case.spec.scale)
     real = m.context_lens > 0
     assert torch.allclose(out[real], case.expected[real], atol=1e-12)
     assert not out[~real].any()
@@ -78,7 +78,8 @@ def test_bounds_on_chunks_are_those_of_the_plan(config: DecodeConfig) -> None:
 
 
 def rank(num_kv_heads: int, max_num_seqs: int = 1100) -> DecodeAttention:
-    return DecodeAttention(num_kv_heads, num_kv_heads, 32, 16, max_num_seqs, 512, torch.device(DEVICE))
+    spec = AttentionSpec(num_kv_heads, num_kv_heads, 32, scale=1.0)
+    return DecodeAttention(spec, 16, max_num_seqs, 512, torch.device(DEVICE))
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 4, 8, 10])
@@ -176,7 +177,8 @@ def test_work_list_holds_every_chunk_once_long_ones_first(max_model_len: int) ->
     lengths = torch.randint(0, max_model_len + 1, (37,), generator=rng).int()
     slots = torch.randperm(40, generator=rng)[:37].int()
     slots[3] = -1
-    attention = DecodeAttention(2, 1, 32, 16, 40, max_model_len, torch.device(DEVICE), SMALL)
+    spec = AttentionSpec(2, 1, 32, scale=1.0)
+    attention = DecodeAttention(spec, 16, 40, max_model_len, torch.device(DEVICE), SMALL)
     attention.plan(slots.to(DEVICE), lengths.to(DEVICE), 37)
     work = attention.work[: int(attention.num_work)].tolist()
     items = [(a & 0xFFFF, a >> 16, start, end, c & 0xFFFF, c >> 16) for a, start, end, c in work]

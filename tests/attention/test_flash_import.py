@@ -85,4 +85,4 @@ def test_not_installed_at_all_is_found_out_at_once(install: Install) -> None:
     sys.modules.pop("nanovllm.attention.flash_backend", None)
     install()
     with pytest.raises(ValueError, match="attention_backend='flash': must be installed"):
-        select_backend("flash", device="cuda", dtype=torch.bfloat16, block_size=128, head_dim=128)
+        select_backend("flash", (), device="cuda", dtype=torch.bfloat16, block_size=128)

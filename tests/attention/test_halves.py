@@ -65,5 +65,5 @@ def test_halves_attend_as_the_whole(name: str, cut: int) -> None:
     for half in halves:
         backend.prepare(half)
     for half, tokens in zip(halves, (slice(cut), slice(cut, None)), strict=True):
-        backend.forward(case.q[tokens], case.k_cache, case.v_cache, half, out[tokens])
+        backend.forward(case.q[tokens], case.k_cache, case.v_cache, half, out[tokens], case.spec, case.sinks)
     assert case.error_of(out) < TOLERANCE

@@ -13,6 +13,7 @@ from nanovllm.kernels.attention.prefill import (
     plan_prefill_reference,
     prefill_attention_reference,
 )
+from nanovllm.kernels.attention.spec import AttentionSpec
 
 SMALL = PrefillConfig(block_m=64 if DEVICE == "cuda" else 32, block_n=32, num_warps=4, num_stages=2)
 # Whole prompts, chunks behind a prefix, one token, and two padding rows (with and without tokens of their own).
@@ -21,9 +22,8 @@ CONTEXTS = [5, 40, 32, 100, 0, 97, 0]
 
 
 def build(case: Case, config: PrefillConfig = SMALL) -> PrefillAttention:
-    num_kv_heads, block_size, head_dim = case.k_cache.shape[1:]
-    return PrefillAttention(case.q.shape[1], num_kv_heads, head_dim, block_size, case.metadata.block_table.shape[0],
-                            torch.device(DEVICE), config)
+    slots, block_size = case.metadata.block_table.shape[0], case.k_cache.shape[2]
+    return PrefillAttention(case.spec, block_size, slots, torch.device(DEVICE), config)
 
 
 def run(case: Case, attention: PrefillAttention | None = None) -> torch.Tensor:
@@ -73,7 +73,7 @@ def test_reference_matches_float64() -> None:
     case = chunk_case(QUERIES, CONTEXTS, padding_tokens=2)
     m = case.metadata
     out = prefill_attention_reference(case.q.double(), case.k_cache.double(), case.v_cache.double(), m.row_slot,
-                                      m.cu_seqlens_q, m.context_lens, m.block_table, case.q.shape[2] ** -0.5)
+                                      m.cu_seqlens_q, m.context_lens, m.block_table, case.spec.scale)
     real = ~case.expected.isnan().flatten(1).any(1)
     assert torch.allclose(out[real], case.expected[real], atol=1e-12)
     assert not out[~real].any()
@@ -102,7 +102,7 @@ def test_tiles_cover_every_query_once_heavy_ones_first(first_token: int, max_num
     contexts = (queries + torch.randint(0, 300, (19,), generator=rng)).int()
     contexts[4] = 0
     starts = (torch.cat([torch.zeros(1, dtype=torch.int64), queries.cumsum(0)]) + first_token).int()
-    attention = PrefillAttention(2, 1, 32, 16, max_num_seqs, torch.device(DEVICE), SMALL)
+    attention = PrefillAttention(AttentionSpec(2, 1, 32, scale=1.0), 16, max_num_seqs, torch.device(DEVICE), SMALL)
     tiles = attention.plan(starts.to(DEVICE), contexts.to(DEVICE), int(queries.sum()) + 7)
     real = [(row, query) for row, query in tiles.tolist() if row >= 0]
     assert real == plan_prefill_reference(starts, contexts, SMALL.block_m)

@@ -19,7 +19,7 @@ from transformers import Qwen3ForCausalLM
 from workload import Request, run
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention import select_backend
+from nanovllm.attention import AttentionSpec, select_backend
 from nanovllm.models.published import PUBLISHED_SHAPES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -125,10 +125,11 @@ class Transformers:
 
 def backends() -> list[str]:
     """Those that are installed and can run here."""
+    spec = AttentionSpec(SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"], SHAPE["head_dim"], scale=1.0)
     found = []
     for name in ("flash", "triton", "torch"):
         try:
-            select_backend(name, device=DEVICE, dtype=torch.bfloat16, block_size=BLOCK, head_dim=SHAPE["head_dim"])
+            select_backend(name, [spec], device=DEVICE, dtype=torch.bfloat16, block_size=BLOCK)
             found.append(name)
         except ValueError:
             continue

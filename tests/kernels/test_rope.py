@@ -1,13 +1,15 @@
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 
 from nanovllm.kernels.pointwise.rope import (
+    QKNormRope,
+    qk_mean_squares,
+    qk_mean_squares_reference,
     qk_norm_rope_store,
     qk_norm_rope_store_reference,
-    store_kv,
-    store_kv_reference,
 )
 from tests.kernels.conftest import poison
 
@@ -18,24 +20,18 @@ MAX_POSITION = 100
 
 @dataclass
 class Case:
-    """Arguments of qk_norm_rope_store, in its order but for eps."""
+    """Arguments of qk_norm_rope_store."""
 
     qkv: torch.Tensor
-    q_weight: torch.Tensor
-    k_weight: torch.Tensor
-    cos_sin: torch.Tensor
+    how: QKNormRope
     positions: torch.Tensor
+    slots: torch.Tensor
     k_cache: torch.Tensor
     v_cache: torch.Tensor
-    slots: torch.Tensor
-    q_heads: int
-    kv_heads: int
+    options: dict[str, torch.Tensor]
 
     def run(self, function) -> torch.Tensor:  # type: ignore[no-untyped-def]
-        return function(
-            self.qkv, self.q_weight, self.k_weight, EPS, self.cos_sin, self.positions, self.k_cache, self.v_cache,
-            self.slots, self.q_heads, self.kv_heads,
-        )  # fmt: skip
+        return function(self.qkv, self.how, self.positions, self.slots, self.k_cache, self.v_cache, **self.options)
 
     def clone(self) -> "Case":
         return replace(self, qkv=self.qkv.clone(), k_cache=self.k_cache.clone(), v_cache=self.v_cache.clone())
@@ -49,25 +45,38 @@ def cos_sin_table(head_dim: int, device: torch.device) -> torch.Tensor:
 
 def make_case(
     num_tokens: int, q_heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype,
-    device: torch.device,
+    device: torch.device, **how: Any,
 ) -> Case:  # fmt: skip
     """Random tokens, a third of them without a slot; caches are all NaN, with a layout other than the usual one."""
+    rotary_dim, norm = how.pop("rotary_dim", head_dim), how.pop("norm", "head")
+    has_bias, has_scale = how.pop("bias", False), how.pop("query_scale", False)
+    rules = QKNormRope(q_heads, kv_heads, head_dim, rotary_dim, norm, EPS, **how)
     width = (q_heads + 2 * kv_heads) * head_dim
+    made: dict[str, Any] = {"dtype": dtype, "device": device}
     slots = torch.randperm(BLOCKS * block_size)[:num_tokens]
     slots[torch.rand(num_tokens) < 0.3] = -1
     cache_shape = (BLOCKS, block_size, kv_heads, head_dim)
-    k_cache, v_cache = (poison(*cache_shape, dtype=dtype, device=device).transpose(1, 2) for _ in range(2))
+    k_cache, v_cache = (poison(*cache_shape, **made).transpose(1, 2) for _ in range(2))
+    options = {}
+    if rotary_dim:
+        options["cos_sin"] = cos_sin_table(rotary_dim, device)
+    if norm is not None:
+        counts = (1, 1) if norm == "head" else (q_heads, kv_heads)
+        options["q_norm_weight"], options["k_norm_weight"] = (torch.randn(n * head_dim, **made) for n in counts)
+    if norm == "width":
+        options["mean_squares"] = torch.rand(num_tokens, 2, device=device)
+    if has_bias:
+        options["bias"] = torch.randn(width, **made)
+    if has_scale:
+        options["query_scale"] = torch.rand(MAX_POSITION, device=device) + 1
     return Case(
-        qkv=torch.randn(num_tokens, width, dtype=dtype, device=device) * 2,
-        q_weight=torch.randn(head_dim, dtype=dtype, device=device),
-        k_weight=torch.randn(head_dim, dtype=dtype, device=device),
-        cos_sin=cos_sin_table(head_dim, device),
+        qkv=torch.randn(num_tokens, width, **made) * 2,
+        how=rules,
         positions=torch.randint(0, MAX_POSITION, (num_tokens,), dtype=torch.int32, device=device),
+        slots=slots.to(torch.int32).to(device),
         k_cache=k_cache,
         v_cache=v_cache.contiguous(),
-        slots=slots.to(torch.int32).to(device),
-        q_heads=q_heads,
-        kv_heads=kv_heads,
+        options=options,
     )
 
 
@@ -79,16 +88,32 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
         assert (~same).float().mean() < 0.01
 
 
+SHAPES = [(1, 4, 2, 64, 16), (7, 6, 2, 128, 16), (5, 5, 1, 32, 32), (3, 16, 8, 128, 16), (3, 6, 3, 80, 16),
+          (70, 20, 2, 16, 16), (0, 4, 2, 64, 16), (2, 3, 1, 256, 16)]  # fmt: skip
+# A norm's order, its rounding, what is rotated and what is added, as the families mix them.
+RULES: list[dict[str, Any]] = [
+    {"norm": None},
+    {"norm": None, "rotary_dim": 0},
+    {"norm": None, "bias": True},
+    {"norm": None, "rotary_dim": 16, "bias": True, "query_scale": True},
+    {"rotary_dim": 0},
+    {"rotary_dim": 32, "norm_in_float32": True, "bias": True},
+    {"rotary_dim": 24, "norm_after_rope": True},
+    {"norm_after_rope": True},
+    {"rope_in_float32": True, "query_scale": True},
+    {"norm": "width", "norm_in_float32": True, "rope_in_float32": True},
+    {"norm": "width", "rotary_dim": 32, "bias": True},
+]
+
+
 @pytest.mark.parametrize(
-    ("num_tokens", "q_heads", "kv_heads", "head_dim", "block_size"),
-    [(1, 4, 2, 64, 16), (7, 6, 2, 128, 16), (5, 5, 1, 32, 32), (3, 16, 8, 128, 16), (3, 6, 3, 80, 16),
-     (70, 20, 2, 16, 16), (0, 4, 2, 64, 16)],
-)  # fmt: skip
+    ("shape", "rules"), [*((shape, {}) for shape in SHAPES), *(((5, 6, 2, 48, 16), rules) for rules in RULES)]
+)
 def test_equals_its_twin(
-    num_tokens: int, q_heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype,
-    device: torch.device,
-) -> None:  # fmt: skip
-    case = make_case(num_tokens, q_heads, kv_heads, head_dim, block_size, dtype, device)
+    shape: tuple[int, ...], rules: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> None:
+    num_tokens, q_heads, _, head_dim, _ = shape
+    case = make_case(*shape, dtype, device, **rules)
     twin = case.clone()
     kv_before = case.qkv[:, q_heads * head_dim :].clone()
     q, expected = case.run(qk_norm_rope_store), twin.run(qk_norm_rope_store_reference)
@@ -97,8 +122,7 @@ def test_equals_its_twin(
     assert_close(q, expected)
     assert torch.equal(case.qkv[:, q_heads * head_dim :], kv_before)
     assert_close(case.k_cache, twin.k_cache)  # NaN wherever nothing belongs
-    assert torch.equal(case.v_cache.isnan(), twin.v_cache.isnan())
-    assert torch.equal(case.v_cache.nan_to_num(), twin.v_cache.nan_to_num())
+    torch.testing.assert_close(case.v_cache, twin.v_cache, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_token_does_not_depend_on_its_step(dtype: torch.dtype, device: torch.device) -> None:
@@ -127,8 +151,9 @@ def test_twin_equals_hugging_face(dtype: torch.dtype) -> None:
         norm.weight.data = weight
         return norm(x).detach().transpose(0, 1)[None]
 
-    cos, sin = (half.repeat(1, 2).to(dtype)[None] for half in case.cos_sin[case.positions.long()].chunk(2, dim=1))
-    q, k = normed(heads[:, :4], case.q_weight), normed(heads[:, 4:6], case.k_weight)
+    cos_sin = case.options["cos_sin"][case.positions.long()]
+    cos, sin = (half.repeat(1, 2).to(dtype)[None] for half in cos_sin.chunk(2, dim=1))
+    q, k = normed(heads[:, :4], case.options["q_norm_weight"]), normed(heads[:, 4:6], case.options["k_norm_weight"])
     q, k = qwen3.apply_rotary_pos_emb(q, k, cos, sin)
     tolerance = {"rtol": 1e-6, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0, "atol": 0}
     torch.testing.assert_close(case.run(qk_norm_rope_store_reference), q[0].transpose(0, 1), **tolerance)
@@ -136,11 +161,33 @@ def test_twin_equals_hugging_face(dtype: torch.dtype) -> None:
     assert torch.equal(case.v_cache[0, :, :9], heads[:, 6:].transpose(0, 1))
 
 
-def test_store_kv_equals_its_twin(dtype: torch.dtype, device: torch.device) -> None:
-    case = make_case(11, 4, 3, 48, 16, dtype, device)
-    twin = case.clone()
-    _, k, v = case.qkv.view(11, -1, 48).split([4, 3, 3], dim=1)
-    store_kv(k, v, case.k_cache, case.v_cache, case.slots)
-    store_kv_reference(k, v, twin.k_cache, twin.v_cache, case.slots)
-    for written, expected in ((case.k_cache, twin.k_cache), (case.v_cache, twin.v_cache)):
-        torch.testing.assert_close(written, expected, rtol=0, atol=0, equal_nan=True)
+def test_mean_squares_equal_their_twin(dtype: torch.dtype, device: torch.device) -> None:
+    """Of keys that are held twice, one is counted."""
+    case = make_case(7, 6, 3, 40, 16, dtype, device, norm="width", bias=True)
+    shares = torch.tensor([1 / 80, 0, 1 / 80], device=device)
+    args = (case.qkv, case.how, 1 / 240, shares, case.options["bias"])
+    expected = qk_mean_squares_reference(*args)
+    torch.testing.assert_close(qk_mean_squares(*args), expected, rtol=1e-5, atol=1e-5)
+    heads = (case.qkv + case.options["bias"]).view(7, 12, 40).float()
+    torch.testing.assert_close(expected[:, 0], heads[:, :6].square().flatten(1).mean(1))
+    torch.testing.assert_close(expected[:, 1], heads[:, [6, 8]].square().flatten(1).mean(1))
+
+
+def test_width_norm_over_ranks_is_that_of_the_whole(device: torch.device) -> None:
+    """Two ranks of two heads, a key head each: their mean squares add up, and give what one rank computes."""
+    whole = make_case(5, 4, 2, 16, 16, torch.float32, device, norm="width")
+    parts = []
+    for rank in range(2):
+        heads = whole.qkv.view(5, 8, 16)[:, [2 * rank, 2 * rank + 1, 4 + rank, 6 + rank]].reshape(5, -1)
+        weights = (whole.options[f"{x}_norm_weight"].chunk(2)[rank] for x in "qk")
+        options = {**whole.options, **dict(zip(("q_norm_weight", "k_norm_weight"), weights, strict=True))}
+        how = replace(whole.how, num_heads=2, num_kv_heads=1)
+        caches = (cache[:, rank : rank + 1].clone() for cache in (whole.k_cache, whole.v_cache))
+        parts.append(Case(heads, how, whole.positions, whole.slots, *caches, options))
+    share = torch.tensor([1 / 32], device=device)
+    mean_squares = sum(qk_mean_squares(part.qkv, part.how, 1 / 64, share) for part in parts)
+    for case in (whole, *parts):
+        case.options["mean_squares"] = mean_squares
+    expected = whole.run(qk_norm_rope_store_reference)
+    assert_close(torch.cat([part.run(qk_norm_rope_store) for part in parts], dim=1), expected)
+    assert_close(torch.cat([part.k_cache for part in parts], dim=1), whole.k_cache)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.attention.decode_plan import DecodeConfig, plan_decode_kernel, tuning
+from nanovllm.kernels.attention.spec import AttentionSpec
 from nanovllm.kernels.base.device_features import supports_tma
 from nanovllm.kernels.base.paged_tma import paged_descriptor
 from nanovllm.kernels.base.pdl import pdl_options
@@ -241,13 +242,14 @@ class DecodeAttention:
     """The kernel with its workspace: `plan` once per step, then `__call__` once per layer. Serves any batch up to
     max_num_seqs from one set of buffers; nothing is allocated after construction."""
 
-    def __init__(self, num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int, max_num_seqs: int,
-                 max_model_len: int, device: torch.device, config: DecodeConfig | None = None) -> None:
+    def __init__(self, spec: AttentionSpec, block_size: int, max_num_seqs: int, max_model_len: int,
+                 device: torch.device, config: DecodeConfig | None = None) -> None:
+        num_q_heads, num_kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self.num_q_heads, self.num_kv_heads, self.head_dim = num_q_heads, num_kv_heads, head_dim
         self.block_size, self.max_num_seqs = block_size, max_num_seqs
         self.tuning = tuning(num_kv_heads) if config is None else ((None, config),)
         self.group = num_q_heads // num_kv_heads
-        self.scale_log2 = head_dim**-0.5 * LOG2_E
+        self.scale_log2 = spec.scale * LOG2_E
         self.max_model_len = max_model_len
         splits = max(self._max_splits(config) for _, config in self.tuning)
         is_cuda = device.type == "cuda"

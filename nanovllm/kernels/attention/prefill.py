@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.attention.spec import AttentionSpec
 from nanovllm.kernels.base.device_features import supports_tma
 from nanovllm.kernels.base.paged_tma import paged_descriptor
 
@@ -184,12 +185,12 @@ def prefill_attention_reference(q: torch.Tensor, k_cache: torch.Tensor, v_cache:
 class PrefillAttention:
     """The kernel with its list of tiles: `plan` once per step, then `__call__` once per layer."""
 
-    def __init__(self, num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int, max_num_seqs: int,
-                 device: torch.device, config: PrefillConfig | None = None) -> None:
-        self.num_q_heads, self.num_kv_heads, self.head_dim = num_q_heads, num_kv_heads, head_dim
+    def __init__(self, spec: AttentionSpec, block_size: int, max_num_seqs: int, device: torch.device,
+                 config: PrefillConfig | None = None) -> None:
+        self.num_q_heads, self.num_kv_heads, self.head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self.block_size = block_size
         self.config = config or PrefillConfig()
-        self.scale_log2 = head_dim**-0.5 * LOG2_E
+        self.scale_log2 = spec.scale * LOG2_E
         self.search_steps = max(1, max_num_seqs.bit_length())
         self.use_tma = self.config.use_tma and supports_tma(device) and block_size % self.config.block_n == 0
 

@@ -1,14 +1,16 @@
 """QK-norm, rotary embedding and the store of keys and values in the paged cache, in one pass over the projections.
 
-Rotation (Su et al., arXiv 2104.09864) pairs dimension i with i + D / 2, as Hugging Face's models do. Rounding is theirs
-too: the norm's result, the norm times weight, cos, sin, each product and their sum are rounded to the model's dtype.
+Rotation (Su et al., arXiv 2104.09864) pairs dimension i with i + rotary_dim / 2, as Hugging Face's models do. Rounding
+is theirs too: the biased projection, the norm's result, the norm times weight, cos, sin, each product and their sum are
+rounded to the model's dtype, but for the families that multiply in float32 (QKNormRope).
 """
+
+from dataclasses import dataclass
 
 import torch
 
 from nanovllm.kernels.base.pdl import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.pointwise.norm import rms_norm_reference
 
 PDL_TOKENS = 512
 """Up to so many tokens, the time between kernels is worth saving."""
@@ -16,247 +18,318 @@ HEADS_PER_PROGRAM = 16
 """Of any step: another number might sum in another order, and a token's result would depend on its step."""
 
 
-@triton.jit
-def _load_halves(base, heads, first_cols, mask, WIDTH: tl.constexpr, HALF: tl.constexpr):
-    """Both halves, each [HEADS, HALF_PADDED], of heads that lie WIDTH apart."""
-    pointers = base + heads[:, None] * WIDTH + first_cols[None, :]
-    return tl.load(pointers, mask=mask, other=0.0), tl.load(pointers + HALF, mask=mask, other=0.0)
+@dataclass(frozen=True)
+class QKNormRope:
+    """How a layer makes queries and keys of its projections. Every field is a constant of the kernel."""
+
+    num_heads: int
+    """Query heads of this rank."""
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    """The first dimensions of a head, which are rotated; 0: none."""
+    norm: str | None = None
+    """RMSNorm: "head": of each head by itself; "width": over all heads of the whole model, queries and keys apart."""
+    eps: float = 1e-6
+    norm_after_rope: bool = False
+    norm_in_float32: bool = False
+    """The normalised value is not rounded before it is multiplied by the weight."""
+    rope_in_float32: bool = False
+    """cos, sin and the products are not rounded, only the result."""
+
+    def heads(self, qkv: torch.Tensor) -> torch.Tensor:
+        """[T, width] -> [T, query, then key, then value heads, head_dim]."""
+        return qkv.view(qkv.shape[0], self.num_heads + 2 * self.num_kv_heads, self.head_dim)
 
 
 @triton.jit
-def _store_halves(pointers, first, second, mask, HALF: tl.constexpr):
-    tl.store(pointers, first, mask=mask)
-    tl.store(pointers + HALF, second, mask=mask)
+def _load_heads(ROW, BIAS, heads, cols, mask, D: tl.constexpr):
+    """Columns `cols` of the heads, [HEADS, cols], with the bias added."""
+    offsets = heads[:, None] * D + cols[None, :]
+    x = tl.load(ROW + offsets, mask=mask, other=0.0)
+    if BIAS is not None:
+        bias = tl.load(BIAS + offsets, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + bias.to(tl.float32)).to(x.dtype)
+    return x
 
 
 @triton.jit
-def _normed_half(x, inverse_rms, weight):
-    """x * inverse_rms rounded to x's dtype, times weight rounded again; the value in float32."""
-    normed = (x.to(tl.float32) * inverse_rms[:, None]).to(x.dtype)
-    return (normed.to(tl.float32) * weight[None, :].to(tl.float32)).to(x.dtype).to(tl.float32)
+def _normed(x, inverse_rms, weight, IN_FLOAT32: tl.constexpr):
+    normed = x.to(tl.float32) * inverse_rms
+    if not IN_FLOAT32:
+        normed = normed.to(x.dtype).to(tl.float32)
+    return (normed * weight.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit
-def _load_vectors(pointers, mask, HALF: tl.constexpr):
-    """Both halves, each [HALF_PADDED]."""
-    return tl.load(pointers, mask=mask, other=0.0), tl.load(pointers + HALF, mask=mask, other=0.0)
-
-
-@triton.jit
-def _norm_rotate(first, second, weight_first, weight_second, cos, sin, eps, HALF: tl.constexpr):
-    """Normalised and rotated halves in the input's dtype. Products are rounded before they are added."""
+def _rotated(first, second, cos, sin, IN_FLOAT32: tl.constexpr):
+    """Products are rounded before they are added."""
     dtype = first.dtype
-    first32, second32 = first.to(tl.float32), second.to(tl.float32)
-    mean = tl.sum(first32 * first32 + second32 * second32, 1) / (2 * HALF)
-    inverse_rms = tl.rsqrt(mean + eps)
-    a = _normed_half(first, inverse_rms, weight_first)
-    b = _normed_half(second, inverse_rms, weight_second)
-    cos = cos.to(dtype).to(tl.float32)[None, :]
-    sin = sin.to(dtype).to(tl.float32)[None, :]
-    out_first = (a * cos).to(dtype).to(tl.float32) - (b * sin).to(dtype).to(tl.float32)
-    out_second = (b * cos).to(dtype).to(tl.float32) + (a * sin).to(dtype).to(tl.float32)
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    if IN_FLOAT32:
+        out_first, out_second = a * cos - b * sin, b * cos + a * sin
+    else:
+        cos = cos.to(dtype).to(tl.float32)
+        sin = sin.to(dtype).to(tl.float32)
+        out_first = (a * cos).to(dtype).to(tl.float32) - (b * sin).to(dtype).to(tl.float32)
+        out_second = (b * cos).to(dtype).to(tl.float32) + (a * sin).to(dtype).to(tl.float32)
     return out_first.to(dtype), out_second.to(dtype)
 
 
 @triton.jit
+def _load_vectors(pointers, mask, HALF: tl.constexpr):
+    """Both halves, each [1, HALF_PADDED]."""
+    first = tl.load(pointers, mask=mask, other=0.0)
+    return first[None, :], tl.load(pointers + HALF, mask=mask, other=0.0)[None, :]
+
+
+@triton.jit
+def _load_parts(ROW, BIAS, heads, count, D: tl.constexpr, HALF: tl.constexpr):
+    """Both halves of the rotated dimensions, and the rest (where there is none, something that nobody uses), of those
+    `heads` below `count`."""
+    cols = tl.arange(0, triton.next_power_of_2(HALF))
+    mask = (heads < count)[:, None] & (cols < HALF)[None, :]
+    first = _load_heads(ROW, BIAS, heads, cols, mask, D)
+    second = _load_heads(ROW, BIAS, heads, cols + HALF, mask, D)
+    rest = first
+    if 2 * HALF < D:
+        cols = 2 * HALF + tl.arange(0, triton.next_power_of_2(D - 2 * HALF))
+        rest = _load_heads(ROW, BIAS, heads, cols, (heads < count)[:, None] & (cols < D)[None, :], D)
+    return first, second, rest
+
+
+@triton.jit
+def _norm_rope(parts, WEIGHT, mean_square, weight_first, weight_second, cos, sin, heads, count, D: tl.constexpr,
+               HALF: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, AFTER: tl.constexpr,
+               NORM_FLOAT32: tl.constexpr, ROPE: tl.constexpr, ROPE_FLOAT32: tl.constexpr):  # fmt: skip
+    """What _load_parts gave, normalised and rotated."""
+    first, second, rest = parts
+    if ROPE and AFTER:
+        first, second = _rotated(first, second, cos, sin, ROPE_FLOAT32)
+    if NORM is not None:
+        if NORM == "head":
+            first32, second32 = first.to(tl.float32), second.to(tl.float32)
+            squares = tl.sum(first32 * first32 + second32 * second32, 1)
+            if 2 * HALF < D:
+                squares += tl.sum(rest.to(tl.float32) * rest.to(tl.float32), 1)
+            inverse_rms = tl.rsqrt(squares / D + EPS)[:, None]
+        else:
+            inverse_rms = tl.rsqrt(mean_square + EPS)
+            weight_first, weight_second, weight_rest = _load_parts(WEIGHT, None, heads, count, D, HALF)
+        first = _normed(first, inverse_rms, weight_first, NORM_FLOAT32)
+        second = _normed(second, inverse_rms, weight_second, NORM_FLOAT32)
+        if 2 * HALF < D:
+            if NORM == "head":
+                cols = 2 * HALF + tl.arange(0, triton.next_power_of_2(D - 2 * HALF))
+                weight_rest = tl.load(WEIGHT + cols, mask=cols < D, other=0.0)[None, :]
+            rest = _normed(rest, inverse_rms, weight_rest, NORM_FLOAT32)
+    if ROPE and not AFTER:
+        first, second = _rotated(first, second, cos, sin, ROPE_FLOAT32)
+    return first, second, rest
+
+
+@triton.jit
+def _scaled(x, scale):
+    return (x.to(tl.float32) * scale).to(x.dtype)
+
+
+@triton.jit
+def _store_heads(ROW, head_stride, parts, heads, count, D: tl.constexpr, HALF: tl.constexpr):
+    first, second, rest = parts
+    cols = tl.arange(0, triton.next_power_of_2(HALF))
+    mask = (heads < count)[:, None] & (cols < HALF)[None, :]
+    pointers = ROW + heads[:, None] * head_stride + cols[None, :]
+    tl.store(pointers, first, mask=mask)
+    tl.store(pointers + HALF, second, mask=mask)
+    if 2 * HALF < D:
+        cols = 2 * HALF + tl.arange(0, triton.next_power_of_2(D - 2 * HALF))
+        mask = (heads < count)[:, None] & (cols < D)[None, :]
+        tl.store(ROW + heads[:, None] * head_stride + cols[None, :], rest, mask=mask)
+
+
+@triton.jit
 def _qk_norm_rope_store_kernel(
-    QKV,
-    Q_WEIGHT,
-    K_WEIGHT,
-    eps,
-    COS_SIN,
-    POSITIONS,
-    K_CACHE,
-    V_CACHE,
-    SLOT_MAPPING,
-    qkv_stride,
-    k_block_stride,
-    k_head_stride,
-    k_token_stride,
-    v_block_stride,
-    v_head_stride,
-    v_token_stride,
-    Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
+    QKV, BIAS, Q_WEIGHT, K_WEIGHT, MEAN_SQUARES, COS_SIN, QUERY_SCALE, POSITIONS, K_CACHE, V_CACHE, SLOT_MAPPING,
+    qkv_stride, k_strides, v_strides, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+    HALF: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, AFTER: tl.constexpr, NORM_FLOAT32: tl.constexpr,
+    ROPE_FLOAT32: tl.constexpr, BLOCK_SIZE: tl.constexpr, Q_GROUPS: tl.constexpr, HEADS: tl.constexpr,
     PDL: tl.constexpr,
-):
-    """Token `program_id(0)`; `program_id(1)` counts groups of HEADS query heads, then of HEADS key/value heads."""
+):  # fmt: skip
+    """Token `program_id(0)`; `program_id(1)` counts Q_GROUPS groups of HEADS query heads, then groups of as many
+    key/value heads. What is None is not there: BIAS, norms, COS_SIN (no rotation), QUERY_SCALE."""
+    ROPE: tl.constexpr = COS_SIN is not None
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
-    q_groups: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
-    cols = tl.arange(0, HALF_PADDED)
+    cols = tl.arange(0, triton.next_power_of_2(HALF))
     mask_cols = cols < HALF
     row = QKV + token * qkv_stride
     # What does not depend on the projections is read before they are there; ordinary kernels stand between those that
     # write it, at the start of the step, and this one.
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    position = tl.load(POSITIONS + token)
+    position = tl.load(POSITIONS + token).to(tl.int64)
     slot = tl.load(SLOT_MAPPING + token)
-    is_query = group < q_groups
-    q_first, q_second = _load_vectors(Q_WEIGHT + cols, mask_cols & is_query, HALF)
-    k_first, k_second = _load_vectors(K_WEIGHT + cols, mask_cols & (group >= q_groups), HALF)
-    weight_first, weight_second = q_first + k_first, q_second + k_second  # one of the two is zero
-    cos, sin = _load_vectors(COS_SIN + position.to(tl.int64) * (2 * HALF) + cols, mask_cols, HALF)
+    is_query = group < Q_GROUPS
+    weight_first, weight_second, cos, sin = 0.0, 0.0, 0.0, 0.0
+    if NORM == "head":
+        q_first, q_second = _load_vectors(Q_WEIGHT + cols, mask_cols & is_query, HALF)
+        k_first, k_second = _load_vectors(K_WEIGHT + cols, mask_cols & (group >= Q_GROUPS), HALF)
+        weight_first, weight_second = q_first + k_first, q_second + k_second  # one of the two is zero
+    if ROPE:
+        cos, sin = _load_vectors(COS_SIN + position * (2 * HALF) + cols, mask_cols, HALF)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    q_mean_square, k_mean_square = 0.0, 0.0
+    if NORM == "width":
+        q_mean_square, k_mean_square = tl.load(MEAN_SQUARES + token * 2), tl.load(MEAN_SQUARES + token * 2 + 1)
     if is_query:
         heads = group * HEADS + tl.arange(0, HEADS)
-        mask = (heads < Q_HEADS)[:, None] & mask_cols[None, :]
-        first, second = _load_halves(row, heads, cols, mask, 2 * HALF, HALF)
-        first, second = _norm_rotate(first, second, weight_first, weight_second, cos, sin, eps, HALF)
-        _store_halves(row + heads[:, None] * (2 * HALF) + cols[None, :], first, second, mask, HALF)
+        parts = _load_parts(row, BIAS, heads, Q_HEADS, D, HALF)
+        first, second, rest = _norm_rope(parts, Q_WEIGHT, q_mean_square, weight_first, weight_second, cos, sin, heads,
+                                         Q_HEADS, D, HALF, NORM, EPS, AFTER, NORM_FLOAT32, ROPE, ROPE_FLOAT32)
+        if QUERY_SCALE is not None:
+            scale = tl.load(QUERY_SCALE + position).to(QKV.dtype.element_ty).to(tl.float32)
+            first, second, rest = _scaled(first, scale), _scaled(second, scale), _scaled(rest, scale)
+        _store_heads(row, D, (first, second, rest), heads, Q_HEADS, D, HALF)
     else:
         if slot >= 0:
-            heads = (group - q_groups) * HEADS + tl.arange(0, HEADS)
-            mask = (heads < KV_HEADS)[:, None] & mask_cols[None, :]
-            keys = row + Q_HEADS * (2 * HALF)
-            first, second = _load_halves(keys, heads, cols, mask, 2 * HALF, HALF)
-            values = keys + KV_HEADS * (2 * HALF)
-            v_first, v_second = _load_halves(values, heads, cols, mask, 2 * HALF, HALF)
+            heads = (group - Q_GROUPS) * HEADS + tl.arange(0, HEADS)
+            K_BIAS, V_BIAS = BIAS, BIAS
+            if BIAS is not None:
+                K_BIAS, V_BIAS = BIAS + Q_HEADS * D, BIAS + (Q_HEADS + KV_HEADS) * D
+            keys, values = row + Q_HEADS * D, row + (Q_HEADS + KV_HEADS) * D
+            parts = _load_parts(keys, K_BIAS, heads, KV_HEADS, D, HALF)
+            v_parts = _load_parts(values, V_BIAS, heads, KV_HEADS, D, HALF)
             block, offset = (slot // BLOCK_SIZE).to(tl.int64), slot % BLOCK_SIZE
-            v_row = V_CACHE + block * v_block_stride + offset * v_token_stride
-            _store_halves(v_row + heads[:, None] * v_head_stride + cols[None, :], v_first, v_second, mask, HALF)
-            first, second = _norm_rotate(first, second, weight_first, weight_second, cos, sin, eps, HALF)
-            k_row = K_CACHE + block * k_block_stride + offset * k_token_stride
-            _store_halves(k_row + heads[:, None] * k_head_stride + cols[None, :], first, second, mask, HALF)
+            v_row = V_CACHE + block * v_strides[0] + offset * v_strides[2]
+            _store_heads(v_row, v_strides[1], v_parts, heads, KV_HEADS, D, HALF)
+            parts = _norm_rope(parts, K_WEIGHT, k_mean_square, weight_first, weight_second, cos, sin, heads,
+                               KV_HEADS, D, HALF, NORM, EPS, AFTER, NORM_FLOAT32, ROPE, ROPE_FLOAT32)
+            k_row = K_CACHE + block * k_strides[0] + offset * k_strides[2]
+            _store_heads(k_row, k_strides[1], parts, heads, KV_HEADS, D, HALF)
 
 
 def qk_norm_rope_store(
-    qkv: torch.Tensor,
-    q_norm_weight: torch.Tensor,
-    k_norm_weight: torch.Tensor,
-    eps: float,
-    cos_sin: torch.Tensor,
-    positions: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    num_q_heads: int,
-    num_kv_heads: int,
-) -> torch.Tensor:
+    qkv: torch.Tensor, how: QKNormRope, positions: torch.Tensor, slot_mapping: torch.Tensor, k_cache: torch.Tensor,
+    v_cache: torch.Tensor, *, cos_sin: torch.Tensor | None = None, q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None, mean_squares: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, query_scale: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Triton version of qk_norm_rope_store_reference; rows of qkv may be strided."""
-    num_tokens, head_dim = qkv.shape[0], q_norm_weight.shape[0]
-    groups = triton.cdiv(num_q_heads, HEADS_PER_PROGRAM) + triton.cdiv(num_kv_heads, HEADS_PER_PROGRAM)
+    num_tokens, half = qkv.shape[0], (how.rotary_dim or how.head_dim) // 2
+    queries_change = how.norm or how.rotary_dim or bias is not None or query_scale is not None
+    q_groups = triton.cdiv(how.num_heads, HEADS_PER_PROGRAM) if queries_change else 0
     if num_tokens:
-        _qk_norm_rope_store_kernel[(num_tokens, groups)](
-            qkv,
-            q_norm_weight,
-            k_norm_weight,
-            eps,
-            cos_sin,
-            positions,
-            k_cache,
-            v_cache,
-            slot_mapping,
-            qkv.stride(0),
-            *k_cache.stride()[:3],
-            *v_cache.stride()[:3],
-            Q_HEADS=num_q_heads,
-            KV_HEADS=num_kv_heads,
-            HALF=head_dim // 2,
-            HALF_PADDED=triton.next_power_of_2(head_dim // 2),
-            BLOCK_SIZE=k_cache.shape[2],
-            HEADS=HEADS_PER_PROGRAM,
-            num_warps=4,
-            **pdl_options(qkv.device, num_tokens <= PDL_TOKENS),
+        _qk_norm_rope_store_kernel[(num_tokens, q_groups + triton.cdiv(how.num_kv_heads, HEADS_PER_PROGRAM))](
+            qkv, bias, q_norm_weight, k_norm_weight, mean_squares, cos_sin if how.rotary_dim else None, query_scale,
+            positions, k_cache, v_cache, slot_mapping, qkv.stride(0), k_cache.stride()[:3], v_cache.stride()[:3],
+            Q_HEADS=how.num_heads, KV_HEADS=how.num_kv_heads, D=how.head_dim, HALF=half,
+            NORM=how.norm, EPS=how.eps, AFTER=how.norm_after_rope, NORM_FLOAT32=how.norm_in_float32,
+            ROPE_FLOAT32=how.rope_in_float32, BLOCK_SIZE=k_cache.shape[2], Q_GROUPS=q_groups,
+            HEADS=HEADS_PER_PROGRAM, num_warps=4, **pdl_options(qkv.device, num_tokens <= PDL_TOKENS),
             enable_fp_fusion=False,  # or products would not be rounded before their sum
-        )
-    return qkv.view(num_tokens, num_q_heads + 2 * num_kv_heads, head_dim)[:, :num_q_heads]
+        )  # fmt: skip
+    return how.heads(qkv)[:, : how.num_heads]
 
 
 @triton.jit
-def _store_kv_kernel(
-    K,
-    V,
-    K_CACHE,
-    V_CACHE,
-    SLOT_MAPPING,
-    k_stride,
-    v_stride,
-    k_block_stride,
-    k_head_stride,
-    k_token_stride,
-    v_block_stride,
-    v_head_stride,
-    v_token_stride,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEADS_PADDED: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
+def _qk_mean_squares_kernel(QKV, BIAS, K_SHARES, OUT, qkv_stride, q_share, Q_WIDTH: tl.constexpr,
+                            K_WIDTH: tl.constexpr, D: tl.constexpr, Q_PADDED: tl.constexpr, K_PADDED: tl.constexpr,
+                            ):  # fmt: skip
+    """Token `program_id(0)`. A whole row in one program: the order of the sum does not depend on the step."""
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(SLOT_MAPPING + token)
-    if slot >= 0:
-        heads, cols = tl.arange(0, HEADS_PADDED)[:, None], tl.arange(0, DIM_PADDED)[None, :]
-        mask = (heads < KV_HEADS) & (cols < HEAD_DIM)
-        k = tl.load(K + token * k_stride + heads * HEAD_DIM + cols, mask=mask)
-        v = tl.load(V + token * v_stride + heads * HEAD_DIM + cols, mask=mask)
-        block, offset = (slot // BLOCK_SIZE).to(tl.int64), slot % BLOCK_SIZE
-        k_row = K_CACHE + block * k_block_stride + offset * k_token_stride
-        v_row = V_CACHE + block * v_block_stride + offset * v_token_stride
-        tl.store(k_row + heads * k_head_stride + cols, k, mask=mask)
-        tl.store(v_row + heads * v_head_stride + cols, v, mask=mask)
+    zero = tl.arange(0, 1)
+    cols = tl.arange(0, Q_PADDED)
+    q = _load_heads(QKV + token * qkv_stride, BIAS, zero, cols, (cols < Q_WIDTH)[None, :], D).to(tl.float32)
+    tl.store(OUT + token * 2, tl.sum(tl.sum(q * q, 1), 0) * q_share)
+    cols = tl.arange(0, K_PADDED)
+    mask = (cols < K_WIDTH)[None, :]
+    share = tl.load(K_SHARES + cols // D, mask=cols < K_WIDTH, other=0.0)[None, :]
+    k = _load_heads(QKV + token * qkv_stride, BIAS, zero, Q_WIDTH + cols, mask, D).to(tl.float32)
+    tl.store(OUT + token * 2 + 1, tl.sum(tl.sum(k * k * share, 1), 0))
 
 
-def store_kv(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
-    """Triton version of store_kv_reference; tokens of k and v may be strided, their heads are contiguous."""
-    num_tokens, num_heads, head_dim = k.shape
-    if num_tokens:
-        _store_kv_kernel[(num_tokens,)](
-            k,
-            v,
-            k_cache,
-            v_cache,
-            slot_mapping,
-            k.stride(0),
-            v.stride(0),
-            *k_cache.stride()[:3],
-            *v_cache.stride()[:3],
-            KV_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            HEADS_PADDED=triton.next_power_of_2(num_heads),
-            DIM_PADDED=triton.next_power_of_2(head_dim),
-            BLOCK_SIZE=k_cache.shape[2],
-            num_warps=min(max(num_heads * head_dim // 512, 1), 4),
-        )
+def qk_mean_squares(
+    qkv: torch.Tensor, how: QKNormRope, q_share: float, k_shares: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Triton version of qk_mean_squares_reference; rows of qkv may be strided."""
+    q_width, k_width = how.num_heads * how.head_dim, how.num_kv_heads * how.head_dim
+    out = torch.empty(qkv.shape[0], 2, dtype=torch.float32, device=qkv.device)
+    if qkv.shape[0]:
+        _qk_mean_squares_kernel[(qkv.shape[0],)](
+            qkv, bias, k_shares, out, qkv.stride(0), q_share, Q_WIDTH=q_width, K_WIDTH=k_width, D=how.head_dim,
+            Q_PADDED=triton.next_power_of_2(q_width), K_PADDED=triton.next_power_of_2(k_width), num_warps=4,
+        )  # fmt: skip
+    return out
 
 
 def qk_norm_rope_store_reference(
-    qkv: torch.Tensor,
-    q_norm_weight: torch.Tensor,
-    k_norm_weight: torch.Tensor,
-    eps: float,
-    cos_sin: torch.Tensor,
-    positions: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    num_q_heads: int,
-    num_kv_heads: int,
-) -> torch.Tensor:
+    qkv: torch.Tensor, how: QKNormRope, positions: torch.Tensor, slot_mapping: torch.Tensor, k_cache: torch.Tensor,
+    v_cache: torch.Tensor, *, cos_sin: torch.Tensor | None = None, q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None, mean_squares: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, query_scale: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Normalises and rotates queries in place and keys on their way into the cache; values go there as they are.
 
-    qkv [T, (Hq + 2 Hkv) * D]: queries, keys, values; its query part is overwritten. Norm weights [D]. cos_sin float32
-    [max_position, D]: cosines of the D / 2 angles, then sines. positions int32 [T]. k_cache, v_cache [blocks, Hkv,
-    block_size, D]: any strides but the last. slot_mapping int32 [T]: block * block_size + offset, -1: store nothing.
-    Returns the queries, a view [T, Hq, D] of qkv.
+    qkv [T, (Hq + 2 Hkv) * D]: queries, keys, values; its query part is overwritten. positions int32 [T]. slot_mapping
+    int32 [T]: block * block_size + offset, -1: store nothing. k_cache, v_cache [blocks, Hkv, block_size, D]: any
+    strides but the last. cos_sin float32 [max_position, rotary_dim]: cosines of the rotary_dim / 2 angles, then sines.
+    Norm weights [D], for norm="width" [heads * D], with mean_squares float32 [T, 2] of queries and of keys. bias
+    [(Hq + 2 Hkv) * D]: added first. query_scale float32 [max_position]: factor on the queries by position, applied
+    last. Returns the queries, a view [T, Hq, D] of qkv.
     """
-    num_tokens, head_dim = qkv.shape[0], q_norm_weight.shape[0]
-    heads = qkv.view(num_tokens, num_q_heads + 2 * num_kv_heads, head_dim)
-    q, k, v = heads.split([num_q_heads, num_kv_heads, num_kv_heads], dim=1)
-    cos, sin = cos_sin[positions.long()].to(qkv.dtype).unsqueeze(1).chunk(2, dim=-1)
-    q.copy_(_rotate(rms_norm_reference(q, q_norm_weight, eps), cos, sin))
-    k = _rotate(rms_norm_reference(k, k_norm_weight, eps), cos, sin)
+    biased = qkv if bias is None else qkv + bias
+    q, k, v = how.heads(biased).split([how.num_heads, how.num_kv_heads, how.num_kv_heads], dim=1)
+    cos_sin = cos_sin[positions.long()].unsqueeze(1) if how.rotary_dim and cos_sin is not None else None
+    q_mean, k_mean = (None, None) if mean_squares is None else mean_squares.unsqueeze(1).split(1, dim=2)
+    q = _norm_rope_reference(q, how, q_norm_weight, q_mean, cos_sin)
+    k = _norm_rope_reference(k, how, k_norm_weight, k_mean, cos_sin)
+    if query_scale is not None:
+        q = q * query_scale[positions.long()].to(q.dtype)[:, None, None]
+    queries = how.heads(qkv)[:, : how.num_heads]
+    queries.copy_(q)
     store_kv_reference(k, v, k_cache, v_cache, slot_mapping)
-    return q
+    return queries
+
+
+def _norm_rope_reference(
+    x: torch.Tensor, how: QKNormRope, weight: torch.Tensor | None, mean_square: torch.Tensor | None,
+    cos_sin: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """x [T, heads, D]; mean_square [T, 1, 1]; cos_sin [T, 1, rotary_dim]."""
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        if how.norm is None or weight is None:
+            return x
+        mean = x.float().square().mean(-1, keepdim=True) if mean_square is None else mean_square
+        normed = x.float() * torch.rsqrt(mean + how.eps)
+        by = weight if mean_square is None else weight.view(-1, how.head_dim)
+        return (normed * by.float()).to(x.dtype) if how.norm_in_float32 else (normed.to(x.dtype) * by).to(x.dtype)
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        if cos_sin is None:
+            return x
+        cos, sin = (cos_sin if how.rope_in_float32 else cos_sin.to(x.dtype)).chunk(2, dim=-1)
+        first, second, rest = x.tensor_split((how.rotary_dim // 2, how.rotary_dim), dim=-1)
+        rotated = (first * cos - second * sin, second * cos + first * sin)
+        return torch.cat((*(part.to(x.dtype) for part in rotated), rest), dim=-1)
+
+    return norm(rotate(x)) if how.norm_after_rope else rotate(norm(x))
+
+
+def qk_mean_squares_reference(
+    qkv: torch.Tensor, how: QKNormRope, q_share: float, k_shares: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """This rank's part of the mean squares of a token's queries and keys over all heads of the whole model, float32
+    [T, 2]; the ranks' parts add up.
+
+    qkv [T, (Hq + 2 Hkv) * D]; bias [(Hq + 2 Hkv) * D]. q_share: 1 / elements of all queries. k_shares float32 [Hkv]:
+    1 / elements of all keys, or 0 for a head that is counted elsewhere.
+    """
+    biased = qkv if bias is None else qkv + bias
+    squares = how.heads(biased).float().square().sum(-1)
+    q, k = squares[:, : how.num_heads], squares[:, how.num_heads : how.num_heads + how.num_kv_heads]
+    return torch.stack((q.sum(1) * q_share, (k * k_shares).sum(1)), dim=1)
 
 
 def store_kv_reference(
@@ -270,9 +343,3 @@ def store_kv_reference(
     blocks, offsets = slots // block_size, slots % block_size
     k_cache[blocks, :, offsets] = k[tokens]
     v_cache[blocks, :, offsets] = v[tokens]
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, D], cos and sin [T, 1, D / 2]."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
