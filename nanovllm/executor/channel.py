@@ -68,7 +68,11 @@ class _Ring:
         return 8 * (1 + kind * MAX_READERS + reader)
 
     def _fence(self) -> None:
-        """Orders the stores before against the loads and stores after, on any processor."""
+        """Orders all loads and stores before it against all after it, on any processor. A lock that is taken and
+        released once lets both sides slip into its middle (Arm); the second time keeps them apart: what is before the
+        first release, what is after the second acquire, and these two, stay in order."""
+        with self._lock:
+            pass
         with self._lock:
             pass
 
@@ -214,6 +218,7 @@ class CommandReader(_Ring):
                 os.sched_yield() if sys.platform != "win32" else time.sleep(0)
             else:
                 self._sleep(seen)
+        self._fence()  # the slot is read after the counter that announces it
 
     def _sleep(self, seen: int) -> None:
         word = self._word(_SLEEPING, self._reader)

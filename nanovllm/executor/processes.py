@@ -37,7 +37,9 @@ def start_python(module: str, *args: str, pass_fds: tuple[int, ...]) -> subproce
     """Runs a module of ours in a new interpreter that finds what this one finds."""
     # -P: the folder that the user happens to be in must not shadow modules that it does not shadow here.
     command = [sys.executable, "-P", "-m", module, *args]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    # Importing passes over what is no string in sys.path (a Path, say), and so do we.
+    folders = [path or os.getcwd() for path in sys.path if isinstance(path, str)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     # A session of its own: Ctrl-C in a terminal reaches the caller alone, who then stops us in order.
     return subprocess.Popen(
         command, pass_fds=pass_fds, env=environment, stdin=subprocess.DEVNULL, start_new_session=True

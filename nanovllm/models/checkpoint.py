@@ -119,23 +119,22 @@ def load_checkpoint(
     weights: list[CheckpointWeight],
     sources: Mapping[str, TensorSource],
     device: torch.device,
-    tick: Callable[[], None] = lambda: None,
+    progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Copies every weight from its source; reads overlap, since copying releases the interpreter. `tick`: called after
-    each, from several threads. Raises ValueError for a tied model whose head, where one is there, is another."""
+    """Copies every weight from its source; reads overlap, since copying releases the interpreter. `progress`: called
+    after each piece of a few MB, from several threads. Raises ValueError for a tied model whose head, where one is
+    there, is another."""
     stage = _pinned if device.type == "cuda" else lambda tensor: tensor
 
     @torch.inference_mode()  # the caller's does not reach the pool's threads
     def load(weight: CheckpointWeight) -> None:
-        source = sources[weight.name]
-        weight.load(_Staged(source, stage))
-        tick()
+        weight.load(sources[weight.name], progress, stage)
 
     largest_first = sorted(weights, key=lambda weight: -torch.Size(weight.shape).numel())
     by_name = {weight.name: weight for weight in weights}
     with ThreadPoolExecutor(_READ_THREADS) as pool:
         is_tied = _EMBEDDING in by_name and _HEAD not in by_name and _HEAD in sources
-        head = pool.submit(_check_tied_head, by_name[_EMBEDDING], sources) if is_tied else None
+        head = pool.submit(_check_tied_head, by_name[_EMBEDDING], sources, progress) if is_tied else None
         for _ in pool.map(load, largest_first):
             pass
         if head is not None:
@@ -144,7 +143,9 @@ def load_checkpoint(
         torch.cuda.synchronize(device)
 
 
-def _check_tied_head(embedding: CheckpointWeight, sources: Mapping[str, TensorSource]) -> None:
+def _check_tied_head(
+    embedding: CheckpointWeight, sources: Mapping[str, TensorSource], progress: Callable[[], None]
+) -> None:
     """Compares a head that is not loaded with the embedding that stands in for it, in the range that this rank holds.
     Fine-tuning may have parted them and left the configuration as it was."""
     head = replace(embedding, name=_HEAD)
@@ -153,21 +154,7 @@ def _check_tied_head(embedding: CheckpointWeight, sources: Mapping[str, TensorSo
         if not torch.equal(ours, theirs.to(ours.dtype)):
             found = f"weight {_HEAD!r} is not {_EMBEDDING!r}, but tie_word_embeddings=True"
             raise ValueError(f"checkpoint: {found} (hf_overrides={{'tie_word_embeddings': False}} keeps both)")
-
-
-@dataclass(frozen=True)
-class _Staged:
-    """A source whose ranges pass through `stage` on their way to the device."""
-
-    source: TensorSource
-    stage: Callable[[torch.Tensor], torch.Tensor]
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.source.shape
-
-    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
-        return self.stage(self.source.narrow(dim, start, length))
+        progress()
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
@@ -206,9 +193,8 @@ def load_dummy(
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
-    tick: Callable[[], None] = lambda: None,
+    progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Random weights: matrices from N(0, 0.02), norm scales from N(1, 0.1). `tick`: called after each."""
+    """Random weights: matrices from N(0, 0.02), norm scales from N(1, 0.1). `progress`: called after each piece."""
     for weight in weights:
-        weight.load(DummySource(weight.name, torch.Size(weight.shape), dtype, device, seed))
-        tick()
+        weight.load(DummySource(weight.name, torch.Size(weight.shape), dtype, device, seed), progress)

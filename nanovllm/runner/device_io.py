@@ -12,6 +12,7 @@ from nanovllm.kernels.base.pdl import ordinary_launch
 from nanovllm.runner.mailbox import RING, Mailbox
 
 _BUSY_WAIT = 0.002  # seconds to look for a result without pause; a longer step can afford the wake-up
+_LONGEST_PAUSE = 1.0  # seconds that count between two looks: in a longer pause (Ctrl-Z) this process stood still itself
 
 
 class StepTimeout(RuntimeError):
@@ -115,16 +116,21 @@ class DeviceIO:
         where the wait has a reason that does not count. Raises StepTimeout after `timeout` seconds that do.
         """
         tokens, event, padding = self._launched.popleft()
-        if event is not None and not event.query():
-            begin = time.perf_counter()
-            while not event.query():
-                waited = time.perf_counter() - begin
-                if waited > _BUSY_WAIT:
-                    if check():
-                        begin = time.perf_counter()
-                    time.sleep(20e-6)
-                if waited > timeout:
-                    raise StepTimeout(f"the device did not finish a step within step_timeout={timeout} s")
+        if event is not None:
+            self._wait(event, timeout, check)
         token_ids = tokens.tolist()
         del token_ids[padding]
         return token_ids
+
+    @staticmethod
+    def _wait(event: torch.cuda.Event, timeout: float, check: Callable[[], bool]) -> None:
+        waited, last_look = 0.0, time.perf_counter()
+        while not event.query():
+            now = time.perf_counter()
+            waited, last_look = waited + min(now - last_look, _LONGEST_PAUSE), now
+            if waited > _BUSY_WAIT:
+                if check():
+                    waited = 0.0
+                time.sleep(20e-6)
+            if waited > timeout and not event.query():
+                raise StepTimeout(f"the device did not finish a step within step_timeout={timeout} s")

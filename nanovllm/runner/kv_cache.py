@@ -2,6 +2,8 @@
 
 import math
 import os
+import threading
+from contextlib import suppress
 
 import torch
 
@@ -93,6 +95,22 @@ class MemoryProbe:
         if self._is_cuda:
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
+
+    def is_idle_within(self, seconds: float) -> bool:
+        """Waits for the device, at most so long. False where it does not finish, or reports an error."""
+        if not self._is_cuda:
+            return True
+        finished: list[bool] = []
+
+        def synchronize() -> None:
+            with suppress(RuntimeError):
+                torch.cuda.synchronize(self._device)
+                finished.append(True)
+
+        waiting = threading.Thread(target=synchronize, name="nanovllm-last-wait", daemon=True)
+        waiting.start()
+        waiting.join(seconds)
+        return bool(finished)
 
     def note_graphs(self, num_bytes: int) -> None:
         """What the graphs took in the end, of what was kept free for them."""

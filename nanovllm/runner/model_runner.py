@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LAST_WAIT = 2.0  # seconds that close() gives a device after a failure
+
 
 class ModelRunner:
     """The model, memory and graphs of one rank. Every rank runs the same steps in the same order."""
@@ -301,7 +303,13 @@ class ModelRunner:
         }
 
     def close(self, failed: bool) -> None:
-        """Frees the device. After a failure nothing is waited for."""
+        """Frees the device. After a failure no rank is waited for, and a device that does not come to rest keeps what it
+        has until this process ends: freeing memory would wait for it."""
+        if failed:
+            self.group.abort()
+            if not self.memory.is_idle_within(_LAST_WAIT):
+                logger.warning("the device did not come to rest within %g s: its memory stays taken", _LAST_WAIT)
+                return
         if self.graphs is not None:
             self.graphs.clear()  # before the communicators that they captured
             self.graphs = None

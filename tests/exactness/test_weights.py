@@ -18,7 +18,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.kernels import select_kernels
 from nanovllm.layers import linear
 from nanovllm.layers.linear import HeadSplit
-from nanovllm.layers.weights import CheckpointWeight
+from nanovllm.layers.weights import CheckpointWeight, Shard
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.checkpoint import load_checkpoint, load_dummy, open_checkpoint, read_safetensors
 from nanovllm.models.qwen3 import ModelContext, Qwen3ForCausalLM
@@ -172,6 +172,18 @@ def test_eight_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
         expected = run_alone(llm, requests)
     with LLM(folder, **OPTIONS, tensor_parallel_size=8, max_num_batched_tokens=64) as llm:
         assert_outputs(run(llm, requests), requests, expected)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_loading_shows_progress_by_bytes(dim: int) -> None:
+    """On slow storage a large weight takes longer than a rank may go without progress."""
+    source = torch.randn(6000, 2000)
+    target = torch.empty_like(source.narrow(dim, 500, 1400))
+    weight = CheckpointWeight("w", tuple(source.shape), (Shard(target, dim, 500),))
+    reports: list[None] = []
+    load_checkpoint([weight], {"w": source}, CPU, lambda: reports.append(None))
+    assert torch.equal(target, source.narrow(dim, 500, 1400))
+    assert len(reports) >= target.nbytes / (8 << 20)
 
 
 def test_query_heads_keep_their_keys() -> None:

@@ -250,3 +250,19 @@ def test_latency_of_a_4_kb_step() -> None:
         worker.kill()
         worker.join()
         ring.close()
+
+
+def test_a_slot_is_read_behind_a_fence(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Arm nothing else orders the load of the counter before the loads of what it announces."""
+    order: list[str] = []
+    reader = ring.reader()
+    fence, slot = reader._fence, reader._slot
+    monkeypatch.setattr(reader, "_fence", lambda: (order.append("fence"), fence())[1])
+    monkeypatch.setattr(reader, "_slot", lambda sequence: (order.append("slot"), slot(sequence))[1])
+    for _ in range(2):
+        ring.writer.send_step(payload(3 * ROOM), never)
+        reader.receive()
+    assert "slot" in order
+    for at, step in enumerate(order):
+        assert step == "fence" or order[at - 1] == "fence"
+    assert order[0] == "fence"

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -114,6 +115,13 @@ def test_worker_that_never_takes_an_oversize_payload(tiny: str, mark: str) -> No
         os.kill(marked_processes(mark)[0], signal.SIGSTOP)
         with pytest.raises(WorkerError, match="rank 1 made no progress"):
             llm.engine.executor.processes.send_call("update_weights", bytes(3 << 20))
+
+
+def test_a_path_object_in_sys_path(tiny: str, mark: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Common in notebooks. Python itself passes over what is no string there."""
+    monkeypatch.setattr("sys.path", [*sys.path, tmp_path, 5])
+    with tiny_llm(tiny) as llm:
+        assert len(token_ids(llm, [5] * 9)[0]) == GREEDY.max_tokens
 
 
 FAULTS = {
