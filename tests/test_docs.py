@@ -176,7 +176,6 @@ def test_every_room_is_described() -> None:
 
 
 UPWARD = {
-    ("parallel", "executor"),
     ("runner", "engine"),
     ("runner", "startup"),
     ("startup", "engine"),

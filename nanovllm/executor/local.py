@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from nanovllm.config import EngineConfig
-from nanovllm.executor.processes import WorkerError, WorkerProcesses
-from nanovllm.executor.store import WatchedStore, open_store
+from nanovllm.executor.processes import WorkerError, WorkerProcesses, no_standard_numbers
+from nanovllm.executor.store import WatchedStore, create_store_file, open_store
 from nanovllm.model_config import ModelConfig
 from nanovllm.parallel.peer.memory import forbid_multicast
 from nanovllm.runner.model_runner import ModelRunner
@@ -30,8 +29,6 @@ class RunnerInit:
 
     config: EngineConfig
     model_config: ModelConfig
-    store_port: int
-    """Port of the TCPStore on the loopback where ranks meet; 0 with one rank."""
     spin_seconds: float
     """How long an idle worker spins for the next command before it sleeps."""
     num_threads: int
@@ -89,32 +86,36 @@ class Executor:
         forbid_multicast()
         self.seconds: dict[str, float] = {}
         self._runner: ModelRunner | None = None
-        self._store: dist.TCPStore | None = None
+        self._store: WatchedStore | None = None
+        self._store_fd = -1
         self._failed = False
         self.owner = os.getpid()
         """The process whose workers, threads and locks these are."""
-        self.processes = WorkerProcesses(config.tensor_parallel_size, config.step_timeout)
+        if config.tensor_parallel_size > 1:
+            with no_standard_numbers():
+                self._store_fd = create_store_file()
+        self.processes = WorkerProcesses(config.tensor_parallel_size, config.step_timeout, self._store_fd)
         try:
             self.config = settle(config, model)
             self._start(model, compiler if self.config.device == "cuda" else None)
         except BaseException as error:
-            self.close()
+            self._close_ranks()
             _forget_frames(error)
+            self._close_store()
             raise
 
     def _start(self, model: ModelConfig, compiler: KernelCompiler | None) -> None:
         size = self.config.tensor_parallel_size
         if size > 1:
-            self._store = open_store()
+            self._store = WatchedStore(open_store(self._store_fd), self.processes.check)
         spin = 2.0 if self.config.device == "cuda" else 0.0
         self._num_threads = max(1, torch.get_num_threads() // size)
-        init = RunnerInit(self.config, model, self._store.port if self._store else 0, spin, self._num_threads)
+        init = RunnerInit(self.config, model, spin, self._num_threads)
         with self._phase("load"), self._failures_explained():
             self.processes.send_init(init)
             self.processes.replies()  # every worker has imported: from here on ranks wait for each other only briefly
-            store = WatchedStore(self._store, self.processes.check) if self._store else None
             with self._share_of_threads():
-                self._runner = ModelRunner(init, 0, store, compiler)
+                self._runner = ModelRunner(init, 0, self._store, compiler)
             self.processes.on_failure = self._runner.group.abort
             self.processes.replies()
         if compiler is not None:
@@ -235,6 +236,10 @@ class Executor:
         """Ends the workers and frees what this rank holds. Does nothing the second time."""
         if os.getpid() != self.owner:
             return  # a fork of the process whose engine this is: nothing here is ours
+        self._close_ranks()
+        self._close_store()
+
+    def _close_ranks(self) -> None:
         runner, self._runner = self._runner, None
         try:
             self.processes.close()
@@ -242,7 +247,15 @@ class Executor:
             self.processes.on_failure = lambda: None
             if runner is not None:
                 runner.close(failed=self.failed)
-            self._store = None
+
+    def _close_store(self) -> None:
+        """Last: what still uses the store finds its file by number."""
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+        fd, self._store_fd = self._store_fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def _to_send(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,22 +5,21 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from nanovllm.executor.channel import STEP, CommandReader, WorkerState
 from nanovllm.executor.local import RunnerInit
+from nanovllm.executor.store import open_store
 from nanovllm.runner.model_runner import ModelRunner
 
 
-def run_worker(ring: CommandReader, control: Connection, rank: int, init: RunnerInit) -> None:
+def run_worker(ring: CommandReader, control: Connection, rank: int, init: RunnerInit, store_fd: int) -> None:
     """Returns never; rank 0 ends this process (see main.py)."""
     ring.spin_seconds = init.spin_seconds
     if init.config.device == "cpu":
         torch.set_num_threads(init.num_threads)
     ring.counts_work = init.config.device == "cpu"
     control.send(("result", None))  # imported
-    store = dist.TCPStore("127.0.0.1", init.store_port, is_master=False)
-    runner = ModelRunner(init, rank, store, tick=ring.tick)
+    runner = ModelRunner(init, rank, open_store(store_fd), tick=ring.tick)
     _report_compiling(ring)
     control.send(("result", None))  # loaded
     while True:

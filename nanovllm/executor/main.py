@@ -1,4 +1,5 @@
-"""A worker: `python -m nanovllm.executor.main RANK CONTROL_FD MEMORY_FD DOORBELL_FD`, started by processes.py."""
+"""A worker: `python -m nanovllm.executor.main RANK CONTROL_FD MEMORY_FD DOORBELL_FD STORE_FD`, started by
+processes.py."""
 
 import os
 import pickle
@@ -34,7 +35,7 @@ def _follow_parent(control: Connection, ring: CommandReader, inbox: "queue.Simpl
         os._exit(0)
 
 
-def main(rank: int, control_fd: int, memory_fd: int, doorbell_fd: int) -> None:
+def main(rank: int, control_fd: int, memory_fd: int, doorbell_fd: int, store_fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = Connection(control_fd)
     ring = CommandReader(memory_fd, rank - 1, doorbell_fd)
@@ -43,7 +44,7 @@ def main(rank: int, control_fd: int, memory_fd: int, doorbell_fd: int) -> None:
     try:
         from nanovllm.executor.loop import run_worker  # torch and the engine, while rank 0 settles its options
 
-        run_worker(ring, control, rank, pickle.loads(inbox.get()))
+        run_worker(ring, control, rank, pickle.loads(inbox.get()), store_fd)
     except BaseException as error:
         # What is wrong with the user's files or options is raised to them as such; in mid-step it is a bug of ours.
         kinds = (FileNotFoundError, ValueError) if ring.state is WorkerState.CALLING else ()
@@ -55,4 +56,4 @@ def main(rank: int, control_fd: int, memory_fd: int, doorbell_fd: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:5]))
+    main(*map(int, sys.argv[1:6]))

@@ -91,8 +91,10 @@ class _Failure:
 class WorkerProcesses:
     """Ranks 1 .. size-1 and the channel to them. With size 1 there is nothing here and every call is a no-op."""
 
-    def __init__(self, size: int, step_timeout: float) -> None:
+    def __init__(self, size: int, step_timeout: float, store: int = -1) -> None:
+        """`store`: file descriptor that every worker inherits, to meet the others (store.py); the caller's to close."""
         self.size = size
+        self._store = store
         self.step_timeout = step_timeout
         self.is_starting = True
         """Until the caller says that the first step can come: what a start takes has little to do with a step."""
@@ -125,7 +127,7 @@ class WorkerProcesses:
             bell_read, bell_write = os.pipe()
         self._controls.append(ours)
         self._doorbells.append(bell_write)
-        fds = (theirs.fileno(), memory, bell_read)
+        fds = (theirs.fileno(), memory, bell_read, self._store)
         try:
             process = start_python(_WORKER_MODULE, str(rank), *map(str, fds), pass_fds=fds)
         finally:

@@ -1,6 +1,9 @@
-"""The key-value store where the ranks of one engine meet while they start: on the loopback, on a port that was free."""
+"""The key-value store where the ranks of one engine meet: a file without a name, which only they inherit.
 
-import socket
+A TCPStore would answer every user of this machine, and who writes to it chooses where activations go.
+"""
+
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,22 +14,35 @@ _TIMEOUT = timedelta(seconds=300)  # for what is set late, but by a rank that li
 _LOOK_INTERVAL = 0.01  # seconds between looks at the store: everybody is about to arrive
 
 
-def open_store() -> dist.TCPStore:
-    """A store whose server lives in this process. Its port is reachable from this machine alone."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        return dist.TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
-        )
+def create_store_file() -> int:
+    """File descriptor of fresh memory for one store; it has no name, and goes when its last holder goes."""
+    return os.memfd_create("nanovllm-store")
+
+
+def open_store(fd: int) -> dist.FileStore:
+    """The store in an inherited file. It opens the file anew each time, by this number: it must be gone before the
+    number is closed, or it would find another file there."""
+    return dist.FileStore(f"/proc/self/fd/{fd}", -1)
 
 
 class WatchedStore(dist.Store):
-    """A store whose waits also end when `check` raises: whoever we wait for may have died on its way here."""
+    """A store whose waits also end when `check` raises: the rank that is waited for may have died on its way here."""
 
-    def __init__(self, store: dist.TCPStore, check: Callable[[], object]) -> None:
+    def __init__(self, store: dist.Store, check: Callable[[], object] = lambda: None) -> None:
         super().__init__()
-        self.unwatched = store
+        self._store: dist.Store | None = store
         self._check = check
+
+    @property
+    def unwatched(self) -> dist.Store:
+        """The store itself, which threads may use that outlive the interpreter."""
+        if self._store is None:
+            raise RuntimeError("this store is closed")
+        return self._store
+
+    def close(self) -> None:
+        """Lets go of the store, whoever still has this object."""
+        self._store = None
 
     def set(self, key: str, value: str) -> None:
         self.unwatched.set(key, value)

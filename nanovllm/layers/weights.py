@@ -11,7 +11,6 @@ from typing import Protocol
 import torch
 from torch import nn
 
-
 PIECE_BYTES = 4 << 20
 """Copied between two reports of progress. 32 readers of one disk (4 ranks) pass 128 MB before the first of them has
 anything to report, so 60 s without progress means less than 2 MB/s."""

@@ -1,7 +1,7 @@
 """The ranks of one engine, and what they say to each other: two reductions and a gather.
 
 No default process group is used: engines in one program must not meet. Each engine builds its own communicator over a
-TCPStore whose port the operating system chose.
+store of its own.
 """
 
 import logging
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from nanovllm.executor.store import WatchedStore
 from nanovllm.parallel.two_batch import Overlap
 
 if TYPE_CHECKING:
@@ -37,8 +36,10 @@ class TensorParallelGroup:
         overlap: bool = False,
         share_gpus: bool = False,
     ) -> None:
-        """`store`: where the ranks meet; None for one rank. `overlap`: large steps may sum beside their products.
-        `share_gpus`: ranks may sit on one GPU, which NCCL refuses."""
+        """`store`: where the ranks meet; None for one rank. Where it has an attribute `unwatched`, that is the same
+        store without Python: NCCL's threads outlive the interpreter, so they must not call into it.
+        `overlap`: large steps may sum beside their products. `share_gpus`: ranks may sit on one GPU, which NCCL
+        refuses."""
         self.rank = rank
         self.size = size
         self.device = device
@@ -54,9 +55,8 @@ class TensorParallelGroup:
             if self._library == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = _NO_TIMEOUT
-                if isinstance(store, WatchedStore):
-                    store = store.unwatched  # NCCL's threads outlive the interpreter, so they must not call into it
-                self._group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+                native = dist.PrefixStore("nccl", getattr(store, "unwatched", store))
+                self._group = dist.ProcessGroupNCCL(native, rank, size, options)
             else:
                 gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
                 # Not the interface that the host's name leads to: it may lead nowhere.

@@ -303,8 +303,8 @@ class ModelRunner:
         }
 
     def close(self, failed: bool) -> None:
-        """Frees the device. After a failure no rank is waited for, and a device that does not come to rest keeps what it
-        has until this process ends: freeing memory would wait for it."""
+        """Frees the device. After a failure no rank is waited for, and a device that does not come to rest keeps all
+        memory until this process ends: freeing would wait for it."""
         if failed:
             self.group.abort()
             if not self.memory.is_idle_within(_LAST_WAIT):
