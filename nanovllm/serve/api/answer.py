@@ -1,0 +1,201 @@
+"""What chat and completions share: from checked fields to a request in flight, and from there to the response."""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from nanovllm.serve.api import fields as api
+from nanovllm.serve.api.logprobs import shower
+from nanovllm.serve.errors import bad_request
+from nanovllm.serve.http.call import Call
+from nanovllm.serve.streams import Completion, Request
+from nanovllm.serve.visible_text import VisibleText
+
+if TYPE_CHECKING:
+    from nanovllm.serve.front import Front
+
+SSE = b"text/event-stream; charset=utf-8"
+_SSE_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+
+
+class Answer(Request):
+    """A request whose response follows OpenAI's schema."""
+
+    object_name = ""
+    id_prefix = ""
+    needs_ids = False
+
+    def __init__(
+        self, front: "Front", call: Call, fields: api.CommonFields, prompts: list[list[int]], params: dict[str, Any]
+    ) -> None:
+        """`params`: fields of SamplingParams, for all prompts."""
+        super().__init__(call.given_id or self.id_prefix + call.request_id, prompts, front.now())
+        self.fields, self.front = fields, front
+        self.is_streamed = bool(fields.stream)
+        options = fields.stream_options
+        self.include_usage = options is not None and bool(options.include_usage)
+        self._usage_in_chunks = options is not None and bool(options.continuous_usage_stats)
+        self.created = int(time.time())
+        self.k: int | None = params.get("logprobs")
+        self.show = shower(front.tokenizer.token_bytes, bool(fields.return_tokens_as_token_ids))
+        common = {
+            "id": self.id,
+            "object": self.object_name,
+            "created": self.created,
+            "model": fields.model or front.name,
+        }
+        self._common = common | {"system_fingerprint": front.fingerprint}
+        self._begin = b"data: " + orjson.dumps(self._common)[:-1] + b',"choices":['
+        if not params.get("include_stop_str_in_output"):
+            eos = () if params.get("ignore_eos") else front.info["eos_token_ids"]
+            self.hidden_ids = frozenset([*params.get("stop_token_ids", ()), *eos])
+        for index in range(len(prompts) * params.get("n", 1)):
+            self.completions.append(self._completion(index, index // params.get("n", 1), params))
+
+    def _completion(self, index: int, prompt_index: int, params: dict[str, Any]) -> Completion:
+        text: Any = self.front.tokenizer.detokenizer(params.get("skip_special_tokens", True))
+        stop = params.get("stop")
+        if stop:
+            stops = [stop] if isinstance(stop, str) else stop
+            text = VisibleText(text, stops, params.get("include_stop_str_in_output", False))
+        completion = Completion(self, index, prompt_index, text)
+        if self.fields.return_token_ids or self.needs_ids:
+            completion.ids = []
+        if self.k is not None:
+            completion.lines = []
+        completion.prefix = self._begin + self.fast_prefix(index)
+        return completion
+
+    # -- what differs -------------------------------------------------------------------------------------------
+
+    fast_suffix = b""
+    """Of a chunk that holds text alone: all after the text."""
+
+    def fast_prefix(self, index: int) -> bytes:
+        """Of such a chunk's choice: all before the text."""
+        raise NotImplementedError
+
+    def delta(self, completion: Completion, text: str) -> dict[str, Any]:
+        """A chunk's choice without index and finish_reason."""
+        raise NotImplementedError
+
+    def choice(self, completion: Completion, text: str) -> dict[str, Any]:
+        """A choice of an unstreamed response, likewise."""
+        raise NotImplementedError
+
+    # -- streamed -----------------------------------------------------------------------------------------------
+
+    def chunk(self, completion: Completion, text: str) -> bytes:
+        if (
+            completion.finish_reason is None
+            and completion.ids is None
+            and completion.lines is None
+            and completion.reader is None
+            and not self._usage_in_chunks
+        ):
+            return completion.prefix + orjson.dumps(text) + self.fast_suffix
+        choice = self._with_end(self.delta(completion, text), completion)
+        if completion.ids:
+            if self.fields.return_token_ids:
+                choice["token_ids"] = completion.ids
+            completion.ids = []
+        if completion.lines:
+            completion.lines = []
+        return self._event(choice)
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        usage = b',"usage":' + orjson.dumps(self.usage()) if self._usage_in_chunks else b""
+        return self._begin + orjson.dumps(choice) + b"]" + usage + b"}\n\n"
+
+    def _with_end(self, choice: dict[str, Any], completion: Completion) -> dict[str, Any]:
+        choice = {"index": completion.index, **choice, "finish_reason": self.finish_reason(completion)}
+        if completion.stop_reason is not None:
+            choice["stop_reason"] = completion.stop_reason
+        return choice
+
+    def finish_reason(self, completion: Completion) -> str | None:
+        reason = completion.finish_reason
+        return "stop" if reason == "abort" else reason
+
+    def tail(self) -> bytes:
+        return self._begin + b'],"usage":' + orjson.dumps(self.usage()) + b"}\n\n" if self.include_usage else b""
+
+    # -- unstreamed ---------------------------------------------------------------------------------------------
+
+    def response(self) -> bytes:
+        """The whole answer."""
+        choices = []
+        for completion in self.completions:
+            choice = self._with_end(self.choice(completion, "".join(completion.pieces)), completion)
+            if self.fields.return_token_ids:
+                choice["token_ids"] = completion.ids
+            choices.append(choice)
+        return orjson.dumps({**self._common, "choices": choices, "usage": self.usage(), **self.extra()})
+
+    def extra(self) -> dict[str, Any]:
+        """What a request may have asked for beside the choices."""
+        return {}
+
+    def usage(self) -> dict[str, Any]:
+        output = self.num_output_tokens
+        usage: dict[str, Any] = {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": output,
+            "total_tokens": self.num_prompt_tokens + output,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
+        return usage
+
+
+async def answer(call: Call, request: Answer, params: dict[str, Any], max_tokens: list[int]) -> None:
+    """Sends a request to the engine and its answer to the client. `max_tokens`: of each prompt."""
+    front = request.front
+    front.submit(request, params, max_tokens)
+    connection = call.connection
+    connection.on_disconnect = lambda: front.streams.leave(request)
+    try:
+        if request.is_streamed:
+            await request.opened
+            await call.begin(200, SSE, _SSE_HEADERS)
+            request.open(connection, front.now())
+            await request.done
+            await call.end()
+        else:
+            await request.done
+            if not call.is_gone:
+                await call.respond(request.response())
+    finally:
+        connection.on_disconnect = connection.on_writable = None
+        front.log_request(request)
+
+
+def fit(front: "Front", prompt: list[int], fields: api.CommonFields, asked: int | None) -> tuple[list[int], int]:
+    """The prompt, cut where the request says so, and the most tokens that it can be continued by. Raises ApiError."""
+    limit = front.info["max_model_len"]
+    if (keep := fields.truncate_prompt_tokens) is not None:
+        prompt = prompt[-(limit - 1 if keep == -1 else max(1, keep)) :]
+    if not prompt:
+        raise bad_request("the prompt is empty", "prompt")
+    if len(prompt) + 1 > limit:
+        more = f"{asked} in the completion" if asked is not None else "at least 1 in the completion"
+        message = (
+            f"This model's maximum context length is {limit} tokens. However, your request has {len(prompt)} tokens "
+            f"in the prompt and asks for {more}. Please reduce the length of the prompt."
+        )
+        raise bad_request(
+            message, "messages" if isinstance(fields, api.ChatFields) else "prompt", "context_length_exceeded"
+        )
+    room = limit - len(prompt)
+    return prompt, room if asked is None else min(asked, room)
+
+
+def check_characters(front: "Front", count: int, name: str) -> None:
+    """Raises ApiError where a text of so many characters cannot fit, before it is tokenized."""
+    limit = front.info["max_model_len"]
+    if count > limit * front.tokenizer.longest_token:
+        message = (
+            f"This model's maximum context length is {limit} tokens. However, your request has {count} characters, "
+            f"which are more than {limit} tokens. Please reduce the length of the prompt."
+        )
+        raise bad_request(message, name, "context_length_exceeded")

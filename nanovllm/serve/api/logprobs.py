@@ -1,0 +1,61 @@
+"""Log-probabilities as the two endpoints show them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+_LOWEST = -9999.0
+"""In place of minus infinity, which JSON does not have."""
+Row = tuple[int, float, list[tuple[int, float]]]
+"""A position's token, its log-probability, and the likeliest tokens with theirs."""
+
+
+def read_line(line: bytes, k: int) -> Row:
+    """A line of LogprobRows (see outputs.py): int32 token, rank, ids; float32 own log-probability and theirs."""
+    words, floats = memoryview(line).cast("i"), memoryview(line).cast("f")
+    begin = (len(words) + 1) // 2
+    ids, values = words[2 : 2 + k].tolist(), floats[begin + 1 : begin + 1 + k].tolist()
+    pairs = [(token_id, max(value, _LOWEST)) for token_id, value in zip(ids, values, strict=True)]
+    return words[0], max(floats[begin], _LOWEST), pairs
+
+
+def shower(token_bytes: Callable[[int], bytes], as_ids: bool) -> Callable[[int], str]:
+    """Token id to what is shown of it: its text, or "token_id:N"."""
+    if as_ids:
+        return lambda token_id: f"token_id:{token_id}"
+    return lambda token_id: token_bytes(token_id).decode("utf-8", "replace")
+
+
+def chat_entries(
+    lines: Sequence[bytes], k: int, show: Callable[[int], str], token_bytes: Callable[[int], bytes]
+) -> list[dict[str, Any]]:
+    """`logprobs.content` of a chat."""
+
+    def entry(token_id: int, value: float) -> dict[str, Any]:
+        return {"token": show(token_id), "logprob": value, "bytes": list(token_bytes(token_id))}
+
+    found = []
+    for line in lines:
+        token_id, value, top = read_line(line, k)
+        found.append(entry(token_id, value) | {"top_logprobs": [entry(*pair) for pair in top]})
+    return found
+
+
+def completion_logprobs(
+    lines: Sequence[bytes | None], ids: Sequence[int], k: int, show: Callable[[int], str], offset: int
+) -> dict[str, list[Any]]:
+    """`logprobs` of a completion, from `offset` characters on. A line is None at the first token of a prompt."""
+    found: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+    for position, line in enumerate(lines):
+        token_id, value, top = (ids[position], None, None) if line is None else read_line(line, k)
+        text = show(token_id)
+        shown: dict[str, float | None] | None = None
+        if top is not None:
+            shown = {text: value}
+            for each, log in top:
+                shown.setdefault(show(each), log)  # of tokens that look alike, the likelier counts
+        found["text_offset"].append(offset)
+        found["token_logprobs"].append(value)
+        found["tokens"].append(text)
+        found["top_logprobs"].append(shown)
+        offset += len(text)
+    return found

@@ -1,0 +1,264 @@
+"""The engine's process: `python -m nanovllm.serve.engine_process FD`, started by the front (link.py).
+
+The main thread steps the engine; one thread takes requests in; one compiles grammars, which may take seconds and much
+stack. The process ends with the socket: when the front goes, however it goes, the read end says so.
+"""
+
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from array import array
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.serve import frames
+
+if TYPE_CHECKING:
+    from nanovllm.engine.llm_engine import LLMEngine
+    from nanovllm.outputs import StepOutput
+
+_COMPILER_STACK = 512 << 20  # bytes of address space: grammars nest deeply
+_EXIT_GRACE = 5.0  # seconds for an orderly end once the front is gone
+_STATS_INTERVAL = 0.1  # seconds between two frames that carry counters, while the engine is busy
+
+
+def sampling_params(fields: dict[str, Any]) -> Any:
+    """SamplingParams of a frame's fields. Raises ValueError as they do."""
+    from nanovllm.sampling_params import SamplingParams, StructuredOutput
+
+    if (wanted := fields.get("structured_outputs")) is not None:
+        fields = {**fields, "structured_outputs": StructuredOutput(**wanted)}
+    return SamplingParams(**fields)
+
+
+class EngineProcess:
+    """One engine and the socket to its front."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._send_lock = threading.Lock()
+        self._engine: LLMEngine | None = None
+        self._work = threading.Event()
+        self._leaving = False
+        self._starts: queue.SimpleQueue[frames.Start] = queue.SimpleQueue()
+        self._to_compile: queue.SimpleQueue[frames.Add] = queue.SimpleQueue()
+        self._compiling: set[int] = set()
+        """Requests whose grammar is not compiled yet; an abort takes them out."""
+        self._stats_sent = 0.0
+
+    # -- the main thread ----------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Serves until the front leaves; returns the exit code."""
+        threading.Thread(target=self._receive, name="nanovllm-link", daemon=True).start()
+        start = self._starts.get()
+        try:
+            self._engine = self._load(start)
+            threading.stack_size(_COMPILER_STACK)
+            threading.Thread(target=self._compile, name="nanovllm-grammars", daemon=True).start()
+            threading.stack_size(0)
+            self._send(frames.Ready(describe(self._engine)))
+            self._serve(self._engine)
+            return 0
+        except BaseException as error:
+            users = self._engine is None and isinstance(error, (ValueError, TypeError, FileNotFoundError))
+            if not users and not self._leaving:
+                traceback.print_exc()
+            self._send(frames.Failed(str(error), users))
+            return 1
+        finally:
+            if self._engine is not None:
+                self._engine.close()
+
+    def _load(self, start: frames.Start) -> "LLMEngine":
+        from nanovllm.config import EngineConfig, resolve_model_folder
+
+        self._send(frames.Progress("finding the model's files", 0))
+        config = resolve_model_folder(EngineConfig.from_options(start.model, **start.options))
+        self._send(frames.Progress("importing", 10, config.tokenizer or config.model))
+        from nanovllm.engine.llm_engine import LLMEngine
+
+        self._send(frames.Progress("loading", 30))
+        return LLMEngine(config)
+
+    def _serve(self, engine: "LLMEngine") -> None:
+        while not self._leaving:
+            if engine.has_unfinished_requests():
+                outputs = engine.step()
+                if outputs:
+                    self._send(self._step_frame(engine, outputs))
+            else:
+                self._work.wait()
+                self._work.clear()
+
+    def _step_frame(self, engine: "LLMEngine", outputs: "list[StepOutput]") -> frames.Step:
+        frame = frames.Step([], [])
+        rows, tokens = frame.rows, frame.tokens
+        for output in outputs:
+            row = output.request_id + output.index
+            if output.logprob_rows is not None:
+                self._add_logprobs(frame, row, output)
+            if output.finished:
+                self._add_finish(engine, frame, row, output)
+            else:
+                for token in output.new_token_ids:
+                    rows.append(row)
+                    tokens.append(token)
+        now = time.monotonic()
+        if now - self._stats_sent > _STATS_INTERVAL or not engine.has_unfinished_requests():
+            self._stats_sent = now
+            frame = frames.Step(rows, tokens, frame.finishes, frame.done, frame.logprobs, statistics(engine))
+        return frame
+
+    def _add_logprobs(self, frame: frames.Step, row: int, output: "StepOutput") -> None:
+        lines = output.logprob_rows
+        assert lines is not None
+        for position in range(output.position, output.position + len(output.new_token_ids)):
+            words = lines.words(position)
+            if words is not None:
+                frame.logprobs.append((row, words.tobytes()))
+
+    def _add_finish(self, engine: "LLMEngine", frame: frames.Step, row: int, output: "StepOutput") -> None:
+        *before, token = [None, *output.new_token_ids]
+        for each in before[1:]:
+            assert each is not None
+            frame.rows.append(row)
+            frame.tokens.append(each)
+        frame.finishes.append(frames.Finish(row, token, output.finish_reason or "stop", output.stop_reason))
+        if engine.knows(output.request_id) and engine.is_finished(output.request_id):  # the last of n reports it
+            frame.done.append(_done(output.request_id, engine.forget(output.request_id)[0]))
+
+    # -- other threads ------------------------------------------------------------------------------------------
+
+    def _send(self, frame: frames.Frame) -> None:
+        data = frames.pack(frame)
+        try:
+            with self._send_lock:
+                self._link.sendall(data)
+        except OSError:  # the front is gone; the receiving thread sees it too
+            self._leave()
+
+    def _receive(self) -> None:
+        buffer = frames.FrameBuffer()
+        try:
+            while data := self._link.recv(1 << 18):
+                for body in buffer.feed(data):
+                    self._handle(frames.down_decoder.decode(body))
+        except OSError:
+            pass
+        if self._engine is None:
+            os._exit(1)  # still loading: workers end with this process
+        self._leave()
+        time.sleep(_EXIT_GRACE)
+        os._exit(1)
+
+    def _leave(self) -> None:
+        self._leaving = True
+        self._work.set()
+
+    def _handle(self, frame: frames.DownFrame) -> None:
+        if isinstance(frame, frames.Start):
+            self._starts.put(frame)
+        elif isinstance(frame, frames.Abort):
+            self._compiling.discard(frame.request_id)
+            assert self._engine is not None
+            self._engine.abort(frame.request_id)
+            self._work.set()
+        elif "structured_outputs" in frame.params:
+            self._compiling.add(frame.request_id)
+            self._to_compile.put(frame)
+        else:
+            self._add(frame)
+
+    def _compile(self) -> None:
+        while True:
+            frame = self._to_compile.get()
+            if frame.request_id in self._compiling:
+                self._add(frame)
+
+    def _add(self, frame: frames.Add) -> None:
+        """Queues a request, unless it was aborted while its grammar compiled."""
+        engine = self._engine
+        assert engine is not None
+        try:
+            ids = array("i")
+            ids.frombytes(frame.prompt)
+            prompt, params = ids.tolist(), sampling_params(frame.params)
+            if params.structured_outputs is not None:
+                engine.check_request(prompt, params)  # compiles its grammar
+                if frame.request_id not in self._compiling:
+                    return
+            engine.add_request(prompt, params, frame.request_id)
+        except Exception as error:
+            users = isinstance(error, (ValueError, TypeError))
+            if not users:
+                traceback.print_exc()
+            self._send(frames.Refused(frame.request_id, str(error) if users else ""))
+        self._compiling.discard(frame.request_id)
+        self._work.set()
+
+
+def _done(request_id: int, seq: Any) -> frames.Done:
+    metrics = seq.metrics
+    begin = metrics.first_scheduled_time or metrics.finished_time
+    first = metrics.first_token_time or metrics.finished_time
+    prompt = None
+    if seq.sampling is not None and (lines := seq.sampling.prompt_logprob_rows) is not None:
+        words = [lines.words(position) for position in range(len(lines))]
+        prompt = [None if each is None else each.tobytes() for each in words]
+    return frames.Done(
+        request_id,
+        seq.num_prompt_cached_tokens or 0,
+        queued=begin - metrics.arrival_time,
+        prefill=first - begin,
+        decode=metrics.finished_time - first,
+        prompt_logprobs=prompt,
+    )
+
+
+def describe(engine: "LLMEngine") -> dict[str, Any]:
+    """What the front needs to know of a started engine."""
+    config, model = engine.config, engine.model_config
+    return {
+        "model": config.model,
+        "tokenizer": config.tokenizer or config.model,
+        "max_model_len": engine.max_total_tokens,
+        "max_num_seqs": config.max_num_seqs,
+        "vocab_size": model.vocab_size,
+        "eos_token_ids": list(model.eos_token_ids),
+        "num_kv_tokens": engine.scheduler.capacity_tokens,
+        "block_size": config.kvcache_block_size,
+        "startup_seconds": engine.startup_seconds,
+        "dtype": config.dtype,
+        "device": config.device,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "pid": os.getpid(),
+    }
+
+
+def statistics(engine: "LLMEngine") -> dict[str, float]:
+    """Gauges and counters of this moment, by the names of metrics.py."""
+    scheduler = engine.scheduler
+    blocks = scheduler.block_manager
+    return {
+        "running": len(scheduler.running),
+        "waiting": scheduler.num_waiting,
+        "kv_usage": 1 - blocks.num_free_blocks / blocks.num_blocks,
+    }
+
+
+def main(fd: int) -> None:
+    # Ctrl-C is the front's to handle; what it decides arrives through the socket.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    code = EngineProcess(socket.socket(fileno=fd)).run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # not sys.exit: library threads may wait for what is gone
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

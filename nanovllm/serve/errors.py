@@ -1,0 +1,58 @@
+"""Errors as OpenAI's API words them: {"error": {"message", "type", "param", "code"}}."""
+
+import re
+
+import orjson
+
+_MOST_MESSAGE = 1000  # characters
+_OPTION = re.compile(r"^(?:SamplingParams|StructuredOutput)\.(\w{1,40})")
+_RETRY_AFTER = {503: b"1"}
+
+
+class ApiError(Exception):
+    """Becomes a response where none has begun, else the last event of a stream."""
+
+    def __init__(
+        self, status: int, message: str, code: str | None = None, param: str | None = None, type_: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+        self.message = message if len(message) <= _MOST_MESSAGE else message[: _MOST_MESSAGE - 3] + "..."
+        self.type = type_ or ("invalid_request_error" if status < 500 else "server_error")
+
+    def body(self) -> bytes:
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return orjson.dumps({"error": error})
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        retry = _RETRY_AFTER.get(self.status)
+        return [] if retry is None else [(b"retry-after", retry)]
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, code, param)
+
+
+def from_value_error(text: str) -> ApiError:
+    """A ValueError of the library as a 400: its options are the request's fields."""
+    text = text.replace("\ud800", "?").encode("utf-8", "replace").decode()
+    found = _OPTION.match(text)
+    if found is None:
+        name = text.partition(":")[0].partition("=")[0].partition("[")[0]
+        return bad_request(text, name if name.isidentifier() else None)
+    param = found[1]
+    is_grammar = text.startswith("StructuredOutput") or param == "structured_outputs"
+    return bad_request(text.partition(".")[2], param, "invalid_schema" if is_grammar else None)
+
+
+def server_error() -> ApiError:
+    """Says nothing of its cause: that is for the log."""
+    return ApiError(500, "the server has made a mistake; its log says more", "internal_error")
+
+
+def engine_dead() -> ApiError:
+    return ApiError(500, "the engine has stopped; the server is going down", "engine_dead")
+
+
+def shutting_down() -> ApiError:
+    return ApiError(503, "the server is shutting down", "shutting_down")

@@ -1,0 +1,139 @@
+"""What front and engine process say to each other: msgpack frames over one inherited socket.
+
+A frame is a length (4 bytes, little-endian) and a tagged array. A request is known by the id of its first completion;
+completion i of n has id + i. The front gives the ids, ascending.
+"""
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+_LENGTH = struct.Struct("<I")
+
+
+class Frame(msgspec.Struct, array_like=True, tag=True):
+    """Fields travel in the order in which they are declared."""
+
+
+# -- down: to the engine --------------------------------------------------------------------------------------------
+
+
+class Start(Frame):
+    """The first frame: what to serve, as options of EngineConfig."""
+
+    model: str
+    options: dict[str, Any]
+
+
+class Add(Frame):
+    """Queues a request. `prompt`: int32 token ids; `params`: fields of SamplingParams that are not the default."""
+
+    request_id: int
+    prompt: bytes
+    params: dict[str, Any]
+
+
+class Abort(Frame):
+    request_id: int
+
+
+# -- up: to the front -----------------------------------------------------------------------------------------------
+
+
+class Progress(Frame):
+    """How far the start is. `folder`: the model's files, once they are there."""
+
+    stage: str
+    percent: int
+    folder: str = ""
+
+
+class Ready(Frame):
+    """The engine serves. `info`: what it runs on and with, and its limits (see engine_process.describe)."""
+
+    info: dict[str, Any]
+
+
+class Failed(Frame):
+    """The engine ends. `is_users_mistake`: the message is all that there is to say."""
+
+    message: str
+    is_users_mistake: bool
+
+
+class Refused(Frame):
+    """A request that add_request refused: a 400."""
+
+    request_id: int
+    message: str
+
+
+class Finish(msgspec.Struct, array_like=True):
+    """A completion's end, with its last token where the step brought one."""
+
+    row: int
+    token: int | None
+    reason: str
+    stop_reason: int | str | None
+
+
+class Done(msgspec.Struct, array_like=True):
+    """All completions of a request have ended. Times in seconds, of the first completion."""
+
+    request_id: int
+    num_cached_tokens: int
+    queued: float
+    prefill: float
+    decode: float
+    prompt_logprobs: list[bytes | None] | None = None
+    """A line of LogprobRows for each prompt position."""
+
+
+class Step(Frame):
+    """What one step brought: two columns for rows that go on, and lists for the few with more to say."""
+
+    rows: list[int]
+    tokens: list[int]
+    finishes: list[Finish] = []
+    done: list[Done] = []
+    logprobs: list[tuple[int, bytes]] = []
+    """(row, line of LogprobRows), in the order of the row's tokens."""
+    stats: dict[str, float] | None = None
+    """The engine's gauges and counters; in some of the frames."""
+
+
+DownFrame = Start | Add | Abort
+UpFrame = Progress | Ready | Failed | Refused | Step
+
+_encoder = msgspec.msgpack.Encoder()
+down_decoder = msgspec.msgpack.Decoder(DownFrame)
+up_decoder = msgspec.msgpack.Decoder(UpFrame)
+
+
+def pack(frame: Frame) -> bytes:
+    """The frame's bytes, length first."""
+    body = _encoder.encode(frame)
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameBuffer:
+    """Cuts a stream of bytes into the bodies of frames."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Bodies that `data` completes."""
+        buffer = self._buffer
+        buffer += data
+        begin = 0
+        while len(buffer) - begin >= 4:
+            end = begin + 4 + _LENGTH.unpack_from(buffer, begin)[0]
+            if len(buffer) < end:
+                break
+            yield bytes(memoryview(buffer)[begin + 4 : end])
+            begin = end
+        if begin:
+            del buffer[:begin]

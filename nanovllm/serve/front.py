@@ -1,0 +1,268 @@
+"""The front process: what its handlers share, and where it is in its life (see lifecycle.py)."""
+
+import asyncio
+import gc
+import json
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import nanovllm
+from nanovllm.serve import errors, frames, limits
+from nanovllm.serve.api import basics, chat, completions
+from nanovllm.serve.errors import ApiError
+from nanovllm.serve.http.app import App, Handler, Route
+from nanovllm.serve.http.call import Call
+from nanovllm.serve.link import EngineLink
+from nanovllm.serve.metrics import Metrics
+from nanovllm.serve.options import ServeOptions
+from nanovllm.serve.streams import Request, Streams
+from nanovllm.serve.text import FrontTokenizer
+
+logger = logging.getLogger("nanovllm.serve")
+Result = TypeVar("Result")
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_HANDLERS = {
+    ("POST", "/v1/chat/completions"): chat.chat,
+    ("POST", "/v1/completions"): completions.completions,
+    ("GET", "/v1/models"): basics.models,
+    ("GET", "/v1/models/*"): basics.model,
+    ("POST", "/tokenize"): basics.tokenize,
+    ("POST", "/detokenize"): basics.detokenize,
+    ("GET", "/health"): basics.health,
+    ("GET", "/ready"): basics.health,
+    ("GET", "/ping"): basics.health,
+    ("POST", "/ping"): basics.health,
+    ("GET", "/version"): basics.version,
+    ("GET", "/load"): basics.load,
+    ("GET", "/metrics"): basics.metrics,
+    ("GET", "/"): basics.root,
+}
+
+
+class Front:
+    """Everything between the HTTP connections and the link to the engine."""
+
+    def __init__(self, model: str, options: ServeOptions) -> None:
+        self.model, self.options = model, options
+        self.names = options.served_model_name or (model,)
+        self.created = int(time.time())
+        self.fingerprint = f"nanovllm-{nanovllm.__version__}"
+        self.metrics = Metrics()
+        self.streams = Streams(self.metrics, self._abort)
+        self.streams.on_end = self._note_end
+        self.state = "loading"
+        """"loading", "ready", "draining" or "failed"."""
+        self.progress: tuple[str, int] = ("starting", 0)
+        self.failure: frames.Failed | None = None
+        self.info: dict[str, Any] = {}
+        """What the engine says of itself (engine_process.describe)."""
+        self.defaults: dict[str, Any] = {}
+        """Sampling defaults for what requests leave open."""
+        self.default_max_tokens: int | None = None
+        self.link: EngineLink | None = None
+        self.is_idle = asyncio.Event()
+        """No request is in flight."""
+        self.is_idle.set()
+        self.changed = asyncio.Event()
+        """Set whenever `state` changes."""
+        self._tokenizer: asyncio.Future[FrontTokenizer] = asyncio.get_running_loop().create_future()
+        self._pool = ThreadPoolExecutor(2, "nanovllm-text")
+        self._loop = asyncio.get_running_loop()
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._last_totals = (self.now(), 0, 0)
+        routes: dict[Route, Handler] = {route: partial(handler, self) for route, handler in _HANDLERS.items()}
+        self.app = App(routes, options.api_keys, options.root_path, self.metrics)
+
+    def now(self) -> float:
+        """Seconds of the event loop's clock."""
+        return self._loop.time()
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    # -- the engine ---------------------------------------------------------------------------------------------
+
+    def set_state(self, state: str) -> None:
+        self.state = state
+        self.changed.set()
+
+    def on_frame(self, frame: frames.UpFrame) -> None:
+        """Whatever the engine says beside its steps."""
+        if isinstance(frame, frames.Progress):
+            self.progress = (frame.stage, frame.percent)
+            if frame.folder:
+                self._pool.submit(self._load_text, frame.folder)
+        elif isinstance(frame, frames.Ready):
+            self.info = self.metrics.info = frame.info
+            self._loop.create_task(self._become_ready())
+        elif isinstance(frame, frames.Failed):
+            self.failure = frame
+        elif isinstance(frame, frames.Refused):
+            error = errors.from_value_error(frame.message) if frame.message else errors.server_error()
+            self.streams.refuse(frame.request_id, error)
+
+    def _load_text(self, folder: str) -> None:
+        """In the pool: tokenizer and sampling defaults, while the engine loads."""
+        try:
+            self._read_defaults(folder)
+            tokenizer = FrontTokenizer(folder, self.options.chat_template)
+            _ = tokenizer.longest_token
+        except Exception as error:
+            self._loop.call_soon_threadsafe(self._tokenizer.set_exception, error)
+        else:
+            self._loop.call_soon_threadsafe(self._tokenizer.set_result, tokenizer)
+
+    def _read_defaults(self, folder: str) -> None:
+        wanted = self.options.generation_config
+        found: dict[str, Any] = {}
+        if wanted != "vllm":
+            path = Path(folder if wanted == "auto" else wanted) / "generation_config.json"
+            found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        found |= self.options.override_generation_config
+        self.defaults = {name: found[name] for name in _DEFAULTS if found.get(name) is not None}
+        self.default_max_tokens = found.get("max_new_tokens")
+
+    async def _become_ready(self) -> None:
+        try:
+            self.tokenizer = await self._tokenizer
+        except Exception as error:
+            self.failure = frames.Failed(str(error), isinstance(error, (ValueError, OSError)))
+            self.set_state("failed")
+            return
+        gc.collect()
+        gc.freeze()  # what is here now stays: no collection needs to look at it
+        if self.state == "loading":
+            self.set_state("ready")
+
+    def on_engine_end(self) -> None:
+        """The engine's end of the link is closed: nothing that runs can be completed."""
+        for request in list(self.streams.requests):
+            self.streams.fail(request, errors.engine_dead())
+        if self.state != "draining" or self.failure is not None:
+            self.set_state("failed")
+
+    def _abort(self, request_id: int) -> None:
+        if self.link is not None:
+            self.link.abort(request_id)
+
+    def state_report(self) -> dict[str, Any]:
+        """What /health says."""
+        if self.state == "loading":
+            stage, percent = self.progress
+            return {"status": "loading", "stage": stage, "percent": percent}
+        return {"status": "ok" if self.state == "ready" else self.state}
+
+    def link_stats(self) -> dict[str, float]:
+        if self.link is not None:
+            self.metrics.engine.update(self.link.stats)
+        return self.metrics.engine
+
+    def metrics_text(self) -> bytes:
+        self.link_stats()
+        return self.metrics.text(self.name)
+
+    # -- for handlers -------------------------------------------------------------------------------------------
+
+    def admit(self) -> None:
+        """Raises ApiError where no request can be taken now."""
+        if self.state == "ready":
+            most = self.options.max_num_queued_reqs or 4 * self.info["max_num_seqs"] + 512
+            if self.streams.num_rows < most:
+                return
+            self.metrics.rejected["queue_full"] += 1
+            raise limits.overloaded(most)
+        if self.state == "loading":
+            self.metrics.rejected["loading"] += 1
+            stage, percent = self.progress
+            raise ApiError(503, f"the model is loading: {stage} ({percent} %)", "model_loading")
+        if self.state == "draining":
+            self.metrics.rejected["draining"] += 1
+            raise errors.shutting_down()
+        raise errors.engine_dead()
+
+    def require_tokenizer(self) -> None:
+        if not self.info:
+            self.admit()
+
+    def check_model(self, name: Any) -> None:
+        """Raises ApiError (404) where a request asks for another model."""
+        if name is not None and name not in self.names:
+            shown = str(name)[:200]
+            raise ApiError(404, f"The model `{shown}` does not exist", "model_not_found", "model")
+
+    def note_ignored(self, call: Call, ignored: list[str]) -> None:
+        if ignored:
+            text = ", ".join(ignored)[:500]
+            logger.debug("request %s: ignored fields: %s", call.request_id, text)
+            call.notes.append((b"x-ignored-fields", text.encode("ascii", "replace").translate(None, b"\r\n\0")))
+
+    async def in_pool(self, work: Callable[[], Result]) -> Result:
+        """Runs what may take long in one of two threads. A ValueError is the request's mistake (400)."""
+        try:
+            return await self._loop.run_in_executor(self._pool, work)
+        except ValueError as error:
+            raise errors.from_value_error(str(error)) from None
+
+    def submit(self, request: Request, params: dict[str, Any], max_tokens: list[int]) -> None:
+        """Hands a request to the engine, each prompt as one of its own. Raises ApiError where it cannot be taken."""
+        self.admit()
+        assert self.link is not None
+        self.metrics.count_request(len(request.completions) // len(request.prompts), max(max_tokens))
+        least = params.get("min_tokens", 0)
+        ids = self.streams.add(request)
+        self.is_idle.clear()
+        if self._sweeper is None:
+            self._sweeper = self._loop.call_later(1.0, self._sweep)
+        for request_id, prompt, most in zip(ids, request.prompts, max_tokens, strict=True):
+            own = {**params, "max_tokens": most}
+            if least > most:
+                own["min_tokens"] = most
+            self.link.add(request_id, prompt, own)
+
+    def _note_end(self, request: Request) -> None:
+        if not self.streams.requests:
+            self.is_idle.set()
+
+    def _sweep(self) -> None:
+        self.streams.sweep(self.now(), self.options.request_timeout)
+        self._log_totals()
+        busy = bool(self.streams.requests)
+        self._sweeper = self._loop.call_later(1.0, self._sweep) if busy else None
+
+    # -- the log ------------------------------------------------------------------------------------------------
+
+    def log_request(self, request: Request) -> None:
+        """One line when a request is over."""
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        seconds = max(self.now() - request.arrival, 1e-9)
+        first = (request.first_token or self.now()) - request.arrival
+        tokens = request.num_output_tokens
+        reasons = {each.finish_reason or "abort" for each in request.completions}
+        reason = request.error.code if request.error is not None else "/".join(sorted(reasons))
+        logger.info(
+            "%s: %d tokens in (%d cached), %d out, queued %.3f s, first token %.3f s, %.1f tok/s, %s",
+            *(request.id, request.num_prompt_tokens, request.num_cached_tokens, tokens, request.queued, first),
+            *(tokens / seconds, reason),
+        )
+
+    def _log_totals(self) -> None:
+        """One line every 10 s while there is work."""
+        then, prompts, outputs = self._last_totals
+        seconds = self.now() - then
+        if seconds < 10:
+            return
+        stats, metrics = self.link_stats(), self.metrics
+        generated = metrics.generation_tokens + sum(each.num_output_tokens for each in self.streams.requests)
+        logger.info(
+            "%d running, %d waiting, KV cache %.1f %%, %.1f prompt tok/s, %.1f output tok/s",
+            *(stats["running"], stats["waiting"], 100 * stats["kv_usage"]),
+            *((metrics.prompt_tokens - prompts) / seconds, max(0, generated - outputs) / seconds),
+        )
+        self._last_totals = (self.now(), metrics.prompt_tokens, generated)

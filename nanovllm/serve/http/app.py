@@ -1,0 +1,98 @@
+"""The ASGI application: keys, routes, errors."""
+
+import hmac
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from nanovllm.serve.errors import ApiError, server_error
+from nanovllm.serve.http.call import Call
+from nanovllm.serve.metrics import Metrics
+
+logger = logging.getLogger("nanovllm.serve")
+Handler = Callable[[Call], Awaitable[None]]
+Route = tuple[str, str]
+
+_WITHOUT_KEY = frozenset(("/", "/health", "/ready", "/ping", "/metrics", "/version"))
+_NOT_HERE = {
+    path: f"{path}: this server generates text and has no such models"
+    for path in ("/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/audio/transcriptions", "/v1/audio/speech")
+}
+
+
+class App:
+    """Answers every path; what it does not know is a 404 in OpenAI's form."""
+
+    def __init__(
+        self, routes: dict[Route, Handler], api_keys: tuple[str, ...], root_path: str, metrics: Metrics
+    ) -> None:
+        """`routes`: by method and path; a path that ends in "/*" stands for all below it."""
+        self._routes = routes
+        self._methods: dict[str, set[str]] = {}
+        for method, path in routes:
+            self._methods.setdefault(path, set()).add(method)
+        self._keys = [key.encode() for key in api_keys]
+        self._root = root_path.rstrip("/")
+        self._metrics = metrics
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        path: str = scope["path"].removeprefix(self._root) or "/"
+        call = Call(scope, receive, send, path)
+        begin = time.monotonic()
+        label = self._label(path)
+        try:
+            self._check_key(call)
+            await self._handler(label, scope["method"], path)(call)
+        except ApiError as error:
+            await self._fail(call, error)
+        except ConnectionError:  # the client left in the middle of its request
+            call.connection.transport.abort()
+        except Exception:
+            logger.exception("request %s failed", call.request_id)
+            await self._fail(call, server_error())
+        self._metrics.count_http(
+            label or "none", _method(scope["method"]), call.status or 499, time.monotonic() - begin
+        )
+
+    def _check_key(self, call: Call) -> None:
+        """Raises ApiError (401). Looks at the path alone, before it is routed; nothing of the headers changes it."""
+        if not self._keys or call.path in _WITHOUT_KEY or call.scope["method"] == "OPTIONS":
+            return
+        scheme, _, given = (call.header(b"authorization") or "").partition(" ")
+        if scheme.lower() != "bearer":
+            given = call.header(b"x-api-key") or ""
+        sent = given.strip().encode("latin-1", "replace")
+        if sum(hmac.compare_digest(sent, key) for key in self._keys) == 0:  # all of them: in equal time
+            raise ApiError(401, "the API key is missing or wrong", "invalid_api_key")
+
+    def _label(self, path: str) -> str:
+        """The route's path, "" for unknown ones."""
+        if path in self._methods:
+            return path
+        head = path
+        while head := head.rpartition("/")[0]:
+            if f"{head}/*" in self._methods:
+                return f"{head}/*"
+        return ""
+
+    def _handler(self, label: str, method: str, path: str) -> Handler:
+        handler = self._routes.get((method, label))
+        if handler is None and method == "HEAD":
+            handler = self._routes.get(("GET", label))
+        if handler is not None:
+            return handler
+        if label:
+            allowed = ", ".join(sorted(self._methods[label]))
+            raise ApiError(405, f"{method} is not allowed here; use {allowed}", "method_not_allowed")
+        raise ApiError(404, _NOT_HERE.get(path, f"unknown path: {path[:200]}"), "unknown_url")
+
+    async def _fail(self, call: Call, error: ApiError) -> None:
+        if call.status:  # too late for a status: the stream has ended without its end
+            call.connection.transport.abort()
+        elif not call.is_gone:
+            await call.respond(error.body(), error.status, headers=error.headers())
+
+
+def _method(name: str) -> str:
+    return name if name in ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH") else "other"

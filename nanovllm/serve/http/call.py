@@ -1,0 +1,70 @@
+"""One HTTP request and its response."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+import orjson
+
+from nanovllm.serve import limits
+from nanovllm.serve.http.protocol import BoundedProtocol
+
+JSON = b"application/json"
+_GIVEN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+class Call:
+    """What a handler gets."""
+
+    def __init__(self, scope: Any, receive: Any, send: Any, path: str) -> None:
+        self.scope, self._receive, self._send, self.path = scope, receive, send, path
+        self.status = 0
+        """Of the response, once it has begun."""
+        self.notes: list[tuple[bytes, bytes]] = []
+        """Headers that any response gets."""
+        given = self.header(b"x-request-id")
+        self.given_id = given if given is not None and _GIVEN_ID.fullmatch(given) else None
+        self.request_id = self.given_id or uuid4().hex
+
+    @property
+    def connection(self) -> BoundedProtocol:
+        return self.scope["connection"]  # type: ignore[no-any-return]
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the client has left."""
+        return self.connection.transport.is_closing()
+
+    def header(self, name: bytes) -> str | None:
+        return next((value.decode("latin-1") for key, value in self.scope["headers"] if key == name), None)
+
+    async def json(self) -> dict[str, Any]:
+        """The object in the body. Raises ApiError."""
+        pieces = []
+        while True:
+            message = await self._receive()
+            if message["type"] != "http.request":
+                raise ConnectionResetError
+            pieces.append(message["body"])
+            if not message["more_body"]:
+                return limits.parse_json(b"".join(pieces))
+
+    async def begin(self, status: int, content_type: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+        """Sends status and headers; the body follows."""
+        self.status = status
+        own = [(b"content-type", content_type), (b"x-request-id", self.request_id.encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": own + self.notes + headers})
+
+    async def end(self, body: bytes = b"") -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def respond(
+        self, body: bytes, status: int = 200, content_type: bytes = JSON, headers: Sequence[tuple[bytes, bytes]] = ()
+    ) -> None:
+        length = (b"content-length", b"%d" % len(body))
+        await self.begin(status, content_type, [length, *headers])
+        await self.end(b"" if self.scope["method"] == "HEAD" else body)
+
+    async def respond_json(self, value: Any, status: int = 200) -> None:
+        await self.respond(orjson.dumps(value), status)

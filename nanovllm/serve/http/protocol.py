@@ -1,0 +1,159 @@
+"""HTTP/1.1: uvicorn's httptools protocol with bounds on what a client may send and how long it may take."""
+
+from asyncio import TimerHandle
+from email.utils import formatdate
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from nanovllm.serve import limits
+from nanovllm.serve.errors import ApiError
+
+
+class DatedState(ServerState):
+    """What the connections of a server share, and the Date header of their answers."""
+
+    _dated = float("-inf")
+
+    def refresh(self, now: float) -> None:
+        if now - self._dated >= 1.0:
+            self._dated = now
+            self.default_headers = [(b"date", formatdate(usegmt=True).encode())]
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. `scope["connection"]` is this object: streams write to its transport directly (streams.py)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._in_headers = True
+        self._header_bytes = self._body_bytes = 0
+        self._timer: TimerHandle | None = None
+        self._refused = False
+        self.on_disconnect: Any = None
+        """Called once when the client leaves before the response is complete."""
+        self.on_writable: Any = None
+        """Called when the write buffer has been drained after it was full."""
+
+    # -- the connection -----------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._watch(limits.HEADER_SECONDS, None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unwatch()
+        super().connection_lost(exc)
+        gone, self.on_disconnect = self.on_disconnect, None
+        if gone is not None:
+            gone()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.on_writable is not None:
+            self.on_writable()
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        if self._in_headers:
+            self._header_bytes += len(data)
+        super().data_received(data)
+        if self._in_headers and self._header_bytes > limits.HEADER_BYTES:
+            self.refuse(_headers_too_large())
+
+    def _stop_parsing(self, error: ApiError) -> None:
+        """From a callback of the parser: answers, and makes the parser give up."""
+        self.refuse(error)
+        raise error
+
+    def send_400_response(self, msg: str) -> None:
+        self.refuse(ApiError(400, msg.rstrip("."), "invalid_http"))
+
+    def refuse(self, error: ApiError) -> None:
+        """Answers without the application, and closes."""
+        if self._refused or self.transport.is_closing():
+            return
+        self._refused = True
+        self._unwatch()
+        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+            body = error.body()
+            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+            self.transport.write(STATUS_LINE[error.status] + head + body)
+        self.transport.close()
+
+    # -- one request --------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_headers, self._body_bytes = True, 0
+        assert isinstance(self.server_state, DatedState)
+        self.server_state.refresh(self.loop.time())
+        self.scope["connection"] = self  # type: ignore[typeddict-unknown-key]
+        self._watch(limits.HEADER_SECONDS, None)
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._check_headers(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._check_headers(len(name) + len(value))
+
+    def _check_headers(self, size: int) -> None:
+        self._body_bytes += size  # no body has come yet: counts the headers of this request
+        if self._body_bytes > limits.HEADER_BYTES or len(self.headers) > limits.HEADER_COUNT:
+            self._stop_parsing(_headers_too_large())
+
+    def on_headers_complete(self) -> None:
+        self._in_headers, self._header_bytes, self._body_bytes = False, 0, 0
+        length = next((value for name, value in self.headers if name == b"content-length"), b"0")
+        if len(length) > 12 or int(length) > limits.BODY_BYTES:
+            self._stop_parsing(_body_too_large())
+        super().on_headers_complete()
+        self._watch(limits.BODY_SECONDS, _body_too_slow())
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        if self._body_bytes > limits.BODY_BYTES:
+            self._stop_parsing(_body_too_large())
+        super().on_body(body)
+        if self._timer is not None and self.loop.time() > self._timer.when() - limits.BODY_SECONDS + 1.0:
+            self._watch(limits.BODY_SECONDS, _body_too_slow())
+
+    def on_message_complete(self) -> None:
+        self._unwatch()
+        self._in_headers = True
+        super().on_message_complete()
+
+    # -- patience -----------------------------------------------------------------------------------------------
+
+    def _watch(self, seconds: float, error: ApiError | None) -> None:
+        """Ends the connection after so many seconds, with an error if there is one to send."""
+        self._unwatch()
+        self._timer = self.loop.call_later(seconds, self._time_is_up, error)
+
+    def _unwatch(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _time_is_up(self, error: ApiError | None) -> None:
+        if error is not None:
+            self.refuse(error)
+        elif not self.transport.is_closing():
+            self.transport.close()
+
+
+def _headers_too_large() -> ApiError:
+    bound = f"{limits.HEADER_BYTES} bytes and {limits.HEADER_COUNT} headers"
+    return ApiError(431, f"the request's headers exceed {bound}", "headers_too_large")
+
+
+def _body_too_large() -> ApiError:
+    return ApiError(413, f"the request's body exceeds {limits.BODY_BYTES} bytes", "body_too_large")
+
+
+def _body_too_slow() -> ApiError:
+    return ApiError(408, "the rest of the body did not come in time", "request_timeout")

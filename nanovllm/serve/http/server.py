@@ -1,0 +1,78 @@
+"""The listening side: uvicorn's configuration and protocol, in an event loop of our own."""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import uvicorn
+
+from nanovllm.serve import limits
+from nanovllm.serve.http.protocol import BoundedProtocol, DatedState
+from nanovllm.serve.options import ServeOptions
+
+
+def run_loop(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
+    """Runs `main` in the fastest event loop that is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main())
+
+
+class HttpServer:
+    """Accepts connections on one socket."""
+
+    def __init__(self, app: Any, options: ServeOptions, listener: socket.socket) -> None:
+        if options.allowed_origins:
+            from starlette.middleware.cors import CORSMiddleware
+
+            origins = list(options.allowed_origins)
+            app = CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        self._config = uvicorn.Config(
+            app,
+            http=BoundedProtocol,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            root_path=options.root_path.rstrip("/"),
+            timeout_keep_alive=int(limits.KEEP_ALIVE_SECONDS),
+        )
+        self._config.load()
+        self._state = DatedState()
+        self._listener, self._tls = listener, _tls_context(options)
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        create = loop.create_unix_server if self._listener.family == socket.AF_UNIX else loop.create_server
+        self._server = await create(self._protocol, sock=self._listener, ssl=self._tls, backlog=2048)
+
+    def _protocol(self) -> BoundedProtocol:
+        loop = asyncio.get_running_loop()
+        return BoundedProtocol(config=self._config, server_state=self._state, app_state={}, _loop=loop)
+
+    async def stop(self) -> None:
+        """Closes every connection, whatever it is doing."""
+        assert self._server is not None
+        self._server.close()
+        for connection in list(self._state.connections):
+            connection.transport.abort()
+        for task in list(self._state.tasks):
+            task.cancel()
+        await asyncio.sleep(0)
+
+
+def _tls_context(options: ServeOptions) -> ssl.SSLContext | None:
+    """For the listening socket; None: plain HTTP."""
+    if options.ssl_certfile is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    return context

@@ -1,0 +1,205 @@
+"""From the command to the exit code: bind, start the engine, serve, drain, leave nothing behind."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from nanovllm.serve import errors
+from nanovllm.serve.link import EngineChild
+from nanovllm.serve.log import set_up_logging
+from nanovllm.serve.options import ServeOptions
+
+logger = logging.getLogger("nanovllm.serve")
+_LAST_WORDS = 0.3  # seconds for the last bytes of error events to leave
+
+
+def bind(options: ServeOptions) -> socket.socket:
+    """The listening socket. Raises OSError naming what is taken, and by which process where that can be seen."""
+    if options.uds is not None:
+        return _bind_unix(options.uds)
+    found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        owner = _owner_of(options.port)
+        by = f" by process {owner}" if owner else ""
+        raise OSError(f"port {options.port} of {options.host} is taken{by} ({error.strerror})") from None
+    return listener
+
+
+def _bind_unix(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.connect(path)
+    except OSError:
+        pass  # nobody serves there; a file may be left of one who did
+    else:
+        listener.close()
+        raise OSError(f"socket {path} is taken")
+    listener.close()
+    if os.path.exists(path):
+        os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(2048)
+    return listener
+
+
+def _owner_of(port: int) -> int | None:
+    """The process of ours that listens on a TCP port."""
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            with open(table) as lines:
+                rows = [line.split() for line in list(lines)[1:]]
+        except OSError:
+            continue
+        listening = (row for row in rows if row[3] == "0A")
+        inodes |= {f"socket:[{row[9]}]" for row in listening if int(row[1].rpartition(":")[2], 16) == port}
+    for process in filter(str.isdigit, os.listdir("/proc") if inodes else ()):
+        try:
+            folder = f"/proc/{process}/fd"
+            if any(os.readlink(f"{folder}/{fd}") in inodes for fd in os.listdir(folder)):
+                return int(process)
+        except OSError:
+            continue
+    return None
+
+
+def serve(model: str, engine_options: dict[str, Any], options: ServeOptions, module: str | None = None) -> int:
+    """Runs the server until it is told to end; returns the exit code. `module`: the engine process's, if not ours."""
+    begin = time.monotonic()
+    set_up_logging(options.log_format)
+    try:
+        listener = bind(options)
+    except OSError as error:
+        print(f"nanovllm: {error}", file=sys.stderr)
+        return 1
+    child = EngineChild(model, engine_options, *([module] if module else []))
+    try:
+        from nanovllm.serve.http.server import run_loop  # while the engine imports
+
+        return run_loop(_Life(model, options, listener, child, begin).run)
+    finally:
+        listener.close()
+        child.socket.close()
+        child.wait()
+        if options.uds is not None:
+            os.unlink(options.uds)
+
+
+class _Life:
+    """One run of the server."""
+
+    def __init__(
+        self, model: str, options: ServeOptions, listener: socket.socket, child: EngineChild, begin: float
+    ) -> None:
+        self._model, self._options, self._listener, self._child = model, options, listener, child
+        self._begin = begin
+        self._num_signals = 0
+        self._stop = asyncio.Event()
+        self._stop_now = asyncio.Event()
+
+    async def run(self) -> int:
+        from nanovllm.serve.front import Front
+        from nanovllm.serve.http.server import HttpServer
+        from nanovllm.serve.link import EngineLink
+
+        loop = asyncio.get_running_loop()
+        front = self._front = Front(self._model, self._options)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        front.link = EngineLink(front.streams, front.on_frame, front.on_engine_end)
+        link = front.link
+        await loop.create_unix_connection(lambda: link, sock=self._child.socket)
+        http = HttpServer(front.app, self._options, self._listener)
+        await http.start()
+        logger.info("%s answers; the model is loading", self._url())
+        try:
+            return await self._live()
+        finally:
+            await http.stop()
+            link.close()
+
+    def _on_signal(self) -> None:
+        self._num_signals += 1
+        (self._stop if self._num_signals == 1 else self._stop_now).set()
+
+    async def _live(self) -> int:
+        front = self._front
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            while not stop.done():
+                change = asyncio.create_task(front.changed.wait())
+                await asyncio.wait((stop, change), return_when=asyncio.FIRST_COMPLETED)
+                change.cancel()
+                front.changed.clear()
+                if front.state == "failed":
+                    return await self._report_failure()
+                if front.state == "ready" and not stop.done():
+                    self._say_ready()
+            return await self._drain()
+        finally:
+            stop.cancel()
+
+    def _url(self) -> str:
+        options = self._options
+        if options.uds is not None:
+            return f"unix:{options.uds}"
+        host, port, *_ = self._listener.getsockname()
+        scheme = "https" if options.ssl_certfile else "http"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+    def _say_ready(self) -> None:
+        info, options = self._front.info, self._options
+        if self._front.defaults:
+            logger.info("sampling defaults of the model: %s", self._front.defaults)
+        local = options.uds is not None or options.host in ("127.0.0.1", "localhost", "::1")
+        if not local and not options.api_keys:
+            logger.warning("anybody who reaches %s can use it: no --api-key is set", options.host)
+        logger.info(
+            "ready: %s serves %s, context %d tokens, KV cache %d tokens, after %.1f s",
+            *(self._url(), self._front.name, info["max_model_len"], info["num_kv_tokens"]),
+            time.monotonic() - self._begin,
+        )
+
+    async def _report_failure(self) -> int:
+        failure = self._front.failure
+        if failure is None:
+            code = self._child.process.poll()
+            logger.error("the engine's process is gone (exit code %s)", "unknown yet" if code is None else code)
+        elif failure.is_users_mistake:
+            logger.error("%s", failure.message)
+        else:
+            logger.error("the engine has failed: %s", failure.message)
+        await asyncio.sleep(_LAST_WORDS)
+        return 1
+
+    async def _drain(self) -> int:
+        front, patience = self._front, self._options.shutdown_timeout
+        count = len(front.streams.requests)
+        front.set_state("draining")
+        if count:
+            logger.info("shutting down: %d requests get up to %.0f s (again: at once)", count, patience)
+            now = asyncio.create_task(self._stop_now.wait())
+            idle = asyncio.create_task(front.is_idle.wait())
+            await asyncio.wait((now, idle), timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            for task in (now, idle):
+                task.cancel()
+            for request in list(front.streams.requests):
+                front.streams.fail(request, errors.shutting_down())
+            await asyncio.sleep(_LAST_WORDS)
+        if front.failure is not None:
+            return await self._report_failure()
+        logger.info("bye")
+        return 0

@@ -1,0 +1,101 @@
+"""The front's hold on the engine process: started as a child, spoken to through one socket, watched by its end."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nanovllm.executor.processes import no_standard_numbers, start_python
+from nanovllm.serve import frames
+from nanovllm.serve.streams import Streams
+
+_MODULE = "nanovllm.serve.engine_process"
+_SOCKET_BYTES = 4 << 20
+_EXIT_PATIENCE = 6.0  # seconds that the engine gets to end its ranks in order
+
+
+class EngineChild:
+    """The process. Its ranks and helpers are in its session, so that all of them can be ended together."""
+
+    def __init__(self, model: str, options: dict[str, Any], module: str = _MODULE) -> None:
+        """Starts it. `module`: what it runs; a benchmark puts a simulator here."""
+        with no_standard_numbers():
+            self.socket, theirs = socket.socketpair()
+        for end in (self.socket, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+        try:
+            self.process: subprocess.Popen[bytes] = start_python(
+                module, str(theirs.fileno()), pass_fds=(theirs.fileno(),)
+            )
+        finally:
+            theirs.close()
+        self.socket.sendall(frames.pack(frames.Start(model, options)))
+        self.socket.setblocking(False)
+
+    def wait(self, patience: float = _EXIT_PATIENCE) -> int:
+        """Waits for its end once the socket is closed; kills all of its session that is left."""
+        try:
+            code = self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            code = 1
+        self.kill()
+        return code
+
+    def kill(self) -> None:
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)  # its session's group: the process is its leader
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+
+
+class EngineLink(asyncio.Protocol):
+    """Frames in, frames out, in the event loop."""
+
+    def __init__(self, streams: Streams, on_frame: Callable[[frames.UpFrame], None], on_end: Callable[[], None]):
+        """`on_frame`: gets what is not about requests. `on_end`: the engine's end of the socket is closed."""
+        self._streams, self._on_frame, self._on_end = streams, on_frame, on_end
+        self._buffer = frames.FrameBuffer()
+        self._transport: Any = None
+        self._loop = asyncio.get_running_loop()
+        self.stats: dict[str, float] = {}
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._on_end()
+
+    def data_received(self, data: bytes) -> None:
+        """All frames that are there are taken in first, so that each stream gets one chunk of them."""
+        streams, decode = self._streams, frames.up_decoder.decode
+        now = self._loop.time()
+        for body in self._buffer.feed(data):
+            frame = decode(body)
+            if isinstance(frame, frames.Step):
+                streams.take(frame, now)
+                if frame.stats is not None:
+                    self.stats.update(frame.stats)
+            else:
+                self._on_frame(frame)
+        streams.flush(now)
+
+    def add(self, request_id: int, prompt: Sequence[int], params: dict[str, Any]) -> None:
+        self._send(frames.Add(request_id, array("i", prompt).tobytes(), params))
+
+    def abort(self, request_id: int) -> None:
+        self._send(frames.Abort(request_id))
+
+    def _send(self, frame: frames.Frame) -> None:
+        if self._transport is not None:
+            self._transport.write(frames.pack(frame))
+
+    def close(self) -> None:
+        """Lets the engine go: it ends when its socket does."""
+        if self._transport is not None:
+            self._transport.close()

@@ -1,0 +1,60 @@
+"""What the server can be told, beside the engine's options."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Options of `nanovllm serve`; on the command line with dashes."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None
+    """A Unix socket's path, in place of host and port."""
+    root_path: str = ""
+    """What a proxy in front has taken off the paths."""
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of pages whose browsers may call; none by default."""
+    api_keys: tuple[str, ...] = ()
+    served_model_name: tuple[str, ...] = ()
+    """Names that requests may ask for; the first is the one shown. Default: the model's."""
+    max_num_queued_reqs: int | None = None
+    """Most completions in flight; beyond it requests get a 503. Default: 4 * max_num_seqs + 512."""
+    request_timeout: float | None = None
+    """Seconds after which a request is ended; off by default."""
+    shutdown_timeout: float = 30.0
+    """Seconds that running requests get after SIGTERM."""
+    chat_template: str | None = None
+    """A file that takes the place of the model's chat template."""
+    default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    trust_request_chat_template: bool = False
+    trust_special_tokens: bool = False
+    """True: a control token that a chat spells out is taken as the token."""
+    generation_config: str = "auto"
+    """"auto": sampling defaults of the model's generation_config.json; "vllm": none; else a folder that has one."""
+    override_generation_config: dict[str, Any] = field(default_factory=dict)
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    strict_fields: bool = False
+    """True: unknown fields of a request are an error."""
+    log_format: str = "text"
+    log_prompts: bool = False
+    ui: bool = True
+    """Whether / is a chat page."""
+
+    def __post_init__(self) -> None:
+        for name in ("shutdown_timeout", "request_timeout"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < float("inf"):
+                raise ValueError(f"{name}={value!r}: must be a number >= 0")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port={self.port}: must be in 0..65535")
+        if self.max_num_queued_reqs is not None and self.max_num_queued_reqs < 1:
+            raise ValueError(f"max_num_queued_reqs={self.max_num_queued_reqs}: must be >= 1")
+        if self.log_format not in ("text", "json"):
+            raise ValueError(f"log_format={self.log_format!r}: must be 'text' or 'json'")
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ValueError("ssl_keyfile and ssl_certfile: must be given together")

@@ -1,0 +1,378 @@
+"""Requests in flight, and the hot path: a step's tokens become text, chunks and bytes on their sockets in one callback,
+without a task or a queue for each stream."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nanovllm.serve import frames, limits
+from nanovllm.serve.errors import ApiError
+from nanovllm.serve.http.protocol import BoundedProtocol
+from nanovllm.serve.metrics import Metrics
+from nanovllm.serve.visible_text import VisibleText
+
+_DONE = b"data: [DONE]\n\n"
+_PING = b": still here\n\n"
+
+
+class Completion:
+    """One continuation of one prompt."""
+
+    __slots__ = (
+        *("request", "row", "index", "prompt_index", "text", "push", "pieces", "num_tokens", "ids", "lines", "prefix"),
+        *("finish_reason", "stop_reason", "last_time", "is_touched", "has_begun", "reader", "state"),
+    )
+
+    def __init__(self, request: "Request", index: int, prompt_index: int, text: Any) -> None:
+        """`text`: a Detokenizer, or a VisibleText where there are stop strings."""
+        self.request, self.index, self.prompt_index = request, index, prompt_index
+        self.row = -1
+        """The engine's number of it."""
+        self.text, self.push = text, text.push
+        self.pieces: list[str] = []
+        """Text that has not been sent (of an unstreamed answer: all)."""
+        self.num_tokens = 0
+        self.ids: list[int] | None = None
+        """Token ids that have not been sent, where they were asked for."""
+        self.lines: list[bytes] | None = None
+        """The same of log-probabilities: lines of LogprobRows."""
+        self.prefix = b""
+        """Of a chunk that holds text alone: all before the text."""
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.last_time = 0.0
+        self.is_touched = False
+        """Whether it is one of the request's `ready`."""
+        self.has_begun = False
+        self.reader: Any = None
+        """Finds reasoning and tool calls in the text, where there may be some."""
+        self.state: Any = None
+        """What an API keeps between two chunks."""
+
+    def finish(self, end: frames.Finish) -> None:
+        """Takes in the completion's end and its last token."""
+        request, token = self.request, end.token
+        if token is not None:
+            self.num_tokens += 1
+            if self.ids is not None:
+                self.ids.append(token)
+        by_text = isinstance(end.stop_reason, str) and end.reason == "stop"
+        hidden = end.reason == "stop" and not by_text and token in request.hidden_ids
+        if by_text and isinstance(self.text, VisibleText) and token is not None:
+            self.pieces.append(self.text.stop(token))
+        else:
+            if token is not None and not hidden:
+                self.pieces.append(self.push(token))
+            self.pieces.append(self.text.flush())
+        self.finish_reason, self.stop_reason = end.reason, end.stop_reason
+
+
+class Request:
+    """One HTTP request in flight: its completions, and how their text is put into a response (by the subclasses)."""
+
+    is_streamed = False
+    include_usage = False
+
+    def __init__(self, request_id: str, prompts: Sequence[list[int]], now: float) -> None:
+        self.id = request_id
+        self.prompts = prompts
+        self.completions: list[Completion] = []
+        self.hidden_ids: frozenset[int] = frozenset()
+        """Tokens that end the text before themselves."""
+        self.num_prompt_tokens = sum(map(len, prompts))
+        self.num_cached_tokens = 0
+        self.prompt_lines: list[list[bytes | None] | None] = [None] * len(prompts)
+        self.parts: dict[int, int] = {}
+        """Of each prompt that has not ended: the engine's id of it, and which prompt it is."""
+        self.ready: list[Completion] = []
+        """Completions with something to send."""
+        self.is_touched = False
+        """Whether the step at hand has something for it."""
+        loop = asyncio.get_running_loop()
+        self.opened: asyncio.Future[None] = loop.create_future()
+        """Set when there is something to send, or an error instead."""
+        self.done: asyncio.Future[None] = loop.create_future()
+        """Set when the answer is complete, or an error."""
+        self.connection: BoundedProtocol | None = None
+        """Where a stream that has been opened writes to."""
+        self.arrival = self.last_write = now
+        self.first_token: float | None = None
+        self.paused_since: float | None = None
+        self.queued = 0.0
+        """Seconds until the first prompt was scheduled, once it is known."""
+        self.error: ApiError | None = None
+        self.is_over = False
+        """Ended, failed or left by its client."""
+
+    # -- what an API adds ---------------------------------------------------------------------------------------
+
+    def head(self, completion: Completion) -> bytes:
+        """The first chunk of a completion."""
+        return b""
+
+    def chunk(self, completion: Completion, text: str) -> bytes:
+        """A chunk with what a completion has gained; its last one says why it ended."""
+        raise NotImplementedError
+
+    def tail(self) -> bytes:
+        """What follows all completions, before [DONE]."""
+        return b""
+
+    # -- streaming ----------------------------------------------------------------------------------------------
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(each.num_tokens for each in self.completions)
+
+    def open(self, connection: BoundedProtocol, now: float) -> None:
+        """The response has begun: from here on `flush` writes."""
+        self.connection, self.last_write = connection, now
+        connection.transport.set_write_buffer_limits(high=limits.WRITE_BUFFER)
+        connection.on_writable = lambda: self.flush(asyncio.get_running_loop().time())
+        self.flush(now)
+
+    def flush(self, now: float) -> None:
+        """Sends what there is. A client that does not read gets it merged later (see Streams.sweep)."""
+        connection = self.connection
+        if connection is None:
+            if not self.opened.done():
+                self.opened.set_result(None)
+            return
+        if connection.flow.write_paused:
+            if self.paused_since is None:
+                self.paused_since = now
+            return
+        self.paused_since = None
+        out = []
+        for completion in self.ready:
+            completion.is_touched = False
+            text = "".join(completion.pieces)
+            completion.pieces.clear()
+            if not completion.has_begun:
+                completion.has_begun = True
+                out.append(self.head(completion))
+            if text or completion.finish_reason is not None or completion.ids or completion.lines:
+                out.append(self.chunk(completion, text))
+        self.ready.clear()
+        if not self.parts:
+            out.append(self._end())
+        data = b"".join(out)
+        if data:
+            connection.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            self.last_write = now
+
+    def _end(self) -> bytes:
+        if self.is_over:
+            return b""
+        self.complete()
+        return (self.tail() if self.error is None else b"data: " + self.error.body() + b"\n\n") + _DONE
+
+    def complete(self) -> None:
+        """All there is has been taken in."""
+        self.is_over = True
+        if not self.done.done():
+            self.done.set_result(None)
+
+    def ping(self, now: float) -> None:
+        """A comment, so that no proxy takes a silent stream for a dead one."""
+        if self.connection is not None and not self.connection.flow.write_paused:
+            self.connection.transport.write(b"%x\r\n%b\r\n" % (len(_PING), _PING))
+            self.last_write = now
+        elif self.connection is None and not self.opened.done():
+            self.opened.set_result(None)
+
+    def fail(self, error: ApiError) -> None:
+        """Ends the request with an error: the response's status where none has begun, else its last event."""
+        if self.is_over:
+            return
+        self.error = error
+        self.parts.clear()
+        if self.connection is not None and not self.connection.flow.write_paused:
+            self.flush(self.last_write)
+            return
+        if self.connection is not None:  # the client does not read: it would never see the error
+            self.connection.transport.abort()
+        self.is_over = True
+        for future in (self.opened, self.done):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # seen: the other one may never be awaited
+
+    def leave(self) -> None:
+        """The client is gone."""
+        self.is_over = True
+        self.parts.clear()
+        for future in (self.opened, self.done):
+            if not future.done():
+                future.set_result(None)
+
+
+class Streams:
+    """All requests that the engine works on."""
+
+    def __init__(self, metrics: Metrics, abort: Callable[[int], None]) -> None:
+        """`abort`: tells the engine that one of its requests is no longer wanted."""
+        self._metrics, self._abort = metrics, abort
+        self._rows: dict[int, Completion] = {}
+        self._parts: dict[int, Request] = {}
+        self.requests: set[Request] = set()
+        self._touched: list[Request] = []
+        self._turn = 0
+        self._next_id = 0
+        self.num_rows = 0
+        self.on_end: Callable[[Request], None] = lambda request: None
+        """Called when a request is over."""
+
+    def add(self, request: Request) -> list[int]:
+        """Takes a request in; returns the engine's id for each of its prompts."""
+        n = len(request.completions) // len(request.prompts)
+        ids = []
+        for index in range(len(request.prompts)):
+            first = self._next_id
+            self._next_id += n
+            for row, completion in enumerate(request.completions[index * n : (index + 1) * n], first):
+                self._rows[row] = completion
+                completion.row = row
+                completion.last_time = request.arrival
+            request.parts[first] = index
+            self._parts[first] = request
+            ids.append(first)
+        self.requests.add(request)
+        self.num_rows += len(request.completions)
+        return ids
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def take(self, step: frames.Step, now: float) -> None:
+        """Takes a step's tokens in; `flush` sends what came of them."""
+        rows, touch = self._rows, self._touch
+        gaps: dict[float, int] = {}
+        for row, line in step.logprobs:
+            if (completion := rows.get(row)) is not None and completion.lines is not None:
+                completion.lines.append(line)
+        for row, token in zip(step.rows, step.tokens, strict=True):
+            completion = rows.get(row)
+            if completion is None:
+                continue  # aborted
+            if text := completion.push(token):
+                completion.pieces.append(text)
+            if completion.ids is not None:
+                completion.ids.append(token)
+            if completion.num_tokens:
+                gaps[completion.last_time] = gaps.get(completion.last_time, 0) + 1
+            completion.num_tokens += 1
+            completion.last_time = now
+            if not completion.is_touched:
+                touch(completion)
+        for end in step.finishes:
+            self._finish(end, now)
+        for gap, count in gaps.items():
+            self._metrics.inter_token.observe(now - gap, count)
+        for part in step.done:
+            self._end_part(part, now)
+        self._metrics.step_tokens.observe(len(step.rows) + len(step.finishes))
+
+    def _finish(self, end: frames.Finish, now: float) -> None:
+        completion = self._rows.pop(end.row, None)
+        if completion is None:
+            return
+        completion.finish(end)
+        if completion.num_tokens > 1:
+            self._metrics.inter_token.observe(now - completion.last_time)
+        completion.last_time = now
+        self._metrics.count_completion(completion)
+        self.num_rows -= 1
+        if not completion.is_touched:
+            self._touch(completion)
+
+    def _touch(self, completion: Completion) -> None:
+        completion.is_touched = True
+        request = completion.request
+        request.ready.append(completion)
+        if not request.is_touched:
+            request.is_touched = True
+            self._touched.append(request)
+
+    def _end_part(self, part: frames.Done, now: float) -> None:
+        request = self._parts.pop(part.request_id, None)
+        if request is None:
+            return
+        index = request.parts.pop(part.request_id)
+        request.num_cached_tokens += part.num_cached_tokens
+        request.prompt_lines[index] = part.prompt_logprobs
+        request.queued = max(request.queued, part.queued)
+        self._metrics.count_part(part, request, len(request.prompts[index]), now)
+        if not request.is_touched:
+            request.is_touched = True
+            self._touched.append(request)
+
+    def flush(self, now: float) -> None:
+        """Writes to every stream that has gained something; each turn begins with another one."""
+        requests, self._touched = self._touched, []
+        if not requests:
+            return
+        self._turn += 1
+        start = self._turn % len(requests)
+        for request in requests[start:] + requests[:start] if start else requests:
+            request.is_touched = False
+            if request.first_token is None:
+                request.first_token = now
+                self._metrics.first_token.observe(now - request.arrival)
+            if request.is_streamed:
+                request.flush(now)
+            if not request.parts:
+                if not request.is_streamed:
+                    request.complete()
+                self._remove(request)
+
+    # -- early ends ---------------------------------------------------------------------------------------------
+
+    def refuse(self, request_id: int, error: ApiError) -> None:
+        """The engine did not take a request's prompt."""
+        if (request := self._parts.get(request_id)) is not None:
+            del request.parts[request_id], self._parts[request_id]
+            self.fail(request, error)
+
+    def fail(self, request: Request, error: ApiError) -> None:
+        """Ends a request with an error."""
+        self._forget_parts(request)
+        request.fail(error)
+        self._remove(request, "error")
+
+    def leave(self, request: Request) -> None:
+        """Ends a request whose client is gone."""
+        if request in self.requests:
+            self._forget_parts(request)
+            request.leave()
+            self._remove(request, "abort")
+
+    def _forget_parts(self, request: Request) -> None:
+        for part in request.parts:
+            self._parts.pop(part, None)
+            self._abort(part)
+
+    def _remove(self, request: Request, reason: str | None = None) -> None:
+        if request not in self.requests:
+            return
+        self.requests.discard(request)
+        if reason is not None:
+            gone = sum(self._rows.pop(each.row, None) is not None for each in request.completions)
+            self.num_rows -= gone
+            self._metrics.finished[reason] += gone
+        self.on_end(request)
+
+    def sweep(self, now: float, request_timeout: float | None) -> None:
+        """Once a second: comments for silent streams, an end for clients that do not read."""
+        for request in list(self.requests):
+            waiting = sum(len(piece) for each in request.ready for piece in each.pieces)
+            paused = request.paused_since
+            if paused is not None and (now - paused > limits.SLOW_SECONDS or waiting > limits.PENDING_TEXT):
+                self._metrics.slow_clients += 1
+                connection = request.connection
+                self.leave(request)
+                if connection is not None:
+                    connection.transport.abort()
+            elif request_timeout is not None and now - request.arrival > request_timeout:
+                self.fail(request, ApiError(408, f"no end within {request_timeout} s", "request_timeout"))
+            elif request.is_streamed and now - request.last_write > limits.PING_SECONDS:
+                request.ping(now)
