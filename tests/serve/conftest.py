@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-
 from serving import Server
 
 

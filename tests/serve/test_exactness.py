@@ -6,10 +6,9 @@ from typing import Any
 
 import httpx
 import pytest
+from serving import DEMO, Server, events
 
 from nanovllm import LLM, SamplingParams
-
-from serving import DEMO, Server, events
 
 _WORDS = "Once upon a time there was the capital of France Monday Tuesday 1 2 3 hot cold Paris é 漢 🙂".split()
 NUM_REQUESTS = 60
