@@ -75,7 +75,8 @@ class EngineProcess:
                 self._engine.close()
 
     def _load(self, start: frames.Start) -> "LLMEngine":
-        from nanovllm.config import EngineConfig, resolve_model_folder
+        from nanovllm.config import EngineConfig
+        from nanovllm.models.registry import resolve_model_folder
 
         self._send(frames.Progress("finding the model's files", 0))
         config = resolve_model_folder(EngineConfig.from_options(start.model, **start.options))
