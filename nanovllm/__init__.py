@@ -3,7 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput
+from nanovllm.logprobs import Logprob
+from nanovllm.outputs import CompletionOutput, RequestOutput, StepOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutput
 
 if TYPE_CHECKING:

@@ -117,6 +117,9 @@ class EngineConfig:
     """True: large steps with prompts run in two halves, and while the ranks sum one, the other is computed."""
     parallel_compile: bool = True
     """False: at the first start kernels are compiled one by one, by the engine itself (for comparison)."""
+    max_queued_requests: int | None = None
+    """Most requests that wait: `add_request` raises QueueFull beyond. Those of `generate` have no bound. None: no bound
+    at all."""
     async_scheduling: bool = True
     """False: wait for each step's tokens before the next step is scheduled (for comparison)."""
     step_timeout: float = 60.0
@@ -136,7 +139,9 @@ class EngineConfig:
             "max_long_partial_prefills",
         ):
             _require_int(option, getattr(self, option), 1)
-        for option in ("max_model_len", "num_kvcache_blocks", "max_num_prefill_tokens_with_decodes"):
+        for option in (
+            "max_model_len", "num_kvcache_blocks", "max_num_prefill_tokens_with_decodes", "max_queued_requests",
+        ):  # fmt: skip
             if getattr(self, option) is not None:
                 _require_int(option, getattr(self, option), 1)
         _require_int("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_TENSOR_PARALLEL_SIZE)

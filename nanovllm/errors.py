@@ -12,6 +12,10 @@ _repr.maxlist = _repr.maxtuple = _repr.maxdict = _repr.maxset = _repr.maxfrozens
 _repr.maxlevel = 4
 
 
+class QueueFull(RuntimeError):
+    """As many requests wait as max_queued_requests allows: try again later."""
+
+
 def shown(value: Any) -> str:
     """repr(value), cut after MAX_SHOWN characters."""
     try:

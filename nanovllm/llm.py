@@ -5,20 +5,19 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 from tqdm import tqdm
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.fair_lock import FairLock
+from nanovllm.engine.inputs import Prompt, as_batch, as_chats, as_params, as_token_ids
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.errors import shown
 from nanovllm.model_config import ModelConfig
-from nanovllm.outputs import CompletionOutput, RequestOutput, StepOutput
+from nanovllm.outputs import CompletionOutput, EngineStats, RequestOutput, StepColumns, StepOutput
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
     from nanovllm.engine.sequence import Sequence as Row
 
-Prompt = str | list[int]
+_Gained = TypeVar("_Gained")
 
 _CLOSE_PATIENCE = 5.0  # seconds that close() lets another thread's step take to end
 
@@ -40,7 +39,7 @@ class LLM:
     def __init__(self, model: str, **options: Any) -> None:
         self.engine = LLMEngine(EngineConfig.from_options(model, **options))
         self._step_lock = FairLock()
-        self._foreign_outputs: list[StepOutput] = []
+        self._foreign = StepColumns()
         """What requests of add_request gained while generate() was stepping; handed out by the next step()."""
         self._generating: set[int] = set()
         self._ended: set[int] = set()
@@ -78,8 +77,8 @@ class LLM:
         names option, value and bound. An interrupt (Ctrl-C) aborts this call's requests; the engine goes on.
         """
         self._require_open()
-        batch = _as_batch(prompts)
-        params = _as_params(sampling_params, len(batch))
+        batch = as_batch(prompts)
+        params = as_params(sampling_params, len(batch))
         if not self.config.skip_tokenizer_init:
             _ = self.engine.tokenizer.hf  # raises now where it cannot be loaded, not when the tokens are there
         token_ids = []
@@ -138,7 +137,7 @@ class LLM:
         answer go on where the last message ends. The outputs' `prompt` is the text that the template made.
         """
         self._require_open()
-        if not (chats := _as_chats(messages)):
+        if not (chats := as_chats(messages)):
             return []
         tokenizer = self.engine.tokenizer
         texts = [tokenizer.apply_chat_template(chat, **template_options) for chat in chats]
@@ -148,18 +147,7 @@ class LLM:
         return outputs
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self.engine.tokenizer.encode(prompt)
-        if not isinstance(prompt, (list, tuple)):
-            raise TypeError(f"prompt: must be a str or a list of token ids, found {type(prompt).__name__}")
-        kinds = set(map(type, prompt))
-        if kinds <= {int}:
-            return list(prompt)
-        for kind in kinds:
-            if not issubclass(kind, (int, np.integer)) or kind is bool:
-                bad = next(token_id for token_id in prompt if type(token_id) is kind)
-                raise ValueError(f"prompt: token id {shown(bad)} must be an integer, found {kind.__name__}")
-        return [int(token_id) for token_id in prompt]
+        return self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else as_token_ids(prompt)
 
     def _run_until_finished(self, request_ids: list[int], use_tqdm: bool, interrupted: threading.Event) -> None:
         unfinished = set(request_ids)
@@ -172,17 +160,19 @@ class LLM:
                     unfinished -= self._ended
                 progress.update(len(request_ids) - len(unfinished))
 
-    def _dispatch(self, outputs: list[StepOutput]) -> None:
+    def _dispatch(self, gained: StepColumns) -> None:
         """Keeps what belongs to add_request's callers for step(), and notes which requests of generate() have ended,
-        whichever thread's they are."""
-        for output in outputs:
-            request_id = output.request_id
-            if not self.engine.knows(request_id):
-                continue  # its generate() was interrupted
-            if request_id not in self._generating:
-                self._foreign_outputs.append(output)
-            elif output.finished and self.engine.is_finished(request_id):
-                self._ended.add(request_id)
+        of this thread or another."""
+        knows, generating = self.engine.knows, self._generating
+        if generating:
+            for request_id in {gained.request_ids[entry] for entry in gained.endings}:
+                if request_id in generating and knows(request_id) and self.engine.is_finished(request_id):
+                    self._ended.add(request_id)
+        # Unknown are those whose generate() was interrupted.
+        foreign = [n for n, number in enumerate(gained.request_ids) if number not in generating and knows(number)]
+        self._foreign.extend(gained, None if len(foreign) == len(gained) else foreign)
+        if foreign and generating:
+            self.engine.wake()
 
     def _finish(self, request_id: int, prompt: str | None) -> RequestOutput:
         seqs = self.engine.forget(request_id)
@@ -223,31 +213,53 @@ class LLM:
     # -- a caller's own loop ------------------------------------------------------------------------------------
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
-        """Queues one request and returns its id. May be called from any thread."""
+        """Queues one request and returns its id. May be called from any thread. Raises QueueFull where
+        max_queued_requests wait already."""
         self._require_open()
         return self.engine.add_request(
             self._token_ids(prompt), SamplingParams() if sampling_params is None else sampling_params
         )
 
     def step(self) -> list[StepOutput]:
-        """One turn of the engine: what each request of add_request gained. Finished requests are dropped from the
-        engine when they are reported here. An interrupt (Ctrl-C) waits for the end of the turn, and nothing is lost."""
+        """Runs the engine for one step: what each request of add_request gained. Finished requests are dropped from the
+        engine when they are reported here. An interrupt (Ctrl-C) waits for the end of the step, and nothing is lost."""
+        return self._take(StepColumns.outputs)
+
+    def step_columns(self) -> StepColumns:
+        """The same as `step`, as one object for the whole step: for servers."""
+        return self._take(lambda gained: gained)
+
+    def _take(self, convert: Callable[[StepColumns], _Gained]) -> _Gained:
         self._require_open()
-        outputs: list[StepOutput] = []
+        gained = StepColumns()
         try:
             with _interrupt_between_steps(), self._step_lock:
                 if self.engine.has_unfinished_requests():
                     self._dispatch(self.engine.step())
-                outputs, self._foreign_outputs = self._foreign_outputs, []
-                for output in outputs:  # in the same turn: in another thread's the last of n completions may just end
-                    request_id = output.request_id
-                    if output.finished and self.engine.knows(request_id) and self.engine.is_finished(request_id):
+                gained, self._foreign = self._foreign, gained
+                for entry in gained.endings:  # under the lock: another thread's step may end the last of n completions
+                    request_id = gained.request_ids[entry]
+                    if self.engine.knows(request_id) and self.engine.is_finished(request_id):
                         self.engine.forget(request_id)
-            return outputs
+                converted = convert(gained)
+            return converted
         except KeyboardInterrupt:
             with _interrupt_between_steps(), self._step_lock:
-                self._foreign_outputs[:0] = outputs  # they reach nobody now: the next call hands them out
+                gained.extend(self._foreign)  # they did not reach the caller: the next call hands them out
+                self._foreign = gained
             raise
+
+    def wait_for_work(self, timeout: float) -> bool:
+        """Sleeps until `step` has something to do or to report; returns False after `timeout` seconds without. For a
+        thread that steps for others."""
+        self._require_open()
+        woken = bool(self._foreign) or self.engine.wait_for_work(timeout, lambda: bool(self._foreign))
+        self._require_open()
+        return woken
+
+    def stats(self) -> EngineStats:
+        """Gauges of now, and counters since the start. May be called from any thread, at any time."""
+        return self.engine.stats()
 
     def abort(self, request_id: int) -> None:
         """Ends a request early; step() reports it as finished with reason "abort". May be called from any thread."""
@@ -255,10 +267,10 @@ class LLM:
 
     def has_unfinished_requests(self) -> bool:
         """Whether step() has anything left to do or to report."""
-        if self.engine.has_unfinished_requests() or self._foreign_outputs:
+        if self.engine.has_unfinished_requests() or self._foreign:
             return True
-        with _interrupt_between_steps(), self._step_lock:  # another thread's turn may just be handing over what is ours
-            return bool(self._foreign_outputs) or self.engine.has_unfinished_requests()
+        with _interrupt_between_steps(), self._step_lock:  # another thread's step may just be handing over what is ours
+            return bool(self._foreign) or self.engine.has_unfinished_requests()
 
     def is_finished(self) -> bool:
         return not self.has_unfinished_requests()
@@ -299,50 +311,6 @@ def _close(engine: LLMEngine, step_lock: "FairLock") -> None:
     """Closes between two steps of other threads; but a step that hangs does not keep us."""
     with step_lock.within(_CLOSE_PATIENCE):
         engine.close()
-
-
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, bytearray, Mapping, Set)):
-        found = type(prompts).__name__
-        raise TypeError(f"prompts: must be a str, a list of token ids or a list of such, found {found}")
-    batch = list(prompts)
-    if batch and all(isinstance(item, (int, np.integer)) for item in batch):
-        return [batch]  # type: ignore[list-item]
-    for index, prompt in enumerate(batch):
-        if not isinstance(prompt, (str, list, tuple)):
-            raise TypeError(f"prompts[{index}]: must be a str or a list of token ids, found {type(prompt).__name__}")
-    return batch  # type: ignore[return-value]
-
-
-def _as_chats(messages: Any) -> list[Sequence[Mapping[str, Any]]]:
-    """One chat or several as a list of chats."""
-    if not isinstance(messages, (list, tuple)):
-        found = type(messages).__name__
-        raise TypeError(f"messages: must be a list of {{'role': ..., 'content': ...}} or a list of such, found {found}")
-    several = any(isinstance(item, (list, tuple)) for item in messages)
-    chats = list(messages) if several else [messages] if messages else []
-    for number, chat in enumerate(chats):
-        name = f"messages[{number}]" if several else "messages"
-        if not isinstance(chat, (list, tuple)) or not chat:
-            raise ValueError(
-                f"{name}: must be a list of at least one message where others are lists, found {shown(chat)}"
-            )
-        for index, message in enumerate(chat):
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise ValueError(f"{name}[{index}]: must be a dict with a 'role', found {shown(message)}")
-    return chats
-
-
-def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if not isinstance(params, Sequence) or not all(isinstance(param, SamplingParams) for param in params):
-        raise TypeError(f"sampling_params={shown(params)}: must be SamplingParams, or a list of them")
-    if len(params) != count:
-        raise ValueError(f"sampling_params: {len(params)} given, must be one or as many as prompts ({count})")
-    return list(params)
 
 
 @contextmanager

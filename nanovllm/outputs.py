@@ -1,10 +1,10 @@
 """What the engine hands back. Plain data, no torch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar
 
-import numpy as np
+from nanovllm.logprobs import LogprobRows, LogprobsList
 
 
 @dataclass
@@ -53,151 +53,6 @@ class _ByName:
         return self._NAMES
 
 
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """A token at one position of a text."""
-
-    logprob: float
-    """Natural logarithm of its probability, from the raw logits in float32."""
-    rank: int
-    """1 for the likeliest token; equally likely tokens share the better rank where they were drawn or given."""
-    decoded_token: str | None
-    """The token's own text; None without a tokenizer. Half a character shows as U+FFFD."""
-
-
-class LogprobRows:
-    """The token at each position of a text and the likeliest ones there: lines of the steps' tables, as they came.
-
-    A table, int32 [lines, 3 + 2 k], is shared by all requests of its step. Each line is laid out as
-    logprobs.py says: the token, its rank, the k likeliest ids; the token's log-probability and theirs (float32
-    bits). Two plain lists and no object for each token, which Python's garbage collector would go through every time.
-    """
-
-    __slots__ = ("_decode", "_k", "_lines", "_tables")
-
-    def __init__(self, k: int, decode: Callable[[int], str | None], num_missing: int = 0) -> None:
-        """`k`: likeliest tokens to show at each position. `decode`: token id -> its text. `num_missing`: positions
-        about which there is nothing to say until `put` does."""
-        self._k, self._decode = k, decode
-        self._tables: list[np.ndarray | None] = [None] * num_missing
-        self._lines: list[int] = [0] * num_missing
-
-    def __len__(self) -> int:
-        return len(self._tables)
-
-    def append(self, table: np.ndarray, line: int) -> None:
-        self._tables.append(table)
-        self._lines.append(line)
-
-    def put(self, position: int, table: np.ndarray, line: int) -> bool:
-        """Fills a position in; True where nothing was there."""
-        is_new = self._tables[position] is None
-        self._tables[position], self._lines[position] = table, line
-        return is_new
-
-    def view(self, positions: range | None = None) -> "LogprobsList":
-        """What users see of `positions`; default: all that are there now."""
-        return LogprobsList(self, self._k, self._decode, range(len(self)) if positions is None else positions)
-
-    def packed(self, positions: range) -> tuple[Any, ...]:
-        """What `unpacked` makes rows of `positions` alone of: in a table of their own, since the steps' are shared with
-        other requests, and with their tokens' texts, since the tokenizer holds a thread. For pickle and copy."""
-        k = self._k
-        found = [(at, words) for at, where in enumerate(positions) if (words := self.words(where)) is not None]
-        table = np.empty((len(found), 3 + 2 * k), np.int32)
-        for line, (_, words) in enumerate(found):
-            begin = _own_logprob(words)
-            table[line, : 2 + k], table[line, 2 + k :] = words[: 2 + k], words[begin : begin + 1 + k]
-        ids = {*table[:, 0].tolist(), *table[:, 2 : 2 + k].ravel().tolist()}
-        return k, {token_id: self._decode(token_id) for token_id in ids}, len(positions), [at for at, _ in found], table
-
-    @classmethod
-    def unpacked(
-        cls, k: int, texts: dict[int, str | None], num_positions: int, known: list[int], table: np.ndarray
-    ) -> "LogprobRows":
-        """`known`: the position of each line of `table`."""
-        rows = cls(k, texts.get, num_positions)
-        for line, position in enumerate(known):
-            rows.put(position, table, line)
-        return rows
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return LogprobRows.unpacked, self.packed(range(len(self)))
-
-    def words(self, position: int) -> np.ndarray | None:
-        """The line of a position; None where there is none."""
-        table = self._tables[position]
-        return None if table is None else table[self._lines[position]]
-
-    def logprob(self, position: int) -> float:
-        """That of the position's own token; 0 where there is none."""
-        words = self.words(position)
-        return 0.0 if words is None else float(words[_own_logprob(words)].view(np.float32))
-
-
-def _own_logprob(words: np.ndarray) -> int:
-    """Where a line's log-probabilities begin."""
-    return (words.size + 1) // 2
-
-
-class LogprobsList(Sequence[dict[int, Logprob] | None]):
-    """One dict of token id -> Logprob for each position, the position's own token first; built when it is looked at.
-
-    None stands where there is nothing to say (the first token of a prompt).
-    """
-
-    __slots__ = ("_decode", "_k", "_positions", "_rows")
-
-    def __init__(self, rows: LogprobRows, k: int, decode: Callable[[int], str | None], positions: range) -> None:
-        """`k`, `decode`: as of LogprobRows. `positions`: of `rows`."""
-        self._rows, self._k, self._decode, self._positions = rows, k, decode, positions
-
-    @property
-    def total(self) -> float:
-        """Sum of the log-probabilities of the positions' own tokens."""
-        return sum(map(self._rows.logprob, self._positions))
-
-    def __len__(self) -> int:
-        return len(self._positions)
-
-    @overload
-    def __getitem__(self, index: int) -> dict[int, Logprob] | None: ...
-    @overload
-    def __getitem__(self, index: slice) -> "LogprobsList": ...
-    def __getitem__(self, index: int | slice) -> "dict[int, Logprob] | LogprobsList | None":
-        if isinstance(index, slice):
-            return LogprobsList(self._rows, self._k, self._decode, self._positions[index])
-        words = self._rows.words(self._positions[index])
-        if words is None:
-            return None
-        begin = _own_logprob(words)
-        own, rank, *ids = words[: min(begin, 2 + self._k)].tolist()
-        logprob, *logprobs = words[begin : begin + 1 + self._k].view(np.float32).tolist()
-        found = {own: Logprob(logprob, rank, self._decode(own))}
-        for place, (token_id, value) in enumerate(zip(ids, logprobs, strict=True), 1):
-            if token_id not in found:
-                found[token_id] = Logprob(value, place, self._decode(token_id))
-        return found
-
-    def __iter__(self) -> Iterator[dict[int, Logprob] | None]:
-        return (self[i] for i in range(len(self)))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unpacked_list, self._rows.packed(self._positions)
-
-    def __repr__(self) -> str:
-        return f"LogprobsList({list(self)!r})"
-
-
-def _unpacked_list(*packed: Any) -> LogprobsList:
-    return LogprobRows.unpacked(*packed).view()
-
-
 @dataclass
 class StepOutput(_ByName):
     """What one completion of a request gained in one step."""
@@ -235,6 +90,79 @@ class StepOutput(_ByName):
             rows = LogprobRows.unpacked(*self.logprob_rows.packed(self._positions))
             state |= {"logprob_rows": rows, "position": 0}
         return state
+
+
+@dataclass
+class Ending:
+    """How one completion ended."""
+
+    reason: str
+    """See StepOutput.finish_reason."""
+    stop_reason: int | str | None
+    """See StepOutput.stop_reason."""
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Prompt tokens whose KV came from the prefix cache when the completion was first scheduled."""
+    num_output_tokens: int
+    metrics: RequestMetrics
+    prompt_logprobs: LogprobsList | None = None
+    """Those of the prompt, with completion 0 of a request that asks for them."""
+
+
+@dataclass
+class StepColumns:
+    """What one step gained, a list for each fact: entry i is about completion indices[i] of request request_ids[i].
+
+    One object for a whole step, so that a server can send it on as one message.
+    """
+
+    request_ids: list[int] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    """The token that each gained; -1 where it ended without one (aborted, or max_tokens=0)."""
+    endings: dict[int, Ending] = field(default_factory=dict)
+    """By entry, of the completions that have ended."""
+    logprobs: dict[int, tuple[LogprobRows, int]] = field(default_factory=dict)
+    """By entry, of the completions that ask for them: their rows, and the position of the token in these."""
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    def add(self, request_id: int, index: int, token_id: int) -> int:
+        """Appends an entry; returns its number."""
+        self.request_ids.append(request_id)
+        self.indices.append(index)
+        self.token_ids.append(token_id)
+        return len(self.request_ids) - 1
+
+    def extend(self, other: "StepColumns", entries: Sequence[int] | None = None) -> None:
+        """Appends another step's entries; all of them by default."""
+        begin = len(self)
+        if entries is None:
+            self.request_ids += other.request_ids
+            self.indices += other.indices
+            self.token_ids += other.token_ids
+            self.endings |= {begin + entry: ending for entry, ending in other.endings.items()}
+            self.logprobs |= {begin + entry: rows for entry, rows in other.logprobs.items()}
+            return
+        for entry in entries:
+            new = self.add(other.request_ids[entry], other.indices[entry], other.token_ids[entry])
+            if entry in other.endings:
+                self.endings[new] = other.endings[entry]
+            if entry in other.logprobs:
+                self.logprobs[new] = other.logprobs[entry]
+
+    def outputs(self) -> "list[StepOutput]":
+        """The same, an object for each entry."""
+        outputs = []
+        for entry, token_id in enumerate(self.token_ids):
+            output = StepOutput(self.request_ids[entry], [token_id] if token_id >= 0 else [], index=self.indices[entry])
+            if (ending := self.endings.get(entry)) is not None:
+                output.finished, output.finish_reason, output.stop_reason = True, ending.reason, ending.stop_reason
+            if (rows := self.logprobs.get(entry)) is not None:
+                output.logprob_rows, output.position = rows
+            outputs.append(output)
+        return outputs
 
 
 @dataclass
@@ -294,3 +222,30 @@ class RequestOutput(_ByName):
     @property
     def finish_reason(self) -> str | None:
         return self.outputs[0].finish_reason
+
+
+ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper bounds of the buckets of EngineStats.iteration_tokens."""
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What an engine is doing, and what it has done since it started. Completions of n > 1 count one by one, their
+    prompt once."""
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    """Share of the KV blocks that running completions hold, 0..1. A finished prompt that may still be a hit is free."""
+    prompt_tokens: int
+    """Of the requests that have begun, those found in the prefix cache too."""
+    generation_tokens: int
+    prefix_cache_queries: int
+    """Prompt tokens that were looked up in the prefix cache, at the first admission of each request."""
+    prefix_cache_hits: int
+    num_preemptions: int
+    finished: dict[str, int]
+    """Completions by the reason of their end."""
+    iteration_tokens: tuple[int, ...]
+    """Steps by the number of tokens that they computed: up to each of ITERATION_TOKENS, and above."""
+    iteration_tokens_sum: int

@@ -127,7 +127,8 @@ class SamplingParams:
     """Until the output has this many tokens, end-of-text and stop_token_ids cannot be drawn and `stop` is not looked
     for."""
     max_tokens: int = 16
-    """Most tokens to generate; fewer where max_model_len or the KV cache ends first."""
+    """Most tokens to generate; fewer where max_model_len or the KV cache ends first. 0: the prompt is computed, for its
+    log-probabilities say, and the output is empty."""
     logprobs: int | None = None
     """0..20: log-probabilities (of the raw logits) of that many likeliest tokens and of the drawn one, for each
     token."""
@@ -147,6 +148,9 @@ class SamplingParams:
     """False: the output's text stays empty."""
     skip_special_tokens: bool = True
     """False: special tokens are part of the text."""
+    cache_salt: str | None = None
+    """At most 128 characters: prompts share cached KV blocks only with requests of the same salt, so that the time to a
+    first token tells nothing about the prompts of others (CVE-2025-46570)."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -160,6 +164,9 @@ class SamplingParams:
                 _refuse(name, getattr(self, name), "True or False")
         if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutput):
             _refuse("structured_outputs", self.structured_outputs, "None or a StructuredOutput")
+        salt = self.cache_salt
+        if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT):
+            _refuse("cache_salt", salt, f"None or a text of 1..{MAX_SALT} characters")
         if self.min_tokens > self.max_tokens:
             _refuse("min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
         if self.stop and not self.detokenize:
@@ -168,7 +175,7 @@ class SamplingParams:
     def _check_counts(self) -> None:
         if not _is_int(self.n) or not 1 <= self.n <= MAX_N:
             _refuse("n", self.n, f"an integer in 1..{MAX_N}")
-        for name, low in (("max_tokens", 1), ("min_tokens", 0), ("top_k", -1)):
+        for name, low in (("max_tokens", 0), ("min_tokens", 0), ("top_k", -1)):
             value = getattr(self, name)
             if not _is_int(value) or value < low:
                 _refuse(name, value, f"an integer >= {low}")

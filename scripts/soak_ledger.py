@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.outputs import StepOutput
+from nanovllm.outputs import StepColumns, StepOutput
 
 CHECK_EVERY = 7  # steps between two looks at the scheduler's integrity
 
@@ -181,8 +181,8 @@ class Watch:
         self._step, self._schedule, self._grow = engine.step, self._scheduler.schedule, self._scheduler._grow
         engine.step, self._scheduler.schedule, self._scheduler._grow = self.step, self.schedule, self.grow
 
-    def step(self) -> list[StepOutput]:
-        outputs: list[StepOutput] = self._step()
+    def step(self) -> StepColumns:
+        outputs: StepColumns = self._step()
         self._counts["steps"] += 1
         if self._counts["steps"] % CHECK_EVERY == 0:
             self._scheduler.check_integrity()

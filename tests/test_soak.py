@@ -11,7 +11,7 @@ import pytest
 from nanovllm import SamplingParams
 from nanovllm.engine import block_manager
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.outputs import StepOutput
+from nanovllm.outputs import StepColumns
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 10
@@ -58,9 +58,9 @@ def test_a_lost_output_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every fiftieth turn of the engine keeps what it has to report to itself."""
     step, turns = LLMEngine.step, iter(range(10**9))
 
-    def forgetful(engine: LLMEngine) -> list[StepOutput]:
+    def forgetful(engine: LLMEngine) -> StepColumns:
         outputs = step(engine)
-        return outputs if next(turns) % 50 else []
+        return outputs if next(turns) % 50 else StepColumns()
 
     changes: Any = monkeypatch
     changes.setattr(LLMEngine, "step", forgetful)
@@ -79,15 +79,15 @@ def test_the_end_of_a_completion_is_not_lost_between_two_threads() -> None:
         request_id = llm.add_request([5] * 7, SamplingParams(n=2, temperature=0, max_tokens=4, ignore_eos=True))
         last = engine._completions[request_id][1]
 
-        def slow_step() -> list[StepOutput]:
-            outputs: list[StepOutput] = step()
+        def slow_step() -> StepColumns:
+            outputs: StepColumns = step()
             if threading.current_thread() is other and last.finish_reason and not ended.is_set():
                 ended.set()
                 reported.wait(1.0)
             return outputs
 
         def slow_knows(number: int) -> bool:
-            if sys._getframe(1).f_code.co_name == "step" and not other.ident:
+            if sys._getframe(1).f_code.co_name == "_take" and not other.ident:
                 other.start()
                 ended.wait(0.5)
             known: bool = knows(number)

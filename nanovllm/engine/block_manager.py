@@ -25,6 +25,16 @@ class Block:
     """The block's tokens and its parent's hash, compared on a hit: a colliding hash is a miss, not another's text."""
 
 
+_ROOT_OF_SALT = b"cache_salt="
+
+
+def _root_hash(seq: Sequence) -> bytes:
+    """What the hash of a row's first block continues: nothing, or its cache_salt. It is longer than a block's hash, so
+    that it equals none."""
+    salt = seq.params.cache_salt
+    return b"" if salt is None else _ROOT_OF_SALT.ljust(32, b".") + salt.encode("utf-8", "surrogatepass")
+
+
 def _content(parent_hash: bytes, token_ids: list[int]) -> bytes:
     return parent_hash + array("i", token_ids).tobytes()
 
@@ -49,12 +59,12 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def match_prefix(self, seq: Sequence) -> tuple[list[int], bytes]:
-        """The longest cached prefix of `seq`: its blocks and the hash of the last (b"" where there is none).
+        """The longest cached prefix of `seq`: its blocks and the hash of the last.
 
         One token at least stays to be computed: the step that computes it is the one that samples.
         """
         hits: list[int] = []
-        parent = b""
+        parent = _root_hash(seq)
         if self.enable_prefix_caching:
             size = self.block_size
             for start in range(0, (seq.num_tokens - 1) // size * size, size):
@@ -66,6 +76,10 @@ class BlockManager:
                 hits.append(block_id)
                 parent = digest
         return hits, parent
+
+    def no_prefix(self, seq: Sequence) -> tuple[list[int], bytes]:
+        """What match_prefix gives where nothing is cached."""
+        return [], _root_hash(seq)
 
     def num_in_use(self, hits: list[int]) -> int:
         """How many of these blocks some row owns."""
@@ -122,7 +136,7 @@ class BlockManager:
                     self._free.move_to_end(block_id, last=False)  # nothing to find in it: reuse it before any hit
         seq.block_table = []
         seq.num_hashed_blocks = 0
-        seq.parent_hash = b""
+        seq.parent_hash = _root_hash(seq)
         seq.epoch += 1
 
     def forget_cached(self) -> None:

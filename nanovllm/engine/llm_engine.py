@@ -2,8 +2,9 @@
 
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,10 @@ from nanovllm.engine.sampling.requests import RequestSampling
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step_plan import StepPlan
+from nanovllm.errors import QueueFull, shown
+from nanovllm.logprobs import LogprobsList
 from nanovllm.models.registry import read_model_config, resolve_model_folder
-from nanovllm.outputs import LogprobsList, RequestMetrics, StepOutput
+from nanovllm.outputs import ITERATION_TOKENS, Ending, EngineStats, RequestMetrics, StepColumns
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.startup.compile_pool import start_compiler
 from nanovllm.tokenizer import Tokenizer
@@ -32,6 +35,18 @@ class WeightsIncomplete(RuntimeError):
     """load_weights stopped half-way: until a call of it succeeds, there is no model to run."""
 
 
+def _only_prompt(params: SamplingParams) -> SamplingParams:
+    """What matters of a request whose one token is dropped."""
+    return SamplingParams(
+        n=params.n,
+        temperature=0,
+        max_tokens=0,
+        ignore_eos=True,
+        prompt_logprobs=params.prompt_logprobs,
+        cache_salt=params.cache_salt,
+    )
+
+
 def _extremes(token_ids: list[int]) -> tuple[int, int]:
     """Least and largest of the ids. Raises ValueError where they are no flat list of integers."""
     if not all(isinstance(token_id, int) for token_id in token_ids):
@@ -42,7 +57,8 @@ def _extremes(token_ids: list[int]) -> tuple[int, int]:
 class LLMEngine:
     """Rank 0: owns the scheduler and, through the executor, all ranks. Token ids in, token ids out.
 
-    add_request and abort may be called from any thread; what they ask for happens at the start of the next step.
+    add_request and abort may be called from any thread; what they ask for happens at the start of the next step. One
+    thread at a time may step.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -64,6 +80,9 @@ class LLMEngine:
         assert self.config.kvcache_block_size and self.config.max_model_len
         self.scheduler = Scheduler(self.config, self.executor.num_kvcache_blocks, self.config.kvcache_block_size)
         self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        """Notified when a request or an abort comes in, and when the engine is closed."""
+        self._closed = False
         self._inbox: deque[tuple[str, list[Sequence]]] = deque()
         self._completions: dict[int, list[Sequence]] = {}
         """The rows of every request that is known, by its id."""
@@ -73,7 +92,7 @@ class LLMEngine:
         self._num_sampling = 0
         """Unfinished rows that need more than greedy or temperature."""
         self._launched: deque[StepPlan] = deque()
-        self._unreported: list[StepOutput] = []
+        self._unreported = StepColumns()
         """What load_weights had to collect; the next step hands it out."""
         self._num_requests = 0
         self._error: BaseException | None = None
@@ -81,16 +100,21 @@ class LLMEngine:
         """Prompt tokens computed so far (those found in the prefix cache not counted)."""
         self.num_decode_tokens = 0
         """Tokens computed so far by rows that had one to compute."""
+        self._num_generated = 0
+        self._num_finished = {"stop": 0, "length": 0, "abort": 0}
+        self._iterations = [0] * (len(ITERATION_TOKENS) + 1)
         self.startup_seconds = time.perf_counter() - begin
 
     # -- requests -----------------------------------------------------------------------------------------------
 
     def check_request(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Raises ValueError naming what is wrong with a request and the bound it breaks."""
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params: must be SamplingParams, found {type(params).__name__}")
         length, limit = len(prompt_token_ids), self.max_total_tokens
         if length == 0:
             raise ValueError("prompt: must have at least one token")
-        if length + 1 > limit:
+        if length + min(1, params.max_tokens) > limit:
             name, value = self._length_limit()
             raise ValueError(f"prompt of {length} tokens: must be shorter than {name}={value} (one token is generated)")
         vocab = self.model_config.vocab_size
@@ -100,9 +124,7 @@ class LLMEngine:
         low, high = (int(ids.min()), int(ids.max())) if is_flat else _extremes(prompt_token_ids)
         if low < 0 or high >= vocab:
             bad = low if low < 0 else high
-            raise ValueError(f"prompt: token id {bad} must be in 0..{vocab - 1} (vocab_size={vocab})")
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params: must be SamplingParams, found {type(params).__name__}")
+            raise ValueError(f"prompt: token id {shown(bad)} must be in 0..{vocab - 1} (vocab_size={vocab})")
         self.request_sampling.check(params)
 
     @property
@@ -125,36 +147,54 @@ class LLMEngine:
         return ids
 
     def add_request(self, prompt_token_ids: list[int], params: SamplingParams, request_id: int | None = None) -> int:
-        """Queues a request; returns its id, `request_id` where that was reserved. Raises ValueError as check_request
-        does."""
+        """Queues a request; returns its id, `request_id` where that was reserved. From any thread.
+
+        Raises ValueError as check_request does; QueueFull where max_queued_requests wait (reserved ids do not count).
+        """
         self.check_request(prompt_token_ids, params)
+        if params.max_tokens == 0:
+            params = _only_prompt(params)
         eos = frozenset() if params.ignore_eos else frozenset(self.model_config.eos_token_ids)
         stop_ids = eos | frozenset(params.stop_token_ids)
         rows = self.request_sampling.rows(params, stop_ids, len(prompt_token_ids))
-        num_sampling = sum(row is not None for row in rows)
         now = time.perf_counter()
+        counts = request_id is None
         if request_id is None:
             [request_id] = self.reserve_ids([params])
-        with self._lock:
-            seqs = [
-                Sequence(
-                    request_id + index,
-                    prompt_token_ids,
-                    params,
-                    seed=self._seed(params, request_id, index),
-                    stop_token_ids=stop_ids,
-                    max_total_tokens=min(len(prompt_token_ids) + params.max_tokens, self.max_total_tokens),
-                    metrics=RequestMetrics(arrival_time=now),
-                    parent_id=request_id,
-                    index=index,
-                    sampling=row,
-                )
-                for index, row in enumerate(rows)
-            ]
+        seqs = [
+            Sequence(
+                request_id + index,
+                prompt_token_ids,
+                params,
+                seed=self._seed(params, request_id, index),
+                stop_token_ids=stop_ids,
+                max_total_tokens=self._max_total_tokens(len(prompt_token_ids), params.max_tokens),
+                metrics=RequestMetrics(arrival_time=now),
+                parent_id=request_id,
+                index=index,
+                sampling=row,
+            )
+            for index, row in enumerate(rows)
+        ]
+        with self._work:
+            if counts:
+                self._check_queue()
             self._completions[request_id] = seqs
-            self._num_sampling += num_sampling
+            self._num_sampling += sum(row is not None for row in rows)
             self._inbox.append(("add", seqs))
+            self._work.notify_all()
         return request_id
+
+    def _check_queue(self) -> None:
+        limit = self.config.max_queued_requests
+        waiting = self.scheduler.num_waiting + len(self._inbox)
+        if limit is not None and waiting >= limit:
+            raise QueueFull(f"max_queued_requests={limit}: {waiting} requests wait already")
+
+    def _max_total_tokens(self, num_prompt_tokens: int, max_tokens: int) -> int:
+        if max_tokens == 0:
+            return num_prompt_tokens + 1  # the KV of the token that is dropped is never stored
+        return min(num_prompt_tokens + max_tokens, self.max_total_tokens)
 
     def _seed(self, params: SamplingParams, request_id: int, index: int) -> int:
         number = params.seed
@@ -166,10 +206,11 @@ class LLMEngine:
 
     def abort(self, request_id: int) -> None:
         """Ends a request; its last StepOutput says "abort". Unknown and finished ids are ignored."""
-        with self._lock:
+        with self._work:
             seqs = self._completions.get(request_id)
             if seqs is not None:
                 self._inbox.append(("abort", seqs))
+                self._work.notify_all()
 
     def knows(self, request_id: int) -> bool:
         return request_id in self._completions
@@ -183,23 +224,54 @@ class LLMEngine:
         return self._completions.pop(request_id, [])
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._inbox or self._launched or self._unreported or self.scheduler.has_unfinished())
+        return bool(self._inbox or self._launched or self._unreported.request_ids or self.scheduler.has_unfinished())
+
+    def wait_for_work(self, timeout: float, or_until: Callable[[], bool] = lambda: False) -> bool:
+        """Sleeps until a step has something to do, `or_until` is true after a `wake`, or the engine is closed; at most
+        `timeout` seconds. Returns whether it was woken."""
+        with self._work:
+            return self._work.wait_for(
+                lambda: self._closed or self.has_unfinished_requests() or or_until(), timeout=timeout
+            )
+
+    def wake(self) -> None:
+        """Lets wait_for_work look again."""
+        with self._work:
+            self._work.notify_all()
+
+    def stats(self) -> EngineStats:
+        """Gauges of now, and counters since the start. From any thread, at any time."""
+        scheduler = self.scheduler
+        blocks = scheduler.block_manager
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            kv_cache_usage=1 - blocks.num_free_blocks / blocks.num_blocks,
+            prompt_tokens=scheduler.num_prompt_tokens,
+            generation_tokens=self._num_generated,
+            prefix_cache_queries=scheduler.num_prompt_tokens if self.config.enable_prefix_caching else 0,
+            prefix_cache_hits=scheduler.num_prompt_cached_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            finished=dict(self._num_finished),
+            iteration_tokens=tuple(self._iterations),
+            iteration_tokens_sum=self.num_prefill_tokens + self.num_decode_tokens,
+        )
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
-    def step(self) -> list[StepOutput]:
-        """One turn of the loop: launches a step if there is one, takes in the results of the step before it."""
+    def step(self) -> StepColumns:
+        """Launches a step if there is one, and takes in the results of the step before it."""
         self._raise_failure()
         try:
-            outputs, self._unreported = self._unreported, []
-            outputs += self._drain_inbox()
+            gained, self._unreported = self._unreported, StepColumns()
+            self._drain_inbox(gained)
             plan = self.scheduler.schedule()
             if plan is not None:
                 self._launch(plan)
             depth = 1 if plan is not None and self.config.async_scheduling else 0
             while len(self._launched) > depth:
-                outputs += self._collect()
-            return outputs
+                self._collect(gained)
+            return gained
         except BaseException as error:
             self._error = error
             raise
@@ -219,55 +291,69 @@ class LLMEngine:
         now = time.perf_counter()  # before the launch, which takes the whole step on a CPU
         self.executor.launch(packed)
         self._launched.append(plan)
+        self._iterations[bisect_left(ITERATION_TOKENS, plan.num_tokens)] += 1
         self.num_decode_tokens += plan.num_decode_rows
         self.num_prefill_tokens += plan.num_prefill_tokens
         for seq in plan.new_slots:
             if seq.metrics.first_scheduled_time is None:
                 seq.metrics.first_scheduled_time = now
 
-    def _collect(self) -> list[StepOutput]:
+    def _collect(self, columns: StepColumns) -> None:
+        """Waits for the oldest launched step, and adds what it gained to `columns`. A loop over all rows: kept lean."""
         token_ids = self.executor.collect()
         plan = self._launched.popleft()
         gained = self.scheduler.apply(plan, token_ids)
         if plan.sampling is not None and plan.sampling.brings_logprobs:
             take_logprobs(plan.sampling, gained, *self.executor.collect_logprobs())
         now = time.perf_counter()
-        outputs = []
+        self._num_generated += len(gained)
+        finished = SequenceStatus.FINISHED
         for seq, token_id in gained:
-            finished = seq.status is SequenceStatus.FINISHED
             if seq.metrics.first_token_time is None:
                 seq.metrics.first_token_time = now
             seq.metrics.token_times.append(now)
-            output = StepOutput(seq.parent_id, [token_id], finished, seq.finish_reason, seq.index)
-            if finished:
-                self._note_end(seq, now)
-                output.stop_reason = seq.stop_reason
+            entry = columns.add(seq.parent_id, seq.index, token_id)
             if seq.sampling is not None and (rows := seq.sampling.logprob_rows) is not None:
-                output.logprob_rows, output.position = rows, len(rows) - 1
-            outputs.append(output)
+                columns.logprobs[entry] = rows, len(rows) - 1
+            if seq.status is finished:
+                if seq.params.max_tokens == 0:
+                    columns.token_ids[entry] = -1
+                    self._num_generated -= 1
+                columns.endings[entry] = self._end(seq, now)
             if self._siblings and seq.request_id in self._siblings:
                 for sibling in self._siblings.pop(seq.request_id):
                     self.scheduler.add(sibling)
-        return outputs
 
-    def _note_end(self, seq: Sequence, now: float) -> None:
+    def _end(self, seq: Sequence, now: float) -> Ending:
         seq.metrics.finished_time = now
+        prompt_rows = None
         if seq.sampling is not None:
+            prompt_rows = seq.sampling.prompt_logprob_rows
             with self._lock:  # add_request counts up in other threads
                 self._num_sampling -= 1
         if seq.finish_reason == "stop" and seq.stop_reason is None:
             last, params = seq.token_ids[-1], seq.params
             if last in params.stop_token_ids and (params.ignore_eos or last not in self.model_config.eos_token_ids):
                 seq.stop_reason = last
+        assert seq.finish_reason is not None
+        self._num_finished[seq.finish_reason] += 1
+        return Ending(
+            seq.finish_reason,
+            seq.stop_reason,
+            seq.num_prompt_tokens,
+            seq.num_prompt_cached_tokens or 0,
+            seq.num_tokens - seq.num_prompt_tokens,
+            seq.metrics,
+            None if prompt_rows is None else prompt_rows.view(),
+        )
 
     def logprobs(self, seq: Sequence) -> LogprobsList | None:
         """A completion's log-probabilities by output token, where it asked for them."""
         rows = seq.sampling.logprob_rows if seq.sampling is not None else None
         return None if rows is None else rows.view()
 
-    def _drain_inbox(self) -> list[StepOutput]:
-        """Takes in what other threads asked for; reports the requests that were aborted."""
-        outputs = []
+    def _drain_inbox(self, columns: StepColumns) -> None:
+        """Takes in what other threads asked for; adds the completions that were aborted to `columns`."""
         while self._inbox:
             kind, seqs = self._inbox.popleft()
             if kind == "add":
@@ -275,14 +361,12 @@ class LLMEngine:
                 if len(seqs) > 1:
                     self._siblings[seqs[0].request_id] = seqs[1:]
                 continue
-            for seq in self._siblings.pop(seqs[0].request_id, ()):
-                self.scheduler.add(seq)
+            self._siblings.pop(seqs[0].request_id, None)
             for seq in seqs:
                 if seq.status is not SequenceStatus.FINISHED:
                     self.scheduler.abort(seq)
-                    self._note_end(seq, time.perf_counter())
-                    outputs.append(StepOutput(seq.parent_id, [], True, seq.finish_reason, seq.index))
-        return outputs
+                    entry = columns.add(seq.parent_id, seq.index, -1)
+                    columns.endings[entry] = self._end(seq, time.perf_counter())
 
     # -- the rest -----------------------------------------------------------------------------------------------
 
@@ -295,7 +379,7 @@ class LLMEngine:
         if not isinstance(self._error, WeightsIncomplete):
             self._raise_failure()
         while self._launched:
-            self._unreported += self._collect()
+            self._collect(self._unreported)
         self.scheduler.preempt_all()
         self._error = WeightsIncomplete("load_weights did not finish: the weights are a mixture; call it again")
         try:
@@ -312,4 +396,6 @@ class LLMEngine:
 
     def close(self) -> None:
         """Ends the workers and frees the devices. Does nothing the second time."""
+        self._closed = True
+        self.wake()
         self.executor.close()

@@ -37,6 +37,12 @@ class Scheduler:
         self.waiting_short: deque[Sequence] = deque()
         self.waiting_long: deque[Sequence] = deque()
         self.num_waiting_tokens = 0
+        self.num_preemptions = 0
+        """Rows that lost their blocks to older ones."""
+        self.num_prompt_tokens = 0
+        """Of all requests that have begun; each prompt counts once."""
+        self.num_prompt_cached_tokens = 0
+        """Those of them that the prefix cache had."""
         self._num_added = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
 
@@ -140,6 +146,7 @@ class Scheduler:
         while self.block_manager.num_free_blocks == 0:
             victim = self.running[-1]
             self._preempt(victim)
+            self.num_preemptions += 1
             if victim is seq:
                 return False
         plan.block_updates += (seq.slot, len(seq.block_table), self.block_manager.append_block(seq))
@@ -227,7 +234,7 @@ class Scheduler:
 
     def _prefix_hits(self, seq: Sequence) -> tuple[list[int], bytes]:
         if seq.sampling is not None and seq.sampling.num_prompt_logprobs_missing:
-            return [], b""  # log-probabilities of the prompt come with computing it
+            return self.block_manager.no_prefix(seq)  # log-probabilities of the prompt come with computing it
         return self.block_manager.match_prefix(seq)
 
     def _next_queue(self, long_allowed: bool) -> deque[Sequence] | None:
@@ -245,6 +252,9 @@ class Scheduler:
         seq.num_computed_tokens = seq.num_cached_tokens = len(hits) * self.block_manager.block_size
         if seq.num_prompt_cached_tokens is None:
             seq.num_prompt_cached_tokens = seq.num_cached_tokens
+            if seq.index == 0:
+                self.num_prompt_tokens += seq.num_prompt_tokens
+                self.num_prompt_cached_tokens += seq.num_cached_tokens
         self.running.append(seq)
         self.lookahead.note_admitted(seq)
         plan.new_slots.append(seq)
@@ -279,6 +289,8 @@ class Scheduler:
                 self._finish(seq, ended)
             elif seq.num_tokens >= seq.max_total_tokens:
                 self._finish(seq, "length")
+                if seq.params.max_tokens == 0:
+                    seq.drop_output()
             elif seq.status is waiting:
                 self.num_waiting_tokens += 1
         return gained
@@ -300,7 +312,7 @@ class Scheduler:
             self._queue_of(seq).remove(seq)
             self.num_waiting_tokens -= seq.num_tokens - 1
         seq.status, seq.finish_reason = SequenceStatus.FINISHED, reason
-        if reason != "abort":
+        if reason != "abort" and seq.params.max_tokens:
             self.lookahead.note_end(seq)
 
     def _preempt(self, seq: Sequence) -> None:

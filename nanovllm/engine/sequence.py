@@ -135,6 +135,11 @@ class Sequence:
         self.token_ids.append(token_id)
         self.num_tokens += 1
 
+    def drop_output(self) -> None:
+        """For max_tokens=0: forgets the token that came with computing the prompt."""
+        del self.token_ids[self.num_prompt_tokens :]
+        self.num_tokens = self.num_prompt_tokens
+
     def check(self) -> None:
         """Asserts the order of the lengths drawn above."""
         assert 0 <= self.num_cached_tokens <= self.num_computed_tokens <= self.num_total_tokens, self

@@ -56,6 +56,7 @@ AT_LEAST_1 = [
     "max_model_len",
     "num_kvcache_blocks",
     "max_num_prefill_tokens_with_decodes",
+    "max_queued_requests",
 ]
 BOOLS = [
     "skip_tokenizer_init",
@@ -148,11 +149,11 @@ def test_the_long_prompt_threshold_follows_the_budget(threshold: int | None, bud
 
 # -- sampling parameters --------------------------------------------------------------------------------------------
 
-TEMPERATURE, MAX_TOKENS = "a finite number >= 0 (of float32's range)", "an integer >= 1"
+TEMPERATURE, MAX_TOKENS = "a finite number >= 0 (of float32's range)", "an integer >= 0"
 BAD_SAMPLING = [
     *[("temperature", value, TEMPERATURE) for value in (-0.1, math.nan, math.inf, -math.inf, 1e39)],
     *[("temperature", value, TEMPERATURE) for value in ("1", None, True)],
-    *[("max_tokens", value, MAX_TOKENS) for value in (0, -1, 1.0, "5", None, True)],
+    *[("max_tokens", value, MAX_TOKENS) for value in (-1, 1.0, "5", None, True)],
     *[("ignore_eos", value, "True or False") for value in (1, None, "no")],
     *[("seed", value, "None or a 64-bit integer") for value in (2**63, -(2**63) - 1, 1.0, "1", True)],
 ]

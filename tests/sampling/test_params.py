@@ -25,7 +25,8 @@ BAD: list[tuple[str, Any]] = [
     ("stop", ""), ("stop", ["a", ""]), ("stop", [1]), ("stop", 5), ("stop", "x" * 257),
     ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("stop_token_ids", 7), ("stop_token_ids", "12"),
     ("include_stop_str_in_output", 1), ("ignore_eos", None), ("detokenize", "no"), ("skip_special_tokens", 0),
-    ("min_tokens", -1), ("min_tokens", 17), ("max_tokens", 0), ("max_tokens", None),
+    ("min_tokens", -1), ("min_tokens", 17), ("max_tokens", -1),
+    ("cache_salt", ""), ("cache_salt", "x" * 129), ("cache_salt", 5), ("max_tokens", None),
     ("logprobs", -1), ("logprobs", 21), ("logprobs", True), ("prompt_logprobs", 21), ("prompt_logprobs", 1.0),
     ("logit_bias", {-1: 1.0}), ("logit_bias", {1: 101}), ("logit_bias", {1: math.nan}), ("logit_bias", {"a": 1.0}),
     ("logit_bias", [1]),
@@ -95,7 +96,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert params == SamplingParams(**same, max_tokens=7, seed=3, temperature=0.5, top_p=0.5)
     assert {type(getattr(params, name)) for name in ("max_tokens", "seed")} == {int}
     assert type(params.temperature) is float
-    wrong = {"max_tokens": np.int64(0), "top_k": np.float32(2), "n": np.True_, "top_p": np.float32(2)}
+    wrong = {"max_tokens": np.int64(-1), "top_k": np.float32(2), "n": np.True_, "top_p": np.float32(2)}
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=rf"SamplingParams\.{name}=.*must be"):
             SamplingParams(**{name: value})

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nanovllm.detokenizer import StreamedText
-from nanovllm.outputs import LogprobRows
+from nanovllm.logprobs import LogprobRows
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.wire.sampling import CHANGED, COPIED, DRAWN, FILTERED, MASK, PENALTIES, RECORD, mask_words
 

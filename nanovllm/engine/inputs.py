@@ -1,0 +1,69 @@
+"""What a user may hand in as prompts, chats and parameters, in one form; errors name what is wrong. No torch."""
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
+
+import numpy as np
+
+from nanovllm.errors import shown
+from nanovllm.sampling_params import SamplingParams
+
+Prompt = str | list[int]
+
+
+def as_token_ids(prompt: list[int]) -> list[int]:
+    """A prompt of token ids as plain integers."""
+    if not isinstance(prompt, (list, tuple)):
+        raise TypeError(f"prompt: must be a str or a list of token ids, found {type(prompt).__name__}")
+    kinds = set(map(type, prompt))
+    if kinds <= {int}:
+        return list(prompt)
+    for kind in kinds:
+        if not issubclass(kind, (int, np.integer)) or kind is bool:
+            bad = next(token_id for token_id in prompt if type(token_id) is kind)
+            raise ValueError(f"prompt: token id {shown(bad)} must be an integer, found {kind.__name__}")
+    return [int(token_id) for token_id in prompt]
+
+
+def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, bytearray, Mapping, Set)):
+        found = type(prompts).__name__
+        raise TypeError(f"prompts: must be a str, a list of token ids or a list of such, found {found}")
+    batch = list(prompts)
+    if batch and all(isinstance(item, (int, np.integer)) for item in batch):
+        return [batch]  # type: ignore[list-item]
+    for index, prompt in enumerate(batch):
+        if not isinstance(prompt, (str, list, tuple)):
+            raise TypeError(f"prompts[{index}]: must be a str or a list of token ids, found {type(prompt).__name__}")
+    return batch  # type: ignore[return-value]
+
+
+def as_chats(messages: Any) -> list[Sequence[Mapping[str, Any]]]:
+    """One chat or several as a list of chats."""
+    if not isinstance(messages, (list, tuple)):
+        found = type(messages).__name__
+        raise TypeError(f"messages: must be a list of {{'role': ..., 'content': ...}} or a list of such, found {found}")
+    several = any(isinstance(item, (list, tuple)) for item in messages)
+    chats = list(messages) if several else [messages] if messages else []
+    for number, chat in enumerate(chats):
+        name = f"messages[{number}]" if several else "messages"
+        if not isinstance(chat, (list, tuple)) or not chat:
+            raise ValueError(
+                f"{name}: must be a list of at least one message where others are lists, found {shown(chat)}"
+            )
+        for index, message in enumerate(chat):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise ValueError(f"{name}[{index}]: must be a dict with a 'role', found {shown(message)}")
+    return chats
+
+
+def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(param, SamplingParams) for param in params):
+        raise TypeError(f"sampling_params={shown(params)}: must be SamplingParams, or a list of them")
+    if len(params) != count:
+        raise ValueError(f"sampling_params: {len(params)} given, must be one or as many as prompts ({count})")
+    return list(params)

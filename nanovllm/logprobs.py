@@ -1,0 +1,152 @@
+"""Log-probabilities as the engine hands them back: lines of the steps' tables, dicts when looked at. No torch."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token at one position of a text."""
+
+    logprob: float
+    """Natural logarithm of its probability, from the raw logits in float32."""
+    rank: int
+    """1 for the likeliest token; equally likely tokens share the better rank where they were drawn or given."""
+    decoded_token: str | None
+    """The token's own text; None without a tokenizer. Half a character shows as U+FFFD."""
+
+
+class LogprobRows:
+    """The token at each position of a text and the likeliest ones there: lines of the steps' tables, as they came.
+
+    A table, int32 [lines, 3 + 2 k], is shared by all requests of its step. Each line is laid out as
+    kernels/sampling/logprobs.py says: the token, its rank, the k likeliest ids; the token's log-probability and theirs
+    (float32 bits). Two plain lists, not an object for each token: Python's garbage collector would walk all of them.
+    """
+
+    __slots__ = ("_decode", "_k", "_lines", "_tables")
+
+    def __init__(self, k: int, decode: Callable[[int], str | None], num_missing: int = 0) -> None:
+        """`k`: likeliest tokens to show at each position. `decode`: token id -> its text. `num_missing`: positions
+        about which there is nothing to say until `put` does."""
+        self._k, self._decode = k, decode
+        self._tables: list[np.ndarray | None] = [None] * num_missing
+        self._lines: list[int] = [0] * num_missing
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def append(self, table: np.ndarray, line: int) -> None:
+        self._tables.append(table)
+        self._lines.append(line)
+
+    def put(self, position: int, table: np.ndarray, line: int) -> bool:
+        """Fills a position in; True where nothing was there."""
+        is_new = self._tables[position] is None
+        self._tables[position], self._lines[position] = table, line
+        return is_new
+
+    def view(self, positions: range | None = None) -> "LogprobsList":
+        """What users see of `positions`; default: all that are there now."""
+        return LogprobsList(self, self._k, self._decode, range(len(self)) if positions is None else positions)
+
+    def packed(self, positions: range) -> tuple[Any, ...]:
+        """What `unpacked` makes rows of `positions` alone of: in a table of their own, since the steps' are shared with
+        other requests, and with their tokens' texts, since the tokenizer holds a thread. For pickle and copy."""
+        k = self._k
+        found = [(at, words) for at, where in enumerate(positions) if (words := self.words(where)) is not None]
+        table = np.empty((len(found), 3 + 2 * k), np.int32)
+        for line, (_, words) in enumerate(found):
+            begin = _own_logprob(words)
+            table[line, : 2 + k], table[line, 2 + k :] = words[: 2 + k], words[begin : begin + 1 + k]
+        ids = {*table[:, 0].tolist(), *table[:, 2 : 2 + k].ravel().tolist()}
+        return k, {token_id: self._decode(token_id) for token_id in ids}, len(positions), [at for at, _ in found], table
+
+    @classmethod
+    def unpacked(
+        cls, k: int, texts: dict[int, str | None], num_positions: int, known: list[int], table: np.ndarray
+    ) -> "LogprobRows":
+        """`known`: the position of each line of `table`."""
+        rows = cls(k, texts.get, num_positions)
+        for line, position in enumerate(known):
+            rows.put(position, table, line)
+        return rows
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LogprobRows.unpacked, self.packed(range(len(self)))
+
+    def words(self, position: int) -> np.ndarray | None:
+        """The line of a position; None where there is none."""
+        table = self._tables[position]
+        return None if table is None else table[self._lines[position]]
+
+    def logprob(self, position: int) -> float:
+        """That of the position's own token; 0 where there is none."""
+        words = self.words(position)
+        return 0.0 if words is None else float(words[_own_logprob(words)].view(np.float32))
+
+
+def _own_logprob(words: np.ndarray) -> int:
+    """Where a line's log-probabilities begin."""
+    return (words.size + 1) // 2
+
+
+class LogprobsList(Sequence[dict[int, Logprob] | None]):
+    """One dict of token id -> Logprob for each position, the position's own token first; built when it is looked at.
+
+    None stands where there is nothing to say (the first token of a prompt).
+    """
+
+    __slots__ = ("_decode", "_k", "_positions", "_rows")
+
+    def __init__(self, rows: LogprobRows, k: int, decode: Callable[[int], str | None], positions: range) -> None:
+        """`k`, `decode`: as of LogprobRows. `positions`: of `rows`."""
+        self._rows, self._k, self._decode, self._positions = rows, k, decode, positions
+
+    @property
+    def total(self) -> float:
+        """Sum of the log-probabilities of the positions' own tokens."""
+        return sum(map(self._rows.logprob, self._positions))
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob] | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> "LogprobsList": ...
+    def __getitem__(self, index: int | slice) -> "dict[int, Logprob] | LogprobsList | None":
+        if isinstance(index, slice):
+            return LogprobsList(self._rows, self._k, self._decode, self._positions[index])
+        words = self._rows.words(self._positions[index])
+        if words is None:
+            return None
+        begin = _own_logprob(words)
+        own, rank, *ids = words[: min(begin, 2 + self._k)].tolist()
+        logprob, *logprobs = words[begin : begin + 1 + self._k].view(np.float32).tolist()
+        found = {own: Logprob(logprob, rank, self._decode(own))}
+        for place, (token_id, value) in enumerate(zip(ids, logprobs, strict=True), 1):
+            if token_id not in found:
+                found[token_id] = Logprob(value, place, self._decode(token_id))
+        return found
+
+    def __iter__(self) -> Iterator[dict[int, Logprob] | None]:
+        return (self[i] for i in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpacked_list, self._rows.packed(self._positions)
+
+    def __repr__(self) -> str:
+        return f"LogprobsList({list(self)!r})"
+
+
+def _unpacked_list(*packed: Any) -> LogprobsList:
+    return LogprobRows.unpacked(*packed).view()

@@ -1,0 +1,158 @@
+"""What a server needs of an engine: steps as columns, sleep without work, counters, prompts that are only computed."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.errors import QueueFull
+from nanovllm.outputs import StepColumns
+
+DEMO = str(Path(__file__).resolve().parents[1] / "assets" / "demo-qwen3")
+OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "num_kvcache_blocks": 64, "max_queued_requests": 4}
+FIXED = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(DEMO, **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(llm: LLM) -> Iterator[None]:
+    yield
+    while not llm.is_finished():
+        llm.step()
+    llm.engine.scheduler.check_integrity()
+    assert not llm.engine._completions
+
+
+def run(llm: LLM) -> StepColumns:
+    gained = StepColumns()
+    while not llm.is_finished():
+        gained.extend(llm.step_columns())
+    return gained
+
+
+def test_columns_say_what_the_objects_say(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.8, seed=3, n=2, max_tokens=6, logprobs=2, prompt_logprobs=1)
+    requests = [([5, 6, 7], FIXED), ([8, 9], params)]
+    runs = []
+    for _ in range(2):
+        first = llm.add_request(*requests[0])
+        llm.add_request(*requests[1])
+        runs.append((first, run(llm)))
+    (first, once), (second, again) = runs
+    assert [number - first for number in once.request_ids] == [number - second for number in again.request_ids]
+    assert (once.token_ids, once.indices) == (again.token_ids, again.indices)
+    expected = llm.generate([prompt for prompt, _ in requests], [param for _, param in requests], use_tqdm=False)
+    objects = once.outputs()
+    for offset, output in enumerate(expected):
+        for completion in output.outputs:
+            mine = [o for o in objects if (o.request_id - first, o.index) == (offset, completion.index)]
+            assert [token for o in mine for token in o.new_token_ids] == completion.token_ids
+            assert (mine[-1].finished, mine[-1].finish_reason) == (True, completion.finish_reason)
+            assert [set(d) for o in mine for d in o.logprobs or ()] == [set(d) for d in completion.logprobs or ()]
+    endings = {(once.request_ids[entry] - first, once.indices[entry]): end for entry, end in once.endings.items()}
+    assert {key: end.num_output_tokens for key, end in endings.items()} == {(0, 0): 5, (1, 0): 6, (1, 1): 6}
+    assert len(endings[1, 0].prompt_logprobs) == 2 and endings[1, 1].prompt_logprobs is None
+    assert all(end.metrics.finished_time and end.num_prompt_tokens in (2, 3) for end in endings.values())
+
+
+def test_an_abort_is_an_entry_without_a_token(llm: LLM) -> None:
+    request_id = llm.add_request([5, 6], SamplingParams(n=3, max_tokens=50))
+    llm.step_columns()
+    llm.abort(request_id)
+    gained = run(llm)
+    ends = [(gained.token_ids[entry], end.reason) for entry, end in gained.endings.items()]
+    assert ends == [(-1, "abort")] * 3 and len(gained.endings) == 3
+
+
+def test_max_tokens_0_computes_the_prompt_and_nothing_else(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=0, prompt_logprobs=2, stop="a", logprobs=1, top_p=0.5)
+    prompt = [5, 6, 7, 8] * 5
+    [scored], [known] = (
+        llm.generate([prompt], param, use_tqdm=False)
+        for param in (params, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2))
+    )
+    assert (scored.text, scored.token_ids, scored.finish_reason) == ("", [], "length")
+    assert scored.prompt_logprobs == known.prompt_logprobs and scored.outputs[0].logprobs is None
+    request_id = llm.add_request(prompt, params)
+    [output] = [output for output in run(llm).outputs() if output.request_id == request_id]
+    assert (output.new_token_ids, output.finished, output.finish_reason) == ([], True, "length")
+
+
+def test_max_tokens_0_takes_prompts_as_long_as_the_context(llm: LLM) -> None:
+    [output] = llm.generate([[5] * 128], SamplingParams(max_tokens=0, prompt_logprobs=0), use_tqdm=False)
+    assert output.token_ids == [] and output.prompt_logprobs is not None and len(output.prompt_logprobs) == 128
+    with pytest.raises(ValueError, match="prompt of 129 tokens"):
+        llm.generate([[5] * 129], SamplingParams(max_tokens=0), use_tqdm=False)
+
+
+def test_waiting_for_work_sleeps_and_wakes(llm: LLM) -> None:
+    begin, burnt = time.monotonic(), time.thread_time()
+    assert not llm.wait_for_work(0.3)
+    assert time.monotonic() - begin >= 0.3 and time.thread_time() - burnt < 0.05
+    timer = threading.Timer(0.1, llm.add_request, ([5, 6], FIXED))
+    begin = time.monotonic()
+    timer.start()
+    assert llm.wait_for_work(30.0)
+    assert time.monotonic() - begin < 10.0
+    run(llm)
+    assert not llm.wait_for_work(0.0)
+
+
+def test_a_sleeper_is_woken_when_the_engine_is_closed() -> None:
+    with LLM(DEMO, **OPTIONS) as other:
+        threading.Timer(0.1, other.close).start()
+        with pytest.raises(RuntimeError, match="closed"):
+            other.wait_for_work(30.0)
+
+
+def test_the_queue_has_a_bound_that_generate_does_not_know(llm: LLM) -> None:
+    for _ in range(4):
+        llm.add_request([5, 6], FIXED)
+    with pytest.raises(QueueFull, match="max_queued_requests=4"):
+        llm.add_request([5, 6], FIXED)
+    assert len(llm.generate([[5, 6]] * 8, FIXED, use_tqdm=False)) == 8
+    run(llm)
+    llm.add_request([5, 6], FIXED)
+
+
+def test_stats_count(llm: LLM) -> None:
+    before = llm.stats()
+    prompt = [11, 12, 13, 14] * 10
+    llm.add_request(prompt, SamplingParams(temperature=0, n=2, max_tokens=4, ignore_eos=True))
+    llm.step()
+    during = llm.stats()
+    assert during.num_running == 1 and during.kv_cache_usage == 3 / 64
+    run(llm)
+    llm.abort(llm.add_request(prompt, SamplingParams(max_tokens=50)))
+    run(llm)
+    llm.generate([prompt], SamplingParams(max_tokens=0), use_tqdm=False)
+    after = llm.stats()
+    assert (after.num_running, after.num_waiting, after.kv_cache_usage) == (0, 0, 0.0)
+    assert after.prompt_tokens - before.prompt_tokens == 2 * len(prompt)
+    assert after.prefix_cache_queries - before.prefix_cache_queries == 2 * len(prompt)
+    assert after.prefix_cache_hits - before.prefix_cache_hits == 32
+    assert after.generation_tokens - before.generation_tokens == 8
+    counts = {reason: count - before.finished[reason] for reason, count in after.finished.items()}
+    assert counts == {"stop": 0, "length": 3, "abort": 1}
+    steps = [now - then for now, then in zip(after.iteration_tokens, before.iteration_tokens, strict=True)]
+    computed = after.iteration_tokens_sum - before.iteration_tokens_sum
+    assert sum(steps) >= 5 and 40 + 8 + 3 + 8 <= computed <= 40 + 8 + 4 + 8 + 4
+
+
+def test_a_salt_shares_with_itself_alone(llm: LLM) -> None:
+    prompt = list(range(20, 68))
+    salts = [None, "a", "b", "a", None, "b"]
+    cached = [
+        llm.generate([prompt], SamplingParams(max_tokens=1, cache_salt=salt), use_tqdm=False)[0].num_cached_tokens
+        for salt in salts
+    ]
+    assert cached == [0, 0, 0, 32, 32, 32]
