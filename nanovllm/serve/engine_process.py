@@ -19,7 +19,7 @@ from nanovllm.serve import frames
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
-    from nanovllm.outputs import StepOutput
+    from nanovllm.outputs import StepColumns
 
 _COMPILER_STACK = 512 << 20  # bytes of address space: grammars nest deeply
 _EXIT_GRACE = 5.0  # seconds for an orderly end once the front is gone
@@ -89,49 +89,37 @@ class EngineProcess:
     def _serve(self, engine: "LLMEngine") -> None:
         while not self._leaving:
             if engine.has_unfinished_requests():
-                outputs = engine.step()
-                if outputs:
-                    self._send(self._step_frame(engine, outputs))
+                gained = engine.step()
+                if len(gained):
+                    self._send(self._step_frame(engine, gained))
             else:
                 self._work.wait()
                 self._work.clear()
 
-    def _step_frame(self, engine: "LLMEngine", outputs: "list[StepOutput]") -> frames.Step:
+    def _step_frame(self, engine: "LLMEngine", gained: "StepColumns") -> frames.Step:
         frame = frames.Step([], [])
         rows, tokens = frame.rows, frame.tokens
-        for output in outputs:
-            row = output.request_id + output.index
-            if output.logprob_rows is not None:
-                self._add_logprobs(frame, row, output)
-            if output.finished:
-                self._add_finish(engine, frame, row, output)
-            else:
-                for token in output.new_token_ids:
-                    rows.append(row)
-                    tokens.append(token)
+        for entry, (request_id, index, token) in enumerate(
+            zip(gained.request_ids, gained.indices, gained.token_ids, strict=True)
+        ):
+            row = request_id + index
+            if (found := gained.logprobs.get(entry)) is not None:
+                lines, position = found
+                if (words := lines.words(position)) is not None:
+                    frame.logprobs.append((row, words.tobytes()))
+            if (ending := gained.endings.get(entry)) is None:
+                rows.append(row)
+                tokens.append(token)
+                continue
+            last = token if token >= 0 else None
+            frame.finishes.append(frames.Finish(row, last, ending.reason, ending.stop_reason))
+            if engine.knows(request_id) and engine.is_finished(request_id):  # the last of n reports it
+                frame.done.append(_done(request_id, engine.forget(request_id)[0]))
         now = time.monotonic()
         if now - self._stats_sent > _STATS_INTERVAL or not engine.has_unfinished_requests():
             self._stats_sent = now
             frame = frames.Step(rows, tokens, frame.finishes, frame.done, frame.logprobs, statistics(engine))
         return frame
-
-    def _add_logprobs(self, frame: frames.Step, row: int, output: "StepOutput") -> None:
-        lines = output.logprob_rows
-        assert lines is not None
-        for position in range(output.position, output.position + len(output.new_token_ids)):
-            words = lines.words(position)
-            if words is not None:
-                frame.logprobs.append((row, words.tobytes()))
-
-    def _add_finish(self, engine: "LLMEngine", frame: frames.Step, row: int, output: "StepOutput") -> None:
-        *before, token = [None, *output.new_token_ids]
-        for each in before[1:]:
-            assert each is not None
-            frame.rows.append(row)
-            frame.tokens.append(each)
-        frame.finishes.append(frames.Finish(row, token, output.finish_reason or "stop", output.stop_reason))
-        if engine.knows(output.request_id) and engine.is_finished(output.request_id):  # the last of n reports it
-            frame.done.append(_done(output.request_id, engine.forget(output.request_id)[0]))
 
     # -- other threads ------------------------------------------------------------------------------------------
 
