@@ -1,4 +1,4 @@
-"""RMSNorm, and the joint where the ranks' partial sums meet the residual stream."""
+"""Norms, and the joint where the ranks' partial sums meet the residual stream."""
 
 from collections.abc import Iterator
 
@@ -6,13 +6,34 @@ import torch
 
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.gemm.push import Partial, Pushed
-from nanovllm.kernels.pointwise.norm import add_up
+from nanovllm.kernels.pointwise.norm import Norm, add_up
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
 from nanovllm.parallel.group import TensorParallelGroup
-from nanovllm.parallel.two_batch import UnderWay
 
 Normed = tuple[torch.Tensor, torch.Tensor]
 """(normalised [T, hidden], residual [T, hidden])"""
+
+
+class RowNorm(WeightedModule):
+    """The weights of one norm over the hidden size; see kernels/pointwise/norm.py for its kinds."""
+
+    def __init__(
+        self, hidden_size: int, eps: float, dtype: torch.dtype, device: torch.device, *,
+        kind: str = "rms", adds_one: bool = False, has_bias: bool = False,
+    ) -> None:  # fmt: skip
+        """adds_one: the checkpoint holds weight - 1; the weight is kept in float32, where the sum is exact."""
+        super().__init__()
+        self.eps, self.kind, self.adds_one = eps, kind, adds_one
+        self.weight = parameter(hidden_size, dtype=torch.float32 if adds_one else dtype, device=device)
+        self.bias = parameter(hidden_size, dtype=dtype, device=device) if has_bias else None
+
+    def for_kernel(self) -> Norm:
+        return Norm(self.weight, self.eps, self.kind, self.bias)
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        yield whole(f"{prefix}.weight", self.weight, offset=float(self.adds_one))
+        if self.bias is not None:
+            yield whole(f"{prefix}.bias", self.bias)
 
 
 class ReduceAddNorm(WeightedModule):
@@ -28,55 +49,51 @@ class ReduceAddNorm(WeightedModule):
 
     def __init__(
         self,
-        hidden_size: int,
-        eps: float,
+        norm: RowNorm | None,
         group: TensorParallelGroup,
         kernels: Kernels,
-        dtype: torch.dtype,
-        device: torch.device,
+        after: RowNorm | None = None,
+        multiplier: float = 1.0,
     ) -> None:
+        """norm: of the new residual, for the next block; None: that takes the residual itself. after: of the complete
+        sum, before multiplier * it is added; the owner is the block that the sum comes from."""
         super().__init__()
-        self.eps = eps
+        self.norm, self.after, self.multiplier = norm, after, multiplier
         self.group = group
         self.kernels = kernels
-        self.weight = parameter(hidden_size, dtype=dtype, device=device)
+        self.is_plain = norm is not None and norm.kind == "rms" and after is None and multiplier == 1.0
+        """Only a sum, an addition and an RMSNorm: what peer memory and fused GEMMs do in one kernel."""
         self.dependent_rows: frozenset[int] = frozenset()
         """Numbers of rows whose partial comes from a kernel of our own, which lets a sum over ranks be launched
         dependently; set with the kernels' choices (runner/tuning.py)."""
 
+    @property
+    def weight(self) -> torch.Tensor:
+        assert self.norm is not None
+        return self.norm.weight
+
+    @property
+    def eps(self) -> float:
+        assert self.norm is not None
+        return self.norm.eps
+
     def forward(self, partial: Partial, residual: torch.Tensor | None) -> Normed:
         rows = partial.rows if isinstance(partial, Pushed) else partial.shape[-2]
-        fused = self.group.fused_all_reduce(rows)
+        fused = self.group.fused_all_reduce(rows) if self.is_plain else None
         if fused is not None:
             dependent = rows in self.dependent_rows
             return fused.all_reduce_add_rms_norm(partial, residual, self.weight, self.eps, dependent=dependent)
         assert isinstance(partial, torch.Tensor), "only peer memory has places to push to"
         if self.group.size > 1 and partial.dim() == 3:
-            partial = add_up(partial, self.weight.dtype)
-        return self._add_norm(self.group.all_reduce(partial), residual)
+            assert residual is not None
+            partial = add_up(partial, residual.dtype)
+        return self.add_norm(self.group.all_reduce(partial), residual)
 
-    def start(self, partial: Partial, residual: torch.Tensor | None, half: int) -> UnderWay[Normed]:
-        """The same for half 0 or 1 of a step, beside what this stream does next. Nobody may touch `partial` and
-        `residual` until it is waited for. With peer memory the norm is done with the sum, on a CPU when it is waited
-        for."""
-        overlap = self.group.overlap
-        assert overlap is not None and isinstance(partial, torch.Tensor)
-        sums = overlap.sums
-        if sums is None:
-            overlap.fork()
-            with overlap.side():
-                self.group.all_reduce(partial)
-            return overlap.under_way(lambda: self._add_norm(partial, residual), partial, residual)
-        kept = sums.empty_residual(partial) if residual is None else residual
-        overlap.fork()
-        with overlap.side():
-            sums.start(half, partial, residual, kept, self.weight, self.eps)
-        return overlap.under_way(lambda: (sums.finish(half, partial.shape[0]), kept), partial, kept)
-
-    def _add_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> Normed:
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> Normed:
+        """The same for x [T, hidden] (or in parts) that is complete."""
+        if not self.is_plain:
+            norm, after = (None if n is None else n.for_kernel() for n in (self.norm, self.after))
+            return self.kernels.add_norms(x, residual, norm, after, self.multiplier)
         if residual is None:
             return self.kernels.rms_norm(x, self.weight, self.eps), x
         return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
-
-    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
-        yield whole(f"{prefix}.weight", self.weight)

@@ -17,4 +17,4 @@ class Family:
     names: CheckpointNames = field(default_factory=CheckpointNames)
     defaults: dict[str, Any] = field(default_factory=dict)
     """Entries of config.json that transformers fills in where a checkpoint leaves them out."""
-    decoder: str = "nanovllm.models.qwen3.Qwen3ForCausalLM"
+    decoder: str = "nanovllm.models.decoder.DecoderForCausalLM"

@@ -17,7 +17,7 @@ from nanovllm.models.family import Family
 from nanovllm.models.published import PUBLISHED_SHAPES
 
 if TYPE_CHECKING:
-    from nanovllm.models.qwen3 import Qwen3ForCausalLM
+    from nanovllm.models.decoder import DecoderForCausalLM
 
 
 FAMILIES: dict[str, Family] = {**qwen.FAMILIES}
@@ -31,7 +31,7 @@ def family(architecture: str) -> Family:
     return FAMILIES[architecture]
 
 
-def decoder_class(architecture: str) -> "type[Qwen3ForCausalLM]":
+def decoder_class(architecture: str) -> "type[DecoderForCausalLM]":
     """The class that computes an architecture; imports torch."""
     module, name = family(architecture).decoder.rsplit(".", 1)
     return getattr(import_module(module), name)
@@ -47,16 +47,7 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) 
     config = ConfigReader({**found.defaults, **_text_config(raw)})
     fields = found.read(config, generation or {})
     config.finish()
-    model = ModelConfig(architecture=architectures[0], **fields)
-    _require_served(model)
-    return model
-
-
-def _require_served(model: ModelConfig) -> None:
-    """Raises ValueError for what the layers cannot compute yet."""
-    for layer in model.layers:
-        if layer.window is not None and layer.window < model.max_position_embeddings:
-            raise refuse("sliding_window", layer.window, "absent (windows are not supported)")
+    return ModelConfig(architecture=architectures[0], **fields)
 
 
 def _text_config(raw: dict[str, Any]) -> dict[str, Any]:

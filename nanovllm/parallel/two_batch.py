@@ -1,21 +1,22 @@
 """Sums over the ranks that run in a stream of their own, beside the other work of a large step.
 
 A step of many tokens is cut into two halves that know nothing of each other but the keys in the cache: while one is
-summed, the other is multiplied and attends (models/qwen3.py). With peer memory the rows of a sum are moved by copy
+summed, the other is multiplied and attends (run_halves). With peer memory the rows of a sum are moved by copy
 engines (copy_engine.py). Without it NCCL would sum them, on multiprocessors that the products want: nothing
 is gained (docs/performance.md), so on GPUs steps then stay whole.
 
 On a CPU the same calls are made in the same order, without streams, and the library sums.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
+    from nanovllm.parallel.group import TensorParallelGroup
     from nanovllm.parallel.peer.copy_engine import CopyEngineSums
 
 Result = TypeVar("Result")
@@ -92,3 +93,60 @@ class Overlap:
         """What the side stream has been given since the last `fork`. `finish` runs in the main stream; `used` lives
         until then."""
         return UnderWay(finish, None if self.stream is None else self.stream.record_event(), used)
+
+
+Normed = tuple[torch.Tensor, torch.Tensor]
+"""(normalised [T, hidden], residual [T, hidden])"""
+
+
+class Joint(Protocol):
+    """Sum over the ranks, addition to the residual stream, norm (layers/norm.py)."""
+
+    group: "TensorParallelGroup"
+    is_plain: bool
+
+    @property
+    def weight(self) -> torch.Tensor: ...
+
+    @property
+    def eps(self) -> float: ...
+
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> Normed: ...
+
+
+Block = tuple[Joint, Callable[[torch.Tensor, int], Any]]
+"""A joint, and what follows it: (normalised rows, half 0 or 1) -> partial sums [T, hidden]."""
+
+
+def start(joint: Joint, partial: torch.Tensor, residual: torch.Tensor | None, half: int) -> UnderWay[Normed]:
+    """The joint for half 0 or 1 of a step, beside what this stream does next. Nobody may touch `partial` and `residual`
+    until it is waited for. With peer memory the norm is done with the sum, else when it is waited for."""
+    overlap = joint.group.overlap
+    assert overlap is not None
+    sums = overlap.sums if joint.is_plain else None
+    if sums is None:
+        overlap.fork()
+        with overlap.side():
+            joint.group.all_reduce(partial)
+        return overlap.under_way(lambda: joint.add_norm(partial, residual), partial, residual)
+    kept = sums.empty_residual(partial) if residual is None else residual
+    overlap.fork()
+    with overlap.side():
+        sums.start(half, partial, residual, kept, joint.weight, joint.eps)
+    return overlap.under_way(lambda: (sums.finish(half, partial.shape[0]), kept), partial, kept)
+
+
+def run_halves(
+    partials: tuple[torch.Tensor, torch.Tensor], blocks: Sequence[Block], last: Joint
+) -> torch.Tensor:
+    """Embedded halves of a step's tokens, partial sums [T, hidden] each, through all blocks: [both, hidden], normalised
+    by `last`. The sums of each half run beside what the other computes; in every block the second half comes behind the
+    first, whose keys it sees."""
+    joints = [*(joint for joint, _ in blocks), last]
+    halves = start(joints[0], partials[0], None, 0), start(joints[0], partials[1], None, 1)
+    for (_, block), joint in zip(blocks, joints[1:], strict=True):
+        x, residual = halves[0].wait()
+        first = start(joint, block(x, 0), residual, 0)
+        x, residual = halves[1].wait()
+        halves = first, start(joint, block(x, 1), residual, 1)
+    return torch.cat([half.wait()[0] for half in halves])

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from nanovllm.attention import select_backend
 from nanovllm.engine.step_plan import dummy_step, packed_capacity
 from nanovllm.kernels import select_kernels
-from nanovllm.layers.linear import HeadSplit
 from nanovllm.models.checkpoint import check_names, load_checkpoint, load_dummy, open_checkpoint
-from nanovllm.models.qwen3 import ModelContext, attention_specs
+from nanovllm.models.decoder import ModelContext, attention_specs
 from nanovllm.models.registry import decoder_class
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.runner.cuda_graphs import StepGraphs
@@ -86,7 +85,6 @@ class ModelRunner:
         self.kernels = select_kernels(self.device, config.fused_kernels, interpret=config.attention_backend == "triton")
         if self.kernels.fused and self.device.type == "cuda":
             settle_keys()
-        self.heads = HeadSplit(model.num_attention_heads, model.num_key_value_heads, rank, config.tensor_parallel_size)
         specs = attention_specs(model, rank, config.tensor_parallel_size)
         backend_class, self.backend_reason, is_fallback = select_backend(
             config.attention_backend, specs, device=self.device, dtype=self.dtype, block_size=self.block_size
@@ -98,7 +96,7 @@ class ModelRunner:
             specs, self.block_size, config.max_num_seqs, self.max_model_len, self.device, self.dtype
         )
         self.backend.is_required = config.attention_backend != "auto"
-        parts = (self.heads, self.group, self.kernels, self.backend)
+        parts = (self.group, self.kernels, self.backend)
         context = ModelContext(model, *parts, self.dtype, self.device, self.max_model_len)
         self.model = decoder_class(model.architecture)(context)
         self.weights = list(self.model.checkpoint_weights())

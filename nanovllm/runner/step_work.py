@@ -8,7 +8,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.step_plan import HEADER_SIZE
 from nanovllm.kernels.step.input import DeviceState, StepBuffers
 from nanovllm.layers.attention import ForwardStep, wanted_rows
-from nanovllm.models.qwen3 import ModelContext, Qwen3ForCausalLM
+from nanovllm.models.decoder import DecoderForCausalLM, ModelContext
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.sampler import LogitsView
 from nanovllm.wire.shapes import MAX_CHUNK_ROWS, StepShape
@@ -20,7 +20,7 @@ class StepWork:
     state: DeviceState
     buffers: StepBuffers
 
-    def __init__(self, config: EngineConfig, model: Qwen3ForCausalLM, context: ModelContext, io: DeviceIO) -> None:
+    def __init__(self, config: EngineConfig, model: DecoderForCausalLM, context: ModelContext, io: DeviceIO) -> None:
         """`context`: what `model` was built with."""
         assert config.kvcache_block_size
         self._block_size: int = config.kvcache_block_size
@@ -127,7 +127,9 @@ class StepWork:
     ) -> torch.Tensor:
         """The layers, over the whole step or in halves: final hidden states [T, hidden], or of the tokens `wanted`."""
         attention, overlap = step.attention, self._group.overlap
-        cut = overlap.cut(attention.num_tokens, attention.num_decode_rows) if overlap is not None else None
+        cut = None
+        if overlap is not None and (overlap.sums is None or self._model.norm.is_plain):
+            cut = overlap.cut(attention.num_tokens, attention.num_decode_rows)
         if cut is None:
             self._backend.prepare(attention)
             return self._model(input_ids, step, wanted)

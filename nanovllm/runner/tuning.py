@@ -28,7 +28,7 @@ from nanovllm.kernels.gemm.lt_config import LtConfig
 from nanovllm.kernels.gemm.skinny import GemmConfig, candidate_configs
 from nanovllm.kernels.gemm.skinny_tune import autotune_small_gemm
 from nanovllm.layers.linear import ParallelLinear, RowParallelLinear
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.parallel.two_batch import Overlap
 from nanovllm.runner.algorithm_search import PROMPT_ROWS, search
@@ -49,7 +49,7 @@ Choices = dict[str, dict[int, Config]]
 """Projection -> rows -> configuration; MANY_ROWS stands for so many and more. What is not there goes to the library."""
 
 
-def projections(model: Qwen3ForCausalLM) -> dict[str, list[ParallelLinear]]:
+def projections(model: DecoderForCausalLM) -> dict[str, list[ParallelLinear]]:
     """The layers' projections by kind; those of a kind have one shape and one choice."""
     layers = [(layer.self_attn, layer.mlp) for layer in model.layers]
     return {
@@ -75,7 +75,7 @@ def operations(fused: bool) -> dict[str, str]:
     }
 
 
-def chosen(model: Qwen3ForCausalLM, kernels: Kernels, path: str | None, fused: bool, max_rows: int) -> Choices:
+def chosen(model: DecoderForCausalLM, kernels: Kernels, path: str | None, fused: bool, max_rows: int) -> Choices:
     """By the rule; or with a `path` what that file says, for which everything is timed where there is none."""
     if path is None:
         return measured(model, fused, max_rows)
@@ -86,7 +86,7 @@ def chosen(model: Qwen3ForCausalLM, kernels: Kernels, path: str | None, fused: b
     return runnable(choices, model)
 
 
-def measured(model: Qwen3ForCausalLM, fused: bool, max_rows: int) -> Choices:
+def measured(model: DecoderForCausalLM, fused: bool, max_rows: int) -> Choices:
     """The rule that the timings on an H200 come to (docs/performance.md)."""
     choices = _more_rows(model, max_rows)
     for name, layers in projections(model).items():
@@ -103,7 +103,7 @@ def _few_rows(name: str, weight: torch.Tensor, fused: bool, max_rows: int) -> di
     return {rows: config for rows, config in ruled.items() if config is not None}
 
 
-def _more_rows(model: Qwen3ForCausalLM, max_rows: int) -> Choices:
+def _more_rows(model: DecoderForCausalLM, max_rows: int) -> Choices:
     """The rule for the decode steps of more rows than FEW_ROWS (decode_rule.py), which is not timed anew: by
     the shapes of this rank's weights. Parts of a sum over K are added up by who takes o's and down's result, add +
     RMSNorm of one rank or the sum over several."""
@@ -126,7 +126,7 @@ def _more_rows(model: Qwen3ForCausalLM, max_rows: int) -> Choices:
     return choices
 
 
-def _with_algorithms(choices: Choices, model: Qwen3ForCausalLM) -> Choices:
+def _with_algorithms(choices: Choices, model: DecoderForCausalLM) -> Choices:
     """`choices`, with algorithms of the library by kernels/gemm/cublas_lt_rule.py, which beat what is there without."""
     named: Choices = {}
     for name, layers in projections(model).items():
@@ -142,7 +142,7 @@ def _with_algorithms(choices: Choices, model: Qwen3ForCausalLM) -> Choices:
     return {name: by_rows | known.get(name, {}) for name, by_rows in choices.items()}
 
 
-def runnable(choices: Choices, model: Qwen3ForCausalLM) -> Choices:
+def runnable(choices: Choices, model: DecoderForCausalLM) -> Choices:
     """`choices` without the algorithms that this device's library does not know; they may be from another version."""
     refused, kept = [], Choices()
     for name, layers in projections(model).items():
@@ -167,7 +167,7 @@ def _warn(message: str) -> None:
     logger.warning("%s", message)
 
 
-def _searched(choices: Choices, model: Qwen3ForCausalLM, kernels: Kernels, fused: bool, max_rows: int) -> Choices:
+def _searched(choices: Choices, model: DecoderForCausalLM, kernels: Kernels, fused: bool, max_rows: int) -> Choices:
     """`choices`, with algorithms of the library where they are faster on this device (runner/algorithm_search.py)."""
     weights = {name: [layer.weight for layer in layers] for name, layers in projections(model).items()}
     weights = {name: layers for name, layers in weights.items() if layers[0].element_size() == 2}
@@ -176,7 +176,7 @@ def _searched(choices: Choices, model: Qwen3ForCausalLM, kernels: Kernels, fused
     return {name: by_rows | found.get(name, {}) for name, by_rows in choices.items()}
 
 
-def timed(model: Qwen3ForCausalLM, kernels: Kernels, fused: bool, max_rows: int) -> Choices:
+def timed(model: DecoderForCausalLM, kernels: Kernels, fused: bool, max_rows: int) -> Choices:
     """Times the library against our kernels, over all layers' weights, for the FEW_ROWS up to `max_rows`, and then the
     library's algorithms for more rows against what the rules say."""
     choices = _more_rows(model, max_rows)
@@ -211,7 +211,7 @@ def _library(
     return F.linear
 
 
-def apply(model: Qwen3ForCausalLM, choices: Choices, fused: bool, push: bool = False) -> None:
+def apply(model: DecoderForCausalLM, choices: Choices, fused: bool, push: bool = False) -> None:
     """Gives every projection its choices. `fused`: steps of these numbers of rows take forward_few_rows. `push`:
     products store into the places of the sums behind them where they can."""
     for name, layers in projections(model).items():

@@ -206,10 +206,6 @@ def test_an_unknown_sampling_parameter_is_refused_by_name() -> None:
         (small(hidden_act="gelu"), "hidden_act='gelu': must be 'silu' or absent"),
         (small(attention_bias=True), "attention_bias=True: must be False"),
         (
-            small(use_sliding_window=True, sliding_window=7, max_window_layers=1),
-            "sliding_window=7: must be absent (windows are not supported)",
-        ),
-        (
             small(rope_scaling={"rope_type": "dynamic"}),
             "rope_type='dynamic': must be one of 'default', 'linear', 'yarn'",
         ),

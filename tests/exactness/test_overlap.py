@@ -16,7 +16,7 @@ from workload import BLOCK, ROOMY, assert_outputs, make_requests, run, run_alone
 
 from nanovllm import LLM
 from nanovllm.executor import processes
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.parallel.two_batch import Overlap
 
 REQUESTS = make_requests()
@@ -55,9 +55,9 @@ class Cut(NamedTuple):
 def watch_cuts(monkeypatch: pytest.MonkeyPatch) -> list[Cut]:
     """This rank's steps that are cut."""
     cuts: list[Cut] = []
-    whole = Qwen3ForCausalLM.forward_in_halves
+    whole = DecoderForCausalLM.forward_in_halves
 
-    def watched(self: Qwen3ForCausalLM, input_ids: torch.Tensor, steps: Any, *wanted: Any) -> torch.Tensor:
+    def watched(self: DecoderForCausalLM, input_ids: torch.Tensor, steps: Any, *wanted: Any) -> torch.Tensor:
         first, second = steps
         before, after = first.attention, second.attention
         through = (before.cu_seqlens_q.diff() > 0).sum() + (after.cu_seqlens_q.diff() > 0).sum()
@@ -74,7 +74,7 @@ def watch_cuts(monkeypatch: pytest.MonkeyPatch) -> list[Cut]:
         )
         return whole(self, input_ids, steps, *wanted)
 
-    monkeypatch.setattr(Qwen3ForCausalLM, "forward_in_halves", watched)
+    monkeypatch.setattr(DecoderForCausalLM, "forward_in_halves", watched)
     return cuts
 
 

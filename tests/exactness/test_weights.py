@@ -21,7 +21,7 @@ from nanovllm.layers.linear import HeadSplit
 from nanovllm.layers.weights import CheckpointWeight, Shard
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.checkpoint import load_checkpoint, load_dummy, open_checkpoint, read_safetensors
-from nanovllm.models.qwen3 import ModelContext, Qwen3ForCausalLM
+from nanovllm.models.decoder import DecoderForCausalLM, ModelContext
 from nanovllm.models.registry import parse_config, read_model_config
 
 CPU = torch.device("cpu")
@@ -70,13 +70,12 @@ def change_header(folder: Path, change: Callable[[dict[str, Any]], None], paddin
 # -- shards ---------------------------------------------------------------------------------------------------------
 
 
-def model_of_rank(config: ModelConfig, rank: int, size: int) -> Qwen3ForCausalLM:
+def model_of_rank(config: ModelConfig, rank: int, size: int) -> DecoderForCausalLM:
     """What a rank builds, with no others and no attention."""
-    heads = HeadSplit(config.num_attention_heads, config.num_key_value_heads, rank, size)
     group: Any = SimpleNamespace(rank=rank, size=size, overlap=None)
     backend: Any = None
-    context = ModelContext(config, heads, group, select_kernels(CPU), backend, torch.float32, CPU, 64)
-    return Qwen3ForCausalLM(context)
+    context = ModelContext(config, group, select_kernels(CPU), backend, torch.float32, CPU, 64)
+    return DecoderForCausalLM(context)
 
 
 def weights_of_rank(config: ModelConfig, rank: int, size: int) -> list[CheckpointWeight]:

@@ -12,13 +12,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.kernels import select_kernels
-from nanovllm.layers.linear import HeadSplit
-from nanovllm.layers.norm import ReduceAddNorm
+from nanovllm.layers.norm import ReduceAddNorm, RowNorm
+from nanovllm.models.decoder import DecoderLayer, ModelContext, PositionTables
 from nanovllm.models.published import PUBLISHED_SHAPES
-from nanovllm.models.qwen3 import ModelContext, Qwen3DecoderLayer
 from nanovllm.models.registry import parse_config
 from nanovllm.parallel.group import TensorParallelGroup
-from nanovllm.parallel.two_batch import Overlap, UnderWay
+from nanovllm.parallel.two_batch import Overlap, UnderWay, run_halves, start
 
 CPU = torch.device("cpu")
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
@@ -91,8 +90,8 @@ def test_order_of_launches() -> None:
     overlap, backend = LoggedOverlap(log), None
     group = group_of(overlap, all_reduce)
     kernels = select_kernels(CPU)
-    context = ModelContext(config, HeadSplit(2, 1, 0, 1), group, kernels, backend, torch.float32, CPU, 64)  # type: ignore[arg-type]
-    layer = Qwen3DecoderLayer(context, torch.empty(0))
+    context = ModelContext(config, group, kernels, backend, torch.float32, CPU, 64)  # type: ignore[arg-type]
+    layer = DecoderLayer(context, config.layers[0], PositionTables.of(context), None)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
 
@@ -104,14 +103,13 @@ def test_order_of_launches() -> None:
     step: Any = None
     embedded, norm = torch.randn(5, 32), layer.input_layernorm
     whole, residual = layer(embedded.clone(), None, step)
-    whole = whole + residual
+    expected, _ = norm(whole, residual)
     log.clear()
     with torch.no_grad(), Products(log):
-        halves = norm.start(embedded[:3].clone(), None, 0), norm.start(embedded[3:].clone(), None, 1)
-        halves = layer.forward_in_halves(halves, (step, step), norm)
-        result = torch.cat([half.wait()[1] for half in halves])
+        halves = embedded[:3].clone(), embedded[3:].clone()
+        result = run_halves(halves, list(layer.blocks((step, step))), norm)
     assert ", ".join(log) == " ".join(EXPECTED.split())
-    torch.testing.assert_close(result, whole.detach(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(result, expected.detach(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("by_copies", [False, True])
@@ -125,11 +123,11 @@ def test_what_a_sum_uses_lives_until_it_is_awaited(by_copies: bool) -> None:
         sums.start = lambda half, partial, residual, out, *rest: started.append((half, out is residual))
         sums.finish = lambda half, rows: torch.full((rows, 8), float(half))
         overlap.sums = sums
-    norm = ReduceAddNorm(8, 1e-6, group, select_kernels(CPU), torch.float32, CPU)
+    norm = ReduceAddNorm(RowNorm(8, 1e-6, torch.float32, CPU), group, select_kernels(CPU))
     torch.nn.init.ones_(norm.weight)
     partial, residual = torch.randn(4, 8), torch.randn(4, 8)
     alive = [weakref.ref(partial), weakref.ref(residual)]
-    under_way = norm.start(partial, residual, 1)
+    under_way = start(norm, partial, residual, 1)
     del partial, residual
     gc.collect()
     assert all(tensor() is not None for tensor in alive)

@@ -1,0 +1,41 @@
+"""The dense MLP of one rank: gated (Shazeer, arXiv 2002.05202) or not."""
+
+from collections.abc import Iterator
+
+import torch
+
+from nanovllm.kernels import Kernels
+from nanovllm.kernels.gemm.push import Partial
+from nanovllm.layers.few_rows import linear_silu_mul
+from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.weights import CheckpointWeight, WeightedModule
+from nanovllm.parallel.group import TensorParallelGroup
+
+
+class MLP(WeightedModule):
+    """down(activation(gate(x)) * up(x)), or down(activation(up(x))): [T, hidden] -> [T, hidden], a partial sum."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, group: TensorParallelGroup, kernels: Kernels,
+        dtype: torch.dtype, device: torch.device, *, activation: str = "silu", gated: bool = True,
+    ) -> None:  # fmt: skip
+        """activation: one of kernels/pointwise/activation.py's KINDS."""
+        super().__init__()
+        self.kernels, self.activation, self.gated = kernels, activation, gated
+        outputs = dict.fromkeys(("gate_proj", "up_proj") if gated else ("up_proj",), intermediate_size)
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, outputs, group, dtype, device)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, group, dtype, device)
+
+    @property
+    def can_fuse(self) -> bool:
+        """Our GEMM kernels compute this activation themselves."""
+        return self.gated and self.activation == "silu"
+
+    def forward(self, x: torch.Tensor) -> Partial:
+        if self.can_fuse:
+            return self.down_proj(linear_silu_mul(x, self.gate_up_proj, self.kernels))
+        return self.down_proj(self.kernels.activation(self.gate_up_proj(x), self.activation, self.gated))
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        yield from self.gate_up_proj.checkpoint_weights(prefix)
+        yield from self.down_proj.checkpoint_weights(f"{prefix}.down_proj")

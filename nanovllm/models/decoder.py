@@ -1,0 +1,279 @@
+"""The decoder of all families, with their switches (ModelConfig): x + attention(norm(x)), then x + mlp(norm(x)), where
+norms may stand after a block too, or only there, or both blocks run side by side.
+
+A norm and the addition before it are one step here, the joint (ReduceAddNorm), since the ranks' partial sums meet
+there. So each block starts by taking in the result of the block before it, a layer hands on (partial sum of its MLP,
+residual stream), and a layer communicates exactly twice.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.attention.base import AttentionBackend, AttentionSpec
+from nanovllm.kernels import Kernels
+from nanovllm.kernels.gemm.push import Partial
+from nanovllm.layers.attention import Attention, AttentionOptions, ForwardStep, wanted_rows
+from nanovllm.layers.few_rows import linear_residual, norm_linear, norm_linear_silu_mul
+from nanovllm.layers.linear import HeadSplit
+from nanovllm.layers.mlp import MLP
+from nanovllm.layers.norm import ReduceAddNorm, RowNorm
+from nanovllm.layers.rotary import cos_sin_table
+from nanovllm.layers.vocab import VocabParallelEmbedding
+from nanovllm.layers.weights import CheckpointWeight, WeightedModule
+from nanovllm.model_config import LayerSpec, ModelConfig
+from nanovllm.models.weight_names import in_checkpoint
+from nanovllm.parallel.group import TensorParallelGroup
+from nanovllm.parallel.two_batch import Block, run_halves
+
+
+@dataclass(frozen=True)
+class ModelContext:
+    """What a model is built with on one rank."""
+
+    config: ModelConfig
+    group: TensorParallelGroup
+    kernels: Kernels
+    backend: AttentionBackend
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+
+    def norm(self) -> RowNorm:
+        config = self.config
+        switches = {"kind": config.norm_kind, "adds_one": config.norm_adds_one, "has_bias": config.norm_bias}
+        return RowNorm(config.hidden_size, config.norm_eps, self.dtype, self.device, **switches)  # type: ignore[arg-type]
+
+    def joint(self, norm: RowNorm | None, after: RowNorm | None) -> ReduceAddNorm:
+        return ReduceAddNorm(norm, self.group, self.kernels, after, self.config.residual_multiplier)
+
+
+def attention_options(config: ModelConfig, layer: LayerSpec) -> AttentionOptions:
+    return AttentionOptions(
+        layer.head_dim,
+        scale=config.attention_scale,
+        window=layer.window,
+        softcap=config.attention_softcap,
+        has_sinks=layer.has_sinks,
+        rotary_dim=0 if layer.rope is None else config.ropes[layer.rope].rotary_dim(layer.head_dim),
+        rope_in_float32=config.float_rope,
+        qk_norm=config.qk_norm,
+        norm_after_rope=config.qk_norm_after_rope,
+        norm_in_float32=config.norm_kind == "rms_float32",
+        eps=config.norm_eps,
+        norm_weight_offset=float(config.norm_adds_one),
+        qkv_bias=config.qkv_bias,
+    )
+
+
+def heads_of(config: ModelConfig, layer: LayerSpec, rank: int, size: int) -> HeadSplit:
+    """The heads of one of `size` ranks in this layer."""
+    return HeadSplit(config.num_attention_heads, layer.num_kv_heads, rank, size)
+
+
+def attention_specs(config: ModelConfig, rank: int, size: int) -> tuple[AttentionSpec, ...]:
+    """The kinds of attention layers of one of `size` ranks, each once."""
+    specs = (attention_options(config, layer).spec(heads_of(config, layer, rank, size)) for layer in config.layers)
+    return tuple(dict.fromkeys(specs))
+
+
+@dataclass(frozen=True)
+class PositionTables:
+    """What depends on the position alone, one for all layers; lengths are the engine's longest context."""
+
+    cos_sin: dict[str, torch.Tensor]
+    """By name; see cos_sin_table."""
+    query_scale: torch.Tensor | None
+    """float32 [max_position]: factor on queries."""
+
+    @classmethod
+    def of(cls, context: ModelContext) -> "PositionTables":
+        config, length, device = context.config, context.max_model_len, context.device
+        args = (config.head_dim, length, config.max_position_embeddings, device)
+        scale = None
+        if config.query_scaling is not None:
+            beta, original = config.query_scaling
+            positions = torch.arange(length, dtype=torch.float32, device="cpu")
+            scale = (1 + beta * torch.log1p(torch.floor(positions / original))).to(device)
+        return cls({name: cos_sin_table(rope, *args) for name, rope in config.ropes.items()}, scale)
+
+
+def dense_mlp(context: ModelContext) -> MLP:
+    config = context.config
+    parts = (context.group, context.kernels, context.dtype, context.device)
+    switches = {"activation": config.activation, "gated": config.gated_mlp}
+    return MLP(config.hidden_size, config.intermediate_size, *parts, **switches)  # type: ignore[arg-type]
+
+
+MLPS: dict[str, Callable[[ModelContext], Any]] = {"dense": dense_mlp}
+"""What builds a layer's MLP, by LayerSpec.mlp: [T, hidden] -> [T, hidden], a partial sum."""
+
+
+class DecoderLayer(WeightedModule):
+    """Attention and MLP with the joints before each."""
+
+    def __init__(
+        self, context: ModelContext, spec: LayerSpec, tables: PositionTables, incoming: RowNorm | None
+    ) -> None:
+        """incoming: the norm of what the layer before this one hands on, where that has one."""
+        super().__init__()
+        config, place = context.config, context.config.norm_placement
+        self.signature: Hashable = spec.signature
+        self.is_parallel = place == "parallel"
+        self.norms: dict[str, RowNorm] = {}
+        if place != "post":
+            self.norms["attention_norm"] = context.norm()
+        if place in ("post", "sandwich"):
+            self.norms["attention_out_norm"], self.norms["mlp_out_norm"] = context.norm(), context.norm()
+        if place in ("pre", "sandwich"):
+            self.norms["mlp_norm"] = context.norm()
+        get = self.norms.get
+        self.input_layernorm = context.joint(get("attention_norm"), incoming)
+        self.self_attn = Attention(
+            config.hidden_size,
+            heads_of(config, spec, context.group.rank, context.group.size),
+            attention_options(config, spec),
+            None if spec.rope is None else tables.cos_sin[spec.rope],
+            context.group,
+            context.kernels,
+            context.backend,
+            context.dtype,
+            context.device,
+            tables.query_scale,
+        )
+        if not self.is_parallel:
+            self.post_attention_layernorm = context.joint(get("mlp_norm"), get("attention_out_norm"))
+        self.mlp: Any = MLPS[spec.mlp](context)
+
+    def forward(
+        self,
+        partial: Partial,
+        residual: torch.Tensor | None,
+        step: ForwardStep,
+        wanted: torch.Tensor | None = None,
+    ) -> tuple[Partial, torch.Tensor]:
+        """`wanted` int [N], on one rank: the tokens whose results anybody will read, here and in what follows."""
+        x, residual = self.input_layernorm(partial, residual)
+        if wanted is not None:
+            residual = residual.index_select(0, wanted)
+        attended = self.self_attn(x, step, wanted)
+        if self.is_parallel:
+            return attended + self.mlp(wanted_rows(x, wanted)), residual
+        x, residual = self.post_attention_layernorm(attended, residual)
+        return self.mlp(x), residual
+
+    def blocks(self, steps: tuple[ForwardStep, ForwardStep]) -> Iterator[Block]:
+        """The same as joints and what follows each, for the halves of a step (run_halves)."""
+        if self.is_parallel:
+            yield self.input_layernorm, lambda x, half: self.self_attn(x, steps[half]) + self.mlp(x)
+        else:
+            yield self.input_layernorm, lambda x, half: self.self_attn(x, steps[half])
+            yield self.post_attention_layernorm, lambda x, half: self.mlp(x)
+
+    def forward_few_rows(self, residual: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        """The same layer for a handful of rows on one rank, with norm, activation and residual inside the products that
+        our kernels make; updates and returns `residual`. For layers that can_fuse."""
+        attention, mlp = self.self_attn, self.mlp
+        qkv = norm_linear(residual, self.input_layernorm, attention.qkv_proj)
+        linear_residual(attention.attend(qkv, step), attention.o_proj, residual)
+        activated = norm_linear_silu_mul(residual, self.post_attention_layernorm, mlp.gate_up_proj)
+        return linear_residual(activated, mlp.down_proj, residual)
+
+    @property
+    def can_fuse(self) -> bool:
+        return not self.is_parallel and self.input_layernorm.is_plain and getattr(self.mlp, "can_fuse", False)
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        for name, norm in self.norms.items():
+            yield from norm.checkpoint_weights(f"{prefix}.{name}")
+        yield from self.self_attn.checkpoint_weights(f"{prefix}.self_attn")
+        yield from self.mlp.checkpoint_weights(f"{prefix}.mlp")
+
+
+class DecoderForCausalLM(WeightedModule):
+    """One rank's share of the model."""
+
+    layers: list[DecoderLayer]
+
+    def __init__(self, context: ModelContext) -> None:
+        super().__init__()
+        self.config = config = context.config
+        tables = PositionTables.of(context)
+        parts = (context.group, context.kernels, context.dtype, context.device)
+        vocab = (config.vocab_size, config.hidden_size, *parts)
+        self.embed_tokens = VocabParallelEmbedding(*vocab)
+        self.layers = nn.ModuleList()  # type: ignore[assignment]  # a list that modules() walks
+        incoming = None
+        for spec in config.layers:
+            self.layers.append(layer := DecoderLayer(context, spec, tables, incoming))
+            incoming = layer.norms.get("mlp_out_norm")
+        self.norm = context.joint(context.norm(), incoming)
+        self.group = context.group
+        self.fused_rows: set[int] = set()
+        """Numbers of rows that take forward_few_rows; set with the kernels' choices (runner/tuning.py)."""
+        self.can_fuse = self.norm.is_plain and all(layer.can_fuse for layer in self.layers)
+        """forward_few_rows computes the same: an addition and an RMSNorm at each joint, SwiGLU, no multipliers."""
+        self.lm_head = self.embed_tokens if config.tie_word_embeddings else VocabParallelEmbedding(*vocab)
+        self._embedding_multiplier = config.embedding_multiplier
+        if config.rounds_embedding_multiplier:
+            self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=context.dtype).item()
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids int32 [T] -> [T, hidden], a partial sum."""
+        x = self.embed_tokens.embed(input_ids)
+        return x if self._embedding_multiplier == 1.0 else x.mul_(self._embedding_multiplier)
+
+    def forward(self, input_ids: torch.Tensor, step: ForwardStep, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """Token ids int32 [T] -> final hidden states [T, hidden], normalised and complete on every rank; of the tokens
+        `wanted`, int [N], alone [N, hidden].
+
+        Of a prompt only the last token is drawn from, and what the last layer does after its attention goes nowhere
+        else: one rank leaves it out for the others. (With several, rows of the residual stream are not all here.)
+        """
+        if self.can_fuse and input_ids.shape[0] in self.fused_rows:
+            hidden = self.embed(input_ids)
+            for layer in self.layers:
+                hidden = layer.forward_few_rows(hidden, step)
+            return wanted_rows(self.norm(hidden, None)[0], wanted)
+        partial, residual = self.embed(input_ids), None
+        *layers, last = self.layers
+        for layer in layers:
+            partial, residual = layer(partial, residual, step)
+        chosen_early = self.group.size == 1
+        partial, residual = last(partial, residual, step, wanted if chosen_early else None)
+        hidden = self.norm(partial, residual)[0]
+        return hidden if chosen_early else wanted_rows(hidden, wanted)
+
+    def forward_in_halves(
+        self, input_ids: torch.Tensor, steps: tuple[ForwardStep, ForwardStep], wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """forward for many tokens on several ranks, cut into two halves (parallel/two_batch.py)."""
+        first, second = input_ids.split([step.positions.shape[0] for step in steps])
+        blocks = [block for layer in self.layers for block in layer.blocks(steps)]
+        return wanted_rows(run_halves((self.embed(first), self.embed(second)), blocks, self.norm), wanted)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [B, hidden] -> logits [B, this rank's part of the padded vocabulary]."""
+        logits, cap = self.lm_head.logits(hidden), self.config.logits_softcap
+        if self.config.logits_multiplier != 1.0:
+            logits.mul_(self.config.logits_multiplier)
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def attention_layers(self) -> list[Attention]:
+        return [layer.self_attn for layer in self.layers]
+
+    def checkpoint_weights(self, prefix: str = "model") -> Iterator[CheckpointWeight]:
+        """All tensors by their names in the checkpoint (of one whose names are stripped; see CheckpointNames)."""
+        return in_checkpoint(self._canonical_weights(prefix), self.config)
+
+    def _canonical_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        yield from self.embed_tokens.checkpoint_weights(f"{prefix}.embed_tokens")
+        for index, layer in enumerate(self.layers):
+            yield from layer.checkpoint_weights(f"{prefix}.layers.{index}")
+        assert self.norm.norm is not None
+        yield from self.norm.norm.checkpoint_weights(f"{prefix}.norm")
+        if self.lm_head is not self.embed_tokens:
+            yield from self.lm_head.checkpoint_weights("lm_head")

@@ -1,0 +1,49 @@
+"""From the tensors that our layers name to those of a family's checkpoint: renamed, fused, de-interleaved."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from nanovllm.layers.weights import CheckpointWeight, Shard, deinterleaved
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.registry import family
+
+
+def in_checkpoint(weights: Iterable[CheckpointWeight], config: ModelConfig) -> Iterator[CheckpointWeight]:
+    """`weights`, named canonically, as the checkpoint of `config`'s family has them. Parts that it holds as one tensor
+    become one weight."""
+    names = family(config.architecture).names
+    fused: dict[str, dict[int, CheckpointWeight]] = {}
+    for weight in weights:
+        if config.interleaved_rope:
+            weight = _deinterleaved(weight, config)
+        weight = replace(weight, name=names.of(weight.name))
+        into = names.fused_into(weight.name)
+        if into is None:
+            yield weight
+        else:
+            fused.setdefault(into[0], {})[into[1]] = weight
+    for name, parts in fused.items():
+        yield _stacked(name, [parts[index] for index in sorted(parts)])
+
+
+def _deinterleaved(weight: CheckpointWeight, config: ModelConfig) -> CheckpointWeight:
+    """Queries' and keys' rows in the order in which layers/attention.py rotates them."""
+    parts = weight.name.split(".")
+    if len(parts) < 3 or parts[-2] not in ("q_proj", "k_proj"):
+        return weight
+    spec = config.layers[int(parts[2])]
+    if spec.rope is None:
+        return weight
+    rotary_dim = config.ropes[spec.rope].rotary_dim(spec.head_dim)
+    shards = (part for shard in weight.shards for part in deinterleaved(shard, spec.head_dim, rotary_dim))
+    return replace(weight, shards=tuple(shards))
+
+
+def _stacked(name: str, parts: list[CheckpointWeight]) -> CheckpointWeight:
+    """One tensor of which `parts` are the rows, in this order."""
+    shards: list[Shard] = []
+    rows = 0
+    for part in parts:
+        shards += (replace(shard, start=shard.start + rows) for shard in part.shards)
+        rows += part.shape[0]
+    return CheckpointWeight(name, (rows, *parts[0].shape[1:]), tuple(shards), parts[0].offset)
