@@ -57,7 +57,15 @@ def make_blocks(folder: Path, layout: Layout) -> None:
         (folder / f"block{rank}").write_bytes(block.numpy().tobytes())
 
 
-@pytest.mark.parametrize(("mode", "world_size"), [*(("interpret", ranks) for ranks in (2, 3, 4)), ("programs", 2)])
+@pytest.mark.parametrize(
+    ("mode", "world_size"),
+    [
+        ("interpret", 2),
+        ("programs", 2),
+        pytest.param("interpret", 3, marks=pytest.mark.slow),
+        pytest.param("interpret", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_concurrent_ranks_agree_with_float64_and_bit_for_bit(mode: str, world_size: int, tmp_path: Path) -> None:
     layout = Layout.build(world_size, HIDDEN, 4, CAPACITY, CAPACITY, 300)
     make_blocks(tmp_path, layout)

@@ -19,7 +19,7 @@ from nanovllm.parallel.peer.memory import Layout, fill_with_sentinels
 HIDDEN, CAPACITY, CALLS, EPS = 24, 11, 24, 1e-6
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_concurrent_ranks(world_size: int, tmp_path: Path) -> None:
     make_blocks(world_size, tmp_path)
     run_ranks("concurrent", world_size, tmp_path, script=__file__)

@@ -83,7 +83,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(o, id=name, marks=[pytest.mark.slow] * (name == "four ranks")) for name, o in SETTINGS.items()],
+)
 def test_the_same_tokens(engines: Engines, alone: list[list[int]], options: dict[str, Any]) -> None:
     llm = engines.get(max_model_len=112, **options)
     epochs: list[int] = []
