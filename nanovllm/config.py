@@ -100,19 +100,16 @@ class EngineConfig:
     fused_kernels: bool = True
     """False: plain PyTorch in place of the Triton kernels around attention, and no CUDA graphs (for comparison)."""
     small_batch_kernels: bool = True
-    """False: plain library matrix products everywhere, in prompts too (for comparison)."""
+    """False: the library multiplies everywhere (for comparison)."""
     dependent_launch: bool = True
     """False: no kernel starts before the one before it has ended (for comparison)."""
     step_mailbox: bool = True
     """False: decode steps are copied to the device and their tokens back, between graphs that otherwise fetch and leave
     them in memory of the host (for comparison)."""
     kernel_choices: str | None = None
-    """A file of which kernels and algorithms multiply: read where it exists, else timed on this device and written. By
-    default a fixed rule decides."""
+    """A file of GEMM choices, as scripts/tune_steps.py writes it, in place of the tables of the package."""
     peer_all_reduce: bool = True
     """False: NCCL for every all-reduce (for comparison). Peer memory never uses NVLink multicast."""
-    push_products: bool = True
-    """False: products are stored locally, and the sums over the ranks send them (for comparison)."""
     overlap_all_reduce: bool = True
     """True: large steps with prompts run in two halves, and while the ranks sum one, the other is computed."""
     parallel_compile: bool = True

@@ -1,17 +1,18 @@
-"""Chooses what multiplies in decode steps by timing whole steps, and writes the choices for `kernel_choices`.
+"""Chooses what multiplies in decode steps by timing whole steps, and writes a table of GEMM choices.
 
-    python scripts/tune_steps.py --model 8B --out choices.json
-    python scripts/tune_steps.py --model 8B --tensor-parallel-size 2 --rows 2 4 8 16 --budget 120
-    python scripts/tune_steps.py --model 32B --tensor-parallel-size 2 --options \\
+    python scripts/tune_steps.py --model Qwen3-8B --out choices.json
+    python scripts/tune_steps.py --model /path/to/checkpoint --tensor-parallel-size 2 --rows 2 4 8 16 --budget 120
+    python scripts/tune_steps.py --model Qwen3-32B --tensor-parallel-size 2 --out choices.json --options \\
         'hf_overrides={"num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 12800,
                        "vocab_size": 75968, "eos_token_id": 7}'
 
-The last is what each of four ranks holds of 32B, on two GPUs: half a model over half as many ranks.
+The last is what each of four ranks holds of 32B, on two GPUs: half a model over half as many ranks. Weights are random,
+for their values do not matter.
 
-Each projection in turn takes every contender, inside steps with attention, norms and sums over the ranks, and keeps
-what makes the step shortest: kernels that start early help or hinder their neighbours, which a product by itself does
-not show. So the tables of few_rows_rule.py were made, and much of mid_gemm_rule.py and cublas_lt_rule.py. Needs a GPU
-for each rank; some 10 s for a number of rows, and twice that where kernels are compiled.
+Each GEMM in turn takes every contender, inside steps with attention, norms and all-reduces, and keeps what makes the
+step shortest: kernels that start early help or hinder their neighbours, which a GEMM by itself does not show. The file
+serves as `kernel_choices`, or as a table of the package (nanovllm/kernels/gemm/tuned); what it holds already, of other
+models, is kept. Needs a GPU for each rank; some 10 s for a number of rows, and twice that where kernels are compiled.
 """
 
 import argparse
@@ -26,56 +27,85 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import parse_assignments
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels.gemm import decode_rule as mid_gemm_rule
-from nanovllm.kernels.gemm.cublas_lt import CublasLtError, Problem
-from nanovllm.kernels.gemm.cublas_lt_tune import by_rough_time, candidates
-from nanovllm.kernels.gemm.decode import SplitConfig
-from nanovllm.kernels.gemm.lt_config import LtConfig
-from nanovllm.kernels.gemm.skinny import MAX_ROWS, candidate_configs
-from nanovllm.kernels.gemm.skinny_tune import rotation
-from nanovllm.layers.few_rows import linear
+from nanovllm.kernels.gemm.choice import (
+    DECODE_ROWS,
+    LIBRARY,
+    SKINNY_ROWS,
+    Choices,
+    Gemm,
+    GemmConfig,
+    GemmTable,
+    load,
+    misfit,
+    ranges_of,
+    save,
+    stream_config,
+)
 from nanovllm.runner import tuning
-from nanovllm.runner.tuning import Choices, Config
 from nanovllm.wire.shapes import decode_buckets
 
-MAX_NUM_SEQS = 256
-SUM_PARTS = ("o", "down")
-"""Projections whose consumer adds up parts of K."""
-ALGORITHMS, FINALISTS = 80, 7
-"""Of the library: how many are timed by themselves, and how many of them inside steps."""
 GAIN = 0.0015
 """Share of a step that a choice must save, twice: less is noise."""
 
 Timer = Callable[[Choices, int], float]
 """Microseconds of a step with these choices, over so many replays."""
 
+_FMA_ONE_ROW = [(16, 512, 3, 4), (16, 1024, 2, 8), (4, 1024, 3, 2), (8, 1024, 3, 4), (8, 512, 4, 4), (16, 512, 2, 4)]
+_FMA_TWO_ROWS = [(16, 512, 1, 4), (8, 1024, 3, 4), (16, 1024, 1, 4)]
+_DECODE = [(64, 32, 256, 4, 4), (32, 64, 256, 4, 4), (64, 64, 128, 6, 4), (64, 128, 128, 4, 4)]
+_DECODE_GATED = [
+    (64, 32, 128, 5, 4), (32, 64, 128, 6, 4), (64, 64, 128, 4, 4), (128, 64, 64, 5, 8), (64, 128, 64, 6, 8),
+    (64, 32, 64, 5, 4),
+]  # fmt: skip
 
-def with_choice(choices: Choices, part: str, rows: int, config: Config | None) -> Choices:
-    """`choices`, with another for one projection; None: cuBLAS."""
-    changed = {name: dict(by_rows) for name, by_rows in choices.items()}
-    changed[part].pop(rows, None)
-    if config is not None:
-        changed[part][rows] = config
-    return changed
+
+def contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
+    """What is worth timing for `rows` rows of a GEMM; the library first, then our skinny kernels."""
+    found = [LIBRARY]
+    if rows <= SKINNY_ROWS:
+        if rows <= 4:
+            for n, k, stages, warps in _FMA_ONE_ROW if rows == 1 else _FMA_TWO_ROWS:
+                found.append(GemmConfig("fma", n, block_k=k, stages=stages, num_warps=warps))
+        found += [stream_config(gemm.n, gemm.k, stages) for stages in (3, 4)]
+    if 1 < rows <= DECODE_ROWS and gemm.kind != "head":
+        for n, m, k, stages, warps in _DECODE_GATED if gemm.kind == "gate_up" else _DECODE:
+            found += [GemmConfig("decode", n, m, k, stages, split_k, warps) for split_k in (1, 2, 4)]
+    found.append(GemmConfig("split", split_k=2))
+    return [config for config in found if not misfit(gemm, config)]
+
+
+def with_choice(choices: Choices, gemm: Gemm, rows: int, config: GemmConfig) -> Choices:
+    """`choices`, with another for one GEMM and number of rows."""
+    return {**choices, gemm: choices.get(gemm, {}) | {rows: config}}
 
 
 def improve(
-    choices: Choices, rows: int, parts: dict[str, Callable[[], list[Config | None]]], step_us: Timer, deadline: float
+    choices: Choices, rows: int, gemms: dict[Gemm, list[GemmConfig]], step_us: Timer, deadline: float
 ) -> Choices:
-    """`choices` with the best contender for each of `parts`, one after the other, as far as the time goes."""
+    """`choices` with the best contender for each of `gemms`, one after the other, as far as the time goes."""
     fastest = min(step_us(choices, 8), step_us(choices, 8))
-    for part, contenders in parts.items():
-        base, tried = choices, {choices[part].get(rows)}
-        for config in contenders():
+    for gemm, contending in gemms.items():
+        base, tried = choices, {choices.get(gemm, {}).get(rows, LIBRARY)}
+        for config in contending:
             if config in tried or time.monotonic() > deadline:
                 continue
             tried.add(config)
-            trial = with_choice(base, part, rows, config)
+            trial = with_choice(base, gemm, rows, config)
             us = step_us(trial, 5)
             if us < fastest * (1 - GAIN) and (us := max(us, step_us(trial, 8))) < fastest * (1 - GAIN):
                 fastest, choices = us, trial
-                print(f"  {rows} rows: {part} by {config or 'cuBLAS'}: {us:.1f} us", flush=True)
+                print(f"  {rows} rows: {gemm.kind} by {config}: {us:.1f} us", flush=True)
     return choices
+
+
+def table_of(device: str, choices: Choices, before: GemmTable | None = None) -> GemmTable:
+    """The choices as a table for one device, beside what the table `before` has of other GEMMs."""
+    tuned = {
+        gemm._replace(dtype="bfloat16" if gemm.dtype == "float16" else gemm.dtype): ranges_of(sorted(by_rows.items()))
+        for gemm, by_rows in choices.items()
+        if by_rows
+    }
+    return GemmTable((device,) if before is None else before.devices, {**(before.entries if before else {}), **tuned})
 
 
 class Tuner:
@@ -83,108 +113,86 @@ class Tuner:
 
     def __init__(self, llm: LLM) -> None:
         self.executor = llm.engine.executor
-        self.runner = self.executor.runner
-        self.layers = tuning.projections(self.runner.model)
-        self.rule = tuning.measured(self.runner.model, llm.config.tensor_parallel_size == 1, MAX_NUM_SEQS)
+        runner = self.executor.runner
+        self.gemms = list(tuning.gemms(runner.model, runner.group.size == 1))
+        self.lookup = runner.gemm_table.lookup
 
     def step_us(self, rows: int) -> Timer:
         """The slowest rank's."""
         return lambda choices, replays: max(self.executor.call("time_step", choices, rows, replays))
 
-    def contenders(self, part: str, rows: int) -> list[Config | None]:
-        """cuBLAS itself, our kernels, and the library's algorithms that are best by themselves."""
-        n, k = self.layers[part][0].weight.shape
-        found: list[Config | None] = [None]
-        if rows <= MAX_ROWS:
-            found += candidate_configs(rows, n, k)
-        if part != "head":
-            own = mid_gemm_rule.GATED_VARIANTS if part == "gate_up" else mid_gemm_rule.VARIANTS
-            found += own
-            if part in SUM_PARTS:
-                found += [SplitConfig(2), *(config.split(2) for config in own)]
-        return found if rows <= MAX_ROWS else [*found, *self._algorithms(part, rows)]
-
-    def _algorithms(self, part: str, rows: int) -> list[LtConfig]:
-        """On this rank's device alone, without sums."""
-        weights = rotation([layer.weight for layer in self.layers[part]])
-        with torch.inference_mode(), self.runner.io.stream_context():
-            x = torch.randn(rows, weights[0].shape[1], dtype=weights[0].dtype, device=weights[0].device)
-            ways = (1, 2) if part in SUM_PARTS else (1,)
-            try:
-                found = [c for split in ways for c in candidates(Problem.of(x, weights[0], split), ALGORITHMS)]
-            except CublasLtError as error:
-                print(f"  {rows} rows: {part}: {error}", flush=True)
-                return []
-            return by_rough_time(found, lambda config: lambda w: linear(x, w, config), weights)[:FINALISTS]
-
-    def _all_fused(self, rows: int) -> Iterator[Choices]:
-        """Our kernels for few rows everywhere: where they fuse norm and residual, one among others brings little."""
-        for rank in (0, 1) if rows <= MAX_ROWS else ():
-            configs = {}
-            for name, layers in self.layers.items():
-                found = candidate_configs(rows, *layers[0].weight.shape)
-                configs[name] = {rows: found[min(rank, len(found) - 1)]}
-            yield configs
+    def starts(self, rows: int) -> Iterator[Choices]:
+        """The present choices; and our skinny kernels everywhere: where they fuse norm and residual, one among others
+        brings little."""
+        yield {gemm: {rows: self.lookup(gemm, rows)} for gemm in self.gemms}
+        if rows <= SKINNY_ROWS:
+            for rank in (0, 1):
+                skinny = {gemm: [c for c in contenders(gemm, rows) if c.is_skinny] for gemm in self.gemms}
+                if all(skinny.values()):
+                    yield {gemm: {rows: found[min(rank, len(found) - 1)]} for gemm, found in skinny.items()}
 
     def tune(self, rows: int, deadline: float) -> Choices:
         """The best choices for so many rows, which must be those of the engine's last step."""
-        start = {name: {rows: by_rows[rows]} if rows in by_rows else {} for name, by_rows in self.rule.items()}
-        parts = {
-            part: lambda part=part: self.contenders(part, rows) for part in ("gate_up", "down", "o", "qkv", "head")
-        }
-        step_us = self.step_us(rows)
-        best = min([start, *self._all_fused(rows)], key=lambda choices: step_us(choices, 8))
-        best = improve(best, rows, parts, step_us, deadline)
-        before, now = (min(step_us(choices, 8) for _ in range(2)) for choices in (start, best))
+        starts, step_us = list(self.starts(rows)), self.step_us(rows)
+        best = min(starts, key=lambda choices: step_us(choices, 8))
+        largest_first = sorted(self.gemms, key=lambda gemm: (gemm.kind == "head", -gemm.n * gemm.k))
+        best = improve(best, rows, {gemm: contenders(gemm, rows) for gemm in largest_first}, step_us, deadline)
+        before, now = (min(step_us(choices, 8) for _ in range(2)) for choices in (starts[0], best))
         print(f"{rows} rows: {before:.1f} us before, {now:.1f} now ({1 - now / before:.1%} less)", flush=True)
-        return best if now < before else start
+        return best if now < before else starts[0]
+
+
+def tune_all(llm: LLM, all_rows: list[int], budget: float) -> Choices:
+    """The best choices for each number of rows, most first, as far as `budget` seconds go."""
+    params = SamplingParams(temperature=0.6, max_tokens=4000, ignore_eos=True)
+    # Prompts of one token each, which no two share, so that no keys are read for two.
+    running = [llm.add_request([number + 1] * (300 + 3 * number), params) for number in range(all_rows[0])]
+    while llm.engine.scheduler.num_waiting or len(llm.engine.scheduler.running) < len(running):
+        llm.step()
+    tuner, deadline = Tuner(llm), time.monotonic() + budget
+    chosen: Choices = {
+        gemm: {rows: tuner.lookup(gemm, rows) for rows in decode_buckets(DECODE_ROWS)} for gemm in tuner.gemms
+    }
+    for rows in all_rows:
+        while len(running) > rows:
+            llm.abort(running.pop())
+        for _ in range(4):  # until the last step is one of so many rows
+            llm.step()
+        if time.monotonic() > deadline:
+            print(f"out of time before {rows} rows", flush=True)
+            break
+        for gemm, by_rows in tuner.tune(rows, deadline).items():
+            chosen = with_choice(chosen, gemm, rows, by_rows[rows])
+    return chosen
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="8B", help="a size of Qwen3, with random weights")
+    parser.add_argument("--model", default="Qwen3-8B", help="a folder, a hub id, or a size of Qwen3")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
-    parser.add_argument("--rows", type=int, nargs="+", help="default: those of captured decode steps from 2 to 256")
+    parser.add_argument("--rows", type=int, nargs="+", help="default: those of captured decode steps up to 256")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds of searching")
-    parser.add_argument("--out", type=Path, help="where the choices go")
+    parser.add_argument("--out", type=Path, help="where the table goes; one that is there is kept and added to")
     parser.add_argument("--options", nargs="+", default=[], metavar="KEY=VALUE", help="any other option of the engine")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("a GPU is needed: what is timed are its kernels")
-    buckets = decode_buckets(MAX_NUM_SEQS)
-    all_rows = sorted(args.rows or buckets[1:], reverse=True)
+    buckets = decode_buckets(DECODE_ROWS)
+    all_rows = sorted(args.rows or buckets, reverse=True)
     if not set(all_rows) <= set(buckets):
         parser.error(f"--rows {args.rows}: must be of {buckets}")
-    options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": MAX_NUM_SEQS, "step_mailbox": False}
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": DECODE_ROWS, "step_mailbox": False}
     options |= {"gpu_memory_utilization": 0.85, "step_timeout": 300.0}
     options |= {"tensor_parallel_size": args.tensor_parallel_size}
     try:
         options |= parse_assignments(args.options)
+        before = load(args.out) if args.out and args.out.exists() else None
     except ValueError as error:
         parser.error(str(error))
-    with LLM(f"Qwen3-{args.model}", **options) as llm:
-        params = SamplingParams(temperature=0.6, max_tokens=4000, ignore_eos=True)
-        # Prompts of one token each, which no two share, so that no keys are read for two.
-        running = [llm.add_request([number] * (300 + 3 * number), params) for number in range(all_rows[0])]
-        while llm.engine.scheduler.num_waiting or len(llm.engine.scheduler.running) < len(running):
-            llm.step()
-        tuner, deadline = Tuner(llm), time.monotonic() + args.budget
-        chosen = tuner.rule
-        for rows in all_rows:
-            while len(running) > rows:
-                llm.abort(running.pop())
-            for _ in range(4):  # until the last step is one of so many rows
-                llm.step()
-            if time.monotonic() > deadline:
-                print(f"out of time before {rows} rows", flush=True)
-                break
-            best = tuner.tune(rows, deadline)
-            chosen = {
-                name: {number: config for number, config in by_rows.items() if number != rows} | best[name]
-                for name, by_rows in chosen.items()
-            }
-        if args.out:
-            tuning.save(args.out, chosen)
+    with LLM(args.model, **options) as llm:
+        chosen = tune_all(llm, all_rows, args.budget)
+    if args.out:
+        save(args.out, table_of(torch.cuda.get_device_name(), chosen, before))
 
 
 if __name__ == "__main__":

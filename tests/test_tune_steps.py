@@ -5,55 +5,72 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_bench import load
+from test_bench import load as load_script
 
-from nanovllm.kernels.gemm.decode import MidConfig, SplitConfig
-from nanovllm.runner.tuning import Choices, Config
+from nanovllm.kernels.gemm.choice import KINDS, LIBRARY, SUMMED, Choices, Gemm, GemmConfig, load, misfit, save
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("gate_up", "down", "o", "qkv", "head")
-CONFIGS = [MidConfig(block_n, 32, 64, 3) for block_n in (16, 32, 64)]
+GEMMS = [Gemm(kind, 512, 512, "bfloat16", True) for kind in KINDS]
+CONFIGS = [GemmConfig("decode", block_n, 32, 64, 3) for block_n in (16, 32, 64)]
 ROWS = 32
 
 
 @pytest.fixture(scope="module")
 def tune_steps() -> Any:
-    return load(ROOT / "scripts" / "tune_steps.py")
+    return load_script(ROOT / "scripts" / "tune_steps.py")
 
 
 def formula(choices: Choices, replays: int) -> float:
     """1,000 us, less what each choice brings."""
-    gains: dict[Config | None, float] = {None: 0.0, CONFIGS[0]: 30.0, CONFIGS[1]: -20.0, CONFIGS[2]: 0.5}
-    return 1000 - sum(gains[choices[part].get(ROWS)] for part in PARTS)
+    gains: dict[GemmConfig, float] = {LIBRARY: 0.0, CONFIGS[0]: 30.0, CONFIGS[1]: -20.0, CONFIGS[2]: 0.5}
+    return 1000 - sum(gains[choices.get(gemm, {}).get(ROWS, LIBRARY)] for gemm in GEMMS)
 
 
 def search(tune_steps: Any, start: Choices, seconds: float = 60.0, step_us: Any = formula) -> Choices:
-    parts = {part: lambda: [None, *CONFIGS] for part in PARTS}
-    return tune_steps.improve(start, ROWS, parts, step_us, time.monotonic() + seconds)
+    contending = {gemm: [LIBRARY, *CONFIGS] for gemm in GEMMS}
+    return tune_steps.improve(start, ROWS, contending, step_us, time.monotonic() + seconds)
 
 
-def test_every_part_takes_what_is_best_for_the_step(tune_steps: Any) -> None:
-    start: Choices = {part: {} for part in PARTS}
-    assert search(tune_steps, start) == {part: {ROWS: CONFIGS[0]} for part in PARTS}
-    assert start == {part: {} for part in PARTS}, "as it was"
+def test_every_gemm_takes_what_is_best_for_the_step(tune_steps: Any) -> None:
+    start: Choices = {}
+    assert search(tune_steps, start) == {gemm: {ROWS: CONFIGS[0]} for gemm in GEMMS}
+    assert start == {}, "as it was"
 
 
 def test_less_than_noise_changes_nothing(tune_steps: Any) -> None:
-    kept: Choices = {part: {ROWS: CONFIGS[2]} for part in PARTS}
+    kept: Choices = {gemm: {ROWS: CONFIGS[2]} for gemm in GEMMS}
 
     def noisy(choices: Choices, replays: int) -> float:
         """Lucky where it is timed for the first time; what counts is the second."""
-        return formula({part: {} for part in PARTS}, replays) - (40 if replays < 8 and choices != kept else 0)
+        return formula({}, replays) - (40 if replays < 8 and choices != kept else 0)
 
     assert search(tune_steps, kept, step_us=noisy) == kept
 
 
 def test_the_time_is_kept(tune_steps: Any) -> None:
-    start: Choices = {part: {} for part in PARTS}
+    start: Choices = {gemm: {ROWS: LIBRARY} for gemm in GEMMS}
     assert search(tune_steps, start, seconds=-1.0) == start
 
 
-def test_a_choice_is_for_one_projection_and_number_of_rows(tune_steps: Any) -> None:
-    start: Choices = {"o": {16: SplitConfig(2), ROWS: SplitConfig(2)}, "qkv": {}}
-    assert tune_steps.with_choice(start, "o", ROWS, None) == {"o": {16: SplitConfig(2)}, "qkv": {}}
-    assert tune_steps.with_choice(start, "qkv", ROWS, CONFIGS[0]) == start | {"qkv": {ROWS: CONFIGS[0]}}
+@pytest.mark.parametrize("rows", [1, 2, 4, 16, 17, 256])
+def test_contenders_fit_and_have_the_library_among_them(tune_steps: Any, rows: int) -> None:
+    for kind in KINDS:
+        for n, k in ((4096, 1024), (24576, 4096), (512, 1100), (151936, 4096)):
+            gemm = Gemm(kind, n, k, "bfloat16", True)
+            found = tune_steps.contenders(gemm, rows)
+            assert found[0] == LIBRARY and not any(misfit(gemm, config) for config in found)
+            assert rows <= 16 or not any(config.is_skinny for config in found)
+            if k % 8 == 0 and rows <= 16:
+                assert any(config.is_skinny for config in found)
+
+
+def test_a_table_is_added_to(tune_steps: Any, tmp_path: Path) -> None:
+    """What was tuned replaces its like, and leaves other models' entries alone."""
+    first, second = (Gemm(kind, 512, 512, "bfloat16", True) for kind in SUMMED)
+    path = tmp_path / "choices.json"
+    save(path, tune_steps.table_of("NVIDIA X", {first: {16: LIBRARY, 32: CONFIGS[0]}}))
+    half = first._replace(dtype="float16")
+    save(path, tune_steps.table_of("NVIDIA X", {second: {32: CONFIGS[1]}}, load(path)))
+    assert load(path).lookup(half, 20) == CONFIGS[0] and load(path).lookup(second, 20) == CONFIGS[1]
+    save(path, tune_steps.table_of("NVIDIA X", {half: {32: CONFIGS[2]}}, load(path)))
+    assert load(path).lookup(first, 20) == CONFIGS[2] and load(path).devices == ("NVIDIA X",)

@@ -9,7 +9,6 @@ from nanovllm.attention.base import AttentionBackend, AttentionMetadata, Attenti
 from nanovllm.attention.split import attention_halves
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.base.padded_rows import empty_rows
-from nanovllm.kernels.gemm.push import Partial
 from nanovllm.kernels.pointwise.rope import QKNormRope
 from nanovllm.layers.linear import HeadSplit, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
@@ -109,8 +108,11 @@ class Attention(WeightedModule):
         self.kernels = kernels
         self.backend = backend
         head_dim = options.head_dim
-        self.qkv_proj = QKVParallelLinear(hidden_size, heads, head_dim, dtype, device, options.qkv_bias)
-        self.o_proj = RowParallelLinear(heads.num_heads * head_dim, hidden_size, group, dtype, device)
+        self.qkv_proj = QKVParallelLinear(
+            hidden_size, heads, head_dim, dtype, device, bias=options.qkv_bias, adds_bias=False
+        )
+        width = heads.num_heads * head_dim
+        self.o_proj = RowParallelLinear(width, hidden_size, group, dtype, device, kind="o", multiple=1)
         self.q_norm_weight = self.k_norm_weight = self.sinks = None
         if options.qk_norm is not None:
             norm_dtype = torch.float32 if options.norm_weight_offset else dtype
@@ -135,7 +137,7 @@ class Attention(WeightedModule):
         heads, head_dim = self.cache_shape
         self.k_cache = self.v_cache = self.qkv_proj.weight.new_empty(0, heads, 1, head_dim)
 
-    def forward(self, x: torch.Tensor, step: ForwardStep, wanted: torch.Tensor | None = None) -> Partial:
+    def forward(self, x: torch.Tensor, step: ForwardStep, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """`wanted` int [N]: the tokens whose result anybody will read, [N, hidden]; all have their keys stored."""
         return self.o_proj(wanted_rows(self.attend(self.qkv_proj(x), step), wanted))
 

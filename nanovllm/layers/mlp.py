@@ -1,12 +1,11 @@
 """The dense MLP of one rank: gated (Shazeer, arXiv 2002.05202) or not."""
 
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 
 import torch
 
 from nanovllm.kernels import Kernels
-from nanovllm.kernels.gemm.push import Partial
-from nanovllm.layers.few_rows import linear_silu_mul
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
 from nanovllm.parallel.group import TensorParallelGroup
@@ -31,9 +30,14 @@ class MLP(WeightedModule):
         """Our GEMM kernels compute this activation themselves."""
         return self.gated and self.activation == "silu"
 
-    def forward(self, x: torch.Tensor) -> Partial:
+    @property
+    def pdl_rows(self) -> AbstractSet[int]:
+        """Numbers of rows that end in a kernel of our own; see ParallelLinear."""
+        return self.down_proj.pdl_rows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.can_fuse:
-            return self.down_proj(linear_silu_mul(x, self.gate_up_proj, self.kernels))
+            return self.down_proj(self.gate_up_proj.forward_silu_mul(x, self.kernels))
         return self.down_proj(self.kernels.activation(self.gate_up_proj(x), self.activation, self.gated))
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:

@@ -1,11 +1,11 @@
 """Norms, and the joint where the ranks' partial sums meet the residual stream."""
 
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 
 import torch
 
 from nanovllm.kernels import Kernels
-from nanovllm.kernels.gemm.push import Partial, Pushed
 from nanovllm.kernels.pointwise.norm import Norm, add_up
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
 from nanovllm.parallel.group import TensorParallelGroup
@@ -41,8 +41,7 @@ class ReduceAddNorm(WeightedModule):
     model.
 
     (partial [T, hidden], residual [T, hidden] or None at the start) -> (normalised [T, hidden], residual [T, hidden]).
-    A partial may also be float32 [parts, T, hidden], sums over parts of K that make it (decode.py), or be on
-    its way to the ranks already (kernels/gemm/push.py).
+    A partial may also be float32 [parts, T, hidden], sums over parts of K that make it (kernels/gemm/decode.py).
     The residual is for the next ReduceAddNorm of the same step alone: with several ranks, rows of it may be another's,
     or missing.
     """
@@ -63,9 +62,9 @@ class ReduceAddNorm(WeightedModule):
         self.kernels = kernels
         self.is_plain = norm is not None and norm.kind == "rms" and after is None and multiplier == 1.0
         """Only a sum, an addition and an RMSNorm: what peer memory and fused GEMMs do in one kernel."""
-        self.dependent_rows: frozenset[int] = frozenset()
-        """Numbers of rows whose partial comes from a kernel of our own, which lets a sum over ranks be launched
-        dependently; set with the kernels' choices (runner/tuning.py)."""
+        self.dependent_rows: AbstractSet[int] = frozenset()
+        """Numbers of rows whose partial comes from a kernel of our own, behind which the all-reduce is launched
+        dependently (PDL): `pdl_rows` of the layer before, which the model sets."""
 
     @property
     def weight(self) -> torch.Tensor:
@@ -77,13 +76,12 @@ class ReduceAddNorm(WeightedModule):
         assert self.norm is not None
         return self.norm.eps
 
-    def forward(self, partial: Partial, residual: torch.Tensor | None) -> Normed:
-        rows = partial.rows if isinstance(partial, Pushed) else partial.shape[-2]
+    def forward(self, partial: torch.Tensor, residual: torch.Tensor | None) -> Normed:
+        rows = partial.shape[-2]
         fused = self.group.fused_all_reduce(rows) if self.is_plain else None
         if fused is not None:
             dependent = rows in self.dependent_rows
             return fused.all_reduce_add_rms_norm(partial, residual, self.weight, self.eps, dependent=dependent)
-        assert isinstance(partial, torch.Tensor), "only peer memory has places to push to"
         if self.group.size > 1 and partial.dim() == 3:
             assert residual is not None
             partial = add_up(partial, residual.dtype)

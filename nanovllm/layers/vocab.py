@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from nanovllm.kernels import Kernels
 from nanovllm.layers.linear import ParallelLinear
-from nanovllm.layers.weights import CheckpointWeight, Shard, parameter
+from nanovllm.layers.weights import CheckpointWeight, Shard
 from nanovllm.parallel.group import TensorParallelGroup
 
 _ALIGNMENT = 16  # rows of a rank; keeps the head's matrix product on the fast tile sizes
@@ -32,15 +32,14 @@ class VocabParallelEmbedding(ParallelLinear):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        super().__init__()
         rows = -(-vocab_size // group.size)
         rows = -(-rows // _ALIGNMENT) * _ALIGNMENT if group.size > 1 else rows
+        super().__init__("head", rows, hidden_size, dtype, device)
         self.vocab_size = vocab_size
         self.group_size = group.size
         self.kernels = kernels
         self.vocab_start = rows * group.rank
         self.num_valid = max(0, min(rows, vocab_size - self.vocab_start))
-        self.weight = parameter(rows, hidden_size, dtype=dtype, device=device)
         self.weight[self.num_valid :].zero_()
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:

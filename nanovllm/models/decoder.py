@@ -15,10 +15,8 @@ from torch import nn
 
 from nanovllm.attention.base import AttentionBackend, AttentionSpec
 from nanovllm.kernels import Kernels
-from nanovllm.kernels.gemm.push import Partial
 from nanovllm.layers.attention import Attention, AttentionOptions, ForwardStep, wanted_rows
-from nanovllm.layers.few_rows import linear_residual, norm_linear, norm_linear_silu_mul
-from nanovllm.layers.linear import HeadSplit
+from nanovllm.layers.linear import HeadSplit, RowParallelLinear
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.norm import ReduceAddNorm, RowNorm
 from nanovllm.layers.rotary import cos_sin_table
@@ -147,14 +145,18 @@ class DecoderLayer(WeightedModule):
         if not self.is_parallel:
             self.post_attention_layernorm = context.joint(get("mlp_norm"), get("attention_out_norm"))
         self.mlp: Any = MLPS[spec.mlp](context)
+        if self.is_parallel:
+            for module in self.modules():
+                if isinstance(module, RowParallelLinear):
+                    module.takes_parts = False  # the blocks' results are added before a joint sees them
 
     def forward(
         self,
-        partial: Partial,
+        partial: torch.Tensor,
         residual: torch.Tensor | None,
         step: ForwardStep,
         wanted: torch.Tensor | None = None,
-    ) -> tuple[Partial, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """`wanted` int [N], on one rank: the tokens whose results anybody will read, here and in what follows."""
         x, residual = self.input_layernorm(partial, residual)
         if wanted is not None:
@@ -164,6 +166,12 @@ class DecoderLayer(WeightedModule):
             return attended + self.mlp(wanted_rows(x, wanted)), residual
         x, residual = self.post_attention_layernorm(attended, residual)
         return self.mlp(x), residual
+
+    def precedes(self, joint: ReduceAddNorm) -> None:
+        """`joint` takes in what this layer hands on."""
+        if not self.is_parallel:
+            self.post_attention_layernorm.dependent_rows = self.self_attn.o_proj.pdl_rows
+            joint.dependent_rows = getattr(self.mlp, "pdl_rows", frozenset())
 
     def blocks(self, steps: tuple[ForwardStep, ForwardStep]) -> Iterator[Block]:
         """The same as joints and what follows each, for the halves of a step (run_halves)."""
@@ -176,11 +184,12 @@ class DecoderLayer(WeightedModule):
     def forward_few_rows(self, residual: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """The same layer for a handful of rows on one rank, with norm, activation and residual inside the products that
         our kernels make; updates and returns `residual`. For layers that can_fuse."""
-        attention, mlp = self.self_attn, self.mlp
-        qkv = norm_linear(residual, self.input_layernorm, attention.qkv_proj)
-        linear_residual(attention.attend(qkv, step), attention.o_proj, residual)
-        activated = norm_linear_silu_mul(residual, self.post_attention_layernorm, mlp.gate_up_proj)
-        return linear_residual(activated, mlp.down_proj, residual)
+        attention, mlp, joint = self.self_attn, self.mlp, self.input_layernorm
+        qkv = attention.qkv_proj.forward_normed(residual, joint.weight, joint.eps, joint.kernels)
+        attention.o_proj.add_to(residual, attention.attend(qkv, step))
+        joint = self.post_attention_layernorm
+        activated = mlp.gate_up_proj.forward_normed_silu_mul(residual, joint.weight, joint.eps, joint.kernels)
+        return mlp.down_proj.add_to(residual, activated)
 
     @property
     def can_fuse(self) -> bool:
@@ -211,6 +220,9 @@ class DecoderForCausalLM(WeightedModule):
             self.layers.append(layer := DecoderLayer(context, spec, tables, incoming))
             incoming = layer.norms.get("mlp_out_norm")
         self.norm = context.joint(context.norm(), incoming)
+        joints = [*(layer.input_layernorm for layer in self.layers), self.norm]
+        for layer, joint in zip(self.layers, joints[1:], strict=True):
+            layer.precedes(joint)
         self.group = context.group
         self.fused_rows: set[int] = set()
         """Numbers of rows that take forward_few_rows; set with the kernels' choices (runner/tuning.py)."""

@@ -17,6 +17,7 @@ from nanovllm.models.checkpoint import check_names, load_checkpoint, load_dummy,
 from nanovllm.models.decoder import ModelContext, attention_specs
 from nanovllm.models.registry import decoder_class
 from nanovllm.parallel.group import TensorParallelGroup
+from nanovllm.runner import tuning
 from nanovllm.runner.cuda_graphs import StepGraphs
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.kv_cache import GIB, MemoryProbe, bind_kv_cache, block_bytes, blocks_that_fit, host_memory
@@ -29,7 +30,7 @@ from nanovllm.wire.shapes import MAX_CHUNK_ROWS, StepShape
 
 if TYPE_CHECKING:
     from nanovllm.executor.local import RunnerInit
-    from nanovllm.runner.tuning import Choices
+    from nanovllm.kernels.gemm.choice import Choices
     from nanovllm.startup.compile_pool import KernelCompiler
 
 logger = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ class ModelRunner:
         parts = (self.group, self.kernels, self.backend)
         context = ModelContext(model, *parts, self.dtype, self.device, self.max_model_len)
         self.model = decoder_class(model.architecture)(context)
+        self.gemm_table = tuning.table_for(self.device, config.kernel_choices)
         self.weights = list(self.model.checkpoint_weights())
         self.work = StepWork(config, self.model, context, self.io)
         self.general_sampler = GeneralSampler(self.kernels, self.group, self.io, self.device, model.vocab_size)
@@ -175,25 +177,24 @@ class ModelRunner:
             capacity = packed_capacity(num_blocks, config.max_num_seqs, config.max_num_batched_tokens)
             self.io.allocate(capacity, rows, config.step_mailbox and not config.enforce_eager)
 
+    @property
+    def _tunes(self) -> bool:
+        """Kernels of our own may multiply."""
+        config = self.config
+        return self.device.type == "cuda" and config.small_batch_kernels and config.fused_kernels
+
     @torch.inference_mode()
     def choose_kernels(self) -> "Choices":
         """What all ranks are to multiply with, by the number of rows (runner/tuning.py). Called on rank 0 alone."""
-        config = self.config
-        if self.device.type == "cpu" or not (config.small_batch_kernels and config.fused_kernels):
+        if not self._tunes:
             return {}
-        from nanovllm.runner import tuning
-
-        with self.io.stream_context():
-            fused = self.group.size == 1
-            return tuning.chosen(self.model, self.kernels, config.kernel_choices, fused, config.max_num_seqs)
+        return tuning.chosen(self.model, self.gemm_table, self.group.size == 1, self.config.max_num_seqs)
 
     @torch.inference_mode()
     def capture_graphs(self, choices: "Choices") -> int:
         """Takes rank 0's `choices` of kernels and captures every step shape; returns their number."""
         if choices:
-            from nanovllm.runner import tuning
-
-            tuning.apply(self.model, choices, fused=self.group.size == 1, push=self.config.push_products)
+            tuning.apply(self.model, choices, fused=self.group.size == 1)
         if self.device.type == "cpu" or self.config.enforce_eager:
             return 0
         with self.io.stream_context():
@@ -208,11 +209,10 @@ class ModelRunner:
     def time_step(self, choices: "Choices", num_decode_rows: int, replays: int) -> float:
         """Microseconds of the last step over again, with `choices` of kernels and so many rows as it had, without
         step_mailbox; infinite where these cannot run. For choosing (scripts/tune_steps.py): all ranks are called."""
-        from nanovllm.kernels.gemm.skinny_tune import graph_us
-        from nanovllm.runner import tuning
+        from nanovllm.kernels.base.graph_timing import graph_us
 
         self._tick()
-        tuning.apply(self.model, choices, fused=self.group.size == 1, push=self.config.push_products)
+        tuning.apply(self.model, choices, fused=self.group.size == 1)
         with self.io.stream_context():
             try:
                 return graph_us([lambda: self.work.run_padded(StepShape(num_decode_rows, 0))], replays)
@@ -296,6 +296,7 @@ class ModelRunner:
             "attention_backend_reason": self.backend.fallen_back_from or self.backend_reason,
             "block_size": self.block_size,
             "all_reduce": self.group.all_reduce_name,
+            "gemms": tuning.report(self.model, self.gemm_table, self.group.size == 1) if self._tunes else "library",
             "cuda_graphs": len(self.graphs) if self.graphs else 0,
             **self.memory.report(),
         }

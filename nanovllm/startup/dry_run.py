@@ -7,7 +7,6 @@ down to the alignment of each pointer, and cannot fall behind the code.
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,11 +32,9 @@ def rehearse(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> Non
     config, work, layers = runner.config, runner.work, runner.model.layers
     with torch.inference_mode(), runner.io.stream_context(), runner.group.muted(), launching_nothing(submit):
         runner.allocate_kv_cache(1)
-        choices: tuning.Choices = {}
-        if config.kernel_choices is None or Path(config.kernel_choices).is_file():
-            choices = runner.choose_kernels()
+        choices = runner.choose_kernels()
         try:
-            tuning.apply(runner.model, choices, fused=runner.group.size == 1, push=config.push_products)
+            tuning.apply(runner.model, choices, fused=runner.group.size == 1)
             local_ids = runner.model.lm_head.weight.shape[0]
             runner.general_sampler.rehearse(local_ids, runner.dtype, work.buffers, work.state)  # the longest first
             runner.model.layers = layers[:1]

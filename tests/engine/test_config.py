@@ -67,7 +67,6 @@ BOOLS = [
     "dependent_launch",
     "step_mailbox",
     "peer_all_reduce",
-    "push_products",
     "overlap_all_reduce",
     "parallel_compile",
     "async_scheduling",

@@ -257,7 +257,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain kernels": {"fused_kernels": False},
     "eager, tight, synchronous": {**TIGHT, "enforce_eager": True, "async_scheduling": False},
     "two ranks": {"tensor_parallel_size": 2},
-    "two ranks, products stored": {"tensor_parallel_size": 2, "push_products": False},
     "two ranks, tight, NCCL": {**TIGHT, "tensor_parallel_size": 2, "peer_all_reduce": False},
     "four ranks": {"tensor_parallel_size": 4},
     "two ranks, in halves": {"tensor_parallel_size": 2, "overlap_all_reduce": True},

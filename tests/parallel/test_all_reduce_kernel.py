@@ -21,7 +21,6 @@ from nanovllm.parallel.peer.limits import AllReduceLimits
 from nanovllm.parallel.peer.memory import (
     Layout,
     fill_with_sentinels,
-    one_shot_targets,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,7 +128,6 @@ def shared_memory_rank(
         limits=AllReduceLimits(),
         blocks=blocks,
         peers=torch.tensor(addresses),
-        one_shot_targets=torch.tensor(one_shot_targets(addresses, rank, layout)),
         parity=torch.zeros(3, 128, dtype=torch.int32),
         abort_word=torch.zeros(1, dtype=torch.int32),
     )

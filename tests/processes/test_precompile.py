@@ -30,7 +30,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from nanovllm.kernels.pointwise import activation
-from nanovllm.kernels.gemm import skinny as small_gemm
+from nanovllm.kernels.gemm import skinny
+from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.kernels.step import input as step_input
 from nanovllm.startup.compile_server import _TargetOnly, settle_keys
 from nanovllm.startup.dry_run import launching_nothing
@@ -46,7 +47,7 @@ def work():
     for rows in (1, 2, 1):
         activation.silu_mul(gate_up[:rows])
         step_input.prepare_decode(step, 16, state, 16, buffers.narrow(rows, rows))
-    small_gemm.linear(gate_up[:1].clone(), weight)
+    skinny.linear(gate_up[:1].clone(), weight, GemmConfig("fma", 8, block_k=256, stages=1))
 
 before = JITFunction.run
 with launching_nothing(compiler.submit):
@@ -63,7 +64,7 @@ assert set(os.listdir(folder)) == entries and len(entries) == 4, (entries, os.li
 """
 
 
-# A CPU's runner with everything that a GPU's has: Triton's kernels and attention, few-row products, captured shapes.
+# A CPU's runner with everything that a GPU's has: Triton's kernels and attention, skinny GEMMs, captured shapes.
 REHEARSAL = """
 import collections
 import torch
@@ -91,7 +92,7 @@ model = read_model_config(config)
 runner = model_runner.ModelRunner(RunnerInit(settle(config, model), model, 0.0, 1), 0, None)
 runner.io.step_buffer = torch.zeros(20000, dtype=torch.int32)
 runner._new_graphs = lambda: StepGraphs(None, 72, config.max_num_batched_tokens, None)
-runner.choose_kernels = lambda: tuning.measured(runner.model, True, 72)
+runner.choose_kernels = lambda: tuning.chosen(runner.model, runner.gemm_table, True, 72)
 jobs, layers = [], runner.model.layers
 rehearsal.rehearse(runner, jobs.append)
 assert runner.model.layers is layers and not runner.model.fused_rows and not runner.work.captured_logits
@@ -102,9 +103,9 @@ assert set(counts) >= {f"_{name}_kernel" for name in single} | {"_best_of_chunks
     "prefill_attention_kernel", "plan_prefill_kernel", "merge_chunks_kernel"}, counts
 classes = {(runner.backend.decode._config(rows), rows == 1) for rows in range(1, 73)}
 assert counts["decode_attention_kernel"] == len(classes) > 1 and counts["plan_decode_kernel"] >= len(classes), counts
-expected = {(name, config.kernel) for name, by_rows in runner.choose_kernels().items() for config in by_rows.values()}
-assert {kernel for _, kernel in expected} == {job.name.split("_")[2] for job in jobs if "small_gemm" in job.name}
-assert sum(n for name, n in counts.items() if "small_gemm" in name) >= len(expected) - 2, (expected, counts)
+expected = {(gemm, config.kernel) for gemm, by_rows in runner.choose_kernels().items() for config in by_rows.values()}
+assert {kernel for _, kernel in expected} == {job.name.split("_")[1] for job in jobs if "skinny" in job.name}
+assert sum(n for name, n in counts.items() if "skinny" in name) >= len(expected) - 2, (expected, counts)
 """
 
 

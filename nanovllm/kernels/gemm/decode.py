@@ -1,16 +1,15 @@
-"""Products of decode steps of 17 to 256 rows: cuBLAS over parts of K, and a kernel of our own for small matrices.
+"""GEMMs of decode steps, up to 256 rows: cuBLAS over parts of K, and a kernel of our own for small matrices.
 
 cuBLAS leaves most of the chip idle where a weight has few rows: of N = 4096 it makes 32 tiles for 132 multiprocessors.
 Here K is cut into parts, computed side by side, and their float32 sums are handed on as [parts, M, N] to add + RMSNorm
 (norm.py), which adds them up on its way at next to no cost. No kernel waits for another's part, so no fence is needed.
 
-The kernel of our own (decode_kernel.py) wins where products are so short that the gaps between kernels count: it
+The kernel of our own (decode_kernel.py) wins where GEMMs are so short that the gaps between kernels count: it
 fetches its first weights into L2 while the kernel before it still runs (programmatic dependent launch, see pdl.py), and
-computes the activation with gate and up. In large products of many rows, what its tiles read of x out of L2 weighs more
-than the weights, and cuBLAS shares those reads between multiprocessors: decode_rule.py says which takes what.
+computes the activation with gate and up. In large GEMMs of many rows, what its tiles read of x out of L2 weighs more
+than the weights, and cuBLAS shares those reads between multiprocessors: choice.py says which takes what.
 """
 
-from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -19,43 +18,18 @@ from torch import Tensor
 from nanovllm.kernels.base.padded_rows import empty_rows, rows_in_memory
 from nanovllm.kernels.base.pdl import pdl_options
 from nanovllm.kernels.base.triton_import import triton
-from nanovllm.kernels.gemm.decode_kernel import mid_gemm_kernel
-from nanovllm.kernels.gemm.push import Places, push_arguments
+from nanovllm.kernels.gemm.choice import GemmConfig
+from nanovllm.kernels.gemm.decode_kernel import decode_gemm_kernel
 from nanovllm.kernels.pointwise.activation import silu_mul_reference
 
 PREFETCH_BYTES = 64 << 10
 """Of a program's weights, to bring into L2 before it may start: about what its pipeline asks for first."""
 
 
-@dataclass(frozen=True)
-class SplitConfig:
-    """cuBLAS over `splits` equal parts of K."""
-
-    splits: int
-
-
-@dataclass(frozen=True)
-class MidConfig:
-    """How our kernel cuts a product.
-
-    block_n: weight rows of a tile (of gates, and as many ups, where both are computed). block_m: rows of x of a tile.
-    block_k: columns of a step; stages: steps in flight. splits: programs that share a tile's K.
-    """
-
-    block_n: int
-    block_m: int
-    block_k: int
-    stages: int
-    splits: int = 1
-    num_warps: int = 4
-
-    def split(self, splits: int) -> "MidConfig":
-        return replace(self, splits=splits)
-
-
-def split_linear(x: Tensor, weight: Tensor, splits: int) -> Tensor:
-    """x [M, K] @ weight [N, K]^T as float32 [splits, M, N], a sum over each of `splits` equal parts of K, by cuBLAS."""
-    (rows, k), n = x.shape, weight.shape[0]
+def split_linear(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
+    """x [M, K] @ weight [N, K]^T as float32 [split_k, M, N], a sum over each of
+    config.split_k equal parts of K, by cuBLAS."""
+    (rows, k), n, splits = x.shape, weight.shape[0], config.split_k
     part = k // splits
     x_parts = x.view(rows, splits, part).transpose(0, 1)
     weight_parts = weight.view(n, splits, part).permute(1, 2, 0)
@@ -64,27 +38,19 @@ def split_linear(x: Tensor, weight: Tensor, splits: int) -> Tensor:
     return torch.bmm(x_parts.float(), weight_parts.float())
 
 
-def linear(x: Tensor, weight: Tensor, config: MidConfig, *, pdl: bool = True) -> Tensor:
-    """x [M, K] @ weight [N, K]^T in one dtype -> [M, N]; with config.splits > 1 float32 [splits, M, N], sums over parts
-    of K."""
+def linear(x: Tensor, weight: Tensor, config: GemmConfig, *, pdl: bool = True) -> Tensor:
+    """x [M, K] @ weight [N, K]^T in one dtype -> [M, N]; with config.split_k > 1 float32 [split_k, M, N], sums over
+    parts of K."""
     rows, n = x.shape[0], weight.shape[0]
-    parts = config.splits > 1
-    out = x.new_empty(config.splits, rows, n, dtype=torch.float32) if parts else x.new_empty(rows, n)
+    parts = config.split_k > 1
+    out = x.new_empty(config.split_k, rows, n, dtype=torch.float32) if parts else x.new_empty(rows, n)
     return _launch(x, weight, n, config, out, False, pdl)
 
 
-def push_linear(x: Tensor, weight: Tensor, places: Places, config: MidConfig, *, pdl: bool = True) -> None:
-    """`linear` into the ranks' places (push.py); K cannot be split."""
-    if config.splits != 1:
-        raise ValueError(f"{config}: what is sent must be whole")
-    places.check(x.shape[0], weight.shape[0], x.dtype)
-    _launch(x, weight, weight.shape[0], config, x, False, pdl, places)
-
-
-def linear_silu_mul(x: Tensor, gate_up_weight: Tensor, config: MidConfig, *, pdl: bool = True) -> Tensor:
+def linear_silu_mul(x: Tensor, gate_up_weight: Tensor, config: GemmConfig, *, pdl: bool = True) -> Tensor:
     """silu(gate) * up of x [M, K] for gate_up_weight [2 I, K], gates first -> [M, I]. Rounds as the product and the
     activation kernel by themselves do. K cannot be split."""
-    if config.splits != 1:
+    if config.split_k != 1:
         raise ValueError(f"{config}: gate and up must be whole before the activation")
     size = gate_up_weight.shape[0] // 2
     out = empty_rows(x.shape[0], size, x.dtype, x.device)
@@ -96,11 +62,11 @@ def split_linear_reference(x: Tensor, weight: Tensor, splits: int) -> Tensor:
     return _sums(x, weight, [x.shape[1] // splits * part for part in range(splits + 1)])
 
 
-def linear_reference(x: Tensor, weight: Tensor, config: MidConfig) -> Tensor:
+def linear_reference(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
     """Plain twin of `linear`: the same columns in each part."""
     steps = -(-x.shape[1] // config.block_k)
-    sums = _sums(x, weight, [steps * part // config.splits * config.block_k for part in range(config.splits + 1)])
-    return sums if config.splits > 1 else sums[0].to(x.dtype)
+    sums = _sums(x, weight, [steps * part // config.split_k * config.block_k for part in range(config.split_k + 1)])
+    return sums if config.split_k > 1 else sums[0].to(x.dtype)
 
 
 def linear_silu_mul_reference(x: Tensor, gate_up_weight: Tensor) -> Tensor:
@@ -112,11 +78,8 @@ def _sums(x: Tensor, weight: Tensor, ends: list[int]) -> Tensor:
     return torch.stack([x[:, a:b].float() @ weight[:, a:b].float().T for a, b in pairwise(ends)])
 
 
-def _launch(
-    x: Tensor, weight: Tensor, n_out: int, config: MidConfig, out: Tensor, gated: bool, pdl: bool,
-    places: Places | None = None,
-) -> Tensor:  # fmt: skip
-    """`out` is filled, or where `places` are given, they are, and `out` is any tensor of the result's dtype."""
+def _launch(x: Tensor, weight: Tensor, n_out: int, config: GemmConfig, out: Tensor, gated: bool, pdl: bool) -> Tensor:
+    """Fills and returns `out` [M, n_out] or float32 [split_k, M, n_out]."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     rows, k = x.shape
@@ -124,18 +87,18 @@ def _launch(
         raise ValueError(f"weight {list(weight.shape)} does not fit x {list(x.shape)}, or K is no multiple of 16 bytes")
     if not (x.is_contiguous() and weight.is_contiguous()) or x.dtype != weight.dtype:
         raise ValueError(f"contiguous tensors of one dtype expected, got {x.dtype} and {weight.dtype}")
-    if config.splits > triton.cdiv(k, config.block_k):
+    if config.split_k > triton.cdiv(k, config.block_k):
         raise ValueError(f"{config} leaves a split without columns, K = {k}")
     columns = PREFETCH_BYTES // (config.block_n * (2 if gated else 1) * weight.element_size())
-    grid = (triton.cdiv(rows, config.block_m), triton.cdiv(n_out, config.block_n), config.splits)
+    grid = (triton.cdiv(rows, config.block_m), triton.cdiv(n_out, config.block_n), config.split_k)
     readable = min(rows_in_memory(x), grid[0] * config.block_m)
-    mid_gemm_kernel[grid](
+    decode_gemm_kernel[grid](
         TensorDescriptor(x, [readable, k], [k, 1], [config.block_m, config.block_k]),
         TensorDescriptor(weight, list(weight.shape), [k, 1], [config.block_n, config.block_k]),
         weight, out, rows=rows, n_out=n_out, k=k,
         BLOCK_N=config.block_n, BLOCK_M=config.block_m, BLOCK_K=config.block_k, STAGES=config.stages,
-        GATED=gated, PARTS=config.splits > 1, X_LEFT=config.block_n < 64,
+        GATED=gated, PARTS=config.split_k > 1, X_LEFT=config.block_n < 64,
         PREFETCH=max(64, min(columns, triton.next_power_of_2(k))), num_warps=config.num_warps,
-        **push_arguments(places, out), **pdl_options(x.device, pdl),
+        **pdl_options(x.device, pdl),
     )  # fmt: skip
     return out

@@ -10,7 +10,6 @@ A row's sum over K goes in an order that the shapes alone decide, and does not d
 
 from nanovllm.kernels.base.prefetch import prefetch_lines
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.gemm.push import destinations, store_tile_to
 
 
 @triton.jit
@@ -40,16 +39,14 @@ def _silu_mul(gate, up, dtype: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def mid_gemm_kernel(
-    X, W, w_ptr, out_ptr, targets_ptr, parity_ptr, rows, n_out, k,
+def decode_gemm_kernel(
+    X, W, w_ptr, out_ptr, rows, n_out, k,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     GATED: tl.constexpr, PARTS: tl.constexpr, X_LEFT: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
-    WORLD: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of rows, tiles of weights, splits of K). X and W are descriptors of x [rows, k] and of the weights
     [n_out, k], or [2 n_out, k] where GATED: then a program has BLOCK_N gates and the BLOCK_N ups that belong to them.
-    out [rows, n_out]; with PARTS float32 [splits, rows, n_out], a sum for each split. WORLD > 0: out goes to the places
-    of a sum over ranks (push.py), and out_ptr only says of which dtype it is.
+    out [rows, n_out]; with PARTS float32 [splits, rows, n_out], a sum for each split.
     """
     split, splits = tl.program_id(2), tl.num_programs(2)
     first_row = tl.program_id(0) * BLOCK_M
@@ -62,7 +59,6 @@ def mid_gemm_kernel(
             _prefetch(w_ptr, n_out + first_col, 2 * n_out, begin * BLOCK_K, k, BLOCK_N, PREFETCH)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    to = destinations(out_ptr, targets_ptr, parity_ptr, WORLD, HALF)
 
     acc = tl.zeros([BLOCK_M, BLOCK_N] if X_LEFT else [BLOCK_N, BLOCK_M], dtype=tl.float32)
     if GATED:
@@ -83,4 +79,4 @@ def mid_gemm_kernel(
     live = (row < rows)[:, None] & (col < n_out)[None, :]
     if PARTS:
         at += split * rows * n_out
-    store_tile_to(to, at, acc, live, WORLD)
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=live)

@@ -14,8 +14,7 @@ A row's result does not depend on how many rows share the launch: its accumulato
 """
 
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.gemm.push import destinations
-from nanovllm.kernels.gemm.tile import LANE_SPAN, arrive_last, load_residual, store_tile, sum_splits, weight_rows
+from nanovllm.kernels.gemm.epilogue import LANE_SPAN, arrive_last, load_residual, store_tile, sum_splits, weight_rows
 
 
 @triton.jit
@@ -76,12 +75,11 @@ def _row_scale(x_ptr, live, eps, K: tl.constexpr, WARPS: tl.constexpr, CHUNKS: t
 
 
 @triton.jit(do_not_specialize=["rows", "n_out"])
-def small_gemm_fma_kernel(
-    x_ptr, w_ptr, norm_ptr, out_ptr, res_ptr, scratch_ptr, counter_ptr, targets_ptr, parity_ptr, rows, n_out, eps,
+def skinny_fma_kernel(
+    x_ptr, w_ptr, norm_ptr, out_ptr, res_ptr, scratch_ptr, counter_ptr, rows, n_out, eps,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr,
     PRELOAD: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, NORM: tl.constexpr,
-    PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr, WARPS: tl.constexpr, WORLD: tl.constexpr,
-    HALF: tl.constexpr,
+    PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (column tiles, SPLIT_K); x is [rows <= ROWS, K]. EVEN_K: the STEPS x SPLIT_K steps tile K exactly."""
     SPAN: tl.constexpr = CHUNKS * LANE_SPAN
@@ -102,7 +100,6 @@ def small_gemm_fma_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    to = destinations(out_ptr, targets_ptr, parity_ptr, WORLD, HALF)
 
     scales = ()
     accs = ()
@@ -130,16 +127,16 @@ def small_gemm_fma_kernel(
             summed = summed + (accs[row] + _lane_sums(tile * x.to(tl.float32), WARPS, CHUNKS),)
         accs = summed
     _finish(
-        accs, residuals, to, res_ptr, scratch_ptr, counter_ptr, rows, n_out,
-        ROWS, BLOCK_N, SPLIT_K, PAIRED, RESIDUAL, WARPS, WORLD,
+        accs, residuals, out_ptr, res_ptr, scratch_ptr, counter_ptr, rows, n_out,
+        ROWS, BLOCK_N, SPLIT_K, PAIRED, RESIDUAL, WARPS,
     )  # fmt: skip
 
 
 @triton.jit
 def _finish(
-    accs, residuals, to, res_ptr, scratch_ptr, counter_ptr, rows, n_out,
+    accs, residuals, out_ptr, res_ptr, scratch_ptr, counter_ptr, rows, n_out,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, PAIRED: tl.constexpr, RESIDUAL: tl.constexpr,
-    WARPS: tl.constexpr, WORLD: tl.constexpr,
+    WARPS: tl.constexpr,
 ):  # fmt: skip
     """Sum the lanes, and the splits where there are any, and store. Scratch is float32 [SPLIT_K, ROWS, padded N]."""
     PER_WARP: tl.constexpr = BLOCK_N // WARPS
@@ -150,7 +147,7 @@ def _finish(
     if SPLIT_K == 1:
         for row in tl.static_range(ROWS):
             y = tl.sum(accs[row], axis=2)
-            store_tile(y, residuals[row], out_lane, row, to, rows, pid, n_out, BLOCK_N, PAIRED, WORLD)
+            store_tile(y, residuals[row], out_lane, row, out_ptr, rows, pid, n_out, BLOCK_N, PAIRED)
     else:
         width = tl.num_programs(0) * BLOCK_N
         at = pid * BLOCK_N + lane
@@ -160,4 +157,4 @@ def _finish(
             for row in tl.static_range(ROWS):
                 y = sum_splits(scratch_ptr, row * width + at, ROWS * width, SPLIT_K)
                 residual = load_residual(res_ptr, lane, row, rows, pid, n_out, BLOCK_N, RESIDUAL)
-                store_tile(y, residual, out_lane, row, to, rows, pid, n_out, BLOCK_N, PAIRED, WORLD)
+                store_tile(y, residual, out_lane, row, out_ptr, rows, pid, n_out, BLOCK_N, PAIRED)

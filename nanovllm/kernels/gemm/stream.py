@@ -1,20 +1,15 @@
-"""y = f(x) @ W^T for up to 16 rows on tensor cores: a kernel for small matrices, and one for those that must stream.
+"""y = f(x) @ W^T for up to 16 rows on tensor cores.
 
-`small_gemm_tile_kernel` is the tensor-core form of `fma.py`: weight tiles wait in registers from before
-`gdc_wait`, and each warp multiplies its own slice of K (a batched product over CHUNKS), so that few weight rows still
-occupy all warps.
+A plain software-pipelined loop with the weights as the *left* operand (64 weight rows fill a Hopper matrix instruction,
+the 16 rows of x are its narrow side). Before `gdc_wait` it prefetches the first PREFETCH columns of its weight rows
+into L2, since the loop's own copies cannot start ahead of the normalisation.
 
-`small_gemm_stream_kernel` is a plain software-pipelined loop with the weights as the *left* operand (64 weight rows
-fill a Hopper matrix instruction, the 16 rows of x are its narrow side). Before `gdc_wait` it prefetches the first
-PREFETCH columns of its weight rows into L2, since the loop's own copies cannot start ahead of the normalisation.
-
-In both, rows of x beyond `rows` are read as zero; a row's result does not depend on the other rows.
+Rows of x beyond `rows` are read as zero; a row's result does not depend on the other rows.
 """
 
 from nanovllm.kernels.base.prefetch import prefetch_lines
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.gemm.push import destinations
-from nanovllm.kernels.gemm.tile import LANE_SPAN, arrive_last, load_residual, store_tile, sum_splits, weight_rows
+from nanovllm.kernels.gemm.epilogue import arrive_last, load_residual, store_tile, sum_splits, weight_rows
 
 ROWS: tl.constexpr = tl.constexpr(16)
 
@@ -39,84 +34,12 @@ def _normalise(x, gain, scale):
     return (unit * gain.to(tl.float32)).to(x.dtype)
 
 
-@triton.jit
-def _load_tile(
-    row_ptrs, row_live, k0, K: tl.constexpr, CHUNKS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr
-):
-    """A weight tile [CHUNKS, BLOCK_N, 256]. It is read once, so it goes past L1, which x needs."""
-    cols = k0 + tl.arange(0, CHUNKS)[:, None, None] * LANE_SPAN + tl.arange(0, LANE_SPAN)[None, None, :]
-    if EVEN_K and EVEN_N:
-        w = tl.load(row_ptrs + cols, cache_modifier=".cg")
-    else:
-        w = tl.load(row_ptrs + cols, mask=row_live & (cols < K), other=0.0, cache_modifier=".cg")
-    return w
-
-
-@triton.jit
-def _load_rows(
-    x_ptr, norm_ptr, scales, rows, k0, K: tl.constexpr, CHUNKS: tl.constexpr, EVEN_K: tl.constexpr, NORM: tl.constexpr
-):
-    """Input tile [CHUNKS, 16, 256] in the model dtype, normalised when NORM."""
-    row = tl.arange(0, ROWS)[None, :, None]
-    cols = k0 + tl.arange(0, CHUNKS)[:, None, None] * LANE_SPAN + tl.arange(0, LANE_SPAN)[None, None, :]
-    live = (row < rows) & (cols < K)
-    if EVEN_K:
-        live = (row < rows) & (cols >= 0)
-    x = tl.load(x_ptr + row * K + cols, mask=live, other=0.0)
-    if NORM:
-        x = _normalise(x, tl.load(norm_ptr + cols, mask=cols < K, other=0.0), scales[None, :, None])
-    return x
-
-
 @triton.jit(do_not_specialize=["rows", "n_out"])
-def small_gemm_tile_kernel(
-    x_ptr, w_ptr, norm_ptr, out_ptr, res_ptr, scratch_ptr, counter_ptr, targets_ptr, parity_ptr, rows, n_out, eps,
-    K: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr, PRELOAD: tl.constexpr,
-    SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, NORM: tl.constexpr, PAIRED: tl.constexpr,
-    RESIDUAL: tl.constexpr, PDL: tl.constexpr, WORLD: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
-    """Grid (column tiles, SPLIT_K); x is [rows <= 16, K]. EVEN_K: the STEPS x SPLIT_K steps tile K exactly."""
-    SPAN: tl.constexpr = CHUNKS * LANE_SPAN
-    pid = tl.program_id(0)
-    k_first = tl.program_id(1) * (STEPS * SPAN)
-    w_rows, w_live = weight_rows(tl.arange(0, BLOCK_N), pid, n_out, BLOCK_N, PAIRED)
-    row_ptrs = (w_ptr + w_rows.to(tl.int64) * K)[None, :, None]
-    row_live = w_live[None, :, None]
-    tiles = ()
-    for step in tl.static_range(PRELOAD):
-        tiles = tiles + (_load_tile(row_ptrs, row_live, k_first + step * SPAN, K, CHUNKS, EVEN_K, EVEN_N),)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    to = destinations(out_ptr, targets_ptr, parity_ptr, WORLD, HALF)
-
-    row = tl.arange(0, ROWS)[:, None]
-    lane = tl.arange(0, BLOCK_N)[None, :]
-    residual = load_residual(res_ptr, lane, row, rows, pid, n_out, BLOCK_N, RESIDUAL and SPLIT_K == 1)
-    scales = tl.zeros([ROWS], dtype=tl.float32)
-    if NORM:
-        scales = _row_scales(x_ptr, rows, eps, K, SPAN)
-    acc = tl.zeros([CHUNKS, ROWS, BLOCK_N], dtype=tl.float32)
-    for step in tl.static_range(STEPS):
-        tile = tiles[0]
-        tiles = tiles[1:]
-        if step + PRELOAD < STEPS:
-            k_ahead = k_first + (step + PRELOAD) * SPAN
-            tiles = tiles + (_load_tile(row_ptrs, row_live, k_ahead, K, CHUNKS, EVEN_K, EVEN_N),)
-        x = _load_rows(x_ptr, norm_ptr, scales, rows, k_first + step * SPAN, K, CHUNKS, EVEN_K, NORM)
-        acc = tl.dot(x, tl.permute(tile, (0, 2, 1)), acc, input_precision="ieee")
-    _finish(
-        tl.sum(acc, axis=0), residual, to, res_ptr, scratch_ptr, counter_ptr, rows, n_out,
-        BLOCK_N, SPLIT_K, PAIRED, RESIDUAL, WORLD,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["rows", "n_out"])
-def small_gemm_stream_kernel(
-    x_ptr, w_ptr, norm_ptr, out_ptr, res_ptr, scratch_ptr, counter_ptr, targets_ptr, parity_ptr, rows, n_out, eps,
+def skinny_stream_kernel(
+    x_ptr, w_ptr, norm_ptr, out_ptr, res_ptr, scratch_ptr, counter_ptr, rows, n_out, eps,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
     PREFETCH: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, NORM: tl.constexpr,
-    PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr, WORLD: tl.constexpr, HALF: tl.constexpr,
+    PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (column tiles, SPLIT_K); x is [rows <= 16, K]. EVEN_K: the STEPS x SPLIT_K steps tile K exactly."""
     pid = tl.program_id(0)
@@ -129,7 +52,6 @@ def small_gemm_stream_kernel(
         prefetch_lines(safe_ptrs + tl.arange(0, PREFETCH // 64)[None, :] * 64)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    to = destinations(out_ptr, targets_ptr, parity_ptr, WORLD, HALF)
 
     row = tl.arange(0, ROWS)
     lane = tl.arange(0, BLOCK_N)[None, :]
@@ -154,15 +76,15 @@ def small_gemm_stream_kernel(
             x = _normalise(x, gain[None, :], scales[:, None])
         acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
     _finish(
-        tl.trans(acc), residual, to, res_ptr, scratch_ptr, counter_ptr, rows, n_out,
-        BLOCK_N, SPLIT_K, PAIRED, RESIDUAL, WORLD,
+        tl.trans(acc), residual, out_ptr, res_ptr, scratch_ptr, counter_ptr, rows, n_out,
+        BLOCK_N, SPLIT_K, PAIRED, RESIDUAL,
     )  # fmt: skip
 
 
 @triton.jit
 def _finish(
-    y, residual, to, res_ptr, scratch_ptr, counter_ptr, rows, n_out,
-    BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, WORLD: tl.constexpr,
+    y, residual, out_ptr, res_ptr, scratch_ptr, counter_ptr, rows, n_out,
+    BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, PAIRED: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Sum the splits, if any, and store y float32 [16, BLOCK_N]. Scratch is float32 [SPLIT_K, 16, padded N]."""
     OUT_WIDTH: tl.constexpr = BLOCK_N // 2 if PAIRED else BLOCK_N
@@ -171,7 +93,7 @@ def _finish(
     lane = tl.arange(0, BLOCK_N)[None, :]
     out_lane = tl.arange(0, OUT_WIDTH)[None, :]
     if SPLIT_K == 1:
-        store_tile(y, residual, out_lane, row, to, rows, pid, n_out, BLOCK_N, PAIRED, WORLD)
+        store_tile(y, residual, out_lane, row, out_ptr, rows, pid, n_out, BLOCK_N, PAIRED)
     else:
         width = tl.num_programs(0) * BLOCK_N
         at = row * width + pid * BLOCK_N + lane
@@ -179,4 +101,4 @@ def _finish(
         if arrive_last(counter_ptr + pid, SPLIT_K):
             total = sum_splits(scratch_ptr, at, ROWS * width, SPLIT_K)
             base = load_residual(res_ptr, lane, row, rows, pid, n_out, BLOCK_N, RESIDUAL)
-            store_tile(total, base, out_lane, row, to, rows, pid, n_out, BLOCK_N, PAIRED, WORLD)
+            store_tile(total, base, out_lane, row, out_ptr, rows, pid, n_out, BLOCK_N, PAIRED)

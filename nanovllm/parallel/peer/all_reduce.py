@@ -18,26 +18,16 @@ these out, if only all ranks agree. So that no program reads what another has fl
 and at its end flips that and its share of those that the launch has no program for: between calls all entries are
 equal.
 
-Products that push (push.py). Where a rank's addend is a product of a kernel of our own, that kernel may store its tiles
-straight into the places of a one-shot sum, -0.0 replaced, and the sum's kernel sends nothing. Its programs read entry 0
-of the parity, which equals the others between calls, and touch places only after their own gdc_wait (or an ordinary
-launch): all earlier calls of this rank have ended then, and the call that will flip the parity waits for the product's
-end. So the product is a part of its call that begins when the call before has ended, which is all that the argument
-above asks for: row 0 comes from programs that did so. A product waits for nobody, so a sum that does waits for kernels
-that end. All this needs product and sum in pairs, of the same rows, with no other one-shot sum in between: `push`
-returns a `Pushed` in place of a tensor, and the next sum must be given it, or raises.
-
 Rounding is that of `norm.py`, with one rounding for sum and residual together. An addend may come in parts, as
-there (decode.py): a rank adds up its own, in order, and rounds them once before it sends.
+there (kernels/gemm/decode.py): a rank adds up its own, in order, and rounds them once before it sends.
 Sums are float32 in a fixed order, computed from the same bits by the same code on all ranks (two-shot: on one rank,
 then copied), so that all ranks hold the same bits.
 
 A wait looks at `abort` of the local device memory each time round and is bounded by `max_spins`; after either the
-outputs are garbage and the block is unfit for use. Programs wait for programs (or products) of any rank, after all
+outputs are garbage and the block is unfit for use. Programs wait for programs of any rank, after all
 pushes of theirs that wait for nothing; a launch has at most MAX_PROGRAMS of them, so that all are resident.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,7 +36,6 @@ import torch
 from nanovllm.kernels.base.padded_rows import empty_rows
 from nanovllm.kernels.base.pdl import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.gemm.push import Partial, Places, Pushed
 from nanovllm.kernels.pointwise.norm import add_up
 from nanovllm.parallel.peer.kernels import max_keys_kernel, one_shot_kernel, two_shot_kernel
 from nanovllm.parallel.peer.memory import MAX_PROGRAMS, MAX_SPLIT, SENTINELS, PeerMemory
@@ -121,8 +110,6 @@ class PeerAllReduce:
         self.max_spins = max_spins
         layout = memory.layout
         self._hidden = layout.hidden_size
-        self._pushed: Pushed | None = None
-        """A product in the places whose sum has not been launched."""
         block = triton.next_power_of_2(self._hidden)
         self._shape = {
             "WORLD": layout.world_size,
@@ -147,20 +134,9 @@ class PeerAllReduce:
         layout, limits = self.memory.layout, self.memory.limits
         return CUT_IN_FOUR if rows <= limits.cut_rows(layout.world_size, self._hidden * layout.itemsize) else None
 
-    def push(self, rows: int, multiply: Callable[[Places], object]) -> Pushed:
-        """Has `multiply` launch a product [rows, hidden] that fills the places of the next sum, as all ranks do, and
-        returns what that sum is to be given. rows: of which `path` is one-shot."""
-        if self._pushed is not None:
-            raise ValueError("the product that was pushed last has not been summed")
-        memory, layout = self.memory, self.memory.layout
-        places = Places(memory.one_shot_targets, memory.parity[0], layout.one_shot_rows, self._hidden, memory.dtype)
-        multiply(places)
-        self._pushed = Pushed(rows)
-        return self._pushed
-
     def all_reduce_add_rms_norm(
         self,
-        partial: Partial,
+        partial: torch.Tensor,
         residual: torch.Tensor | None,
         weight: torch.Tensor,
         eps: float,
@@ -170,8 +146,7 @@ class PeerAllReduce:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum over the ranks + residual (float32, one rounding), and the RMSNorm of that.
 
-        partial [T, hidden]: this rank's addend, contiguous, any memory; or float32 [parts, T, hidden], whose sum it is;
-        or what `push` returned for T rows.
+        partial [T, hidden]: this rank's addend, contiguous, any memory; or float32 [parts, T, hidden], whose sum it is.
         residual [T, hidden]: updated in place; None: zeros, and a new tensor is returned. weight [hidden]. Returns
         (normalised [T, hidden], residual [T, hidden]).
         The residual is for further calls with the same T alone: where two-shot is taken, each rank updates only the
@@ -199,32 +174,24 @@ class PeerAllReduce:
         )  # fmt: skip
         return keys
 
-    def _check(self, partial: Partial, residual: torch.Tensor | None, weight: torch.Tensor) -> int:
+    def _check(self, partial: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor) -> int:
         """The sum's rows; ValueError where it is not one."""
-        dtypes = [self.memory.dtype] * 2
-        tensors = [residual, weight]
-        if isinstance(partial, Pushed):
-            shape = (partial.rows, self._hidden)
-        else:
-            in_parts = partial.ndim == 3 and partial.shape[0] > 1
-            if not (in_parts or partial.ndim == 2) or partial.shape[-1] != self._hidden or partial.shape[-2] < 1:
-                raise ValueError(f"partial: shape {tuple(partial.shape)}, need [rows, {self._hidden}] or parts of that")
-            shape = (partial.shape[-2], self._hidden)
-            tensors.append(partial)
-            dtypes.append(torch.float32 if in_parts else self.memory.dtype)
-        for tensor, dtype in zip(tensors, dtypes, strict=True):
+        in_parts = partial.ndim == 3 and partial.shape[0] > 1
+        if not (in_parts or partial.ndim == 2) or partial.shape[-1] != self._hidden or partial.shape[-2] < 1:
+            raise ValueError(f"partial: shape {tuple(partial.shape)}, need [rows, {self._hidden}] or parts of that")
+        shape = (partial.shape[-2], self._hidden)
+        dtypes = [torch.float32 if in_parts else self.memory.dtype, self.memory.dtype, self.memory.dtype]
+        for tensor, dtype in zip((partial, residual, weight), dtypes, strict=True):
             if tensor is not None and (tensor.dtype != dtype or not tensor.is_contiguous()):
                 raise ValueError(f"need a contiguous {dtype} tensor, got {tensor.dtype} {tensor.stride()}")
         if residual is not None and residual.shape != shape:
             raise ValueError(f"residual: shape {tuple(residual.shape)}, need {shape}")
-        if (partial if isinstance(partial, Pushed) else None) is not self._pushed:
-            raise ValueError(f"summed {partial} next after {self._pushed} was pushed")
         return shape[0]
 
     def _launch(
         self,
         path: Path | None,
-        operands: tuple[Partial, torch.Tensor, torch.Tensor, torch.Tensor],
+        operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
         eps: float,
         has_residual: bool,
         dependent: bool,
@@ -232,11 +199,7 @@ class PeerAllReduce:
         """operands: partial, residual (in and out, or only out), weight, out."""
         partial, residual, weight, out = operands
         memory, layout, rows = self.memory, self.memory.layout, out.shape[0]
-        path, parts, pushed = path or self.path(rows), 1, isinstance(partial, Pushed)
-        if isinstance(partial, Pushed):
-            path, partial, self._pushed = "one_shot", out, None
-        elif partial.ndim == 3:
-            parts = partial.shape[0]
+        path, parts = path or self.path(rows), partial.shape[0] if partial.ndim == 3 else 1
         if parts == 1:
             partial = partial.view(torch.int16 if layout.itemsize == 2 else torch.int32)
         tensors = (partial, residual, residual, weight, out, memory.peers)
@@ -245,7 +208,7 @@ class PeerAllReduce:
         fixed |= pdl_options(partial.device, dependent or rows <= PDL_ROWS)
         if path == "one_shot" and rows <= layout.one_shot_rows:
             one_shot_kernel[(min(rows, MAX_PROGRAMS),)](
-                *tensors, memory.parity[0], *scalars, CAPACITY=layout.one_shot_rows, PUSHED=pushed, **fixed
+                *tensors, memory.parity[0], *scalars, CAPACITY=layout.one_shot_rows, **fixed
             )
         elif path == "two_shot" and rows <= layout.two_shot_rows:
             self._two_shot(tensors, scalars, fixed)

@@ -100,14 +100,12 @@ def _float_or_zeros(pointers, mask, WANTED: tl.constexpr):
 def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_state, abort, rows, rank, eps,
                     max_spins, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
                     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, PARTS: tl.constexpr,
-                    INT: tl.constexpr, SENTINEL: tl.constexpr, PDL: tl.constexpr,
-                    PUSHED: tl.constexpr):  # fmt: skip
+                    INT: tl.constexpr, SENTINEL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Every rank sends its rows to all ranks (itself too, which keeps the code one) and sums all that arrive.
 
     partial INT [rows, HIDDEN] (the bits of the model's dtype), or float32 [PARTS, rows, HIDDEN], which are added up and
-    rounded before they are sent. PUSHED: products have sent them already (push.py), and partial is not read. residual,
-    residual_out, out [rows, HIDDEN]; weight [HIDDEN]; places: [2, WORLD (source), CAPACITY, HIDDEN], where the block
-    begins. Program p takes rows p, p + programs, ...
+    rounded before they are sent. residual, residual_out, out [rows, HIDDEN]; weight [HIDDEN]; places: [2, WORLD
+    (source), CAPACITY, HIDDEN], where the block begins. Program p takes rows p, p + programs, ...
     """
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -115,15 +113,14 @@ def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
     mask = cols < HIDDEN
     parity = _begin(parity_state, PDL)
     half = parity.to(tl.int64) * (WORLD * CAPACITY * HIDDEN)
-    if not PUSHED:
-        row = pid
-        while row < rows:
-            bits = _addend(partial, row.to(tl.int64) * HIDDEN + cols, rows, mask, out, PARTS, HIDDEN, INT, SENTINEL)
-            place = half + (rank * CAPACITY + row).to(tl.int64) * HIDDEN
-            for step in tl.static_range(WORLD):  # each rank starts with another peer, so that no link is crowded
-                to = (rank + 1 + step) % WORLD
-                tl.store(_peer_pointer(peers, to, place, INT) + cols, bits, mask=mask)
-            row += programs
+    row = pid
+    while row < rows:
+        bits = _addend(partial, row.to(tl.int64) * HIDDEN + cols, rows, mask, out, PARTS, HIDDEN, INT, SENTINEL)
+        place = half + (rank * CAPACITY + row).to(tl.int64) * HIDDEN
+        for step in tl.static_range(WORLD):  # each rank starts with another peer, so that no link is crowded
+            to = (rank + 1 + step) % WORLD
+            tl.store(_peer_pointer(peers, to, place, INT) + cols, bits, mask=mask)
+        row += programs
     gain = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)  # before a wait, which hides its latency
     source = tl.arange(0, WORLD_BLOCK)
     tile = (source * CAPACITY * HIDDEN)[:, None] + cols[None, :]

@@ -137,13 +137,6 @@ def fill_with_sentinels(block: torch.Tensor, layout: Layout) -> None:
     block[layout.inbox :].zero_()
 
 
-def one_shot_targets(addresses: list[int], rank: int, layout: Layout) -> list[int]:
-    """Addresses of `rank`'s places for one-shot sums of parity 0 in the blocks at `addresses`, the next rank's first:
-    each rank begins with another peer, so that no link is crowded."""
-    place = rank * layout.one_shot_rows * layout.hidden_size * layout.itemsize
-    return [addresses[(rank + 1 + step) % layout.world_size] + place for step in range(layout.world_size)]
-
-
 class _Rounds:
     """Rounds over the store in which every rank posts bytes or an error, and all go on or all give up."""
 
@@ -277,9 +270,6 @@ class PeerMemory:
         addresses = [self._own if peer == self.rank else self._mapped[peer] for peer in range(self.world_size)]
         self.peers = torch.tensor(addresses, dtype=torch.int64, device=self.device)
         """int64 [world]: base address of every rank's block, as this rank sees it."""
-        targets = one_shot_targets(addresses, self.rank, layout)
-        self.one_shot_targets = torch.tensor(targets, dtype=torch.int64, device=self.device)
-        """int64 [world]: see the function of this name."""
         self.parity = torch.zeros(3, MAX_PROGRAMS, dtype=torch.int32, device=self.device)
         """int32 [3, programs]: the parity of the next call, for each kind of kernel and each program of it."""
         self.abort_word = torch.zeros(1, dtype=torch.int32, device=self.device)

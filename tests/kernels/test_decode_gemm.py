@@ -1,9 +1,8 @@
-"""Products of 17 to 256 rows against float64: interpreted on a CPU in float32 and float16, on a GPU in bfloat16."""
+"""The decode GEMM kernel, and cuBLAS over parts of K, against float64: interpreted in float32 and float16 on a CPU, on
+a GPU in bfloat16."""
 
 import os
-import pickle
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,34 +12,30 @@ if not torch.cuda.is_available():
 
 from nanovllm.kernels.base.padded_rows import empty_rows, padded_rows, rows_in_memory
 from nanovllm.kernels.gemm import decode as mg
-from nanovllm.kernels.gemm import decode_rule as rule
-from nanovllm.kernels.gemm.decode import MidConfig, SplitConfig
-from nanovllm.kernels.gemm.lt_config import LtConfig
-from nanovllm.kernels.gemm.skinny import GemmConfig
+from nanovllm.kernels.gemm.choice import GemmConfig, shipped_table
 from nanovllm.kernels.pointwise.norm import add_rms_norm, add_rms_norm_reference
-from nanovllm.runner import tuning
 
 EPS = 1e-6
-SMALL = MidConfig(64, 32, 32, 3)
-X_LEFT = MidConfig(32, 64, 32, 3)
+SMALL = GemmConfig("decode", 64, 32, 32, 3)
+X_LEFT = GemmConfig("decode", 32, 64, 32, 3)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-SHAPES = [*rule._WHOLE, *rule._PARTS, *rule._GATED, (2048, 4096), (5120, 25600)]
 
 
-def used_configs() -> dict[str, list[MidConfig]]:
-    """Every configuration of our kernel that the rule names."""
-    plain: set[MidConfig] = set()
-    gated: set[MidConfig] = set()
-    for rows in range(1, 300):
-        for n, k in SHAPES:
-            found = [rule.product(rows, n, k, parts, own=True) for parts in (False, True)]
-            plain |= {config for config in found if isinstance(config, MidConfig)}
-            config = rule.gated_product(rows, n, k, own=True)
-            gated |= {config} if config else set()
-    return {"linear": sorted(plain, key=repr), "linear_silu_mul": sorted(gated, key=repr)}
+def used_configs() -> list[tuple[str, GemmConfig]]:
+    """Every configuration of our kernel that the table of an H200 has, and what runs it."""
+    entries = shipped_table("NVIDIA H200").entries.items()
+    used = {
+        ("linear_silu_mul" if gemm.kind == "gate_up" else "linear", config)
+        for gemm, ranges in entries for _, config in ranges if config.kernel == "decode"
+    }  # fmt: skip
+    return sorted(used, key=repr)
 
 
-USED = [(op, config) for op, configs in used_configs().items() for config in configs]
+USED = used_configs()
+
+
+def split(parts: int) -> GemmConfig:
+    return GemmConfig("split", split_k=parts)
 
 
 def inputs(rows: int, n: int, k: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,13 +53,13 @@ def exact(op: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate).to(x.dtype).double() * up
 
 
-def run(op: str, x: torch.Tensor, weight: torch.Tensor, config: MidConfig, pdl: bool = True) -> torch.Tensor:
+def run(op: str, x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, pdl: bool = True) -> torch.Tensor:
     """The product, parts added up."""
     if op == "linear_silu_mul":
         return mg.linear_silu_mul(x, weight, config, pdl=pdl)
     y = mg.linear(x, weight, config, pdl=pdl)
-    assert y.dtype == (torch.float32 if config.splits > 1 else x.dtype)
-    return y.sum(0) if config.splits > 1 else y
+    assert y.dtype == (torch.float32 if config.split_k > 1 else x.dtype)
+    return y.sum(0) if config.split_k > 1 else y
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -80,38 +75,38 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
         (SMALL, (33, 72, 136)),
         (X_LEFT, (64, 64, 64)),
         (X_LEFT, (50, 72, 104)),
-        (replace(SMALL, splits=3), (20, 72, 136)),
-        (replace(X_LEFT, splits=2), (70, 40, 136)),
+        (replace(SMALL, split_k=3), (20, 72, 136)),
+        (replace(X_LEFT, split_k=2), (70, 40, 136)),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the bfloat16 test covers these on a GPU")
 def test_matches_float64_in_the_interpreter(
-    op: str, dtype: torch.dtype, config: MidConfig, shape: tuple[int, int, int]
+    op: str, dtype: torch.dtype, config: GemmConfig, shape: tuple[int, int, int]
 ) -> None:
     if op == "linear_silu_mul":
-        config = replace(config, splits=1)
+        config = replace(config, split_k=1)
     x, weight = inputs(*shape, dtype)
     assert relative_error(run(op, x, weight, config), exact(op, x, weight)) < TOLERANCE[dtype]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("op", "config"), USED)
-def test_matches_float64_in_bfloat16(op: str, config: MidConfig) -> None:
+def test_matches_float64_in_bfloat16(op: str, config: GemmConfig) -> None:
     for rows, n, k in ((config.block_m, 512, 2048), (config.block_m * 2 - 5, 304, 2056)):
         x, weight = inputs(rows, n, k, torch.bfloat16)
         assert relative_error(run(op, x, weight, config), exact(op, x, weight)) < TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.parametrize("config", [SMALL, replace(SMALL, splits=3), replace(X_LEFT, splits=2)])
+@pytest.mark.parametrize("config", [SMALL, replace(SMALL, split_k=3), replace(X_LEFT, split_k=2)])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted")
-def test_twins_cut_k_alike(config: MidConfig) -> None:
+def test_twins_cut_k_alike(config: GemmConfig) -> None:
     x, weight = inputs(20, 40, 136, torch.float32)
     got, want = mg.linear(x, weight, config), mg.linear_reference(x, weight, config)
     assert got.shape == want.shape
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     x, weight = inputs(20, 40, 136, torch.float32)
     want = mg.linear_silu_mul_reference(x, weight)
-    torch.testing.assert_close(mg.linear_silu_mul(x, weight, replace(config, splits=1)), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(mg.linear_silu_mul(x, weight, replace(config, split_k=1)), want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
@@ -120,7 +115,7 @@ def test_library_split_matches_its_twin(dtype: torch.dtype, splits: int) -> None
     if torch.cuda.is_available() != (dtype == torch.bfloat16):
         pytest.skip("the other device's")
     x, weight = inputs(40, 72, 256, dtype)
-    got, want = mg.split_linear(x, weight, splits), mg.split_linear_reference(x, weight, splits)
+    got, want = mg.split_linear(x, weight, split(splits)), mg.split_linear_reference(x, weight, splits)
     assert got.shape == (splits, 40, 72) and got.dtype == torch.float32
     assert relative_error(got, want) < 1e-5
     assert relative_error(got.sum(0), exact("linear", x, weight)) < 1e-5
@@ -130,7 +125,7 @@ def test_norm_adds_up_the_parts() -> None:
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     x, weight = inputs(20, 96, 256, dtype)
     residual, gain = torch.randn_like(x[:, :96]), torch.rand_like(weight[:, 0])
-    for parts in (mg.split_linear(x, weight, 2), mg.split_linear(x, weight, 4)):
+    for parts in (mg.split_linear(x, weight, split(2)), mg.split_linear(x, weight, split(4))):
         ours, twin = residual.clone(), residual.clone()
         want, _ = add_rms_norm_reference(parts, twin, gain, EPS)
         got, _ = add_rms_norm(parts, ours, gain, EPS)
@@ -140,9 +135,9 @@ def test_norm_adds_up_the_parts() -> None:
         assert torch.equal(want, whole)
 
 
-@pytest.mark.parametrize("config", [SMALL, replace(X_LEFT, splits=2)])
+@pytest.mark.parametrize("config", [SMALL, replace(X_LEFT, split_k=2)])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted")
-def test_row_does_not_depend_on_its_neighbours(config: MidConfig) -> None:
+def test_row_does_not_depend_on_its_neighbours(config: GemmConfig) -> None:
     x, weight = inputs(40, 72, 136, torch.float32)
     together = run("linear", x, weight, config)
     x[1:] = 1e4
@@ -152,7 +147,7 @@ def test_row_does_not_depend_on_its_neighbours(config: MidConfig) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("op", "config"), USED)
-def test_row_does_not_depend_on_its_neighbours_on_gpu(op: str, config: MidConfig) -> None:
+def test_row_does_not_depend_on_its_neighbours_on_gpu(op: str, config: GemmConfig) -> None:
     x, weight = inputs(config.block_m * 2, 512, 2048, torch.bfloat16)
     whole = run(op, x, weight, config)
     for rows in (17, config.block_m, config.block_m + 3):
@@ -161,11 +156,11 @@ def test_row_does_not_depend_on_its_neighbours_on_gpu(op: str, config: MidConfig
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("op", "config"), USED)
-def test_dependent_launch_in_a_graph_gives_the_same_bits(op: str, config: MidConfig) -> None:
+def test_dependent_launch_in_a_graph_gives_the_same_bits(op: str, config: GemmConfig) -> None:
     """30 dependent layers, each reading what the one before wrote: a missing wait would show as a difference."""
     start, weight = inputs(config.block_m, 1024, 1024, torch.bfloat16)
     gate_up, gain = inputs(1, 2048, 1024, torch.bfloat16, seed=1)[1], torch.ones_like(weight[0])
-    second = MidConfig(64, 32, 128, 4, splits=2)
+    second = GemmConfig("decode", 64, 32, 128, 4, split_k=2)
 
     def chain(pdl: bool) -> torch.Tensor:
         hidden, residual = start.clone(), start.clone()
@@ -195,26 +190,21 @@ def test_dependent_launch_in_a_graph_gives_the_same_bits(op: str, config: MidCon
         assert torch.equal(chain(pdl=True), plain)
 
 
-def test_rule_names_few_kernels_that_fit() -> None:
-    """Compiled variants cost start-up time; each program has a step of K at least."""
-    assert 1 < len({config.split(1) for _, config in USED}) <= 10
+def test_the_table_names_few_kernels_that_fit() -> None:
+    """Compiled variants cost start-up time."""
+    assert 1 < len({(op, replace(config, split_k=1)) for op, config in USED}) <= 10
     for op, config in USED:
         weight_rows = config.block_n * (2 if op == "linear_silu_mul" else 1)
-        assert config.stages * 2 * config.block_k * (config.block_m + weight_rows) <= 220 << 10
-    for rows in range(1, 300):
-        for n, k in SHAPES:
-            assert rule.gated_product(rows, n, k, own=False) is None
-            for parts in (False, True):
-                config = rule.product(rows, n, k, parts, own=True)
-                assert not isinstance(rule.product(rows, n, k, parts, own=False), MidConfig)
-                assert config is None or 17 <= rows <= 256
-                if isinstance(config, MidConfig):
-                    assert k // config.block_k >= config.splits and (parts or config.splits == 1)
-                elif config is not None:
-                    assert parts and k % (config.splits * 64) == 0
-            for config in (rule.product(rows, n, k, parts=True, own=True), rule.gated_product(rows, n, k, own=True)):
-                if isinstance(config, MidConfig):  # what add + RMSNorm and our kernel return has room for whole tiles
-                    assert padded_rows(rows) % config.block_m == 0
+        shared_memory = config.stages * 2 * config.block_k * (config.block_m + weight_rows)
+        assert shared_memory <= 220 << 10, config
+
+
+def test_there_is_room_for_whole_tiles() -> None:
+    """Behind the rows that add + RMSNorm and our own kernel return."""
+    for gemm, ranges in shipped_table("NVIDIA H200").entries.items():
+        for first, (most, config) in zip([1, *(most + 1 for most, _ in ranges)], ranges, strict=False):
+            if config.kernel == "decode" and gemm.kind in ("qkv", "gate_up", "down"):
+                assert all(padded_rows(rows) % config.block_m == 0 for rows in range(max(17, first), most + 1))
 
 
 def test_rows_behind_the_last_are_read_and_not_written() -> None:
@@ -227,26 +217,16 @@ def test_rows_behind_the_last_are_read_and_not_written() -> None:
         assert torch.equal(mg.linear(room, weight, config), mg.linear(x, weight, config))
 
 
-def test_configurations_survive_pickling_and_files(tmp_path: Path) -> None:
-    algorithm = LtConfig(66, 17, 35, 3, custom=1, parts=2, opaque="00ff")
-    configs = (SMALL, SplitConfig(2), GemmConfig("fma", 8, 256, 2), algorithm)
-    for config in configs:
-        assert pickle.loads(pickle.dumps(config)) == config
-    choices: tuning.Choices = {"o": dict(enumerate(configs)), "head": {}}
-    tuning.save(tmp_path / "choices.json", choices)
-    assert tuning.load(tmp_path / "choices.json") == choices
-
-
 @pytest.mark.parametrize(
     ("shape_x", "shape_w", "config", "message"),
     [
         ((20, 64), (8, 72), SMALL, "does not fit"),
         ((20, 66), (8, 66), SMALL, "16 bytes"),
-        ((20, 64), (8, 64), replace(SMALL, splits=3), "without columns"),
+        ((20, 64), (8, 64), replace(SMALL, split_k=3), "without columns"),
     ],
 )
 def test_bad_shapes_are_refused(
-    shape_x: tuple[int, int], shape_w: tuple[int, int], config: MidConfig, message: str
+    shape_x: tuple[int, int], shape_w: tuple[int, int], config: GemmConfig, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         mg.linear(torch.zeros(shape_x), torch.zeros(shape_w), config)
@@ -254,4 +234,4 @@ def test_bad_shapes_are_refused(
 
 def test_split_gates_are_refused() -> None:
     with pytest.raises(ValueError, match="whole before the activation"):
-        mg.linear_silu_mul(torch.zeros(20, 64), torch.zeros(16, 64), replace(SMALL, splits=2))
+        mg.linear_silu_mul(torch.zeros(20, 64), torch.zeros(16, 64), replace(SMALL, split_k=2))

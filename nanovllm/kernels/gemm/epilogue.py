@@ -1,11 +1,9 @@
-"""Parts shared by the two small-row GEMM kernels: which weight rows a program owns, its epilogue, and split-K."""
+"""Parts that both skinny GEMM kernels share: which weight rows a program owns, the epilogue, split-K."""
 
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.gemm.push import store_tile_to
 
 # Columns of W that one warp covers with one 16-byte load a lane (bf16). Also the granularity of K.
 LANE_SPAN: tl.constexpr = tl.constexpr(256)
-MAX_ROWS = 16
 
 
 @triton.jit
@@ -34,16 +32,11 @@ def load_residual(res_ptr, lane, row, rows, pid, n_out, BLOCK_N: tl.constexpr, W
 
 
 @triton.jit
-def store_tile(
-    y, residual, lane, row, to, rows, pid, n_out, BLOCK_N: tl.constexpr, PAIRED: tl.constexpr, WORLD: tl.constexpr
-):
-    """Epilogue on y float32 [A, B]: SiLU(gate) * up where PAIRED, plus the residual, one rounding to the model dtype.
+def store_tile(y, residual, lane, row, out_ptr, rows, pid, n_out, BLOCK_N: tl.constexpr, PAIRED: tl.constexpr):
+    """Epilogue on y float32 [A, B]: SiLU(gate) * up where PAIRED, plus the residual, one rounding to the dtype of out.
 
     `row` are output rows and `lane` tile positions; both broadcast to [A, B], or to [A, B / 2] where PAIRED.
-    to, WORLD: see push.py.
     """
-    if WORLD > 0:
-        n_out = n_out // 8 * 8  # it is a multiple of 8: the compiler then takes 16 bytes at a time across the links
     if PAIRED:
         gate, up = tl.split(tl.reshape(y, [y.shape[0], y.shape[1] // 2, 2]))
         y = gate / (1.0 + tl.exp(-gate)) * up
@@ -51,7 +44,7 @@ def store_tile(
     else:
         col = pid * BLOCK_N + lane
     live = (row < rows) & (col < n_out)
-    store_tile_to(to, row * n_out + col, y + residual, live, WORLD)
+    tl.store(out_ptr + row * n_out + col, (y + residual).to(out_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit

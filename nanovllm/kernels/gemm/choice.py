@@ -1,0 +1,259 @@
+"""What multiplies x [rows, k] by a weight [n, k]^T: tables of what was measured, and a short rule for everything else.
+
+A table is a JSON file for some devices: `tuned/*.json`, or the file that EngineConfig.kernel_choices names. It gives
+for each GEMM of a model ranges of rows, each with the kernel that made whole steps shortest (scripts/tune_steps.py
+writes one). Whole steps, because our kernels fetch weights while the kernel before them ends: the best GEMM by itself
+is not the best one among attention, norms and all-reduces.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+Kernel = Literal["library", "split", "fma", "stream", "decode"]
+
+SKINNY_ROWS = 16
+"""Most rows of the skinny kernels, "fma" and "stream"."""
+DECODE_ROWS = 256
+"""Most rows of the kernel "decode"; more rows go to the library."""
+KINDS = ("qkv", "o", "gate_up", "down", "head")
+SUMMED = ("o", "down")
+"""Kinds whose consumer, add + RMSNorm or the all-reduce, adds up sums over parts of K."""
+SCRATCH_FLOATS = 1 << 21
+"""Room for the partial sums of a skinny kernel with split_k > 1, in float32."""
+
+_ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Dtypes that our kernels take, and their bytes."""
+_SHIPPED = Path(__file__).parent / "tuned"
+_SMALL_WEIGHT_BYTES = 16 << 20
+_PROCESSORS = 132  # of an H100 or H200; only the fallback depends on it
+
+
+class Gemm(NamedTuple):
+    """One GEMM of a model on one rank: x [rows, k] @ weight [n, k]^T."""
+
+    kind: str
+    """What the layer is, one of KINDS; n of gate_up counts both."""
+    n: int
+    k: int
+    dtype: str
+    """Of the weight, by torch's name."""
+    fused: bool
+    """The model runs on one rank, so a skinny kernel computes norm, activation and residual too."""
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """What multiplies, and how it cuts the work. Plain data: it goes to other ranks and into files.
+
+    kernel: "library": cuBLAS. "split": cuBLAS over split_k equal parts of K, whose float32 sums go to the consumer.
+    "fma", "stream": skinny.py. "decode": decode.py; its consumer too gets split_k sums where there are several.
+    block_n: weight rows of a tile (for "decode" with the activation: gates, and as many ups). block_m: rows of x of a
+    tile. block_k: columns of a step. stages: steps in flight. split_k: parts of K that are computed side by side.
+
+    In which order "fma", "stream" and "decode" sum along K follows from these numbers and K alone. Neither the number
+    of rows nor the other rows change it.
+    """
+
+    kernel: Kernel = "library"
+    block_n: int = 0
+    block_m: int = 0
+    block_k: int = 0
+    stages: int = 0
+    split_k: int = 1
+    num_warps: int = 4
+
+    @property
+    def is_skinny(self) -> bool:
+        """It can compute norm, activation and residual too."""
+        return self.kernel in ("fma", "stream")
+
+    @property
+    def is_own(self) -> bool:
+        """A kernel of our own, which lets the next kernel start before it ends (PDL)."""
+        return self.is_skinny or self.kernel == "decode"
+
+    @property
+    def parts(self) -> int:
+        """Sums over parts of K that the consumer gets as float32 [parts, rows, n]; 1: the product [rows, n]."""
+        return 1 if self.is_skinny else self.split_k
+
+
+LIBRARY = GemmConfig()
+Ranges = tuple[tuple[int, GemmConfig], ...]
+"""(most rows, config) ascending: the first that holds the rows is taken, past the last one the library."""
+Choices = dict[Gemm, dict[int, GemmConfig]]
+"""GEMM -> rows -> config, of which rank 0 informs all ranks. What is not there goes to the library."""
+
+
+def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True) -> str:
+    """Why `config` cannot multiply by this weight; "" where it can. tma: the device has tensor copy engines."""
+    n, k = gemm.n, gemm.k
+    if config.kernel == "library":
+        return ""
+    if config.parts > 1 and gemm.kind not in SUMMED:
+        return f"the consumer of {gemm.kind} takes no parts of a sum"
+    if config.kernel == "split":
+        return "" if config.split_k > 1 and k % config.split_k == 0 else f"K={k} has no {config.split_k} equal parts"
+    if gemm.dtype not in _ITEM_SIZES or k % 8:
+        return f"dtype {gemm.dtype} and K={k}: our kernels take {', '.join(_ITEM_SIZES)} and multiples of 8"
+    if config.kernel == "decode":
+        if config.split_k > -(-k // config.block_k):
+            return f"split_k={config.split_k} leaves a part without columns, K={k}"
+        return "" if tma else "the device has no tensor copy engine"
+    if config.split_k > 1 and config.split_k * SKINNY_ROWS * -(-n // config.block_n) * config.block_n > SCRATCH_FLOATS:
+        return f"split_k={config.split_k} needs more scratch than there is for N={n}"
+    if config.kernel == "fma" and gemm.kind == "gate_up" and config.block_n < 2 * config.num_warps:
+        return "a warp has one weight row; gate and up need two"
+    return ""
+
+
+# By projection for one row, where it is fused with what surrounds it.
+_ONE_ROW = {
+    "qkv": GemmConfig("fma", 16, block_k=512, stages=3),
+    "o": GemmConfig("fma", 16, block_k=1024, stages=2, num_warps=8),
+    "gate_up": GemmConfig("fma", 4, block_k=1024, stages=3, num_warps=2),
+}
+_ONE_ROW_ALONE = {"qkv": GemmConfig("fma", 4, block_k=1024, stages=3, num_warps=2)}
+_ONE_ROW_DEFAULT = GemmConfig("fma", 8, block_k=1024, stages=3)
+
+
+def fallback(gemm: Gemm, rows: int) -> GemmConfig:
+    """For what no table has: our skinny kernels for one row, and where the weight is so small that the library cannot
+    keep the memory busy. With the norm inside, gate and up gain by it up to 4 rows."""
+    item_size = _ITEM_SIZES.get(gemm.dtype)
+    if item_size is None or gemm.k % 8:
+        return LIBRARY
+    if rows == 1:
+        return (_ONE_ROW if gemm.fused else _ONE_ROW_ALONE).get(gemm.kind, _ONE_ROW_DEFAULT)
+    most = 4 if gemm.fused and gemm.kind == "gate_up" else SKINNY_ROWS
+    if rows > most or gemm.n * gemm.k * item_size > _SMALL_WEIGHT_BYTES:
+        return LIBRARY
+    return GemmConfig("fma", 16, block_k=512, stages=1) if rows == 2 else stream_config(gemm.n, gemm.k, 3)
+
+
+def stream_config(n: int, k: int, stages: int) -> GemmConfig:
+    """Tiles of 64 x 128 with 3 or 4 `stages`, of which 3 or 2 programs fit on a processor, and as many parts of K as
+    keep all programs resident with work enough for each."""
+    programs, columns = (3, 256) if stages == 3 else (2, 768)
+    most = min(8, _PROCESSORS * programs // -(-n // 64), k // columns)
+    return GemmConfig("stream", 64, block_k=128, stages=stages, split_k=1 << (max(1, most).bit_length() - 1))
+
+
+def merges_before(rows: int, o_weight_bytes: int) -> bool:
+    """Whether attention's splits are to be merged before the output projection starts to fetch its weight.
+
+    Launched as soon as the merge is, a large projection fills the chip with programs that wait: one row of 8B (33 MB)
+    takes 4,131 us then and 3,905 without, of 4B (21 MB) 2,276 and 2,287; of 0.6B (4 MB), with the kernels before these,
+    613 and 650. With more rows it was best to launch everything early.
+    """
+    return rows == 1 and o_weight_bytes > 24 << 20
+
+
+@dataclass(frozen=True)
+class GemmTable:
+    """What was measured on some devices."""
+
+    devices: tuple[str, ...]
+    """Beginnings of their names, as torch.cuda.get_device_name gives them."""
+    entries: Mapping[Gemm, Ranges]
+
+    def is_tuned(self, gemm: Gemm) -> bool:
+        return _measured_as(gemm) in self.entries
+
+    def lookup(self, gemm: Gemm, rows: int, tma: bool = True) -> GemmConfig:
+        """What multiplies `rows` rows: the entry of this very GEMM, else `fallback`; only what the device (`tma`) and
+        the weight allow."""
+        ranges = self.entries.get(_measured_as(gemm))
+        if ranges is None:
+            config = fallback(gemm, rows)
+        else:
+            config = next((config for most, config in ranges if rows <= most), LIBRARY)
+        return config if not misfit(gemm, config, tma) else LIBRARY
+
+
+def _measured_as(gemm: Gemm) -> Gemm:
+    """float16 takes what bfloat16 takes."""
+    return gemm._replace(dtype="bfloat16") if gemm.dtype == "float16" else gemm
+
+
+def shipped_table(device_name: str) -> GemmTable:
+    """The table of the package for this device; an empty one where there is none."""
+    for path in sorted(_SHIPPED.glob("*.json")):
+        table = load(path)
+        if device_name.startswith(table.devices):
+            return table
+    return GemmTable((device_name,), {})
+
+
+def load(path: str | os.PathLike[str]) -> GemmTable:
+    """The table of a file that `save` wrote. Raises ValueError with the path where the file is missing or spoilt."""
+    try:
+        return _parse(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"[:200]
+        raise ValueError(f"kernel_choices={str(path)!r}: no table of GEMM choices ({reason})") from error
+
+
+def save(path: str | os.PathLike[str], table: GemmTable) -> None:
+    """Writes the file whole or not at all, so that a process that reads it meanwhile gets the old one or the new."""
+    gemms = []
+    for gemm, ranges in sorted(table.entries.items()):
+        lines = ",\n   ".join(json.dumps([most, _plain(config)]) for most, config in ranges)
+        gemms.append(json.dumps(gemm._asdict())[:-1] + f', "rows": [\n   {lines}\n  ]}}')
+    text = f'{{\n "devices": {json.dumps(table.devices)},\n "gemms": [\n  ' + ",\n  ".join(gemms) + "\n ]\n}\n"
+    target = Path(path)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, delete=False) as file:
+        file.write(text)
+    os.replace(file.name, target)
+
+
+def _plain(config: GemmConfig) -> dict[str, Any]:
+    """The fields that differ from their defaults, and the kernel."""
+    return {
+        name: value for name, value in asdict(config).items() if name == "kernel" or value != getattr(LIBRARY, name)
+    }
+
+
+def _parse(raw: dict[str, Any]) -> GemmTable:
+    entries: dict[Gemm, Ranges] = {}
+    for item in raw["gemms"]:
+        gemm = Gemm(*(item[name] for name in Gemm._fields))
+        if gemm.kind not in KINDS or not all(type(size) is int and size > 0 for size in (gemm.n, gemm.k)):
+            raise ValueError(f"{gemm}: a kind of {KINDS} and positive sizes expected")
+        entries[gemm] = tuple((most, _checked(gemm, most, GemmConfig(**config))) for most, config in item["rows"])
+        ends = [most for most, _ in entries[gemm]]
+        if not ends or any(type(end) is not int for end in ends) or ends != sorted(set(ends)) or ends[0] < 1:
+            raise ValueError(f"{gemm}: rows {ends} do not ascend")
+    return GemmTable(tuple(str(device) for device in raw["devices"]), entries)
+
+
+def _checked(gemm: Gemm, most: int, config: GemmConfig) -> GemmConfig:
+    """`config`; ValueError where it cannot multiply `most` rows by this weight."""
+    if config.kernel not in get_args(Kernel):
+        raise ValueError(f"{gemm}: kernel {config.kernel!r} is none of {get_args(Kernel)}")
+    numbers = [getattr(config, field.name) for field in fields(config) if field.name != "kernel"]
+    bounds = {"fma": SKINNY_ROWS, "stream": SKINNY_ROWS, "decode": DECODE_ROWS}
+    sizes = [config.block_n, config.block_k, config.stages] if config.is_own else []
+    if any(type(number) is not int or number < 0 for number in numbers) or not all([*sizes, config.num_warps]):
+        raise ValueError(f"{gemm}: {config} has sizes that are no positive integers")
+    if most > bounds.get(config.kernel, most):
+        raise ValueError(f"{gemm}: {config.kernel!r} takes at most {bounds[config.kernel]} rows, not {most}")
+    reason = misfit(gemm, config)
+    if reason:
+        raise ValueError(f"{gemm}: {config.kernel!r}: {reason}")
+    return config
+
+
+def ranges_of(by_rows: Iterable[tuple[int, GemmConfig]]) -> Ranges:
+    """(rows, config), ascending, as the fewest ranges: equal neighbours become one."""
+    ranges: list[tuple[int, GemmConfig]] = []
+    for rows, config in by_rows:
+        if ranges and ranges[-1][1] == config:
+            ranges.pop()
+        ranges.append((rows, config))
+    return tuple(ranges)

@@ -1,0 +1,28 @@
+"""x @ W^T by what a GemmConfig names."""
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.kernels.gemm import decode, skinny
+from nanovllm.kernels.gemm.choice import GemmConfig, Kernel
+
+
+def _library(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
+    return F.linear(x, weight)
+
+
+_BY_KERNEL: dict[Kernel, Callable[[Tensor, Tensor, GemmConfig], Tensor]] = {
+    "library": _library,
+    "split": decode.split_linear,
+    "fma": skinny.linear,
+    "stream": skinny.linear,
+    "decode": decode.linear,
+}
+
+
+def matmul(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
+    """x [M, K] @ weight [N, K]^T in one dtype -> [M, N]; where config.parts > 1 float32 [parts, M, N], sums over parts
+    of K."""
+    return _BY_KERNEL[config.kernel](x, weight, config)

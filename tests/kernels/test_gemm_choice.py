@@ -1,0 +1,165 @@
+"""What multiplies: every entry of the shipped tables fits, any shape finds something that can run, files are safe."""
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanovllm.kernels.gemm.choice import (
+    DECODE_ROWS,
+    KINDS,
+    LIBRARY,
+    SKINNY_ROWS,
+    SUMMED,
+    Gemm,
+    GemmConfig,
+    GemmTable,
+    fallback,
+    load,
+    misfit,
+    ranges_of,
+    save,
+    shipped_table,
+)
+
+H200 = shipped_table("NVIDIA H200")
+GEMMS = st.builds(
+    Gemm,
+    st.sampled_from(KINDS),
+    st.integers(1, 200_000),
+    st.integers(1, 30_000),
+    st.sampled_from(["bfloat16", "float16", "float32", "float8_e4m3fn"]),
+    st.booleans(),
+)
+STREAM = GemmConfig("stream", 64, block_k=128, stages=3)
+
+
+def test_every_entry_fits_its_shape() -> None:
+    assert H200.entries
+    for gemm, ranges in H200.entries.items():
+        ends = [most for most, _ in ranges]
+        assert ends == sorted(set(ends)) and ends[-1] <= DECODE_ROWS
+        for most, config in ranges:
+            assert not misfit(gemm, config)
+            assert most <= SKINNY_ROWS or not config.is_skinny
+            if config.is_skinny:
+                assert config.block_k * config.split_k <= gemm.k, "no program without columns"
+    for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB"):
+        assert shipped_table(name) == H200
+    for name in ("NVIDIA A100-SXM4-80GB", "cpu"):
+        assert not shipped_table(name).entries
+
+
+@given(st.one_of(GEMMS, st.sampled_from(sorted(H200.entries))), st.integers(1, 20_000), st.booleans())
+def test_what_is_found_can_run(gemm: Gemm, rows: int, tma: bool) -> None:
+    """Whatever the shape: an odd one, such as an intermediate_size of 1,100, gets the library."""
+    config = H200.lookup(gemm, rows, tma)
+    assert not misfit(gemm, config, tma)
+    assert rows <= SKINNY_ROWS or not config.is_skinny
+    assert rows <= DECODE_ROWS or config == LIBRARY
+    assert config.parts == 1 or gemm.kind in SUMMED
+    if gemm.k % 8 or gemm.dtype.startswith("float8"):
+        assert not config.is_own
+    if not tma:
+        assert config.kernel != "decode"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 64])
+@pytest.mark.parametrize("fused", [True, False])
+def test_columns_that_no_kernel_takes_go_to_the_library(rows: int, fused: bool) -> None:
+    assert H200.lookup(Gemm("down", 512, 1100, "bfloat16", fused), rows) == LIBRARY
+    assert H200.lookup(Gemm("gate_up", 2200, 512, "bfloat16", fused), 1).is_skinny, "any number of outputs is taken"
+
+
+def test_unknown_shapes_go_by_the_size_of_the_weight() -> None:
+    """Our kernels where it has at most 16 MiB, but gate and up with norm and activation for 4 rows at most."""
+    small, large = (1024, 8192), (1025, 8192)
+    for kind, shape, dtype, fused, most in (
+        ("qkv", small, "bfloat16", True, 16), ("qkv", large, "bfloat16", True, 1), ("qkv", small, "float32", True, 1),
+        ("o", small, "float16", False, 16), ("gate_up", small, "bfloat16", True, 4),
+        ("gate_up", small, "bfloat16", False, 16), ("gate_up", large, "bfloat16", False, 1),
+    ):  # fmt: skip
+        gemm = Gemm(kind, *shape, dtype, fused)
+        assert [fallback(gemm, rows).is_skinny for rows in range(1, 20)] == [rows <= most for rows in range(1, 20)]
+        assert not H200.is_tuned(gemm)
+
+
+def test_float16_takes_what_bfloat16_takes() -> None:
+    gemm = next(iter(H200.entries))
+    half = gemm._replace(dtype="float16")
+    assert H200.is_tuned(half) and not H200.is_tuned(gemm._replace(dtype="float32"))
+    assert all(H200.lookup(half, rows) == H200.lookup(gemm, rows) for rows in range(1, 300))
+
+
+def test_ranges_are_as_few_as_can_be() -> None:
+    by_rows = [(1, STREAM), (2, STREAM), (4, LIBRARY), (8, STREAM)]
+    table = GemmTable(("x",), {Gemm("qkv", 512, 512, "bfloat16", True): ranges_of(by_rows)})
+    assert len(ranges_of(by_rows)) == 3
+    for rows, config in by_rows:
+        assert table.lookup(Gemm("qkv", 512, 512, "bfloat16", True), rows) == config
+
+
+def test_file_keeps_a_table(tmp_path: Path) -> None:
+    path = tmp_path / "choices.json"
+    save(path, H200)
+    assert load(path) == H200 and os.listdir(tmp_path) == ["choices.json"]
+
+
+ENTRY = {"kind": "o", "n": 512, "k": 512, "dtype": "bfloat16", "fused": True, "rows": [[16, {"kernel": "library"}]]}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"gemms": 3, "devices": []}',
+        '{"gemms": [{}], "devices": []}',
+        json.dumps({"devices": ["x"], "gemms": [ENTRY | {"kind": "other"}]}),
+        json.dumps({"devices": ["x"], "gemms": [ENTRY | {"n": -512}]}),
+        json.dumps({"devices": ["x"], "gemms": [ENTRY | {"rows": []}]}),
+        json.dumps({"devices": ["x"], "gemms": [ENTRY | {"rows": [[16, {}], [8, {}]]}]}),
+        json.dumps({"devices": ["x"], "gemms": [ENTRY | {"rows": [[16, {"kernel": "tile"}]]}]}),
+        json.dumps({"devices": ["x"], "gemms": [ENTRY | {"rows": [[16, {"splits": 2}]]}]}),
+        json.dumps({"devices": ["x"], "gemms": [ENTRY | {"rows": [[16, {"kernel": "fma", "block_n": 8}]]}]}),
+        json.dumps({"devices": ["x"], "gemms": [ENTRY | {"rows": [[16, {"kernel": "split", "split_k": 7}]]}]}),
+        json.dumps({"devices": ["x"], "gemms": [ENTRY | {"rows": [[16, {"num_warps": 0}]]}]}),
+        json.dumps({"devices": ["x"], "gemms": [ENTRY | {"rows": [["16", {}]]}]}),
+    ],
+)
+def test_spoilt_files_are_refused_by_their_path(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "choices.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"kernel_choices='.*choices\.json'"):
+        load(path)
+
+
+def test_missing_file_is_refused_by_its_path(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"kernel_choices='.*nowhere\.json'"):
+        load(tmp_path / "nowhere.json")
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
+    path, done, failures = tmp_path / "choices.json", threading.Event(), []
+    save(path, H200)
+
+    def read() -> None:
+        while not done.is_set():
+            try:
+                assert load(path) == H200
+            except (ValueError, AssertionError) as error:
+                failures.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(20):
+        save(path, H200)
+    done.set()
+    reader.join()
+    assert not failures

@@ -1,0 +1,189 @@
+"""The skinny GEMM kernels against float64: interpreted on a CPU in float32 and float16, on a GPU in bfloat16."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from nanovllm.kernels.gemm import skinny
+from nanovllm.kernels.gemm.choice import SKINNY_ROWS, GemmConfig
+
+EPS = 1e-6
+OPS = ("norm_linear", "norm_linear_silu_mul", "linear", "linear_residual")
+
+
+def fma(block_n: int, block_k: int, stages: int, split_k: int = 1) -> GemmConfig:
+    return GemmConfig("fma", block_n, block_k=block_k, stages=stages, split_k=split_k)
+
+
+def stream(block_n: int, block_k: int, stages: int, split_k: int = 1) -> GemmConfig:
+    return GemmConfig("stream", block_n, block_k=block_k, stages=stages, split_k=split_k)
+
+
+FMA, STREAM, SPLIT_FMA, SPLIT_STREAM = fma(8, 256, 2), stream(32, 64, 3), fma(8, 256, 1, 2), stream(32, 64, 1, 2)
+GPU_CONFIGS = [fma(8, 1024, 2), fma(8, 512, 1, 2), stream(64, 128, 4), stream(32, 128, 3, 2)]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+def inputs(rows: int, n: int, k: int, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    make = torch.Generator().manual_seed(seed)
+    tensors = {
+        "x": torch.randn(rows, k, generator=make),
+        "gain": torch.rand(k, generator=make) + 0.5,
+        "weight": torch.randn(n, k, generator=make) / k**0.5,
+        "residual": torch.randn(rows, n, generator=make),
+    }
+    return {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
+
+
+def run(
+    op: str, t: dict[str, torch.Tensor], config: GemmConfig, rows: int | None = None, pdl: bool = True
+) -> torch.Tensor:
+    x, residual = t["x"][:rows].clone(), t["residual"][:rows].clone()
+    if op == "norm_linear":
+        return skinny.norm_linear(x, t["gain"], EPS, t["weight"], config, pdl=pdl)
+    if op == "norm_linear_silu_mul":
+        return skinny.norm_linear_silu_mul(x, t["gain"], EPS, t["weight"], config, pdl=pdl)
+    if op == "linear":
+        return skinny.linear(x, t["weight"], config, pdl=pdl)
+    return skinny.linear_residual(x, t["weight"], residual, config, pdl=pdl)
+
+
+def exact(op: str, t: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The op in float64, apart from the two roundings that the norm makes by definition."""
+    x, weight = t["x"].double(), t["weight"].double()
+    if op.startswith("norm"):
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+        x = ((x * scale).to(t["x"].dtype) * t["gain"]).double()
+    y = x @ weight.T
+    if op == "norm_linear_silu_mul":
+        gate, up = y.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+    return y + t["residual"].double() if op == "linear_residual" else y
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("config", "shape"),
+    [
+        (FMA, (1, 40, 72)),
+        (FMA, (2, 26, 520)),
+        (SPLIT_FMA, (1, 26, 264)),
+        (STREAM, (3, 26, 200)),
+        (STREAM, (16, 2202, 104)),
+        (SPLIT_STREAM, (16, 40, 136)),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the bfloat16 test covers these on a GPU")
+def test_matches_float64_in_the_interpreter(
+    op: str, dtype: torch.dtype, config: GemmConfig, shape: tuple[int, int, int]
+) -> None:
+    t = inputs(*shape, dtype)
+    assert relative_error(run(op, t, config), exact(op, t)) < TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("config", GPU_CONFIGS, ids=lambda c: f"{c.kernel}-{c.split_k}")
+def test_matches_float64_in_bfloat16(op: str, config: GemmConfig) -> None:
+    for n, k in ((512, 1024), (296, 1288)):
+        t = inputs(4, n, k, torch.bfloat16)
+        assert relative_error(run(op, t, config), exact(op, t)) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_plain_twin_agrees_with_float64(op: str) -> None:
+    t = inputs(3, 26, 72, torch.float32)
+    args = {
+        "norm_linear": (t["x"], t["gain"], EPS, t["weight"]),
+        "norm_linear_silu_mul": (t["x"], t["gain"], EPS, t["weight"]),
+        "linear": (t["x"], t["weight"]),
+        "linear_residual": (t["x"], t["weight"], t["residual"].clone()),
+    }[op]
+    got = getattr(skinny, f"{op}_reference")(*args)
+    assert relative_error(got, exact(op, t)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("config", [STREAM, SPLIT_STREAM], ids=lambda c: c.kernel)
+def test_row_does_not_depend_on_its_neighbours(config: GemmConfig) -> None:
+    t = inputs(4, 26, 264, torch.float32)
+    alone, together = run("norm_linear", t, config, rows=1), run("norm_linear", t, config)
+    t["x"][1:] = 1e4
+    other = run("norm_linear", t, config)
+    assert torch.equal(alone[0], together[0]) and torch.equal(alone[0], other[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", GPU_CONFIGS, ids=lambda c: f"{c.kernel}-{c.split_k}")
+def test_row_does_not_depend_on_its_neighbours_on_gpu(config: GemmConfig) -> None:
+    counts = (1, 2, 3, 4) if config.kernel == "fma" else (1, 3, 8, 16)
+    t = inputs(counts[-1], 512, 1024, torch.bfloat16)
+    whole = run("norm_linear", t, config)
+    for rows in counts:
+        assert torch.equal(run("norm_linear", t, config, rows), whole[:rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", GPU_CONFIGS, ids=lambda c: f"{c.kernel}-{c.split_k}")
+def test_dependent_launch_in_a_graph_gives_the_same_bits(config: GemmConfig) -> None:
+    """30 dependent layers, each reading what the one before wrote: a missing wait would show as a difference."""
+    t = inputs(2, 1024, 1024, torch.bfloat16)
+
+    def chain(pdl: bool) -> torch.Tensor:
+        hidden = t["x"].clone()
+
+        def layers() -> None:
+            for _ in range(30):
+                y = skinny.norm_linear(hidden, t["gain"], EPS, t["weight"], GPU_CONFIGS[0], pdl=pdl)
+                skinny.linear_residual(y, t["weight"], hidden, config, pdl=pdl)
+
+        stream = torch.cuda.Stream()  # split-K's workspace belongs to a stream, and must be there before the capture
+        with torch.cuda.stream(stream):
+            layers()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                layers()
+        torch.cuda.synchronize()
+        hidden.copy_(t["x"])
+        graph.replay()
+        return hidden.clone()
+
+    plain = chain(pdl=False)
+    assert plain.isfinite().all()
+    for _ in range(3):
+        assert torch.equal(chain(pdl=True), plain)
+
+
+@pytest.mark.parametrize(
+    ("shape_x", "shape_w", "message"),
+    [
+        ((SKINNY_ROWS + 1, 64), (8, 64), "1 to 16 rows"),
+        ((1, 64), (8, 72), "does not fit"),
+        ((1, 60), (8, 60), "multiple of 8"),
+    ],
+)
+def test_bad_shapes_are_refused(shape_x: tuple[int, int], shape_w: tuple[int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        skinny.linear(torch.zeros(shape_x), torch.zeros(shape_w), FMA)
+
+
+def test_gate_and_up_need_two_weight_rows_for_each_warp() -> None:
+    with pytest.raises(ValueError, match="gate and up need two"):
+        skinny.norm_linear_silu_mul(
+            torch.zeros(1, 64), torch.ones(64), EPS, torch.zeros(16, 64), fma(4, 256, 1)
+        )
+
+
+def test_strided_input_is_refused() -> None:
+    with pytest.raises(ValueError, match="contiguous"):
+        skinny.linear(torch.zeros(64, 2).T, torch.zeros(8, 64), FMA)

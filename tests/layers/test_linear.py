@@ -1,0 +1,116 @@
+"""Linear layers: shares of any width, biases, and what a layer does with choices that it cannot take."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanovllm.kernels import select_kernels
+from nanovllm.kernels.gemm.choice import GemmConfig
+from nanovllm.layers.linear import HeadSplit, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.weights import WeightedModule
+
+CPU, FLOAT, WIDE = torch.device("cpu"), torch.float32, torch.float64
+KERNELS = select_kernels("cpu")
+HALVES = GemmConfig("split", split_k=2)
+SKINNY = GemmConfig("fma", 8, block_k=256, stages=1)
+
+
+def group(rank: int, size: int) -> Any:
+    return SimpleNamespace(rank=rank, size=size)
+
+
+def load(layer: WeightedModule, prefix: str, tensors: dict[str, torch.Tensor]) -> None:
+    names = set()
+    for weight in layer.checkpoint_weights(prefix):
+        weight.load(tensors[weight.name])
+        names.add(weight.name)
+    assert names == set(tensors)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("width", [8, 11, 16, 44, 1100])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_ranks_of_an_mlp_make_the_whole(width: int, size: int, bias: bool) -> None:
+    hidden, x = 24, torch.randn(5, 24, dtype=WIDE)
+    tensors = {f"m.{name}.weight": torch.randn(width, hidden, dtype=WIDE) for name in ("gate_proj", "up_proj")}
+    down = {"m.down_proj.weight": torch.randn(hidden, width, dtype=WIDE)}
+    if bias:
+        tensors |= {f"m.{name}.bias": torch.randn(width, dtype=WIDE) for name in ("gate_proj", "up_proj")}
+        down |= {"m.down_proj.bias": torch.randn(hidden, dtype=WIDE)}
+    gate, up = (F.linear(x, tensors[f"m.{n}.weight"], tensors.get(f"m.{n}.bias")) for n in ("gate_proj", "up_proj"))
+    want = F.linear(F.silu(gate) * up, down["m.down_proj.weight"], down.get("m.down_proj.bias"))
+    total = torch.zeros(5, hidden, dtype=WIDE)
+    for rank in range(size):
+        outputs = {"gate_proj": width, "up_proj": width}
+        first = MergedColumnParallelLinear(hidden, outputs, group(rank, size), WIDE, CPU, bias=bias)
+        second = RowParallelLinear(width, hidden, group(rank, size), WIDE, CPU, bias=bias)
+        assert second.weight.shape[1] % 8 == 0, "what our kernels ask for"
+        load(first, "m", tensors)
+        load(second, "m.down_proj", down)
+        total += second(first.forward_silu_mul(x, KERNELS))
+    torch.testing.assert_close(total, want)
+
+
+@pytest.mark.parametrize("adds_bias", [True, False])
+def test_qkv_bias_is_added_here_or_by_the_consumer(adds_bias: bool) -> None:
+    heads, dim, x = HeadSplit(4, 2, 1, 2), 8, torch.randn(3, 16)
+    layer = QKVParallelLinear(16, heads, dim, FLOAT, CPU, bias=True, adds_bias=adds_bias)
+    rows = {"q_proj": 32, "k_proj": 16, "v_proj": 16}
+    tensors = {f"a.{name}.weight": torch.randn(count, 16) for name, count in rows.items()}
+    tensors |= {f"a.{name}.bias": torch.randn(count) for name, count in rows.items()}
+    load(layer, "a", tensors)
+    mine = {"q_proj": slice(16, 32), "k_proj": slice(8, 16), "v_proj": slice(8, 16)}
+    bias = torch.cat([tensors[f"a.{name}.bias"][part] for name, part in mine.items()])
+    weight = torch.cat([tensors[f"a.{name}.weight"][part] for name, part in mine.items()])
+    assert layer.bias is not None and torch.equal(layer.bias, bias)
+    torch.testing.assert_close(layer(x), F.linear(x, weight, bias if adds_bias else None))
+
+
+def test_bias_is_added_once_to_a_sum_in_parts() -> None:
+    layer = RowParallelLinear(16, 24, group(0, 1), FLOAT, CPU, bias=True)
+    tensors = {"o.weight": torch.randn(24, 16), "o.bias": torch.randn(24)}
+    load(layer, "o", tensors)
+    layer.use({3: HALVES})
+    x, residual = torch.randn(3, 16), torch.randn(3, 24)
+    want = F.linear(x, tensors["o.weight"], tensors["o.bias"])
+    parts = layer(x)
+    assert parts.shape == (2, 3, 24) and parts.dtype == torch.float32
+    torch.testing.assert_close(parts.sum(0), want)
+    torch.testing.assert_close(layer.add_to(residual.clone(), x), residual + want)
+
+
+def test_a_layer_with_bias_refuses_to_fuse() -> None:
+    outputs = {"gate_proj": 16, "up_proj": 16}
+    plain, biased = (
+        MergedColumnParallelLinear(24, outputs, group(0, 1), FLOAT, CPU, bias=bias) for bias in (False, True)
+    )
+    for layer in (plain, biased):
+        layer.use({1: SKINNY, 32: HALVES})
+        assert layer.pdl_rows == {1}
+    assert plain.fuses(1) == SKINNY and plain.fuses(32) is None and plain.fuses(2) is None
+    assert biased.fuses(1) is None
+    load(biased, "m", {f"m.{n}.{kind}": torch.randn(16, *[24] * (kind == "weight"))
+                       for n in outputs for kind in ("weight", "bias")})  # fmt: skip
+    biased.use({})
+    x, gain = torch.randn(2, 24), torch.rand(24)
+    gate, up = F.linear(F.rms_norm(x, (24,), gain, 1e-6), biased.weight, biased.bias).chunk(2, -1)
+    torch.testing.assert_close(biased.forward_normed_silu_mul(x, gain, 1e-6, KERNELS), F.silu(gate) * up)
+
+
+def test_a_consumer_that_takes_no_parts_gets_none() -> None:
+    layer = RowParallelLinear(16, 24, group(0, 1), FLOAT, CPU)
+    layer.takes_parts = False
+    layer.use({2: HALVES, 1: SKINNY})
+    assert layer(torch.randn(2, 16)).shape == (2, 24) and layer.fuses(1) == SKINNY
+
+
+def test_choices_are_taken_back() -> None:
+    layer = RowParallelLinear(16, 24, group(0, 1), FLOAT, CPU)
+    held = layer.pdl_rows
+    layer.use({1: SKINNY})
+    assert held == {1}, "the norm behind this layer holds it"
+    layer.use({})
+    assert held == set() and layer(torch.randn(1, 16)).shape == (1, 24)
