@@ -138,6 +138,62 @@ def test_what_does_not_compile_is_refused(llm: LLM, wanted: StructuredOutput, fi
     assert llm.is_finished()
 
 
+def chain(length: int) -> dict[str, Any]:
+    """Objects that refer to one another, one within the other."""
+    links = {
+        f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}, "required": ["a"],
+                  "additionalProperties": False}
+        for i in range(length - 1)
+    }  # fmt: skip
+    return {"$defs": {**links, f"d{length - 1}": {"type": "null"}}, "$ref": "#/$defs/d0"}
+
+
+def wide(count: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(count)},
+            "required": [f"p{i}" for i in range(count)], "additionalProperties": False}  # fmt: skip
+
+
+def rules(count: int) -> str:
+    return "start: r0\n" + "".join(f'r{i}: "a" r{i + 1}\n' for i in range(count - 2)) + f'r{count - 2}: "b"'
+
+
+LARGEST = {
+    "references": StructuredOutput(json=chain(500)),
+    "properties": StructuredOutput(json=wide(1000)),
+    "rules": StructuredOutput(grammar=rules(500)),
+}
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_the_largest_that_is_let_in_is_served(llm: LLM, name: str) -> None:
+    """In another process a stack that is too small would end it; here it would end the tests."""
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=60, structured_outputs=LARGEST[name])
+    outputs = llm.generate([PROMPT] * 3, params, use_tqdm=False)
+    assert {output.finish_reason for output in outputs} <= {"length", "stop"}
+
+
+TOO_LARGE = {
+    "references": StructuredOutput(json=chain(501)),
+    "more references": StructuredOutput(json=chain(1000)),
+    "references within a grammar": StructuredOutput(grammar="start: %json " + json.dumps(chain(501))),
+    "properties": StructuredOutput(json=wide(1001)),
+    "bytes": StructuredOutput(json={"enum": ["x" * (128 << 10)]}),
+    "depth": StructuredOutput(json='{"items": ' * 9000 + "{}" + "}" * 9000),
+    "choices": StructuredOutput(choice=[f"choice {i}" for i in range(20_000)]),
+    "rules": StructuredOutput(grammar=rules(501)),
+    "regex": StructuredOutput(regex="a" * ((16 << 10) + 1)),
+    "masks": StructuredOutput(json={"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(1000)}}),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_what_would_hold_up_every_step_is_refused(llm: LLM, name: str) -> None:
+    with pytest.raises(ValueError, match=r"StructuredOutput\.\w+=.*must compile, but: ") as error:
+        llm.add_request(PROMPT, SamplingParams(structured_outputs=TOO_LARGE[name]))
+    assert len(str(error.value)) < 500
+    assert llm.is_finished()
+
+
 def test_a_failing_constraint_ends_its_own_request_only(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = SamplingParams(temperature=0.8, seed=1, max_tokens=20)
     (alone,) = llm.generate([PROMPT], plain, use_tqdm=False)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from nanovllm.engine.sampling.grammar_limits import LargeStackThread, check_masks, check_text
 from nanovllm.errors import short, shown
 from nanovllm.sampling_params import StructuredOutput
 from nanovllm.wire.sampling import mask_words
@@ -34,7 +35,7 @@ class Matcher:
         self._eos_ids = eos_ids
 
     def accept(self, token_id: int) -> None:
-        """Takes a drawn token in; `error` says where it does not fit."""
+        """Takes a sampled token in; `error` says where it does not fit."""
         if self.error is None and not (token_id in self._eos_ids and self.inner.is_accepting()):
             if not self.inner.consume_token(token_id) and not self.inner.is_error():
                 self.error = f"structured_outputs: token {token_id} does not fit"
@@ -64,7 +65,8 @@ class StructuredOutputs:
         self._vocab_words = mask_words(vocab_size)
         self._eos_ids = frozenset(eos_ids)
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._thread = LargeStackThread()
+        self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
         self._executor = llguidance.LLExecutor()
         self._eos = [token_id for token_id in eos_ids if token_id < vocab_size]
         size = max(vocab_size, len(hf_tokenizer))
@@ -84,38 +86,39 @@ class StructuredOutputs:
         opening = [self._tokenizer.tokenize_str(text)[0] for text in "[   "]
         return bool(self._library.LLMatcher(self._tokenizer, form).try_consume_tokens(opening) == len(opening))
 
-    def grammar(self, wanted: StructuredOutput) -> str:
-        """llguidance's own form of a constraint. Raises ValueError naming what does not compile."""
-        matcher = self._library.LLMatcher
-        name, value = next((n, getattr(wanted, n)) for n in _KINDS if getattr(wanted, n) not in (None, False))
-        try:
-            if name == "json":
-                text = value if isinstance(value, str) else json.dumps(dict(value))
-                json.loads(text)
-                return matcher.grammar_from_json_schema(text, defaults=self._json_defaults)
-            if name == "json_object":
-                return matcher.grammar_from_json_schema('{"type": "object"}', defaults=self._json_defaults)
-            if name == "choice":
-                return matcher.grammar_from_regex("|".join(f"({_literal(one)})" for one in value))
-            return matcher.grammar_from_regex(value) if name == "regex" else matcher.grammar_from_lark(value)
-        except Exception as error:
-            raise _does_not_compile(name, value, error) from None
-
     def matcher(self, wanted: StructuredOutput) -> Matcher:
-        """A fresh matcher at the start of its grammar. Raises ValueError as `grammar` does."""
-        grammar = self.grammar(wanted)
-        with self._lock:
-            start = self._compiled.get(grammar)
+        """A fresh matcher at the start of its grammar. Raises ValueError naming what does not compile, is larger than
+        grammar_limits.py allows, or takes too long for each token."""
+        kind, value = next((n, getattr(wanted, n)) for n in _KINDS if getattr(wanted, n) not in (None, False))
+        try:
+            text = _text(kind, value)
+            with self._lock:
+                start = self._compiled.get((kind, text))
+                if start is not None:
+                    self._compiled.move_to_end((kind, text))
             if start is None:
-                start = self._library.LLMatcher(self._tokenizer, grammar)
-                if start.is_error():
-                    name = next(n for n in _KINDS if getattr(wanted, n) not in (None, False))
-                    raise _does_not_compile(name, getattr(wanted, name), start.get_error())
-                self._compiled[grammar] = start
-                if len(self._compiled) > _MAX_CACHED:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end(grammar)
-            return Matcher(start.deep_copy(), self, self._eos_ids)
+                start = self._thread.run(lambda: self._compile(kind, text))
+                with self._lock:
+                    self._compiled[kind, text] = start
+                    if len(self._compiled) > _MAX_CACHED:
+                        self._compiled.popitem(last=False)
+        except Exception as error:
+            name = f"StructuredOutput.{kind}={shown(value)}"
+            raise ValueError(f"{name}: must compile, but: {short(error)}") from None
+        return Matcher(start.deep_copy(), self, self._eos_ids)
+
+    def _compile(self, kind: str, text: str) -> Any:
+        check_text(kind, text)
+        library = self._library.LLMatcher
+        if kind in ("json", "json_object"):
+            form = library.grammar_from_json_schema(text, defaults=self._json_defaults)
+        else:
+            form = library.grammar_from_lark(text) if kind == "grammar" else library.grammar_from_regex(text)
+        start = library(self._tokenizer, form)
+        if start.is_error():
+            raise ValueError(start.get_error())
+        check_masks(start.deep_copy(), self._eos_ids)
+        return start
 
     def fill_masks(self, matchers: Sequence[Matcher]) -> np.ndarray:
         """int32 [matchers, words]: bits of the ids that may come next, all computed side by side by the library's own
@@ -146,5 +149,10 @@ def _literal(text: str) -> str:
     return escaped.replace("\n", r"\n").replace("\r", r"\r").replace("\t", r"\t")
 
 
-def _does_not_compile(name: str, value: Any, error: object) -> ValueError:
-    return ValueError(f"StructuredOutput.{name}={shown(value)}: must compile, but: {short(error)}")
+def _text(kind: str, value: Any) -> str:
+    """A constraint as the library takes it."""
+    if kind == "json":
+        return value if isinstance(value, str) else json.dumps(dict(value))
+    if kind == "json_object":
+        return '{"type": "object"}'
+    return "|".join(f"({_literal(one)})" for one in value) if kind == "choice" else str(value)

@@ -1,0 +1,116 @@
+"""What a grammar may be: bounds on its text, and on the time that its masks take. No torch.
+
+A client chooses a grammar, and each step of all requests waits for its mask. A schema of 5,000 optional properties
+takes 57 ms for one mask, and a chain of 1,000 references takes more stack than a thread has by default.
+"""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+
+MAX_BYTES = {"json": 128 << 10, "grammar": 128 << 10, "choice": 128 << 10, "regex": 16 << 10}
+"""UTF-8 bytes of a constraint's text, by its kind."""
+MAX_RULES = 500
+"""Definitions of a JSON schema; rules of a grammar."""
+MAX_PROPERTIES = 1000
+"""Of all objects of a JSON schema together."""
+NUM_TIMED_MASKS = 20
+MAX_MASK_SECONDS = 0.005
+
+_STACK_BYTES = 512 << 20  # of address space, not of memory: only what is used gets pages
+_PATIENCE = 60.0  # seconds that a compilation may take, those before it included
+_RULE = re.compile(r"^\s*[?!]?\w[\w.-]*\s*(?:\[[^]\n]*\])?\s*:", re.MULTILINE)
+
+_Result = TypeVar("_Result")
+
+
+def check_text(kind: str, text: str) -> None:
+    """Raises ValueError where a constraint's text is larger than the bounds above."""
+    most = MAX_BYTES.get(kind)
+    if most is not None and (size := len(text.encode("utf-8", "surrogatepass"))) > most:
+        raise ValueError(f"it has {size} bytes, at most {most} are allowed")
+    if kind == "grammar":
+        _check_count("rules", len(_RULE.findall(text)), MAX_RULES)
+    if kind in ("json", "grammar"):
+        for schema in [json.loads(text)] if kind == "json" else _inline_schemas(text):
+            _check_schema(schema)
+
+
+def _inline_schemas(grammar: str) -> list[Any]:
+    """The JSON schemas within a grammar (%json {...}). What is none is left to the compiler to refuse."""
+    schemas = []
+    for found in re.finditer(r"%json\s*(?=\{)", grammar):
+        try:
+            schemas.append(json.JSONDecoder().raw_decode(grammar, found.end())[0])
+        except json.JSONDecodeError:
+            continue
+    return schemas
+
+
+def _check_schema(schema: Any) -> None:
+    num_rules = num_properties = 0
+    left = [schema]
+    while left:
+        node = left.pop()
+        if isinstance(node, dict):
+            for name, value in node.items():
+                if isinstance(value, dict):
+                    num_rules += len(value) * (name in ("$defs", "definitions"))
+                    num_properties += len(value) * (name in ("properties", "patternProperties"))
+            left += node.values()
+        elif isinstance(node, list):
+            left += node
+    _check_count("definitions", num_rules, MAX_RULES)
+    _check_count("properties", num_properties, MAX_PROPERTIES)
+
+
+def _check_count(what: str, count: int, most: int) -> None:
+    if count > most:
+        raise ValueError(f"it has {count} {what}, at most {most} are allowed")
+
+
+def check_masks(matcher: Any, eos_ids: frozenset[int]) -> None:
+    """Follows one text through a fresh matcher of llguidance. Raises ValueError where one of the first masks takes too
+    long, or the library gives up. CPU time of this thread counts, so that other work on the machine does not."""
+    for number in range(NUM_TIMED_MASKS):
+        begin = time.thread_time()
+        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        seconds = time.thread_time() - begin
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        if seconds > MAX_MASK_SECONDS:
+            limit = f"{1e3 * MAX_MASK_SECONDS:.0f} ms"
+            raise ValueError(f"the mask of token {number} takes {1e3 * seconds:.1f} ms, at most {limit} are allowed")
+        allowed = [i for i in np.unpackbits(mask, bitorder="little").nonzero()[0].tolist() if i not in eos_ids]
+        if not allowed:
+            return
+        matcher.consume_token(allowed[number * 7919 % len(allowed)])
+
+
+class LargeStackThread:
+    """A thread whose stack takes deep recursion; started when it is first used."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def run(self, work: Callable[[], _Result]) -> _Result:
+        """Returns or raises what `work` does in that thread. Raises ValueError where it takes too long."""
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-grammars")
+                before = threading.stack_size(_STACK_BYTES)
+                try:
+                    self._pool.submit(lambda: None)  # starts the thread
+                finally:
+                    threading.stack_size(before)
+        try:
+            return self._pool.submit(work).result(timeout=_PATIENCE)
+        except TimeoutError:
+            raise ValueError(f"it takes more than {_PATIENCE:.0f} s") from None
