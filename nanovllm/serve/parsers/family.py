@@ -1,0 +1,85 @@
+"""What a family of models must say about its tool calls, and the one that several share."""
+
+import json
+from typing import Protocol
+
+from nanovllm.serve.parsers.reader import Malformed, Output, Source, Steps
+from nanovllm.serve.parsers.tags import Tag, Tags
+from nanovllm.serve.parsers.tools import Tool
+
+MAX_CALLS = 128
+
+
+class ToolFamily(Protocol):
+    """How models of one family write tool calls: as a grammar, and read back."""
+
+    def marks(self, tags: Tags) -> list[Tag]:
+        """The tags that calls are made of."""
+
+    def grammar(self, tags: Tags, tools: tuple[Tool, ...], parallel: bool, free: bool) -> str:
+        """Lark rules, `body` among them: calls of `tools`, one or more; `free` True: or any TEXT (a terminal that is
+        there), which may also come before calls where the family's models write it so."""
+
+    def read(self, tags: Tags, tools: tuple[Tool, ...], source: Source, output: Output) -> Steps:
+        """Reads content and calls up to the end of the text."""
+
+
+def body_after_tag(opening: Tag, free: bool) -> str:
+    """The rule `body` for calls that begin with a tag; the rule `calls` is what follows it."""
+    if not free:
+        return f"body: {opening.lark} calls"
+    if opening.token_id is not None:
+        return f"body: TEXT ({opening.lark} calls)?"
+    return f"body: TEXT | opened calls\nopened[lazy]: TEXT {opening.lark}"
+
+
+def repeated(call: str, between: str, parallel: bool) -> str:
+    """One call, or several with something between them."""
+    return f"{call} ({between} {call}){{0,{MAX_CALLS - 1}}}" if parallel else call
+
+
+def one_of(rule: str, terms: list[str]) -> str:
+    return f"{rule}: " + "\n  | ".join(terms)
+
+
+def json_calls(rule: str, tools: tuple[Tool, ...], arguments: str) -> str:
+    """The rule for {"name": ..., "arguments": ...}."""
+    heads = [json.dumps(f'{{"name": {json.dumps(tool.name)}, "{arguments}": ') for tool in tools]
+    return one_of(rule, [f'{head} {tool.arguments()} "}}"' for head, tool in zip(heads, tools, strict=True)])
+
+
+def read_json_call(source: Source, output: Output) -> Steps:
+    """Reads {"name": ..., "arguments": ...} or "parameters". Raises Malformed where it is none."""
+    yield from source.blanks()
+    yield from source.expect("{")
+    named = False
+    while True:
+        yield from source.blanks()
+        key = yield from source.string()
+        yield from source.blanks()
+        yield from source.expect(":")
+        yield from source.blanks()
+        if key == "name":
+            name = yield from source.string()
+            output.call(name)
+            named = True
+        elif key in ("arguments", "parameters") and named:
+            yield from source.value(output.arguments)
+        else:
+            yield from source.value(lambda _: None)
+        yield from source.blanks()
+        if (yield from source.expect(",", "}")) == "}":
+            break
+    if not named:
+        raise Malformed
+    output.calls_complete = True
+
+
+def read_call(steps: Steps, tag_text: str, source: Source, output: Output) -> Steps:
+    """Reads a call with `steps`; what turns out to be none is text, from its tag on."""
+    num_calls, source.taken = output.num_calls, tag_text
+    try:
+        yield from steps
+    except Malformed:
+        if output.num_calls == num_calls and not (source.ended and not source.text):
+            output.text(source.taken)

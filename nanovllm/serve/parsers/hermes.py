@@ -1,0 +1,33 @@
+"""Hermes, Qwen2.5, Qwen3: <tool_call>, a line of JSON, </tool_call>, several in a row."""
+
+from nanovllm.serve.parsers.family import body_after_tag, json_calls, read_call, read_json_call, repeated
+from nanovllm.serve.parsers.reader import Output, Source, Steps
+from nanovllm.serve.parsers.tags import Tag, Tags
+from nanovllm.serve.parsers.tools import Tool
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class Hermes:
+    def marks(self, tags: Tags) -> list[Tag]:
+        return [tags[OPEN], tags[CLOSE]]
+
+    def grammar(self, tags: Tags, tools: tuple[Tool, ...], parallel: bool, free: bool) -> str:
+        between = rf"/\n{{0,2}}/ {tags[OPEN].lark}"
+        return "\n".join(
+            (
+                body_after_tag(tags[OPEN], free),
+                "calls: " + repeated("call", between, parallel),
+                rf'call: "\n" function "\n" {tags[CLOSE].lark}',
+                json_calls("function", tools, "arguments"),
+            )
+        )
+
+    def read(self, tags: Tags, tools: tuple[Tool, ...], source: Source, output: Output) -> Steps:
+        while (yield from source.until([tags[OPEN].text], output.text)):
+            yield from read_call(self._call(tags, source, output), tags[OPEN].text, source, output)
+
+    def _call(self, tags: Tags, source: Source, output: Output) -> Steps:
+        yield from read_json_call(source, output)
+        yield from source.until([tags[CLOSE].text], lambda _: None)
+        output.begin("content", strips=True)

@@ -1,0 +1,272 @@
+"""Text as it comes, told apart into reasoning, content and tool calls.
+
+A family's reader is a generator that takes text from a `Source` and yields where it needs more. What it puts out,
+joined by kind and call, depends on the whole text alone and not on how it was cut.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+Steps = Generator[None, None, None]
+"""A reader at work; each yield asks for more text."""
+
+
+class Delta(NamedTuple):
+    """What an output has gained."""
+
+    kind: Literal["reasoning", "content", "call", "arguments"]
+    """"call": a tool call has begun; its arguments follow as pieces of one JSON text."""
+    text: str
+    call_index: int = 0
+    """Which call of the message."""
+    name: str = ""
+    id: str = ""
+
+
+class Malformed(Exception):
+    """What follows a tag is no call."""
+
+
+class Source:
+    """Text that has come and was not read yet."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.ended = False
+        self.taken = ""
+        """What was read of a call whose name is not known yet; content, should it turn out to be none."""
+
+    def take(self, count: int) -> str:
+        piece, self.text = self.text[:count], self.text[count:]
+        self.taken += piece
+        return piece
+
+    def until(self, tags: Sequence[str], emit: Callable[[str], None]) -> Generator[None, None, str]:
+        """Emits all text before the first of `tags`, and returns it; "" at the end of all text."""
+        while True:
+            found = [(at, tag) for tag in tags if (at := self.text.find(tag)) >= 0]
+            if found:
+                at, tag = min(found)
+                emit(self.text[:at])
+                self.text = self.text[at + len(tag) :]
+                return tag
+            held = 0 if self.ended else _begun(self.text, tags)
+            emit(self.text[: len(self.text) - held])
+            self.text = self.text[len(self.text) - held :]
+            if self.ended:
+                return ""
+            yield
+
+    def blanks(self) -> Steps:
+        """Skips white space."""
+        while True:
+            self.take(len(self.text) - len(self.text.lstrip()))
+            if self.text or self.ended:
+                return
+            yield
+
+    def expect(self, *texts: str) -> Generator[None, None, str]:
+        """Takes the first of `texts` that comes. Raises Malformed where something else does."""
+        while True:
+            for text in texts:
+                if self.text.startswith(text):
+                    return self.take(len(text))
+            begins = any(text.startswith(self.text) for text in texts)
+            if begins and self.ended:
+                self.take(len(self.text))
+            if self.ended or not begins:
+                raise Malformed
+            yield
+
+    def matching(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
+        """Takes what matches up to the first character that does not."""
+        out = ""
+        while True:
+            found = pattern.match(self.text)
+            out += self.take(found.end()) if found else ""
+            if self.text or self.ended:
+                return out
+            yield
+
+    def string(self) -> Generator[None, None, str]:
+        """Takes a JSON string."""
+        raw = ""
+
+        def collect(piece: str) -> None:
+            nonlocal raw
+            raw += piece
+
+        while not self.text and not self.ended:
+            yield
+        if not self.text.startswith('"'):
+            raise Malformed
+        yield from self.value(collect)
+        try:
+            return str(json.loads(raw))
+        except ValueError:
+            raise Malformed from None
+
+    def value(self, emit: Callable[[str], None]) -> Steps:
+        """Takes one JSON value and emits its text as it comes."""
+        scan = _Value()
+        while True:
+            end = scan.end_in(self.text, self.ended)
+            emit(self.take(len(self.text) if end is None else end))
+            if end is not None or self.ended:
+                return
+            yield
+
+
+class _Value:
+    """Where a JSON value ends, looked for in pieces of text."""
+
+    _OUTSIDE, _INSIDE, _BARE = re.compile(r'[{}\[\]"]'), re.compile(r'["\\]'), re.compile(r"[,}\]\s]")
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = self._escaped = self._bare = self._begun = False
+
+    def end_in(self, text: str, ended: bool) -> int | None:
+        """The index after the value's last character, if it is in this piece."""
+        at = 0
+        if text and not self._begun:
+            self._begun, self._bare = True, text[0] not in '{["'
+        if self._bare:
+            found = self._BARE.search(text)
+            return found.start() if found else None
+        while at < len(text):
+            if self._escaped:
+                self._escaped, at = False, at + 1
+                continue
+            found = (self._INSIDE if self._in_string else self._OUTSIDE).search(text, at)
+            if found is None:
+                return None
+            at = found.end()
+            character = found[0]
+            if self._in_string:
+                self._escaped = character == "\\"
+                self._in_string = self._escaped
+            elif character == '"':
+                self._in_string = True
+            else:
+                self._depth += 1 if character in "{[" else -1
+            if not self._in_string and self._depth <= 0:
+                return at
+        return None
+
+
+def _begun(text: str, tags: Sequence[str]) -> int:
+    """Characters at the end of `text` that may begin one of `tags`."""
+    longest = min(len(text), max(map(len, tags), default=1) - 1)
+    return next((n for n in range(longest, 0, -1) if any(tag.startswith(text[-n:]) for tag in tags)), 0)
+
+
+class Output:
+    """Where a reader puts what it has read."""
+
+    def __init__(self, new_id: Callable[[], str], stand_ins: Mapping[int, str]) -> None:
+        """`stand_ins`: tags by the code point that shows them, put back where they are text after all."""
+        self.deltas: list[Delta] = []
+        self.num_calls = 0
+        self.calls_complete = True
+        """Whether the last call has been read to its end."""
+        self._new_id, self._stand_ins = new_id, stand_ins
+        self._kind: Literal["content", "reasoning"] = "content"
+        self._held = ""
+        self._strips = False
+
+    def begin(self, kind: Literal["content", "reasoning"], strips: bool = False) -> None:
+        """What `text` is from here on. Line breaks held back before it are dropped; `strips` True: those that it
+        begins with, too."""
+        self._kind, self._strips, self._held = kind, strips, ""
+
+    def text(self, text: str) -> None:
+        """Line breaks at its end are held back: before a tag they are no content."""
+        if self._strips:
+            text = text.lstrip("\n")
+            self._strips = not text
+        text = self._held + text
+        kept = text.rstrip("\n")
+        self._held = text[len(kept) :]
+        self._add(kept)
+
+    def call(self, name: str) -> None:
+        self._held = ""
+        self.deltas.append(Delta("call", "", self.num_calls, name, self._new_id()))
+        self.num_calls += 1
+        self.calls_complete = False
+
+    def arguments(self, text: str) -> None:
+        if text:
+            self.deltas.append(Delta("arguments", text, self.num_calls - 1))
+
+    def finish(self) -> None:
+        """What was held back, now that nothing follows."""
+        held, self._held = self._held, ""
+        self._add(held)
+
+    def _add(self, text: str) -> None:
+        if text:
+            self.deltas.append(Delta(self._kind, text if text.isascii() else text.translate(self._stand_ins)))
+
+
+class Reader:
+    """One output, read as it comes."""
+
+    def __init__(self, program: Callable[[Source, Output], Steps], output: Output) -> None:
+        self._source, self._output = Source(), output
+        self._steps: Steps | None = program(self._source, output)
+        self._advance()
+
+    def push(self, text: str) -> list[Delta]:
+        """Takes in what the output has gained; returns what became of it."""
+        self._source.text += text
+        self._advance()
+        return self._drain()
+
+    def finish(self) -> list[Delta]:
+        """The output has ended: what was held back."""
+        self._source.ended = True
+        self._advance()
+        self._output.finish()
+        return self._drain()
+
+    @property
+    def num_calls(self) -> int:
+        return self._output.num_calls
+
+    @property
+    def calls_complete(self) -> bool:
+        return self._output.calls_complete
+
+    def _advance(self) -> None:
+        if self._steps is not None:
+            try:
+                next(self._steps)
+            except StopIteration:
+                self._steps = None
+        if self._steps is None:  # all after the last call
+            self._output.text(self._source.text)
+            self._source.text = ""
+
+    def _drain(self) -> list[Delta]:
+        deltas, self._output.deltas = self._output.deltas, []
+        return deltas
+
+
+def joined(deltas: Sequence[Delta]) -> list[Delta]:
+    """Neighbours of one kind and call made one: the message, where `deltas` are all of it."""
+    out: list[Delta] = []
+    for delta in deltas:
+        if out and delta.kind != "call" and (delta.kind, delta.call_index) == (out[-1].kind, out[-1].call_index):
+            out[-1] = out[-1]._replace(text=out[-1].text + delta.text)
+        else:
+            out.append(delta)
+    return out
+
+
+def new_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"

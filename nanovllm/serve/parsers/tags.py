@@ -1,0 +1,87 @@
+"""Tags that models write around reasoning and tool calls: single tokens of most vocabularies, plain text in others."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nanovllm.detokenizer import Detokenizer
+from nanovllm.serve.text import FrontTokenizer
+
+_FIRST_STAND_IN = 0xF8000
+
+
+@dataclass(frozen=True)
+class Tag:
+    """One tag of one tokenizer."""
+
+    name: str
+    """As chat templates write it: "<think>"."""
+    token_id: int | None
+    """Its token; None where it is plain text."""
+    text: str
+    """How it looks to a Reader: one private-use character for a token, so that the same text in plain tokens is no
+    tag; else its name."""
+    lark: str
+    """How a grammar names it."""
+
+
+class Tags:
+    """The tags of one tokenizer, made when first asked for."""
+
+    def __init__(self, tokenizer: FrontTokenizer) -> None:
+        self._ids = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
+        self._known: dict[str, Tag] = {}
+
+    def __getitem__(self, name: str) -> Tag:
+        if name not in self._known:
+            token_id = self._ids.get(name)
+            if token_id is None:
+                self._known[name] = Tag(name, None, name, json.dumps(name))
+            else:
+                stand_in = chr(_FIRST_STAND_IN + len(self._known))
+                self._known[name] = Tag(name, token_id, stand_in, f"<[{token_id}]>")
+        return self._known[name]
+
+
+class MarkedDetokenizer:
+    """A Detokenizer that shows tags as a Reader wants them, also where special tokens are skipped, and counts the
+    tokens of the reasoning."""
+
+    def __init__(self, inner: Detokenizer, tags: Sequence[Tag], thinks: Sequence[Tag], in_reasoning: bool) -> None:
+        """`thinks`: the tags that open and close reasoning, or none; `in_reasoning`: the prompt has opened it."""
+        self._inner = inner
+        self._marks = {tag.token_id: tag.text for tag in tags if tag.token_id is not None}
+        self._opening = thinks[0].token_id if thinks else None
+        self._closing = thinks[1].token_id if thinks else None
+        self._in_reasoning = in_reasoning
+        self._num_tokens = 0
+        self._reasoning_end: int | None = None
+
+    def push(self, token_id: int) -> str:
+        self._num_tokens += 1
+        mark = self._marks.get(token_id)
+        if mark is None:
+            text = self._inner.push(token_id)
+            return text if text.isascii() else _without_stand_ins(text)
+        if token_id == self._opening and self._num_tokens == 1:
+            self._in_reasoning = True
+        elif token_id == self._closing and self._in_reasoning and self._reasoning_end is None:
+            self._reasoning_end = self._num_tokens
+        return self._inner.flush() + mark
+
+    def flush(self) -> str:
+        return self._inner.flush()
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens up to the tag that ends the reasoning, it included."""
+        if self._reasoning_end is not None:
+            return self._reasoning_end
+        return self._num_tokens if self._in_reasoning else 0
+
+
+def _without_stand_ins(text: str) -> str:
+    """The characters that stand for tags are no text that a model can write itself."""
+    if any(_FIRST_STAND_IN <= ord(character) < _FIRST_STAND_IN + 64 for character in text):
+        return "".join("\ufffd" if _FIRST_STAND_IN <= ord(c) < _FIRST_STAND_IN + 64 else c for c in text)
+    return text

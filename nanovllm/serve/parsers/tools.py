@@ -1,0 +1,149 @@
+"""Tools of a request: checked, and as pieces of a grammar."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+MAX_TOOLS = 128
+MAX_SCHEMA_BYTES = 128 * 1024
+MAX_PROPERTIES = 1000
+MAX_DEFINITIONS = 500
+BLANKS = r"(\n {0,16}|[ ])"
+"""Between JSON's tokens: at most a blank, or a line break and an indentation: models go on with blanks for ever."""
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    """A JSON schema of its arguments."""
+    strict: bool | None = None
+    """False: its arguments may be any JSON object. None: by the schema, but for what of it no grammar can say."""
+
+    def arguments(self) -> str:
+        """The arguments as a term of a Lark grammar."""
+        return json_term({"type": "object"} if self.strict is False else self.parameters, lenient=self.strict is None)
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """Which tools may be called in an answer, and whether they must."""
+
+    tools: tuple[Tool, ...]
+    mode: Literal["auto", "required", "named"]
+    parallel: bool
+    """Whether an answer may hold more than one call."""
+
+
+def json_term(schema: Mapping[str, Any], lenient: bool = False) -> str:
+    """JSON that a schema admits, as a term of a Lark grammar."""
+    options = {"whitespace_pattern": BLANKS, **({"lenient": True} if lenient else {})}
+    return "%json " + json.dumps({**schema, "x-guidance": options})
+
+
+def check_tools(
+    tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any = None, parallel_tool_calls: bool | None = None
+) -> ToolChoice | None:
+    """The tools that an answer may call; None for none (no tools, or tool_choice "none"). Raises ValueError naming the
+    field and its bound."""
+    if tools is None:
+        if tool_choice not in (None, "none", "auto"):
+            raise ValueError("tool_choice: must be absent, 'none' or 'auto' where no tools are given")
+        return None
+    if not isinstance(tools, Sequence) or not 1 <= len(tools) <= MAX_TOOLS:
+        raise ValueError(f"tools: must be a list of 1 to {MAX_TOOLS} tools")
+    checked = tuple(_checked(tool, f"tools[{i}]") for i, tool in enumerate(tools))
+    names = [tool.name for tool in checked]
+    if len({*names}) < len(names):
+        raise ValueError(f"tools: must have different names, {_twice(names)!r} is there twice")
+    mode, checked = _chosen(tool_choice, checked)
+    if mode == "none":
+        return None
+    return ToolChoice(checked, mode, parallel_tool_calls is not False and mode != "named")
+
+
+def _chosen(choice: Any, tools: tuple[Tool, ...]) -> tuple[Any, tuple[Tool, ...]]:
+    if choice is None or choice in ("none", "auto", "required"):
+        return choice or "auto", tools
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools")
+        allowed = allowed if isinstance(allowed, Mapping) else {}
+        listed = allowed.get("tools")
+        if isinstance(listed, list) and listed and allowed.get("mode") in ("auto", "required"):
+            return allowed["mode"], tuple(_named(one, tools) for one in listed)
+    elif isinstance(choice, Mapping):
+        return "named", (_named(choice, tools),)
+    raise ValueError("tool_choice: must be 'none', 'auto', 'required' or the name of a function")
+
+
+def _named(choice: Any, tools: tuple[Tool, ...]) -> Tool:
+    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    found = next((tool for tool in tools if tool.name == name), None)
+    if found is None:
+        raise ValueError(f"tool_choice: function.name={str(name)[:64]!r}: must be the name of one of the tools")
+    return found
+
+
+def _twice(names: list[str]) -> str:
+    return next(name for name in names if names.count(name) > 1)
+
+
+def _checked(tool: Any, where: str) -> Tool:
+    function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
+    if not isinstance(function, Mapping):
+        raise ValueError(f'{where}: must be {{"type": "function", "function": {{...}}}}')
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(f"{where}.function.name={str(name)[:80]!r}: must be 1 to 64 letters, digits, _ or -")
+    if not isinstance(function.get("description"), (str, type(None))):
+        raise ValueError(f"{where}.function.description: must be a text")
+    strict, parameters = function.get("strict"), function.get("parameters")
+    if strict is not None and not isinstance(strict, bool):
+        raise ValueError(f"{where}.function.strict: must be true or false")
+    parameters = {"type": "object"} if parameters is None else parameters
+    check_schema(parameters, f"{where}.function.parameters")
+    if parameters.get("type", "object") != "object":
+        raise ValueError(f"{where}.function.parameters: must be the schema of an object")
+    return Tool(name, {"type": "object", **parameters}, strict)
+
+
+def check_schema(schema: Any, where: str) -> None:
+    """Bounds of a JSON schema that a client sends. Raises ValueError naming `where` and the bound."""
+    if not isinstance(schema, Mapping):
+        raise ValueError(f"{where}: must be a JSON schema, an object")
+    size = len(json.dumps(schema))
+    if size > MAX_SCHEMA_BYTES:
+        raise ValueError(f"{where}: has {size} bytes, must have at most {MAX_SCHEMA_BYTES}")
+    properties = definitions = 0
+    for part in _parts(schema):
+        properties += _size(part.get("properties"))
+        definitions += _size(part.get("$defs")) + _size(part.get("definitions"))
+        reference = part.get("$ref")
+        if isinstance(reference, str) and not reference.startswith("#"):
+            raise ValueError(f"{where}: $ref={reference[:80]!r}: must point into the schema itself, as '#/...' does")
+    if properties > MAX_PROPERTIES:
+        raise ValueError(f"{where}: has {properties} properties, must have at most {MAX_PROPERTIES}")
+    if definitions > MAX_DEFINITIONS:
+        raise ValueError(f"{where}: has {definitions} definitions, must have at most {MAX_DEFINITIONS}")
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, Mapping) else 0
+
+
+def _parts(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """All objects in a JSON value, without recursion: clients choose its depth."""
+    waiting = [schema]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, Mapping):
+            yield one
+            waiting += one.values()
+        elif isinstance(one, list):
+            waiting += one

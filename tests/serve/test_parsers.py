@@ -1,0 +1,428 @@
+"""Tools and reasoning: what the grammars let a model write, and that a stream cut anywhere reads as the whole does."""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import llguidance
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm import StructuredOutput
+from nanovllm.serve.parsers import Delta, OutputParser, Plan, check_schema, check_tools, joined
+from nanovllm.serve.text import FrontTokenizer
+
+DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo-qwen3"
+TAGS = {
+    "hermes": ["<think>", "</think>", "<tool_call>", "</tool_call>"],
+    "qwen3_coder": ["<think>", "</think>", "<tool_call>", "</tool_call>"],
+    "llama3_json": ["<|python_tag|>"],
+    "mistral": ["[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]"],
+    "mistral_list": ["[TOOL_CALLS]"],
+}
+REASONING = {"hermes": "think", "qwen3_coder": "think", "mistral": "mistral"}
+MODELS = [*((family, True) for family in TAGS), ("hermes", False), ("qwen3_coder", False)]
+"""Families; False: in a tokenizer that has no tokens for their tags."""
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string"},
+                    "days": {"type": "integer"},
+                    "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
+                    "where": {"$ref": "#/$defs/point"},
+                },
+                "required": ["city"],
+                "additionalProperties": False,
+                "$defs": {"point": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}},
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+ARGUMENTS = {
+    "get_weather": [
+        {"city": "Paris"},
+        {"city": "", "days": 3},
+        {"city": 'a "b" \\ {[}\n\tü🐱', "unit": "celsius"},
+        {"city": "Rome", "days": -1, "unit": "fahrenheit", "where": {"x": 1.5}},
+    ],
+    "now": [{}],
+}
+
+
+class Model:
+    """A family's tokenizer, parser and grammar engine."""
+
+    def __init__(self, family: str, has_tokens: bool, folder: Path) -> None:
+        self.family = family
+        content = json.loads((DEMO / "tokenizer.json").read_text(encoding="utf-8"))
+        content["added_tokens"] = [token for token in content["added_tokens"] if token["special"]]
+        first = 1 + max(token["id"] for token in content["added_tokens"])
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        tags = TAGS[family] if has_tokens else []
+        new = [{"id": first + i, "content": tag, "special": "[" in tag, **flags} for i, tag in enumerate(tags)]
+        content["added_tokens"] += new
+        (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+        self.tokenizer = FrontTokenizer(folder)
+        self.parser = OutputParser(self.tokenizer, family, REASONING.get(family, "none"))
+        backend = self.tokenizer.backend_tokenizer
+        self.eos = backend.token_to_id("<|im_end|>")
+        self.library = llguidance.LLTokenizer(backend.to_str(), n_vocab=len(self.tokenizer), eos_token=self.eos)
+
+    def plan(self, prompt: str = "", choice: Any = "auto", structured: Any = None, **options: Any) -> Plan:
+        allowed = check_tools(options.get("tools", TOOLS), choice, options.get("parallel"))
+        return self.parser.plan(prompt, allowed, structured)
+
+    def matcher(self, plan: Plan) -> Any:
+        assert plan.structured is not None and plan.structured.grammar is not None
+        matcher = llguidance.LLMatcher(self.library, llguidance.LLMatcher.grammar_from_lark(plan.structured.grammar))
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher
+
+    def admits(self, plan: Plan, text: str) -> bool:
+        matcher = self.matcher(plan)
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    def write(self, message: "Message", prompt_opens: bool = False) -> str:
+        """A message as the family's models write it."""
+        opening, closing = ("[THINK]", "[/THINK]") if self.family == "mistral" else ("<think>\n", "\n</think>\n\n")
+        text = "" if prompt_opens or message.reasoning is None else opening
+        text += "" if message.reasoning is None else message.reasoning + closing
+        text += message.content
+        if message.calls and message.content and self.family != "mistral":
+            text += "\n"
+        return text + self.calls_text(message.calls)
+
+    def calls_text(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
+        named = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
+        if not calls:
+            return ""
+        if self.family == "hermes":
+            one = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
+            return "\n".join(one.format(*each) for each in named)
+        if self.family == "mistral":
+            return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in named)
+        if self.family == "mistral_list":
+            return "[TOOL_CALLS][" + ", ".join('{{"name": "{}", "arguments": {}}}'.format(*one) for one in named) + "]"
+        if self.family == "llama3_json":
+            return "; ".join('{{"name": "{}", "parameters": {}}}'.format(*one) for one in named)
+        blocks = []
+        for name, arguments in calls:
+            values = {k: v if isinstance(v, str) else json.dumps(v) for k, v in arguments.items()}
+            lines = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+            blocks.append(f"<tool_call>\n<function={name}>\n{lines}</function>\n</tool_call>")
+        return "\n".join(blocks)
+
+
+@dataclass
+class Message:
+    reasoning: str | None = None
+    content: str = ""
+    calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Model]:
+    return {key: Model(*key, tmp_path_factory.mktemp(key[0])) for key in MODELS}
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=lambda key: key[0] + ("" if key[1] else "-text"))
+def model(request: pytest.FixtureRequest, models: dict[tuple[str, bool], Model]) -> Model:
+    return models[request.param]
+
+
+def read(plan: Plan, ids: Sequence[int], cuts: Sequence[int] | None = None, ended: bool = True) -> list[Delta]:
+    """What a client is given of an output, in steps of as many tokens as `cuts` says, over and over; None: at once."""
+    numbers = iter(range(1000))
+    reader, detokenizer = plan.reader(lambda: f"call_{next(numbers)}"), plan.detokenizer()
+    assert reader is not None
+    deltas: list[Delta] = []
+    at = step = 0
+    while at < len(ids):
+        width = len(ids) if cuts is None else cuts[step % len(cuts)]
+        deltas += reader.push("".join(map(detokenizer.push, ids[at : at + width])))
+        at, step = at + width, step + 1
+    deltas += reader.push(detokenizer.flush())
+    return joined(deltas + reader.finish())
+
+
+def message_of(deltas: list[Delta]) -> Message:
+    texts = {kind: "".join(d.text for d in deltas if d.kind == kind) for kind in ("reasoning", "content")}
+    names = [delta.name for delta in deltas if delta.kind == "call"]
+    pieces = [[d.text for d in deltas if d.kind == "arguments" and d.call_index == i] for i in range(len(names))]
+    calls = [(name, json.loads("".join(texts))) for name, texts in zip(names, pieces, strict=True)]
+    return Message(texts["reasoning"] or None, texts["content"], calls)
+
+
+PIECES = [*'<>tolcarhink/_{}[]":;,\n =', "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]"]
+steps = st.lists(st.integers(1, 7), min_size=1, max_size=8)
+words = st.text(st.characters(exclude_categories=["Cs", "Co"]), min_size=1, max_size=20).map(lambda t: t.strip() or "x")
+calls = st.sampled_from([*ARGUMENTS]).flatmap(lambda name: st.tuples(st.just(name), st.sampled_from(ARGUMENTS[name])))
+
+
+@settings(max_examples=40, deadline=None)
+@given(content=words, made=st.lists(calls, max_size=3), reasoning=st.none() | words, opens=st.booleans(), cuts=steps)
+def test_messages_are_admitted_and_read_back_at_any_cut(
+    model: Model, content: str, made: list[Any], reasoning: str | None, opens: bool, cuts: list[int]
+) -> None:
+    thinks = model.family in REASONING
+    opens = opens and thinks
+    reasoning = (reasoning or "x") if opens else reasoning if thinks else None
+    prose = model.family != "llama3_json" or not made
+    content = content.lstrip("{[<") or "x"
+    message = Message(reasoning, content if prose else "", made)
+    prompt = {"mistral": "[THINK]"}.get(model.family, "<think>\n") if opens else "assistant\n"
+    plan = model.plan(prompt)
+    text = model.write(message, opens)
+    assert model.admits(plan, text)
+    ids = model.tokenizer.encode(text, add_special_tokens=False)
+    whole = read(plan, ids)
+    assert read(plan, ids, cuts) == whole
+    assert message_of(whole) == message
+
+
+@settings(max_examples=30, deadline=None)
+@given(made=st.lists(calls, min_size=1, max_size=2), end=st.integers(0, 200), cuts=steps)
+def test_an_output_that_ends_early_reads_alike_at_any_cut(
+    model: Model, made: list[Any], end: int, cuts: list[int]
+) -> None:
+    text = model.write(Message("why" if model.family in REASONING else None, "", made))
+    plan = model.plan()
+    ids = model.tokenizer.encode(text, add_special_tokens=False)[:end]
+    assert read(plan, ids, cuts) == read(plan, ids)
+    reader = plan.reader()
+    assert reader is not None and plan.finish_reason("length", reader) == "length"
+
+
+@settings(max_examples=30, deadline=None)
+@given(text=st.lists(st.sampled_from(PIECES), max_size=40).map("".join), cuts=steps)
+def test_any_text_at_all_reads_alike_at_any_cut(model: Model, text: str, cuts: list[int]) -> None:
+    plan = model.plan()
+    ids = model.tokenizer.encode(text, add_special_tokens=False)
+    assert read(plan, ids, cuts) == read(plan, ids)
+
+
+def test_text_that_is_no_call_stays_content(model: Model) -> None:
+    plan = model.plan()
+    for text in ("Just words.\n", "a < b, [1, 2] and more;\n\n", "x <tool_cal", 'x {"name": 1}', "x [TOOL", "\n\nx\n"):
+        ids = model.tokenizer.encode(text, add_special_tokens=False)
+        assert model.admits(plan, text)
+        assert read(plan, ids, [1]) == [Delta("content", text)]
+
+
+def random_output(model: Model, plan: Plan, seed: int, most: int = 400) -> tuple[list[int], bool]:
+    """Tokens that a model of no sense writes under a grammar, and whether it came to an end."""
+    rng = random.Random(seed)
+    matcher, ids = model.matcher(plan), []
+    words = (len(model.tokenizer) + 31) // 32
+    mask = np.zeros((1, words), np.int32)
+    endings = [model.tokenizer.encode(text) for text in ('"', "}", "]", "\n</parameter>\n", "</parameter>")]
+    while len(ids) < most:
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, 4 * words)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(model.tokenizer)])
+        if matcher.is_stopped() or (model.eos in allowed and rng.random() < 0.5):
+            return ids, True
+        tokens = rng.choice(endings) if rng.random() < 0.4 else [int(rng.choice(allowed[allowed != model.eos]))]
+        ids += tokens[: matcher.try_consume_tokens(tokens)]
+        assert not matcher.is_error(), matcher.get_error()
+    return ids, False
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_whatever_the_model_it_can_only_write_calls(model: Model, choice: Any) -> None:
+    plan = model.plan("<think>\n\n</think>" if model.family != "mistral" else "[/THINK]", choice)
+    ended = 0
+    for seed in range(25):
+        ids, whole = random_output(model, plan, seed)
+        deltas = read(plan, ids, [1 + seed % 7])
+        assert deltas == read(plan, ids)
+        assert {delta.kind for delta in deltas} <= {"call", "arguments"}
+        names = [delta.name for delta in deltas if delta.kind == "call"]
+        assert {*names} <= ({"get_weather", "now"} if choice == "required" else {"get_weather"})
+        if whole:
+            ended += 1
+            made = message_of(deltas).calls
+            assert made and (choice == "required" or len(made) == 1)
+            for name, arguments in made:
+                assert isinstance(arguments, dict)
+                if name == "get_weather":
+                    assert isinstance(arguments["city"], str)
+                    assert {*arguments} <= {"city", "days", "unit", "where"}
+                    assert isinstance(arguments.get("days", 0), int)
+                    assert arguments.get("unit", "celsius") in ("celsius", "fahrenheit")
+            reader = plan.reader()
+            assert reader is not None
+            reader.push("".join(map(plan.detokenizer().push, ids)))
+            assert plan.finish_reason("stop", reader) == ("tool_calls" if choice == "required" else "stop")
+            assert plan.finish_reason("length", reader) == "length"
+    assert ended >= 5
+
+
+def test_what_a_grammar_refuses(model: Model) -> None:
+    closed = "<think>\n\n</think>" if model.family != "mistral" else "[/THINK]"
+    required, auto = model.plan(closed, "required"), model.plan(closed)
+    single, paris = model.plan(closed, "required", parallel=False), [("get_weather", {"city": "Paris"})]
+    one, two = model.calls_text(paris), model.calls_text(paris * 2)
+    assert model.admits(required, one) and model.admits(required, two)
+    assert model.admits(single, one) and not model.admits(single, two)
+    assert not model.admits(required, "") and not model.admits(required, "Paris is " + one)
+    for name, arguments in (
+        ("get_whether", {"city": "Paris"}),
+        ("get_weather", {"days": 3}),
+        ("get_weather", {"city": "Paris", "days": "three"}),
+        ("get_weather", {"city": "Paris", "unit": "kelvin"}),
+        ("get_weather", {"city": "Paris", "town": "Paris"}),
+    ):
+        assert not model.admits(required, model.calls_text([(name, arguments)]))
+        assert not model.admits(auto, model.calls_text([(name, arguments)]))
+
+
+def test_tools_that_are_not_strict_take_any_object(model: Model) -> None:
+    loose = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": False}}]  # type: ignore[dict-item]
+    plan = model.plan("", "required", tools=loose)
+    made = [("get_weather", {"town": "Paris"})]
+    assert model.admits(plan, model.calls_text(made))
+    ids = model.tokenizer.encode(model.calls_text(made), add_special_tokens=False)
+    assert message_of(read(plan, ids)).calls == made
+
+
+@pytest.mark.parametrize(
+    "structured", [StructuredOutput(json={"type": "object"}), StructuredOutput(json_object=True),
+                   StructuredOutput(choice=('{"a": 1}',)), StructuredOutput(regex=r'\{"a": [0-9]/?\}')],
+)  # fmt: skip
+def test_reasoning_is_free_and_what_follows_is_held(models: dict[tuple[str, bool], Model], structured: Any) -> None:
+    model = models["hermes", True]
+    for prompt, begins in (("<think>\n", "think"), ("assistant\n", "<think>\nthink")):
+        plan = model.plan(prompt, tools=None, structured=structured)
+        text = begins + ' {"b": } hard\n</think>\n\n{"a": 1}'
+        assert model.admits(plan, text)
+        assert not model.admits(plan, begins + "\n</think>\n\nwords")
+        ids = model.tokenizer.encode(text, add_special_tokens=False)
+        assert read(plan, ids, [2]) == [Delta("reasoning", 'think {"b": } hard'), Delta("content", '{"a": 1}')]
+    assert model.plan("<think>\n\n</think>\n\n", tools=None, structured=structured).structured is structured
+    assert model.admits(model.plan("assistant\n", tools=None, structured=structured), '{"a": 1}')
+
+
+def test_a_schema_beside_tools_holds_the_content(model: Model) -> None:
+    closed = "<think>\n\n</think>" if model.family != "mistral" else "[/THINK]"
+    plan = model.plan(closed, structured=StructuredOutput(json={"type": "array", "items": {"type": "integer"}}))
+    assert model.admits(plan, "[1, 2]") and model.admits(plan, model.calls_text([("now", {})]))
+    assert not model.admits(plan, "words")
+
+
+def test_reasoning_without_an_end_is_all_there_is(models: dict[tuple[str, bool], Model]) -> None:
+    model = models["hermes", True]
+    plan = model.plan("<think>\n", tools=None)
+    ids = model.tokenizer.encode("I think and think\n")
+    assert read(plan, ids, [3]) == [Delta("reasoning", "I think and think\n")]
+
+
+def test_reasoning_tokens_are_counted(models: dict[tuple[str, bool], Model]) -> None:
+    model = models["hermes", True]
+    for prompt, text, expected in (
+        ("<think>\n", "a b</think>c", "a b</think>"),
+        ("<think>\n", "a b c", "a b c"),
+        ("assistant\n", "<think>a</think>c", "<think>a</think>"),
+        ("assistant\n", "<think>a", "<think>a"),
+        ("assistant\n", "a b c</think>", ""),
+    ):
+        detokenizer = model.plan(prompt, tools=None).detokenizer()
+        for token_id in model.tokenizer.encode(text):
+            detokenizer.push(token_id)
+        assert detokenizer.num_reasoning_tokens == len(model.tokenizer.encode(expected)), text
+
+
+def test_a_tag_in_plain_tokens_is_text(models: dict[tuple[str, bool], Model]) -> None:
+    model = models["hermes", True]
+    plan = model.plan()
+    ids = [i for character in 'say <tool_call>\n{"name": "now"' for i in model.tokenizer.encode(character)]
+    assert read(plan, ids, [1]) == [Delta("content", 'say <tool_call>\n{"name": "now"')]
+    stand_ins = "".join(tag.text for tag in plan.marks)
+    assert read(plan, model.tokenizer.encode(stand_ins)) == [Delta("content", "\ufffd" * len(stand_ins))]
+
+
+def test_plain_answers_need_no_reader(models: dict[tuple[str, bool], Model]) -> None:
+    plan = models["llama3_json", True].plan("", tools=None)
+    assert plan.reader() is None and plan.structured is None
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [("hermes", "hermes", "think"), ("llama3", "llama3_json", None), ("mistral", "mistral_list", None),
+     ("gemma", None, None)],
+)  # fmt: skip
+def test_parsers_are_chosen_by_the_template(template: str, tools: str | None, reasoning: str | None) -> None:
+    parser = OutputParser(FrontTokenizer(DEMO, Path(__file__).parent / "templates" / f"{template}.jinja"))
+    assert (parser.tool_family, parser.reasoning) == (tools, reasoning)
+    if tools is None:
+        with pytest.raises(ValueError, match="tools: this model's chat template has no tool calls"):
+            parser.plan("", check_tools(TOOLS))
+
+
+def test_unknown_parsers_are_refused() -> None:
+    with pytest.raises(ValueError, match="tool_call_parser='x': must be auto, none or one of"):
+        OutputParser(FrontTokenizer(DEMO), "x")
+    with pytest.raises(ValueError, match="reasoning_parser='x': must be auto, none or one of"):
+        OutputParser(FrontTokenizer(DEMO), "none", "x")
+
+
+def tool(**function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **function}}
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "message"),
+    [
+        ([], None, "tools: must be a list of 1 to 128"),
+        ([tool()] * 129, None, "tools: must be a list of 1 to 128"),
+        ([tool(), tool()], None, "tools: must have different names, 'f'"),
+        ([tool(name="")], None, "name='': must be 1 to 64"),
+        ([tool(name="a" * 65)], None, "must be 1 to 64"),
+        ([tool(name="a b")], None, "name='a b': must be 1 to 64"),
+        ([tool(name=3)], None, "must be 1 to 64"),
+        ([{"type": "web_search"}], None, r"tools\[0\]: must be"),
+        ([tool(parameters=[])], None, "must be a JSON schema, an object"),
+        ([tool(parameters={"type": "array"})], None, "must be the schema of an object"),
+        ([tool(strict=1)], None, "strict: must be true or false"),
+        ([tool(parameters={"$ref": "http://x/y"})], None, "must point into the schema itself"),
+        ([tool(parameters={"properties": {str(i): {} for i in range(1001)}})], None, "has 1001 properties"),
+        ([tool(parameters={"$defs": {str(i): {} for i in range(501)}})], None, "has 501 definitions"),
+        ([tool(parameters={"enum": ["x" * 200_000]})], None, "must have at most 131072"),
+        ([tool()], "maybe", "tool_choice: must be"),
+        ([tool()], {"type": "function", "function": {"name": "g"}}, "'g': must be the name of one of the tools"),
+        (None, "required", "where no tools are given"),
+    ],
+)
+def test_tools_out_of_bounds_are_refused(tools: Any, choice: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        check_tools(tools, choice)
+    assert len(str(caught.value)) < 300
+
+
+def test_deep_schemas_are_walked_without_recursion() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(300):
+        deep = {"properties": {"a": deep}}
+    check_schema(deep, "schema")
+
+
+def test_which_tools_may_be_called() -> None:
+    both = [tool(), tool(name="g")]
+    assert check_tools(both, "none") is None and check_tools(None) is None
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [tool(name="g")]}}
+    choice = check_tools(both, allowed)
+    assert choice is not None and choice.mode == "required" and [one.name for one in choice.tools] == ["g"]
+    named = check_tools(both, {"type": "function", "function": {"name": "g"}}, True)
+    assert named is not None and named.mode == "named" and not named.parallel
