@@ -273,9 +273,13 @@ class Streams:
         self._metrics.step_tokens.observe(len(step.rows) + len(step.finishes))
 
     def _finish(self, end: frames.Finish, now: float) -> None:
-        completion = self._rows.pop(end.row, None)
+        completion = self._rows.get(end.row)
         if completion is None:
             return
+        if end.reason == "abort":  # not by us: the engine could not go on, with a grammar say
+            self.fail(completion.request, ApiError(400, str(end.stop_reason), "generation_aborted"))
+            return
+        del self._rows[end.row]
         completion.finish(end)
         if completion.num_tokens > 1:
             self._metrics.inter_token.observe(now - completion.last_time)
@@ -335,9 +339,10 @@ class Streams:
 
     def fail(self, request: Request, error: ApiError) -> None:
         """Ends a request with an error."""
-        self._forget_parts(request)
-        request.fail(error)
-        self._remove(request, "error")
+        if request in self.requests:
+            self._forget_parts(request)
+            request.fail(error)
+            self._remove(request, "error")
 
     def leave(self, request: Request) -> None:
         """Ends a request whose client is gone."""

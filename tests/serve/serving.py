@@ -28,25 +28,37 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = PATIENCE)
     return found
 
 
-def session_processes(leader: int) -> list[int]:
-    """Processes alive in the session that a process leads or belongs to."""
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
+def alive(processes: set[int]) -> set[int]:
+    """Those that run."""
+    found = set()
+    for process in processes:
         try:
-            fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             continue
-        if fields[0] != "Z" and int(fields[3]) == leader:
-            found.append(int(name))
+        if state != "Z":
+            found.add(process)
     return found
 
 
 class Server:
     """One run of the command."""
 
-    def __init__(self, folder: Path, *arguments: str, model: Path | str = DEMO, env: dict[str, str] | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        model: Path | str = DEMO,
+        env: dict[str, str] | None = None,
+        limits: dict[str, float] | None = None,
+    ) -> None:
+        """`limits`: bounds of nanovllm/serve/limits.py that take other values, so that a test need not wait as long."""
         self.log_file = folder / "server.log"
         command = [sys.executable, "-m", "nanovllm", "serve", str(model), "--served-model-name", "demo", "--port", "0"]
+        if limits:
+            patches = "; ".join(f"limits.{name} = {value}" for name, value in limits.items())
+            code = f"import sys; from nanovllm.serve import limits; {patches}; from nanovllm.cli.main import main"
+            command[1:3] = ["-c", f"{code}; sys.exit(main())"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
         self.began = time.monotonic()
         with open(self.log_file, "wb") as log:
@@ -60,7 +72,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        found = wait_for(lambda: re.search(r"(https?://\S+) answers", self.log), "port", 20)
+        found = wait_for(lambda: re.search(r"((?:https?|unix)://\S+) answers", self.log), "port", 20)
         return str(found[1])
 
     @property
@@ -80,8 +92,30 @@ class Server:
     @property
     def engine(self) -> int:
         """Process id of the engine, which leads a session with its ranks."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return int(wait_for(lambda: children, "engine")[0])
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return int(wait_for(lambda: children.read_text().split(), "engine")[0])
+
+    @property
+    def ranks(self) -> list[int]:
+        """Process ids of the ranks but the first, and of other helpers of the engine."""
+        engine = self.engine
+        children = Path(f"/proc/{engine}/task/{engine}/children")
+        return [int(each) for each in wait_for(lambda: children.read_text().split(), "rank")]
+
+    def everything(self) -> set[int]:
+        """All processes of this server."""
+        found = {self.process.pid}
+        todo = [self.process.pid]
+        while todo:
+            parent = todo.pop()
+            for task in Path(f"/proc/{parent}/task").glob("*/children"):
+                todo += [child for child in map(int, task.read_text().split()) if child not in found]
+            found.update(todo)
+        return found
+
+    def num_running(self) -> int:
+        """Completions in flight."""
+        return int(httpx.get(self.url + "/load").json()["server_load"])
 
     def stop(self, number: int = signal.SIGTERM, seconds: float = 20) -> int:
         """Sends a signal and waits; returns the exit code."""

@@ -115,8 +115,7 @@ class Answer(Request):
         return choice
 
     def finish_reason(self, completion: Completion) -> str | None:
-        reason = completion.finish_reason
-        return "stop" if reason == "abort" else reason
+        return completion.finish_reason
 
     def tail(self) -> bytes:
         return self._begin + b'],"usage":' + orjson.dumps(self.usage()) + b"}\n\n" if self.include_usage else b""

@@ -1,0 +1,259 @@
+"""From the command to the exit code: start, clients that leave, overload, drain, deaths; nothing is left behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serving import DEMO, ROOT, Server, alive, events, user, wait_for
+
+LONG = {"messages": user("Once upon a time"), "max_tokens": 1900, "ignore_eos": True, "temperature": 1.0, "seed": 1}
+COMPLETIONS = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two rows at a time, four in flight."""
+    with Server(tmp_path_factory.mktemp("small"), "--max-num-seqs", "2", "--max-num-queued-reqs", "4") as started:
+        started.wait_until_ready()
+        yield started
+
+
+def test_start(tmp_path: Path) -> None:
+    with Server(tmp_path) as server:
+        wait_for(lambda: " answers" in server.log, "port")
+        assert time.monotonic() - server.began < 2.0  # 1 s where nothing else runs on the cores
+        seen = []
+        while (health := server.health()).status_code == 503:
+            assert health.json()["status"] == "loading"
+            seen.append((health.json()["stage"], health.json()["percent"]))
+            refused = httpx.post(server.url + COMPLETIONS, json=LONG)
+            if refused.status_code != 503:  # it has just become ready
+                break
+            assert refused.json()["error"]["code"] == "model_loading"
+            assert int(refused.headers["retry-after"]) >= 1
+            time.sleep(0.05)
+        assert seen
+        assert [percent for _, percent in seen] == sorted(percent for _, percent in seen)
+        server.wait_until_ready()
+        assert server.health().json() == {"status": "ok"}
+        lines = server.log.splitlines()
+        assert len(lines) <= 12
+        assert "context 2048 tokens" in lines[-1] and server.url in lines[-1]
+        status = Path(f"/proc/{server.process.pid}/status").read_text()
+        memory = int(status.split("VmRSS:")[1].split()[0])
+        assert memory < 120_000, "the front's memory in KiB"
+        assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
+        assert server.stop() == 0
+
+
+def test_front_imports_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, nanovllm.serve.front, nanovllm.serve.lifecycle, nanovllm.serve.http.server;"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_port_that_is_taken(small: Server, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "nanovllm", "serve", str(DEMO), "--port", str(small.port)]
+    begin = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=False)
+    assert time.monotonic() - begin < 2.0
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert str(small.port) in line and str(small.process.pid) in line
+
+
+def test_model_that_is_not_there(tmp_path: Path) -> None:
+    with Server(tmp_path, model=tmp_path / "nothing") as server:
+        assert server.process.wait(30) == 1
+        assert "no such folder" in server.log
+        assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("n", [1, 4])
+def test_client_that_leaves_is_aborted(small: Server, stream: bool, n: int) -> None:
+    """Also where some completions still wait: two run at a time."""
+    wait_for(lambda: small.num_running() == 0, "rest")
+    with socket.create_connection(("127.0.0.1", small.port)) as connection:
+        body = json.dumps(LONG | {"stream": stream, "n": n}).encode()
+        connection.sendall(b"POST %s HTTP/1.1\r\nhost: a\r\ncontent-length: " % COMPLETIONS.encode())
+        connection.sendall(b"%d\r\n\r\n%s" % (len(body), body))
+        wait_for(lambda: small.num_running() == n, "request")
+        if stream:
+            assert connection.recv(10).startswith(b"HTTP/1.1 2")
+    begin = time.monotonic()
+    wait_for(lambda: small.num_running() == 0, "abort")
+    wait_for(lambda: httpx.get(small.url + "/load").json()["running"] == 0, "end in the engine")
+    assert time.monotonic() - begin < 1.0
+
+
+def test_overload(small: Server) -> None:
+    wait_for(lambda: small.num_running() == 0, "rest")
+    with (
+        httpx.Client(base_url=small.url, timeout=60) as client,
+        client.stream("POST", COMPLETIONS, json=LONG | {"stream": True, "n": 4}) as running,
+    ):
+        stream = running.iter_bytes()  # kept: httpx closes the response with it
+        next(stream)
+        refused = client.post(COMPLETIONS, json=LONG)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "server_overloaded"
+        assert int(refused.headers["retry-after"]) >= 1
+        assert client.get("/health").status_code == 200
+    assert 'admission_rejections_total{engine="0",model_name="demo",reason="queue_full"} ' in metrics(small)
+
+
+def metrics(server: Server) -> str:
+    return httpx.get(server.url + "/metrics").text
+
+
+def test_slow_client_is_let_go(tmp_path: Path) -> None:
+    with Server(tmp_path, limits={"SLOW_SECONDS": 1.0, "WRITE_BUFFER": 16384}) as server:
+        server.wait_until_ready()
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.connect(("127.0.0.1", server.port))
+            body = json.dumps(LONG | {"stream": True, "n": 8, "logprobs": True, "top_logprobs": 20}).encode()
+            slow.sendall(b"POST %s HTTP/1.1\r\nhost: a\r\ncontent-length: " % COMPLETIONS.encode())
+            slow.sendall(b"%d\r\n\r\n%s" % (len(body), body))
+            wait_for(lambda: server.num_running() == 8, "request")
+            with httpx.Client(base_url=server.url, timeout=60) as client:  # others do not notice
+                answer = client.post(COMPLETIONS, json=LONG | {"max_tokens": 8})
+                assert answer.json()["usage"]["completion_tokens"] == 8
+            wait_for(lambda: server.num_running() == 0, "end of the slow stream", 40)
+        assert 'vllm:slow_clients_closed_total{engine="0",model_name="demo"} 1.0' in metrics(server)
+
+
+def test_request_timeout(tmp_path: Path) -> None:
+    with Server(tmp_path, "--request-timeout", "1") as server:
+        server.wait_until_ready()
+        answer = httpx.post(server.url + COMPLETIONS, json=LONG | {"n": 16}, timeout=30)
+        assert answer.status_code == 408, answer.text
+        wait_for(lambda: server.num_running() == 0, "abort")
+
+
+def read_stream(server: Server, found: list[Any], request: dict[str, Any] = LONG) -> None:
+    with httpx.stream("POST", server.url + COMPLETIONS, json=request | {"stream": True}, timeout=60) as response:
+        found.append(response.status_code)
+        found.extend(events(response))
+
+
+def begin_stream(server: Server, request: dict[str, Any] = LONG) -> tuple[threading.Thread, list[Any]]:
+    found: list[Any] = []
+    thread = threading.Thread(target=read_stream, args=(server, found, request))
+    thread.start()
+    wait_for(lambda: len(found) > 3, "stream")
+    return thread, found
+
+
+def test_sigterm_drains(tmp_path: Path) -> None:
+    with Server(tmp_path) as server:
+        server.wait_until_ready()
+        processes = server.everything()
+        thread, found = begin_stream(server, LONG | {"max_tokens": 300})
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: server.health().status_code == 503, "draining")
+        assert server.health().json()["status"] == "draining"
+        refused = httpx.post(server.url + COMPLETIONS, json=LONG)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "shutting_down"
+        thread.join(60)
+        assert found[-1]["choices"][0]["finish_reason"] == "length"
+        assert server.process.wait(20) == 0
+        wait_for(lambda: not alive(processes), "end of all processes", 10)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_shutdown_does_not_wait_for_ever(tmp_path: Path, again: bool) -> None:
+    """After --shutdown-timeout, or at a second signal, streams end with an error."""
+    with Server(tmp_path, "--shutdown-timeout", "30" if again else "0.5") as server:
+        server.wait_until_ready()
+        thread, found = begin_stream(server, LONG | {"n": 16})
+        server.process.send_signal(signal.SIGINT)
+        if again:
+            wait_for(lambda: server.health().status_code == 503, "draining")
+            server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(15) == 0
+        thread.join(10)
+        assert found[-1]["error"]["code"] == "shutting_down"
+
+
+@pytest.mark.parametrize("victim", ["engine", "rank"])
+def test_death_of_the_engine_ends_everything(tmp_path: Path, victim: str) -> None:
+    ranks = ("--tensor-parallel-size", "2") if victim == "rank" else ()
+    with Server(tmp_path, *ranks) as server, ThreadPoolExecutor(1) as pool:
+        server.wait_until_ready()
+        processes = server.everything()
+        thread, found = begin_stream(server, LONG | {"n": 8})
+        whole = pool.submit(httpx.post, server.url + COMPLETIONS, json=LONG | {"n": 8}, timeout=60)
+        wait_for(lambda: server.num_running() == 16, "both requests")
+        begin = time.monotonic()
+        os.kill(server.engine if victim == "engine" else server.ranks[0], signal.SIGKILL)
+        thread.join(10)
+        assert found[-1]["error"]["type"] == "server_error"
+        assert whole.result(10).status_code == 500
+        assert server.process.wait(10) == 1
+        wait_for(lambda: not alive(processes), "end of all processes", 10)
+        assert time.monotonic() - begin < 8.0  # 5 s where nothing else runs on the cores
+
+
+def test_death_of_the_front_ends_everything(tmp_path: Path) -> None:
+    with Server(tmp_path, "--tensor-parallel-size", "2") as server:
+        server.wait_until_ready()
+        processes = server.everything()
+        assert len(processes) >= 3
+        with httpx.stream("POST", server.url + COMPLETIONS, json=LONG | {"stream": True}, timeout=60) as response:
+            stream = response.iter_bytes()
+            next(stream)
+            server.process.kill()
+        wait_for(lambda: not alive(processes), "end of all processes", 10)
+
+
+def test_front_that_dies_while_the_engine_loads(tmp_path: Path) -> None:
+    with Server(tmp_path) as server:
+        wait_for(lambda: " answers" in server.log, "port")
+        processes = server.everything()
+        assert len(processes) >= 2
+        server.process.kill()
+        wait_for(lambda: not alive(processes), "end of all processes", 10)
+
+
+def cpu_seconds(processes: set[int]) -> float:
+    ticks = 0
+    for process in processes:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def test_idle_costs_nothing(server: Server) -> None:
+    wait_for(lambda: server.num_running() == 0, "rest")
+    processes = server.everything()
+    time.sleep(1.5)  # the last sweep
+    before = cpu_seconds(processes)
+    time.sleep(3)
+    assert cpu_seconds(processes) - before <= 0.02
+
+
+def test_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with Server(tmp_path, "--uds", str(path)) as server:
+        server.wait_until_ready()
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://server") as client:
+            assert client.get("/health").status_code == 200
+        assert server.stop() == 0
+        assert not path.exists()
