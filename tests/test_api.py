@@ -17,7 +17,7 @@ import torch
 from nanovllm import LLM, SamplingParams, StepOutput
 from nanovllm.attention import select_backend
 from nanovllm.config import EngineConfig
-from nanovllm.executor.local import settle
+from nanovllm.executor.resolve import resolve
 from nanovllm.models.registry import read_model_config
 from nanovllm.runner import model_runner
 
@@ -270,7 +270,7 @@ def test_plain_kernels_come_without_graphs() -> None:
     """They read the step on the host."""
     for fused in (True, False):
         config = EngineConfig("Qwen3-0.6B", load_format="dummy", device="cpu", fused_kernels=fused)
-        assert settle(config, read_model_config(config)).enforce_eager is not fused
+        assert resolve(config, read_model_config(config)).enforce_eager is not fused
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("cuda", "bfloat16")])
@@ -282,7 +282,7 @@ def test_types_of_checkpoints_that_are_not_served_as_they_are(
     for stored in ("float32", "float64"):
         overrides = {"dtype": stored}
         config = EngineConfig("Qwen3-0.6B", load_format="dummy", device=device, hf_overrides=overrides)
-        assert settle(config, read_model_config(config)).dtype == dtype
+        assert resolve(config, read_model_config(config)).dtype == dtype
 
 
 def test_options_as_settled_and_engine_info(llm: LLM) -> None:

@@ -70,9 +70,9 @@ class LLMEngine:
         self.request_sampling = RequestSampling(self.tokenizer, self.model_config)
         compiler = start_compiler(config, self.model_config)
         try:
-            from nanovllm.executor.local import Executor  # torch comes in here, while the tokenizer is loading
+            from nanovllm.executor.local import LocalExecutor  # torch comes in here, while the tokenizer is loading
 
-            self.executor = Executor(config, self.model_config, compiler)
+            self.executor = LocalExecutor(config, self.model_config, compiler)
         finally:
             if compiler is not None:
                 compiler.close()

@@ -15,8 +15,9 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.lookahead import Forecast, Lookahead
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.step_plan import StepPlan, most_block_updates
+from nanovllm.engine.step_plan import StepPlan
 from nanovllm.wire.shapes import fitting_chunk
+from nanovllm.wire.step import most_block_updates
 
 
 class Scheduler:

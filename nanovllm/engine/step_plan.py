@@ -1,13 +1,5 @@
-"""One step as data: what the scheduler decided, and its packed form that every rank receives.
+"""One step as data: what the scheduler decided, and its packed form that every rank receives (wire/step.py)."""
 
-Packed int32 layout (S = max_num_seqs; see kernels/step/input.py for the device side):
-
-    0            HEADER_SIZE     +S            +2S             +3S
-    | header     | row_slot      | row_start   | row_count     | block updates   | slot records   | token ids of
-    | counts     | per row       | 1st position| tokens        | slot,index,block| RECORD_SIZE    | prompt chunks
-"""
-
-import struct
 from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -15,24 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nanovllm.engine.sequence import Sequence
+from nanovllm.wire.step import HEADER_SIZE, SLOT_RECORD
 
 if TYPE_CHECKING:
     from nanovllm.engine.sampling.plan import StepSampling
-
-HEADER_SIZE = 16
-RECORD_SIZE = 8
-
-
-def most_block_updates(num_blocks: int, max_num_seqs: int) -> int:
-    """Block updates of one step, at most. A row that comes in has its whole block table announced, hits included, so
-    that rows with one long prefix could bring any number: the scheduler lets those that are too many wait a step."""
-    return num_blocks + max_num_seqs
-
-
-def packed_capacity(num_blocks: int, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-    """int32 words of the largest packed step."""
-    fixed = HEADER_SIZE + (3 + RECORD_SIZE) * max_num_seqs
-    return fixed + 3 * most_block_updates(num_blocks, max_num_seqs) + max_num_batched_tokens
 
 
 @dataclass(slots=True)
@@ -88,28 +66,6 @@ class StepPlan:
             packed.fromlist(padding)
         packed.fromlist(self.block_updates)
         for seq in self.new_slots:
-            packed.frombytes(_SLOT_RECORD.pack(seq.slot, seq.params.temperature, seq.seed))
+            packed.frombytes(SLOT_RECORD.pack(seq.slot, seq.params.temperature, seq.seed))
         packed.fromlist(self.host_token_ids)
         return np.frombuffer(packed, dtype=np.int32)
-
-
-_SLOT_RECORD = struct.Struct("<ifq16x")
-"""slot, temperature (float32), seed (int64: low word first), 4 reserved words."""
-assert _SLOT_RECORD.size == 4 * RECORD_SIZE
-
-
-def dummy_step(max_num_seqs: int, num_tokens: int, max_model_len: int) -> np.ndarray:
-    """The packed form of the largest step: `num_tokens` prompt tokens (id 0) over as many rows as can be, all sampled.
-
-    No blocks are handed out: every row reads and writes what its slot's block table happens to hold.
-    """
-    num_rows = min(max_num_seqs, num_tokens)
-    counts = np.full(num_rows, num_tokens // num_rows, dtype=np.int32)
-    counts[: num_tokens % num_rows] += 1
-    counts = np.minimum(counts, max_model_len)
-    fixed = HEADER_SIZE + 3 * max_num_seqs
-    packed = np.zeros(fixed + int(counts.sum()), dtype=np.int32)
-    packed[:7] = (num_rows, 0, num_rows, counts.sum(), 0, 0, counts.max())
-    packed[HEADER_SIZE : HEADER_SIZE + num_rows] = np.arange(num_rows)
-    packed[fixed - max_num_seqs : fixed - max_num_seqs + num_rows] = counts
-    return packed

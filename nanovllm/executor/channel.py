@@ -1,6 +1,6 @@
 """The command ring: rank 0 writes, every worker reads, through one piece of shared memory without a name.
 
-    | header: published, and of each rank sleeping, consumed, done, state, ticks, work | slot 0 | slot 1 | ... |
+    | header: published, and of each rank sleeping, consumed, done, state, progress, work | slot 0 | slot 1 | ... |
 
 A message is cut into as many slots as it needs, so its size is not bounded by the memory. The writer publishes a slot
 by advancing a counter after the data is in place; a reader spins on that counter for a moment, then goes to sleep on a
@@ -90,7 +90,7 @@ class _Ring:
             pass
 
 
-_SLEEPING, _CONSUMED, _DONE, _STATE, _TICKS, _WORK = range(6)
+_SLEEPING, _CONSUMED, _DONE, _STATE, _PROGRESS, _WORK = range(6)
 
 
 class CommandWriter(_Ring):
@@ -162,9 +162,9 @@ class CommandWriter(_Ring):
     def state(self, reader: int) -> WorkerState:
         return WorkerState(self._words[self._word(_STATE, reader)])
 
-    def num_ticks(self, reader: int) -> int:
-        """Pieces of a long command that a reader has got done."""
-        return self._words[self._word(_TICKS, reader)]
+    def num_progress(self, reader: int) -> int:
+        """Pieces of a long command that a reader has done."""
+        return self._words[self._word(_PROGRESS, reader)]
 
     def work(self, reader: int) -> int:
         """Grows as a reader computes, where that counts; see CommandReader.report_work."""
@@ -241,9 +241,9 @@ class CommandReader(_Ring):
         self._words[word] = state
         return before
 
-    def tick(self) -> None:
+    def report_progress(self) -> None:
         """Says that one more piece of a long command is done: a weight loaded, a graph captured."""
-        self._words[self._word(_TICKS, self._reader)] += 1
+        self._words[self._word(_PROGRESS, self._reader)] += 1
 
     def report_work(self) -> None:
         """Says how long the thread that made this reader has computed, if that counts; from another thread, so that it

@@ -5,84 +5,34 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.executor.processes import WorkerError, WorkerProcesses, no_standard_numbers
+from nanovllm.executor.base import Executor
+from nanovllm.executor.processes import WorkerError, WorkerProcesses
+from nanovllm.executor.resolve import resolve
 from nanovllm.executor.store import WatchedStore, create_store_file, open_store
 from nanovllm.model_config import ModelConfig
 from nanovllm.parallel.peer.memory import forbid_multicast
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.runner_init import RunnerInit
 from nanovllm.runner.weight_update import named_tensor
+from nanovllm.startup.child import no_standard_numbers
 from nanovllm.startup.compile_pool import KernelCompiler
+from nanovllm.startup.dry_run import dry_run
 
 _BUCKET_BYTES = 256 << 20  # of new weights sent to the workers at a time
 
 
-@dataclass(frozen=True)
-class RunnerInit:
-    """What a rank builds its runner from; every open choice of EngineConfig is settled in `config`."""
-
-    config: EngineConfig
-    model_config: ModelConfig
-    spin_seconds: float
-    """How long an idle worker spins for the next command before it sleeps."""
-    num_threads: int
-    """Threads of each rank on a CPU, whose cores the ranks share."""
-
-
-def settle(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """Replaces what is left open ("auto", None) by what this machine and this model call for."""
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device='cuda': torch sees no GPU")
-    share_gpus = device == "cuda" and _shares_gpus(config, torch.cuda.device_count())
-    dtype = config.dtype
-    if dtype == "auto":
-        dtype = "float32" if device == "cpu" else model.torch_dtype
-        if dtype in ("float32", "float64") and device == "cuda":
-            dtype = "bfloat16"
-    longest = model.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > longest:
-        raise ValueError(f"max_model_len={config.max_model_len}: must be at most max_position_embeddings={longest}")
-    return replace(
-        config,
-        device=device,
-        dtype=dtype,
-        share_gpus=share_gpus,
-        max_model_len=config.max_model_len or longest,
-        kvcache_block_size=config.kvcache_block_size or (128 if device == "cuda" else 16),
-        # The plain kernels read a step's header on the host, which no graph can.
-        enforce_eager=config.enforce_eager or not config.fused_kernels,
-    )
-
-
-def _shares_gpus(config: EngineConfig, count: int) -> bool:
-    """Whether ranks have to share `count` GPUs. Raises ValueError where they must not, or lack an option for it."""
-    size = config.tensor_parallel_size
-    if size <= count:
-        return False
-    if not config.share_gpus:
-        raise ValueError(f"tensor_parallel_size={size}: must be at most the {count} GPUs here (or set share_gpus)")
-    if config.num_kvcache_blocks is None:
-        raise ValueError(f"num_kvcache_blocks=None: must be given where {size} ranks share {count} GPUs (share_gpus)")
-    if not (config.peer_all_reduce or config.enforce_eager):
-        raise ValueError("peer_all_reduce=False: must be True where ranks share GPUs, or enforce_eager=True")
-    return True
-
-
-class Executor:
-    """Runs packed steps on every rank, and rare calls. Any failure ends it: then every method raises."""
+class LocalExecutor(Executor):
+    """All ranks on this machine: rank 0 in this process, the others behind the command ring."""
 
     def __init__(self, config: EngineConfig, model: ModelConfig, compiler: KernelCompiler | None = None) -> None:
         """`compiler`: compiles the kernels, where there is one; it is the caller's to close."""
-        # Workers first: they import while we settle the options. NVLink multicast is never used.
+        # Workers first: they import while options are resolved. NVLink multicast is never used.
         forbid_multicast()
         self.seconds: dict[str, float] = {}
         self._runner: ModelRunner | None = None
@@ -96,7 +46,7 @@ class Executor:
                 self._store_fd = create_store_file()
         self.processes = WorkerProcesses(config.tensor_parallel_size, config.step_timeout, self._store_fd)
         try:
-            self.config = settle(config, model)
+            self.config = resolve(config, model)
             self._start(model, compiler if self.config.device == "cuda" else None)
         except BaseException as error:
             self._close_ranks()
@@ -115,8 +65,11 @@ class Executor:
             self.processes.send_init(init)
             self.processes.replies()  # every worker has imported: from here on ranks wait for each other only briefly
             with self._share_of_threads():
-                self._runner = ModelRunner(init, 0, self._store, compiler)
-            self.processes.on_failure = self._runner.group.abort
+                self._runner = ModelRunner(init, 0, self._store)
+                self.processes.on_failure = self._runner.group.abort
+                if compiler is not None:
+                    _dry_run(self._runner, compiler)
+                self._runner.load()
             self.processes.replies()
         if compiler is not None:
             with self._phase("compile"):
@@ -256,6 +209,16 @@ class Executor:
         fd, self._store_fd = self._store_fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def _dry_run(runner: ModelRunner, compiler: KernelCompiler) -> None:
+    """Has the kernels of start-up compiled elsewhere; where that fails, the warm-up compiles them here."""
+    try:
+        dry_run(runner, compiler.submit)
+    except ValueError:
+        raise  # an option that cannot be served, found out early
+    except Exception as error:
+        compiler.failures.append(f"{type(error).__name__}: {error}")
 
 
 def _to_send(tensor: torch.Tensor) -> torch.Tensor:

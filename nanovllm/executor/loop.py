@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from nanovllm.executor.channel import STEP, CommandReader, WorkerState
-from nanovllm.executor.local import RunnerInit
 from nanovllm.executor.store import open_store
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.runner_init import RunnerInit
 
 
 def run_worker(ring: CommandReader, control: Connection, rank: int, init: RunnerInit, store_fd: int) -> None:
@@ -19,7 +19,8 @@ def run_worker(ring: CommandReader, control: Connection, rank: int, init: Runner
         torch.set_num_threads(init.num_threads)
     ring.counts_work = init.config.device == "cpu"
     control.send(("result", None))  # imported
-    runner = ModelRunner(init, rank, open_store(store_fd), tick=ring.tick)
+    runner = ModelRunner(init, rank, open_store(store_fd), ring.report_progress)
+    runner.load()
     _report_compiling(ring)
     control.send(("result", None))  # loaded
     while True:

@@ -14,16 +14,15 @@ import os
 import pickle
 import queue
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NoReturn
 
 from nanovllm.executor.channel import CommandWriter, WorkerState, create_shared_memory
+from nanovllm.startup.child import no_standard_numbers, start_python
 
 _WATCH_INTERVAL = 0.2  # seconds between looks at workers' progress
 _LONGEST_LOOK_AWAY = 1.0  # seconds that count between two looks: in a longer pause this process stood still itself
@@ -31,34 +30,6 @@ _EXIT_GRACE = 5.0  # seconds for a worker to end by itself when asked to
 _CALL_TIMEOUT = 1800.0  # seconds for a rare command such as loading weights, also of a worker that gets on
 _START_PATIENCE = 60.0  # seconds that libraries, drivers and first steps may take, where step_timeout is less
 _WORKER_MODULE = "nanovllm.executor.main"
-
-
-def start_python(module: str, *args: str, pass_fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
-    """Runs a module of ours in a new interpreter that finds what this one finds."""
-    # -P: the folder that the user happens to be in must not shadow modules that it does not shadow here.
-    command = [sys.executable, "-P", "-m", module, *args]
-    # Importing passes over what is no string in sys.path (a Path, say), and so do we.
-    folders = [path or os.getcwd() for path in sys.path if isinstance(path, str)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
-    # A session of its own: Ctrl-C in a terminal reaches the caller alone, who then stops us in order.
-    return subprocess.Popen(
-        command, pass_fds=pass_fds, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
-    )
-
-
-@contextmanager
-def no_standard_numbers() -> Iterator[None]:
-    """Within it no new file gets number 0, 1 or 2, though the caller may have closed these, as some daemons do: there a
-    child has its input and output, not what we hand on."""
-    held: list[int] = []
-    try:
-        while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-            held.append(fd)
-        os.close(fd)
-        yield
-    finally:
-        for fd in held:
-            os.close(fd)
 
 
 class WorkerError(RuntimeError):
@@ -219,7 +190,7 @@ class WorkerProcesses:
         limit = max(self.step_timeout, _START_PATIENCE) if self.is_starting else self.step_timeout
         # Before the first command ranks wait for each other, to import and to meet: then whoever gets on does for all.
         counted = range(self.size - 1) if ring.num_sent == 0 else (reader,)
-        pieces = [(ring.num_consumed(each), ring.num_ticks(each), ring.work(each)) for each in counted]
+        pieces = [(ring.num_consumed(each), ring.num_progress(each), ring.work(each)) for each in counted]
         seen = (limit, state, done, pieces)
         at_rest = state is WorkerState.IDLE and done == ring.num_sent
         if seen != progress.seen or at_rest or state is WorkerState.COMPILING:

@@ -18,11 +18,11 @@ class StepGraphs:
         max_num_seqs: int,
         max_tokens: int,
         stream: torch.cuda.Stream,
-        tick: Callable[[], None] = lambda: None,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
         """`run(shape)`: the work of a step of that padded shape, on static buffers, in `stream`. `max_tokens`: the
-        largest chunk worth capturing. `tick`: called after each graph."""
-        self._tick = tick
+        largest chunk worth capturing. `progress`: called after each graph."""
+        self._progress = progress
         self._run = run
         self._stream = stream
         self._decode_buckets = decode_buckets(max_num_seqs)
@@ -65,7 +65,7 @@ class StepGraphs:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             self._run(shape)
         self._graphs[shape] = graph
-        self._tick()
+        self._progress()
 
     def shape_for(self, decode_rows: int, chunk_rows: int, chunk_tokens: int) -> StepShape | None:
         """The smallest captured shape that holds such a step; None: run it eagerly."""

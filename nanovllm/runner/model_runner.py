@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.attention import select_backend
-from nanovllm.engine.step_plan import dummy_step, packed_capacity
 from nanovllm.kernels import select_kernels
+from nanovllm.kernels.base.compile_keys import hash_triton, resolve_keys
 from nanovllm.models.checkpoint import check_names, load_checkpoint, load_dummy, open_checkpoint
 from nanovllm.models.decoder import ModelContext, attention_specs
 from nanovllm.models.registry import decoder_class
@@ -21,17 +21,16 @@ from nanovllm.runner import tuning
 from nanovllm.runner.cuda_graphs import StepGraphs
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.kv_cache import GIB, MemoryProbe, bind_kv_cache, block_bytes, blocks_that_fit, host_memory
+from nanovllm.runner.runner_init import RunnerInit
 from nanovllm.runner.sampler import GeneralSampler
 from nanovllm.runner.step_work import StepWork
 from nanovllm.runner.weight_update import WeightUpdate
-from nanovllm.startup.compile_server import hash_triton, settle_keys
 from nanovllm.wire.sampling import split_section
 from nanovllm.wire.shapes import MAX_CHUNK_ROWS, StepShape
+from nanovllm.wire.step import dummy_step, packed_capacity
 
 if TYPE_CHECKING:
-    from nanovllm.executor.local import RunnerInit
     from nanovllm.kernels.gemm.choice import Choices
-    from nanovllm.startup.compile_pool import KernelCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -43,15 +42,14 @@ class ModelRunner:
 
     def __init__(
         self,
-        init: "RunnerInit",
+        init: RunnerInit,
         rank: int,
         store: dist.Store | None,
-        compiler: "KernelCompiler | None" = None,
-        tick: Callable[[], None] = lambda: None,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """`compiler`: gets the kernels to compile while the weights load. `tick`: called after each piece of a long
+        """Meets the other ranks and builds the model; `load` fills it. `progress`: called after each piece of a long
         command."""
-        self.config, self.model_config, self._tick = init.config, init.model_config, tick
+        self.config, self.model_config, self._progress = init.config, init.model_config, progress
         config = self.config
         assert config.kvcache_block_size and config.max_model_len
         self.block_size: int = config.kvcache_block_size
@@ -65,18 +63,15 @@ class ModelRunner:
         self.memory = MemoryProbe(self.device)
         size = config.tensor_parallel_size
         self.group = TensorParallelGroup(rank, size, self.device, store, config.overlap_all_reduce, config.share_gpus)
-        tick()
+        progress()
         if config.peer_all_reduce and self.device.type == "cuda" and self.group.size > 1:
             rows, keys = config.max_num_batched_tokens, config.max_num_seqs + MAX_CHUNK_ROWS
             self.group.use_peer_memory(rows, self.model_config.hidden_size, self.dtype, max_keys=keys)
-        tick()
+        progress()
         self.io = DeviceIO(self.device, config.dependent_launch)
         self.graphs: StepGraphs | None = None
         with torch.inference_mode(), self.io.stream_context():
             self._build(rank)
-            if compiler is not None:
-                self._rehearse(compiler)
-            self._load()
 
     # -- start-up -----------------------------------------------------------------------------------------------
 
@@ -85,7 +80,7 @@ class ModelRunner:
         # On a CPU the triton backend means Triton's interpreter (it is refused otherwise): then all kernels go there.
         self.kernels = select_kernels(self.device, config.fused_kernels, interpret=config.attention_backend == "triton")
         if self.kernels.fused and self.device.type == "cuda":
-            settle_keys()
+            resolve_keys()
         specs = attention_specs(model, rank, config.tensor_parallel_size)
         backend_class, self.backend_reason, is_fallback = select_backend(
             config.attention_backend, specs, device=self.device, dtype=self.dtype, block_size=self.block_size
@@ -105,24 +100,19 @@ class ModelRunner:
         self.work = StepWork(config, self.model, context, self.io)
         self.general_sampler = GeneralSampler(self.kernels, self.group, self.io, self.device, model.vocab_size)
 
-    def _rehearse(self, compiler: "KernelCompiler") -> None:
-        """Has the kernels of start-up compiled elsewhere; where that fails, the warm-up compiles them here."""
-        from nanovllm.startup.dry_run import rehearse
-
-        try:
-            rehearse(self, compiler.submit)
-        except Exception as error:
-            if isinstance(error, ValueError):
-                raise  # an option that cannot be served, found out early
-            compiler.failures.append(f"{type(error).__name__}: {error}")
+    @torch.inference_mode()
+    def load(self) -> None:
+        """Fills the weights in, from the checkpoint or at random."""
+        with self.io.stream_context():
+            self._load()
 
     def _load(self) -> None:
         if self.config.load_format == "dummy":
-            load_dummy(self.weights, self.dtype, self.device, self.config.seed, self._tick)
+            load_dummy(self.weights, self.dtype, self.device, self.config.seed, self._progress)
         else:
             tensors = open_checkpoint(Path(self.config.model))
             check_names(self.weights, tensors, self.model_config.tie_word_embeddings)
-            load_checkpoint(self.weights, tensors, self.device, self._tick)
+            load_checkpoint(self.weights, tensors, self.device, self._progress)
 
     @torch.inference_mode()
     def measure_kv_cache(self) -> int:
@@ -138,12 +128,12 @@ class ModelRunner:
             self.allocate_kv_cache(1)
             for layer in {layer.spec: layer for layer in self.model.attention_layers()}.values():
                 self.backend.warmup(layer.k_cache, layer.v_cache, layer.spec)
-            self._tick()
+            self._progress()
             self.memory.begin_step()
             self.launch(dummy_step(config.max_num_seqs, config.max_num_batched_tokens, self.max_model_len))
             torch.cuda.synchronize(self.device)
             step_bytes = self.memory.end_step()
-            self._tick()
+            self._progress()
             graph_bytes = 0
             if not config.enforce_eager:
                 graph_bytes = self._new_graphs().measure(self.memory.used_bytes)
@@ -211,7 +201,7 @@ class ModelRunner:
         step_mailbox; infinite where these cannot run. For choosing (scripts/tune_steps.py): all ranks are called."""
         from nanovllm.kernels.base.graph_timing import graph_us
 
-        self._tick()
+        self._progress()
         tuning.apply(self.model, choices, fused=self.group.size == 1)
         with self.io.stream_context():
             try:
@@ -223,13 +213,13 @@ class ModelRunner:
         assert self.io.stream is not None
         self.io.step_buffer.zero_()  # a step without rows: everything is padding
         sizes = (self.config.max_num_seqs, self.config.max_num_batched_tokens)
-        return StepGraphs(self.work.run_padded, *sizes, self.io.stream, self._tick)
+        return StepGraphs(self.work.run_padded, *sizes, self.io.stream, self._progress)
 
     # -- one step -----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def launch(self, packed: np.ndarray) -> None:
-        """Runs a packed step (engine/step_plan.py); its tokens are had from `collect`, oldest step first."""
+        """Runs a packed step (wire/step.py); `collect` returns its tokens, oldest step first."""
         packed, section = split_section(packed)
         num_rows, num_decode_rows, num_sample_rows, num_tokens = (int(n) for n in packed[:4])
         keep_hidden = section is not None and section.num_targets > 0

@@ -195,8 +195,8 @@ class GeneralSampler:
             self._identity = torch.arange(size, dtype=torch.int32, device=self._device)
         return self._identity[:size]
 
-    def rehearse(self, local_ids: int, dtype: torch.dtype, buffers: StepBuffers, state: DeviceState) -> None:
-        """Goes through steps whose kernels are worth having before the first request that needs them: filters,
+    def dry_run(self, local_ids: int, dtype: torch.dtype, buffers: StepBuffers, state: DeviceState) -> None:
+        """Goes through the steps whose kernels are worth having before the first request that needs them: filters,
         penalties and log-probabilities, for few rows and for many. `local_ids`: ids of this rank's logits. To be called
         where nothing is launched (startup/dry_run.py)."""
         many = min(_MANY_ROWS, state.temperature.shape[0])
@@ -204,12 +204,12 @@ class GeneralSampler:
         self._counts = torch.empty(1, self._vocab_size, dtype=torch.int32, device=self._device)
         for kind in (FILTERED, CHANGED):
             for num_rows in (1, many):
-                self._rehearse_step(_made_up(kind, num_rows, -1), raw, buffers, state)
+                self._dry_step(_made_up(kind, num_rows, -1), raw, buffers, state)
         for num_logprobs in TOP_BUCKETS[1:]:
-            self._rehearse_step(_made_up(DRAWN, 1, num_logprobs), raw, buffers, state)
+            self._dry_step(_made_up(DRAWN, 1, num_logprobs), raw, buffers, state)
         self._counts = None
 
-    def _rehearse_step(self, section: Section, raw: torch.Tensor, buffers: StepBuffers, state: DeviceState) -> None:
+    def _dry_step(self, section: Section, raw: torch.Tensor, buffers: StepBuffers, state: DeviceState) -> None:
         words = torch.from_numpy(section.words.copy()).to(self._device)
         self._draw(section, words, raw, self._range(section.num_rows), buffers, state)
 

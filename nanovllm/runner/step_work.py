@@ -5,13 +5,13 @@ import torch
 
 from nanovllm.attention.base import AttentionMetadata
 from nanovllm.config import EngineConfig
-from nanovllm.engine.step_plan import HEADER_SIZE
 from nanovllm.kernels.step.input import DeviceState, StepBuffers
 from nanovllm.layers.attention import ForwardStep, wanted_rows
 from nanovllm.models.decoder import DecoderForCausalLM, ModelContext
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.sampler import LogitsView
 from nanovllm.wire.shapes import MAX_CHUNK_ROWS, StepShape
+from nanovllm.wire.step import HEADER_SIZE
 
 
 class StepWork:

@@ -1,6 +1,6 @@
 """Fills Triton's cache at an engine's first start: many processes compile what one alone would compile in turn.
 
-Rank 0 rehearses (dry_run.py): it walks through every kind of step without launching a kernel, and notes which
+Rank 0 makes a dry run (dry_run.py): it goes through every kind of step without launching a kernel, and notes which
 ones it would need. compile_server.py compiles them side by side while the weights are loaded; the warm-up then finds
 them in the cache. What goes wrong here costs time and nothing else, for the engine compiles what it does not find.
 
@@ -22,8 +22,8 @@ from multiprocessing.connection import Pipe
 from pathlib import Path
 
 from nanovllm.config import EngineConfig
-from nanovllm.executor.processes import no_standard_numbers, start_python
 from nanovllm.model_config import ModelConfig
+from nanovllm.startup.child import no_standard_numbers, start_python
 from nanovllm.startup.compile_server import CompileJob
 
 logger = logging.getLogger(__name__)

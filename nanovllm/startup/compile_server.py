@@ -7,16 +7,16 @@ touches the device: a CUDA context of its own would cost each of them a second, 
 
 import importlib
 import os
-import pkgutil
 import signal
 import sys
 import threading
-from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
+
+from nanovllm.kernels.base.compile_keys import hash_triton, resolve_keys
 
 _LOOK_SECONDS = 0.5
 
@@ -76,34 +76,6 @@ def _build_driver_module() -> None:
         pass  # no driver or no C compiler: the engine meets the same, and says so
 
 
-def hash_triton() -> None:
-    """Has Triton compute the hash of its own files that every key of its cache begins with. It keeps the result, takes
-    a second or more for it, and lets other threads run meanwhile."""
-    try:
-        from triton.runtime.cache import triton_key
-
-        triton_key()
-    except Exception:
-        pass  # another version keeps it elsewhere, and computes it when it needs it
-
-
-def settle_keys() -> None:
-    """Has Triton compute the part of each kernel's key that comes from its source: here in the order of definition.
-
-    Left to itself it does so at a kernel's first launch, and what comes out depends on whether a kernel that calls the
-    same function was there before (it takes a callee's globals over before it has looked for them; seen in 3.6).
-    """
-    from triton.runtime.jit import JITFunction
-
-    for room in ("nanovllm.kernels", "nanovllm.parallel.peer"):
-        package = importlib.import_module(room)
-        for found in pkgutil.walk_packages(package.__path__, f"{room}."):
-            for value in vars(importlib.import_module(found.name)).values():
-                if isinstance(value, JITFunction):
-                    with suppress(Exception):  # a kernel that cannot have one says so when it is launched
-                        _ = value.cache_key
-
-
 def _import_everything(parent: int) -> None:
     """What forks then need not do again: the kernels' modules, and what Triton computes once a process."""
     hashing = threading.Thread(target=hash_triton)
@@ -111,7 +83,7 @@ def _import_everything(parent: int) -> None:
     import torch  # noqa: F401
 
     _leave_without(parent)
-    settle_keys()
+    resolve_keys()
     hashing.join()  # no thread may be about when this process forks
     try:
         from triton.backends.nvidia.driver import library_dirs

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from nanovllm.engine.step_plan import dummy_step
 from nanovllm.kernels.step.input import expand_rows_reference
 from nanovllm.runner import tuning
 from nanovllm.startup.compile_server import CompileJob
+from nanovllm.wire.step import dummy_step
 
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _patching = threading.Lock()
 
 
-def rehearse(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> None:
+def dry_run(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> None:
     """Hands every kernel that start-up needs to `submit`. Rank 0 alone does it; weights need not be there yet, for
     nothing that is computed here means anything. Afterwards the runner is as before, but for memory in torch's cache.
 
@@ -36,7 +36,7 @@ def rehearse(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> Non
         try:
             tuning.apply(runner.model, choices, fused=runner.group.size == 1)
             local_ids = runner.model.lm_head.weight.shape[0]
-            runner.general_sampler.rehearse(local_ids, runner.dtype, work.buffers, work.state)  # the longest first
+            runner.general_sampler.dry_run(local_ids, runner.dtype, work.buffers, work.state)  # the longest first
             runner.model.layers = layers[:1]
             for shape in sorted(runner._new_graphs().shapes, key=sum):  # few rows have the most kernels
                 work.run_padded(shape)

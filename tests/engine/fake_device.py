@@ -11,7 +11,7 @@ import zlib
 
 import numpy as np
 
-from nanovllm.engine.step_plan import HEADER_SIZE, RECORD_SIZE
+from nanovllm.wire.step import HEADER_SIZE, RECORD_SIZE
 
 VOCAB_SIZE = 16
 ROOT = 0  # the empty text

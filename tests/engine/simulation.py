@@ -8,10 +8,11 @@ from fake_device import FakeDevice, extend_digest, next_token
 from nanovllm.config import EngineConfig
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.step_plan import StepPlan, most_block_updates, packed_capacity
+from nanovllm.engine.step_plan import StepPlan
 from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.wire.shapes import TILE
+from nanovllm.wire.step import most_block_updates, packed_capacity
 
 
 def make_sequence(

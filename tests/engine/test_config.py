@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nanovllm.config import EngineConfig
-from nanovllm.executor.local import settle
+from nanovllm.executor.resolve import resolve
 from nanovllm.model_config import ModelConfig, RopeConfig
 from nanovllm.models.config_reader import ConfigReader
 from nanovllm.models.published import PUBLISHED_SHAPES
@@ -245,7 +245,7 @@ def test_yarn_extends_the_context() -> None:
     assert parse_config(raw).max_position_embeddings == 131072
     assert parse_config({**raw, "max_position_embeddings": 262144}).max_position_embeddings == 262144
     config = EngineConfig("Qwen3-8B", load_format="dummy", max_model_len=131072, device="cpu")
-    assert settle(config, parse_config(raw)).max_model_len == 131072
+    assert resolve(config, parse_config(raw)).max_model_len == 131072
 
 
 def test_both_spellings_of_rope_mean_the_same() -> None:

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulation import Simulation, make_sequence
 
-from nanovllm.engine.step_plan import HEADER_SIZE, RECORD_SIZE, StepPlan
+from nanovllm.engine.step_plan import StepPlan
+from nanovllm.wire.step import HEADER_SIZE, RECORD_SIZE
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 SEEDS = st.integers(-(2**63), 2**63 - 1)

@@ -14,8 +14,9 @@ from timing import seconds
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.step_plan import HEADER_SIZE, StepPlan
+from nanovllm.engine.step_plan import StepPlan
 from nanovllm.executor.channel import SLOT_BYTES, CommandReader, CommandWriter, create_shared_memory
+from nanovllm.wire.step import HEADER_SIZE
 
 NUM_ROWS = 256
 BLOCK = 128

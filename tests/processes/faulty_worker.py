@@ -35,7 +35,7 @@ def install(where: str) -> None:
         group = model_runner.TensorParallelGroup
         model_runner.TensorParallelGroup = lambda *args: (fail(), group(*args))[1]  # type: ignore[misc,assignment]
     elif where == "load":
-        model_runner.ModelRunner._load = fail  # type: ignore[method-assign]
+        model_runner.ModelRunner.load = fail  # type: ignore[method-assign]
     elif where == "call":
         model_runner.ModelRunner.update_weights = fail  # type: ignore[method-assign]
     elif where == "step":

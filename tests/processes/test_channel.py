@@ -196,8 +196,8 @@ def test_states_and_progress_cross_over(ring: Ring) -> None:
     assert ring.writer.state(1) is WorkerState.CALLING, "a worker that has said nothing yet is starting"
     assert reader.set_state(WorkerState.IDLE) is WorkerState.CALLING
     assert ring.writer.state(1) is reader.state is WorkerState.IDLE
-    reader.tick()
-    assert (ring.writer.num_ticks(0), ring.writer.num_ticks(1)) == (0, 1)
+    reader.report_progress()
+    assert (ring.writer.num_progress(0), ring.writer.num_progress(1)) == (0, 1)
     reader.close()
 
 

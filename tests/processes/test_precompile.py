@@ -33,11 +33,12 @@ from nanovllm.kernels.pointwise import activation
 from nanovllm.kernels.gemm import skinny
 from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.kernels.step import input as step_input
-from nanovllm.startup.compile_server import _TargetOnly, settle_keys
+from nanovllm.kernels.base.compile_keys import resolve_keys
+from nanovllm.startup.compile_server import _TargetOnly
 from nanovllm.startup.dry_run import launching_nothing
 
 driver.set_active(_TargetOnly(GPUTarget("cuda", 90, 32)))
-settle_keys()
+resolve_keys()
 gate_up, weight = torch.full((4, 256), 2.0, dtype=torch.bfloat16), torch.zeros(512, 256, dtype=torch.bfloat16)
 state = step_input.DeviceState.allocate(16, 4, "cpu")
 buffers, step = step_input.StepBuffers.allocate(16, 64, "cpu"), torch.zeros(500, dtype=torch.int32)
@@ -65,7 +66,7 @@ assert set(os.listdir(folder)) == entries and len(entries) == 4, (entries, os.li
 
 
 # A CPU's runner with everything that a GPU's has: Triton's kernels and attention, skinny GEMMs, captured shapes.
-REHEARSAL = """
+DRY_RUN = """
 import collections
 import torch
 from triton.backends.compiler import GPUTarget
@@ -76,11 +77,12 @@ from nanovllm.config import EngineConfig
 from nanovllm.models.registry import parse_config, read_model_config
 from nanovllm.kernels import select_kernels
 from nanovllm.runner import model_runner
-from nanovllm.startup import dry_run as rehearsal
+from nanovllm.startup.dry_run import dry_run
 from nanovllm.runner import tuning
 from nanovllm.startup.compile_server import _TargetOnly
 from nanovllm.runner.cuda_graphs import StepGraphs
-from nanovllm.executor.local import RunnerInit, settle
+from nanovllm.executor.resolve import resolve
+from nanovllm.runner.runner_init import RunnerInit
 
 driver.set_active(_TargetOnly(GPUTarget("cuda", 90, 32)))
 torch.cuda.graph_pool_handle = lambda: None
@@ -89,12 +91,12 @@ model_runner.select_backend = lambda *_, **__: Selection(TritonBackend, "")
 model_runner.select_kernels = lambda device, fused, interpret: select_kernels(device, True, True)
 config = EngineConfig("MODEL", load_format="dummy", device="cpu", max_num_seqs=72, skip_tokenizer_init=True)
 model = read_model_config(config)
-runner = model_runner.ModelRunner(RunnerInit(settle(config, model), model, 0.0, 1), 0, None)
+runner = model_runner.ModelRunner(RunnerInit(resolve(config, model), model, 0.0, 1), 0, None)
 runner.io.step_buffer = torch.zeros(20000, dtype=torch.int32)
 runner._new_graphs = lambda: StepGraphs(None, 72, config.max_num_batched_tokens, None)
 runner.choose_kernels = lambda: tuning.chosen(runner.model, runner.gemm_table, True, 72)
 jobs, layers = [], runner.model.layers
-rehearsal.rehearse(runner, jobs.append)
+dry_run(runner, jobs.append)
 assert runner.model.layers is layers and not runner.model.fused_rows and not runner.work.captured_logits
 
 counts = collections.Counter(job.name for job in set(jobs))
@@ -123,8 +125,8 @@ def test_compiles_what_a_launch_will_look_up(tmp_path: Path) -> None:
     run_script(ROUND_TRIP, tmp_path)
 
 
-def test_rehearsal_meets_every_kernel_of_start_up(tmp_path: Path) -> None:
-    run_script(REHEARSAL, tmp_path)
+def test_dry_run_meets_every_kernel_of_start_up(tmp_path: Path) -> None:
+    run_script(DRY_RUN, tmp_path)
 
 
 def test_a_job_that_fails_is_reported_and_leaves_no_stamp(tmp_path: Path) -> None:

@@ -1,17 +1,7 @@
 """A packed step, as the host sends it, turned into the tensors that the model reads; and the state that stays here.
 
-Packed int32 buffer (S = max_num_seqs; engine/step_plan.py writes it):
-
-    0            16            16 + S         16 + 2 S       16 + 3 S
-    | header     | row_slot    | row_start    | row_count    | U block updates   | N slot records   | token ids of the
-    | counts     |             | 1st position | tokens       | slot,index,block  | 8 words each     | non-decode rows
-
-    header: 0 rows R, 1 decode rows, 2 rows that draw a token, 3 tokens T, 4 block updates U, 5 slot records N
-    slot record: slot, temperature (float32 bits), seed low word, seed high word, 4 reserved
-
-Decode rows come first and have one token, whose id is not in the buffer: it is last_token[slot], which only the device
-need know. Within a step each (slot, index) and each slot record appears once. The kernels read counts on the device, so
-that a captured graph serves any step of its shape; the shapes of the outputs say how far to fill, padding included.
+wire/step.py draws the packed step. The kernels read its counts on the device, so that a captured graph serves any step
+of its shape; the shapes of the outputs say how far to fill, padding included.
 """
 
 from dataclasses import dataclass
@@ -19,10 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.kernels.base.triton_import import tl, triton
-
-HEADER_SIZE = 16
-UPDATE_SIZE = 3
-RECORD_SIZE = 8
+from nanovllm.wire.step import HEADER_SIZE, RECORD_SIZE, UPDATE_SIZE
 
 # The same as constants of kernels.
 _HEADER = tl.constexpr(HEADER_SIZE)

@@ -41,7 +41,7 @@ class CopyEngineSums:
         self.max_rows = layout.half_rows
         """Of a half."""
         self.enabled = True
-        """False: nothing is sent, in a rehearsal that other ranks know nothing of."""
+        """False: nothing is sent, in a dry run, which rank 0 makes alone."""
         rows = block[layout.inbox : layout.inbox + 2 * world * layout.half_units * self._row_bytes]
         self._inbox = rows.view(memory.dtype).view(2, world, layout.half_units, hidden)
         rows = block[layout.gathered : layout.gathered + 2 * layout.half_rows * self._row_bytes]

@@ -1,0 +1,52 @@
+"""The contract between the engine and what runs its steps: all ranks as one object, wherever they are."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanovllm.config import EngineConfig
+
+
+class Executor(ABC):
+    """Runs packed steps on every rank, and rare calls. Any failure ends it: then every method raises."""
+
+    config: EngineConfig
+    """The options, with no "auto" left."""
+    num_kvcache_blocks: int
+    """KV blocks that requests can use: the least that any rank has."""
+
+    @property
+    @abstractmethod
+    def failed(self) -> bool:
+        """Whether every further call raises."""
+
+    @abstractmethod
+    def launch(self, packed: np.ndarray) -> None:
+        """Starts a packed step on every rank (wire/step.py), without waiting for the device."""
+
+    @abstractmethod
+    def collect(self) -> list[int]:
+        """Tokens of the oldest step not yet collected, one for each row that samples; waits for it."""
+
+    @abstractmethod
+    def collect_logprobs(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Log-probabilities of the step last collected (of sampled tokens, of prompt tokens), where it has any."""
+
+    @abstractmethod
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of every rank's runner; returns what they return, in rank order."""
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replaces all weights in place, from whole tensors under their checkpoint names."""
+
+    @abstractmethod
+    def info(self) -> dict[str, Any]:
+        """What the ranks run on and with."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends all ranks and frees what they hold. Does nothing the second time."""

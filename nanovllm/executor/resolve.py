@@ -1,0 +1,51 @@
+"""Options that the user left open ("auto", None) become values."""
+
+from dataclasses import replace
+
+import torch
+
+from nanovllm.config import EngineConfig
+from nanovllm.model_config import ModelConfig
+
+
+def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """Replaces what is left open by what this machine and this model call for. Raises ValueError naming an option that
+    neither can serve."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda': torch sees no GPU")
+    share_gpus = device == "cuda" and _shares_gpus(config, torch.cuda.device_count())
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else model.torch_dtype
+        if dtype in ("float32", "float64") and device == "cuda":
+            dtype = "bfloat16"
+    longest = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ValueError(f"max_model_len={config.max_model_len}: must be at most max_position_embeddings={longest}")
+    return replace(
+        config,
+        device=device,
+        dtype=dtype,
+        share_gpus=share_gpus,
+        max_model_len=config.max_model_len or longest,
+        kvcache_block_size=config.kvcache_block_size or (128 if device == "cuda" else 16),
+        # The plain kernels read a step's header on the host, which no graph can.
+        enforce_eager=config.enforce_eager or not config.fused_kernels,
+    )
+
+
+def _shares_gpus(config: EngineConfig, count: int) -> bool:
+    """Whether ranks have to share `count` GPUs. Raises ValueError where they must not, or lack an option for it."""
+    size = config.tensor_parallel_size
+    if size <= count:
+        return False
+    if not config.share_gpus:
+        raise ValueError(f"tensor_parallel_size={size}: must be at most the {count} GPUs here (or set share_gpus)")
+    if config.num_kvcache_blocks is None:
+        raise ValueError(f"num_kvcache_blocks=None: must be given where {size} ranks share {count} GPUs (share_gpus)")
+    if not (config.peer_all_reduce or config.enforce_eager):
+        raise ValueError("peer_all_reduce=False: must be True where ranks share GPUs, or enforce_eager=True")
+    return True

@@ -1,0 +1,35 @@
+"""New interpreters of ours, and what they inherit."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def start_python(module: str, *args: str, pass_fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
+    """Runs a module of ours in a new interpreter that finds what this one finds."""
+    # -P: the folder that the user happens to be in must not shadow modules that it does not shadow here.
+    command = [sys.executable, "-P", "-m", module, *args]
+    # Importing passes over what is no string in sys.path (a Path, say), and so do we.
+    folders = [path or os.getcwd() for path in sys.path if isinstance(path, str)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    # A session of its own: Ctrl-C in a terminal reaches the caller alone, who then stops us in order.
+    return subprocess.Popen(
+        command, pass_fds=pass_fds, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+    )
+
+
+@contextmanager
+def no_standard_numbers() -> Iterator[None]:
+    """Within it no new file gets number 0, 1 or 2, though the caller may have closed these, as some daemons do: there a
+    child has its input and output, not what we hand on."""
+    held: list[int] = []
+    try:
+        while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+            held.append(fd)
+        os.close(fd)
+        yield
+    finally:
+        for fd in held:
+            os.close(fd)
