@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,10 @@ from nanovllm import LLM, SamplingParams, StepOutput
 from nanovllm.attention import select_backend
 from nanovllm.config import EngineConfig
 from nanovllm.executor.resolve import resolve
+from nanovllm.kernels import select_kernels
 from nanovllm.models.registry import read_model_config
 from nanovllm.runner import model_runner
+from nanovllm.runner.cuda_graphs import why_no_graphs
 
 DEMO = Path(__file__).resolve().parents[1] / "assets" / "demo-qwen3"
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -266,11 +269,14 @@ def test_the_callers_default_device_is_not_ours(llm: LLM) -> None:
         torch.set_default_device(None)
 
 
-def test_plain_kernels_come_without_graphs() -> None:
-    """They read the step on the host."""
-    for fused in (True, False):
-        config = EngineConfig("Qwen3-0.6B", load_format="dummy", device="cpu", fused_kernels=fused)
-        assert resolve(config, read_model_config(config)).enforce_eager is not fused
+def test_what_cannot_be_captured_runs_without_graphs_and_says_so() -> None:
+    gpu, fused = torch.device("cuda"), select_kernels("cuda")
+    able, unable = SimpleNamespace(name="able", can_capture=True), SimpleNamespace(name="unable", can_capture=False)
+    assert why_no_graphs(gpu, False, fused, able) is None
+    assert why_no_graphs(gpu, False, fused, unable) == "attention backend 'unable' cannot be captured"
+    assert why_no_graphs(gpu, True, fused, able) == "enforce_eager=True"
+    assert "plain kernels" in str(why_no_graphs(gpu, False, select_kernels("cuda", fused=False), able))
+    assert "cpu" in str(why_no_graphs(torch.device("cpu"), False, fused, able))
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("cuda", "bfloat16")])

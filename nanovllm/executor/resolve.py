@@ -32,8 +32,6 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         share_gpus=share_gpus,
         max_model_len=config.max_model_len or longest,
         kvcache_block_size=config.kvcache_block_size or (128 if device == "cuda" else 16),
-        # The plain kernels read a step's header on the host, which no graph can.
-        enforce_eager=config.enforce_eager or not config.fused_kernels,
     )
 
 

@@ -6,7 +6,24 @@ from itertools import pairwise
 
 import torch
 
+from nanovllm.attention.base import AttentionBackend
+from nanovllm.kernels import Kernels
 from nanovllm.wire.shapes import MAX_CHUNK_ROWS, StepShape, decode_buckets, mixed_shapes
+
+
+def why_no_graphs(
+    device: torch.device, enforce_eager: bool, kernels: Kernels, backend: AttentionBackend
+) -> str | None:
+    """Why steps are not captured in CUDA graphs; None where they are."""
+    if device.type != "cuda":
+        return f"device {device.type!r}"
+    if enforce_eager:
+        return "enforce_eager=True"
+    if not kernels.fused:
+        return "plain kernels read a step's header on the host"
+    if not backend.can_capture:
+        return f"attention backend {backend.name!r} cannot be captured"
+    return None
 
 
 class StepGraphs:

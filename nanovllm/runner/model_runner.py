@@ -18,7 +18,7 @@ from nanovllm.models.decoder import ModelContext, attention_specs
 from nanovllm.models.registry import decoder_class
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.runner import tuning
-from nanovllm.runner.cuda_graphs import StepGraphs
+from nanovllm.runner.cuda_graphs import StepGraphs, why_no_graphs
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.kv_cache import GIB, MemoryProbe, bind_kv_cache, block_bytes, blocks_that_fit, host_memory
 from nanovllm.runner.runner_init import RunnerInit
@@ -91,6 +91,9 @@ class ModelRunner:
         self.backend = backend_class(
             specs, self.block_size, config.max_num_seqs, self.max_model_len, self.device, self.dtype
         )
+        self.no_graphs_because = why_no_graphs(self.device, config.enforce_eager, self.kernels, self.backend)
+        if rank == 0 and self.device.type == "cuda" and self.no_graphs_because and not config.enforce_eager:
+            logger.warning("no CUDA graphs, which is slow: %s", self.no_graphs_because)
         self.backend.is_required = config.attention_backend != "auto"
         parts = (self.group, self.kernels, self.backend)
         context = ModelContext(model, *parts, self.dtype, self.device, self.max_model_len)
@@ -126,8 +129,7 @@ class ModelRunner:
             return self._blocks_asked_for(host_memory() // config.tensor_parallel_size // per_block)
         with self.io.stream_context():
             self.allocate_kv_cache(1)
-            for layer in {layer.spec: layer for layer in self.model.attention_layers()}.values():
-                self.backend.warmup(layer.k_cache, layer.v_cache, layer.spec)
+            self.warm_up_attention()
             self._progress()
             self.memory.begin_step()
             self.launch(dummy_step(config.max_num_seqs, config.max_num_batched_tokens, self.max_model_len))
@@ -135,7 +137,7 @@ class ModelRunner:
             step_bytes = self.memory.end_step()
             self._progress()
             graph_bytes = 0
-            if not config.enforce_eager:
+            if self.no_graphs_because is None:
                 graph_bytes = self._new_graphs().measure(self.memory.used_bytes)
             self.io.forget_results()
         general_bytes = self.general_sampler.reserve_bytes(config.max_num_seqs, self.dtype)
@@ -144,6 +146,11 @@ class ModelRunner:
         )
         fits = blocks_that_fit(budget, per_block, f"gpu_memory_utilization={config.gpu_memory_utilization}")
         return self._blocks_asked_for(fits)
+
+    def warm_up_attention(self) -> None:
+        """Compiles what the backend needs for each kind of attention layer."""
+        for layer in {layer.spec: layer for layer in self.model.attention_layers()}.values():
+            self.backend.warmup(layer.k_cache, layer.v_cache, layer.spec)
 
     def _blocks_asked_for(self, fits: int) -> int:
         """num_kvcache_blocks, or all that fit."""
@@ -165,7 +172,7 @@ class ModelRunner:
             rows = config.max_num_seqs + MAX_CHUNK_ROWS
             self.work.allocate(rows, config.max_num_batched_tokens + rows)
             capacity = packed_capacity(num_blocks, config.max_num_seqs, config.max_num_batched_tokens)
-            self.io.allocate(capacity, rows, config.step_mailbox and not config.enforce_eager)
+            self.io.allocate(capacity, rows, config.step_mailbox and self.no_graphs_because is None)
 
     @property
     def _tunes(self) -> bool:
@@ -185,7 +192,7 @@ class ModelRunner:
         """Takes rank 0's `choices` of kernels and captures every step shape; returns their number."""
         if choices:
             tuning.apply(self.model, choices, fused=self.group.size == 1)
-        if self.device.type == "cpu" or self.config.enforce_eager:
+        if self.no_graphs_because is not None:
             return 0
         with self.io.stream_context():
             self.graphs, before = self._new_graphs(), self.memory.used_bytes()
@@ -288,6 +295,7 @@ class ModelRunner:
             "all_reduce": self.group.all_reduce_name,
             "gemms": tuning.report(self.model, self.gemm_table, self.group.size == 1) if self._tunes else "library",
             "cuda_graphs": len(self.graphs) if self.graphs else 0,
+            "no_cuda_graphs_because": self.no_graphs_because,
             **self.memory.report(),
         }
 

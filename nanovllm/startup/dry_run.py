@@ -27,9 +27,10 @@ def dry_run(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> None
     """Hands every kernel that start-up needs to `submit`. Rank 0 alone does it; weights need not be there yet, for
     nothing that is computed here means anything. Afterwards the runner is as before, but for memory in torch's cache.
 
-    One layer stands for all: they differ in nothing but their weights.
+    One layer of each signature stands for all that have it: they differ in nothing but their weights.
     """
     config, work, layers = runner.config, runner.work, runner.model.layers
+    distinct = {layer.signature: layer for layer in reversed(layers)}
     with torch.inference_mode(), runner.io.stream_context(), runner.group.muted(), launching_nothing(submit):
         runner.allocate_kv_cache(1)
         choices = runner.choose_kernels()
@@ -37,11 +38,11 @@ def dry_run(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> None
             tuning.apply(runner.model, choices, fused=runner.group.size == 1)
             local_ids = runner.model.lm_head.weight.shape[0]
             runner.general_sampler.dry_run(local_ids, runner.dtype, work.buffers, work.state)  # the longest first
-            runner.model.layers = layers[:1]
-            for shape in sorted(runner._new_graphs().shapes, key=sum):  # few rows have the most kernels
-                work.run_padded(shape)
-            attention = layers[0].self_attn
-            runner.backend.warmup(attention.k_cache, attention.v_cache, attention.spec)
+            runner.model.layers = torch.nn.ModuleList(reversed(distinct.values()))  # type: ignore[assignment]
+            if runner.no_graphs_because is None:
+                for shape in sorted(runner._new_graphs().shapes, key=sum):  # few rows have the most kernels
+                    work.run_padded(shape)
+            runner.warm_up_attention()
             num_tokens = min(config.max_num_batched_tokens, 2 * config.max_num_seqs)
             _run_largest(runner, dummy_step(config.max_num_seqs, num_tokens, runner.max_model_len))
         finally:

@@ -93,6 +93,7 @@ config = EngineConfig("MODEL", load_format="dummy", device="cpu", max_num_seqs=7
 model = read_model_config(config)
 runner = model_runner.ModelRunner(RunnerInit(resolve(config, model), model, 0.0, 1), 0, None)
 runner.io.step_buffer = torch.zeros(20000, dtype=torch.int32)
+runner.no_graphs_because = None
 runner._new_graphs = lambda: StepGraphs(None, 72, config.max_num_batched_tokens, None)
 runner.choose_kernels = lambda: tuning.chosen(runner.model, runner.gemm_table, True, 72)
 jobs, layers = [], runner.model.layers
