@@ -9,6 +9,7 @@ import torch
 from bench_cases.harness import Line, Point, Setup, compare
 from nanovllm.kernels.attention.decode import DecodeAttention, decode_attention_reference
 from nanovllm.kernels.attention.decode_plan import DecodeConfig, tuning
+from nanovllm.kernels.attention.spec import AttentionSpec
 
 BATCHES = ("1x576", "16xragged", "64xragged", "128xragged", "256xragged", "256x560")
 SHORTEST, LONGEST = 100, 1800
@@ -87,7 +88,8 @@ def make_point(setup: Setup, text: str, batch: Batch) -> Point:
 def planned(setup: Setup, batch: Batch, config: DecodeConfig) -> DecodeAttention:
     """The kernel with the batch's plan, which the engine makes once a step."""
     heads, kv_heads, (page, head_dim) = batch.q.shape[1], batch.k_cache.shape[1], batch.k_cache.shape[2:]
-    kernel = DecodeAttention(heads, kv_heads, head_dim, page, len(batch.q), MAX_MODEL_LEN, setup.device, config)
+    spec = AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5)
+    kernel = DecodeAttention(spec, page, len(batch.q), MAX_MODEL_LEN, setup.device, config)
     kernel.plan(batch.row_slot, batch.context_lens, len(batch.q))
     return kernel
 
