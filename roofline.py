@@ -2,7 +2,8 @@
 
 Each stage of a step (the layers' matrix products, the head, attention of decodes, attention of prompts) takes the
 longer of reading its bytes once and doing its arithmetic once; stages add up. Left out, so that the result stays a
-floor: activations, norm weights, kernel launches, barriers, the host. With several ranks the bytes that a ring
+floor: activations, norm weights, kernel launches, barriers, the host. Windows of attention are not known here:
+where a model has them, the least time of long contexts is lower than what comes out. With several ranks the bytes that a ring
 all-reduce puts on the wire count, its latency does not.
 """
 
@@ -74,15 +75,16 @@ class Roofline:
         """`element_bytes`: size of a weight and of a KV element."""
         size, hidden = tensor_parallel_size, model.hidden_size
         self.figures, self.element_bytes, self.tensor_parallel_size = figures, element_bytes, size
-        self.layers, self.hidden = model.num_hidden_layers, hidden
+        self.num_layers, self.hidden = model.num_hidden_layers, hidden
         # Per rank. KV heads are replicated where ranks exceed them.
-        self.query_width = model.num_attention_heads * model.head_dim // size
-        kv_width = math.ceil(model.num_key_value_heads / size) * model.head_dim
-        attention = hidden * (2 * self.query_width + 2 * kv_width)
-        mlp = 3 * hidden * model.intermediate_size // size
-        self.layer_weights = self.layers * (attention + mlp)
+        kv_widths = [math.ceil(layer.num_kv_heads / size) * layer.head_dim for layer in model.layers]
+        query_widths = [model.num_attention_heads * layer.head_dim // size for layer in model.layers]
+        attention = sum(2 * hidden * (q + kv) for q, kv in zip(query_widths, kv_widths, strict=True))
+        mlp = (3 if model.gated_mlp else 2) * hidden * model.intermediate_size // size
+        self.layer_weights = attention + self.num_layers * mlp
         self.head_weights = hidden * math.ceil(model.vocab_size / size)
-        self.kv_elements_per_token = 2 * self.layers * kv_width
+        self.kv_elements_per_token = 2 * sum(kv_widths)
+        self.query_elements = sum(query_widths)
 
     def _stage(self, elements: float, flops: float) -> float:
         reading = elements * self.element_bytes / self.figures.read_bytes_per_second
@@ -91,7 +93,7 @@ class Roofline:
     def step_seconds(self, work: StepWork) -> float:
         """Least seconds of one step."""
         # A pair costs two products (scores, values) of head_dim multiply-adds for each query head.
-        pair_flops = 4.0 * self.layers * self.query_width
+        pair_flops = 4.0 * self.query_elements
         seconds = self._stage(self.layer_weights, 2.0 * self.layer_weights * work.tokens)
         seconds += self._stage(self.head_weights if work.sampled else 0, 2.0 * self.head_weights * work.sampled)
         seconds += self._stage(self.kv_elements_per_token * work.decode_context, pair_flops * work.decode_context)
@@ -102,7 +104,7 @@ class Roofline:
         """Two all-reduces of [tokens, hidden] in each layer; a ring sends each element 2 (n - 1) / n times."""
         sent = 2.0 * (self.tensor_parallel_size - 1) / self.tensor_parallel_size
         message = tokens * self.hidden * self.element_bytes
-        return 2 * self.layers * sent * message / self.figures.link_bytes_per_second
+        return 2 * self.num_layers * sent * message / self.figures.link_bytes_per_second
 
     def first_token_seconds(self, prompt_len: int) -> float:
         """Least seconds from a prompt to its first token, alone on the device and in one step."""
