@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Times kernels and whole steps by case: every contender is checked first, then timed. A table comes last.
 
+    python scripts/bench_kernels.py gemm --model 8B --rows 1 16 64        GEMMs, with what is fused to them
     python scripts/bench_kernels.py attention --model 8B --batches 256xragged 1x576
     python scripts/bench_kernels.py sampling --rows 256
     python scripts/bench_kernels.py all_reduce --ranks 4 --model 32B       needs a GPU for each rank
     python scripts/bench_kernels.py all_reduce --ranks 2 --check-only --share-gpus      on one GPU
     python scripts/bench_kernels.py decode_steps --model 8B --rows 64 256 --against enforce_eager=True
     python scripts/bench_kernels.py prompt_steps --model 8B --ranks 2 --rows 4096
-    python scripts/bench_kernels.py attention sampling --dry               small shapes on a CPU, no times
+    python scripts/bench_kernels.py gemm attention sampling --dry          small shapes on a CPU, no times
 
 Times are microseconds: the median replay of a CUDA graph over inputs that together exceed the L2 cache, the least of
 two turns, and the slowest rank's. A star marks what the engine takes. Exit status 0: every result was right.
@@ -22,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-CASES = ("attention", "sampling", "all_reduce", "decode_steps", "prompt_steps")
+CASES = ("gemm", "attention", "sampling", "all_reduce", "decode_steps", "prompt_steps")
 
 
 def make_parser() -> argparse.ArgumentParser:
