@@ -1,10 +1,10 @@
 """The least time that a device's memory, arithmetic and links allow for a workload: what bench.py divides by.
 
 Each stage of a step (the layers' GEMMs, the head, attention of decodes, attention of prompts) takes the longer of
-reading its bytes once and doing its arithmetic once; stages add up. Left out, so that the result stays a floor: activations,
-norm weights, kernel launches, barriers, the host. Windows of attention are not known here: where a model has them, the least
-time of long contexts is lower than what comes out. With several ranks the bytes that a ring all-reduce sends count, its
-latency does not.
+reading its bytes once and doing its arithmetic once; stages add up. Left out, so that the result stays a floor:
+activations, norm weights, kernel launches, barriers, the host. Windows of attention are not known here: where a model
+has them, the least time of long contexts is lower than what comes out. With several ranks the bytes that a ring
+all-reduce sends count, its latency does not.
 """
 
 import math

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def dry_setup(*flags: str) -> Setup:
-    return Setup(make_parser().parse_args(["sampling", "--dry", "--check-only", *flags]), torch.device("cpu"))
+    return Setup(make_parser().parse_args(["gemm", "--dry", "--check-only", *flags]), torch.device("cpu"))
 
 
 def test_every_case_runs_dry(tmp_path: Path) -> None:
