@@ -177,12 +177,14 @@ def test_no_such_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "pattern"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, r"architectures='GPT2LMHeadModel': must be one of 'Qwen3ForCausalLM'"),
+        ({"architectures": ["GPT2LMHeadModel"]}, r"architectures='GPT2LMHeadModel': must be one of 'Arcee.*'Qwen3"),
         ({"architectures": None}, r"architectures=\[\]"),
         ({"hidden_size": None}, r"'hidden_size' is missing"),
         ({"vocab_size": -5}, r"vocab_size=-5: must be"),
         ({"num_key_value_heads": 3}, r"num_key_value_heads=3: must be a divisor of num_attention_heads"),
-        ({"hidden_act": "gelu"}, r"hidden_act='gelu': must be 'silu'"),
+        ({"hidden_act": "gelu"}, r"hidden_act='gelu': must be one of 'silu', "),
+        ({"mlp_bias": True}, r"mlp_bias=True: must be False or absent"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantization_config=.*: must be absent"),
         ({"rope_scaling": {"type": "linear", "factor": "x"}}, r"factor='x': must be"),
         ({"rope_scaling": {"type": "linear", "factor": -1}}, r"factor=-1: must be a finite number > 0"),
         ({"rope_theta": "x"}, r"rope_theta='x': must be"),

@@ -61,6 +61,7 @@ class AttentionOptions:
     norm_weight_offset: float = 0.0
     """What the checkpoint's norm weights lack: 1 where a model multiplies by 1 + weight. The sum is kept in float32."""
     qkv_bias: bool = False
+    o_bias: bool = False
 
     def spec(self, heads: HeadSplit) -> AttentionSpec:
         """What a rank with these heads asks of the attention backend."""
@@ -112,7 +113,8 @@ class Attention(WeightedModule):
             hidden_size, heads, head_dim, dtype, device, bias=options.qkv_bias, adds_bias=False
         )
         width = heads.num_heads * head_dim
-        self.o_proj = RowParallelLinear(width, hidden_size, group, dtype, device, kind="o", multiple=1)
+        switches = {"kind": "o", "bias": options.o_bias, "multiple": 1}
+        self.o_proj = RowParallelLinear(width, hidden_size, group, dtype, device, **switches)  # type: ignore[arg-type]
         self.q_norm_weight = self.k_norm_weight = self.sinks = None
         if options.qk_norm is not None:
             norm_dtype = torch.float32 if options.norm_weight_offset else dtype

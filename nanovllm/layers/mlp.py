@@ -17,13 +17,14 @@ class MLP(WeightedModule):
     def __init__(
         self, hidden_size: int, intermediate_size: int, group: TensorParallelGroup, kernels: Kernels,
         dtype: torch.dtype, device: torch.device, *, activation: str = "silu", gated: bool = True,
+        bias: bool = False,
     ) -> None:  # fmt: skip
         """activation: one of kernels/pointwise/activation.py's KINDS."""
         super().__init__()
         self.kernels, self.activation, self.gated = kernels, activation, gated
         outputs = dict.fromkeys(("gate_proj", "up_proj") if gated else ("up_proj",), intermediate_size)
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, outputs, group, dtype, device)
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, group, dtype, device)
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, outputs, group, dtype, device, bias=bias)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, group, dtype, device, bias=bias)
 
     @property
     def can_fuse(self) -> bool:
@@ -38,7 +39,8 @@ class MLP(WeightedModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.can_fuse:
             return self.down_proj(self.gate_up_proj.forward_silu_mul(x, self.kernels))
-        return self.down_proj(self.kernels.activation(self.gate_up_proj(x), self.activation, self.gated))
+        up = self.gate_up_proj
+        return self.down_proj(self.kernels.activation(up.matmul(x), self.activation, self.gated, up.bias))
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield from self.gate_up_proj.checkpoint_weights(prefix)

@@ -64,6 +64,12 @@ class ConfigReader:
         self.raw = raw
         self._was_read: set[str] = set()
 
+    def replaced(self, **entries: Any) -> "ConfigReader":
+        """The same config.json with other values, for a spelling that means something else than it says."""
+        other = ConfigReader({**self.raw, **entries})
+        other._was_read = self._was_read
+        return other
+
     def get(self, name: str, default: Any = None) -> Any:
         self._was_read.add(name)
         value = self.raw.get(name)

@@ -64,6 +64,7 @@ def attention_options(config: ModelConfig, layer: LayerSpec) -> AttentionOptions
         eps=config.norm_eps,
         norm_weight_offset=float(config.norm_adds_one),
         qkv_bias=config.qkv_bias,
+        o_bias=config.o_bias,
     )
 
 
@@ -102,7 +103,7 @@ class PositionTables:
 def dense_mlp(context: ModelContext) -> MLP:
     config = context.config
     parts = (context.group, context.kernels, context.dtype, context.device)
-    switches = {"activation": config.activation, "gated": config.gated_mlp}
+    switches = {"activation": config.activation, "gated": config.gated_mlp, "bias": config.mlp_bias}
     return MLP(config.hidden_size, config.intermediate_size, *parts, **switches)  # type: ignore[arg-type]
 
 

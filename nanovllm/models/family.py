@@ -1,11 +1,13 @@
-"""What a family of models is to the engine. No torch."""
+"""What a family of models is to the engine, and what nearly all of them read alike. No torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanovllm.models.config_reader import ConfigReader
+from nanovllm.model_config import FULL, RopeConfig
+from nanovllm.models.config_reader import ACTIVATIONS, ConfigReader, read_common, read_heads, read_layers
 from nanovllm.models.names import CheckpointNames
+from nanovllm.models.rope_reader import longest_context, read_rope
 
 
 @dataclass(frozen=True)
@@ -18,3 +20,35 @@ class Family:
     defaults: dict[str, Any] = field(default_factory=dict)
     """Entries of config.json that transformers fills in where a checkpoint leaves them out."""
     decoder: str = "nanovllm.models.decoder.DecoderForCausalLM"
+
+
+def read_decoder(
+    config: ConfigReader,
+    generation: dict[str, Any],
+    *,
+    eps: str = "rms_norm_eps",
+    hidden_act: str = "hidden_act",
+    ropes: dict[str, RopeConfig] | None = None,
+    kinds: list[str] | None = None,
+    window: int | None = None,
+    nope: Iterable[int] = (),
+    **switches: Any,
+) -> dict[str, Any]:
+    """The fields of ModelConfig, of which `switches` are some. eps, hidden_act: names of entries. ropes: the tables,
+    where there is not one for all layers. kinds, window, nope: see read_layers."""
+    heads, kv_heads, head_dim = read_heads(config)
+    tables = ropes or {FULL: read_rope(config)}
+    own_tables = len(tables) > 1
+    return {
+        **read_common(config, generation, eps),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "layers": read_layers(
+            config, head_dim, kv_heads, kinds=kinds, window=window, nope=nope, own_tables=own_tables
+        ),
+        "ropes": tables,
+        "max_position_embeddings": longest_context(config, tables),
+        "activation": ACTIVATIONS[config.choice(hidden_act, ACTIVATIONS, "silu")],
+        **switches,
+    }

@@ -4,6 +4,7 @@ Layers name their tensors canonically ("model.layers.3.self_attn.q_proj.weight")
 checkpoint calls them, which of them it holds as one, and what else is in it that is not the language model's.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 PRE_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -23,9 +24,9 @@ QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 class CheckpointNames:
     """Parts of a name are what stands between its dots."""
 
-    parts: dict[str, str] = field(default_factory=lambda: dict(PRE_NORMS))
+    parts: Mapping[str, str] = field(default_factory=lambda: dict(PRE_NORMS))
     """Canonical part -> the checkpoint's."""
-    fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The checkpoint's part -> the canonical ones that it holds as one tensor, one behind the other by rows."""
     stripped: str = ""
     """Text that is taken out of the checkpoint's names, where it stands: a prefix of nested models."""

@@ -1,0 +1,112 @@
+"""Llama (arXiv 2302.13971, 2307.09288, 2407.21783) and the families that differ from it by a switch or two."""
+
+import math
+from typing import Any
+
+from nanovllm.model_config import FULL, SLIDING
+from nanovllm.models.config_reader import ConfigReader, refuse
+from nanovllm.models.family import Family, read_decoder
+from nanovllm.models.names import PRE_NORMS, CheckpointNames
+from nanovllm.models.rope_reader import read_rope
+
+Fields = dict[str, Any]
+
+
+def read_llama(config: ConfigReader, generation: Fields, **switches: Any) -> Fields:
+    bias = config.flag("attention_bias")
+    return read_decoder(
+        config, generation, **{"qkv_bias": bias, "o_bias": bias, "mlp_bias": config.flag("mlp_bias"), **switches}
+    )
+
+
+def windows_everywhere(config: ConfigReader) -> Fields:
+    """Of a family whose layers all see a window where `sliding_window` is a number."""
+    window = config.get("sliding_window")
+    if window is None:
+        return {}
+    return {"kinds": [SLIDING] * config.integer("num_hidden_layers"), "window": config.integer("sliding_window")}
+
+
+def read_mistral(config: ConfigReader, generation: Fields) -> Fields:
+    return read_decoder(config, generation, **windows_everywhere(config))
+
+
+def read_ministral3(config: ConfigReader, generation: Fields) -> Fields:
+    """Queries grow with the position past the original context (as in Llama 4)."""
+    rope = read_rope(config)
+    raw = config.get("rope_parameters", config.get("rope_scaling", {}))
+    scaling = (beta, rope.original_max_position_embeddings) if (beta := raw.get("llama_4_scaling_beta")) else None
+    return read_decoder(config, generation, query_scaling=scaling, **windows_everywhere(config))
+
+
+def read_smollm3(config: ConfigReader, generation: Fields) -> Fields:
+    """Every fourth layer has no rotary embedding; these are the ones that may see a window."""
+    count = config.integer("num_hidden_layers")
+    interval = config.integer("no_rope_layer_interval", 4)
+    has_rope = config.get("no_rope_layers", [int((i + 1) % interval != 0) for i in range(count)])
+    if not isinstance(has_rope, list) or len(has_rope) < count:
+        raise refuse("no_rope_layers", has_rope, f"a list of {count} numbers, 0 where a layer has no rope")
+    window = config.get("sliding_window") if config.flag("use_sliding_window") else None
+    nope = [i for i in range(count) if not has_rope[i]]
+    kinds = [SLIDING if window and i in nope else FULL for i in range(count)]
+    return read_llama(config, generation, nope=nope, kinds=kinds, window=window)
+
+
+def read_granite(config: ConfigReader, generation: Fields) -> Fields:
+    return read_llama(
+        config,
+        generation,
+        embedding_multiplier=config.positive("embedding_multiplier", 1.0),
+        residual_multiplier=config.positive("residual_multiplier", 1.0),
+        attention_scale=config.positive("attention_multiplier", 1.0),
+        logits_multiplier=1.0 / config.positive("logits_scaling", 1.0),
+    )
+
+
+def read_seed_oss(config: ConfigReader, generation: Fields) -> Fields:
+    return read_llama(config, generation, o_bias=config.flag("attention_out_bias"))
+
+
+def read_arcee(config: ConfigReader, generation: Fields) -> Fields:
+    return read_llama(config, generation, gated_mlp=False)
+
+
+def read_ernie4_5(config: ConfigReader, generation: Fields) -> Fields:
+    bias = config.flag("use_bias")
+    biases: Fields = {"qkv_bias": bias, "o_bias": bias, "mlp_bias": bias}
+    return read_decoder(config, generation, interleaved_rope=True, float_rope=True, **biases)
+
+
+def read_hunyuan(config: ConfigReader, generation: Fields) -> Fields:
+    """`alpha` stretches the base of the rotary embedding once and for all, whatever the text's length."""
+    raw = config.get("rope_parameters", config.get("rope_scaling", {}))
+    if isinstance(raw, dict) and raw.get("alpha") and raw.get("rope_type", raw.get("type")) == "dynamic":
+        dim = config.integer("head_dim", config.integer("hidden_size") // config.integer("num_attention_heads"))
+        theta = raw.get("rope_theta", config.get("rope_theta", 10000.0)) * math.pow(raw["alpha"], dim / (dim - 2))
+        plain = {"rope_type": "default", "rope_theta": theta}
+        ropes = {FULL: read_rope(config.replaced(rope_parameters=plain))}
+    else:
+        ropes = {FULL: read_rope(config)}
+    return read_llama(config, generation, ropes=ropes, qk_norm="head", qk_norm_after_rope=True)
+
+
+_HUNYUAN_NAMES = CheckpointNames({**PRE_NORMS, "q_norm": "query_layernorm", "k_norm": "key_layernorm"})
+_YARN16 = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(read_llama),
+    "MistralForCausalLM": Family(read_mistral, defaults={"sliding_window": 4096, "num_key_value_heads": 8}),
+    "Ministral3ForCausalLM": Family(read_ministral3, defaults={"head_dim": 128, "rope_parameters": _YARN16}),
+    "SmolLM3ForCausalLM": Family(read_smollm3, defaults={"rope_theta": 2e6, "tie_word_embeddings": True}),
+    "GraniteForCausalLM": Family(read_granite),
+    "SeedOssForCausalLM": Family(read_seed_oss, defaults={"head_dim": 128, "attention_bias": True}),
+    "ArceeForCausalLM": Family(read_arcee, defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5}),
+    "Ernie4_5ForCausalLM": Family(
+        read_ernie4_5,
+        defaults={"head_dim": 128, "rope_theta": 5e5, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
+    ),
+    "HunYuanDenseV1ForCausalLM": Family(read_hunyuan, _HUNYUAN_NAMES, defaults={"rms_norm_eps": 1e-5}),
+}

@@ -1,0 +1,218 @@
+"""Every family of models against transformers, on tiny random checkpoints: logits, greedy tokens, and the same text
+alone, in a crowd, in chunks, from the cache and on two ranks."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from observing import LogitRecorder
+
+from nanovllm import LLM, SamplingParams
+
+WINDOW, NUM_TOKENS = 7, 12
+PROMPTS = [[5], [7, 3, 200, 9, 31, 77], [(37 * i + 11) % 211 for i in range(28)]]
+TOLERANCE = {"rtol": 1e-4, "atol": 2e-4}
+SHAPE: dict[str, Any] = {
+    "vocab_size": 211, "hidden_size": 48, "intermediate_size": 52, "num_hidden_layers": 4, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+HEADS = {"head_dim": 16}
+SLIDING, FULL = "sliding_attention", "full_attention"
+ALTERNATING = {"sliding_window": WINDOW, "layer_types": [SLIDING, FULL, SLIDING, SLIDING]}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [1.5, 2.5, 4.0], "short_factor": [1.0, 1.2, 2.0]}
+BY_KIND = {FULL: {**YARN, "rope_theta": 5e3}, SLIDING: {"rope_type": "default", "rope_theta": 5e3}}
+TWO_BASES = {
+    FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
+    SLIDING: {"rope_type": "default", "rope_theta": 1e2},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A transformers configuration class (its name without "Config"), what it is given beside SHAPE, and the entries
+    that are written to config.json in place of what transformers writes."""
+
+    config: str
+    entries: dict[str, Any]
+    written: dict[str, Any] | None = None
+    architecture: str | None = None
+
+
+CASES = {
+    "llama": Case("Llama", {"rope_parameters": LLAMA3, **HEADS}),
+    "llama, three a group, tied, biased": Case(
+        "Llama", {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+    ),
+    "llama, older rope": Case(
+        "Llama",
+        {"rope_parameters": {**LLAMA3, "rope_theta": 1e4}},
+        {
+            "rope_parameters": None,
+            "rope_theta": 1e4,
+            "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"},
+        },
+    ),
+    "mistral": Case("Mistral", {"sliding_window": WINDOW, **HEADS}),
+    "mistral without windows": Case("Mistral", {"sliding_window": None}),
+    "ministral3": Case(
+        "Ministral3",
+        {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.3}, **HEADS},
+    ),
+    "smollm3": Case("SmolLM3", {"no_rope_layers": [1, 0, 1, 0]}),
+    "smollm3 with windows": Case(
+        "SmolLM3", {"use_sliding_window": True, "sliding_window": WINDOW, "tie_word_embeddings": True}
+    ),
+    "granite": Case(
+        "Granite",
+        {"embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.6, "attention_multiplier": 0.2},
+    ),
+    "seed_oss": Case("SeedOss", {**HEADS, "attention_out_bias": True}),
+    "arcee": Case("Arcee", {"rope_parameters": YARN, **HEADS}),
+    "ernie4_5": Case("Ernie4_5", {**HEADS, "use_bias": True}),
+    "hunyuan_v1_dense": Case(
+        "HunYuanDenseV1",
+        {**HEADS, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 30.0, "factor": 1.0}},
+    ),
+    "qwen2": Case("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
+    "qwen2, seven a group": Case("Qwen2", {"num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 56}),
+    "qwen3": Case("Qwen3", {**HEADS, "attention_bias": True}),
+    "gemma": Case("Gemma", {**HEADS, "tie_word_embeddings": True}),
+    "gemma2": Case(
+        "Gemma2",
+        {
+            **HEADS,
+            **ALTERNATING,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 4.0,
+        },
+    ),
+    "gemma3": Case("Gemma3Text", {**HEADS, **ALTERNATING, "rope_parameters": TWO_BASES}),
+    "gemma3, older spelling": Case(
+        "Gemma3Text",
+        {
+            **HEADS,
+            "sliding_window": WINDOW,
+            "layer_types": [SLIDING, FULL] * 2,
+            "rope_parameters": TWO_BASES,
+            "tie_word_embeddings": True,
+        },
+        {
+            "layer_types": None,
+            "sliding_window_pattern": 2,
+            "rope_parameters": None,
+            "rope_theta": 1e5,
+            "rope_local_base_freq": 1e2,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
+    "phi3": Case(
+        "Phi3",
+        {"rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.75}, "original_max_position_embeddings": 256},
+    ),
+    "phi3, long": Case(
+        "Phi3",
+        {
+            "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.75},
+            "original_max_position_embeddings": 2,
+            "sliding_window": WINDOW,
+        },
+    ),
+    "olmo2": Case("Olmo2", {"num_key_value_heads": 6}),
+    "olmo3": Case("Olmo3", {**ALTERNATING, "rope_parameters": BY_KIND}),
+    "glm4": Case("Glm4", {**HEADS, "eos_token_id": 7}),
+    "exaone4": Case("Exaone4", {**ALTERNATING, "sliding_window_pattern": 4}),
+    "cohere2": Case("Cohere2", {**ALTERNATING, "logit_scale": 0.5, "tie_word_embeddings": True}),
+    "starcoder2": Case("Starcoder2", {"sliding_window": WINDOW, "use_bias": True}),
+    "nemotron": Case("Nemotron", {**HEADS, "mlp_bias": True, "attention_bias": True}),
+}
+
+
+def make_model(case: Case) -> Any:
+    """A model of which every parameter is random: norms start at one value, which hides what they are."""
+    torch.manual_seed(len(case.config))
+    config = getattr(transformers, f"{case.config}Config")(**{**SHAPE, **case.entries})
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            plus_one = "emma" in case.config or case.config == "Nemotron"
+            if "norm" in name and name.endswith("weight"):
+                parameter.normal_(0.0 if plus_one else 1.0, 0.3)
+            else:
+                parameter.normal_(0.0, 0.3 if parameter.dim() == 1 else 0.2)
+    return model
+
+
+def save(model: Any, case: Case, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text(encoding="utf-8")), **(case.written or {})}
+    path.write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+@torch.inference_mode()
+def reference_logits(model: Any, prompt: list[int], output: list[int]) -> torch.Tensor:
+    """[len(output), vocab]: for each output token, given all tokens before it."""
+    return model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1].float()
+
+
+@pytest.fixture(params=list(CASES))
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True, "device": "cpu", "num_kvcache_blocks": 48, "max_num_batched_tokens": 9,
+    "async_scheduling": False,
+}  # fmt: skip
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+def test_equals_transformers_alone_in_a_crowd_in_chunks_and_cached(case: Case, tmp_path: Path) -> None:
+    """Steps of nine tokens cut the longest prompt into chunks; the second round finds it in the cache."""
+    model = make_model(case)
+    with LLM(str(save(model, case, tmp_path)), **OPTIONS) as llm:
+        recorder = LogitRecorder(llm)
+        crowd = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        cached = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        alone = llm.generate(PROMPTS[1], GREEDY, use_tqdm=False)
+        assert cached[-1].num_cached_tokens >= 16
+    for prompt, *outputs in zip(PROMPTS, crowd, cached, strict=True):
+        outputs += alone if prompt == PROMPTS[1] else []
+        theirs = reference_logits(model, prompt, outputs[0].token_ids)
+        assert theirs.std(-1).min() > 0.05
+        for output in outputs:
+            ours = recorder.of(output.request_id, len(prompt), NUM_TOKENS)
+            torch.testing.assert_close(ours, theirs, **TOLERANCE)
+            best = theirs.topk(2)
+            sure = best.values[:, 0] - best.values[:, 1] > 1e-3
+            assert sure.sum() > NUM_TOKENS // 2
+            assert torch.equal(torch.tensor(output.token_ids)[sure], best.indices[:, 0][sure])
+
+
+RANKS = ("llama", "qwen2, seven a group", "gemma2", "olmo2", "phi3", "cohere2")
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_two_ranks_give_the_tokens_of_one(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    model = make_model(case)
+    with LLM(str(save(model, case, tmp_path)), **OPTIONS, tensor_parallel_size=2) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        best = reference_logits(model, prompt, output.token_ids).topk(2)
+        sure = best.values[:, 0] - best.values[:, 1] > 1e-3
+        assert torch.equal(torch.tensor(output.token_ids)[sure], best.indices[:, 0][sure])
