@@ -1,31 +1,18 @@
-"""Sums over the ranks through peer memory, fused with the residual addition and RMSNorm: data is its own flag.
+"""All-reduce through peer memory, fused with the residual addition and RMSNorm. Data is its own flag.
 
-A kernel PUSHES its rows into the blocks of its peers (`parallel/peer/memory.py`) and polls its own block for theirs.
-Every element of a block rests at a sentinel, the bit pattern of -0.0, which is never sent (-0.0 goes out as +0.0): an
-element that differs from it has arrived. So no barrier, no fence and no flag stand between ranks: one write across
-the link is one latency. (The idea is that of the "low latency" protocols of NCCL and TensorRT-LLM.)
+A kernel writes its rows into its peers' blocks (`parallel/peer/memory.py`) and polls its own block for theirs. Every
+element rests at a sentinel that is never sent, so an element that differs has arrived: no barrier, no fence, no flag.
+Two parities of slots alternate, and the reader of a slot restores the sentinel. docs/peer-memory.md has a drawing, and
+the proof that two parities suffice. Its consequences: the calls of a block run in one stream, graphs may be replayed in
+any order that all ranks share, and a kernel that is launched with PDL waits for the end of the kernel before it
+ahead of its first look at a slot.
 
-Why two parities suffice and nothing is ever reset. Call n of a kind of kernel uses places of parity n mod 2. The parity
-lives on the device and each call flips it, so graphs may be replayed in any order, the same on all ranks. Whoever reads
-a place puts the sentinel back at once. Rank Q writes again into a place that I read in call n in its call n+2, if not
-later. Then Q has finished call n+1, for which it needed data that every rank sent in ITS call n+1 (for row 0, which all
-calls have); mine began after my call n had ended (stream order), read-back and cleaning included. Hence: calls of one
-block run in one stream. They may be launched dependently (pdl.py): whatever is launched so first waits for the
-end of the kernel before it, so along any chain of kernels a call has ended when the next one looks at anything.
+Rounding is that of `norm.py`, with one rounding for sum and residual together. An addend may come as sums over parts of
+K (kernels/gemm/decode.py): a rank adds up its own, in order, and rounds once before it sends. Sums are float32 in a
+fixed order, so all ranks hold the same bits.
 
-The argument counts calls, not programs: calls may differ in their rows, and so in the number of programs that share
-these out, if only all ranks agree. So that no program reads what another has flipped, each reads an entry of its own,
-and at its end flips that and its share of those that the launch has no program for: between calls all entries are
-equal.
-
-Rounding is that of `norm.py`, with one rounding for sum and residual together. An addend may come in parts, as
-there (kernels/gemm/decode.py): a rank adds up its own, in order, and rounds them once before it sends.
-Sums are float32 in a fixed order, computed from the same bits by the same code on all ranks (two-shot: on one rank,
-then copied), so that all ranks hold the same bits.
-
-A wait looks at `abort` of the local device memory each time round and is bounded by `max_spins`; after either the
-outputs are garbage and the block is unfit for use. Programs wait for programs of any rank, after all
-pushes of theirs that wait for nothing; a launch has at most MAX_PROGRAMS of them, so that all are resident.
+A wait looks at `abort` in local device memory each time round and is bounded by `max_spins`. After either the outputs
+are garbage and the block must not be used again.
 """
 
 from dataclasses import dataclass
