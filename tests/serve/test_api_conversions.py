@@ -1,0 +1,260 @@
+"""Messages and Responses requests as chats, and answers as their official clients read them."""
+
+import json
+from typing import Any
+
+import pytest
+
+from nanovllm.serve.api import anthropic, responses
+from nanovllm.serve.errors import ApiError
+from nanovllm.serve.parsers import Delta, check_tools
+
+ANSWER = [
+    Delta("reasoning", "I need "),
+    Delta("reasoning", "the weather."),
+    Delta("content", "Let me "),
+    Delta("content", "see."),
+    Delta("call", "", 0, "get_weather", "call_1"),
+    Delta("arguments", '{"city": ', 0),
+    Delta("arguments", '"Paris"}', 0),
+    Delta("call", "", 1, "now", "call_2"),
+    Delta("arguments", "{}", 1),
+]
+USAGE = {
+    "prompt_tokens": 30,
+    "completion_tokens": 12,
+    "total_tokens": 42,
+    "prompt_tokens_details": {"cached_tokens": 16},
+    "completion_tokens_details": {"reasoning_tokens": 5},
+}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+FUNCTION = {"name": "get_weather", "description": "Weather", "parameters": SCHEMA}
+
+
+# --- Anthropic
+
+MESSAGES_BODY = {
+    "model": "demo",
+    "max_tokens": 100,
+    "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+    "messages": [
+        {"role": "user", "content": "Weather in Paris?"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm.", "signature": ""},
+                {"type": "text", "text": "Let me see."},
+                {"type": "tool_use", "id": "call_1", "name": "get_weather", "input": {"city": "Paris"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "text", "text": "sunny"}]},
+                {"type": "text", "text": "And Rome?"},
+            ],
+        },
+    ],
+    "tools": [{"name": "get_weather", "description": "Weather", "input_schema": SCHEMA}],
+    "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+    "stop_sequences": ["END"],
+    "thinking": {"type": "enabled", "budget_tokens": 1024},
+    "temperature": 0.5,
+}
+
+
+def test_a_messages_request_is_a_chat() -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
+    request = anthropic.chat_request(MESSAGES_BODY)
+    assert request == {
+        "model": "demo",
+        "max_completion_tokens": 100,
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Weather in Paris?"},
+            {"role": "assistant", "content": "Let me see.", "reasoning_content": "Hm.", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+            {"role": "user", "content": "And Rome?"},
+        ],
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "stop": ["END"],
+        "chat_template_kwargs": {"enable_thinking": True},
+        "temperature": 0.5,
+    }
+    choice = check_tools(request["tools"], request["tool_choice"], request["parallel_tool_calls"])
+    assert choice is not None and choice.mode == "required" and not choice.parallel
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"messages": []}, "messages: must be a list of at least one"),
+        ({"messages": [{"role": "tool", "content": ""}]}, "role='tool': must be 'user' or 'assistant'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type='image': only text and tools"),
+        ({"messages": [{"role": "user", "content": 3}]}, "content: must be a list"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "no other kinds are taken"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice.type='some': must be auto, any, tool or none"),
+        ({"system": 3}, "system: must be a list"),
+    ],
+)
+def test_what_a_messages_request_must_be(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ApiError, match=message) as caught:
+        anthropic.chat_request({**MESSAGES_BODY, **change})
+    body = anthropic.error_body(caught.value)
+    assert body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
+
+
+def message_events() -> list[dict[str, Any]]:
+    writer = anthropic.MessageWriter("msg_1", "demo")
+    events = writer.start(30, 16)
+    for delta in ANSWER:
+        events += writer.write([delta])
+    return events + writer.finish(anthropic.stop_fields("tool_calls", None, writer.made_calls), USAGE)
+
+
+def test_the_official_client_reads_messages() -> None:
+    sdk = pytest.importorskip("anthropic")
+    stop = anthropic.stop_fields("tool_calls", None, True)
+    body = anthropic.message("msg_1", "demo", ANSWER, stop, USAGE)
+    message = sdk.types.Message.model_validate(body, strict=True)
+    assert [block.type for block in message.content] == ["thinking", "text", "tool_use", "tool_use"]
+    assert message.content[0].thinking == "I need the weather." and message.content[1].text == "Let me see."
+    assert message.content[2].input == {"city": "Paris"} and message.content[3].input == {}
+    assert message.stop_reason == "tool_use"
+    assert (message.usage.input_tokens, message.usage.cache_read_input_tokens) == (14, 16)
+
+
+def test_the_official_client_puts_streamed_messages_together() -> None:
+    sdk = pytest.importorskip("anthropic")
+    httpx = pytest.importorskip("httpx2")
+    lines = "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in message_events())
+    headers = {"content-type": "text/event-stream"}
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, text=lines, headers=headers))
+    client = sdk.Anthropic(api_key="x", http_client=sdk.DefaultHttpxClient(transport=transport))
+    asked = {name: MESSAGES_BODY[name] for name in ("model", "max_tokens", "messages", "tools")}
+    with client.messages.stream(**asked) as stream:
+        streamed = stream.get_final_message()
+    whole = anthropic.message("msg_1", "demo", ANSWER, anthropic.stop_fields("tool_calls", None, True), USAGE)
+    expected = sdk.types.Message.model_validate(whole)
+    assert [block.to_dict() for block in streamed.content] == [block.to_dict() for block in expected.content]
+    assert streamed.stop_reason == expected.stop_reason and streamed.usage.output_tokens == 12
+
+
+@pytest.mark.parametrize(
+    ("reason", "stop", "calls", "expected"),
+    [
+        ("stop", None, False, ("end_turn", None)),
+        ("stop", "END", False, ("stop_sequence", "END")),
+        ("stop", None, True, ("tool_use", None)),
+        ("length", None, True, ("max_tokens", None)),
+        ("tool_calls", None, True, ("tool_use", None)),
+    ],
+)
+def test_why_a_message_ended(reason: str, stop: str | None, calls: bool, expected: tuple[str, str | None]) -> None:
+    found = anthropic.stop_fields(reason, stop, calls)
+    assert (found["stop_reason"], found["stop_sequence"]) == expected
+
+
+# --- Responses
+
+RESPONSES_BODY = {
+    "model": "demo",
+    "instructions": "Be brief.",
+    "max_output_tokens": 100,
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "Weather in Paris?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Let me see."}]},
+        {"type": "function_call", "call_id": "call_1", "name": "get_weather", "arguments": '{"city": "Paris"}'},
+        {"type": "function_call_output", "call_id": "call_1", "output": "sunny"},
+        {"role": "user", "content": "And Rome?"},
+    ],
+    "tools": [{"type": "function", **FUNCTION}],
+    "tool_choice": {"type": "function", "name": "get_weather"},
+    "reasoning": {"effort": "low"},
+    "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}},
+    "store": False,
+}
+
+
+def test_a_responses_request_is_a_chat() -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
+    request = responses.chat_request(RESPONSES_BODY)
+    assert request == {
+        "model": "demo",
+        "max_completion_tokens": 100,
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Weather in Paris?"},
+            {"role": "assistant", "content": "Let me see.", "reasoning_content": "Hm.", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+            {"role": "user", "content": "And Rome?"},
+        ],
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
+        "reasoning_effort": "low",
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}},
+        "store": False,
+    }
+    choice = check_tools(request["tools"], request["tool_choice"])
+    assert choice is not None and choice.mode == "named"
+    assert responses.chat_request({"input": "Hi"})["messages"] == [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input": []}, "input: must be a text or a list"),
+        ({"input": None}, "input: must be a text or a list"),
+        ({"input": [{"type": "computer_call"}]}, "type='computer_call': not supported"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "type='input_image': must be a text"),
+        ({"input": [{"role": "king", "content": ""}]}, "role='king': must be system"),
+        ({"tools": [{"type": "web_search"}]}, "type='web_search': must be 'function'"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id: not supported; nothing is stored"),
+    ],
+)
+def test_what_a_responses_request_must_be(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ApiError, match=message):
+        responses.chat_request({**RESPONSES_BODY, **change})
+
+
+def writer_of(body: dict[str, Any]) -> responses.ResponseWriter:
+    return responses.ResponseWriter("resp_1", "demo", 1_700_000_000, body)
+
+
+def test_the_official_client_reads_responses() -> None:
+    types = pytest.importorskip("openai.types.responses")
+    writer = writer_of(RESPONSES_BODY)
+    writer.write(ANSWER)
+    writer.finish("tool_calls", USAGE)
+    response = types.Response.model_validate(writer.response("tool_calls", USAGE))
+    assert [item.type for item in response.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert response.output_text == "Let me see." and response.output[2].arguments == '{"city": "Paris"}'
+    assert response.status == "completed" and response.usage.output_tokens_details.reasoning_tokens == 5
+    assert writer.response("length", USAGE)["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+def test_the_official_client_reads_streamed_responses() -> None:
+    pydantic = pytest.importorskip("pydantic")
+    types = pytest.importorskip("openai.types.responses")
+    adapter = pydantic.TypeAdapter(types.ResponseStreamEvent)
+    writer = writer_of(RESPONSES_BODY)
+    events = writer.start()
+    for delta in ANSWER:
+        events += writer.write([delta])
+    events += writer.finish("tool_calls", USAGE)
+    parsed = [adapter.validate_python(event) for event in events]
+    assert [type(event).__name__ for event in parsed if not hasattr(event, "sequence_number")] == []
+    assert [event.sequence_number for event in parsed] == [*range(len(parsed))]
+    assert [event.type for event in parsed] == [event["type"] for event in events]
+    texts = dict.fromkeys(("output_text", "reasoning_text", "function_call_arguments"), "")
+    for event in parsed:
+        for kind in texts:
+            if event.type == f"response.{kind}.delta":
+                texts[kind] += event.delta
+    assert texts["output_text"] == "Let me see." and texts["reasoning_text"] == "I need the weather."
+    assert texts["function_call_arguments"] == '{"city": "Paris"}{}'
+    assert parsed[-1].type == "response.completed" and len(parsed[-1].response.output) == 4
+    assert writer.fail(ApiError(500, "no", "engine_dead"))[0]["code"] == "engine_dead"
