@@ -9,7 +9,7 @@ from checkpoints import make_model, save
 from workload import ROOMY, assert_outputs, make_requests, run, run_alone
 
 from nanovllm import LLM
-from nanovllm.kernels.gemm.choice import SUMMED, Choices, GemmConfig
+from nanovllm.kernels.gemm.choice import SUMMED, Choices, GemmConfig, GemmTable
 from nanovllm.layers.norm import ReduceAddNorm
 from nanovllm.runner import tuning
 from nanovllm.runner.model_runner import ModelRunner
@@ -58,3 +58,21 @@ def test_an_all_reduce_is_launched_dependently_behind_our_own_kernels_alone(tmp_
         assert model.norm.dependent_rows == {64}
         tuning.apply(model, {}, fused=False)
         assert not model.norm.dependent_rows
+
+
+def test_a_report_says_how_many_gemms_were_tuned(tmp_path: Path) -> None:
+    with LLM(str(save(make_model(seed=1), tmp_path)), **ROOMY) as llm:
+        model = llm.engine.executor.runner.model
+        found = list(tuning.gemms(model, fused=True))
+        table = GemmTable(("cpu",), dict.fromkeys(found[:2], ((16, HALVES),)))
+        assert tuning.report(model, table, fused=True) == f"2 of {len(found)} tuned"
+        assert tuning.report(model, table, fused=False) == f"0 of {len(found)} tuned"
+        assert llm.engine_info()["gemms"] == "library", "on a CPU"
+
+
+def test_a_spoilt_file_of_choices_is_refused_by_its_path(tmp_path: Path) -> None:
+    model = str(save(make_model(seed=1), tmp_path))
+    (tmp_path / "choices.json").write_text("{")
+    for name in ("choices.json", "missing.json"):
+        with pytest.raises(ValueError, match=rf"kernel_choices='.*{name}'"):
+            LLM(model, **ROOMY, kernel_choices=tmp_path / name)

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -87,6 +89,22 @@ def test_matches_float64_in_the_interpreter(
         config = replace(config, split_k=1)
     x, weight = inputs(*shape, dtype)
     assert relative_error(run(op, x, weight, config), exact(op, x, weight)) < TOLERANCE[dtype]
+
+
+@given(
+    st.sampled_from(["linear", "linear_silu_mul"]), st.sampled_from([SMALL, X_LEFT]), st.integers(1, 80),
+    st.integers(1, 60), st.integers(1, 20), st.integers(1, 3),
+)  # fmt: skip
+@settings(max_examples=25, deadline=None)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted")
+def test_any_shape_matches_float64(
+    op: str, config: GemmConfig, rows: int, half_n: int, k_over_8: int, split_k: int
+) -> None:
+    """Any number of rows and outputs, and any K that is a multiple of 8."""
+    steps = -(-8 * k_over_8 // config.block_k)
+    config = replace(config, split_k=min(split_k, steps) if op == "linear" else 1)
+    x, weight = inputs(rows, 2 * half_n, 8 * k_over_8, torch.float32)
+    assert relative_error(run(op, x, weight, config), exact(op, x, weight)) < 2 * TOLERANCE[torch.float32]
 
 
 @pytest.mark.gpu

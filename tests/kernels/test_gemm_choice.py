@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,6 +26,7 @@ from nanovllm.kernels.gemm.choice import (
     save,
     shipped_table,
 )
+from nanovllm.kernels.gemm.dispatch import matmul
 
 H200 = shipped_table("NVIDIA H200")
 GEMMS = st.builds(
@@ -163,3 +165,19 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     done.set()
     reader.join()
     assert not failures
+
+
+@pytest.mark.gpu
+def test_every_entry_multiplies_on_gpu() -> None:
+    """All kernels of the table on the shapes that they are for, against float32. (The fused forms have their tests in
+    test_skinny_gemm.py and test_decode_gemm.py.)"""
+    for gemm, ranges in H200.entries.items():
+        weight = torch.randn(gemm.n, gemm.k, device="cuda", dtype=torch.bfloat16) * gemm.k**-0.5
+        for most, config in ranges:
+            if misfit(gemm, config, torch.cuda.get_device_capability() >= (9, 0)):
+                continue
+            for rows in {max(1, most - 3), most}:
+                x = torch.randn(rows, gemm.k, device="cuda", dtype=torch.bfloat16)
+                got, want = matmul(x, weight, config), x.float() @ weight.float().T
+                got = got.sum(0) if config.parts > 1 else got.float()
+                assert (got - want).norm() < 4e-3 * want.norm(), (gemm, rows, config)

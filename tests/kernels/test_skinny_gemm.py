@@ -4,6 +4,8 @@ import os
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -89,6 +91,18 @@ def test_matches_float64_in_the_interpreter(
 ) -> None:
     t = inputs(*shape, dtype)
     assert relative_error(run(op, t, config), exact(op, t)) < TOLERANCE[dtype]
+
+
+@given(
+    st.sampled_from(OPS), st.sampled_from([FMA, STREAM, SPLIT_FMA, SPLIT_STREAM]), st.integers(1, SKINNY_ROWS),
+    st.integers(1, 60), st.integers(1, 40),
+)  # fmt: skip
+@settings(max_examples=25, deadline=None)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted")
+def test_any_shape_matches_the_twin(op: str, config: GemmConfig, rows: int, half_n: int, k_over_8: int) -> None:
+    """Any number of outputs, and any K that is a multiple of 8."""
+    t = inputs(rows if config.kernel == "stream" else min(rows, 4), 2 * half_n, 8 * k_over_8, torch.float32)
+    assert relative_error(run(op, t, config), exact(op, t)) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.gpu

@@ -1,15 +1,15 @@
 """Matrices with room for more rows behind their last one.
 
-A tensor descriptor that reaches past the end of a matrix reads zeros there, and does so slowly: a product of 96 rows
+A tensor descriptor that reaches past the end of a matrix reads zeros there, and does so slowly: a GEMM of 96 rows
 in tiles of 64 took longer than one of 128 (H200). Where the memory behind the last row is the matrix's own, a
-descriptor may as well read what lies there, since a row's product does not depend on the other rows.
+descriptor may as well read what lies there, since a row's result does not depend on the other rows.
 """
 
 import torch
 
 
 def padded_rows(rows: int) -> int:
-    """`rows` up to a whole tile of the kernels for decode steps (decode_rule.py)."""
+    """`rows` up to a whole tile of the decode GEMM kernel (kernels/gemm/decode.py)."""
     if not 16 < rows <= 256:
         return rows
     return 32 if rows <= 32 else -(-rows // 64) * 64

@@ -79,7 +79,7 @@ class GemmConfig:
 
     @property
     def parts(self) -> int:
-        """Sums over parts of K that the consumer gets as float32 [parts, rows, n]; 1: the product [rows, n]."""
+        """Sums over parts of K that the consumer gets as float32 [parts, rows, n]; 1: the result [rows, n]."""
         return 1 if self.is_skinny else self.split_k
 
 

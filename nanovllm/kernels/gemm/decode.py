@@ -48,7 +48,7 @@ def linear(x: Tensor, weight: Tensor, config: GemmConfig, *, pdl: bool = True) -
 
 
 def linear_silu_mul(x: Tensor, gate_up_weight: Tensor, config: GemmConfig, *, pdl: bool = True) -> Tensor:
-    """silu(gate) * up of x [M, K] for gate_up_weight [2 I, K], gates first -> [M, I]. Rounds as the product and the
+    """silu(gate) * up of x [M, K] for gate_up_weight [2 I, K], gates first -> [M, I]. Rounds as the GEMM and the
     activation kernel by themselves do. K cannot be split."""
     if config.split_k != 1:
         raise ValueError(f"{config}: gate and up must be whole before the activation")

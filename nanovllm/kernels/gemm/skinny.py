@@ -1,6 +1,6 @@
 """Skinny GEMMs, of 1 to 16 rows, fused with what surrounds them in a decoder layer: the decode path of small batches.
 
-At these sizes a matrix product is a read of W, and in a CUDA graph of hundreds of such reads the gaps between kernels
+At these sizes a GEMM is a read of W, and in a CUDA graph of hundreds of such reads the gaps between kernels
 weigh as much as the reads. So the norm before and the activation or residual after are folded in, and each kernel
 starts its weight reads while the previous one is still running (programmatic dependent launch, PDL).
 

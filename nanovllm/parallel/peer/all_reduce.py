@@ -32,9 +32,9 @@ Path = Literal["one_shot", "two_shot", "nccl"]
 
 KEY_BLOCK = 256
 PDL_ROWS = 16
-"""Up to so many rows the products around may be our own, which let a sum start early and fetch weights while it runs.
-Behind one of cuBLAS, which does not, a dependent launch is 0.5 us slower than an ordinary one, so with more rows the
-caller says. 0: never unless it does."""
+"""Up to so many rows the GEMMs around may be our own, which let the all-reduce start early and fetch weights while it
+runs. Behind one of cuBLAS, which does not, a dependent launch is 0.5 us slower than an ordinary one, so with more rows
+the caller says. 0: never unless it does."""
 MAX_SPINS = 1 << 28
 """Rounds of a wait before it gives up: minutes, for a peer may be compiling."""
 
