@@ -15,6 +15,7 @@ from comparing import Expected, assert_mostly_sure, assert_same
 from observing import LogitRecorder, StepWitness, margins
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.runner.model_runner import ModelRunner
 
 BLOCK = 16
 SHARED = [(7 * i) % 150 for i in range(BLOCK)]
@@ -61,6 +62,7 @@ def serve(folder: str, backend: str, fused_kernels: bool) -> dict[str, Any]:
             "preempted": witness.num_rows_after_preemption,
             "backend": llm.engine_info()["attention_backend"],
             "fused": llm.engine.executor.runner.kernels.fused,
+            "fused_rows": sorted(llm.engine.executor.runner.model.fused_rows),
         }
 
 
@@ -68,22 +70,23 @@ def serve(folder: str, backend: str, fused_kernels: bool) -> dict[str, Any]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     from checkpoints import make_model, save  # here: the script needs no transformers, which is slow to import
 
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 150}
+    shape = {"hidden_size": 32, "intermediate_size": 44, "num_attention_heads": 4, "vocab_size": 150}
     return str(save(make_model(seed=4, weight_std=0.25, **shape), tmp_path_factory.mktemp("model")))
 
 
-@pytest.mark.parametrize("fused_kernels", [True, False])
-def test_triton_backend_through_a_chunk_a_hit_and_a_preemption(folder: str, fused_kernels: bool) -> None:
-    """With the kernels around attention in Triton too, and with attention alone in it."""
+@pytest.mark.parametrize(("fused_kernels", "gemms"), [(True, True), (False, False)])
+def test_triton_backend_through_a_chunk_a_hit_and_a_preemption(folder: str, fused_kernels: bool, gemms: bool) -> None:
+    """With the GEMMs and the kernels around attention in Triton too, and with attention alone in it."""
     pytest.importorskip("triton")
     plain = serve(folder, "torch", fused_kernels)
-    command = [sys.executable, str(Path(__file__).resolve()), folder, str(int(fused_kernels))]
+    command = [sys.executable, str(Path(__file__).resolve()), folder, str(int(fused_kernels)), str(int(gemms))]
     root = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     triton = json.loads(done.stdout.splitlines()[-1])
     assert (triton["backend"], triton["fused"]) == ("triton", fused_kernels)
+    assert triton["fused_rows"] == ([1, 2, 4] if gemms else [])
     assert plain["backend"] == "torch"
     for seen in (plain, triton):
         assert seen["chunks"] > 0
@@ -96,4 +99,6 @@ def test_triton_backend_through_a_chunk_a_hit_and_a_preemption(folder: str, fuse
 
 
 if __name__ == "__main__":
+    if sys.argv[3] == "1":
+        ModelRunner._tunes = True  # type: ignore[assignment]  # a CPU's engine leaves GEMMs to the library
     print(json.dumps(serve(sys.argv[1], "triton", fused_kernels=sys.argv[2] == "1")))
