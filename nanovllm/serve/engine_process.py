@@ -229,15 +229,20 @@ def describe(engine: "LLMEngine") -> dict[str, Any]:
     }
 
 
-def statistics(engine: "LLMEngine") -> dict[str, float]:
-    """Gauges and counters of this moment, by the names of metrics.py."""
-    scheduler = engine.scheduler
-    blocks = scheduler.block_manager
-    return {
-        "running": len(scheduler.running),
-        "waiting": scheduler.num_waiting,
-        "kv_usage": 1 - blocks.num_free_blocks / blocks.num_blocks,
-    }
+def statistics(engine: "LLMEngine") -> frames.Stats:
+    """Gauges and counters of this moment."""
+    stats = engine.stats()
+    return frames.Stats(
+        running=stats.num_running,
+        waiting=stats.num_waiting,
+        kv_usage=stats.kv_cache_usage,
+        prompt_tokens=stats.prompt_tokens,
+        prefix_cache_queries=stats.prefix_cache_queries,
+        prefix_cache_hits=stats.prefix_cache_hits,
+        num_preemptions=stats.num_preemptions,
+        iteration_tokens=list(stats.iteration_tokens),
+        iteration_tokens_sum=stats.iteration_tokens_sum,
+    )
 
 
 def main(fd: int) -> None:

@@ -41,8 +41,9 @@ def from_value_error(text: str) -> ApiError:
         name = text.partition(":")[0].partition("=")[0].partition("[")[0]
         return bad_request(text, name if name.isidentifier() else None)
     param = found[1]
-    is_grammar = text.startswith("StructuredOutput") or param == "structured_outputs"
-    return bad_request(text.partition(".")[2], param, "invalid_schema" if is_grammar else None)
+    if text.startswith("StructuredOutput"):
+        return bad_request(text.partition(".")[2], "structured_outputs", "invalid_schema")
+    return bad_request(text.partition(".")[2], param)
 
 
 def server_error() -> ApiError:

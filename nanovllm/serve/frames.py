@@ -91,6 +91,20 @@ class Done(msgspec.Struct, array_like=True):
     """A line of LogprobRows for each prompt position."""
 
 
+class Stats(msgspec.Struct, array_like=True):
+    """Gauges of the moment and counters since the start (see outputs.EngineStats)."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    prompt_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+    iteration_tokens: list[int] = []
+    iteration_tokens_sum: int = 0
+
+
 class Step(Frame):
     """What one step brought: two columns for rows that go on, and lists for the few with more to say."""
 
@@ -100,8 +114,8 @@ class Step(Frame):
     done: list[Done] = []
     logprobs: list[tuple[int, bytes]] = []
     """(row, line of LogprobRows), in the order of the row's tokens."""
-    stats: dict[str, float] | None = None
-    """The engine's gauges and counters; in some of the frames."""
+    stats: Stats | None = None
+    """In some of the frames."""
 
 
 DownFrame = Start | Add | Abort

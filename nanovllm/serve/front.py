@@ -20,6 +20,7 @@ from nanovllm.serve.http.call import Call
 from nanovllm.serve.link import EngineLink
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.options import ServeOptions
+from nanovllm.serve.parsers import OutputParser
 from nanovllm.serve.streams import Request, Streams
 from nanovllm.serve.text import FrontTokenizer
 
@@ -113,6 +114,7 @@ class Front:
             self._read_defaults(folder)
             tokenizer = FrontTokenizer(folder, self.options.chat_template)
             _ = tokenizer.longest_token
+            self.parser = OutputParser(tokenizer, self.options.tool_call_parser, self.options.reasoning_parser)
         except Exception as error:
             self._loop.call_soon_threadsafe(self._tokenizer.set_exception, error)
         else:
@@ -157,15 +159,6 @@ class Front:
             stage, percent = self.progress
             return {"status": "loading", "stage": stage, "percent": percent}
         return {"status": "ok" if self.state == "ready" else self.state}
-
-    def link_stats(self) -> dict[str, float]:
-        if self.link is not None:
-            self.metrics.engine.update(self.link.stats)
-        return self.metrics.engine
-
-    def metrics_text(self) -> bytes:
-        self.link_stats()
-        return self.metrics.text(self.name)
 
     # -- for handlers -------------------------------------------------------------------------------------------
 
@@ -258,11 +251,11 @@ class Front:
         seconds = self.now() - then
         if seconds < 10:
             return
-        stats, metrics = self.link_stats(), self.metrics
+        metrics, stats = self.metrics, self.metrics.engine
         generated = metrics.generation_tokens + sum(each.num_output_tokens for each in self.streams.requests)
         logger.info(
             "%d running, %d waiting, KV cache %.1f %%, %.1f prompt tok/s, %.1f output tok/s",
-            *(stats["running"], stats["waiting"], 100 * stats["kv_usage"]),
-            *((metrics.prompt_tokens - prompts) / seconds, max(0, generated - outputs) / seconds),
+            *(stats.running, stats.waiting, 100 * stats.kv_usage),
+            *((stats.prompt_tokens - prompts) / seconds, max(0, generated - outputs) / seconds),
         )
-        self._last_totals = (self.now(), metrics.prompt_tokens, generated)
+        self._last_totals = (self.now(), stats.prompt_tokens, generated)

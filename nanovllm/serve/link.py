@@ -62,7 +62,6 @@ class EngineLink(asyncio.Protocol):
         self._buffer = frames.FrameBuffer()
         self._transport: Any = None
         self._loop = asyncio.get_running_loop()
-        self.stats: dict[str, float] = {}
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -79,8 +78,6 @@ class EngineLink(asyncio.Protocol):
             frame = decode(body)
             if isinstance(frame, frames.Step):
                 streams.take(frame, now)
-                if frame.stats is not None:
-                    self.stats.update(frame.stats)
             else:
                 self._on_frame(frame)
         streams.flush(now)

@@ -5,8 +5,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.outputs import ITERATION_TOKENS
+from nanovllm.serve.frames import Done, Stats
+
 if TYPE_CHECKING:
-    from nanovllm.serve.frames import Done
     from nanovllm.serve.streams import Completion, Request
 
 _FIRST_TOKEN = (
@@ -19,7 +21,6 @@ _PER_TOKEN = (
 )
 _REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
-_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _HTTP = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 120, 600)
 
 
@@ -56,13 +57,12 @@ class Metrics:
         self.prompt_lengths, self.output_lengths = Histogram(_LENGTHS), Histogram(_LENGTHS)
         self.max_lengths, self.max_tokens = Histogram(_LENGTHS), Histogram(_LENGTHS)
         self.n = Histogram((1, 2, 5, 10, 20))
-        self.step_tokens = Histogram(_STEP_TOKENS)
         self.prompt_tokens = self.cached_tokens = self.generation_tokens = self.slow_clients = 0
         self.finished: Counter[str] = Counter(stop=0, length=0, abort=0, error=0)
         self.rejected: Counter[str] = Counter(queue_full=0, loading=0, draining=0)
         self.http: Counter[tuple[str, str, str]] = Counter()
         self.http_seconds: dict[str, Histogram] = {}
-        self.engine: dict[str, float] = {"running": 0, "waiting": 0, "kv_usage": 0.0}
+        self.engine = Stats()
         """The engine's latest gauges and counters."""
         self.info: dict[str, Any] = {}
         """Of the engine, once it is ready."""
@@ -72,7 +72,7 @@ class Metrics:
         self.generation_tokens += completion.num_tokens
         self.output_lengths.observe(completion.num_tokens)
 
-    def count_part(self, part: "Done", request: "Request", num_prompt_tokens: int, now: float) -> None:
+    def count_part(self, part: Done, request: "Request", num_prompt_tokens: int, now: float) -> None:
         """A prompt's completions have all ended."""
         self.prompt_tokens += num_prompt_tokens
         self.cached_tokens += part.num_cached_tokens
@@ -111,23 +111,25 @@ class Metrics:
         return {
             "prompt_tokens": self.prompt_tokens,
             "generation_tokens": self.generation_tokens,
-            "prefix_cache_queries": engine.get("prefix_cache_queries", self.prompt_tokens),
-            "prefix_cache_hits": engine.get("prefix_cache_hits", self.cached_tokens),
+            "prefix_cache_queries": engine.prefix_cache_queries,
+            "prefix_cache_hits": engine.prefix_cache_hits,
             "prompt_tokens_cached": self.cached_tokens,
-            "num_preemptions": engine.get("preemptions", 0),
+            "num_preemptions": engine.num_preemptions,
             "slow_clients_closed": self.slow_clients,
         }
 
     def gauges(self) -> dict[str, float]:
         engine = self.engine
         return {
-            "num_requests_running": engine["running"],
-            "num_requests_waiting": engine["waiting"],
-            "kv_cache_usage_perc": engine["kv_usage"],
-            "gpu_cache_usage_perc": engine["kv_usage"],
+            "num_requests_running": engine.running,
+            "num_requests_waiting": engine.waiting,
+            "kv_cache_usage_perc": engine.kv_usage,
+            "gpu_cache_usage_perc": engine.kv_usage,
         }
 
     def histograms(self) -> dict[str, Histogram]:
+        steps = Histogram(ITERATION_TOKENS)
+        steps.counts, steps.sum = self.engine.iteration_tokens or steps.counts, self.engine.iteration_tokens_sum
         return {
             "time_to_first_token_seconds": self.first_token,
             "inter_token_latency_seconds": self.inter_token,
@@ -143,7 +145,7 @@ class Metrics:
             "request_max_num_generation_tokens": self.max_lengths,
             "request_params_n": self.n,
             "request_params_max_tokens": self.max_tokens,
-            "iteration_tokens_total": self.step_tokens,
+            "iteration_tokens_total": steps,
         }
 
 

@@ -118,6 +118,9 @@ class Request:
         """What follows all completions, before [DONE]."""
         return b""
 
+    def explain(self, error: ApiError) -> None:
+        """Puts the request's own words into an error of the engine."""
+
     # -- streaming ----------------------------------------------------------------------------------------------
 
     @property
@@ -270,7 +273,8 @@ class Streams:
             self._metrics.inter_token.observe(now - gap, count)
         for part in step.done:
             self._end_part(part, now)
-        self._metrics.step_tokens.observe(len(step.rows) + len(step.finishes))
+        if step.stats is not None:
+            self._metrics.engine = step.stats
 
     def _finish(self, end: frames.Finish, now: float) -> None:
         completion = self._rows.get(end.row)
@@ -335,6 +339,7 @@ class Streams:
         """The engine did not take a request's prompt."""
         if (request := self._parts.get(request_id)) is not None:
             del request.parts[request_id], self._parts[request_id]
+            request.explain(error)
             self.fail(request, error)
 
     def fail(self, request: Request, error: ApiError) -> None:

@@ -7,7 +7,7 @@ import orjson
 
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api.logprobs import shower
-from nanovllm.serve.errors import bad_request
+from nanovllm.serve.errors import ApiError, bad_request
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.streams import Completion, Request
 from nanovllm.serve.visible_text import VisibleText
@@ -54,7 +54,7 @@ class Answer(Request):
             self.completions.append(self._completion(index, index // params.get("n", 1), params))
 
     def _completion(self, index: int, prompt_index: int, params: dict[str, Any]) -> Completion:
-        text: Any = self.front.tokenizer.detokenizer(params.get("skip_special_tokens", True))
+        text = self.detokenizer(params.get("skip_special_tokens", True))
         stop = params.get("stop")
         if stop:
             stops = [stop] if isinstance(stop, str) else stop
@@ -66,6 +66,15 @@ class Answer(Request):
             completion.lines = []
         completion.prefix = self._begin + self.fast_prefix(index)
         return completion
+
+    def detokenizer(self, skip_special_tokens: bool) -> Any:
+        """Of one completion."""
+        return self.front.tokenizer.detokenizer(skip_special_tokens)
+
+    def explain(self, error: ApiError) -> None:
+        if error.code == "invalid_schema":
+            given = (name for name in api.CONSTRAINTS if getattr(self.fields, name, None) is not None)
+            error.param = next(given, error.param)
 
     # -- what differs -------------------------------------------------------------------------------------------
 
@@ -95,14 +104,18 @@ class Answer(Request):
             and not self._usage_in_chunks
         ):
             return completion.prefix + orjson.dumps(text) + self.fast_suffix
-        choice = self._with_end(self.delta(completion, text), completion)
+        return self._event(self._with_details(self.delta(completion, text), completion))
+
+    def _with_details(self, choice: dict[str, Any], completion: Completion) -> dict[str, Any]:
+        """A chunk's choice with its end and with what was asked for beside the text."""
+        choice = self._with_end(choice, completion)
         if completion.ids:
             if self.fields.return_token_ids:
                 choice["token_ids"] = completion.ids
             completion.ids = []
         if completion.lines:
             completion.lines = []
-        return self._event(choice)
+        return choice
 
     def _event(self, choice: dict[str, Any]) -> bytes:
         usage = b',"usage":' + orjson.dumps(self.usage()) if self._usage_in_chunks else b""

@@ -6,8 +6,10 @@ from nanovllm.serve.api import fields as api
 from nanovllm.serve.api.answer import Answer, answer, check_characters, fit
 from nanovllm.serve.api.logprobs import chat_entries
 from nanovllm.serve.api.messages import check_messages
-from nanovllm.serve.errors import bad_request
+from nanovllm.serve.errors import bad_request, from_value_error
 from nanovllm.serve.http.call import Call
+from nanovllm.serve.parsers import Delta, Plan, ToolChoice, check_tools, joined
+from nanovllm.serve.parsers.tags import MarkedDetokenizer
 from nanovllm.serve.streams import Completion
 
 if TYPE_CHECKING:
@@ -18,9 +20,26 @@ class ChatAnswer(Answer):
     id_prefix = "chatcmpl-"
     fast_suffix = b'},"logprobs":null,"finish_reason":null}]}\n\n'
 
+    def __init__(
+        self, front: "Front", call: Call, fields: api.ChatFields, prompt: list[int], params: dict[str, Any], plan: Plan
+    ) -> None:
+        """`plan`: how reasoning and tool calls are read."""
+        self.plan = plan
+        self.texts: list[MarkedDetokenizer] = []
+        """Those that count reasoning."""
+        super().__init__(front, call, fields, [prompt], params)
+        for completion in self.completions:
+            completion.reader = plan.reader()
+
     @property
     def object_name(self) -> str:  # type: ignore[override]
         return "chat.completion.chunk" if self.fields.stream else "chat.completion"
+
+    def detokenizer(self, skip_special_tokens: bool) -> Any:
+        if self.plan.program is None:
+            return super().detokenizer(skip_special_tokens)
+        self.texts.append(self.plan.detokenizer(skip_special_tokens))
+        return self.texts[-1]
 
     def fast_prefix(self, index: int) -> bytes:
         return b'{"index":%d,"delta":{"content":' % index
@@ -32,15 +51,76 @@ class ChatAnswer(Answer):
     def delta(self, completion: Completion, text: str) -> dict[str, Any]:
         return {"delta": {"content": text} if text else {}, "logprobs": self._logprobs(completion)}
 
+    def chunk(self, completion: Completion, text: str) -> bytes:
+        """Where there is a reader, a chunk for each kind of thing that it found."""
+        if completion.reader is None:
+            return super().chunk(completion, text)
+        end = completion.finish_reason
+        deltas = [_delta(each) for each in joined(self._read(completion, text))]
+        if not deltas and end is None and not completion.lines and not completion.ids:
+            return b""
+        *before, last = deltas or [{}]
+        shape = {"index": completion.index, "finish_reason": None, "logprobs": None}
+        events = [self._event({**shape, "delta": delta}) for delta in before]
+        choice = {"delta": last, "logprobs": self._logprobs(completion)}
+        return b"".join([*events, self._event(self._with_details(choice, completion))])
+
+    def _read(self, completion: Completion, text: str) -> list[Delta]:
+        deltas: list[Delta] = completion.reader.push(text)
+        return deltas if completion.finish_reason is None else deltas + completion.reader.finish()
+
     def choice(self, completion: Completion, text: str) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if completion.reader is not None:
+            message |= _message(joined(self._read(completion, text)))
         return {"message": message, "logprobs": self._logprobs(completion)}
+
+    def finish_reason(self, completion: Completion) -> str | None:
+        reason = completion.finish_reason
+        return None if reason is None else self.plan.finish_reason(reason, completion.reader)
+
+    def usage(self) -> dict[str, Any]:
+        usage = super().usage()
+        if self.plan.reasoning != "none":
+            count = sum(text.num_reasoning_tokens for text in self.texts)
+            usage["completion_tokens_details"] = {"reasoning_tokens": count}
+        return usage
 
     def _logprobs(self, completion: Completion) -> dict[str, Any] | None:
         if completion.lines is None:
             return None
         entries = chat_entries(completion.lines, self.k or 0, self.show, self.front.tokenizer.token_bytes)
         return {"content": entries, "refusal": None}
+
+
+def _delta(found: Delta) -> dict[str, Any]:
+    """A reader's piece as a chunk's delta. Reasoning goes out under both names that clients know."""
+    if found.kind == "reasoning":
+        return {"reasoning_content": found.text, "reasoning": found.text}
+    if found.kind == "content":
+        return {"content": found.text}
+    call: dict[str, Any] = {"index": found.call_index}
+    if found.kind == "call":
+        call |= {"id": found.id, "type": "function", "function": {"name": found.name, "arguments": ""}}
+    else:
+        call |= {"function": {"arguments": found.text}}
+    return {"tool_calls": [call]}
+
+
+def _message(found: list[Delta]) -> dict[str, Any]:
+    """What a reader found in a whole answer, as fields of the message."""
+    content = "".join(each.text for each in found if each.kind == "content")
+    reasoning = "".join(each.text for each in found if each.kind == "reasoning")
+    calls: list[dict[str, Any]] = []
+    for each in found:
+        if each.kind == "call":
+            calls.append({"id": each.id, "type": "function", "function": {"name": each.name, "arguments": ""}})
+        elif each.kind == "arguments":
+            calls[each.call_index]["function"]["arguments"] += each.text
+    message: dict[str, Any] = {"content": content if content or not calls else None}
+    if reasoning:
+        message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+    return message | ({"tool_calls": calls} if calls else {})
 
 
 def _max_tokens(fields: api.ChatFields | api.CompletionFields, least: int) -> int | None:
@@ -61,8 +141,6 @@ def _check(front: "Front", fields: api.ChatFields) -> None:
         raise bad_request("chat_template: not taken from requests (--trust-request-chat-template)", "chat_template")
     if fields.add_generation_prompt and fields.continue_final_message:
         raise bad_request("continue_final_message: not together with add_generation_prompt", "continue_final_message")
-    if fields.tools is not None:
-        raise bad_request("tools: not supported", "tools", "unsupported_field")
 
 
 def template_kwargs(front: "Front", fields: api.ChatFields) -> dict[str, Any]:
@@ -82,7 +160,7 @@ async def encode(front: "Front", fields: api.ChatFields) -> tuple[str, list[int]
     return await front.in_pool(
         lambda: front.tokenizer.encode_chat(
             messages,
-            fields.tools,
+            None if fields.tool_choice == "none" else fields.tools,
             add_generation_prompt=not continues
             if fields.add_generation_prompt is None
             else fields.add_generation_prompt,
@@ -105,7 +183,19 @@ async def chat(front: "Front", call: Call) -> None:
     _check(front, fields)
     asked = _max_tokens(fields, 1)
     k = None if not fields.logprobs else fields.top_logprobs or 0
-    params = api.sampling_fields(fields, front.defaults, max(asked or 1, fields.min_tokens or 0), k)
-    _, prompt = await encode(front, fields)
+    choice = _tool_choice(fields)
+    wanted = api.structured(fields)
+    params = api.sampling_fields(fields, front.defaults, max(asked or 1, fields.min_tokens or 0), k, wanted)
+    text, prompt = await encode(front, fields)
     prompt, max_tokens = fit(front, prompt, fields, asked if asked is not None else front.default_max_tokens)
-    await answer(call, ChatAnswer(front, call, fields, [prompt], params), params, [max_tokens])
+    plan = await front.in_pool(lambda: front.parser.plan(text, choice, wanted))
+    if plan.structured is not None:
+        params["structured_outputs"] = api.as_fields(plan.structured)
+    await answer(call, ChatAnswer(front, call, fields, prompt, params, plan), params, [max_tokens])
+
+
+def _tool_choice(fields: api.ChatFields) -> ToolChoice | None:
+    try:
+        return check_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
+    except ValueError as error:
+        raise from_value_error(str(error)) from None

@@ -75,7 +75,7 @@ async def _prompts(front: "Front", fields: api.CompletionFields) -> list[list[in
         given = [given]
     if not isinstance(given, list) or not given:
         raise bad_request("prompt: must be a text, a list of token ids, or a list of such", "prompt")
-    count = len(given) * (fields.n or 1)
+    count = len(given) * (fields.n or 1)  # n is checked by now
     if count > limits.COMPLETIONS:
         raise bad_request(f"prompt: prompts x n is {count}, must be at most {limits.COMPLETIONS}", "prompt")
     texts = [prompt for prompt in given if isinstance(prompt, str)]
@@ -116,7 +116,8 @@ async def completions(front: "Front", call: Call) -> None:
     _check(fields)
     asked = _max_tokens(fields, 0 if fields.echo else 1)
     asked = _DEFAULT_MAX_TOKENS if asked is None else asked
-    params = api.sampling_fields(fields, front.defaults, max(asked, 1, fields.min_tokens or 0), fields.logprobs)
+    most = max(asked, 1, fields.min_tokens or 0)
+    params = api.sampling_fields(fields, front.defaults, most, fields.logprobs, api.structured(fields))
     if fields.echo and fields.logprobs is not None:
         params.setdefault("prompt_logprobs", fields.logprobs)
     fitted = [fit(front, prompt, fields, max(asked, 1)) for prompt in await _prompts(front, fields)]

@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from nanovllm.sampling_params import SamplingParams, StructuredOutput
-from nanovllm.serve import limits
 from nanovllm.serve.errors import bad_request, from_value_error
 
 
@@ -133,19 +132,12 @@ def _type_error(body: dict[str, Any], text: str) -> Exception:
 
 
 def _check(fields: CommonFields) -> None:
-    if fields.n is not None and not 1 <= fields.n <= limits.N:
-        raise bad_request(f"n={fields.n}: must be in 1..{limits.N}", "n")
     if fields.stream_options is not None and not fields.stream:
         raise bad_request("stream_options: only with stream=true", "stream_options")
-    limits.check_stop(fields.stop)
-    for name, most in limits.LIST_ITEMS.items():
-        limits.check_length(name, getattr(fields, name), most)
     if fields.prompt_logprobs is not None and fields.stream:
         raise bad_request("prompt_logprobs: not with stream=true", "prompt_logprobs")
     if fields.priority:
         raise bad_request(f"priority={fields.priority}: must be 0; there are no others yet", "priority")
-    if fields.cache_salt is not None:
-        limits.check_length("cache_salt", fields.cache_salt, limits.CACHE_SALT_CHARACTERS)
     if fields.truncate_prompt_tokens is not None and fields.truncate_prompt_tokens < -1:
         raise bad_request(f"truncate_prompt_tokens={fields.truncate_prompt_tokens}: must be >= -1")
 
@@ -153,12 +145,16 @@ def _check(fields: CommonFields) -> None:
 _SAMPLING = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "min_tokens", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "stop"),
-    *("stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias", "prompt_logprobs"),
+    *("stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias", "prompt_logprobs", "cache_salt"),
 )
 
 
 def sampling_fields(
-    fields: CommonFields, defaults: Mapping[str, Any], max_tokens: int, logprobs: int | None
+    fields: CommonFields,
+    defaults: Mapping[str, Any],
+    max_tokens: int,
+    logprobs: int | None,
+    structured: StructuredOutput | None,
 ) -> dict[str, Any]:
     """Fields of SamplingParams, those that are given. `defaults`: the server's, for what the request leaves open.
     Raises ApiError (400) as SamplingParams does."""
@@ -169,26 +165,25 @@ def sampling_fields(
     found["max_tokens"] = max_tokens
     if logprobs is not None:
         found["logprobs"] = logprobs
-    if (wanted := structured(fields)) is not None:
-        found["structured_outputs"] = wanted
-    check_sampling(found)
+    try:
+        SamplingParams(**found, structured_outputs=structured)
+    except (ValueError, TypeError) as error:
+        raise from_value_error(str(error)) from None
+    if structured is not None:
+        found["structured_outputs"] = as_fields(structured)
     return found
 
 
-def check_sampling(found: dict[str, Any]) -> None:
-    """Raises ApiError (400) where SamplingParams would not take these fields."""
-    try:
-        wanted = found.get("structured_outputs")
-        SamplingParams(**(found if wanted is None else {**found, "structured_outputs": StructuredOutput(**wanted)}))
-    except (ValueError, TypeError) as error:
-        raise from_value_error(str(error)) from None
+def as_fields(wanted: StructuredOutput) -> dict[str, Any]:
+    """A constraint as it travels to the engine."""
+    return {name: value for name in _KINDS if (value := getattr(wanted, name)) not in (None, False)}
 
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
-def structured(fields: CommonFields) -> dict[str, Any] | None:
-    """The one constraint that a request asks for, as a field of StructuredOutput."""
+def structured(fields: CommonFields) -> StructuredOutput | None:
+    """The one constraint that a request asks for. Raises ApiError (400)."""
     found: dict[str, dict[str, Any]] = {}
     if (form := fields.response_format) is not None and (wanted := _response_format(form)) is not None:
         found["response_format"] = wanted
@@ -203,22 +198,16 @@ def structured(fields: CommonFields) -> dict[str, Any] | None:
             found[f"guided_{name}"] = {name: value}
     if len(found) > 1:
         raise bad_request(f"{' and '.join(found)}: only one of them can be given", next(iter(found)))
-    for name, wanted in found.items():
-        _check_kind(name, wanted)
-        limits.check_structured(wanted, name)
-        return wanted
-    return None
+    try:
+        return next((StructuredOutput(**wanted) for wanted in found.values()), None)
+    except (ValueError, TypeError) as error:
+        failure = from_value_error(str(error))
+        failure.param = next(iter(found))
+        raise failure from None
 
 
-def _check_kind(name: str, wanted: dict[str, Any]) -> None:
-    [(kind, value)] = wanted.items()
-    good = {
-        "json": isinstance(value, (dict, str)),
-        "choice": isinstance(value, list) and bool(value) and all(isinstance(one, str) and one for one in value),
-        "json_object": value is True,
-    }.get(kind, isinstance(value, str) and bool(value))
-    if not good:
-        raise bad_request(f"{name}: {kind} is of the wrong type", name, "invalid_schema")
+CONSTRAINTS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "tools")
+"""Fields that a grammar is made of."""
 
 
 def _response_format(form: dict[str, Any]) -> dict[str, Any] | None:

@@ -12,7 +12,8 @@ def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages as templates take them. Raises ApiError (400) naming the one that is wrong."""
     if not messages:
         raise bad_request("messages: must have at least one message", "messages")
-    limits.check_length("messages", messages, limits.MESSAGES)
+    if len(messages) > limits.MESSAGES:
+        raise bad_request(f"messages: must have at most {limits.MESSAGES}, found {len(messages)}", "messages")
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
@@ -60,8 +61,8 @@ def _content(content: Any, where: str) -> Any:
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list) or len(calls) > limits.TOOLS:
-        raise bad_request(f"{where}: must be a list of at most {limits.TOOLS} calls", "messages")
+    if not isinstance(calls, list) or len(calls) > limits.TOOL_CALLS:
+        raise bad_request(f"{where}: must be a list of at most {limits.TOOL_CALLS} calls", "messages")
     for index, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):

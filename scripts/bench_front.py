@@ -1,0 +1,136 @@
+#!/usr/bin/env python
+"""What the server's front process costs: CPU a streamed token, and an unstreamed request, with a simulated engine.
+
+    python scripts/bench_front.py --streams 400 --rate 40        # 16,000 tokens a second
+    python scripts/bench_front.py --api chat --streams 64 --rate 200
+
+Real HTTP over the loopback: the front, the simulator and the clients are three processes. CPU time is the front's user
+and system time as the kernel counts it, over the tokens that the clients received meanwhile.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO = ROOT / "assets" / "demo-qwen3"
+TEXT = "Once upon a time there was a small cat who lived in a house by the sea, and every day it said: good morning!"
+_HEAD = "POST {path} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
+
+
+def start_front(rate: float) -> tuple["subprocess.Popen[bytes]", int]:
+    """The front with a simulator; returns its process and port."""
+    from nanovllm.serve.text import FrontTokenizer
+
+    options = {"rate": rate, "text": FrontTokenizer(DEMO).encode(TEXT)}
+    code = (
+        "import sys; from nanovllm.serve.lifecycle import serve; from nanovllm.serve.options import ServeOptions\n"
+        f"sys.exit(serve({str(DEMO)!r}, {options!r}, ServeOptions(port=0), 'simulated_engine'))"
+    )
+    places = os.pathsep.join((str(ROOT), str(ROOT / "scripts")))
+    log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (the front goes on writing to it)
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=log, env={**os.environ, "PYTHONPATH": places})
+    while True:
+        log.seek(0)
+        text = log.read()
+        if process.poll() is not None:
+            raise SystemExit(text)
+        if " ready: " in text:
+            return process, int(re.findall(r"http://[\d.]+:(\d+)", text)[0])
+        time.sleep(0.05)
+
+
+def request(api: str, max_tokens: int, stream: bool) -> bytes:
+    path = "/v1/chat/completions" if api == "chat" else "/v1/completions"
+    prompt = {"messages": [{"role": "user", "content": TEXT}]} if api == "chat" else {"prompt": TEXT}
+    body = json.dumps({"model": str(DEMO), **prompt, "max_tokens": max_tokens, "stream": stream})
+    return (_HEAD.format(path=path, length=len(body)) + body).encode()
+
+
+class Counter:
+    """Chunks that all clients have received."""
+
+    def __init__(self) -> None:
+        self.chunks = 0
+
+
+async def read_stream(port: int, message: bytes, counter: Counter) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(message)
+    while data := await reader.read(1 << 16):
+        counter.chunks += data.count(b"data: {")
+        if b"data: [DONE]" in data:
+            break
+    writer.close()
+
+
+def cpu_seconds(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def bench_streams(process: int, port: int, arguments: argparse.Namespace) -> None:
+    counter = Counter()
+    tokens = int(arguments.rate * (arguments.seconds + 4))
+    message = request(arguments.api, tokens, True)
+    streams = [asyncio.create_task(read_stream(port, message, counter)) for _ in range(arguments.streams)]
+    await asyncio.sleep(2.0)  # all have begun
+    chunks, cpu, begin = counter.chunks, cpu_seconds(process), time.monotonic()
+    await asyncio.sleep(arguments.seconds)
+    chunks, cpu, seconds = counter.chunks - chunks, cpu_seconds(process) - cpu, time.monotonic() - begin
+    wanted = arguments.streams * arguments.rate
+    print(
+        f"{arguments.api}: {arguments.streams} streams, {chunks / seconds:,.0f} of {wanted:,.0f} tokens/s, "
+        f"front {1e6 * cpu / max(1, chunks):.1f} us a token, {100 * cpu / seconds:.0f} % of a core"
+    )
+    await asyncio.gather(*streams)
+
+
+async def bench_requests(process: int, port: int, arguments: argparse.Namespace) -> None:
+    message = request(arguments.api, 1, False)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    cpu, begin = cpu_seconds(process), time.monotonic()
+    for _ in range(arguments.requests):
+        writer.write(message)
+        head = await reader.readuntil(b"\r\n\r\n")
+        found = re.search(rb"content-length: (\d+)", head)
+        assert found is not None, head
+        await reader.readexactly(int(found[1]))
+    cpu, seconds = cpu_seconds(process) - cpu, time.monotonic() - begin
+    each = 1e3 / arguments.requests
+    print(f"{arguments.api}: unstreamed, front {each * cpu:.2f} ms of CPU a request, {each * seconds:.2f} ms in all")
+    writer.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--api", choices=("completions", "chat"), default="completions")
+    parser.add_argument("--streams", type=int, default=400)
+    parser.add_argument("--rate", type=float, default=40.0, help="steps a second")
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--requests", type=int, default=1000, help="unstreamed ones, one after another")
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    process, port = start_front(arguments.rate)
+    try:
+        asyncio.run(bench_streams(process.pid, port, arguments))
+    finally:
+        process.terminate()
+        process.wait(20)
+    process, port = start_front(1e5)
+    try:
+        asyncio.run(bench_requests(process.pid, port, arguments))
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+if __name__ == "__main__":
+    main()
