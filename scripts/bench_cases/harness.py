@@ -2,18 +2,22 @@
 
 import argparse
 import math
+import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nanovllm.kernels.base.compile_keys import resolve_keys
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.published import PUBLISHED_SHAPES
 from nanovllm.models.registry import parse_config
+from nanovllm.startup.compile_pool import KernelCompiler, process_count
+from nanovllm.startup.dry_run import launching_nothing
 from roofline import device_figures
 
 if TYPE_CHECKING:
@@ -21,11 +25,14 @@ if TYPE_CHECKING:
 
 Line = dict[str, Any]
 MODULES = {"decode_steps": "steps", "prompt_steps": "steps"}
+COMPILED_CASES = ("gemm", "attention", "sampling")
+"""Cases of many kernels, which take minutes to compile one after the other."""
 RANK_CASES = ("all_reduce",)
 """Cases that run in a process for each rank. Steps start an engine, which starts its own."""
 ROTATION_BYTES = 160 << 20
 """Bytes of inputs before one is read again: more than twice the 60 MB L2 cache of an H200."""
 EPS = 1e-6
+Case = Callable[["Setup"], Iterator[Line]]
 
 
 @dataclass
@@ -35,6 +42,8 @@ class Setup:
     options: argparse.Namespace
     device: torch.device
     rank: "Rank | None" = None
+    compiling: bool = False
+    """Contenders are called once, and launch nothing: see compile_in_parallel."""
 
     @property
     def dry(self) -> bool:
@@ -59,7 +68,7 @@ class Setup:
 
     def sets(self, nbytes: int, most: int = 256) -> int:
         """How many inputs of `nbytes` defeat the cache."""
-        return 1 if self.dry else max(2, min(most, -(-ROTATION_BYTES // nbytes)))
+        return 1 if self.dry or self.compiling else max(2, min(most, -(-ROTATION_BYTES // nbytes)))
 
     def limit_us(self, nbytes: float, flops: float = 0.0) -> float:
         """What the device allows at best; nan where its figures are not known."""
@@ -99,18 +108,40 @@ def run_case(case: str, options: argparse.Namespace) -> list[Line]:
 @torch.inference_mode()
 def collect(case: str, setup: Setup) -> list[Line]:
     """The lines of a case, printed as they come."""
-    module = import_module(f"bench_cases.{MODULES.get(case, case)}")
-    found: Iterator[Line] = getattr(module, case)(setup)
+    function: Case = getattr(import_module(f"bench_cases.{MODULES.get(case, case)}"), case)
+    if case in COMPILED_CASES and not setup.dry:
+        compile_in_parallel(function, setup)
     lines = []
-    for line in found:
+    for line in function(setup):
         lines.append(line)
         if setup.rank is None or setup.rank.rank == 0:
             print(case, " ".join(f"{name}={shown(value)}" for name, value in line.items()), flush=True)
     return lines
 
 
+def compile_in_parallel(function: Case, setup: Setup) -> None:
+    """Goes through a case without launching a kernel, and has every kernel that it needs compiled."""
+    processes = process_count(len(os.sched_getaffinity(0)))
+    if processes == 0:
+        return
+    resolve_keys()
+    compiler = KernelCompiler(processes)
+    try:
+        with launching_nothing(compiler.submit):
+            for _ in function(replace(setup, compiling=True)):
+                pass
+        if not compiler.wait(240):
+            print("compiled one by one:", "; ".join(compiler.failures), flush=True)
+    finally:
+        compiler.close()
+
+
 def compare(setup: Setup, point: Point) -> Line:
     """One line: labels, the limit, the first contender, the engine's, and the fastest ones by name."""
+    if setup.compiling:
+        for call in point.contenders.values():
+            call(0)
+        return {}
     errors = check(setup, point)
     line: Line = {**point.labels, "right": not errors}
     if errors:
