@@ -61,8 +61,9 @@ class AttentionBackend(ABC):
     """Causal attention over a paged cache. One object serves all layers of a rank, in stream order.
 
     Cache layout: k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim], last dimension contiguous. Token n
-    of a row is in block block_table[slot, n // block_size] at offset n % block_size. Whatever a row cannot see, in its
-    own blocks (past its end, or before its window) or in others, may hold anything, NaN too.
+    of a row is in block block_table[slot, n // block_size] at offset n % block_size. What a row cannot see (past its
+    end, before its window, in others' blocks) may be anything, keys NaN too; values are finite everywhere, for 0 x NaN
+    would reach it (qk_norm_rope_store sees to that).
     """
 
     name: str

@@ -53,10 +53,12 @@ class FlashBackend(TritonBackend):
             raise ValueError(f"device={str(device)!r}: {where} needs a CUDA device")
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"dtype={dtype}: {where} takes bfloat16 or float16")
+        package = _package(block_size, device)
         for spec in specs:
-            if spec.head_dim not in (64, 128):
-                raise ValueError(f"head_dim={spec.head_dim}: {where} takes 64 or 128")
-        _package(block_size, device)
+            if spec.head_dim not in (64, 128) and torch.cuda.get_device_capability(device)[0] != 9:
+                raise ValueError(f"head_dim={spec.head_dim}: {where} takes 64 or 128 on this device")
+            if spec.has_sinks and package == flash_import.FLASH2:
+                raise ValueError(f"{where} with flash-attn 2 takes no attention sinks")
 
     def _has_flash(self) -> bool:
         """Waits for the import. Where it failed: False from now on, or ValueError where FlashAttention is required."""
@@ -84,23 +86,33 @@ class FlashBackend(TritonBackend):
         return _ChunkRows(context_lens, metadata.cu_seqlens_q[n:], cu_seqlens_k)
 
     def _forward_prefill(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-                         metadata: AttentionMetadata, out: torch.Tensor, spec: AttentionSpec) -> None:
+                         metadata: AttentionMetadata, out: torch.Tensor, spec: AttentionSpec,
+                         sinks: torch.Tensor | None) -> None:
         rows = metadata.workspace
         if isinstance(rows, PrefillRows):
-            return super()._forward_prefill(q, k_cache, v_cache, metadata, out, spec)
+            return super()._forward_prefill(q, k_cache, v_cache, metadata, out, spec, sinks)
         # As FlashAttention names it, [blocks, tokens, heads, head_dim]: the same memory under other strides.
         k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
         if rows.cu_seqlens_k is not None:
+            left = spec.window - 1 if spec.window else -1
             flash2_out = self._forward(
                 q, k, v, cu_seqlens_q=rows.cu_seqlens_q, cu_seqlens_k=rows.cu_seqlens_k,
                 max_seqlen_q=metadata.max_seqlen_q, max_seqlen_k=metadata.max_context_len, softmax_scale=spec.scale,
-                causal=True, block_table=metadata.prefill_block_tables)
+                causal=True, window_size=(left, 0 if spec.window else -1), softcap=spec.softcap or 0.0,
+                block_table=metadata.prefill_block_tables)
             out[metadata.num_decode_rows :] = flash2_out[metadata.num_decode_rows :]
             return
+        options: dict[str, Any] = {}
+        if spec.window:
+            options |= {"window_size_left": spec.window - 1, "window_size_right": 0}
+        if spec.softcap:
+            options["softcap"] = spec.softcap
+        if sinks is not None:
+            options["learnable_sink"] = sinks
         self._forward(
             q, k, v, cu_seqlens_q=rows.cu_seqlens_q, seqused_k=rows.context_lens, max_seqlen_q=metadata.max_seqlen_q,
             max_seqlen_k=metadata.max_context_len, page_table=metadata.prefill_block_tables, softmax_scale=spec.scale,
-            causal=True, num_splits=1, out=out)
+            causal=not spec.window, num_splits=1, out=out, **options)
 
 
 def _package(block_size: int, device: torch.device | str) -> str:

@@ -76,7 +76,10 @@ def _flash4_forward(flash4: Any) -> Forward:
         return forward
     public: Forward = flash4.flash_attn_varlen_func
 
-    def copying(*args: Any, out: Any, **options: Any) -> None:
+    def copying(*args: Any, out: Any, window_size_left: int | None = None, window_size_right: int | None = None,
+                **options: Any) -> None:
+        if window_size_left is not None:
+            options["window_size"] = (window_size_left, window_size_right)
         result = public(*args, **options)
         out.copy_(result[0] if isinstance(result, tuple) else result)
 

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
-from nanovllm.kernels.attention.decode import DecodeAttention
-from nanovllm.kernels.attention.prefill import PrefillAttention
+from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
+from nanovllm.kernels.attention.decode_plan import DecodePlan
+from nanovllm.kernels.attention.prefill import PrefillAttention, prefill_config
 
 MAX_NUM_SEQS = 32768
 """The decode kernel's work list keeps row and slot in 16 bits each."""
@@ -20,7 +21,8 @@ class PrefillRows(NamedTuple):
     row_slot: torch.Tensor
     context_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
-    tiles: torch.Tensor
+    tiles: dict[int, torch.Tensor]
+    """By queries of a tile."""
 
 
 class TritonBackend(AttentionBackend):
@@ -34,9 +36,17 @@ class TritonBackend(AttentionBackend):
         if max_num_seqs > MAX_NUM_SEQS:
             raise ValueError(
                 f"max_num_seqs={max_num_seqs}: attention_backend={self.name!r} takes at most {MAX_NUM_SEQS}")
-        [spec] = self.specs
-        self.decode = DecodeAttention(spec, block_size, max_num_seqs, max_model_len, self.device)
-        self.prefill = PrefillAttention(spec, block_size, max_num_seqs, self.device)
+        plans: dict[tuple[int, int, int | None], DecodePlan] = {}
+        for spec in self.specs:
+            kind = (spec.num_kv_heads, spec.head_dim, spec.window)
+            plans.setdefault(kind, DecodePlan(*kind, max_num_seqs, max_model_len, self.device))
+        self.plans = {spec: plans[spec.num_kv_heads, spec.head_dim, spec.window] for spec in self.specs}
+        scratch = DecodeScratch.for_specs(self.plans, max_num_seqs, self.device)
+        self.decode = {spec: DecodeAttention(spec, block_size, plan, scratch) for spec, plan in self.plans.items()}
+        self.prefill = {
+            spec: PrefillAttention(spec, block_size, max_num_seqs, self.device, prefill_config(spec.head_dim, dtype))
+            for spec in self.specs
+        }
 
     @classmethod
     def check(cls, specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype,
@@ -47,19 +57,16 @@ class TritonBackend(AttentionBackend):
         if block_size < 16 or block_size % 16:
             raise ValueError(f"kvcache_block_size={block_size}: {where} takes multiples of 16, at least 16")
         for spec in specs:
-            if spec.head_dim not in (32, 64, 128):
-                raise ValueError(f"head_dim={spec.head_dim}: {where} takes 32, 64 or 128")
-            if spec.window or spec.softcap or spec.has_sinks:
-                raise ValueError(f"{spec}: {where} takes no windows, soft-caps or sinks")
-        if len(set(specs)) > 1:
-            raise ValueError(f"{len(set(specs))} kinds of attention layers: {where} takes one")
+            if spec.head_dim % 8 or not 8 <= spec.head_dim <= 256:
+                raise ValueError(f"head_dim={spec.head_dim}: {where} takes multiples of 8 up to 256")
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise ValueError(f"dtype={dtype}: {where} takes bfloat16, float16 or float32")
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Plans the decode rows in this object's buffers: one step at a time is between prepare and last forward."""
         if metadata.num_decode_rows:
-            self.decode.plan(metadata.row_slot, metadata.context_lens, metadata.num_decode_rows)
+            for plan in dict.fromkeys(self.plans.values()):
+                plan.make(metadata.row_slot, metadata.context_lens, metadata.num_decode_rows)
         metadata.workspace = self._prepare_prefill(metadata) if metadata.num_prefill_rows else ()
 
     def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata,
@@ -67,27 +74,31 @@ class TritonBackend(AttentionBackend):
         self.ensure_prepared(q, metadata)
         n = metadata.num_decode_rows
         if n:
-            self.decode(q[:n], k_cache, v_cache, metadata.block_table, metadata.max_context_len, out[:n],
-                        merge_first=n in self.merged_first)
+            self.decode[spec](q[:n], k_cache, v_cache, metadata.block_table, metadata.max_context_len, out[:n], sinks,
+                              merge_first=n in self.merged_first)
         if metadata.num_prefill_rows:
-            self._forward_prefill(q, k_cache, v_cache, metadata, out, spec)
+            self._forward_prefill(q, k_cache, v_cache, metadata, out, spec, sinks)
         return out
 
     def _prepare_prefill(self, metadata: AttentionMetadata) -> Any:
         n = metadata.num_decode_rows
         cu_seqlens_q, context_lens = metadata.cu_seqlens_q[n:], metadata.context_lens[n:]
-        tiles = self.prefill.plan(cu_seqlens_q, context_lens, metadata.num_tokens - n)
+        planners = {prefill.config.block_m: prefill for prefill in self.prefill.values()}
+        num_tokens = metadata.num_tokens - n
+        tiles = {block_m: each.plan(cu_seqlens_q, context_lens, num_tokens) for block_m, each in planners.items()}
         return PrefillRows(metadata.row_slot[n:], context_lens, cu_seqlens_q, tiles)
 
     def _forward_prefill(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-                         metadata: AttentionMetadata, out: torch.Tensor, spec: AttentionSpec) -> None:
+                         metadata: AttentionMetadata, out: torch.Tensor, spec: AttentionSpec,
+                         sinks: torch.Tensor | None) -> None:
         rows: PrefillRows = metadata.workspace
-        self.prefill(q, k_cache, v_cache, metadata.block_table, rows.row_slot, rows.cu_seqlens_q, rows.context_lens,
-                     rows.tiles, out)
+        prefill = self.prefill[spec]
+        prefill(q, k_cache, v_cache, metadata.block_table, rows.row_slot, rows.cu_seqlens_q, rows.context_lens,
+                rows.tiles[prefill.config.block_m], out, sinks)
 
     def warmup(self, k_cache: torch.Tensor, v_cache: torch.Tensor, spec: AttentionSpec) -> None:
         """Both kernels, and every size class of the decode plan."""
-        for rows in self.decode.size_classes():
+        for rows in self.plans[spec].size_classes():
             self._warmup_step(k_cache, v_cache, spec, num_decode=rows, num_prefill=0)
         self._warmup_step(k_cache, v_cache, spec, num_decode=0, num_prefill=1)
 
@@ -105,4 +116,5 @@ class TritonBackend(AttentionBackend):
         heads = spec.num_heads + 2 * spec.num_kv_heads
         qkv = torch.zeros(rows, heads, spec.head_dim, dtype=self.dtype, device=self.device)
         out = torch.empty(rows, spec.num_heads, spec.head_dim, dtype=self.dtype, device=self.device)
-        self.forward(qkv[:, : spec.num_heads], k_cache, v_cache, metadata, out, spec)
+        sinks = torch.zeros(spec.num_heads, dtype=self.dtype, device=self.device) if spec.has_sinks else None
+        self.forward(qkv[:, : spec.num_heads], k_cache, v_cache, metadata, out, spec, sinks)

@@ -38,6 +38,43 @@ def test_mixed_step_matches_float64(name: str, heads: tuple[int, int], block_siz
 
 
 @pytest.mark.parametrize("name", list(BACKENDS))
+def test_layers_of_several_kinds_in_one_step(name: str) -> None:
+    """As in Gemma: layers with and without a window share a backend, here with other heads too."""
+    shape: dict[str, Any] = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "block_size": 128}
+    kinds: list[dict[str, Any]] = [{}, {"window": 33, "softcap": 20.0}, {"window": 33, "num_kv_heads": 1},
+                                   {"head_dim": 128, "has_sinks": True}]
+    cases = [make_case(QUERIES, CONTEXTS, 3, **shape | kind) for kind in kinds]
+    backend = make_backend(name, cases[0], tuple(case.spec for case in cases))
+    metadata = cases[0].metadata
+    for case in cases * 2:
+        assert torch.equal(case.metadata.block_table, metadata.block_table)
+        out = backend.forward(case.q, case.k_cache, case.v_cache, metadata, nan_like(case.q), case.spec, case.sinks)
+        assert case.error_of(out) < (1e-5 if DEVICE == "cpu" else TOLERANCE)
+
+
+@pytest.mark.parametrize("name", list(BACKENDS))
+@pytest.mark.parametrize("options", [{}, {"window": 20}, {"window": 70, "block_size": 16}])
+def test_nothing_that_a_row_cannot_see_reaches_it(name: str, options: dict[str, Any]) -> None:
+    """Past the rows' ends and in blocks that lie wholly before their windows is what other requests have left: keys
+    that are NaN, large values."""
+    made: dict[str, Any] = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "block_size": 128} | options
+    case = make_case([1, 1, 20, 37, 1], [50, 300, 20, 90, 65], 2, **made)
+    m, block_size = case.metadata, case.k_cache.shape[2]
+    rows = zip(m.row_slot.tolist(), m.context_lens.tolist(), m.cu_seqlens_q.diff().tolist(), strict=True)
+    for slot, context, count in rows:
+        first = max(0, context - count + 1 - case.spec.window) if case.spec.window else 0
+        blocks = m.block_table[slot, : -(-context // block_size)].long()
+        for cache, left in ((case.k_cache, float("nan")), (case.v_cache, 1e4)):
+            cache[blocks[: first // block_size]] = left
+            cache[blocks[-1], :, context - (len(blocks) - 1) * block_size :] = left
+    backend: Any = make_backend(name, case)
+    assert case.error_of(run(case, backend)) < TOLERANCE
+    if name == "triton" and DEVICE == "cpu":  # the interpreter has tensor descriptors too
+        backend.decode[case.spec].has_tma = backend.prefill[case.spec].use_tma = block_size == 128
+        assert case.error_of(run(case, backend)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", list(BACKENDS))
 @pytest.mark.parametrize("num_decode_rows", [0, 3])
 def test_step_of_one_kind(name: str, num_decode_rows: int) -> None:
     queries, contexts = ([1, 1, 1], [40, 129, 1]) if num_decode_rows else ([30, 7], [30, 77])
@@ -71,7 +108,7 @@ def test_captured_step_serves_other_lengths() -> None:
         out.fill_(float("nan"))
         graph.replay()
         expected = prefill_attention_reference(case.q.double(), case.k_cache, case.v_cache, m.row_slot, m.cu_seqlens_q,
-                                               m.context_lens, m.block_table, case.spec.scale)
+                                               m.context_lens, m.block_table, case.spec)
         expected[:4][m.context_lens[:4] == 0] = float("nan")
         assert replace(case, expected=expected).error_of(out) < TOLERANCE
 
@@ -110,7 +147,8 @@ def test_a_fallback_says_that_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(("name", "change", "message"), [
     ("flashy", {}, "attention_backend='flashy': must be one of"),
     ("triton", {"block_size": 24}, "kvcache_block_size=24"),
-    ("triton", {"head_dim": 80}, "head_dim=80"),
+    ("triton", {"head_dim": 76}, "head_dim=76"),
+    ("triton", {"head_dim": 264}, "head_dim=264"),
     ("triton", {"dtype": torch.float64}, "dtype=torch.float64"),
 ])
 def test_refusals_name_option_and_value(name: str, change: dict[str, object], message: str) -> None:

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -8,29 +9,31 @@ pytest.importorskip("triton")
 from cases import DEVICE, TOLERANCE, Case, make_case, nan_like
 
 from nanovllm.kernels.attention import decode as decode_attention
-from nanovllm.kernels.attention.decode import DecodeAttention, decode_attention_reference
-from nanovllm.kernels.attention.decode_plan import TUNING, DecodeConfig, plan_decode_reference
-from nanovllm.kernels.attention.spec import AttentionSpec
+from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch, decode_attention_reference
+from nanovllm.kernels.attention.decode_plan import TUNING, DecodeConfig, DecodePlan, plan_decode_reference
 
 # Small chunks, so that short rows are split too.
 SMALL = DecodeConfig(block_n=32, min_chunk=64, max_splits=8, num_warps=4, num_stages=2)
 LENGTHS = [1, 63, 64, 65, 0, 200, 590, 17]
 
 
-def build(case: Case, config: DecodeConfig = SMALL) -> DecodeAttention:
+def build(case: Case, config: DecodeConfig | None = SMALL) -> DecodeAttention:
     slots, max_blocks = case.metadata.block_table.shape
-    block_size = case.k_cache.shape[2]
-    return DecodeAttention(case.spec, block_size, slots, max_blocks * block_size, torch.device(DEVICE), config)
+    spec, block_size, device = case.spec, case.k_cache.shape[2], torch.device(DEVICE)
+    kind = (spec.num_kv_heads, spec.head_dim, spec.window)
+    plan = DecodePlan(*kind, slots, max_blocks * block_size, device, config)
+    return DecodeAttention(spec, block_size, plan, DecodeScratch.for_specs({spec: plan}, slots, device))
 
 
 def run(case: Case, attention: DecodeAttention | None = None) -> torch.Tensor:
     attention = attention or build(case)
     m = case.metadata
-    attention.plan(m.row_slot, m.context_lens, m.num_rows)
-    return attention(case.q, case.k_cache, case.v_cache, m.block_table, m.max_context_len, nan_like(case.q))
+    attention.plan.make(m.row_slot, m.context_lens, m.num_rows)
+    out = nan_like(case.q)
+    return attention(case.q, case.k_cache, case.v_cache, m.block_table, m.max_context_len, out, case.sinks)
 
 
-def decode_case(lengths: list[int], *, heads: tuple[int, int] = (4, 2), **options: int) -> Case:
+def decode_case(lengths: list[int], *, heads: tuple[int, int] = (4, 2), **options: Any) -> Case:
     return make_case([1] * len(lengths), lengths, len(lengths), num_q_heads=heads[0], num_kv_heads=heads[1], **options)
 
 
@@ -41,9 +44,42 @@ def test_matches_float64(block_size: int, heads: tuple[int, int], head_dim: int)
     assert case.error_of(run(case)) < TOLERANCE
 
 
+# head_dim, heads, what else: windows shorter than a tile, than a chunk and than some rows, odd groups, odd sizes.
+FEATURES: list[tuple[int, tuple[int, int], dict[str, Any]]] = [
+    (8, (3, 1), {}),
+    (72, (7, 1), {"window": 100}),
+    (80, (16, 1), {"softcap": 5.0}),
+    (96, (6, 2), {"has_sinks": True, "block_size": 64}),
+    (192, (4, 4), {"window": 7}),
+    (32, (4, 2), {"window": 150, "has_sinks": True, "block_size": 48}),
+    (256, (3, 1), {"window": 200, "softcap": 20.0, "has_sinks": True, "block_size": 64}),
+]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "options", "has_tma"), [*((*feature, False) for feature in FEATURES), (*FEATURES[-1], True)])
+def test_features_match_float64(
+    head_dim: int, heads: tuple[int, int], options: dict[str, Any], has_tma: bool
+) -> None:
+    """With tensor descriptors too, which the interpreter has."""
+    case = decode_case([1, 65, 0, 200, 590], heads=heads, head_dim=head_dim, seed=head_dim, **options)
+    m, attention = case.metadata, build(case)
+    attention.has_tma = has_tma
+    assert case.error_of(run(case, attention)) < (1e-5 if DEVICE == "cpu" else TOLERANCE)
+    reference = decode_attention_reference(case.q.double(), case.k_cache.double(), case.v_cache.double(), m.row_slot,
+                                           m.context_lens, m.block_table, case.spec, case.sinks)
+    real = m.context_lens > 0
+    assert torch.allclose(reference[real], case.expected[real], atol=1e-9)
+
+
+def test_a_window_longer_than_every_row_changes_no_bit() -> None:
+    whole, windowed = decode_case(LENGTHS), decode_case(LENGTHS, window=1000)
+    assert torch.equal(run(whole).nan_to_num(), run(windowed).nan_to_num())
+
+
 def test_tuned_configuration_matches_float64() -> None:
     case = decode_case([300, 5, 700], head_dim=64, block_size=128)
-    assert case.error_of(run(case, build(case, DecodeConfig()))) < TOLERANCE
+    assert case.error_of(run(case, build(case, None))) < TOLERANCE
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -58,7 +94,7 @@ def test_reference_matches_float64() -> None:
     case = decode_case(LENGTHS)
     m = case.metadata
     out = decode_attention_reference(case.q.double(), case.k_cache.double(), case.v_cache.double(), m.row_slot,
-                                     m.context_lens, m.block_table, case.spec.scale)
+                                     m.context_lens, m.block_table, case.spec, case.sinks)
     real = m.context_lens > 0
     assert torch.allclose(out[real], case.expected[real], atol=1e-12)
     assert not out[~real].any()
@@ -77,9 +113,8 @@ def test_bounds_on_chunks_are_those_of_the_plan(config: DecodeConfig) -> None:
         assert config.most_chunks(length) == most
 
 
-def rank(num_kv_heads: int, max_num_seqs: int = 1100) -> DecodeAttention:
-    spec = AttentionSpec(num_kv_heads, num_kv_heads, 32, scale=1.0)
-    return DecodeAttention(spec, 16, max_num_seqs, 512, torch.device(DEVICE))
+def rank(num_kv_heads: int, max_num_seqs: int = 1100) -> DecodePlan:
+    return DecodePlan(num_kv_heads, 32, None, max_num_seqs, 512, torch.device(DEVICE))
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 4, 8, 10])
@@ -87,8 +122,8 @@ def test_rows_times_heads_decide_the_class(num_kv_heads: int) -> None:
     whole, part = rank(8), rank(num_kv_heads)
     for rows in range(1, 1101):
         as_many_items = -(-rows * num_kv_heads // 8)
-        assert part._config(rows) is whole._config(as_many_items)
-        assert whole._config(rows) is next(config for most, config in TUNING if most is None or rows <= most)
+        assert part.config(rows) is whole.config(as_many_items)
+        assert whole.config(rows) is next(config for most, config in TUNING if most is None or rows <= most)
 
 
 @pytest.mark.parametrize(("num_kv_heads", "max_num_seqs"), [(8, 256), (2, 200), (3, 300), (10, 5), (1, 1000), (8, 17)])
@@ -96,7 +131,7 @@ def test_size_classes_are_all_that_a_batch_can_be(num_kv_heads: int, max_num_seq
     attention = rank(num_kv_heads, max_num_seqs)
 
     def kind(rows: int) -> tuple[DecodeConfig, int]:
-        return attention._config(rows), max(16, 1 << (rows - 1).bit_length())
+        return attention.config(rows), max(16, 1 << (rows - 1).bit_length())
 
     sizes = attention.size_classes()
     assert max(sizes) <= max_num_seqs and len(sizes) <= 12
@@ -120,7 +155,7 @@ def test_row_has_the_same_bits_alone_and_in_a_crowd() -> None:
     m = crowd.metadata
     for row in (3, 5, 6):
         attention = build(crowd)
-        attention.plan(m.row_slot[row : row + 1], m.context_lens[row : row + 1], 1)
+        attention.plan.make(m.row_slot[row : row + 1], m.context_lens[row : row + 1], 1)
         alone = attention(crowd.q[row : row + 1], crowd.k_cache, crowd.v_cache, m.block_table, LENGTHS[row],
                           nan_like(crowd.q[:1]))
         assert torch.equal(alone[0], together[row])
@@ -166,22 +201,27 @@ def test_batch_of_padding_alone_writes_nothing() -> None:
     case = decode_case([40, 0, 0])
     m = case.metadata
     attention = build(case)
-    attention.plan(m.row_slot[1:], m.context_lens[1:], 2)
+    attention.plan.make(m.row_slot[1:], m.context_lens[1:], 2)
     out = attention(case.q[1:], case.k_cache, case.v_cache, m.block_table, m.max_context_len, nan_like(case.q[1:]))
     assert out.isnan().all()
 
 
 @pytest.mark.parametrize("max_model_len", [512, 5000])
-def test_work_list_holds_every_chunk_once_long_ones_first(max_model_len: int) -> None:
+@pytest.mark.parametrize("window", [None, 1, 150])
+def test_work_list_holds_every_chunk_once_long_ones_first(max_model_len: int, window: int | None) -> None:
     rng = torch.Generator().manual_seed(max_model_len)
     lengths = torch.randint(0, max_model_len + 1, (37,), generator=rng).int()
     slots = torch.randperm(40, generator=rng)[:37].int()
     slots[3] = -1
-    spec = AttentionSpec(2, 1, 32, scale=1.0)
-    attention = DecodeAttention(spec, 16, 40, max_model_len, torch.device(DEVICE), SMALL)
-    attention.plan(slots.to(DEVICE), lengths.to(DEVICE), 37)
-    work = attention.work[: int(attention.num_work)].tolist()
+    plan = DecodePlan(1, 32, window, 40, max_model_len, torch.device(DEVICE), SMALL)
+    plan.make(slots.to(DEVICE), lengths.to(DEVICE), 37)
+    work = plan.work[: int(plan.num_work)].tolist()
     items = [(a & 0xFFFF, a >> 16, start, end, c & 0xFFFF, c >> 16) for a, start, end, c in work]
-    assert sorted(items) == sorted(plan_decode_reference(slots, lengths, SMALL))
-    full = [end - start for _, _, start, end, chunk, num_chunks in items if chunk < num_chunks - 1]
+    assert sorted(items) == sorted(plan_decode_reference(slots, lengths, SMALL, window))
+    full = [end - start // 32 * 32 for _, _, start, end, chunk, num_chunks in items if chunk < num_chunks - 1]
     assert full == sorted(full, reverse=True)
+    assert max(num_chunks for *_, num_chunks in items) <= plan.most_chunks(37, max_model_len)
+    for row, length in enumerate(lengths.tolist()):
+        keys = [key for r, _, start, end, *_ in items if r == row for key in range(start, end)]
+        expected = range(max(0, length - window) if window else 0, length if slots[row] >= 0 else 0)
+        assert sorted(keys) == list(expected)

@@ -161,6 +161,28 @@ def test_twin_equals_hugging_face(dtype: torch.dtype) -> None:
     assert torch.equal(case.v_cache[0, :, :9], heads[:, 6:].transpose(0, 1))
 
 
+@pytest.mark.parametrize("rotary_dim", [48, 16])
+@pytest.mark.parametrize("spoiled", [float("nan"), float("-inf")])
+def test_the_cache_never_holds_a_value_that_is_not_finite(
+    spoiled: float, rotary_dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Its key says so instead, and the token's other heads are as they were."""
+    case = make_case(6, 4, 3, 48, 16, dtype, device, rotary_dim=rotary_dim)
+    case.slots[:] = torch.arange(6, dtype=torch.int32)
+    clean = case.clone()
+    heads = case.how.heads(case.qkv)
+    heads[2, 4 + 3 + 1, 5], heads[4, 4 + 3 + 2, 47] = spoiled, spoiled
+    for function in (qk_norm_rope_store, qk_norm_rope_store_reference):
+        case.run(function), clean.run(function)
+        stored = torch.arange(6)
+        assert case.v_cache[0, :, stored].isfinite().all()
+        same = torch.ones(3, 6, dtype=torch.bool)
+        same[1, 2] = same[2, 4] = False
+        assert torch.equal(case.k_cache[0, :, :6].isnan().any(-1).cpu(), ~same)
+        for cache, expected in ((case.k_cache, clean.k_cache), (case.v_cache, clean.v_cache)):
+            assert torch.equal(cache[0, :, :6][same], expected[0, :, :6][same])
+
+
 def test_mean_squares_equal_their_twin(dtype: torch.dtype, device: torch.device) -> None:
     """Of keys that are held twice, one is counted."""
     case = make_case(7, 6, 3, 40, 16, dtype, device, norm="width", bias=True)

@@ -1,6 +1,6 @@
 """The work list of decode attention, built on the device: which chunks of which rows there are, long ones first."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -38,7 +38,10 @@ class DecodeConfig:
         return min(self.max_splits, max(1, (max_context_len + self.min_chunk // 2) // self.min_chunk))
 
 
+UNBOUNDED = 1 << 30
+"""Keys of a window that there is not."""
 TUNED_KV_HEADS = 8
+TUNED_HEAD_DIM = 128
 TUNING: tuple[tuple[int | None, DecodeConfig], ...] = (
     (2, DecodeConfig(programs_per_sm=2, min_chunk=64, merge_heads=1)),
     (16, DecodeConfig(num_stages=2, programs_per_sm=4, min_chunk=128, merge_heads=1)),
@@ -51,10 +54,14 @@ TUNING: tuple[tuple[int | None, DecodeConfig], ...] = (
 with many it is busy whichever way they are cut, and each further chunk is one more result to write and merge."""
 
 
-def tuning(num_kv_heads: int) -> tuple[tuple[int | None, DecodeConfig], ...]:
+def tuning(num_kv_heads: int, head_dim: int) -> tuple[tuple[int | None, DecodeConfig], ...]:
     """TUNING for a rank that holds so many key heads. What there is to share out is rows x heads: under tensor
-    parallelism more rows still count as few, or the longest row of an uncut batch would decide."""
-    return tuple((most and most * TUNED_KV_HEADS // num_kv_heads, config) for most, config in TUNING)
+    parallelism more rows still count as few, or the longest row of an uncut batch would decide. Tiles of wide heads
+    are shorter, so that as many bytes are in flight."""
+    found = ((most and most * TUNED_KV_HEADS // num_kv_heads, config) for most, config in TUNING)
+    if head_dim <= TUNED_HEAD_DIM:
+        return tuple(found)
+    return tuple((most, replace(config, block_n=32, num_stages=2, num_warps=4)) for most, config in found)
 
 
 @triton.jit
@@ -66,15 +73,18 @@ def _chunk_size(context_len, MIN_CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, 
     return chunk
 
 
-@triton.jit(do_not_specialize=["ROW_SLOT", "CONTEXT_LENS", "num_rows"])
-def plan_decode_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, num_rows,
+@triton.jit(do_not_specialize=["ROW_SLOT", "CONTEXT_LENS", "num_rows", "window"])
+def plan_decode_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, num_rows, window, BLOCK_N: tl.constexpr,
                        MIN_CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, NUM_CLASSES: tl.constexpr,
                        TAIL_CLASSES: tl.constexpr, ROWS_PADDED: tl.constexpr, ROWS_PER_PROGRAM: tl.constexpr):
     """See plan_decode_reference. Every program ranks all rows and writes the entries of its own."""
     rows = tl.arange(0, ROWS_PADDED)
     slot = tl.load(ROW_SLOT + rows, mask=rows < num_rows, other=-1)
     length = tl.load(CONTEXT_LENS + rows, mask=rows < num_rows, other=0)
-    length = tl.where(slot >= 0, length, 0)
+    end = tl.where(slot >= 0, length, 0)
+    first = tl.maximum(end - window, 0)
+    begin = first // BLOCK_N * BLOCK_N  # chunks begin with tiles
+    length = end - begin
     chunk = _chunk_size(length, MIN_CHUNK, MAX_SPLITS, NUM_CLASSES)
     num_full = tl.maximum((length + chunk // 2) // chunk - 1, 0)  # the last chunk is half a chunk to one and a half
     tail = length - num_full * chunk
@@ -103,31 +113,85 @@ def plan_decode_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, num_r
     entry = WORK + first_tail * 4
     tail_mask = mine & (tail > 0)
     tl.store(entry, row_and_slot, mask=tail_mask)
-    tl.store(entry + 1, num_full * chunk, mask=tail_mask)
-    tl.store(entry + 2, length, mask=tail_mask)
+    tl.store(entry + 1, tl.maximum(begin + num_full * chunk, first), mask=tail_mask)
+    tl.store(entry + 2, end, mask=tail_mask)
     tl.store(entry + 3, num_full | (num_chunks << 16), mask=tail_mask)
     index = tl.arange(0, MAX_SPLITS)[None, :]
     full_mask = mine[:, None] & (index < num_full[:, None])
     entry = WORK + (first_full[:, None] + index) * 4
     nothing = tl.zeros_like(index)
     tl.store(entry, row_and_slot[:, None] + nothing, mask=full_mask)
-    tl.store(entry + 1, index * chunk[:, None], mask=full_mask)
-    tl.store(entry + 2, (index + 1) * chunk[:, None], mask=full_mask)
+    tl.store(entry + 1, tl.maximum(begin[:, None] + index * chunk[:, None], first[:, None]), mask=full_mask)
+    tl.store(entry + 2, begin[:, None] + (index + 1) * chunk[:, None], mask=full_mask)
     tl.store(entry + 3, index | (num_chunks[:, None] << 16), mask=full_mask)
 
 
-def plan_decode_reference(row_slot: torch.Tensor, context_lens: torch.Tensor, config: DecodeConfig
-                          ) -> list[tuple[int, int, int, int, int, int]]:
-    """The work list as (row, slot, first key, end, index of the chunk, chunks of the row), long chunks first."""
+def plan_decode_reference(row_slot: torch.Tensor, context_lens: torch.Tensor, config: DecodeConfig,
+                          window: int | None = None) -> list[tuple[int, int, int, int, int, int]]:
+    """The work list as (row, slot, first key, end, index of the chunk, chunks of the row), long chunks first. Of rows
+    longer than `window` only the last so many keys; where their chunks are cut depends on the row's length alone."""
     items = []
-    for row, (slot, length) in enumerate(zip(row_slot.tolist(), context_lens.tolist(), strict=True)):
-        if slot < 0 or length == 0:
+    for row, (slot, context) in enumerate(zip(row_slot.tolist(), context_lens.tolist(), strict=True)):
+        if slot < 0 or context == 0:
             continue
-        chunk = config.min_chunk
+        first = max(0, context - window) if window else 0
+        begin = first // config.block_n * config.block_n
+        chunk, length = config.min_chunk, context - begin
         while chunk * config.max_splits < length:
             chunk *= 2
         num_chunks = max(1, (length + chunk // 2) // chunk)
         for c in range(num_chunks):
-            end = length if c == num_chunks - 1 else (c + 1) * chunk
-            items.append((row, slot, c * chunk, end, c, num_chunks))
-    return sorted(items, key=lambda item: item[2] - item[3])
+            end = context if c == num_chunks - 1 else begin + (c + 1) * chunk
+            items.append((row, slot, max(begin + c * chunk, first), end, c, num_chunks))
+    return sorted(items, key=lambda item: item[2] // config.block_n * config.block_n - item[3])
+
+
+class DecodePlan:
+    """The work list of a step's decode rows for layers of one window, in buffers of its own. Nothing is allocated after
+    construction."""
+
+    def __init__(self, num_kv_heads: int, head_dim: int, window: int | None, max_num_seqs: int, max_model_len: int,
+                 device: torch.device, config: DecodeConfig | None = None) -> None:
+        """config: in place of the tuned ones, for all batch sizes."""
+        self.window, self.max_num_seqs, self.max_model_len = window, max_num_seqs, max_model_len
+        self.tuning = tuning(num_kv_heads, head_dim) if config is None else ((None, config),)
+        self.most_splits = max(self.max_splits(config) for _, config in self.tuning)
+        self.work = torch.zeros(max_num_seqs * self.most_splits, 4, dtype=torch.int32, device=device)
+        self.num_work = torch.zeros(1, dtype=torch.int32, device=device)
+        self.num_chunks = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+
+    def config(self, num_rows: int) -> DecodeConfig:
+        return next(config for most, config in self.tuning if most is None or num_rows <= most)
+
+    def _most_keys(self, config: DecodeConfig, context_len: int) -> int:
+        """Bound on the keys of the chunks of a row of up to `context_len` tokens."""
+        return context_len if self.window is None else min(context_len, self.window + config.block_n - 1)
+
+    def max_splits(self, config: DecodeConfig) -> int:
+        """Room for chunks in the buffers, a power of two."""
+        chunks = triton.cdiv(self._most_keys(config, self.max_model_len), config.min_chunk)
+        return min(config.max_splits, triton.next_power_of_2(chunks))
+
+    def most_chunks(self, num_rows: int, max_context_len: int) -> int:
+        """Chunks of the row that is cut most, in a batch of so many rows of at most so many tokens."""
+        config = self.config(num_rows)
+        return min(self.max_splits(config), config.most_chunks(self._most_keys(config, max_context_len)))
+
+    def size_classes(self) -> list[int]:
+        """The largest batch of each: they differ by configuration, and their plans by power of two of rows."""
+        powers = (16 << n for n in range(self.max_num_seqs.bit_length()))
+        limits = {*powers, *(most for most, _ in self.tuning if most)}
+        return sorted({min(most, self.max_num_seqs) for most in limits})
+
+    def make(self, row_slot: torch.Tensor, context_lens: torch.Tensor, num_rows: int) -> None:
+        """Builds the work list of a step from int32 [num_rows] tensors, on the device."""
+        config = self.config(num_rows)
+        splits, num_classes = self.max_splits(config), 1
+        while config.min_chunk * splits << (num_classes - 1) < self._most_keys(config, self.max_model_len):
+            num_classes += 1
+        rows_per_program = 16
+        plan_decode_kernel[(triton.cdiv(num_rows, rows_per_program),)](
+            row_slot, context_lens, self.work, self.num_work, self.num_chunks, num_rows, self.window or UNBOUNDED,
+            BLOCK_N=config.block_n, MIN_CHUNK=config.min_chunk, MAX_SPLITS=splits, NUM_CLASSES=num_classes,
+            TAIL_CLASSES=12, ROWS_PADDED=max(16, triton.next_power_of_2(num_rows)), ROWS_PER_PROGRAM=rows_per_program,
+            num_warps=4)

@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.attention.reference import attend_reference, keys_and_values
+from nanovllm.kernels.attention.scores import LOG2_E, padded_dims, soft_cap
 from nanovllm.kernels.attention.spec import AttentionSpec
 from nanovllm.kernels.base.device_features import supports_tma
 from nanovllm.kernels.base.paged_tma import paged_descriptor
-
-LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,15 @@ class PrefillConfig:
     num_stages: int = 2
     use_tma: bool = True
     """Load keys and values by tensor descriptors where a page holds whole tiles (compute capability 9.0 and later)."""
+
+
+def prefill_config(head_dim: int, dtype: torch.dtype) -> PrefillConfig:
+    """Wider heads get smaller tiles: what does not fit in registers and shared memory would be slow, or not run. Widths
+    without tensor descriptors keep pointers in registers too."""
+    num_warps = 4 if head_dim == padded_dims(head_dim) else 8
+    if dtype.itemsize > 2 and head_dim > 64:  # no tensor cores: products are made in registers
+        return PrefillConfig(block_m=32, block_n=32, num_warps=8, num_stages=1)
+    return PrefillConfig(block_m=128 if head_dim <= 128 else 64, num_warps=num_warps)
 
 
 @triton.jit
@@ -81,29 +90,48 @@ def plan_prefill_reference(cu_seqlens_q: torch.Tensor, context_lens: torch.Tenso
 
 
 @triton.jit
-def _load_tile(CACHE, TABLE_ROW, kv_head, start, end, stride_block, stride_head, stride_token,
-               D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr):
-    """Keys (or values) start .. start + BLOCK_N of a row as [BLOCK_N, D]; finite also past `end`."""
+def _load_tile(CACHE, TABLE_ROW, kv_head, start, first, end, strides, D: tl.constexpr, PAGE: tl.constexpr,
+               BLOCK_N: tl.constexpr, TMA: tl.constexpr):
+    """Keys (or values) start .. start + BLOCK_N of a row as [BLOCK_N, D up to a power of two]. What is outside of
+    first .. end may be anything."""
     tokens = start + tl.arange(0, BLOCK_N)
+    DIMS: tl.constexpr = padded_dims(D)
+    dims = tl.arange(0, DIMS)[None, :]
     if TMA:
         block = tl.load(TABLE_ROW + start // PAGE)
         return CACHE.load([block, kv_head, start % PAGE, 0]).reshape(BLOCK_N, D)
-    elif PAGE % BLOCK_N == 0:  # a tile never leaves its page, and what its page holds past the row's end is finite
+    elif PAGE % BLOCK_N == 0:  # a tile never leaves its page
         block = tl.load(TABLE_ROW + start // PAGE).to(tl.int64)
-        tile = CACHE + block * stride_block + kv_head * stride_head + start % PAGE * stride_token
-        return tl.load(tile + (tl.arange(0, BLOCK_N) * stride_token)[:, None] + tl.arange(0, D)[None, :])
+        tile = CACHE + block * strides[0] + kv_head * strides[1] + start % PAGE * strides[2]
+        pointers = tile + (tl.arange(0, BLOCK_N) * strides[2])[:, None] + dims
+        if D == DIMS:
+            return tl.load(pointers)
+        else:
+            return tl.load(pointers, mask=dims < D, other=0.0)
     else:
-        block = tl.load(TABLE_ROW + tokens // PAGE, mask=tokens < end, other=0).to(tl.int64)
-        rows = CACHE + block * stride_block + kv_head * stride_head + (tokens % PAGE) * stride_token
-        return tl.load(rows[:, None] + tl.arange(0, D)[None, :], mask=(tokens < end)[:, None], other=0.0)
+        known = (tokens >= first) & (tokens < end)
+        block = tl.load(TABLE_ROW + tokens // PAGE, mask=known, other=0).to(tl.int64)
+        rows = CACHE + block * strides[0] + kv_head * strides[1] + (tokens % PAGE) * strides[2]
+        return tl.load(rows[:, None] + dims, mask=known[:, None] & (dims < D), other=0.0)
 
 
 @triton.jit
-def _attend(q, k, v, m, sums, acc, scale_log2, start, position, BLOCK_N: tl.constexpr, MASKED: tl.constexpr):
-    """One tile of online softmax; the query at `position` sees keys up to itself."""
+def _attend(q, m, sums, acc, K, V, TABLE_ROW, kv_head, start, first, end, position, scale_log2, window, k_strides,
+            v_strides, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, CAP: tl.constexpr,
+            WINDOWED: tl.constexpr, MASKED: tl.constexpr):
+    """One tile of online softmax; the query at `position` sees the keys up to itself, of its window if it has one. Keys
+    first .. end are all that any query of the tile sees."""
+    k = _load_tile(K, TABLE_ROW, kv_head, start, first, end, k_strides, D, PAGE, BLOCK_N, TMA)
+    v = _load_tile(V, TABLE_ROW, kv_head, start, first, end, v_strides, D, PAGE, BLOCK_N, TMA)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if CAP is not None:
+        scores = soft_cap(scores * scale_log2, CAP)
+        scale_log2 = 1.0
     if MASKED:
-        visible = (start + tl.arange(0, BLOCK_N))[None, :] <= position[:, None]
+        keys = start + tl.arange(0, BLOCK_N)
+        visible = keys[None, :] <= position[:, None]
+        if WINDOWED:
+            visible = visible & (keys[None, :] > position[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, 1) * scale_log2)
     p = tl.exp2(scores * scale_log2 - m_new[:, None])
@@ -113,13 +141,14 @@ def _attend(q, k, v, m, sums, acc, scale_log2, start, position, BLOCK_N: tl.cons
     return m_new, sums, acc
 
 
-@triton.jit(do_not_specialize=["ROW_SLOT", "CU_SEQLENS", "CONTEXT_LENS", "table_stride"])
-def prefill_attention_kernel(Q, K, V, OUT, TABLE, ROW_SLOT, CU_SEQLENS, CONTEXT_LENS, TILES, scale_log2,
-                             q_token, q_head, k_block, k_head, k_token, v_block, v_head, v_token, table_stride,
-                             out_token, out_head, HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-                             PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr):
+@triton.jit(do_not_specialize=["ROW_SLOT", "CU_SEQLENS", "CONTEXT_LENS", "table_stride", "window"])
+def prefill_attention_kernel(Q, K, V, SINKS, OUT, TABLE, ROW_SLOT, CU_SEQLENS, CONTEXT_LENS, TILES, scale_log2, window,
+                             q_strides, k_strides, v_strides, table_stride, out_strides, HQ: tl.constexpr,
+                             G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr,
+                             BLOCK_N: tl.constexpr, CAP: tl.constexpr, WINDOWED: tl.constexpr, TMA: tl.constexpr):
     """See prefill_attention_reference. A program computes one tile of queries of one head; the heads of a tile run side
-    by side, so that those which share keys find them in the L2 cache."""
+    by side, so that those which share keys find them in the L2 cache. K and V are tensor descriptors with TMA. CAP: the
+    soft-cap in units of log2, or None; SINKS may be None."""
     tile = tl.program_id(0) // HQ
     head = tl.program_id(0) % HQ
     row = tl.load(TILES + tile * 2)
@@ -132,67 +161,77 @@ def prefill_attention_kernel(Q, K, V, OUT, TABLE, ROW_SLOT, CU_SEQLENS, CONTEXT_
     TABLE_ROW = TABLE + tl.load(ROW_SLOT + row).to(tl.int64) * table_stride
 
     queries = query + tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, D)
+    dims = tl.arange(0, padded_dims(D))
     position = context - count + queries
     q_rows = (token + queries).to(tl.int64)
-    q = tl.load(Q + q_rows[:, None] * q_token + head * q_head + dims[None, :], mask=(queries < count)[:, None],
-                other=0.0)
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    q_mask = (queries < count)[:, None] & (dims < D)[None, :]
+    q = tl.load(Q + q_rows[:, None] * q_strides[0] + head * q_strides[1] + dims[None, :], mask=q_mask, other=0.0)
+    # Not -inf: the first tiles may hold no key of a query's window, and leave these as they are.
+    m = tl.full([BLOCK_M], -1e30, tl.float32)
     sums = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    acc = tl.zeros([BLOCK_M, padded_dims(D)], tl.float32)
     kv_head = head // G
-    end = tl.minimum(context, context - count + query + BLOCK_M)
-    # Tiles that even the first query sees whole need no mask.
-    end_full = (context - count + query + 1) // BLOCK_N * BLOCK_N
-    for n in range(0, end_full, BLOCK_N):
-        k = _load_tile(K, TABLE_ROW, kv_head, n, end, k_block, k_head, k_token, D, PAGE, BLOCK_N, TMA)
-        v = _load_tile(V, TABLE_ROW, kv_head, n, end, v_block, v_head, v_token, D, PAGE, BLOCK_N, TMA)
-        m, sums, acc = _attend(q, k, v, m, sums, acc, scale_log2, n, position, BLOCK_N, False)
-    for n in range(end_full, end, BLOCK_N):
-        k = _load_tile(K, TABLE_ROW, kv_head, n, end, k_block, k_head, k_token, D, PAGE, BLOCK_N, TMA)
-        v = _load_tile(V, TABLE_ROW, kv_head, n, end, v_block, v_head, v_token, D, PAGE, BLOCK_N, TMA)
-        m, sums, acc = _attend(q, k, v, m, sums, acc, scale_log2, n, position, BLOCK_N, True)
+    before = context - count + query  # the first query's position
+    first, begin, begin_full = 0, 0, 0
+    end = tl.minimum(context, before + BLOCK_M)
+    # Tiles that even the first query sees whole need no mask, if the last one's window reaches so far back.
+    end_full = (before + 1) // BLOCK_N * BLOCK_N
+    if WINDOWED:
+        first = tl.maximum(before - window + 1, 0)
+        begin = first // BLOCK_N * BLOCK_N
+        begin_full = tl.maximum(end - window + BLOCK_N - 1, 0) // BLOCK_N * BLOCK_N
+        for n in range(begin, tl.minimum(begin_full, end), BLOCK_N):
+            m, sums, acc = _attend(q, m, sums, acc, K, V, TABLE_ROW, kv_head, n, first, end, position, scale_log2,
+                                   window, k_strides, v_strides, D, PAGE, BLOCK_N, TMA, CAP, WINDOWED, True)
+    for n in range(begin_full, end_full, BLOCK_N):
+        m, sums, acc = _attend(q, m, sums, acc, K, V, TABLE_ROW, kv_head, n, first, end, position, scale_log2,
+                               window, k_strides, v_strides, D, PAGE, BLOCK_N, TMA, CAP, WINDOWED, False)
+    for n in range(tl.maximum(begin_full, end_full), end, BLOCK_N):
+        m, sums, acc = _attend(q, m, sums, acc, K, V, TABLE_ROW, kv_head, n, first, end, position, scale_log2,
+                               window, k_strides, v_strides, D, PAGE, BLOCK_N, TMA, CAP, WINDOWED, True)
+    if SINKS is not None:
+        sums += tl.exp2(tl.load(SINKS + head).to(tl.float32) * LOG2_E - m)
     acc = acc / sums[:, None]
-    tl.store(OUT + q_rows[:, None] * out_token + head * out_head + dims[None, :], acc.to(OUT.dtype.element_ty),
-             mask=(queries < count)[:, None])
+    out = OUT + q_rows[:, None] * out_strides[0] + head * out_strides[1] + dims[None, :]
+    tl.store(out, acc.to(OUT.dtype.element_ty), mask=q_mask)
 
 
 def prefill_attention_reference(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, row_slot: torch.Tensor,
                                 cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor, block_table: torch.Tensor,
-                                scale: float) -> torch.Tensor:
+                                spec: AttentionSpec, sinks: torch.Tensor | None = None) -> torch.Tensor:
     """Causal attention of q [T, Hq, D], in float32 (float64 for float64 input). A row's last query sees context_lens[r]
-    keys, the one before it one less. Tokens of no row come out as zeros.
+    keys, the one before it one less; of these spec.window may leave the last few. Tokens of no row come out as zeros.
 
     k_cache, v_cache [blocks, Hkv, block_size, D]; row_slot int32 [R], -1 for padding; cu_seqlens_q int32 [R + 1], where
-    each row's tokens start; context_lens int32 [R]; block_table int32 [slots, max_blocks]. Returns [T, Hq, D].
+    each row's tokens start; context_lens int32 [R]; block_table int32 [slots, max_blocks]; sinks [Hq]. Returns [T, Hq,
+    D].
     """
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
-    starts, group, block_size = cu_seqlens_q.tolist(), q.shape[1] // k_cache.shape[1], k_cache.shape[2]
+    out = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    starts = cu_seqlens_q.tolist()
     for r, (slot, context) in enumerate(zip(row_slot.tolist(), context_lens.tolist(), strict=True)):
-        tokens = slice(starts[r], starts[r + 1])
-        if slot < 0 or context == 0 or tokens.start == tokens.stop:
+        tokens, count = slice(starts[r], starts[r + 1]), starts[r + 1] - starts[r]
+        if slot < 0 or context == 0 or count == 0:
             continue
-        blocks = block_table[slot, : -(-context // block_size)].long()
-        k, v = (cache[blocks].transpose(0, 1).flatten(1, 2)[:, :context].to(dtype).repeat_interleave(group, 0)
-                for cache in (k_cache, v_cache))
-        scores = q[tokens].to(dtype).transpose(0, 1) @ k.mT * scale
-        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(context - scores.shape[-2])
-        out[tokens] = (scores.masked_fill(~visible, float("-inf")).softmax(-1) @ v).transpose(0, 1)
+        pages = keys_and_values(k_cache, v_cache, block_table[slot], context)
+        k, v = (x.repeat_interleave(spec.group_size, 0) for x in pages)
+        visible = torch.ones(count, context, dtype=torch.bool, device=q.device).tril(context - count)
+        if spec.window:
+            visible = visible.triu(context - count - spec.window + 1)
+        heads = None if sinks is None else sinks[:, None].expand(-1, count)
+        o = attend_reference(q[tokens].transpose(0, 1), k, v, spec.scale, visible, spec.softcap, heads)
+        out[tokens] = o.transpose(0, 1)
     return out
 
 
 class PrefillAttention:
-    """The kernel with its list of tiles: `plan` once per step, then `__call__` once per layer."""
+    """The kernel for one kind of layers. `plan` once per step serves all kinds of one BLOCK_M."""
 
     def __init__(self, spec: AttentionSpec, block_size: int, max_num_seqs: int, device: torch.device,
-                 config: PrefillConfig | None = None) -> None:
-        self.num_q_heads, self.num_kv_heads, self.head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self.block_size = block_size
-        self.config = config or PrefillConfig()
-        self.scale_log2 = spec.scale * LOG2_E
+                 config: PrefillConfig) -> None:
+        self.spec, self.block_size, self.config = spec, block_size, config
         self.search_steps = max(1, max_num_seqs.bit_length())
-        self.use_tma = self.config.use_tma and supports_tma(device) and block_size % self.config.block_n == 0
+        self.use_tma = config.use_tma and supports_tma(device) and block_size % config.block_n == 0
+        self.use_tma &= spec.head_dim == padded_dims(spec.head_dim)
 
     def plan(self, cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """The list of tiles, int32 [cdiv(num_tokens, BLOCK_M) + rows, 2], of rows cu_seqlens_q int32 [rows + 1] (which
@@ -208,14 +247,14 @@ class PrefillAttention:
 
     def __call__(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
                  row_slot: torch.Tensor, cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor, tiles: torch.Tensor,
-                 out: torch.Tensor) -> torch.Tensor:
+                 out: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """q and out [T, Hq, D], tokens numbered as in cu_seqlens_q."""
-        c = self.config
+        c, spec = self.config, self.spec
         k, v = (paged_descriptor(x, c.block_n) if self.use_tma else x for x in (k_cache, v_cache))
-        prefill_attention_kernel[(tiles.shape[0] * self.num_q_heads,)](
-            q, k, v, out, block_table, row_slot, cu_seqlens_q, context_lens, tiles, self.scale_log2,
-            q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0),
-            out.stride(0), out.stride(1), HQ=self.num_q_heads, G=self.num_q_heads // self.num_kv_heads, D=self.head_dim,
-            PAGE=self.block_size, BLOCK_M=c.block_m, BLOCK_N=c.block_n, TMA=self.use_tma,
-            num_warps=c.num_warps, num_stages=c.num_stages)
+        prefill_attention_kernel[(tiles.shape[0] * spec.num_heads,)](
+            q, k, v, sinks, out, block_table, row_slot, cu_seqlens_q, context_lens, tiles, spec.scale * LOG2_E,
+            spec.window or 0, q.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3], block_table.stride(0),
+            out.stride()[:2], HQ=spec.num_heads, G=spec.group_size, D=spec.head_dim, PAGE=self.block_size,
+            BLOCK_M=c.block_m, BLOCK_N=c.block_n, CAP=spec.softcap and spec.softcap * LOG2_E,
+            WINDOWED=spec.window is not None, TMA=self.use_tma, num_warps=c.num_warps, num_stages=c.num_stages)
         return out

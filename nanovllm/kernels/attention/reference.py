@@ -3,6 +3,15 @@
 import torch
 
 
+def keys_and_values(k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, context: int
+                    ) -> tuple[torch.Tensor, torch.Tensor]:
+    """A row's keys and values as [Hkv, context, D], of caches [blocks, Hkv, block_size, D] and its line of the block
+    table."""
+    blocks = table[: -(-context // k_cache.shape[2])].long()
+    k, v = (cache[blocks].transpose(0, 1).flatten(1, 2)[:, :context] for cache in (k_cache, v_cache))
+    return k, v
+
+
 def attend_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, visible: torch.Tensor | None,
                      softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
     """softmax over keys and sink of softcap * tanh(q k^T * scale / softcap), times v, in float32 or q's own wider type.

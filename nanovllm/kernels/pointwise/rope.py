@@ -3,6 +3,10 @@
 Rotation (Su et al., arXiv 2104.09864) pairs dimension i with i + rotary_dim / 2, as Hugging Face's models do. Rounding
 is theirs too: the biased projection, the norm's result, the norm times weight, cos, sin, each product and their sum are
 rounded to the model's dtype, but for the families that multiply in float32 (QKNormRope).
+
+The cache never holds a value that is not finite: attention multiplies what a row cannot see by a weight of zero, and
+0 x NaN would reach a request that gets the block later. Such a value is stored as 0 and makes its key NaN. Keys are
+masked by their scores, so the NaN is seen by the rows that own it, and by no other.
 """
 
 from dataclasses import dataclass
@@ -134,6 +138,17 @@ def _scaled(x, scale):
 
 
 @triton.jit
+def _spoiled(x):
+    """1 where x is not finite, else 0."""
+    return tl.where(tl.abs(x) < float("inf"), 0, 1)
+
+
+@triton.jit
+def _finite(x):
+    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
+
+
+@triton.jit
 def _store_heads(ROW, head_stride, parts, heads, count, D: tl.constexpr, HALF: tl.constexpr):
     first, second, rest = parts
     cols = tl.arange(0, triton.next_power_of_2(HALF))
@@ -201,12 +216,20 @@ def _qk_norm_rope_store_kernel(
             parts = _load_parts(keys, K_BIAS, heads, KV_HEADS, D, HALF)
             v_parts = _load_parts(values, V_BIAS, heads, KV_HEADS, D, HALF)
             block, offset = (slot // BLOCK_SIZE).to(tl.int64), slot % BLOCK_SIZE
+            v_first, v_second, v_rest = v_parts
+            spoiled = tl.max(tl.maximum(_spoiled(v_first), _spoiled(v_second)), 1)
+            if 2 * HALF < D:
+                spoiled = tl.maximum(spoiled, tl.max(_spoiled(v_rest), 1))
+            spoiled = spoiled[:, None] > 0
+            v_parts = (_finite(v_first), _finite(v_second), _finite(v_rest))
             v_row = V_CACHE + block * v_strides[0] + offset * v_strides[2]
             _store_heads(v_row, v_strides[1], v_parts, heads, KV_HEADS, D, HALF)
-            parts = _norm_rope(parts, K_WEIGHT, k_mean_square, weight_first, weight_second, cos, sin, heads,
-                               KV_HEADS, D, HALF, NORM, EPS, AFTER, NORM_FLOAT32, ROPE, ROPE_FLOAT32)
+            first, second, rest = _norm_rope(parts, K_WEIGHT, k_mean_square, weight_first, weight_second, cos, sin,
+                                             heads, KV_HEADS, D, HALF, NORM, EPS, AFTER, NORM_FLOAT32, ROPE,
+                                             ROPE_FLOAT32)  # fmt: skip
+            first = tl.where(spoiled, float("nan"), first)
             k_row = K_CACHE + block * k_strides[0] + offset * k_strides[2]
-            _store_heads(k_row, k_strides[1], parts, heads, KV_HEADS, D, HALF)
+            _store_heads(k_row, k_strides[1], (first, second, rest), heads, KV_HEADS, D, HALF)
 
 
 def qk_norm_rope_store(
@@ -269,7 +292,8 @@ def qk_norm_rope_store_reference(
     k_norm_weight: torch.Tensor | None = None, mean_squares: torch.Tensor | None = None,
     bias: torch.Tensor | None = None, query_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Normalises and rotates queries in place and keys on their way into the cache; values go there as they are.
+    """Normalises and rotates queries in place and keys on their way into the cache; values go there as they are. A
+    value that is not finite is stored as 0 and its key as NaN (a part of it at least).
 
     qkv [T, (Hq + 2 Hkv) * D]: queries, keys, values; its query part is overwritten. positions int32 [T]. slot_mapping
     int32 [T]: block * block_size + offset, -1: store nothing. k_cache, v_cache [blocks, Hkv, block_size, D]: any
@@ -288,7 +312,9 @@ def qk_norm_rope_store_reference(
         q = q * query_scale[positions.long()].to(q.dtype)[:, None, None]
     queries = how.heads(qkv)[:, : how.num_heads]
     queries.copy_(q)
-    store_kv_reference(k, v, k_cache, v_cache, slot_mapping)
+    finite = v.isfinite()
+    k = k.masked_fill(~finite.all(-1, keepdim=True), float("nan"))
+    store_kv_reference(k, v.where(finite, 0), k_cache, v_cache, slot_mapping)
     return queries
 
 

@@ -1,0 +1,18 @@
+"""What the attention kernels share."""
+
+import triton
+import triton.language as tl
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.constexpr_function
+def padded_dims(head_dim):
+    """What a tile is wide: a power of two, of which tl.dot wants 16 at least."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+@triton.jit
+def soft_cap(scores, CAP: tl.constexpr):
+    """CAP * tanh(scores / CAP), scores and CAP in units of log2; tanh(x) = 1 - 2 / (exp(2 x) + 1)."""
+    return CAP * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / CAP)) + 1.0))
