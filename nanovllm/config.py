@@ -10,6 +10,19 @@ from nanovllm.errors import refuse
 
 MAX_TENSOR_PARALLEL_SIZE = 8
 DTYPES = ("bfloat16", "float16", "float32")
+OPTIMISATIONS = {
+    "fused_kernels": "plain PyTorch in place of the Triton kernels around attention, and so no CUDA graphs",
+    "gemm_kernels": "the library multiplies everywhere",
+    "pdl": "no kernel starts before the one before it has ended",
+    "mailbox": "decode steps and their tokens are copied between graphs that else fetch and leave them on the host",
+    "peer_all_reduce": "NCCL for every all-reduce",
+    "two_batch_overlap": "no step runs in two halves, one of which is computed while the ranks sum the other",
+    "parallel_compile": "at the first start kernels are compiled one by one, by the engine itself",
+    "async_scheduling": "the tokens of a step are there before the next step is scheduled",
+    "lookahead": "a request starts as soon as its tokens of now fit, whether all will fit until they end or not",
+    "longest_first": "generate() queues its requests in the order of the prompts, not by max_tokens",
+}
+"""What EngineConfig.disable takes, and what happens without each. Tokens stay the same, up to rounding."""
 
 
 def _require(condition: bool, option: str, value: Any, bound: str) -> None:
@@ -29,6 +42,17 @@ def _require_int(option: str, value: Any, low: int, high: int | None = None) -> 
 
 def _require_positive(option: str, value: Any) -> None:
     _require(_is_number(value) and value > 0, option, value, "a finite number > 0")
+
+
+def _disabled(names: Any) -> tuple[str, ...]:
+    """EngineConfig.disable in one order, each name once."""
+    if isinstance(names, str):
+        names = [name.strip() for name in names.split(",") if name.strip()]
+    is_list = isinstance(names, (list, tuple, set, frozenset)) and all(isinstance(name, str) for name in names)
+    _require(is_list, "disable", names, "names of optimisations")
+    for name in names:
+        _require(name in OPTIMISATIONS, "disable", name, "one of " + ", ".join(map(repr, OPTIMISATIONS)))
+    return tuple(sorted(set(names)))
 
 
 @dataclass(frozen=True)
@@ -75,9 +99,6 @@ class EngineConfig:
     """A prompt with more tokens to compute than this is long, and while short ones wait it gets at most this many
     tokens a step, and at most half of those left for prompts. Default: a quarter of max_num_batched_tokens; 0 switches
     the distinction off."""
-    longest_first: bool = True
-    """generate() queues its requests by max_tokens, most first: the batch ends sooner. False: in the order of the
-    prompts (for comparison)."""
 
     gpu_memory_utilization: float = 0.9
     """Share of each GPU's memory for weights, activations, graphs and KV cache together."""
@@ -87,9 +108,6 @@ class EngineConfig:
     """Tokens of a KV block; a multiple of 16. Default 128 on a GPU, 16 on a CPU."""
     cpu_kvcache_gib: float = 0.5
     """KV cache of each rank on a CPU, in GiB, where num_kvcache_blocks is not given."""
-    admission_lookahead: bool = True
-    """Requests start when their KV cache is expected to fit until they end, so that preemptions are rare. False: as
-    soon as their tokens of now fit (for comparison)."""
     enable_prefix_caching: bool = True
     """Share the KV blocks of equal prompt prefixes, also with finished requests while their blocks last."""
 
@@ -97,28 +115,13 @@ class EngineConfig:
     """"flash", "triton", "torch" or "auto": the best that is installed and that the device can run."""
     enforce_eager: bool = False
     """True: no CUDA graphs."""
-    fused_kernels: bool = True
-    """False: plain PyTorch in place of the Triton kernels around attention, and no CUDA graphs (for comparison)."""
-    small_batch_kernels: bool = True
-    """False: the library multiplies everywhere (for comparison)."""
-    dependent_launch: bool = True
-    """False: no kernel starts before the one before it has ended (for comparison)."""
-    step_mailbox: bool = True
-    """False: decode steps are copied to the device and their tokens back, between graphs that otherwise fetch and leave
-    them in memory of the host (for comparison)."""
     kernel_choices: str | None = None
     """A file of GEMM choices, as scripts/tune_steps.py writes it, in place of the tables of the package."""
-    peer_all_reduce: bool = True
-    """False: NCCL for every all-reduce (for comparison). Peer memory never uses NVLink multicast."""
-    overlap_all_reduce: bool = True
-    """True: large steps with prompts run in two halves, and while the ranks sum one, the other is computed."""
-    parallel_compile: bool = True
-    """False: at the first start kernels are compiled one by one, by the engine itself (for comparison)."""
     max_queued_requests: int | None = None
     """Most requests that wait: `add_request` raises QueueFull beyond. Those of `generate` have no bound. None: no bound
     at all."""
-    async_scheduling: bool = True
-    """False: wait for each step's tokens before the next step is scheduled (for comparison)."""
+    disable: tuple[str, ...] = ()
+    """Names of OPTIMISATIONS to do without, for comparison; also as one string with commas."""
     step_timeout: float = 60.0
     """Seconds after which a step (or a worker) without progress is an error; compiling does not count."""
 
@@ -159,6 +162,7 @@ class EngineConfig:
         )
         for option in (f.name for f in fields(self) if f.type is bool):
             _require(isinstance(getattr(self, option), bool), option, getattr(self, option), "True or False")
+        object.__setattr__(self, "disable", _disabled(self.disable))
         self._require_choice("device", "auto", "cuda", "cpu")
         self._require_choice("dtype", "auto", *DTYPES)
         self._require_choice("load_format", "auto", "dummy")
@@ -178,6 +182,11 @@ class EngineConfig:
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise TypeError(f"unknown option {option!r}{hint}")
         return cls(model, **options)
+
+    def uses(self, optimisation: str) -> bool:
+        """Whether one of OPTIMISATIONS is in force."""
+        assert optimisation in OPTIMISATIONS
+        return optimisation not in self.disable
 
     @property
     def long_prefill_threshold(self) -> int:

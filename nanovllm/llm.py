@@ -118,7 +118,7 @@ class LLM:
         as long for its last rows as for many, so none of the long ones should still run when all others have ended.
         Equal ones keep their order.
         """
-        if not self.config.longest_first:
+        if not self.config.uses("longest_first"):
             return list(range(len(prompts)))
         limit = self.engine.max_total_tokens
         most = [min(param.max_tokens, limit - len(prompt)) for prompt, param in zip(prompts, params, strict=True)]

@@ -335,7 +335,7 @@ def start(model: str, device: str, tensor_parallel_size: int, seed: int, **optio
     small = {
         "kvcache_block_size": unit,
         "num_kvcache_blocks": 3 * rows,
-        "admission_lookahead": False,  # or there were few preemptions
+        "disable": ("lookahead",),  # or there were few preemptions
         "max_model_len": 16 * unit,
         "max_num_seqs": rows,
         "max_num_batched_tokens": largest * unit,

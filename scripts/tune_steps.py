@@ -181,8 +181,8 @@ def main() -> None:
     all_rows = sorted(args.rows or buckets, reverse=True)
     if not set(all_rows) <= set(buckets):
         parser.error(f"--rows {args.rows}: must be of {buckets}")
-    options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": DECODE_ROWS, "step_mailbox": False}
-    options |= {"gpu_memory_utilization": 0.85, "step_timeout": 300.0}
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": DECODE_ROWS}
+    options |= {"disable": ("mailbox",), "gpu_memory_utilization": 0.85, "step_timeout": 300.0}
     options |= {"tensor_parallel_size": args.tensor_parallel_size}
     try:
         options |= parse_assignments(args.options)

@@ -146,8 +146,8 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = {"device": "cuda", "tensor_parallel_size": 2, "share_gpus": True}
     with pytest.raises(ValueError, match=r"num_kvcache_blocks=None: must be given where 2 ranks share 1 GPUs"):
         LLM(str(DEMO), **shared)
-    with pytest.raises(ValueError, match=r"peer_all_reduce=False: must be True where ranks share GPUs"):
-        LLM(str(DEMO), **shared, num_kvcache_blocks=8, peer_all_reduce=False)
+    with pytest.raises(ValueError, match=r"disable='peer_all_reduce': must go with enforce_eager=True where ranks"):
+        LLM(str(DEMO), **shared, num_kvcache_blocks=8, disable=("peer_all_reduce",))
 
 
 @pytest.fixture

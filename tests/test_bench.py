@@ -152,7 +152,7 @@ def test_published_names_get_dummy_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--options", "fused_kernel=False"], "fused_kernels"),
+        (["--options", "enforce_eagr=True"], "enforce_eager"),
         (["--options", "seed"], "key=value"),
         (["--options", "max_num_seqs=0"], "max_num_seqs"),
         (["--decode-stall", "decoders=1"], "--decode-stall decoders: must be one of decodes, decode_input"),

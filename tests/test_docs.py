@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from nanovllm import outputs
-from nanovllm.config import EngineConfig
+from nanovllm.config import OPTIMISATIONS, EngineConfig
 from nanovllm.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,6 +74,11 @@ def shown_default(option: Any) -> str:
 def test_every_option_is_described_with_its_default(heading: str, kind: type) -> None:
     described = [(names(row[0])[0], row[1]) for row in table_rows(section(OPTIONS, heading))]
     assert sorted(described) == sorted((option.name, shown_default(option)) for option in fields(kind))
+
+
+def test_every_optimisation_that_can_be_disabled_is_described() -> None:
+    rows = table_rows(section(OPTIONS, "## What `disable` takes"))
+    assert {names(row[0])[0]: row[1] for row in rows} == OPTIMISATIONS
 
 
 def test_readme_names_every_option_once() -> None:

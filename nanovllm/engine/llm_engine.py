@@ -268,7 +268,7 @@ class LLMEngine:
             plan = self.scheduler.schedule()
             if plan is not None:
                 self._launch(plan)
-            depth = 1 if plan is not None and self.config.async_scheduling else 0
+            depth = 1 if plan is not None and self.config.uses("async_scheduling") else 0
             while len(self._launched) > depth:
                 self._collect(gained)
             return gained

@@ -213,7 +213,7 @@ class Scheduler:
             count = self._chunk(remaining, budget, short_waits=bool(self.waiting_short))
             if not self.block_manager.can_admit(seq, hits):
                 break
-            if self.config.admission_lookahead and self.running and not self.lookahead.surely_fits(seq):
+            if self.config.uses("lookahead") and self.running and not self.lookahead.surely_fits(seq):
                 forecast = forecast or self.lookahead.forecast(self.running)
                 held = seq.num_tokens - self.block_manager.num_in_use(hits) * self.block_manager.block_size
                 if not forecast.add_if_it_fits(held, int(self.lookahead.num_tokens_to_come([seq])[0])):

@@ -44,6 +44,6 @@ def _shares_gpus(config: EngineConfig, count: int) -> bool:
         raise ValueError(f"tensor_parallel_size={size}: must be at most the {count} GPUs here (or set share_gpus)")
     if config.num_kvcache_blocks is None:
         raise ValueError(f"num_kvcache_blocks=None: must be given where {size} ranks share {count} GPUs (share_gpus)")
-    if not (config.peer_all_reduce or config.enforce_eager):
-        raise ValueError("peer_all_reduce=False: must be True where ranks share GPUs, or enforce_eager=True")
+    if not (config.uses("peer_all_reduce") or config.enforce_eager):
+        raise ValueError("disable='peer_all_reduce': must go with enforce_eager=True where ranks share GPUs")
     return True

@@ -62,13 +62,14 @@ class ModelRunner:
             threading.Thread(target=hash_triton, name="nanovllm-hash", daemon=True).start()  # or the first kernel waits
         self.memory = MemoryProbe(self.device)
         size = config.tensor_parallel_size
-        self.group = TensorParallelGroup(rank, size, self.device, store, config.overlap_all_reduce, config.share_gpus)
+        overlap = config.uses("two_batch_overlap")
+        self.group = TensorParallelGroup(rank, size, self.device, store, overlap, config.share_gpus)
         progress()
-        if config.peer_all_reduce and self.device.type == "cuda" and self.group.size > 1:
+        if config.uses("peer_all_reduce") and self.device.type == "cuda" and self.group.size > 1:
             rows, keys = config.max_num_batched_tokens, config.max_num_seqs + MAX_CHUNK_ROWS
             self.group.use_peer_memory(rows, self.model_config.hidden_size, self.dtype, max_keys=keys)
         progress()
-        self.io = DeviceIO(self.device, config.dependent_launch)
+        self.io = DeviceIO(self.device, config.uses("pdl"))
         self.graphs: StepGraphs | None = None
         with torch.inference_mode(), self.io.stream_context():
             self._build(rank)
@@ -78,7 +79,8 @@ class ModelRunner:
     def _build(self, rank: int) -> None:
         config, model = self.config, self.model_config
         # On a CPU the triton backend means Triton's interpreter (it is refused otherwise): then all kernels go there.
-        self.kernels = select_kernels(self.device, config.fused_kernels, interpret=config.attention_backend == "triton")
+        interpret = config.attention_backend == "triton"
+        self.kernels = select_kernels(self.device, config.uses("fused_kernels"), interpret)
         if self.kernels.fused and self.device.type == "cuda":
             resolve_keys()
         specs = attention_specs(model, rank, config.tensor_parallel_size)
@@ -172,13 +174,13 @@ class ModelRunner:
             rows = config.max_num_seqs + MAX_CHUNK_ROWS
             self.work.allocate(rows, config.max_num_batched_tokens + rows)
             capacity = packed_capacity(num_blocks, config.max_num_seqs, config.max_num_batched_tokens)
-            self.io.allocate(capacity, rows, config.step_mailbox and self.no_graphs_because is None)
+            self.io.allocate(capacity, rows, config.uses("mailbox") and self.no_graphs_because is None)
 
     @property
     def _tunes(self) -> bool:
         """Kernels of our own may multiply."""
         config = self.config
-        return self.device.type == "cuda" and config.small_batch_kernels and config.fused_kernels
+        return self.device.type == "cuda" and config.uses("gemm_kernels") and config.uses("fused_kernels")
 
     @torch.inference_mode()
     def choose_kernels(self) -> "Choices":
@@ -205,7 +207,7 @@ class ModelRunner:
     @torch.inference_mode()
     def time_step(self, choices: "Choices", num_decode_rows: int, replays: int) -> float:
         """Microseconds of the last step over again, with `choices` of kernels and so many rows as it had, without
-        step_mailbox; infinite where these cannot run. For choosing (scripts/tune_steps.py): all ranks are called."""
+        the mailbox; infinite where these cannot run. For choosing (scripts/tune_steps.py): all ranks are called."""
         from nanovllm.kernels.base.graph_timing import graph_us
 
         self._progress()

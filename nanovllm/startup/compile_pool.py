@@ -123,7 +123,7 @@ class KernelCompiler:
 
 def start_compiler(config: EngineConfig, model: ModelConfig) -> KernelCompiler | None:
     """The processes, importing already; None where there is nothing for them to do."""
-    if config.device == "cpu" or not (config.parallel_compile and config.fused_kernels):
+    if config.device == "cpu" or not (config.uses("parallel_compile") and config.uses("fused_kernels")):
         return None
     if os.environ.get("TRITON_INTERPRET") == "1" or not any(os.path.exists(path) for path in _DEVICE_FILES):
         return None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.config import EngineConfig
+from nanovllm.config import OPTIMISATIONS, EngineConfig
 from nanovllm.executor.resolve import resolve
 from nanovllm.model_config import ModelConfig, RopeConfig
 from nanovllm.models.config_reader import ConfigReader
@@ -62,14 +62,6 @@ BOOLS = [
     "skip_tokenizer_init",
     "enable_prefix_caching",
     "enforce_eager",
-    "fused_kernels",
-    "small_batch_kernels",
-    "dependent_launch",
-    "step_mailbox",
-    "peer_all_reduce",
-    "overlap_all_reduce",
-    "parallel_compile",
-    "async_scheduling",
 ]
 BAD_OPTIONS = [
     *[(name, value, "an integer >= 1") for name in AT_LEAST_1 for value in (0, -3, 1.5, "4", True)],
@@ -88,6 +80,7 @@ BAD_OPTIONS = [
     *[("load_format", value, "one of 'auto', 'dummy'") for value in ("gguf", None)],
     *[("attention_backend", v, "one of 'auto', 'flash', 'triton', 'torch'") for v in ("sdpa", "Flash", None)],
     *[("hf_overrides", value, "a dict of config.json entries") for value in (None, "{}", [("a", 1)])],
+    *[("disable", value, "names of optimisations") for value in (None, 3, ["pdl", 3])],
     *[("model", value, "a path or hub id") for value in ("", None, 3)],
 ]
 
@@ -336,3 +329,13 @@ def test_a_corrupt_config_is_named(tmp_path: Path, content: bytes, message: str)
     with pytest.raises(ValueError) as error:
         read_model_config(EngineConfig(str(tmp_path)))
     assert message in str(error.value) and str(tmp_path / "config.json") in str(error.value)
+
+
+def test_optimisations_are_disabled_by_name() -> None:
+    assert EngineConfig("m").disable == () and all(EngineConfig("m").uses(name) for name in OPTIMISATIONS)
+    for given in (["pdl", "mailbox", "pdl"], ("mailbox", "pdl"), {"pdl", "mailbox"}, "pdl, mailbox", "mailbox,pdl"):
+        config = EngineConfig("m", disable=given)  # type: ignore[arg-type]
+        assert config.disable == ("mailbox", "pdl")
+        assert {name for name in OPTIMISATIONS if not config.uses(name)} == {"mailbox", "pdl"}
+    with pytest.raises(ValueError, match=r"^disable='pld': must be one of 'fused_kernels', "):
+        EngineConfig("m", disable=("pld",))

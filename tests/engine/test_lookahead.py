@@ -40,7 +40,7 @@ def test_the_peak_is_that_of_the_future(
 
 
 def crowd(max_tokens: int, stop: frozenset[int], ahead: bool, depth: int = 1) -> Simulation:
-    options = {"max_num_seqs": 16, "enable_prefix_caching": False, "admission_lookahead": ahead}
+    options = {"max_num_seqs": 16, "enable_prefix_caching": False, "disable": () if ahead else ("lookahead",)}
     simulation = Simulation(num_blocks=30, block_size=BLOCK_SIZE, depth=depth, **options)
     for number in range(60):
         simulation.add([number] * (1 + number * 7 % 13), max_tokens - number * 5 % 11, stop, seed=number)

@@ -8,7 +8,7 @@ from simulation import decoding, rows
 
 from nanovllm.engine.sequence import SequenceStatus
 
-Simulation = partial(AnySimulation, admission_lookahead=False)  # which keeps rows from being preempted
+Simulation = partial(AnySimulation, disable=("lookahead",))  # which keeps rows from being preempted
 
 # -- preemption -----------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ options = st.fixed_dictionaries(
         "long_prefill_token_threshold": st.sampled_from([None, 0, 1, 3, 6, 10]),
         "max_num_prefill_tokens_with_decodes": st.sampled_from([None, 1, 3, 8]),
         "enable_prefix_caching": st.sampled_from([True, True, True, False]),
-        "admission_lookahead": st.booleans(),
+        "disable": st.sampled_from([(), ("lookahead",)]),
     }
 )
 

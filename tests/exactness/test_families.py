@@ -176,7 +176,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True, "device": "cpu", "num_kvcache_blocks": 48, "max_num_batched_tokens": 9,
-    "async_scheduling": False,
+    "disable": ("async_scheduling",),
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 

@@ -21,7 +21,7 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, monkeypatch: pytest.Mo
     """Rank 0 chooses for all ranks, also for those of another process."""
     requests = make_requests()
     model = str(save(make_model(seed=1), tmp_path))
-    with LLM(model, **ROOMY, async_scheduling=False, enable_prefix_caching=False) as llm:
+    with LLM(model, **ROOMY, disable=("async_scheduling",), enable_prefix_caching=False) as llm:
         expected = run_alone(llm, requests)
 
     def halves(self: ModelRunner) -> Choices:

@@ -33,10 +33,10 @@ class Setting:
     model: dict[str, Any] = field(default_factory=dict)
 
 
-TIGHT = {"num_kvcache_blocks": ONE_REQUEST, "admission_lookahead": False}
+TIGHT = {"num_kvcache_blocks": ONE_REQUEST, "disable": ("lookahead",)}
 SETTINGS = {
     "defaults": Setting({}, crowd=12),
-    "synchronous": Setting({"async_scheduling": False}, crowd=12),
+    "synchronous": Setting({"disable": ("async_scheduling",)}, crowd=12),
     "no prefix cache": Setting({"enable_prefix_caching": False}, crowd=12),
     "one slot": Setting({"max_num_seqs": 1}, crowd=1),
     "one block a step": Setting({"max_num_batched_tokens": BLOCK}, chunks=True),
@@ -46,7 +46,7 @@ SETTINGS = {
     "no chunk left over": Setting({"max_num_partial_prefills": 1, "max_num_batched_tokens": 64}, chunks=True),
     "room for one request": Setting(TIGHT, preempts=True),
     "room for one, chunked": Setting({**TIGHT, "max_num_batched_tokens": BLOCK}, chunks=True, preempts=True),
-    "room for one, synchronous": Setting({**TIGHT, "async_scheduling": False}, preempts=True),
+    "room for one, synchronous": Setting({**TIGHT, "disable": ("lookahead", "async_scheduling")}, preempts=True),
     "room for one, no cache": Setting({**TIGHT, "enable_prefix_caching": False}, preempts=True),
     "room for one, looking ahead": Setting({"num_kvcache_blocks": ONE_REQUEST}),
     "two ranks": Setting({"tensor_parallel_size": 2}, crowd=12),
@@ -87,7 +87,8 @@ class Models:
         key = repr(sorted(config.items()))
         if key not in self._made:
             path = str(save(make_model(seed=1, **config), self._folder / str(len(self._made))))
-            alone, _ = self._engines.get(path, async_scheduling=False, enable_prefix_caching=False, max_num_seqs=2)
+            plain = {"disable": ("async_scheduling",), "enable_prefix_caching": False}
+            alone, _ = self._engines.get(path, **plain, max_num_seqs=2)
             expected = run_alone(alone, REQUESTS)
             assert_mostly_sure(expected)
             self._made[key] = (path, expected)

@@ -25,7 +25,7 @@ class Model:
         model = make_model(seed=seed)
         self.folder = str(save(model, folder))
         self.weights: Weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-        with LLM(self.folder, **OPTIONS, async_scheduling=False, enable_prefix_caching=False) as llm:
+        with LLM(self.folder, **OPTIONS, disable=("async_scheduling",), enable_prefix_caching=False) as llm:
             self.expected: list[Expected] = run_alone(llm, REQUESTS)
 
 

@@ -20,7 +20,7 @@ from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.parallel.two_batch import Overlap
 
 REQUESTS = make_requests()
-OPTIONS: dict[str, Any] = {**ROOMY, "overlap_all_reduce": True}
+OPTIONS: dict[str, Any] = ROOMY
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: str) -> list[Expected]:
-    with LLM(checkpoint, **OPTIONS, async_scheduling=False, enable_prefix_caching=False) as llm:
+    with LLM(checkpoint, **OPTIONS, disable=("async_scheduling",), enable_prefix_caching=False) as llm:
         return run_alone(llm, REQUESTS)
 
 
@@ -98,7 +98,7 @@ def test_the_cut_changes_no_token(
     if ranks == 3:
         shape = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 132}
         model = str(save(make_model(seed=1, **shape), tmp_path))
-        with LLM(model, **OPTIONS, async_scheduling=False, enable_prefix_caching=False) as llm:
+        with LLM(model, **OPTIONS, disable=("async_scheduling",), enable_prefix_caching=False) as llm:
             wanted = run_alone(llm, REQUESTS)
     lower_thresholds(monkeypatch, min_rows, multiple)
     cuts = watch_cuts(monkeypatch)
@@ -117,7 +117,7 @@ def test_the_cut_changes_no_token(
 def test_switched_off(checkpoint: str, expected: list[Expected], monkeypatch: pytest.MonkeyPatch) -> None:
     lower_thresholds(monkeypatch, 2, 1)
     cuts = watch_cuts(monkeypatch)
-    with LLM(checkpoint, **{**OPTIONS, "overlap_all_reduce": False}, tensor_parallel_size=2) as llm:
+    with LLM(checkpoint, **{**OPTIONS, "disable": ("two_batch_overlap",)}, tensor_parallel_size=2) as llm:
         assert_outputs(run(llm, REQUESTS), REQUESTS, expected)
     with LLM(checkpoint, **OPTIONS) as llm:  # one rank has nothing to sum
         assert_outputs(run(llm, REQUESTS), REQUESTS, expected)

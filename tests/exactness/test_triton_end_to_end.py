@@ -26,7 +26,6 @@ CALLS: list[list[tuple[list[int], int]]] = [
 ]
 OPTIONS: dict[str, Any] = {
     "num_kvcache_blocks": 4,
-    "admission_lookahead": False,
     "max_num_batched_tokens": 24,
     "max_num_seqs": 4,
     "max_model_len": 64,
@@ -37,7 +36,8 @@ OPTIONS: dict[str, Any] = {
 
 def serve(folder: str, backend: str, fused_kernels: bool) -> dict[str, Any]:
     """All calls on one engine: texts, margins, and what the scheduler had to do for them."""
-    with LLM(folder, attention_backend=backend, fused_kernels=fused_kernels, **OPTIONS) as llm:
+    disable = ("lookahead",) if fused_kernels else ("lookahead", "fused_kernels")
+    with LLM(folder, attention_backend=backend, disable=disable, **OPTIONS) as llm:
         recorder, witness = LogitRecorder(llm), StepWitness().watch(llm)
         texts, leads, cached, ids = [], [], 0, []
         for number, call in enumerate(CALLS):

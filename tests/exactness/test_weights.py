@@ -167,7 +167,7 @@ def test_eight_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
     shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 100}
     folder = str(save(make_model(seed=5, num_hidden_layers=2, **shape), tmp_path))
     requests = make_requests()[:3]
-    with LLM(folder, **OPTIONS, async_scheduling=False, enable_prefix_caching=False) as llm:
+    with LLM(folder, **OPTIONS, disable=("async_scheduling",), enable_prefix_caching=False) as llm:
         expected = run_alone(llm, requests)
     with LLM(folder, **OPTIONS, tensor_parallel_size=8, max_num_batched_tokens=64) as llm:
         assert_outputs(run(llm, requests), requests, expected)

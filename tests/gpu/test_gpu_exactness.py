@@ -56,7 +56,7 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 1024,
 }
 DUMMY: dict[str, Any] = {**OPTIONS, "load_format": "dummy", "enforce_eager": True}
-TIGHT = {"num_kvcache_blocks": TIGHT_BLOCKS, "max_num_batched_tokens": 160, "admission_lookahead": False}
+TIGHT = {"num_kvcache_blocks": TIGHT_BLOCKS, "max_num_batched_tokens": 160, "disable": ("lookahead",)}
 
 
 def make_requests() -> list[Request]:
@@ -158,7 +158,7 @@ def eager_texts(folder: str) -> dict[str, list[Text]]:
     in crowds of eight and two, which the kernels for few rows serve."""
     texts = {}
     settings: dict[str, dict[str, Any]] = {
-        name: {"attention_backend": name, "small_batch_kernels": False} for name in backends()
+        name: {"attention_backend": name, "disable": ("gemm_kernels",)} for name in backends()
     }
     settings["few-row kernels"] = {}
     for label, options in settings.items():
@@ -253,17 +253,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "graphs": {},
     "graphs, tight": TIGHT,
     "graphs on the triton backend": {"attention_backend": "triton"},
-    "graphs, ordinary launches, copies": {"dependent_launch": False, "step_mailbox": False},
-    "plain kernels": {"fused_kernels": False},
-    "eager, tight, synchronous": {**TIGHT, "enforce_eager": True, "async_scheduling": False},
+    "graphs, ordinary launches, copies": {"disable": ("pdl", "mailbox")},
+    "plain kernels": {"disable": ("fused_kernels",)},
+    "eager, tight, synchronous": {**TIGHT, "enforce_eager": True, "disable": ("lookahead", "async_scheduling")},
     "two ranks": {"tensor_parallel_size": 2},
-    "two ranks, tight, NCCL": {**TIGHT, "tensor_parallel_size": 2, "peer_all_reduce": False},
+    "two ranks, tight, NCCL": {**TIGHT, "tensor_parallel_size": 2, "disable": ("lookahead", "peer_all_reduce")},
     "four ranks": {"tensor_parallel_size": 4},
-    "two ranks, in halves": {"tensor_parallel_size": 2, "overlap_all_reduce": True},
     "two ranks, eager, tight, in halves": {
         **TIGHT,
         "tensor_parallel_size": 2,
-        "overlap_all_reduce": True,
         "enforce_eager": True,
     },
 }
@@ -278,7 +276,7 @@ def require_gpus(ranks: int, shared: bool) -> None:
 @pytest.fixture(scope="module", params=list(SETTINGS.values()), ids=list(SETTINGS))
 def llm(request: pytest.FixtureRequest, folder: str) -> Iterator[LLM]:
     options = request.param
-    require_gpus(options.get("tensor_parallel_size", 1), options.get("peer_all_reduce", True))
+    require_gpus(options.get("tensor_parallel_size", 1), "peer_all_reduce" not in options.get("disable", ()))
     with pytest.MonkeyPatch.context() as patch:
         lower_thresholds(patch, min_rows=32, cut_multiple=16)  # of halves
         with LLM(folder, **{**OPTIONS, **options}) as engine:
@@ -294,7 +292,7 @@ def test_same_tokens(llm: LLM, reference: list[Text], noise: Noise) -> None:
     if llm.config.num_kvcache_blocks == TIGHT_BLOCKS:
         assert witness.num_partial_chunks > 0
         assert witness.num_rows_after_preemption > 0
-    captured = not (llm.config.enforce_eager or not llm.config.fused_kernels) and DEVICE == "cuda"
+    captured = not llm.config.enforce_eager and llm.config.uses("fused_kernels") and DEVICE == "cuda"
     assert (llm.engine_info()["cuda_graphs"] > 0) == captured
     outputs = run(llm, REQUESTS[::-1])
     assert any(output.num_cached_tokens for output in outputs)

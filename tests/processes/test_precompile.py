@@ -204,8 +204,8 @@ def test_nothing_is_started_where_there_is_nothing_to_do(tmp_path: Path, monkeyp
     start_compiler(CONFIG, MODEL)
     assert started == [2]
     start_compiler(replace(CONFIG, device="cpu"), MODEL)
-    start_compiler(replace(CONFIG, parallel_compile=False), MODEL)
-    start_compiler(replace(CONFIG, fused_kernels=False), MODEL)
+    start_compiler(replace(CONFIG, disable=("parallel_compile",)), MODEL)
+    start_compiler(replace(CONFIG, disable=("fused_kernels",)), MODEL)
     stamp_path(CONFIG, MODEL).touch()
     start_compiler(CONFIG, MODEL)
     monkeypatch.setattr(precompile, "_DEVICE_FILES", (str(tmp_path / "none"),))

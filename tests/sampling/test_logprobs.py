@@ -62,7 +62,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "one rank": {},
     "two ranks": {"tensor_parallel_size": 2},
     "chunked": {"max_num_batched_tokens": 16},
-    "preempted": {"num_kvcache_blocks": 7, "max_model_len": 112, "admission_lookahead": False},
+    "preempted": {"num_kvcache_blocks": 7, "max_model_len": 112, "disable": ("lookahead",)},
 }
 
 

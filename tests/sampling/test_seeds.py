@@ -66,14 +66,14 @@ def run(llm: LLM, which: Sequence[int]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def alone(engines: Engines) -> list[list[int]]:
-    llm = engines.get(async_scheduling=False, enable_prefix_caching=False)
+    llm = engines.get(disable=("async_scheduling",), enable_prefix_caching=False)
     return [run(llm, [i])[0] for i in range(len(OPTIONS))]
 
 
-TIGHT = {"num_kvcache_blocks": 7, "admission_lookahead": False}
+TIGHT = {"num_kvcache_blocks": 7, "disable": ("lookahead",)}
 SETTINGS: dict[str, dict[str, Any]] = {
     "crowd": {},
-    "synchronous": {"async_scheduling": False},
+    "synchronous": {"disable": ("async_scheduling",)},
     "chunked": {"max_num_batched_tokens": 16},
     "preempted": TIGHT,
     "preempted, chunked": {**TIGHT, "max_num_batched_tokens": 24, "max_num_seqs": 5},
