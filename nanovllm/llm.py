@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +18,11 @@ from nanovllm.engine.fair_lock import FairLock
 from nanovllm.engine.inputs import Prompt, as_batch, as_chats, as_params, as_token_ids
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.model_config import ModelConfig
+from nanovllm.models.registry import read_model_config, resolve_model_folder
 from nanovllm.outputs import CompletionOutput, EngineStats, RequestOutput, StepColumns, StepOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.startup.compile_pool import start_compiler
+from nanovllm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +41,7 @@ class LLM:
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        self.engine = LLMEngine(EngineConfig.from_options(model, **options))
+        self.engine = start_engine(EngineConfig.from_options(model, **options))
         self._step_lock = FairLock()
         self._foreign = StepColumns()
         """What requests of add_request gained while generate() was stepping; handed out by the next step()."""
@@ -305,6 +309,26 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def start_engine(config: EngineConfig) -> LLMEngine:
+    """Loads the model of `config` on all of its ranks; returns the engine over them."""
+    begin = time.perf_counter()
+    config = resolve_model_folder(config)
+    model_config = read_model_config(config)
+    model_config.check_tensor_parallel(config.tensor_parallel_size)
+    tokenizer = Tokenizer(config)  # loads in a thread of its own
+    compiler = start_compiler(config, model_config)
+    try:
+        from nanovllm.executor.local import LocalExecutor  # torch comes in here, while the tokenizer is loading
+
+        executor = LocalExecutor(config, model_config, compiler)
+    finally:
+        if compiler is not None:
+            compiler.close()
+    engine = LLMEngine(executor, model_config, tokenizer)
+    engine.startup_seconds = time.perf_counter() - begin
+    return engine
 
 
 def _close(engine: LLMEngine, step_lock: "FairLock") -> None:

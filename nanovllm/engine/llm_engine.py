@@ -6,27 +6,27 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from nanovllm.config import EngineConfig
-from nanovllm.engine.sampling.plan import plan_sampling, take_logprobs
+from nanovllm.engine.sampling.plan import StepSampling, plan_sampling, take_logprobs
 from nanovllm.engine.sampling.requests import RequestSampling
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.errors import QueueFull, shown
 from nanovllm.logprobs import LogprobsList
-from nanovllm.models.registry import read_model_config, resolve_model_folder
+from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import ITERATION_TOKENS, Ending, EngineStats, RequestMetrics, StepColumns
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.startup.compile_pool import start_compiler
 from nanovllm.tokenizer import Tokenizer
 from nanovllm.wire.sampling import append_section
 
 if TYPE_CHECKING:
     import torch
+
+    from nanovllm.executor.base import Executor
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: consecutive request numbers land far apart
 
@@ -54,6 +54,13 @@ def _extremes(token_ids: list[int]) -> tuple[int, int]:
     return min(token_ids), max(token_ids)
 
 
+class _Launched(NamedTuple):
+    """A step that runs, and what its rows need beyond greedy and temperature."""
+
+    plan: StepPlan
+    sampling: StepSampling | None
+
+
 class LLMEngine:
     """Rank 0: owns the scheduler and, through the executor, all ranks. Token ids in, token ids out.
 
@@ -61,22 +68,13 @@ class LLMEngine:
     thread at a time may step.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        begin = time.perf_counter()
-        config = resolve_model_folder(config)
-        self.model_config = read_model_config(config)
-        self.model_config.check_tensor_parallel(config.tensor_parallel_size)
-        self.tokenizer = Tokenizer(config)
-        self.request_sampling = RequestSampling(self.tokenizer, self.model_config)
-        compiler = start_compiler(config, self.model_config)
-        try:
-            from nanovllm.executor.local import LocalExecutor  # torch comes in here, while the tokenizer is loading
-
-            self.executor = LocalExecutor(config, self.model_config, compiler)
-        finally:
-            if compiler is not None:
-                compiler.close()
-        self.config = self.executor.config
+    def __init__(self, executor: "Executor", model_config: ModelConfig, tokenizer: Tokenizer) -> None:
+        """`executor`: started, and from here on this engine's to close."""
+        self.executor = executor
+        self.model_config = model_config
+        self.tokenizer = tokenizer
+        self.request_sampling = RequestSampling(tokenizer, model_config)
+        self.config = executor.config
         assert self.config.kvcache_block_size and self.config.max_model_len
         self.scheduler = Scheduler(self.config, self.executor.num_kvcache_blocks, self.config.kvcache_block_size)
         self._lock = threading.Lock()
@@ -91,7 +89,7 @@ class LLMEngine:
         share."""
         self._num_sampling = 0
         """Unfinished rows that need more than greedy or temperature."""
-        self._launched: deque[StepPlan] = deque()
+        self._launched: deque[_Launched] = deque()
         self._unreported = StepColumns()
         """What load_weights had to collect; the next step hands it out."""
         self._num_requests = 0
@@ -103,7 +101,7 @@ class LLMEngine:
         self._num_generated = 0
         self._num_finished = {"stop": 0, "length": 0, "abort": 0}
         self._iterations = [0] * (len(ITERATION_TOKENS) + 1)
-        self.startup_seconds = time.perf_counter() - begin
+        self.startup_seconds = 0.0
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -284,13 +282,12 @@ class LLMEngine:
 
     def _launch(self, plan: StepPlan) -> None:
         packed = plan.pack(self.config.max_num_seqs)
-        if self._num_sampling:
-            plan.sampling = plan_sampling(plan)
-            if plan.sampling is not None:
-                packed = append_section(packed, plan.sampling.section)
+        sampling = plan_sampling(plan) if self._num_sampling else None
+        if sampling is not None:
+            packed = append_section(packed, sampling.section)
         now = time.perf_counter()  # before the launch, which takes the whole step on a CPU
         self.executor.launch(packed)
-        self._launched.append(plan)
+        self._launched.append(_Launched(plan, sampling))
         self._iterations[bisect_left(ITERATION_TOKENS, plan.num_tokens)] += 1
         self.num_decode_tokens += plan.num_decode_rows
         self.num_prefill_tokens += plan.num_prefill_tokens
@@ -301,10 +298,10 @@ class LLMEngine:
     def _collect(self, columns: StepColumns) -> None:
         """Waits for the oldest launched step, and adds what it gained to `columns`. A loop over all rows: kept lean."""
         token_ids = self.executor.collect()
-        plan = self._launched.popleft()
+        plan, sampling = self._launched.popleft()
         gained = self.scheduler.apply(plan, token_ids)
-        if plan.sampling is not None and plan.sampling.brings_logprobs:
-            take_logprobs(plan.sampling, gained, *self.executor.collect_logprobs())
+        if sampling is not None and sampling.brings_logprobs:
+            take_logprobs(sampling, gained, *self.executor.collect_logprobs())
         now = time.perf_counter()
         self._num_generated += len(gained)
         finished = SequenceStatus.FINISHED

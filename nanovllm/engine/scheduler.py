@@ -286,8 +286,13 @@ class Scheduler:
             gained.append((seq, token_id))
             if token_id in seq.stop_token_ids:
                 self._finish(seq, "stop")
-            elif seq.sampling is not None and seq.sampling.watches and (ended := seq.sampling.accept(seq, token_id)):
-                self._finish(seq, ended)
+            elif (
+                seq.sampling is not None
+                and seq.sampling.watches
+                and (ended := seq.sampling.accept(seq.token_ids, seq.num_tokens - seq.num_prompt_tokens))
+            ):
+                self._finish(seq, ended.reason)
+                seq.stop_reason = ended.why
             elif seq.num_tokens >= seq.max_total_tokens:
                 self._finish(seq, "length")
                 if seq.params.max_tokens == 0:

@@ -1,16 +1,11 @@
-"""One step as data: what the scheduler decided, and its packed form that every rank receives (wire/step.py)."""
+"""One step as data: what the scheduler decided."""
 
-from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.wire.step import HEADER_SIZE, SLOT_RECORD
-
-if TYPE_CHECKING:
-    from nanovllm.engine.sampling.plan import StepSampling
+from nanovllm.wire.step import pack_step
 
 
 @dataclass(slots=True)
@@ -36,8 +31,6 @@ class StepPlan:
     """Rows that took a slot in this step: their sampling parameters travel along."""
     host_token_ids: list[int] = field(default_factory=list)
     """Tokens of all rows that are not decodes, in row order."""
-    sampling: "StepSampling | None" = None
-    """What rows need beyond greedy and temperature; it travels as a section of its own (wire/sampling.py)."""
 
     @property
     def num_rows(self) -> int:
@@ -48,24 +41,16 @@ class StepPlan:
         return self.num_tokens - self.num_decode_rows
 
     def pack(self, max_num_seqs: int) -> np.ndarray:
-        """The step as one int32 array."""
-        counts = (
-            len(self.seqs),
-            self.num_decode_rows,
-            self.num_sample_rows,
-            self.num_tokens,
-            len(self.block_updates) // 3,
-            len(self.new_slots),
-            max(self.counts, default=0),
+        """The step as every rank receives it (wire/step.py)."""
+        return pack_step(
+            max_num_seqs,
+            slots=[seq.slot for seq in self.seqs],
+            starts=self.starts,
+            counts=self.counts,
+            num_decode_rows=self.num_decode_rows,
+            num_sample_rows=self.num_sample_rows,
+            num_tokens=self.num_tokens,
+            block_updates=self.block_updates,
+            slot_records=[(seq.slot, seq.params.temperature, seq.seed) for seq in self.new_slots],
+            token_ids=self.host_token_ids,
         )
-        packed = array("i", counts)  # an array takes lists of ints in several times faster than numpy does
-        packed.fromlist([0] * (HEADER_SIZE - len(counts)))
-        padding = [0] * (max_num_seqs - len(self.seqs))
-        for column in ([seq.slot for seq in self.seqs], self.starts, self.counts):
-            packed.fromlist(column)
-            packed.fromlist(padding)
-        packed.fromlist(self.block_updates)
-        for seq in self.new_slots:
-            packed.frombytes(SLOT_RECORD.pack(seq.slot, seq.params.temperature, seq.seed))
-        packed.fromlist(self.host_token_ids)
-        return np.frombuffer(packed, dtype=np.int32)

@@ -17,6 +17,8 @@ class Executor(ABC):
     """The options, with no "auto" left."""
     num_kvcache_blocks: int
     """KV blocks that requests can use: the least that any rank has."""
+    owner: int
+    """The process that it belongs to; a fork of that process cannot use it."""
 
     @property
     @abstractmethod

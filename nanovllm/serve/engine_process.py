@@ -81,10 +81,10 @@ class EngineProcess:
         self._send(frames.Progress("finding the model's files", 0))
         config = resolve_model_folder(EngineConfig.from_options(start.model, **start.options))
         self._send(frames.Progress("importing", 10, config.tokenizer or config.model))
-        from nanovllm.engine.llm_engine import LLMEngine
+        from nanovllm.llm import start_engine
 
         self._send(frames.Progress("loading", 30))
-        return LLMEngine(config)
+        return start_engine(config)
 
     def _serve(self, engine: "LLMEngine") -> None:
         while not self._leaving:

@@ -1,7 +1,7 @@
 """The part of a packed step that says how its general rows are sampled: what rank 0 sends, and every rank reads.
 
 A row is plain where it is greedy or draws by temperature alone; the step's own sampler serves it. All others are
-general. The section is int32 words behind those of engine/step_plan.py; word SECTION_WORD of the step's header has
+general. The section is int32 words behind those of wire/step.py; word SECTION_WORD of the step's header has
 its length:
 
     16       G      G       G x 8     2 x P    E x 3        R        C x 3          M       M x W    T         T
@@ -23,7 +23,8 @@ from struct import Struct
 
 import numpy as np
 
-SECTION_WORD = 7
+from nanovllm.wire.step import SECTION_WORD
+
 SECTION_HEADER = 16
 RECORD_WORDS = 8
 RECORD = Struct("<iifffff4x")

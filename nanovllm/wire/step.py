@@ -1,56 +1,94 @@
-"""The packed form of one step, as the host writes it and every rank reads it. No torch.
+"""The packed step: what the host decided, as one int32 array that every rank reads. The only owner of its layout.
 
-int32 words (S = max_num_seqs, R rows, T tokens, U block updates, N slot records):
+    S = max_num_seqs, R rows, U block updates, N slot records
 
-    0            16            16 + S         16 + 2 S       16 + 3 S
-    | header     | row_slot    | row_start    | row_count    | U block updates   | N slot records   | token ids of the
-    | counts     |             | 1st position | tokens       | slot,index,block  | 8 words each     | non-decode rows
+    0            16             16 + S          16 + 2 S      16 + 3 S
+    | header     | row_slot     | row_start     | row_count   | block updates     | slot records     | token ids of the
+    | counts     | per row      | 1st position  | tokens      | U x (slot, index, | N x 8 words      | rows that are no
+    |            | S words      | S words       | S words     |      block)       |                  | decodes
 
-    header: 0 rows R, 1 decode rows, 2 rows that sample a token, 3 tokens T, 4 block updates U, 5 slot records N, 6 most
-            tokens of a row
+    header: 0 rows R, 1 decode rows, 2 rows that sample a token, 3 tokens, 4 block updates U, 5 slot records N,
+            6 most tokens of a row, 7 words of the sampling section behind all this (wire/sampling.py), 8.. reserved
     slot record: slot, temperature (float32 bits), seed low word, seed high word, 4 reserved
 
-Decode rows come first and have one token, whose id is not in the buffer: it is last_token[slot], which only the device
-need know. Within a step each (slot, index) and each slot record appears once.
+Decode rows come first and have one token. Its id is not in the array: it is the token that the slot sampled last, which
+only the device need know. Within a step each (slot, index) and each slot record appears once.
 """
 
 import struct
+from array import array
+from collections.abc import Iterable
 
 import numpy as np
 
 HEADER_SIZE = 16
+"""Words, as all sizes here."""
+SECTION_WORD = 7
 UPDATE_SIZE = 3
 RECORD_SIZE = 8
-
-SLOT_RECORD = struct.Struct("<ifq16x")
-"""slot, temperature (float32), seed (int64: low word first), 4 reserved words."""
-assert SLOT_RECORD.size == 4 * RECORD_SIZE
+_RECORD = struct.Struct("<ifq16x")
+assert _RECORD.size == 4 * RECORD_SIZE
 
 
 def most_block_updates(num_blocks: int, max_num_seqs: int) -> int:
-    """Block updates of one step, at most. A row that comes in has its whole block table announced, hits included, so
-    that rows with one long prefix could bring any number: the scheduler lets those that are too many wait a step."""
+    """Block updates of one step, at most. An admitted row has its whole block table announced, hits included, so that
+    rows with one long prefix could bring any number: the scheduler lets those that are too many wait a step."""
     return num_blocks + max_num_seqs
 
 
 def packed_capacity(num_blocks: int, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-    """int32 words of the largest packed step."""
+    """int32 words of the largest packed step, without its sampling section."""
     fixed = HEADER_SIZE + (3 + RECORD_SIZE) * max_num_seqs
-    return fixed + 3 * most_block_updates(num_blocks, max_num_seqs) + max_num_batched_tokens
+    return fixed + UPDATE_SIZE * most_block_updates(num_blocks, max_num_seqs) + max_num_batched_tokens
+
+
+def pack_step(
+    max_num_seqs: int,
+    *,
+    slots: list[int],
+    starts: list[int],
+    counts: list[int],
+    num_decode_rows: int,
+    num_sample_rows: int,
+    num_tokens: int,
+    block_updates: list[int],
+    slot_records: Iterable[tuple[int, float, int]],
+    token_ids: list[int],
+) -> np.ndarray:
+    """The int32 array drawn above. slot_records: (slot, temperature, seed) of each row that took a slot."""
+    records = [_RECORD.pack(*record) for record in slot_records]
+    header = (len(slots), num_decode_rows, num_sample_rows, num_tokens, len(block_updates) // UPDATE_SIZE, len(records))
+    packed = array("i", (*header, max(counts, default=0)))  # an array takes lists in several times faster than numpy
+    packed.fromlist([0] * (HEADER_SIZE - len(packed)))
+    padding = [0] * (max_num_seqs - len(slots))
+    for column in (slots, starts, counts):
+        packed.fromlist(column)
+        packed.fromlist(padding)
+    packed.fromlist(block_updates)
+    packed.frombytes(b"".join(records))
+    packed.fromlist(token_ids)
+    return np.frombuffer(packed, dtype=np.int32)
 
 
 def dummy_step(max_num_seqs: int, num_tokens: int, max_model_len: int) -> np.ndarray:
-    """The packed form of the largest step: `num_tokens` prompt tokens (id 0) over as many rows as can be, all sampled.
+    """The largest step, packed: `num_tokens` prompt tokens (id 0) over as many rows as can be, all sampled.
 
     No blocks are handed out: every row reads and writes what its slot's block table happens to hold.
     """
     num_rows = min(max_num_seqs, num_tokens)
-    counts = np.full(num_rows, num_tokens // num_rows, dtype=np.int32)
+    counts = np.full(num_rows, num_tokens // num_rows)
     counts[: num_tokens % num_rows] += 1
     counts = np.minimum(counts, max_model_len)
-    fixed = HEADER_SIZE + 3 * max_num_seqs
-    packed = np.zeros(fixed + int(counts.sum()), dtype=np.int32)
-    packed[:7] = (num_rows, 0, num_rows, counts.sum(), 0, 0, counts.max())
-    packed[HEADER_SIZE : HEADER_SIZE + num_rows] = np.arange(num_rows)
-    packed[fixed - max_num_seqs : fixed - max_num_seqs + num_rows] = counts
-    return packed
+    total = int(counts.sum())
+    return pack_step(
+        max_num_seqs,
+        slots=list(range(num_rows)),
+        starts=[0] * num_rows,
+        counts=counts.tolist(),
+        num_decode_rows=0,
+        num_sample_rows=num_rows,
+        num_tokens=total,
+        block_updates=[],
+        slot_records=(),
+        token_ids=[0] * total,
+    )

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from nanovllm.kernels.step.input import (
-    HEADER_SIZE,
     DeviceState,
     StepBuffers,
     apply_deltas,
@@ -15,6 +14,7 @@ from nanovllm.kernels.step.input import (
     prepare_decode,
     prepare_decode_reference,
 )
+from nanovllm.wire.step import HEADER_SIZE
 from tests.kernels.conftest import poison
 
 BLOCK_SIZE = 16

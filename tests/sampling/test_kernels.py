@@ -7,15 +7,10 @@ import torch
 from general_rows import Rows, make_rows, record
 
 from nanovllm.kernels.sampling import filters, logprobs, penalties, survivors
-from nanovllm.wire import sampling as section
+from nanovllm.wire.sampling import PENALTIES
 
 pytest.importorskip("triton")
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
-
-
-def test_host_and_device_agree_on_the_layout() -> None:
-    assert section.RECORD_WORDS == penalties.RECORD_WORDS
-    assert (section.PENALTIES, section.MASK) == (penalties.PENALTIES, penalties.MASK)
 
 
 def drawn(draw: Any, case: Rows, *between: Any, counts: torch.Tensor | None = None, vocab: int, after: tuple = (),
@@ -68,7 +63,7 @@ def test_every_way_to_filter(options: dict[str, float], device: torch.device) ->
 def test_filtered_draws_are_counted(device: torch.device) -> None:
     vocab = 1000
     case = make_rows(4, 6, vocab, device)
-    case.records[::2, 0] = penalties.PENALTIES
+    case.records[::2, 0] = PENALTIES
     results = []
     for draw in (filters.draw_filtered, filters.draw_filtered_reference):
         counts = torch.zeros(case.temperature.shape[0], vocab, dtype=torch.int32, device=device)

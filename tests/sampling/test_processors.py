@@ -57,7 +57,7 @@ def edited(params: SamplingParams, logits: torch.Tensor, prompt: list[int], outp
     for _, token_id, count in row.counts(0, prompt + output, len(prompt)).tolist():
         counts[0, token_id] = count
     masks = row.allowed_mask()
-    edits = row.edits(None, len(output))  # type: ignore[arg-type]
+    edits = row.edits(output, len(output))
     zero = torch.zeros(1, dtype=torch.int32)
     return edit_logits_reference(
         logits, zero, zero, torch.frombuffer(bytearray(row.record), dtype=torch.int32).view(1, -1), counts,

@@ -107,7 +107,7 @@ def test_neighbours_keep_the_fast_path(engines: Engines, alone: list[list[int]])
     llm = engines.get()
     sections: list[Any] = []
     launch = llm.engine._launch
-    llm.engine._launch = lambda plan: (launch(plan), sections.append(plan.sampling))[0]  # type: ignore[method-assign]
+    llm.engine._launch = lambda plan: (launch(plan), sections.append(llm.engine._launched[-1].sampling))[0]  # type: ignore[method-assign]
     assert run(llm, [11, 12, 0]) == [alone[11], alone[12], alone[0]]
     assert sections and all(s is None or int(s.section[0]) <= 1 for s in sections)
     sections.clear()

@@ -58,7 +58,7 @@ def _add_rows(builder: SectionBuilder, plan: StepPlan) -> list[Row]:
             num_output_tokens = seq.num_tokens + seq.num_inflight_tokens - seq.num_prompt_tokens - 1
             if not sampling.is_general(num_output_tokens):
                 continue
-            edits = sampling.edits(seq, num_output_tokens)
+            edits = sampling.edits(seq.token_ids, num_output_tokens)
             if edits is not None:
                 kind = COPIED
                 builder.edit_rows.append(len(rows[COPIED]))

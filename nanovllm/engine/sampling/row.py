@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -13,10 +13,18 @@ from nanovllm.wire.sampling import CHANGED, COPIED, DRAWN, FILTERED, MASK, PENAL
 
 if TYPE_CHECKING:
     from nanovllm.engine.sampling.structured import Matcher
-    from nanovllm.engine.sequence import Sequence as Row
 
 _BAN = float("-inf")
 _NO_EDITS = np.empty((0, 3), np.int32)
+
+
+class Ended(NamedTuple):
+    """Why an output ends."""
+
+    reason: str
+    """See StepOutput.finish_reason."""
+    why: str | None = None
+    """See StepOutput.stop_reason."""
 
 
 class SamplingRow:
@@ -100,13 +108,14 @@ class SamplingRow:
         """Whether the token after that many is drawn by the general sampler."""
         return self.always_general or (bool(self._stop_ids) and num_output_tokens < self.params.min_tokens)
 
-    def edits(self, seq: "Row", num_output_tokens: int) -> np.ndarray | None:
-        """int32 [n, 3] (the first column is the caller's): additions to logits for the next token."""
+    def edits(self, token_ids: list[int], num_output_tokens: int) -> np.ndarray | None:
+        """int32 [n, 3] (the first column is the caller's): additions to logits for the next token. `token_ids`: prompt
+        and output, which matter to bad words only."""
         early = bool(self._stop_ids) and num_output_tokens < self.params.min_tokens
         bans: set[int] = set()
-        for word in self._bad_words.get(seq.token_ids[-1], ()) if self._bad_words else ():
+        for word in self._bad_words.get(token_ids[-1], ()) if self._bad_words else ():
             length = len(word) - 1
-            if num_output_tokens >= length and tuple(seq.token_ids[-length:]) == word[:-1]:
+            if num_output_tokens >= length and tuple(token_ids[-length:]) == word[:-1]:
                 bans.add(word[-1])
         if bans:
             bans.update(self._stop_ids if early else ())
@@ -137,34 +146,29 @@ class SamplingRow:
             found[np.searchsorted(ids, output)] += 2 * times.astype(np.int32)
         return np.stack([np.full(ids.size, slot, np.int32), ids, found], axis=1)
 
-    def accept(self, seq: "Row", token_id: int) -> str | None:
-        """A token that ends nothing by itself has arrived; "stop" or "abort" where the text or the grammar ends here,
-        or where bad words had left nothing to draw."""
-        if self._bad_words and self._was_forbidden(seq, token_id):
-            seq.stop_reason = "bad_words: they left no token to draw"
-            return "abort"
+    def accept(self, token_ids: list[int], num_output_tokens: int) -> Ended | None:
+        """The last of `token_ids` (prompt and output) has arrived and ends nothing by itself. Says whether the text,
+        the grammar, or bad words that left nothing to sample, end the output."""
+        token_id = token_ids[-1]
+        if self._bad_words and self._was_forbidden(token_ids, num_output_tokens):
+            return Ended("abort", "bad_words: they left no token to draw")
         if self.matcher is not None:
             self.matcher.accept(token_id)
             if self.matcher.error is not None:
-                seq.stop_reason = self.matcher.error
-                return "abort"
-        if self.text is not None:
-            watch = seq.num_tokens - seq.num_prompt_tokens >= self.params.min_tokens
-            if self.text.push(token_id, watch):
-                seq.stop_reason = self.text.stopped_by
-                return "stop"
+                return Ended("abort", self.matcher.error)
+        if self.text is not None and self.text.push(token_id, watch=num_output_tokens >= self.params.min_tokens):
+            return Ended("stop", self.text.stopped_by)
         if self.matcher is not None and self.matcher.is_complete:
-            return "stop"
+            return Ended("stop")
         return None
 
-    def _was_forbidden(self, seq: "Row", token_id: int) -> bool:
-        """Whether the last token of `seq` is one that is drawn only where every token is forbidden."""
-        allowed = self.allowed_mask()
+    def _was_forbidden(self, token_ids: list[int], num_output_tokens: int) -> bool:
+        """Whether the last token is one that is sampled only where every token is forbidden."""
+        token_id, allowed = token_ids[-1], self.allowed_mask()
         if allowed is not None and not allowed[token_id // 32] >> (token_id % 32) & 1:
             return True
-        gained = seq.num_tokens - seq.num_prompt_tokens
-        words = self._bad_words.get(seq.token_ids[-2], ())
-        return any(gained >= len(word) and tuple(seq.token_ids[-len(word) :]) == word for word in words)
+        words = self._bad_words.get(token_ids[-2], ())
+        return any(num_output_tokens >= len(word) and tuple(token_ids[-len(word) :]) == word for word in words)
 
 
 def _edit_words(edits: dict[int, float]) -> np.ndarray:

@@ -38,7 +38,6 @@ from nanovllm.kernels.sampling.candidates import (
     tile_index,
 )
 from nanovllm.kernels.sampling.gumbel import MIN_TEMPERATURE, NO_CANDIDATE, _pack_keys
-from nanovllm.kernels.sampling.penalties import RECORD_WORDS
 from nanovllm.kernels.sampling.rng import gumbel_noise, random_words, row_key
 from nanovllm.kernels.sampling.survivors import commit_token, draw_survivors, draw_survivors_reference
 from nanovllm.kernels.sampling.thresholds import (
@@ -51,6 +50,7 @@ from nanovllm.kernels.sampling.thresholds import (
     search,
     unorder,
 )
+from nanovllm.wire.sampling import RECORD_WORDS
 
 _RECORD = tl.constexpr(RECORD_WORDS)
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)

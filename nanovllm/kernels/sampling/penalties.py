@@ -8,12 +8,7 @@ edit, or with filters after any of this, have their logits copied to float32 fir
 import torch
 
 from nanovllm.kernels.base.triton_import import tl, triton
-
-RECORD_WORDS = 8
-"""int32 words of a row's record: flags, top_k, then as float32 top_p, log(min_p), presence, frequency and repetition
-penalty, and one spare (written by wire/sampling.py)."""
-PENALTIES, MASK = 1, 2
-"""Flags: the row's logits depend on its token counts; on its mask."""
+from nanovllm.wire.sampling import MASK, PENALTIES, RECORD_WORDS
 
 _RECORD = tl.constexpr(RECORD_WORDS)
 _PENALTIES = tl.constexpr(PENALTIES)

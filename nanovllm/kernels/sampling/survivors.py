@@ -7,15 +7,13 @@ from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.sampling.candidates import load_ids
 from nanovllm.kernels.sampling.gumbel import MIN_TEMPERATURE, _pack_keys, gumbel_argmax_reference, keys_to_tokens
 from nanovllm.kernels.sampling.penalties import (
-    MASK,
-    PENALTIES,
-    RECORD_WORDS,
     _allowed,
     _penalise,
     _penalties,
     edit_logits_reference,
 )
 from nanovllm.kernels.sampling.rng import gumbel_noise, random_words, row_key
+from nanovllm.wire.sampling import MASK, PENALTIES, RECORD_WORDS
 
 _RECORD = tl.constexpr(RECORD_WORDS)
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
