@@ -5,9 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes.process_checks import write_tiny_config
 from test_bench import load as load_script
 
+from nanovllm import LLM
 from nanovllm.kernels.gemm.choice import KINDS, LIBRARY, SUMMED, Choices, Gemm, GemmConfig, load, misfit, save
+from nanovllm.runner.model_runner import ModelRunner
 
 ROOT = Path(__file__).resolve().parent.parent
 GEMMS = [Gemm(kind, 512, 512, "bfloat16", True) for kind in KINDS]
@@ -74,3 +77,26 @@ def test_a_table_is_added_to(tune_steps: Any, tmp_path: Path) -> None:
     assert load(path).lookup(half, 20) == CONFIGS[0] and load(path).lookup(second, 20) == CONFIGS[1]
     save(path, tune_steps.table_of("NVIDIA X", {half: {32: CONFIGS[2]}}, load(path)))
     assert load(path).lookup(first, 20) == CONFIGS[2] and load(path).devices == ("NVIDIA X",)
+
+
+def test_all_numbers_of_rows_of_a_running_engine(
+    tune_steps: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script's whole way on a CPU, where a step takes so long as there are GEMMs by the library."""
+    timed: list[int] = []
+
+    def time_step(runner: Any, choices: Choices, rows: int, replays: int) -> float:
+        timed.append(rows)
+        return 100.0 + sum(by_rows[rows] == LIBRARY for by_rows in choices.values())
+
+    monkeypatch.setattr(ModelRunner, "time_step", time_step)
+    options = {"max_num_seqs": 4, "max_model_len": 512, "num_kvcache_blocks": 128, "skip_tokenizer_init": True}
+    model = write_tiny_config(tmp_path, max_position_embeddings=512)
+    with LLM(model, device="cpu", load_format="dummy", **options) as llm:
+        found = tune_steps.tune_all(llm, [4, 1], 60.0)
+    assert set(timed) == {1, 4} and {gemm.kind for gemm in found} == set(KINDS)
+    for by_rows in found.values():
+        assert by_rows[4] != LIBRARY and by_rows[1] != LIBRARY
+    save(tmp_path / "choices.json", tune_steps.table_of("NVIDIA X", found))
+    table = load(tmp_path / "choices.json")
+    assert all(table.lookup(gemm, rows) == found[gemm][rows] for gemm in found for rows in (1, 4))

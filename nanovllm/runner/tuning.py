@@ -11,7 +11,6 @@ from torch import nn
 
 from nanovllm.kernels.base.device_features import supports_tma
 from nanovllm.kernels.gemm.choice import LIBRARY, Choices, Gemm, GemmTable, load, merges_before, shipped_table
-from nanovllm.layers.attention import Attention
 from nanovllm.layers.linear import ParallelLinear
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.wire.shapes import decode_buckets
@@ -58,17 +57,13 @@ def apply(model: DecoderForCausalLM, choices: Choices, fused: bool) -> None:
     """Gives every linear layer its choices. `fused`: steps of the rows that skinny kernels take use forward_few_rows,
     where norm, activation and residual are inside the GEMMs."""
     fused_rows: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, ParallelLinear):
-            module.use(choices.get(module.gemm(fused), {}))
-            if module.kind != "head":
-                fused_rows |= {rows for rows in module.configs if module.fuses(rows)}
-        elif isinstance(module, Attention):
-            module.backend.merged_first = frozenset()
-    for module in model.modules():
-        if isinstance(module, Attention):
-            module.backend.merged_first |= _merged_first(module.o_proj)
+    for linear in linears(model):
+        linear.use(choices.get(linear.gemm(fused), {}))
+        if linear.kind != "head":
+            fused_rows |= {rows for rows in linear.configs if linear.fuses(rows)}
     model.fused_rows = fused_rows if fused else set()
+    for attention in model.attention_layers():
+        attention.backend.merged_first = _merged_first(attention.o_proj)
 
 
 def _merged_first(o_proj: ParallelLinear) -> frozenset[int]:
