@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures the engine, and holds the result against what the device allows at best.
+"""Measures the engine, and compares the result with what the device allows at best.
 
     bench.py                               256 requests, 100..1024 tokens in and out, Qwen3-0.6B with random weights
     bench.py --model 8B --latency          one request alone: time per output token, first token

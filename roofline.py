@@ -21,7 +21,7 @@ class DeviceFigures:
 
     read_bytes_per_second: float
     flops_per_second: float
-    """Dense matrix products in the 16-bit type that the weights have."""
+    """Dense GEMMs in the 16-bit type that the weights have."""
     link_bytes_per_second: float = math.inf
     """To the other ranks, each way."""
 
@@ -33,7 +33,7 @@ KNOWN_DEVICES: dict[str, DeviceFigures] = {
 
 
 def device_figures(name: str) -> DeviceFigures | None:
-    """The figures of the device that calls itself `name` ("NVIDIA H200"), or None where nobody has measured one."""
+    """The figures of the device that calls itself `name` ("NVIDIA H200"), or None where none was measured."""
     return next((figures for known, figures in KNOWN_DEVICES.items() if known in name), None)
 
 
@@ -59,7 +59,7 @@ class StepWork:
         self.decode_context += context
 
     def add_chunk(self, computed: int, count: int, sampled: bool) -> None:
-        """`count` prompt tokens behind `computed` earlier ones; `sampled`: the prompt ends here."""
+        """`count` prompt tokens after `computed` earlier ones; `sampled`: the prompt ends here."""
         self.tokens += count
         self.sampled += sampled
         self.prompt_context += computed + count
@@ -92,7 +92,7 @@ class Roofline:
 
     def step_seconds(self, work: StepWork) -> float:
         """Least seconds of one step."""
-        # A pair costs two products (scores, values) of head_dim multiply-adds for each query head.
+        # A pair costs two dot products (scores, values) of head_dim multiply-adds for each query head.
         pair_flops = 4.0 * self.query_elements
         seconds = self._stage(self.layer_weights, 2.0 * self.layer_weights * work.tokens)
         seconds += self._stage(self.head_weights if work.sampled else 0, 2.0 * self.head_weights * work.sampled)
@@ -129,7 +129,7 @@ class Roofline:
         """
         waiting = deque(zip(prompt_lens, output_lens, strict=True))
         leaving: defaultdict[int, list[int]] = defaultdict(list)  # last step of requests -> their contexts in it
-        running = context = computed = step = 0  # `computed`: prompt tokens that the first of `waiting` has behind it
+        running = context = computed = step = 0  # `computed`: computed tokens of the first of `waiting`
         seconds = 0.0
         while waiting or running:
             work = StepWork()

@@ -49,7 +49,7 @@ def report(steps: list[list[dict[str, Any]]], rows: int) -> dict[str, Any]:
     for step, following in pairwise(steps):
         end, idle, kernels = step[0]["ts"], 0.0, 0
         for event in step:
-            # copies stand between steps: the one in belongs to the step after, the one out to nobody's critical path
+            # copies are between steps: the one in belongs to the next step, the one out is on no critical path
             if event["cat"] == "kernel":
                 idle += max(0.0, event["ts"] - end)
                 end = max(end, event["ts"] + event["dur"])

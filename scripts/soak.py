@@ -6,8 +6,8 @@
 Rounds of traffic follow each other. A round first asks the idle engine some twenty questions, one alone at a time with
 an empty prefix cache, and keeps the answers. Then several threads ask the same questions in bursts (cut to other
 lengths, or until a token of the answer appears), abort what waits, runs or has just ended, call generate() and
-load_weights, on a KV cache that is too small for them. What comes back must be what came back alone, token by token.
-Where two answers part, both tokens are scored alone: only a near tie excuses the engine.
+load_weights, on a KV cache that is too small for them. Every answer must equal the one that was given alone, token by
+token. Where two answers part, both tokens are scored alone: only a near tie excuses the engine.
 """
 
 import argparse
@@ -143,7 +143,7 @@ class Soak:
         return thread
 
     def _step_on(self) -> None:
-        """The loop of whoever serves: everything that add_request's callers get passes here."""
+        """The serving loop: every output of add_request's callers passes here."""
         while self._stepping.is_set():
             if self.llm.has_unfinished_requests():
                 self.ledger.take(self.llm.step())
@@ -216,7 +216,7 @@ class Soak:
             time.sleep(0.1)
             self._show()
             if time.monotonic() > reload:
-                self._load(self.version)  # the same again: nobody may notice
+                self._load(self.version)  # the same again: no answer may change
                 reload = float("inf")
         self._asking.clear()
         for client in clients:

@@ -127,7 +127,7 @@ class Ledger:
             for output in outputs:
                 asked = self.open.get(output.request_id)
                 if asked is None or asked.reasons[output.index] is not None:
-                    self.violation(f"an output after the end, or of nobody's request: {output}")
+                    self.violation(f"an output after the end, or of no request: {output}")
                     continue
                 asked.tokens[output.index] += output.new_token_ids
                 if asked.params.logprobs is not None and output.new_token_ids and output.logprobs is None:
