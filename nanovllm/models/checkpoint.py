@@ -177,12 +177,14 @@ class DummySource:
     dtype: torch.dtype
     device: torch.device
     seed: int
+    offset: float = 0.0
+    """What is added to it when it is loaded."""
 
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(self.name.encode()) ^ self.seed)
         values = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        if len(self.shape) == 1:  # the scale of a norm
-            values.normal_(1.0, 0.1, generator=generator)
+        if len(self.shape) == 1 and self.name.endswith("weight"):  # of a norm
+            values.normal_(1.0 - self.offset, 0.1, generator=generator)
         else:
             values.normal_(0.0, 0.02, generator=generator)
         return values.narrow(dim, start, length)
@@ -195,6 +197,7 @@ def load_dummy(
     seed: int,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Random weights: matrices from N(0, 0.02), norm scales from N(1, 0.1). `progress`: called after each piece."""
+    """Random weights: matrices and biases from N(0, 0.02), norm scales from N(1, 0.1). `progress`: called after each
+    piece."""
     for weight in weights:
-        weight.load(DummySource(weight.name, torch.Size(weight.shape), dtype, device, seed), progress)
+        weight.load(DummySource(weight.name, torch.Size(weight.shape), dtype, device, seed, weight.offset), progress)

@@ -4,8 +4,9 @@ Layers name their tensors canonically ("model.layers.3.self_attn.q_proj.weight")
 checkpoint calls them, which of them it holds as one, and what else is in it that is not the language model's.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 PRE_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 SANDWICH_NORMS = {
@@ -18,6 +19,12 @@ POST_NORMS = {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": 
 
 GATE_UP = {"gate_up_proj": ("gate_proj", "up_proj")}
 QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+
+
+_COMPUTED = ".rotary_emb.inv_freq"
+"""Ends the names of tables that old checkpoints bring."""
+
+Tensor = TypeVar("Tensor")
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,12 @@ class CheckpointNames:
         return None
 
     def canonical(self, name: str) -> str | None:
-        """A name in a checkpoint, without what is stripped; None where it is none of ours."""
-        if name.startswith(self.skipped):
+        """A name in a checkpoint, without what is stripped; None where it is no weight of ours."""
+        if name.startswith(self.skipped) or name.endswith(_COMPUTED):
             return None
         return name.replace(self.stripped, "") if self.stripped else name
+
+    def select(self, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Those of a checkpoint's (name, tensor) pairs that are ours, by their canonical names."""
+        pairs = ((self.canonical(name), tensor) for name, tensor in tensors)
+        return [(name, tensor) for name, tensor in pairs if name is not None]

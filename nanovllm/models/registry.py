@@ -53,13 +53,14 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) 
 
 
 def _text_config(raw: dict[str, Any]) -> dict[str, Any]:
-    """The entries of a nested language model in place of the outer ones."""
+    """The entries of a nested language model in place of the outer ones, but `architectures`."""
     nested = raw.get("text_config")
     if nested is None:
         return raw
     if not isinstance(nested, dict):
         raise refuse("text_config", nested, "a dict")
-    return {**{name: value for name, value in raw.items() if name != "text_config"}, **nested}
+    outer = {name: value for name, value in raw.items() if name != "text_config"}
+    return {**outer, **nested, "architectures": raw.get("architectures")}
 
 
 def read_model_config(config: EngineConfig) -> ModelConfig:

@@ -15,7 +15,7 @@ from nanovllm.kernels import select_kernels
 from nanovllm.kernels.base.compile_keys import hash_triton, resolve_keys
 from nanovllm.models.checkpoint import check_names, load_checkpoint, load_dummy, open_checkpoint
 from nanovllm.models.decoder import ModelContext, attention_specs
-from nanovllm.models.registry import decoder_class
+from nanovllm.models.registry import decoder_class, family
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.runner import tuning
 from nanovllm.runner.cuda_graphs import StepGraphs, why_no_graphs
@@ -100,6 +100,7 @@ class ModelRunner:
         parts = (self.group, self.kernels, self.backend)
         context = ModelContext(model, *parts, self.dtype, self.device, self.max_model_len)
         self.model = decoder_class(model.architecture)(context)
+        self._spelling = family(model.architecture).names
         self.gemm_table = tuning.table_for(self.device, config.kernel_choices)
         self.weights = list(self.model.checkpoint_weights())
         self.work = StepWork(config, self.model, context, self.io)
@@ -115,7 +116,7 @@ class ModelRunner:
         if self.config.load_format == "dummy":
             load_dummy(self.weights, self.dtype, self.device, self.config.seed, self._progress)
         else:
-            tensors = open_checkpoint(Path(self.config.model))
+            tensors = dict(self._spelling.select(open_checkpoint(Path(self.config.model)).items()))
             check_names(self.weights, tensors, self.model_config.tie_word_embeddings)
             load_checkpoint(self.weights, tensors, self.device, self._progress)
 
@@ -273,7 +274,7 @@ class ModelRunner:
 
     def begin_weight_update(self) -> None:
         """All weights are to come anew."""
-        self.weight_update = WeightUpdate(self.weights, self.model_config.tie_word_embeddings)
+        self.weight_update = WeightUpdate(self.weights, self.model_config.tie_word_embeddings, self._spelling)
 
     @torch.inference_mode()
     def update_weights(self, tensors: list[tuple[str, torch.Tensor]]) -> None:

@@ -6,6 +6,7 @@ import torch
 
 from nanovllm.layers.weights import CheckpointWeight
 from nanovllm.models.checkpoint import DTYPES
+from nanovllm.models.names import CheckpointNames
 
 
 def named_tensor(item: object) -> tuple[str, torch.Tensor]:
@@ -28,14 +29,16 @@ class WeightUpdate:
     Ranks await the same names and shapes, so one can check for all: a worker that raised would be gone.
     """
 
-    def __init__(self, weights: Iterable[CheckpointWeight], head_is_tied: bool) -> None:
+    def __init__(self, weights: Iterable[CheckpointWeight], head_is_tied: bool, spelling: CheckpointNames) -> None:
+        """spelling: of the names that come."""
+        self._spelling = spelling
         self._awaited = {weight.name: weight for weight in weights}
         self._head_is_tied = head_is_tied
 
     def check(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Raises ValueError for an unknown or repeated name, a shape or a type that cannot be loaded."""
         names = set()
-        for name, tensor in tensors:
+        for name, tensor in self._spelling.select(tensors):
             if name == "lm_head.weight" and self._head_is_tied:
                 continue
             if name not in self._awaited or name in names:
@@ -48,7 +51,7 @@ class WeightUpdate:
 
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Copies whole tensors, which `check` has seen, into the rank's parameters, in place."""
-        for name, tensor in tensors:
+        for name, tensor in self._spelling.select(tensors):
             if name in self._awaited:  # not the copy of a tied head
                 self._awaited.pop(name).load(tensor)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from observing import LogitRecorder
+from safetensors.torch import save_file
 
 from nanovllm import LLM, SamplingParams
 
@@ -138,9 +139,9 @@ CASES = {
 }
 
 
-def make_model(case: Case) -> Any:
+def make_model(case: Case, seed: int = 0) -> Any:
     """A model of which every parameter is random: norms start at one value, which hides what they are."""
-    torch.manual_seed(len(case.config))
+    torch.manual_seed(seed)
     config = getattr(transformers, f"{case.config}Config")(**{**SHAPE, **case.entries})
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -201,6 +202,31 @@ def test_equals_transformers_alone_in_a_crowd_in_chunks_and_cached(case: Case, t
             sure = best.values[:, 0] - best.values[:, 1] > 1e-3
             assert sure.sum() > NUM_TOKENS // 2
             assert torch.equal(torch.tensor(output.token_ids)[sure], best.indices[:, 0][sure])
+
+
+def test_a_nested_model_with_other_parts_and_new_weights_in_its_own_spelling(tmp_path: Path) -> None:
+    """Gemma 3 from 4B on: the language model's entries and tensors stand beside those of a vision tower."""
+    case = CASES["gemma3"]
+    model, other = make_model(case), make_model(case, seed=9)
+    save(model, case, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {"hidden_size": 8}}
+    (tmp_path / "config.json").write_text(json.dumps({**outer, "text_config": config}), encoding="utf-8")
+
+    def nested(state: dict[str, torch.Tensor], body: str, head: str) -> dict[str, torch.Tensor]:
+        state = {name.replace("model.", body).replace("lm_head", head): value.clone() for name, value in state.items()}
+        return {**state, "vision_tower.patches.weight": torch.ones(3, 8)}
+
+    older, newer = ("language_model.model.", "language_model.lm_head"), ("model.language_model.", "lm_head")
+    save_file(nested(model.state_dict(), *older), tmp_path / "model.safetensors")
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        for now in (model, other):
+            if now is other:
+                llm.load_weights(nested(now.state_dict(), *newer).items())
+            recorder = LogitRecorder(llm)
+            (output,) = llm.generate([PROMPTS[2]], GREEDY, use_tqdm=False)
+            ours = recorder.of(output.request_id, len(PROMPTS[2]), NUM_TOKENS)
+            torch.testing.assert_close(ours, reference_logits(now, PROMPTS[2], output.token_ids), **TOLERANCE)
 
 
 RANKS = ("llama", "qwen2, seven a group", "gemma2", "olmo2", "phi3", "cohere2")
