@@ -191,9 +191,9 @@ class Front:
 
     def note_ignored(self, call: Call, ignored: list[str]) -> None:
         if ignored:
-            text = ", ".join(ignored)[:500]
+            text = "".join(each if " " <= each <= "~" else "?" for each in ", ".join(ignored)[:500])
             logger.debug("request %s: ignored fields: %s", call.request_id, text)
-            call.notes.append((b"x-ignored-fields", text.encode("ascii", "replace").translate(None, b"\r\n\0")))
+            call.notes.append((b"x-ignored-fields", text.encode()))
 
     async def in_pool(self, work: Callable[[], Result]) -> Result:
         """Runs what may take long in one of two threads. A ValueError is the request's mistake (400)."""

@@ -52,9 +52,9 @@ class Call:
 
     async def begin(self, status: int, content_type: bytes, headers: list[tuple[bytes, bytes]]) -> None:
         """Sends status and headers; the body follows."""
-        self.status = status
         own = [(b"content-type", content_type), (b"x-request-id", self.request_id.encode())]
         await self._send({"type": "http.response.start", "status": status, "headers": own + self.notes + headers})
+        self.status = status
 
     async def end(self, body: bytes = b"") -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})

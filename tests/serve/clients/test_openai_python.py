@@ -1,0 +1,215 @@
+"""openai-python, unchanged: every kind of call that chat and completions have. Needs the extra "clients"."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from serving import Server, user, wait_for
+
+openai = pytest.importorskip("openai")
+pydantic = pytest.importorskip("pydantic")
+
+ITALY = user("What is the capital of Italy?")
+ANSWER = "The capital of Italy is Rome."
+GREEDY: dict[str, Any] = {"model": "demo", "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Any:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def test_chat(client: Any) -> None:
+    answer = client.chat.completions.create(messages=ITALY, **GREEDY)
+    assert answer.choices[0].message.content == ANSWER
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.model == "demo"
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_content_in_parts(client: Any) -> None:
+    parts = [{"type": "text", "text": ITALY[0]["content"]}]
+    answer = client.chat.completions.create(messages=[{"role": "user", "content": parts}], **GREEDY)
+    assert answer.choices[0].message.content == ANSWER
+
+
+def test_stream(client: Any) -> None:
+    options = {"include_usage": True}
+    chunks = list(client.chat.completions.create(messages=ITALY, stream=True, stream_options=options, **GREEDY))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == ANSWER
+    assert len({chunk.id for chunk in chunks}) == len({chunk.created for chunk in chunks}) == 1
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 9
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_stream_helper(client: Any) -> None:
+    with client.chat.completions.stream(messages=ITALY, **GREEDY) as stream:
+        kinds = [event.type for event in stream]
+        assert stream.get_final_completion().choices[0].message.content == ANSWER
+    assert "content.delta" in kinds and "content.done" in kinds
+
+
+class Place(pydantic.BaseModel):
+    name: str
+    population: int
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_parse(client: Any, streamed: bool) -> None:
+    arguments = {"messages": ITALY, "response_format": Place, "model": "demo", "seed": 5, "temperature": 0.2}
+    if streamed:
+        with client.chat.completions.stream(**arguments) as stream:
+            answer = stream.get_final_completion()
+    else:
+        answer = client.chat.completions.parse(**arguments)
+    assert isinstance(answer.choices[0].message.parsed, Place)
+
+
+def test_json_object(client: Any) -> None:
+    form = {"type": "json_object"}
+    answer = client.chat.completions.create(messages=ITALY, model="demo", response_format=form, seed=1, max_tokens=99)
+    text, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
+    assert text.startswith("{")
+    assert reason == "length" or isinstance(json.loads(text), dict)
+
+
+def test_n_and_seed(client: Any) -> None:
+    arguments = {"messages": user("Once upon a time"), "model": "demo", "n": 3, "seed": 11, "max_tokens": 12}
+    first, second = (client.chat.completions.create(**arguments) for _ in range(2))
+    texts = [choice.message.content for choice in first.choices]
+    assert [choice.index for choice in first.choices] == [0, 1, 2]
+    assert texts == [choice.message.content for choice in second.choices]
+    assert len({*texts}) > 1
+
+
+def test_n_greedy(client: Any) -> None:
+    answer = client.chat.completions.create(messages=ITALY, n=2, **GREEDY)
+    assert [choice.message.content for choice in answer.choices] == [ANSWER] * 2
+
+
+@pytest.mark.parametrize("stop", [" of", ["nothing", " of It"]])
+def test_stop(client: Any, stop: Any) -> None:
+    for stream in (False, True):
+        answer = client.chat.completions.create(messages=ITALY, stop=stop, stream=stream, **GREEDY)
+        if stream:
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+        else:
+            text = answer.choices[0].message.content
+        assert text == "The capital"
+
+
+def test_max_tokens(client: Any) -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        answer = client.chat.completions.create(messages=ITALY, **GREEDY, **{name: 2})
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("The capital", "length")
+
+
+def test_logprobs(client: Any) -> None:
+    answer = client.chat.completions.create(messages=ITALY, logprobs=True, top_logprobs=3, **GREEDY)
+    content = answer.choices[0].logprobs.content
+    assert "".join(entry.token for entry in content[:-1]) == ANSWER
+    for entry in content:
+        assert len(entry.top_logprobs) == 3
+        assert entry.logprob == max(top.logprob for top in entry.top_logprobs)
+        assert bytes(entry.bytes).decode() == entry.token
+    chunks = client.chat.completions.create(messages=ITALY, logprobs=True, top_logprobs=3, stream=True, **GREEDY)
+    streamed = [entry for chunk in chunks if (found := chunk.choices[0].logprobs) for entry in found.content or []]
+    assert [(entry.token, entry.bytes) for entry in streamed] == [(entry.token, entry.bytes) for entry in content]
+    assert [entry.logprob for entry in streamed] == pytest.approx([entry.logprob for entry in content], abs=1e-5)
+
+
+def test_completion(client: Any) -> None:
+    answer = client.completions.create(prompt="Monday, Tuesday,", max_tokens=40, **GREEDY)
+    assert answer.choices[0].text == " Wednesday, Thursday, Friday, Saturday, Sunday."
+    assert answer.object == "text_completion"
+
+
+def test_list_of_prompts(client: Any) -> None:
+    prompts = ["Monday, Tuesday,", "3 + 4 ="]
+    answer = client.completions.create(prompt=prompts, n=2, max_tokens=3, **GREEDY)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    alone = [client.completions.create(prompt=prompt, max_tokens=3, **GREEDY).choices[0].text for prompt in prompts]
+    assert [choice.text for choice in answer.choices] == [alone[0], alone[0], alone[1], alone[1]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo(client: Any, stream: bool) -> None:
+    answer = client.completions.create(prompt="3 + 4 =", echo=True, max_tokens=3, stream=stream, **GREEDY)
+    text = "".join(chunk.choices[0].text for chunk in answer) if stream else answer.choices[0].text
+    assert text.startswith("3 + 4 = 7")
+
+
+def test_log_likelihood(client: Any) -> None:
+    """echo with max_tokens=0: the prompt's own log-probabilities, as evaluations ask for them."""
+    answer = client.completions.create(prompt="3 + 4 = 7", echo=True, logprobs=1, max_tokens=0, **GREEDY)
+    choice = answer.choices[0]
+    assert choice.text == "3 + 4 = 7" == "".join(choice.logprobs.tokens)
+    assert choice.logprobs.token_logprobs[0] is None
+    assert all(value <= 0 for value in choice.logprobs.token_logprobs[1:])
+    assert choice.logprobs.text_offset[:2] == [0, 1]
+    assert answer.usage.completion_tokens == 0
+
+
+def test_completion_logprobs(client: Any) -> None:
+    arguments: dict[str, Any] = {"prompt": "Monday, Tuesday,", "max_tokens": 6, "logprobs": 2, **GREEDY}
+    whole = client.completions.create(**arguments).choices[0]
+    assert "".join(whole.logprobs.tokens) == whole.text
+    assert all(len(top) == 2 for top in whole.logprobs.top_logprobs)
+    pieces = [chunk.choices[0] for chunk in client.completions.create(stream=True, **arguments)]
+    tokens = [token for piece in pieces if piece.logprobs for token in piece.logprobs.tokens]
+    offsets = [offset for piece in pieces if piece.logprobs for offset in piece.logprobs.text_offset]
+    assert (tokens, offsets) == (whole.logprobs.tokens, whole.logprobs.text_offset)
+
+
+def test_models(client: Any) -> None:
+    assert [model.id for model in client.models.list()] == ["demo"]
+    assert client.models.retrieve("demo").id == "demo"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("owner/other")
+
+
+def test_errors_by_class(client: Any, server: Server) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(messages=ITALY, model="demo", temperature=-1)
+    assert refused.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(messages=ITALY, model="other")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.chat.completions.create(messages=user("a b " * 2000), model="demo")
+    assert long.value.code == "context_length_exceeded"
+    assert "maximum context length" in str(long.value)
+
+
+def test_abort(client: Any, server: Server) -> None:
+    stream = client.chat.completions.create(
+        messages=user("Once upon a time"), model="demo", stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    wait_for(lambda: server.num_running() == 0, "abort", 5)
+
+
+def test_request_id(client: Any) -> None:
+    headers = {"X-Request-Id": "mine-7"}
+    answer = client.chat.completions.with_raw_response.create(messages=ITALY, extra_headers=headers, **GREEDY)
+    assert answer.headers["x-request-id"] == "mine-7"
+    assert answer.parse().id == "mine-7"
+
+
+def test_100_streams(server: Server) -> None:
+    async def one(client: Any, number: int) -> str:
+        prompt = f"{number} {number + 1} {number + 2}"
+        arguments = {"prompt": prompt, "max_tokens": 8, "seed": number, "model": "demo", "stream": True}
+        return "".join([chunk.choices[0].text async for chunk in await client.completions.create(**arguments)])
+
+    async def everyone() -> tuple[list[str], list[str]]:
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", timeout=120) as client:
+            together = await asyncio.gather(*(one(client, number) for number in range(100)))
+            return together, [await one(client, number) for number in range(0, 100, 10)]
+
+    together, alone = asyncio.run(everyone())
+    assert together[::10] == alone

@@ -1,0 +1,226 @@
+"""What the endpoints answer, to the byte where clients look."""
+
+import json
+import re
+from typing import Any
+
+import httpx
+import pytest
+from serving import DEMO, Server, events, user, wait_for
+from transformers import AutoTokenizer
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+ASK: dict[str, Any] = {"messages": user("What is the capital of Italy?"), "temperature": 0}
+ANSWER = "The capital of Italy is Rome."
+
+
+def test_chat_to_the_byte(client: httpx.Client) -> None:
+    answer = client.post(CHAT, json=ASK)
+    assert answer.headers["content-type"] == "application/json"
+    body = answer.json()
+    assert re.fullmatch("chatcmpl-[0-9a-f]{32}", body["id"])
+    assert body["object"] == "chat.completion" and body["model"] == "demo"
+    message = {"role": "assistant", "content": ANSWER, "refusal": None}
+    assert body["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}]
+    usage = {"prompt_tokens": 15, "completion_tokens": 9, "total_tokens": 24}
+    assert body["usage"] | {"prompt_tokens_details": 0} == usage | {"prompt_tokens_details": 0}
+
+
+def test_stream_to_the_byte(client: httpx.Client) -> None:
+    with client.stream("POST", CHAT, json=ASK | {"stream": True, "n": 2}) as response:
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert response.headers["cache-control"] == "no-cache"
+        assert response.headers["x-accel-buffering"] == "no"
+        assert response.headers["x-request-id"]
+        chunks = list(events(response))
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert not any("usage" in chunk for chunk in chunks)
+    for index in (0, 1):
+        own = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        assert [choice["finish_reason"] for choice in own] == [None] * (len(own) - 1) + ["stop"]
+        assert "".join(choice["delta"].get("content", "") for choice in own) == ANSWER
+
+
+def test_usage_of_a_stream(client: httpx.Client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    with client.stream("POST", CHAT, json=ASK | {"stream": True, "stream_options": options}) as response:
+        chunks = list(events(response))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == 9
+    assert chunks[-1]["choices"] == []
+
+
+def test_refused_streams_have_a_status(client: httpx.Client) -> None:
+    """Also where only the engine finds out what is wrong."""
+    for wrong in ({"top_p": 2}, {"structured_outputs": {"regex": "("}}, {"logit_bias": {"5000": 1}}):
+        answer = client.post(CHAT, json=ASK | wrong | {"stream": True})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] in wrong
+
+
+def test_prompt_cache_is_seen_and_salted(client: httpx.Client) -> None:
+    body = {"prompt": "the cat and the dog " * 20, "max_tokens": 1, "cache_salt": "one"}
+    cached = []
+    for salt in ("one", "one", "two"):
+        usage = client.post(COMPLETIONS, json=body | {"cache_salt": salt}).json()["usage"]
+        cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+    assert cached[0] == cached[2] == 0
+    assert cached[1] > 0
+
+
+def test_several_names(tmp_path: Any) -> None:
+    with Server(tmp_path, "--served-model-name", "a", "owner/b") as server:
+        server.wait_until_ready()
+        listed = httpx.get(server.url + "/v1/models").json()["data"]
+        assert [model["id"] for model in listed] == ["a", "owner/b"]
+        assert listed[0]["max_model_len"] == 2048
+        assert httpx.get(server.url + "/v1/models/owner/b").json()["id"] == "owner/b"
+        assert httpx.get(server.url + "/v1/models/owner%2Fb").status_code == 200
+        assert httpx.post(server.url + CHAT, json=ASK | {"model": "owner/b"}).json()["model"] == "owner/b"
+        assert httpx.post(server.url + CHAT, json=ASK | {"model": "demo"}).status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/embeddings", "/v1/chat", "/v1/load_lora_adapter", "/sleep"])
+def test_unknown_paths(client: httpx.Client, path: str) -> None:
+    for answer in (client.get(path), client.post(path, json={})):
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "unknown_url"
+
+
+def test_methods(client: httpx.Client) -> None:
+    assert client.get(CHAT).status_code == 405
+    assert client.get(CHAT).json()["error"]["type"] == "invalid_request_error"
+    head = client.head("/health")
+    assert (head.status_code, head.content) == (200, b"")
+
+
+def test_small_endpoints(client: httpx.Client) -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", client.get("/version").json()["version"])
+    assert {"server_load", "running", "waiting", "kv_cache_usage"} <= client.get("/load").json().keys()
+    assert client.get("/ping").status_code == client.post("/ping").status_code == 200
+
+
+def test_tokenize(client: httpx.Client) -> None:
+    hf = AutoTokenizer.from_pretrained(DEMO)
+    text = "Hello, é 漢 🙂 world"
+    body = client.post("/tokenize", json={"model": "demo", "prompt": text, "return_token_strs": True}).json()
+    assert body["tokens"] == hf.encode(text)
+    assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
+    assert body["max_model_len"] == 2048
+    assert client.post("/detokenize", json={"tokens": body["tokens"]}).json() == {"prompt": text}
+    chat = client.post("/tokenize", json={"messages": ASK["messages"]}).json()["tokens"]
+    wanted = hf.apply_chat_template(ASK["messages"], add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert chat == wanted
+
+
+def test_truncated_prompts(client: httpx.Client) -> None:
+    body = {"prompt": [5, 6, 7, 8, 9] * 1000, "max_tokens": 1}
+    for keep, length in ((3, 3), (-1, 2047)):
+        answer = client.post(COMPLETIONS, json=body | {"truncate_prompt_tokens": keep})
+        assert answer.json()["usage"]["prompt_tokens"] == length
+
+
+def test_tokens_as_ids(client: httpx.Client) -> None:
+    body = {"prompt": "3 + 4 =", "max_tokens": 2, "logprobs": 1, "temperature": 0, "return_token_ids": True}
+    choice = client.post(COMPLETIONS, json=body | {"return_tokens_as_token_ids": True}).json()["choices"][0]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+
+
+def test_unknown_fields_are_named(client: httpx.Client) -> None:
+    answer = client.post(CHAT, json=ASK | {"no_such": 1, "user": "me", "evil\r\nname": 2})
+    assert answer.status_code == 200
+    assert answer.headers["x-ignored-fields"] == "evil??name, no_such"
+
+
+def test_request_ids(client: httpx.Client) -> None:
+    assert client.get("/health", headers={"x-request-id": "abc-1"}).headers["x-request-id"] == "abc-1"
+    assert client.get("/health", headers={"x-request-id": "no blanks!"}).headers["x-request-id"] != "no blanks!"
+
+
+def test_continued_message(client: httpx.Client) -> None:
+    messages = [*ASK["messages"], {"role": "assistant", "content": "The capital of"}]
+    answer = client.post(CHAT, json=ASK | {"messages": messages, "continue_final_message": True})
+    assert answer.json()["choices"][0]["message"]["content"] == " Italy is Rome."
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    assert client.post(CHAT, json=ASK | {"messages": messages} | both).status_code == 400
+
+
+def families(text: str) -> dict[str, Any]:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def value(server: Server, name: str, **labels: str) -> float:
+    for family in families(httpx.get(server.url + "/metrics").text).values():
+        for sample in family.samples:
+            if sample.name == name and labels.items() <= sample.labels.items():
+                return float(sample.value)
+    raise AssertionError(name)
+
+
+def test_metrics(server: Server, client: httpx.Client) -> None:
+    wait_for(lambda: server.num_running() == 0, "rest")
+    before = {name: value(server, name) for name in ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")}
+    stops = value(server, "vllm:request_success_total", finished_reason="stop")
+    client.post(CHAT, json=ASK)
+    text = client.get("/metrics").text
+    assert value(server, "vllm:prompt_tokens_total") == before["vllm:prompt_tokens_total"] + 15
+    assert value(server, "vllm:generation_tokens_total") == before["vllm:generation_tokens_total"] + 9
+    assert value(server, "vllm:request_success_total", finished_reason="stop") == stops + 1
+    found = families(text)
+    series = [(sample.name, *sorted(sample.labels.items())) for family in found.values() for sample in family.samples]
+    assert len(series) == len(set(series)), "a series is there twice"
+    for name in (
+        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries"),
+        *("prefix_cache_hits", "num_preemptions", "time_to_first_token_seconds", "inter_token_latency_seconds"),
+        *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds"),
+        *("request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens"),
+        *("iteration_tokens_total", "cache_config_info", "engine_sleep_state", "admission_rejections"),
+    ):
+        assert f"vllm:{name}" in found, name
+    assert value(server, "vllm:iteration_tokens_total_count") > 0
+    handlers = {sample.labels["handler"] for sample in found["http_requests"].samples}
+    assert CHAT in handlers and handlers <= {"none", "/v1/models/*", CHAT, COMPLETIONS} | {
+        *("/health", "/ready", "/ping", "/metrics", "/version", "/load", "/", "/tokenize", "/detokenize", "/v1/models")
+    }
+
+
+def test_log(server: Server, client: httpx.Client) -> None:
+    """A line a request, and none of what it said."""
+    secret = "a very secret word"
+    identity = client.post(CHAT, json={"messages": user(secret), "max_tokens": 2}).json()["id"]
+    [line] = [line for line in server.log.splitlines() if identity in line]
+    assert "2 out" in line and "length" in line
+    assert secret not in server.log
+
+
+def test_log_as_json(tmp_path: Any) -> None:
+    with Server(tmp_path, "--log-format", "json") as server:
+        wait_for(lambda: "answers" in server.log, "port")
+        assert all(json.loads(line)["level"] for line in server.log.splitlines())
+
+
+def test_allowed_origin(tmp_path: Any) -> None:
+    origin = "https://page.example"
+    with Server(tmp_path, "--allowed-origins", origin, "--api-key", "k") as server:
+        server.wait_until_ready()
+        asked = {"origin": origin, "access-control-request-method": "POST"}
+        answer = httpx.options(server.url + CHAT, headers=asked)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, origin)
+        other = httpx.options(server.url + CHAT, headers=asked | {"origin": "https://elsewhere.example"})
+        assert "access-control-allow-origin" not in other.headers
+        head = {"origin": origin, "authorization": "Bearer k"}
+        with httpx.stream("POST", server.url + CHAT, json=ASK | {"stream": True}, headers=head) as stream:
+            assert stream.headers["access-control-allow-origin"] == origin
+            assert list(events(stream))
+
+
+def test_defaults_of_the_server(tmp_path: Any) -> None:
+    override = json.dumps({"temperature": 0, "max_new_tokens": 3})
+    with Server(tmp_path, "--override-generation-config", override) as server:
+        server.wait_until_ready()
+        body = {"messages": ASK["messages"]}
+        texts = {httpx.post(server.url + CHAT, json=body).json()["choices"][0]["message"]["content"] for _ in range(3)}
+        assert texts == {"The capital of"}
