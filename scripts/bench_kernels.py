@@ -6,7 +6,7 @@
     python scripts/bench_kernels.py sampling --rows 256
     python scripts/bench_kernels.py all_reduce --ranks 4 --model 32B       needs a GPU for each rank
     python scripts/bench_kernels.py all_reduce --ranks 2 --check-only --share-gpus      on one GPU
-    python scripts/bench_kernels.py decode_steps --model 8B --rows 64 256 --against enforce_eager=True
+    python scripts/bench_kernels.py decode_steps --model 8B --rows 64 256 --against disable=gemm_kernels
     python scripts/bench_kernels.py prompt_steps --model 8B --ranks 2 --rows 4096
     python scripts/bench_kernels.py gemm attention sampling --dry          small shapes on a CPU, no times
 

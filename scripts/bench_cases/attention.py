@@ -7,8 +7,8 @@ from functools import partial
 import torch
 
 from bench_cases.harness import Line, Point, Setup, compare
-from nanovllm.kernels.attention.decode import DecodeAttention, decode_attention_reference
-from nanovllm.kernels.attention.decode_plan import DecodeConfig, tuning
+from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch, decode_attention_reference
+from nanovllm.kernels.attention.decode_plan import DecodeConfig, DecodePlan, tuning
 from nanovllm.kernels.attention.spec import AttentionSpec
 
 BATCHES = ("1x576", "16xragged", "64xragged", "128xragged", "256xragged", "256x560")
@@ -31,6 +31,11 @@ class Batch:
     context_lens: torch.Tensor
     nbytes: int
     """Keys and values that one call reads."""
+
+    @property
+    def spec(self) -> AttentionSpec:
+        head_dim = self.q.shape[-1]
+        return AttentionSpec(self.q.shape[1], self.k_cache.shape[1], head_dim, head_dim**-0.5)
 
 
 def attention(setup: Setup) -> Iterator[Line]:
@@ -68,7 +73,7 @@ def make_batch(setup: Setup, text: str, heads: int, kv_heads: int, page: int) ->
 
 def make_point(setup: Setup, text: str, batch: Batch) -> Point:
     heads, kv_heads = batch.q.shape[1], batch.k_cache.shape[1]
-    classes = tuning(kv_heads)
+    classes = tuning(kv_heads, batch.q.shape[-1])
     chosen = next(config for most, config in classes if most is None or len(batch.q) <= most)
     configs = dict.fromkeys([chosen, *(config for _, config in classes)])
     contenders = {name_of(config): partial(attend, batch, planned(setup, batch, config)) for config in configs}
@@ -87,11 +92,11 @@ def make_point(setup: Setup, text: str, batch: Batch) -> Point:
 
 def planned(setup: Setup, batch: Batch, config: DecodeConfig) -> DecodeAttention:
     """The kernel with the batch's plan, which the engine makes once a step."""
-    heads, kv_heads, (page, head_dim) = batch.q.shape[1], batch.k_cache.shape[1], batch.k_cache.shape[2:]
-    spec = AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5)
-    kernel = DecodeAttention(spec, page, len(batch.q), MAX_MODEL_LEN, setup.device, config)
-    kernel.plan(batch.row_slot, batch.context_lens, len(batch.q))
-    return kernel
+    rows, spec = len(batch.q), batch.spec
+    plan = DecodePlan(spec.num_kv_heads, spec.head_dim, None, rows, MAX_MODEL_LEN, setup.device, config)
+    plan.make(batch.row_slot, batch.context_lens, rows)
+    scratch = DecodeScratch.for_specs({spec: plan}, rows, setup.device)
+    return DecodeAttention(spec, batch.k_cache.shape[2], plan, scratch)
 
 
 def attend(batch: Batch, kernel: DecodeAttention, index: int) -> torch.Tensor:
@@ -100,9 +105,8 @@ def attend(batch: Batch, kernel: DecodeAttention, index: int) -> torch.Tensor:
 
 
 def reference(batch: Batch, index: int) -> torch.Tensor:
-    lens, scale = batch.context_lens, batch.q.shape[-1] ** -0.5
-    table = batch.tables[index]
-    return decode_attention_reference(batch.q, batch.k_cache, batch.v_cache, batch.row_slot, lens, table, scale)
+    lens, table = batch.context_lens, batch.tables[index]
+    return decode_attention_reference(batch.q, batch.k_cache, batch.v_cache, batch.row_slot, lens, table, batch.spec)
 
 
 def name_of(config: DecodeConfig) -> str:
