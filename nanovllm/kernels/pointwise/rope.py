@@ -103,17 +103,21 @@ def _load_parts(ROW, BIAS, heads, count, D: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def _norm_rope(parts, WEIGHT, mean_square, weight_first, weight_second, cos, sin, heads, count, D: tl.constexpr,
+def _norm_rope(parts, spoil, WEIGHT, mean_square, weight_first, weight_second, cos, sin, heads, count, D: tl.constexpr,
                HALF: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, AFTER: tl.constexpr,
                NORM_FLOAT32: tl.constexpr, ROPE: tl.constexpr, ROPE_FLOAT32: tl.constexpr):  # fmt: skip
-    """What _load_parts gave, normalised and rotated."""
+    """What _load_parts gave, normalised and rotated. `spoil`, zeros and NaN, makes NaN of the heads where it has one;
+    a norm's sum takes it along."""
     first, second, rest = parts
     if ROPE and AFTER:
         first, second = _rotated(first, second, cos, sin, ROPE_FLOAT32)
     if NORM is not None:
         if NORM == "head":
             first32, second32 = first.to(tl.float32), second.to(tl.float32)
-            squares = tl.sum(first32 * first32 + second32 * second32, 1)
+            squares = first32 * first32 + second32 * second32
+            if spoil is not None:
+                squares += spoil
+            squares = tl.sum(squares, 1)
             if 2 * HALF < D:
                 squares += tl.sum(rest.to(tl.float32) * rest.to(tl.float32), 1)
             inverse_rms = tl.rsqrt(squares / D + EPS)[:, None]
@@ -129,18 +133,14 @@ def _norm_rope(parts, WEIGHT, mean_square, weight_first, weight_second, cos, sin
             rest = _normed(rest, inverse_rms, weight_rest, NORM_FLOAT32)
     if ROPE and not AFTER:
         first, second = _rotated(first, second, cos, sin, ROPE_FLOAT32)
+    if spoil is not None and NORM != "head":
+        first = (first.to(tl.float32) + tl.sum(spoil, 1)[:, None]).to(first.dtype)
     return first, second, rest
 
 
 @triton.jit
 def _scaled(x, scale):
     return (x.to(tl.float32) * scale).to(x.dtype)
-
-
-@triton.jit
-def _spoiled(x):
-    """1 where x is not finite, else 0."""
-    return tl.where(tl.abs(x) < float("inf"), 0, 1)
 
 
 @triton.jit
@@ -200,8 +200,8 @@ def _qk_norm_rope_store_kernel(
     if is_query:
         heads = group * HEADS + tl.arange(0, HEADS)
         parts = _load_parts(row, BIAS, heads, Q_HEADS, D, HALF)
-        first, second, rest = _norm_rope(parts, Q_WEIGHT, q_mean_square, weight_first, weight_second, cos, sin, heads,
-                                         Q_HEADS, D, HALF, NORM, EPS, AFTER, NORM_FLOAT32, ROPE, ROPE_FLOAT32)
+        first, second, rest = _norm_rope(parts, None, Q_WEIGHT, q_mean_square, weight_first, weight_second, cos, sin,
+                                         heads, Q_HEADS, D, HALF, NORM, EPS, AFTER, NORM_FLOAT32, ROPE, ROPE_FLOAT32)
         if QUERY_SCALE is not None:
             scale = tl.load(QUERY_SCALE + position).to(QKV.dtype.element_ty).to(tl.float32)
             first, second, rest = _scaled(first, scale), _scaled(second, scale), _scaled(rest, scale)
@@ -217,19 +217,17 @@ def _qk_norm_rope_store_kernel(
             v_parts = _load_parts(values, V_BIAS, heads, KV_HEADS, D, HALF)
             block, offset = (slot // BLOCK_SIZE).to(tl.int64), slot % BLOCK_SIZE
             v_first, v_second, v_rest = v_parts
-            spoiled = tl.max(tl.maximum(_spoiled(v_first), _spoiled(v_second)), 1)
+            # 0 where a value is finite, else NaN
+            spoil = v_first.to(tl.float32) * 0.0 + v_second.to(tl.float32) * 0.0
             if 2 * HALF < D:
-                spoiled = tl.maximum(spoiled, tl.max(_spoiled(v_rest), 1))
-            spoiled = spoiled[:, None] > 0
+                spoil += tl.sum(v_rest.to(tl.float32) * 0.0, 1)[:, None]
             v_parts = (_finite(v_first), _finite(v_second), _finite(v_rest))
             v_row = V_CACHE + block * v_strides[0] + offset * v_strides[2]
             _store_heads(v_row, v_strides[1], v_parts, heads, KV_HEADS, D, HALF)
-            first, second, rest = _norm_rope(parts, K_WEIGHT, k_mean_square, weight_first, weight_second, cos, sin,
-                                             heads, KV_HEADS, D, HALF, NORM, EPS, AFTER, NORM_FLOAT32, ROPE,
-                                             ROPE_FLOAT32)  # fmt: skip
-            first = tl.where(spoiled, float("nan"), first)
+            parts = _norm_rope(parts, spoil, K_WEIGHT, k_mean_square, weight_first, weight_second, cos, sin, heads,
+                               KV_HEADS, D, HALF, NORM, EPS, AFTER, NORM_FLOAT32, ROPE, ROPE_FLOAT32)
             k_row = K_CACHE + block * k_strides[0] + offset * k_strides[2]
-            _store_heads(k_row, k_strides[1], (first, second, rest), heads, KV_HEADS, D, HALF)
+            _store_heads(k_row, k_strides[1], parts, heads, KV_HEADS, D, HALF)
 
 
 def qk_norm_rope_store(
@@ -293,7 +291,7 @@ def qk_norm_rope_store_reference(
     bias: torch.Tensor | None = None, query_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Normalises and rotates queries in place and keys on their way into the cache; values go there as they are. A
-    value that is not finite is stored as 0 and its key as NaN (a part of it at least).
+    value that is not finite is stored as 0 and makes its key NaN (a part of it at least).
 
     qkv [T, (Hq + 2 Hkv) * D]: queries, keys, values; its query part is overwritten. positions int32 [T]. slot_mapping
     int32 [T]: block * block_size + offset, -1: store nothing. k_cache, v_cache [blocks, Hkv, block_size, D]: any

@@ -1,0 +1,73 @@
+"""Attention kernels compiled for compute capability 9.0, which takes no GPU: they fit, and keep to registers."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+COMPILE = """
+import re
+import subprocess
+import sys
+import tempfile
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from nanovllm.kernels.attention import decode, prefill
+from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
+from nanovllm.kernels.attention.decode_plan import DecodePlan
+from nanovllm.kernels.attention.prefill import PrefillAttention, prefill_config
+from nanovllm.kernels.attention.spec import AttentionSpec
+from nanovllm.startup.compile_server import _TargetOnly
+
+driver.set_active(_TargetOnly(GPUTarget("cuda", 90, 32)))
+decode.supports_tma = prefill.supports_tma = lambda device: True
+launch = JITFunction.run
+
+def run(self, *args, grid, warmup, **options):
+    kernel = launch(self, *args, grid=grid, warmup=True, **options)
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(kernel.asm["ptx"])
+        file.flush()
+        command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        report = subprocess.run(command, capture_output=True, text=True).stderr
+    [spilled] = re.findall(r"(\\d+) bytes spill stores", report)
+    assert kernel.metadata.shared <= 227 * 1024, (self.__name__, kernel.metadata.shared)
+    assert int(spilled) <= 256, (self.__name__, report)
+    return kernel
+
+JITFunction.run = run
+cpu, rows, page, slots = torch.device("cpu"), 8, 128, 32
+spec = AttentionSpec(*eval(sys.argv[1]))
+def bf16(*shape):
+    return torch.empty(shape, dtype=torch.bfloat16)
+def zeros(*shape):
+    return torch.zeros(shape, dtype=torch.int32)
+q = bf16(rows, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)[:, : spec.num_heads]
+cache = bf16(4, spec.num_kv_heads, page, spec.head_dim)
+out, table, sinks = bf16(*q.shape), zeros(slots, 32), bf16(spec.num_heads) if spec.has_sinks else None
+plan = DecodePlan(spec.num_kv_heads, spec.head_dim, spec.window, slots, 4096, cpu)
+plan.make(zeros(rows), zeros(rows), rows)
+scratch = DecodeScratch.for_specs({spec: plan}, slots, cpu)
+DecodeAttention(spec, page, plan, scratch)(q, cache, cache, table, 4096, out, sinks)
+attention = PrefillAttention(spec, page, slots, cpu, prefill_config(spec.head_dim, q.dtype))
+tiles = attention.plan(zeros(3), zeros(2), rows)
+attention(q, cache, cache, table, zeros(2), zeros(3), zeros(2), tiles, out, sinks)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [
+    (16, 8, 128, 0.1), (32, 32, 96, 0.1), (3, 1, 64, 0.1, 128, None, True), (8, 4, 256, 0.1, 4096, 50.0),
+    (16, 8, 192, 0.1)])
+def test_kernels_fit_a_multiprocessor(spec: tuple[object, ...]) -> None:
+    """In an interpreter of its own, for here Triton's interpreter may be on."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE, repr(spec)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
