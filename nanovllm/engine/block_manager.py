@@ -81,6 +81,14 @@ class BlockManager:
         """What match_prefix gives where nothing is cached."""
         return [], _root_hash(seq)
 
+    def next_block(self, seq: Sequence, num_blocks: int, parent_hash: bytes, num_tokens: int) -> bytes | None:
+        """Hash of the block that follows the first `num_blocks` of a row; parent_hash is the hash of those. None where
+        the row's first `num_tokens` do not fill it, and without a prefix cache."""
+        begin, end = num_blocks * self.block_size, (num_blocks + 1) * self.block_size
+        if not self.enable_prefix_caching or end > num_tokens:
+            return None
+        return xxhash.xxh3_128_digest(_content(parent_hash, seq.token_ids[begin:end]))
+
     def num_in_use(self, hits: list[int]) -> int:
         """How many of these blocks some row owns."""
         return sum(1 for block_id in hits if self._blocks[block_id].ref_count)

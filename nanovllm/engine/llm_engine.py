@@ -84,9 +84,6 @@ class LLMEngine:
         self._inbox: deque[tuple[str, list[Sequence]]] = deque()
         self._completions: dict[int, list[Sequence]] = {}
         """The rows of every request that is known, by its id."""
-        self._siblings: dict[int, list[Sequence]] = {}
-        """Completions that wait until their request's first one has computed the prompt, whose blocks they then
-        share."""
         self._num_sampling = 0
         """Unfinished rows that need more than greedy or temperature."""
         self._launched: deque[_Launched] = deque()
@@ -317,9 +314,6 @@ class LLMEngine:
                     columns.token_ids[entry] = -1
                     self._num_generated -= 1
                 columns.endings[entry] = self._end(seq, now)
-            if self._siblings and seq.request_id in self._siblings:
-                for sibling in self._siblings.pop(seq.request_id):
-                    self.scheduler.add(sibling)
 
     def _end(self, seq: Sequence, now: float) -> Ending:
         seq.metrics.finished_time = now
@@ -354,11 +348,9 @@ class LLMEngine:
         while self._inbox:
             kind, seqs = self._inbox.popleft()
             if kind == "add":
-                self.scheduler.add(seqs[0])
-                if len(seqs) > 1:
-                    self._siblings[seqs[0].request_id] = seqs[1:]
+                for seq in seqs:
+                    self.scheduler.add(seq)
                 continue
-            self._siblings.pop(seqs[0].request_id, None)
             for seq in seqs:
                 if seq.status is not SequenceStatus.FINISHED:
                     self.scheduler.abort(seq)

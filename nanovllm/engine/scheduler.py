@@ -10,6 +10,7 @@ turns out to have ended computed one token too many in the step already launched
 """
 
 from collections import deque
+from collections.abc import Iterable
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
@@ -38,6 +39,7 @@ class Scheduler:
         self.waiting_short: deque[Sequence] = deque()
         self.waiting_long: deque[Sequence] = deque()
         self.num_waiting_tokens = 0
+        self._last_plan: StepPlan | None = None
         self.num_preemptions = 0
         """Rows that lost their blocks to older ones."""
         self.num_prompt_tokens = 0
@@ -84,6 +86,7 @@ class Scheduler:
 
     def preempt_all(self) -> None:
         """Every running row goes back to the queue with nothing computed (its KV is no longer valid)."""
+        self._last_plan = None
         while self.running:
             self._preempt(self.running[-1])
         self.block_manager.forget_cached()
@@ -98,7 +101,10 @@ class Scheduler:
     # -- one step -----------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None where no row can go on before results arrive (or none is there)."""
+        """The next step, or None where no row can go on before results arrive (or none is there). The step before must
+        have been launched."""
+        if self._last_plan is not None:  # later steps may read what it writes: the tokens of prompts are known already
+            self._publish_written(self._last_plan, range(self._last_plan.num_decode_rows, self._last_plan.num_rows))
         plan = StepPlan()
         budget = self._schedule_decodes(plan, self.config.max_num_batched_tokens)
         if plan.num_decode_rows:
@@ -115,7 +121,8 @@ class Scheduler:
         plan.num_sample_rows = plan.num_rows
         for seq, count in partial:
             self._add_row(plan, seq, count)
-        return plan if plan.seqs else None
+        self._last_plan = plan if plan.seqs else None
+        return self._last_plan
 
     def _schedule_decodes(self, plan: StepPlan, budget: int) -> int:
         """Adds the rows that have one token to compute, oldest first; makes room by preempting the newest."""
@@ -201,6 +208,7 @@ class Scheduler:
         """
         forecast: Forecast | None = None
         most_updates = most_block_updates(self.block_manager.num_blocks, self.config.max_num_seqs)
+        computed_now = {self._block_to_come(seq) for seq in prompts} - {None}
         num_partial = len(prompts) - len(finishing)
         num_long = sum(1 for seq in prompts if self._is_long(seq.num_tokens_to_compute))
         while budget > 0 and self._free_slots and self.block_manager.num_free_blocks:
@@ -209,6 +217,8 @@ class Scheduler:
                 break
             seq = queue[0]
             hits, parent_hash = self._prefix_hits(seq)
+            if computed_now and self._shared_block(seq, hits, parent_hash) in computed_now:
+                break  # a row is computing what this one begins with: it waits a step, and shares it
             remaining = seq.num_tokens - len(hits) * self.block_manager.block_size
             count = self._chunk(remaining, budget, short_waits=bool(self.waiting_short))
             if not self.block_manager.can_admit(seq, hits):
@@ -225,6 +235,8 @@ class Scheduler:
             queue.popleft()
             self.num_waiting_tokens -= seq.num_tokens
             self._start(plan, seq, hits, parent_hash)
+            if (to_come := self._block_to_come(seq)) is not None:
+                computed_now.add(to_come)
             num_long += self._is_long(remaining)
             budget -= count
             if count == remaining:
@@ -232,6 +244,16 @@ class Scheduler:
             else:
                 partial.append((seq, count))
                 num_partial += 1
+
+    def _block_to_come(self, seq: Sequence) -> bytes | None:
+        """Hash of the first block that a row with an unfinished prompt has not computed."""
+        return self.block_manager.next_block(seq, seq.num_hashed_blocks, seq.parent_hash, seq.num_tokens)
+
+    def _shared_block(self, seq: Sequence, hits: list[int], parent_hash: bytes) -> bytes | None:
+        """Hash of the first block that a waiting row does not find in the prefix cache now, but may share later."""
+        if seq.sampling is not None and seq.sampling.num_prompt_logprobs_missing:
+            return None
+        return self.block_manager.next_block(seq, len(hits), parent_hash, seq.num_tokens - 1)
 
     def _prefix_hits(self, seq: Sequence) -> tuple[list[int], bytes]:
         if seq.sampling is not None and seq.sampling.num_prompt_logprobs_missing:
@@ -276,7 +298,11 @@ class Scheduler:
 
     def apply(self, plan: StepPlan, token_ids: list[int]) -> list[tuple[Sequence, int]]:
         """Takes in a step's sampled tokens (one for each of its first rows); returns who gained which."""
-        self._publish_written(plan)
+        block_size = self.block_manager.block_size
+        self._publish_written(
+            plan, (row for row in range(plan.num_decode_rows) if (plan.starts[row] + 1) % block_size == 0)
+        )
+        self._publish_written(plan, range(plan.num_decode_rows, plan.num_rows))
         gained: list[tuple[Sequence, int]] = []
         waiting, finished = SequenceStatus.WAITING, SequenceStatus.FINISHED  # members of an Enum are slow to look up
         for seq, token_id in zip(plan.seqs[: plan.num_sample_rows], token_ids, strict=True):
@@ -301,11 +327,9 @@ class Scheduler:
                 self.num_waiting_tokens += 1
         return gained
 
-    def _publish_written(self, plan: StepPlan) -> None:
-        """What the step has written becomes hits, in rows that have kept their blocks since."""
-        block_size = self.block_manager.block_size
-        ended_blocks = [row for row in range(plan.num_decode_rows) if (plan.starts[row] + 1) % block_size == 0]
-        for row in (*ended_blocks, *range(plan.num_decode_rows, plan.num_rows)):
+    def _publish_written(self, plan: StepPlan, rows: Iterable[int]) -> None:
+        """What these rows of a step have written becomes hits, where they have kept their blocks since."""
+        for row in rows:
             seq = plan.seqs[row]
             if seq.epoch == plan.epochs[row]:
                 self.block_manager.publish(seq, plan.starts[row] + plan.counts[row])

@@ -238,17 +238,14 @@ def test_outputs_are_hits_too() -> None:
     assert followup.seq.num_prompt_cached_tokens == 12
 
 
-def test_no_hit_while_the_step_that_writes_is_in_flight() -> None:
+def test_a_prompt_is_shared_once_the_step_that_computes_it_is_launched() -> None:
+    """Later steps run after it, so its results need not be there; rows of one step cannot share."""
     simulation = Simulation(block_size=4)
     first, second = (simulation.add([1] * 9, max_tokens=2) for _ in range(2))
-    simulation.launch()
+    assert rows(simulation.launch()) == [(0, 0, 9)]
     third = simulation.add([1] * 9, max_tokens=2)
     simulation.launch()
-    assert [r.seq.num_prompt_cached_tokens for r in (first, second, third)] == [0, 0, 0]
-    simulation.collect()
-    fourth = simulation.add([1] * 9, max_tokens=2)
-    simulation.launch()
-    assert fourth.seq.num_prompt_cached_tokens == 8
+    assert [r.seq.num_prompt_cached_tokens for r in (first, second, third)] == [0, 8, 8]
     simulation.run_to_end()
 
 
@@ -293,3 +290,22 @@ def test_an_abort_may_come_before_its_request() -> None:
     simulation.scheduler.add(early)
     simulation.run_to_end()
     assert other.gained == other.output_alone()[0] and early.output_token_ids == []
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("budget", [4096, 64])
+def test_equal_prompts_are_computed_once(depth: int, apart: bool, budget: int) -> None:
+    """Eight copies, at once or a step apart, whole or in chunks: all but the last tokens are computed by one."""
+    simulation = Simulation(num_blocks=400, block_size=16, depth=depth, max_num_batched_tokens=budget)
+    prompt, computed = [number % 7 for number in range(500)], 0
+    for _ in range(8):
+        simulation.add(prompt, max_tokens=3)
+        if apart:
+            plan = simulation.step()
+            computed += plan.num_prefill_tokens if plan is not None else 0
+    while simulation.scheduler.has_unfinished():
+        plan = simulation.step()
+        computed += plan.num_prefill_tokens if plan is not None else 0
+    simulation.run_to_end()
+    assert computed == 500 + 7 * 4
