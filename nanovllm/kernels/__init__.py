@@ -25,8 +25,8 @@ _HOME = {
     "prepare_decode": "step.input",
     "publish_tokens": "step.mailbox",
     "edit_logits": "sampling.penalties",
-    "draw_filtered": "sampling.filters",
-    "draw_survivors": "sampling.survivors",
+    "sample_filtered": "sampling.filters",
+    "sample_kept": "sampling.survivors",
     "token_logprobs": "sampling.logprobs",
 }
 
@@ -51,8 +51,8 @@ class Kernels:
     prepare_decode: Callable[..., None]
     publish_tokens: Callable[..., None]
     edit_logits: Callable[..., torch.Tensor]
-    draw_filtered: Callable[..., None]
-    draw_survivors: Callable[..., None]
+    sample_filtered: Callable[..., None]
+    sample_kept: Callable[..., None]
     token_logprobs: Callable[..., torch.Tensor]
     fused: bool
     """True: Triton; False: the PyTorch twins."""

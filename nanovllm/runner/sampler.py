@@ -10,6 +10,7 @@ there all ranks compute the same from the same bits. Rows that are plain move no
 """
 
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from nanovllm.kernels import Kernels
 from nanovllm.kernels.sampling.candidates import list_bytes
 from nanovllm.kernels.sampling.filters import LIST_DEPTH
 from nanovllm.kernels.sampling.logprobs import TOP_BUCKETS, top_bucket
+from nanovllm.kernels.sampling.rows import Rows
 from nanovllm.kernels.step.input import DeviceState, StepBuffers
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.wire.sampling import (
@@ -126,34 +128,26 @@ class GeneralSampler:
     ) -> torch.Tensor | None:
         """Draws the general rows, each kind in its way; log-probabilities (see logprobs.py) of rows that want
         them. A row's kind is its own, so that what is computed for it does not depend on the others."""
-        rows, slots = words[section.where("rows")], words[section.where("slots")]
         records = words[section.where("records")].view(-1, RECORD_WORDS)
-        step = (state.temperature, state.seed, buffers.sample_positions)
-        out = (buffers.tokens, state.last_token)
+        rows = Rows(
+            raw, raw_rows, words[section.where("slots")], records, words[section.where("rows")], state.temperature,
+            state.seed, buffers.sample_positions, buffers.tokens, state.last_token, self._vocab_size,
+        )  # fmt: skip
         copied, changed, filtered, _ = section.of_kind
         if copied.start < copied.stop:
             counts, masks = self._tables(section.copied_flags)
-            own = (slots[copied], records[copied])
-            edits = words[section.where("edits")].view(-1, 3)
-            x = self._kernels.edit_logits(raw, raw_rows[copied], *own, counts, masks, edits, self._vocab_size)
-            args = (x, self._range(copied.stop), *own, *step)
+            own = rows.part(copied)
+            x = self._kernels.edit_logits(own, counts, masks, words[section.where("edits")].view(-1, 3))
+            own = replace(own, logits=x, rows=self._range(len(own)))
             if section.copies_filter:
-                self._kernels.draw_filtered(*args, rows[copied], *out, counts, self._vocab_size, has_winner=False)
+                self._kernels.sample_filtered(own, counts, has_winner=False)
             else:
-                self._kernels.draw_survivors(
-                    *args, None, rows[copied], *out, counts, masks, edits=False, vocab_size=self._vocab_size
-                )
+                self._kernels.sample_kept(own, counts)
         if changed.start < changed.stop:
             counts, masks = self._tables(section.changed_flags)
-            self._kernels.draw_survivors(
-                raw, raw_rows[changed], slots[changed], records[changed], *step, None, rows[changed], *out, counts,
-                masks, edits=True, vocab_size=self._vocab_size,
-            )  # fmt: skip
+            self._kernels.sample_kept(rows.part(changed), counts, masks=masks, edits=True)
         if filtered.start < filtered.stop:
-            self._kernels.draw_filtered(
-                raw, raw_rows[filtered], slots[filtered], records[filtered], *step, rows[filtered], *out, None,
-                self._vocab_size, has_winner=True,
-            )  # fmt: skip
+            self._kernels.sample_filtered(rows.part(filtered), None, has_winner=True)
         if section.num_scored == 0:
             return None
         scored = words[section.where("scored")]

@@ -8,6 +8,7 @@ import torch
 
 from bench_cases.harness import Line, Point, Setup, compare
 from nanovllm.kernels import Kernels, select_kernels
+from nanovllm.kernels.sampling.rows import Rows as GeneralRows
 from nanovllm.wire.sampling import RECORD
 
 FILTERS = {
@@ -44,17 +45,19 @@ class Rows:
 
     def filtered(self, records: torch.Tensor, index: int) -> torch.Tensor:
         """Tokens int32 [rows] from what the filters keep."""
-        tokens = torch.zeros_like(self.slots)
-        args = (self.logits[index], self.slots, self.slots, records, self.temperature, self.seed, self.slots)
-        more = (self.slots, tokens, self.last_token, None, self.vocab_size, False)
-        self.kernels.draw_filtered(*args, *more)
-        return tokens
+        rows = self.general(records, index)
+        self.kernels.sample_filtered(rows, None, has_winner=False)
+        return rows.tokens
 
     def penalised(self, records: torch.Tensor, index: int) -> torch.Tensor:
         """Logits float32 [rows, vocabulary]."""
-        edits = torch.empty(0, 4, dtype=torch.int32, device=self.slots.device)
-        args = (self.logits[index], self.slots, self.slots, records, self.counts, None, edits)
-        return self.kernels.edit_logits(*args, self.vocab_size)
+        edits = torch.empty(0, 3, dtype=torch.int32, device=self.slots.device)
+        return self.kernels.edit_logits(self.general(records, index), self.counts, None, edits)
+
+    def general(self, records: torch.Tensor, index: int) -> GeneralRows:
+        """All rows as general ones."""
+        own = (self.logits[index], self.slots, self.slots, records, self.slots, self.temperature, self.seed)
+        return GeneralRows(*own, self.slots, torch.zeros_like(self.slots), self.last_token, self.vocab_size)
 
     def logprobs(self, index: int) -> torch.Tensor:
         """int32 [rows, 13]: token, rank, five likeliest ids; bits of log-probabilities."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nanovllm.kernels.sampling import rows as rows_module
 from nanovllm.wire.sampling import RECORD, RECORD_WORDS
 
 
@@ -25,9 +26,14 @@ class Rows:
     def filter_args(self) -> tuple[torch.Tensor, ...]:
         return self.logits, self.rows, self.slots, self.records, self.temperature
 
-    @property
-    def draw_args(self) -> tuple[torch.Tensor, ...]:
-        return *self.filter_args, self.seed, self.positions
+    def general_rows(self) -> "rows_module.Rows":
+        """As the kernels take them; no token is sampled yet."""
+        tokens, last_token = (
+            torch.full(sizes.shape, -7, dtype=torch.int32, device=self.logits.device)
+            for sizes in (self.positions, self.temperature)
+        )
+        given = (self.logits, self.rows, self.slots, self.records, self.rows, self.temperature, self.seed)
+        return rows_module.Rows(*given, self.positions, tokens, last_token, self.logits.shape[1])
 
 
 def record(

@@ -13,16 +13,14 @@ pytest.importorskip("triton")
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 
 
-def drawn(draw: Any, case: Rows, *between: Any, counts: torch.Tensor | None = None, vocab: int, after: tuple = (),
-          start: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def drawn(draw: Any, case: Rows, counts: torch.Tensor | None = None, start: torch.Tensor | None = None,
+          **options: Any) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Tokens by row and by slot that a draw leaves behind."""
-    num_rows, num_slots = case.positions.shape[0], case.temperature.shape[0]
-    tokens = torch.full((num_rows,), -7, dtype=torch.int32, device=case.logits.device)
-    last = torch.full((num_slots,), -7, dtype=torch.int32, device=case.logits.device)
+    rows = case.general_rows()
     if start is not None:
-        tokens[case.rows.long()] = last[case.slots.long()] = start
-    draw(*case.draw_args, *between, case.rows, tokens, last, counts, *after)
-    return tokens, last
+        rows.tokens[case.rows.long()] = rows.last_token[case.slots.long()] = start
+    draw(rows, counts, **options)
+    return rows.tokens, rows.last_token
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -34,11 +32,11 @@ def test_filtered_draws(vocab: int, kind: str, has_winner: bool, dtype: torch.dt
     num_different = 0
     for seed in range(1 if device.type == "cpu" else 2):
         case = make_rows(vocab + seed, 4, vocab, device, dtype, kind, stride=vocab + 3)
-        whole = drawn(survivors.draw_survivors_reference, case, None, after=(None, False, vocab), vocab=vocab)[0]
+        whole = drawn(survivors.sample_kept_reference, case)[0]
         start = whole[case.rows.long()] if has_winner else None
         found, wanted = (
-            drawn(draw, case, after=(vocab, has_winner), vocab=vocab, start=start)
-            for draw in (filters.draw_filtered, filters.draw_filtered_reference)
+            drawn(draw, case, start=start, has_winner=has_winner)
+            for draw in (filters.sample_filtered, filters.sample_filtered_reference)
         )
         assert torch.equal(found[0][case.rows.long()], found[1][case.slots.long()])
         num_different += int((found[0] != wanted[0]).sum())
@@ -53,10 +51,10 @@ def test_every_way_to_filter(options: dict[str, float], device: torch.device) ->
     case = make_rows(11, 3, vocab, device)
     case.records = torch.stack([record(**options) for _ in range(3)]).to(device)
     case.temperature.fill_(1.0)
-    whole = drawn(survivors.draw_survivors_reference, case, None, after=(None, False, vocab), vocab=vocab)[0]
-    wanted = drawn(filters.draw_filtered_reference, case, after=(vocab, False), vocab=vocab)[0]
+    whole = drawn(survivors.sample_kept_reference, case)[0]
+    wanted = drawn(filters.sample_filtered_reference, case, has_winner=False)[0]
     for start in (None, whole[case.rows.long()]):
-        found = drawn(filters.draw_filtered, case, after=(vocab, start is not None), vocab=vocab, start=start)[0]
+        found = drawn(filters.sample_filtered, case, start=start, has_winner=start is not None)[0]
         assert torch.equal(found, wanted)
 
 
@@ -65,9 +63,9 @@ def test_filtered_draws_are_counted(device: torch.device) -> None:
     case = make_rows(4, 6, vocab, device)
     case.records[::2, 0] = PENALTIES
     results = []
-    for draw in (filters.draw_filtered, filters.draw_filtered_reference):
+    for draw in (filters.sample_filtered, filters.sample_filtered_reference):
         counts = torch.zeros(case.temperature.shape[0], vocab, dtype=torch.int32, device=device)
-        drawn(draw, case, after=(vocab, False), vocab=vocab, counts=counts)
+        drawn(draw, case, counts, has_winner=False)
         results.append(counts)
     assert torch.equal(*results) and int(results[0].sum()) == 6
 
@@ -83,10 +81,10 @@ def test_draws(edits: bool, dtype: torch.dtype, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(1)
     before = torch.randint(0, 6, (17, vocab), generator=generator, dtype=torch.int32).to(device)
     masks = torch.randint(-(2**31), 2**31 - 1, (17, 35), generator=generator, dtype=torch.int32).to(device)
-    for draw in (survivors.draw_survivors, survivors.draw_survivors_reference):
+    for draw in (survivors.sample_kept, survivors.sample_kept_reference):
         for limits in (None,) if edits else (None, thresholds):
             counts = before.clone()
-            tokens = drawn(draw, case, limits, counts=counts, after=(masks, edits, vocab), vocab=vocab)
+            tokens = drawn(draw, case, counts, thresholds=limits, masks=masks, edits=edits)
             results.append(torch.cat([*tokens, (counts - before).nonzero().flatten()]))
     half = len(results) // 2
     assert all(torch.equal(one, two) for one, two in zip(results[:half], results[half:], strict=True))
@@ -98,8 +96,8 @@ def test_greedy_ties_go_to_the_lowest_id(device: torch.device) -> None:
     case.temperature.zero_()
     case.logits.fill_(-1.0)
     case.logits[:, [1099, 40, 700]] = 2.0
-    for draw in (survivors.draw_survivors, survivors.draw_survivors_reference):
-        tokens, _ = drawn(draw, case, None, after=(None, False, 1100), vocab=1100)
+    for draw in (survivors.sample_kept, survivors.sample_kept_reference):
+        tokens, _ = drawn(draw, case)
         assert tokens[case.rows.long()].tolist() == [40, 40, 40]
 
 
@@ -118,10 +116,10 @@ def test_edits(counted: bool, masked: bool, dtype: torch.dtype, device: torch.de
     entries = [(g, i, b) for g in range(4) for i, b in ((g, 1.5), (50 + g, -torch.inf), (99, -2.0))]
     edits = torch.tensor([[g, i, 0] for g, i, _ in entries], dtype=torch.int32)
     edits[:, 2] = torch.tensor([b for _, _, b in entries]).view(torch.int32)
-    args = (case.logits, case.rows, case.slots, case.records, counts if counted else None, masks if masked else None)
+    args = (case.general_rows(), counts if counted else None, masks if masked else None)
     for given in (edits.to(device), edits[:0].to(device)):
-        found = penalties.edit_logits(*args, given, vocab)
-        torch.testing.assert_close(found, penalties.edit_logits_reference(*args, given, vocab), rtol=1e-6, atol=1e-6)
+        found = penalties.edit_logits(*args, given)
+        torch.testing.assert_close(found, penalties.edit_logits_reference(*args, given), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

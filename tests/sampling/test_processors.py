@@ -19,6 +19,7 @@ from nanovllm import SamplingParams
 from nanovllm.engine.sampling.row import SamplingRow
 from nanovllm.kernels.sampling.filters import find_thresholds_reference
 from nanovllm.kernels.sampling.penalties import edit_logits_reference
+from nanovllm.kernels.sampling.rows import Rows
 
 VOCAB = 200
 
@@ -59,10 +60,12 @@ def edited(params: SamplingParams, logits: torch.Tensor, prompt: list[int], outp
     masks = row.allowed_mask()
     edits = row.edits(output, len(output))
     zero = torch.zeros(1, dtype=torch.int32)
+    record = torch.frombuffer(bytearray(row.record), dtype=torch.int32).view(1, -1)
+    none = torch.empty(0)
     return edit_logits_reference(
-        logits, zero, zero, torch.frombuffer(bytearray(row.record), dtype=torch.int32).view(1, -1), counts,
+        Rows(logits, zero, zero, record, zero, none, none, none, none, none, VOCAB), counts,
         None if masks is None else torch.from_numpy(masks).view(1, -1),
-        torch.empty(0, 3, dtype=torch.int32) if edits is None else torch.from_numpy(edits), VOCAB,
+        torch.empty(0, 3, dtype=torch.int32) if edits is None else torch.from_numpy(edits),
     )  # fmt: skip
 
 

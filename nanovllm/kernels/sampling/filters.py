@@ -39,7 +39,8 @@ from nanovllm.kernels.sampling.candidates import (
 )
 from nanovllm.kernels.sampling.gumbel import MIN_TEMPERATURE, NO_CANDIDATE, _pack_keys
 from nanovllm.kernels.sampling.rng import gumbel_noise, random_words, row_key
-from nanovllm.kernels.sampling.survivors import commit_token, draw_survivors, draw_survivors_reference
+from nanovllm.kernels.sampling.rows import Rows
+from nanovllm.kernels.sampling.survivors import commit_token, sample_kept, sample_kept_reference
 from nanovllm.kernels.sampling.thresholds import (
     KEY_SHIFT,
     key_at_least,
@@ -216,35 +217,19 @@ def _filter_kernel(LOGITS, ROW, SLOT, RECORDS, TEMPERATURE, SEED, POSITIONS, TAR
     tl.store(THRESHOLD + g, threshold)
 
 
-def draw_filtered(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    records: torch.Tensor,
-    temperature: torch.Tensor,
-    seed: torch.Tensor,
-    positions: torch.Tensor,
-    target_rows: torch.Tensor,
-    tokens: torch.Tensor,
-    last_token: torch.Tensor,
-    counts: torch.Tensor | None,
-    vocab_size: int,
-    has_winner: bool,
-) -> None:
-    """Triton version of draw_filtered_reference: a program for each row, and another pass over rows it leaves open."""
-    num_rows = rows.shape[0]
+def sample_filtered(rows: Rows, counts: torch.Tensor | None, has_winner: bool) -> None:
+    """Triton version of sample_filtered_reference: a program for each row, and another pass over rows left open."""
+    logits, num_rows, vocab_size = rows.logits, len(rows), rows.vocab_size
     thresholds = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     _filter_kernel[(num_rows,)](
-        logits, rows, slots, records, temperature, seed, positions, target_rows, tokens, last_token,
-        tokens if counts is None else counts, thresholds, new_lists(num_rows, vocab_size, LIST_DEPTH, logits.device),
+        logits, rows.rows, rows.slots, rows.records, rows.temperature, rows.seed, rows.positions, rows.target_rows,
+        rows.tokens, rows.last_token, rows.tokens if counts is None else counts, thresholds,
+        new_lists(num_rows, vocab_size, LIST_DEPTH, logits.device),
         logits.stride(0), 0 if counts is None else counts.stride(0), vocab_size, WINNER=has_winner,
         COUNTED=counts is not None, SHIFT=KEY_SHIFT[logits.dtype], APPROX=logits.is_cuda, DEPTH=LIST_DEPTH,
         maxnreg=MAX_REGISTERS, **row_tiles(vocab_size),
     )  # fmt: skip
-    draw_survivors(
-        logits, rows, slots, records, temperature, seed, positions, thresholds, target_rows, tokens, last_token, counts,
-        None, False, vocab_size,
-    )  # fmt: skip
+    sample_kept(rows, counts, thresholds)
 
 
 def find_thresholds_reference(
@@ -280,26 +265,9 @@ def find_thresholds_reference(
     return torch.where(limited, threshold, -torch.inf)
 
 
-def draw_filtered_reference(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    records: torch.Tensor,
-    temperature: torch.Tensor,
-    seed: torch.Tensor,
-    positions: torch.Tensor,
-    target_rows: torch.Tensor,
-    tokens: torch.Tensor,
-    last_token: torch.Tensor,
-    counts: torch.Tensor | None,
-    vocab_size: int,
-    has_winner: bool,
-) -> None:
-    """Draws for each row among the ids that its filters let pass (find_thresholds_reference), as
-    draw_survivors_reference does. has_winner: tokens[target_rows] and last_token[slots] hold what a draw from these
-    very logits without filters gave (and counts is None); where that survives it is the token already."""
-    thresholds = find_thresholds_reference(logits, rows, slots, records, temperature, vocab_size)
-    draw_survivors_reference(
-        logits, rows, slots, records, temperature, seed, positions, thresholds, target_rows, tokens, last_token, counts,
-        None, False, vocab_size,
-    )  # fmt: skip
+def sample_filtered_reference(rows: Rows, counts: torch.Tensor | None, has_winner: bool) -> None:
+    """Samples a token of each row from the ids that its filters let pass (find_thresholds_reference), as
+    sample_kept_reference does. has_winner: tokens[target_rows] and last_token[slots] hold what these very
+    logits gave without filters (and counts is None); where the filters keep that token, it stays."""
+    given = (rows.logits, rows.rows, rows.slots, rows.records, rows.temperature)
+    sample_kept_reference(rows, counts, find_thresholds_reference(*given, rows.vocab_size))

@@ -8,6 +8,7 @@ edit, or with filters after any of this, have their logits copied to float32 fir
 import torch
 
 from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.sampling.rows import Rows
 from nanovllm.wire.sampling import MASK, PENALTIES, RECORD_WORDS
 
 _RECORD = tl.constexpr(RECORD_WORDS)
@@ -86,42 +87,29 @@ def _edit_entries_kernel(LOGITS, ROW, SLOT, RECORDS, COUNTS, MASKS, EDITS, OUT, 
 
 
 def edit_logits(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    records: torch.Tensor,
-    counts: torch.Tensor | None,
-    masks: torch.Tensor | None,
-    edits: torch.Tensor,
-    vocab_size: int,
+    rows: Rows, counts: torch.Tensor | None, masks: torch.Tensor | None, edits: torch.Tensor
 ) -> torch.Tensor:
     """Triton version of edit_logits_reference: one pass, then one over the entries of `edits`."""
-    out = torch.empty(rows.shape[0], vocab_size, dtype=torch.float32, device=logits.device)
-    tables = (rows if counts is None else counts, rows if masks is None else masks)
+    logits, vocab_size = rows.logits, rows.vocab_size
+    out = torch.empty(len(rows), vocab_size, dtype=torch.float32, device=logits.device)
+    given = (logits, rows.rows, rows.slots, rows.records)
+    tables = (rows.slots if counts is None else counts, rows.slots if masks is None else masks)
     strides = (logits.stride(0), *(0 if t is None else t.stride(0) for t in (counts, masks)), out.stride(0))
     flags = {"COUNTED": counts is not None, "MASKED": masks is not None}
-    _edit_kernel[(triton.cdiv(vocab_size, 4096), rows.shape[0])](
-        logits, rows, slots, records, *tables, out, *strides, vocab_size, **flags, TILE=4096, num_warps=8
+    _edit_kernel[(triton.cdiv(vocab_size, 4096), len(rows))](
+        *given, *tables, out, *strides, vocab_size, **flags, TILE=4096, num_warps=8
     )
     if edits.shape[0]:
         _edit_entries_kernel[(triton.cdiv(edits.shape[0], 128),)](
-            logits, rows, slots, records, *tables, edits, out, *strides, edits.shape[0], **flags, TILE=128, num_warps=4
+            *given, *tables, edits, out, *strides, edits.shape[0], **flags, TILE=128, num_warps=4
         )
     return out
 
 
 def edit_logits_reference(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    records: torch.Tensor,
-    counts: torch.Tensor | None,
-    masks: torch.Tensor | None,
-    edits: torch.Tensor,
-    vocab_size: int,
+    rows: Rows, counts: torch.Tensor | None, masks: torch.Tensor | None, edits: torch.Tensor
 ) -> torch.Tensor:
-    """The general rows' logits, float32 [G, vocab_size], from logits [any, >= vocab_size] at rows int32 [G].
-    slots int32 [G], records int32 [G, RECORD_WORDS]: where they live, and their rules.
+    """The general rows' logits, float32 [G, vocab_size].
 
     In this order: `add` of each edit (int32 [E, 3]: general row, id, float32 bits; each (row, id) once); where the
     record says so, what counts int32 [S, vocab_size] of the row's slot calls for (positive logits of ids that prompt
@@ -129,7 +117,8 @@ def edit_logits_reference(
     frequency penalty is subtracted for each time in the output, the presence penalty once); -inf for ids outside the
     slot's mask, int32 [S, vocab_size / 32], bit by bit.
     """
-    x = logits[rows.long(), :vocab_size].float()
+    slots, records = rows.slots, rows.records
+    x = rows.logits[rows.rows.long(), : rows.vocab_size].float()
     if edits.shape[0]:
         x[edits[:, 0].long(), edits[:, 1].long()] += edits[:, 2].contiguous().view(torch.float32)
     if counts is not None:
@@ -139,7 +128,7 @@ def edit_logits_reference(
         times = count >> 1
         x = x - frequency * times - torch.where(times > 0, presence, 0.0)
     if masks is not None:
-        ids = torch.arange(vocab_size, device=x.device)
+        ids = torch.arange(rows.vocab_size, device=x.device)
         allowed = (masks[slots.long()][:, ids // 32] >> (ids % 32).int()) & 1
         x = x.masked_fill((allowed == 0) & ((records[:, :1] & MASK) != 0), -torch.inf)
     return x

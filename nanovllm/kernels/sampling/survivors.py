@@ -13,6 +13,7 @@ from nanovllm.kernels.sampling.penalties import (
     edit_logits_reference,
 )
 from nanovllm.kernels.sampling.rng import gumbel_noise, random_words, row_key
+from nanovllm.kernels.sampling.rows import Rows
 from nanovllm.wire.sampling import MASK, PENALTIES, RECORD_WORDS
 
 _RECORD = tl.constexpr(RECORD_WORDS)
@@ -111,82 +112,62 @@ def _commit_kernel(PARTIAL, TARGET_ROW, SLOT, RECORDS, THRESHOLD, TOKENS, LAST_T
                      COUNTS, counts_stride, COUNTED)  # fmt: skip
 
 
-def draw_survivors(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    records: torch.Tensor,
-    temperature: torch.Tensor,
-    seed: torch.Tensor,
-    positions: torch.Tensor,
-    thresholds: torch.Tensor | None,
-    target_rows: torch.Tensor,
-    tokens: torch.Tensor,
-    last_token: torch.Tensor,
-    counts: torch.Tensor | None,
-    masks: torch.Tensor | None,
-    edits: bool,
-    vocab_size: int,
+def sample_kept(
+    rows: Rows,
+    counts: torch.Tensor | None = None,
+    thresholds: torch.Tensor | None = None,
+    masks: torch.Tensor | None = None,
+    edits: bool = False,
 ) -> None:
-    """Triton version of draw_survivors_reference; rows of threshold inf keep the token they have."""
-    num_rows = rows.shape[0]
+    """Triton version of sample_kept_reference; rows of threshold inf keep the token they have."""
+    logits, num_rows, vocab_size = rows.logits, len(rows), rows.vocab_size
     tile, tiles = 256, 16 if num_rows > 32 else 4  # few rows need many programs; a warp alone waits for nobody
     tiles = min(tiles, triton.next_power_of_2(triton.cdiv(vocab_size, tile)))
     num_chunks = triton.cdiv(vocab_size, tile * tiles)
     partial = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
     filters = thresholds is not None
-    counts_or_any, masks_or_any = (tokens if table is None else table for table in (counts, masks))
+    counts_or_any, masks_or_any = (rows.tokens if table is None else table for table in (counts, masks))
     counts_stride, mask_stride = (0 if table is None else table.stride(0) for table in (counts, masks))
     _best_survivors_kernel[(num_chunks, num_rows)](
-        logits, rows, slots, records, temperature, seed, positions, target_rows, thresholds if filters else temperature,
-        counts_or_any, masks_or_any, partial, logits.stride(0), counts_stride, mask_stride, vocab_size, num_chunks,
+        logits, rows.rows, rows.slots, rows.records, rows.temperature, rows.seed, rows.positions, rows.target_rows,
+        thresholds if filters else rows.temperature, counts_or_any, masks_or_any, partial, logits.stride(0),
+        counts_stride, mask_stride, vocab_size, num_chunks,
         FILTERS=filters, COUNTED=edits and counts is not None, MASKED=edits and masks is not None, TILE=tile,
         TILES=tiles, APPROX=logits.is_cuda, num_warps=1,
     )  # fmt: skip
     _commit_kernel[(num_rows,)](
-        partial, target_rows, slots, records, thresholds if filters else temperature, tokens, last_token, counts_or_any,
-        counts_stride, num_chunks, FILTERS=filters, COUNTED=counts is not None,
+        partial, rows.target_rows, rows.slots, rows.records, thresholds if filters else rows.temperature, rows.tokens,
+        rows.last_token, counts_or_any, counts_stride, num_chunks, FILTERS=filters, COUNTED=counts is not None,
         CHUNKS_PADDED=triton.next_power_of_2(num_chunks), num_warps=1,
     )  # fmt: skip
 
 
-def draw_survivors_reference(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    records: torch.Tensor,
-    temperature: torch.Tensor,
-    seed: torch.Tensor,
-    positions: torch.Tensor,
-    thresholds: torch.Tensor | None,
-    target_rows: torch.Tensor,
-    tokens: torch.Tensor,
-    last_token: torch.Tensor,
-    counts: torch.Tensor | None,
-    masks: torch.Tensor | None,
-    edits: bool,
-    vocab_size: int,
+def sample_kept_reference(
+    rows: Rows,
+    counts: torch.Tensor | None = None,
+    thresholds: torch.Tensor | None = None,
+    masks: torch.Tensor | None = None,
+    edits: bool = False,
 ) -> None:
-    """Draws for each general row among the ids whose logit is at least its threshold (None: all), and writes the
-    token to tokens[target_rows[g]], to last_token[slots[g]] and, for rows with penalties, into counts [S, vocab_size].
+    """Samples a token of each row from the ids whose logit is at least its threshold, float32 [G] (None: all), and
+    writes it to tokens, last_token and, for rows with penalties, into counts int32 [S, vocab_size].
 
-    logits [any, >= vocab_size], row g of them at rows int32 [G]; slots int32 [G] into temperature float32 [S] and seed
-    int64 [S]; target_rows int32 [G] into tokens and positions, int32 [rows of the step]; records int32
-    [G, RECORD_WORDS]. edits: the logits are first changed by counts and masks (edit_logits_reference). The draw is that
-    of gumbel_argmax (kernels/sampling/gumbel.py): with nothing filtered, the same token. Where no id is left, id 0.
+    edits: counts and masks int32 [S, vocab_size / 32] change the logits first (edit_logits_reference). The token is
+    that of gumbel_argmax (kernels/sampling/gumbel.py) where nothing is filtered. Where no id is left, id 0.
     """
+    slots, records = rows.slots, rows.records
     if edits:
-        x = edit_logits_reference(logits, rows, slots, records, counts, masks, records[:0, :3], vocab_size)
+        x = edit_logits_reference(rows, counts, masks, records[:0, :3])
     else:
-        x = logits[rows.long(), :vocab_size].float()
+        x = rows.logits[rows.rows.long(), : rows.vocab_size].float()
     x = x.masked_fill(x.isnan(), -torch.inf)
     if thresholds is not None:
-        random = temperature[slots.long()] >= MIN_TEMPERATURE
+        random = rows.temperature[slots.long()] >= MIN_TEMPERATURE
         x = x.masked_fill((x < thresholds.unsqueeze(1)) & random.unsqueeze(1), -torch.inf)
-    at = positions[target_rows.long()]
-    drawn = keys_to_tokens(gumbel_argmax_reference(x, slots, temperature, seed, at, 0, vocab_size))
-    tokens[target_rows.long()] = drawn
-    last_token[slots.long()] = drawn
+    at = rows.positions[rows.target_rows.long()]
+    drawn = keys_to_tokens(gumbel_argmax_reference(x, slots, rows.temperature, rows.seed, at, 0, rows.vocab_size))
+    rows.tokens[rows.target_rows.long()] = drawn
+    rows.last_token[slots.long()] = drawn
     if counts is not None:
         counted = (records[:, 0] & PENALTIES).nonzero().squeeze(1)
         counts[slots[counted].long(), drawn[counted].long()] += 2
