@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from serving import DEMO
+from sampling_engines import DEMO
 from transformers import AutoTokenizer
 
 from nanovllm.detokenizer import ByteDetokenizer, StreamedText, TokenBytes, WindowDetokenizer, find_stop

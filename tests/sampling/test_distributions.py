@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from serving import Engines, reference_logits
+from sampling_engines import Engines, reference_logits
 
 from nanovllm import SamplingParams
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from serving import Engines, reference_logits
+from sampling_engines import Engines, reference_logits
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import LogprobsList, RequestOutput

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from serving import Engines
+from sampling_engines import Engines
 from test_seeds import OPTIONS, run
 
 from nanovllm.wire.shapes import LARGE_CHUNKS, MAX_CHUNK_ROWS, SMALL_CHUNKS, StepShape

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from serving import Engines
+from sampling_engines import Engines
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels import select_kernels

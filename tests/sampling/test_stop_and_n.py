@@ -1,7 +1,7 @@
 """How outputs end, how many a request has, and what else comes with them."""
 
 import pytest
-from serving import PROMPT, Engines
+from sampling_engines import PROMPT, Engines
 
 from nanovllm import LLM, SamplingParams, StructuredOutput
 from nanovllm.outputs import RequestOutput

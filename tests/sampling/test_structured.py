@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 import pytest
-from serving import PROMPT, Engines
+from sampling_engines import PROMPT, Engines
 
 from nanovllm import LLM, SamplingParams, StructuredOutput
 from nanovllm.engine.sampling.structured import Matcher, StructuredOutputs
