@@ -62,16 +62,17 @@ class ConfigReader:
 
     def __init__(self, raw: dict[str, Any]) -> None:
         self.raw = raw
-        self._was_read: set[str] = set()
+        self.was_read: set[str] = set()
+        """Entries that a family has asked for."""
 
     def replaced(self, **entries: Any) -> "ConfigReader":
         """The same config.json with other values, for a spelling that means something else than it says."""
         other = ConfigReader({**self.raw, **entries})
-        other._was_read = self._was_read
+        other.was_read = self.was_read
         return other
 
     def get(self, name: str, default: Any = None) -> Any:
-        self._was_read.add(name)
+        self.was_read.add(name)
         value = self.raw.get(name)
         return default if value is None else value
 
@@ -108,7 +109,9 @@ class ConfigReader:
         """Raises ValueError for an entry that changes the result and was not read."""
         for name, neutral in CHANGES_RESULT.items():
             value = self.raw.get(name)
-            if name not in self._was_read and value is not None and value not in neutral:
+            if name == "layer_types" and isinstance(value, list) and set(value) == {FULL}:
+                continue
+            if name not in self.was_read and value is not None and value not in neutral:
                 bounds = [*map(repr, neutral), "absent"]
                 raise refuse(name, value, " or ".join(bounds) + " (others are not supported)")
 

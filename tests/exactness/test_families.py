@@ -11,8 +11,11 @@ import torch
 import transformers
 from observing import LogitRecorder
 from safetensors.torch import save_file
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.models.config_reader import CHANGES_RESULT, ConfigReader
+from nanovllm.models.registry import FAMILIES
 
 WINDOW, NUM_TOKENS = 7, 12
 PROMPTS = [[5], [7, 3, 200, 9, 31, 77], [(37 * i + 11) % 211 for i in range(28)]]
@@ -229,16 +232,61 @@ def test_a_nested_model_with_other_parts_and_new_weights_in_its_own_spelling(tmp
             torch.testing.assert_close(ours, reference_logits(now, PROMPTS[2], output.token_ids), **TOLERANCE)
 
 
+def test_three_ranks_share_nine_heads(tmp_path: Path) -> None:
+    """SmolLM2-135M's heads, with the norms and head_dim of others beside."""
+    case = Case("Llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 64})
+    expect_tokens_of_transformers(case, tmp_path, tensor_parallel_size=3)
+
+
+HEAD_DIMS = [(64, "Llama"), (80, "Qwen2"), (96, "Cohere2"), (128, "Olmo2"), (256, "Gemma2")]
+
+
+@pytest.mark.parametrize(("head_dim", "config"), HEAD_DIMS)
+def test_head_dims(head_dim: int, config: str, tmp_path: Path) -> None:
+    """Of one layer; hidden_size / heads where the family has no entry for it."""
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 2 * head_dim}
+    windows = {} if config in ("Llama", "Olmo2", "Qwen2") else {"sliding_window": WINDOW, "layer_types": [SLIDING]}
+    case = Case(config, {**shape, **windows, "head_dim": head_dim})
+    expect_tokens_of_transformers(case, tmp_path)
+
+
 RANKS = ("llama", "qwen2, seven a group", "gemma2", "olmo2", "phi3", "cohere2")
 
 
 @pytest.mark.parametrize("name", RANKS)
 def test_two_ranks_give_the_tokens_of_one(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
+    expect_tokens_of_transformers(CASES[name], tmp_path, tensor_parallel_size=2)
+
+
+def expect_tokens_of_transformers(case: Case, folder: Path, **options: Any) -> None:
+    """Where the best score leads clearly."""
     model = make_model(case)
-    with LLM(str(save(model, case, tmp_path)), **OPTIONS, tensor_parallel_size=2) as llm:
+    with LLM(str(save(model, case, folder)), **OPTIONS, **options) as llm:
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         best = reference_logits(model, prompt, output.token_ids).topk(2)
         sure = best.values[:, 0] - best.values[:, 1] > 1e-3
+        assert sure.sum() > NUM_TOKENS // 2
         assert torch.equal(torch.tensor(output.token_ids)[sure], best.indices[:, 0][sure])
+
+
+# -- config.json ----------------------------------------------------------------------------------------------------
+
+COMMON = set(transformers.PreTrainedConfig().to_dict()) | {"vocab_size", "use_cache", "initializer_range"}
+NO_DIFFERENCE = COMMON | {
+    "attention_dropout", "embd_pdrop", "embedding_dropout", "resid_pdrop", "residual_dropout", "bos_token_id",
+    "eod_token_id", "pad_token_id", "pretraining_tp",
+}  # fmt: skip
+"""What transformers' inference does not look at."""
+
+
+@pytest.mark.parametrize("architecture", [name for name in FAMILIES if "Conditional" not in name])
+def test_no_entry_of_transformers_configuration_is_passed_over(architecture: str) -> None:
+    """Every entry is read, or refused where it changes the result, or changes nothing."""
+    model_type = {name: model_type for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}[architecture]
+    config = transformers.AutoConfig.for_model(model_type).to_dict() | {"eos_token_id": 0}
+    reader = ConfigReader({**FAMILIES[architecture].defaults, **config})
+    FAMILIES[architecture].read(reader, {})
+    config.pop("_sliding_window_pattern", None)  # a copy that is not in files
+    passed_over = set(config) - reader.was_read - set(CHANGES_RESULT) - NO_DIFFERENCE
+    assert not passed_over
