@@ -198,6 +198,21 @@ def test_query_heads_keep_their_keys() -> None:
                     assert split.kv_head(local // group) == whole_kv_head, (split, local)
 
 
+def test_each_key_head_is_held_first_in_one_place() -> None:
+    """However often the ranks hold it: sums over key heads count it once."""
+    for heads, kv_heads in HEADS:
+        for size in (n for n in range(1, 9) if heads % n == 0):
+            splits = [HeadSplit(heads, kv_heads, rank, size) for rank in range(size)]
+            first = [
+                split.kv_head(local)
+                for split in splits
+                for local, is_first in enumerate(split.kv_heads_held_first)
+                if is_first
+            ]
+            assert all(len(split.kv_heads_held_first) == split.local_kv_heads for split in splits)
+            assert first == list(range(kv_heads)), (heads, kv_heads, size)
+
+
 def test_dummy_weights_are_the_same_at_every_rank_count(intact: Path) -> None:
     """Texts agree, and another seed gives another model."""
     requests = make_requests()[:4]
