@@ -28,13 +28,13 @@ _HEADER_WORDS = 8 * (1 + 6 * MAX_READERS)
 _HEADER_BYTES = 8 * _HEADER_WORDS
 _TOTAL_BYTES = _HEADER_BYTES + NUM_SLOTS * SLOT_BYTES
 
-_LONGEST_SLEEP = 1.0  # seconds: an end to the sleep of a reader whose bell was rung but not heard
+_LONGEST_SLEEP = 1.0  # seconds that a reader sleeps at most, should it miss its bell
 
 STEP, CALL = 0, 1
 
 
 class WorkerState(IntEnum):
-    """What a worker says of itself; see WorkerProcesses for what counts as a hang in which state."""
+    """What a worker says of itself; processes.py says what counts as a hang in which state."""
 
     CALLING = 0
     """Starting, loading or carrying out a rare call. Fresh memory says so: a worker starts this way."""
@@ -185,7 +185,7 @@ class CommandReader(_Ring):
         self._consumed = 0
         self._num_done = 0
         self.counts_work = True
-        """Whether computing is getting on: not on a GPU, where who waits for the device computes too."""
+        """Whether computing is progress: not on a GPU, where waiting for the device computes too."""
         # Of this thread alone: others poll for as long as the process lives (gloo's, and the one that reports).
         can_tell = hasattr(time, "pthread_getcpuclockid")
         self._work_clock = time.pthread_getcpuclockid(threading.get_ident()) if can_tell else None

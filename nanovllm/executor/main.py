@@ -42,7 +42,7 @@ def main(rank: int, control_fd: int, memory_fd: int, doorbell_fd: int, store_fd:
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_follow_parent, args=(control, ring, inbox), daemon=True).start()
     try:
-        from nanovllm.executor.loop import run_worker  # torch and the engine, while rank 0 settles its options
+        from nanovllm.executor.loop import run_worker  # torch and the engine, while rank 0 resolves its options
 
         run_worker(ring, control, rank, pickle.loads(inbox.get()), store_fd)
     except BaseException as error:

@@ -4,10 +4,10 @@ Workers run `nanovllm.executor.main`, so the caller's main module is never impor
 a socket whose other end is ours: when we go, however we go, they read the end of the stream and leave. When one of them
 goes, or stops making progress, a thread here notices, ends the others and keeps the reason for whoever is waiting.
 
-A worker hangs when it has something to do and does not get on for step_timeout. Getting on is to take in or carry out a
-command, or a piece of one that may take long (a weight loaded, a graph captured); on a CPU, where a step may well take
-longer, and before its libraries are there, also to compute. While it compiles with Triton, it never hangs; while we are
-stopped ourselves (Ctrl-Z), nothing counts.
+A worker hangs when it has work and makes no progress for step_timeout. Progress is a command received or done, or a
+piece of a long one (a part of a weight, a graph). On a CPU, where a step may take longer, and until its libraries are
+loaded, computing is progress too. A worker that compiles with Triton never hangs. While this process is stopped
+(Ctrl-Z), no time counts.
 """
 
 import os
@@ -27,7 +27,7 @@ from nanovllm.startup.child import no_standard_numbers, start_python
 _WATCH_INTERVAL = 0.2  # seconds between looks at workers' progress
 _LONGEST_LOOK_AWAY = 1.0  # seconds that count between two looks: in a longer pause this process stood still itself
 _EXIT_GRACE = 5.0  # seconds for a worker to end by itself when asked to
-_CALL_TIMEOUT = 1800.0  # seconds for a rare command such as loading weights, also of a worker that gets on
+_CALL_TIMEOUT = 1800.0  # seconds for a rare command such as loading weights, also of a worker that makes progress
 _START_PATIENCE = 60.0  # seconds that libraries, drivers and first steps may take, where step_timeout is less
 _WORKER_MODULE = "nanovllm.executor.main"
 
@@ -184,11 +184,11 @@ class WorkerProcesses:
             last_look = now
 
     def _check_progress(self, rank: int, progress: _Progress, seconds: float) -> None:
-        """Notes whether the rank got on in the last `seconds`; fails one that stands still (see above)."""
+        """Notes whether the rank made progress in the last `seconds`; fails one that hangs (see above)."""
         ring, reader = self.ring, rank - 1
         state, done = ring.state(reader), ring.num_done(reader)
         limit = max(self.step_timeout, _START_PATIENCE) if self.is_starting else self.step_timeout
-        # Before the first command ranks wait for each other, to import and to meet: then whoever gets on does for all.
+        # Before the first command ranks wait for each other, to import and to meet: the progress of any is that of all.
         counted = range(self.size - 1) if ring.num_sent == 0 else (reader,)
         pieces = [(ring.num_consumed(each), ring.num_progress(each), ring.work(each)) for each in counted]
         seen = (limit, state, done, pieces)

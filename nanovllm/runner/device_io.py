@@ -22,10 +22,10 @@ class StepTimeout(RuntimeError):
 class DeviceIO:
     """Staging buffers of one rank. On a CPU nothing is copied: the step is already where it is needed."""
 
-    def __init__(self, device: torch.device, dependent_launch: bool = True) -> None:
-        """`dependent_launch`: whether kernels may start while the one before ends (kernels/base/pdl.py)."""
+    def __init__(self, device: torch.device, pdl: bool = True) -> None:
+        """`pdl`: whether kernels may start while the one before ends (kernels/base/pdl.py)."""
         self.device = device
-        self._dependent_launch = dependent_launch
+        self._pdl = pdl
         self.is_cuda = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if self.is_cuda else None
         self.mailbox: Mailbox | None = None
@@ -37,7 +37,7 @@ class DeviceIO:
         """Everything on the device happens in this one stream, in the order of launches."""
         if not self.is_cuda:
             return nullcontext()
-        return torch.cuda.stream(self.stream) if self._dependent_launch else self._ordinary_launches()
+        return torch.cuda.stream(self.stream) if self._pdl else self._ordinary_launches()
 
     @contextmanager
     def _ordinary_launches(self) -> Iterator[None]:

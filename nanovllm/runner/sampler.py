@@ -108,7 +108,7 @@ class GeneralSampler:
         drawn = prompt = None
         if section.num_rows:
             assert logits is not None
-            drawn = self._draw(
+            drawn = self._sample(
                 section, words, *self._whole_logits(logits, words[section.where("rows")]), buffers, state
             )
         if section.num_targets:
@@ -117,7 +117,7 @@ class GeneralSampler:
         if self._group.rank == 0 and (section.num_scored or section.num_targets):
             self._results.append((self._download("rows", drawn), self._download("prompt", prompt)))
 
-    def _draw(
+    def _sample(
         self,
         section: Section,
         words: torch.Tensor,
@@ -126,7 +126,7 @@ class GeneralSampler:
         buffers: StepBuffers,
         state: DeviceState,
     ) -> torch.Tensor | None:
-        """Draws the general rows, each kind in its way; log-probabilities (see logprobs.py) of rows that want
+        """Samples the general rows, each kind in its way; log-probabilities (see logprobs.py) of rows that want
         them. A row's kind is its own, so that what is computed for it does not depend on the others."""
         records = words[section.where("records")].view(-1, RECORD_WORDS)
         rows = Rows(
@@ -205,7 +205,7 @@ class GeneralSampler:
 
     def _dry_step(self, section: Section, raw: torch.Tensor, buffers: StepBuffers, state: DeviceState) -> None:
         words = torch.from_numpy(section.words.copy()).to(self._device)
-        self._draw(section, words, raw, self._range(section.num_rows), buffers, state)
+        self._sample(section, words, raw, self._range(section.num_rows), buffers, state)
 
     # -- what stays on the device -------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What one rank computes in a step: rows, layers, head, draw; at the step's exact size, or padded for a CUDA graph."""
+"""What one rank computes in a step: rows, layers, head, sampling; at its exact size, or padded for a CUDA graph."""
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from nanovllm.wire.step import HEADER_SIZE
 
 
 class StepWork:
-    """A step's work on the device, from the packed words to the drawn tokens, and the tensors that it works on."""
+    """A step's work on the device, from the packed words to the sampled tokens, and the tensors that it works on."""
 
     state: DeviceState
     buffers: StepBuffers

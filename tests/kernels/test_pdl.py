@@ -37,8 +37,8 @@ def test_ordinary_launches_end_with_their_block_and_stay_in_their_thread(one_gpu
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dependent_launch", [True, False])
-def test_an_engine_launches_as_it_was_told(dependent_launch: bool) -> None:
-    with DeviceIO(GPU, dependent_launch).stream_context():
-        expected = DEPENDENT if dependent_launch and pdl.supports_pdl(GPU) else ORDINARY
+@pytest.mark.parametrize("enabled", [True, False])
+def test_an_engine_launches_as_it_was_told(enabled: bool) -> None:
+    with DeviceIO(GPU, enabled).stream_context():
+        expected = DEPENDENT if enabled and pdl.supports_pdl(GPU) else ORDINARY
         assert pdl_options(GPU) == expected
