@@ -175,7 +175,7 @@ class ModelRunner:
             rows = config.max_num_seqs + MAX_CHUNK_ROWS
             self.work.allocate(rows, config.max_num_batched_tokens + rows)
             capacity = packed_capacity(num_blocks, config.max_num_seqs, config.max_num_batched_tokens)
-            self.io.allocate(capacity, rows, config.uses("mailbox"))
+            self.io.allocate(capacity, rows, config.uses("mailbox") and not config.enforce_eager)
 
     @property
     def _tunes(self) -> bool:
