@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import nanovllm
 from nanovllm.serve import errors, frames, limits
-from nanovllm.serve.api import basics, chat, completions
+from nanovllm.serve.api import basics, chat, completions, dialects
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.http.app import App, Handler, Route
 from nanovllm.serve.http.call import Call
@@ -30,6 +30,9 @@ _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _HANDLERS = {
     ("POST", "/v1/chat/completions"): chat.chat,
     ("POST", "/v1/completions"): completions.completions,
+    ("POST", "/v1/responses"): dialects.create_response,
+    ("POST", "/v1/messages"): dialects.create_message,
+    ("POST", "/v1/messages/count_tokens"): dialects.count_tokens,
     ("GET", "/v1/models"): basics.models,
     ("GET", "/v1/models/*"): basics.model,
     ("POST", "/tokenize"): basics.tokenize,

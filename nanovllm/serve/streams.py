@@ -114,9 +114,13 @@ class Request:
         """A chunk with what a completion has gained; its last one says why it ended."""
         raise NotImplementedError
 
-    def tail(self) -> bytes:
-        """What follows all completions, before [DONE]."""
-        return b""
+    def ending(self) -> bytes:
+        """What follows all completions."""
+        return _DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        """The end of a stream that cannot go on."""
+        return b"data: " + error.body() + b"\n\n" + _DONE
 
     def explain(self, error: ApiError) -> None:
         """Puts the request's own words into an error of the engine."""
@@ -168,7 +172,7 @@ class Request:
         if self.is_over:
             return b""
         self.complete()
-        return (self.tail() if self.error is None else b"data: " + self.error.body() + b"\n\n") + _DONE
+        return self.ending() if self.error is None else self.failure(self.error)
 
     def complete(self) -> None:
         """All there is has been taken in."""

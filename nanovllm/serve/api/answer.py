@@ -130,8 +130,9 @@ class Answer(Request):
     def finish_reason(self, completion: Completion) -> str | None:
         return completion.finish_reason
 
-    def tail(self) -> bytes:
-        return self._begin + b'],"usage":' + orjson.dumps(self.usage()) + b"}\n\n" if self.include_usage else b""
+    def ending(self) -> bytes:
+        usage = self._begin + b'],"usage":' + orjson.dumps(self.usage()) + b"}\n\n" if self.include_usage else b""
+        return usage + super().ending()
 
     # -- unstreamed ---------------------------------------------------------------------------------------------
 

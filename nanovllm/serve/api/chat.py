@@ -1,6 +1,7 @@
 """POST /v1/chat/completions."""
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api.answer import Answer, answer, check_characters, fit
@@ -56,7 +57,7 @@ class ChatAnswer(Answer):
         if completion.reader is None:
             return super().chunk(completion, text)
         end = completion.finish_reason
-        deltas = [_delta(each) for each in joined(self._read(completion, text))]
+        deltas = [_delta(each) for each in joined(self.read(completion, text))]
         if not deltas and end is None and not completion.lines and not completion.ids:
             return b""
         *before, last = deltas or [{}]
@@ -65,14 +66,17 @@ class ChatAnswer(Answer):
         choice = {"delta": last, "logprobs": self._logprobs(completion)}
         return b"".join([*events, self._event(self._with_details(choice, completion))])
 
-    def _read(self, completion: Completion, text: str) -> list[Delta]:
+    def read(self, completion: Completion, text: str) -> list[Delta]:
+        """What a text has in it."""
+        if completion.reader is None:
+            return [Delta("content", text)] if text else []
         deltas: list[Delta] = completion.reader.push(text)
         return deltas if completion.finish_reason is None else deltas + completion.reader.finish()
 
     def choice(self, completion: Completion, text: str) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if completion.reader is not None:
-            message |= _message(joined(self._read(completion, text)))
+            message |= _message(joined(self.read(completion, text)))
         return {"message": message, "logprobs": self._logprobs(completion)}
 
     def finish_reason(self, completion: Completion) -> str | None:
@@ -91,6 +95,9 @@ class ChatAnswer(Answer):
             return None
         entries = chat_entries(completion.lines, self.k or 0, self.show, self.front.tokenizer.token_bytes)
         return {"content": entries, "refusal": None}
+
+
+Answered = TypeVar("Answered", bound=ChatAnswer)
 
 
 def _delta(found: Delta) -> dict[str, Any]:
@@ -175,9 +182,24 @@ def _characters(content: Any) -> int:
     return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
 
 
-async def chat(front: "Front", call: Call) -> None:
-    front.admit()
-    fields, ignored = api.read(api.ChatFields, await call.json(), front.options.strict_fields)
+@dataclass(frozen=True)
+class Prepared:
+    """A checked request, ready for the engine."""
+
+    fields: api.ChatFields
+    prompt: list[int]
+    params: dict[str, Any]
+    plan: Plan
+    max_tokens: int
+
+    def answer_as(self, kind: type[Answered], front: "Front", call: Call) -> Answered:
+        """The request in flight that `kind` puts into a response."""
+        return kind(front, call, self.fields, self.prompt, self.params, self.plan)
+
+
+async def prepare(front: "Front", call: Call, body: dict[str, Any]) -> Prepared:
+    """From a request's body to what the engine is to do. Raises ApiError."""
+    fields, ignored = api.read(api.ChatFields, body, front.options.strict_fields)
     front.note_ignored(call, ignored)
     front.check_model(fields.model)
     _check(front, fields)
@@ -191,7 +213,13 @@ async def chat(front: "Front", call: Call) -> None:
     plan = await front.in_pool(lambda: front.parser.plan(text, choice, wanted))
     if plan.structured is not None:
         params["structured_outputs"] = api.as_fields(plan.structured)
-    await answer(call, ChatAnswer(front, call, fields, prompt, params, plan), params, [max_tokens])
+    return Prepared(fields, prompt, params, plan, max_tokens)
+
+
+async def chat(front: "Front", call: Call) -> None:
+    front.admit()
+    ready = await prepare(front, call, await call.json())
+    await answer(call, ready.answer_as(ChatAnswer, front, call), ready.params, [ready.max_tokens])
 
 
 def _tool_choice(fields: api.ChatFields) -> ToolChoice | None:

@@ -235,9 +235,7 @@ class ResponseWriter:
             call = {"call_id": delta.id, "name": delta.name, "arguments": ""}
             item = {"id": f"fc_{number}", "type": "function_call", **call}
         self._items.append({**item, "status": "in_progress"})
-        added = self._event(
-            "response.output_item.added", output_index=len(self._items) - 1, item={**self._items[-1]}
-        )
+        added = self._event("response.output_item.added", output_index=len(self._items) - 1, item={**self._items[-1]})
         if kind == "arguments":
             return [added]
         return [added, self._part_event("response.content_part.added", part=_part(kind, ""))]
