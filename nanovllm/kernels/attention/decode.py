@@ -17,7 +17,7 @@ import triton.language as tl
 
 from nanovllm.kernels.attention.decode_plan import DecodePlan
 from nanovllm.kernels.attention.reference import attend_reference, keys_and_values
-from nanovllm.kernels.attention.scores import LOG2_E, padded_dims, soft_cap
+from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims, soft_cap
 from nanovllm.kernels.attention.spec import AttentionSpec
 from nanovllm.kernels.base.device_features import supports_tma
 from nanovllm.kernels.base.paged_tma import paged_descriptor
@@ -36,8 +36,15 @@ def _look_up(TABLE_ROW, start, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(CACHE, kv_head, block, start, visible, strides, D: tl.constexpr, PAGE: tl.constexpr,
-               BLOCK_N: tl.constexpr, TMA: tl.constexpr):
+def _visible(start, first, end, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr):
+    """Which keys of the tile at `start` are the chunk's, first .. end."""
+    keys = start + tl.arange(0, BLOCK_N)
+    return (keys >= first) & (keys < end) if WINDOWED else keys < end
+
+
+@triton.jit
+def _load_tile(CACHE, kv_head, block, start, first, end, strides, D: tl.constexpr, PAGE: tl.constexpr,
+               BLOCK_N: tl.constexpr, TMA: tl.constexpr, WINDOWED: tl.constexpr):
     """Keys (or values) start .. start + BLOCK_N of a row as [BLOCK_N, D up to a power of two]. Those that are not
     visible: zeros, or with TMA what other requests have left there."""
     if TMA:
@@ -50,6 +57,7 @@ def _load_tile(CACHE, kv_head, block, start, visible, strides, D: tl.constexpr, 
             pointers = (tile + start % PAGE * strides[2]) + ((tokens * strides[2])[:, None] + dims)
         else:
             pointers = (tile + (start + tokens) % PAGE * strides[2])[:, None] + dims
+        visible = _visible(start, first, end, BLOCK_N, WINDOWED)
         return tl.load(pointers, mask=visible[:, None] & (dims < D), other=0.0)
 
 
@@ -64,13 +72,14 @@ def _prefetch_tile(CACHE, kv_head, block, start, strides, D: tl.constexpr, PAGE:
 
 
 @triton.jit
-def _attend(q, k, v, m, sums, acc, scale_log2, visible, CAP: tl.constexpr):
+def _attend(q, k, v, m, sums, acc, scale_log2, start, first, end, BLOCK_N: tl.constexpr, CAP: tl.constexpr,
+            WINDOWED: tl.constexpr):
     """One tile of online softmax, in units of log2: running maximum m [H], running sums [H, BLOCK_N] of each column of
     the tiles (added up once a chunk, not once a tile), unnormalised output acc [H, D]."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
     if CAP is not None:
         scores = soft_cap(scores, CAP)
-    scores = tl.where(visible[None, :], scores, float("-inf"))
+    scores = tl.where(_visible(start, first, end, BLOCK_N, WINDOWED)[None, :], scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, 1))
     p = tl.exp2(scores - m_new[:, None])
     alpha = tl.exp2(m - m_new)
@@ -101,7 +110,7 @@ def merge_chunks_kernel(PARTIAL, LSE, SINKS, OUT, NUM_CHUNKS, out_strides, HQ: t
         top = tl.where(heads < HQ, tl.max(lse, 1), 0.0)
         total = tl.zeros([HEADS], tl.float32)
         if SINKS is not None:
-            total += _sink_share(SINKS, heads, heads < HQ, top)
+            total += exp_of_sink(SINKS, heads, heads < HQ, top)
         acc = tl.zeros([HEADS, padded_dims(D)], tl.float32)
         for begin in tl.static_range(0, MAX_SPLITS, AT_ONCE):
             if begin < num_chunks:
@@ -117,13 +126,6 @@ def merge_chunks_kernel(PARTIAL, LSE, SINKS, OUT, NUM_CHUNKS, out_strides, HQ: t
 
 
 @triton.jit
-def _sink_share(SINKS, heads, mask, m):
-    """What the heads' sinks add to sums of exp2(score - m)."""
-    sink = tl.load(SINKS + heads, mask=mask, other=0.0).to(tl.float32)
-    return tl.exp2(sink * LOG2_E - m)
-
-
-@triton.jit
 def _finish_chunk(m, sums, acc, OUT, PARTIAL, LSE, SINKS, row, kv_head, chunk_of, out_strides, HKV: tl.constexpr,
                   G: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr, MAX_SPLITS: tl.constexpr):
     """Stores a chunk's result: where it is its row's only one, the row's."""
@@ -134,7 +136,7 @@ def _finish_chunk(m, sums, acc, OUT, PARTIAL, LSE, SINKS, row, kv_head, chunk_of
     total = tl.sum(sums, 1)
     if chunk_of >> 16 == 1:
         if SINKS is not None:
-            total += _sink_share(SINKS, kv_head * G + heads, heads < G, m)
+            total += exp_of_sink(SINKS, kv_head * G + heads, heads < G, m)
         OUT_HEADS = OUT + row * out_strides[0] + kv_head * G * out_strides[1]
         tl.store(OUT_HEADS + heads[:, None] * out_strides[1] + dims[None, :],
                  (acc / total[:, None]).to(OUT.dtype.element_ty), mask=mask)
@@ -218,15 +220,11 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, SINKS, OUT, TABLE, WORK, 
     for _ in range(tiles):
         row = (row_and_slot & 0xFFFF).to(tl.int64)
         kv_head = item % HKV
-        keys = n + tl.arange(0, BLOCK_N)
-        visible = keys < end
-        if WINDOWED:
-            visible = visible & (keys >= first)
-        k = _load_tile(K, kv_head, block, n, visible, k_strides, D, PAGE, BLOCK_N, TMA)
-        v = _load_tile(V, kv_head, block, n, visible, v_strides, D, PAGE, BLOCK_N, TMA)
+        k = _load_tile(K, kv_head, block, n, first, end, k_strides, D, PAGE, BLOCK_N, TMA, WINDOWED)
+        v = _load_tile(V, kv_head, block, n, first, end, v_strides, D, PAGE, BLOCK_N, TMA, WINDOWED)
         q = tl.load(Q + row * q_strides[0] + (kv_head * G + heads[:, None]) * q_strides[1] + dims[None, :],
                     mask=(heads < G)[:, None] & (dims < D)[None, :], other=0.0)
-        m, sums, acc = _attend(q, k, v, m, sums, acc, scale_log2, visible, CAP)
+        m, sums, acc = _attend(q, k, v, m, sums, acc, scale_log2, n, first, end, BLOCK_N, CAP, WINDOWED)
         is_last = n + BLOCK_N >= end
         if is_last:
             _finish_chunk(m, sums, acc, OUT, PARTIAL, LSE, SINKS, row, kv_head, chunk_of, out_strides, HKV, G, BLOCK_H,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.attention.reference import attend_reference, keys_and_values
-from nanovllm.kernels.attention.scores import LOG2_E, padded_dims, soft_cap
+from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims, soft_cap
 from nanovllm.kernels.attention.spec import AttentionSpec
 from nanovllm.kernels.base.device_features import supports_tma
 from nanovllm.kernels.base.paged_tma import paged_descriptor
@@ -190,7 +190,7 @@ def prefill_attention_kernel(Q, K, V, SINKS, OUT, TABLE, ROW_SLOT, CU_SEQLENS, C
         m, sums, acc = _attend(q, m, sums, acc, K, V, TABLE_ROW, kv_head, n, first, end, position, scale_log2,
                                window, k_strides, v_strides, D, PAGE, BLOCK_N, TMA, CAP, WINDOWED, True)
     if SINKS is not None:
-        sums += tl.exp2(tl.load(SINKS + head).to(tl.float32) * LOG2_E - m)
+        sums += exp_of_sink(SINKS, head, True, m)
     acc = acc / sums[:, None]
     out = OUT + q_rows[:, None] * out_strides[0] + head * out_strides[1] + dims[None, :]
     tl.store(out, acc.to(OUT.dtype.element_ty), mask=q_mask)

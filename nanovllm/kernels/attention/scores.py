@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LOG2_E = 1.4426950408889634
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.constexpr_function
@@ -15,4 +16,10 @@ def padded_dims(head_dim):
 @triton.jit
 def soft_cap(scores, CAP: tl.constexpr):
     """CAP * tanh(scores / CAP), scores and CAP in units of log2; tanh(x) = 1 - 2 / (exp(2 x) + 1)."""
-    return CAP * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / CAP)) + 1.0))
+    return CAP * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * _LOG2_E / CAP)) + 1.0))
+
+
+@triton.jit
+def exp_of_sink(SINKS, heads, mask, m):
+    """exp(sink) / 2 ** m of the heads where mask is true: what their sinks add to sums of 2 ** (score - m)."""
+    return tl.exp2(tl.load(SINKS + heads, mask=mask, other=0.0).to(tl.float32) * _LOG2_E - m)
