@@ -3,16 +3,20 @@
 import json
 import os
 import random
+import shutil
 import socket
+import ssl
 import string
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from serving import Server, user, wait_for
+from serving import Server, events, user, wait_for
 
 CHAT = "/v1/chat/completions"
 OPENING = b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\n"
@@ -198,6 +202,22 @@ def test_cross_origin_is_closed(client: httpx.Client) -> None:
     asked = client.options(CHAT, headers=headers)
     assert asked.status_code >= 400
     assert "access-control-allow-origin" not in asked.headers
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_tls(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    subprocess.run([*made, *names, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+    with Server(tmp_path, "--ssl-keyfile", str(key), "--ssl-certfile", str(certificate)) as server:
+        assert server.url.startswith("https://")
+        server.wait_until_ready()
+        with httpx.Client(base_url=server.url, verify=ssl.create_default_context(cafile=certificate)) as client:
+            assert client.post(CHAT, json=ASK).status_code == 200
+            with client.stream("POST", CHAT, json=ASK | {"stream": True}) as response:
+                assert list(events(response))
+        assert server.stop() == 0
 
 
 # -- fields ---------------------------------------------------------------------------------------------
