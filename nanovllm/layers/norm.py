@@ -78,10 +78,12 @@ class ReduceAddNorm(WeightedModule):
 
     def forward(self, partial: torch.Tensor, residual: torch.Tensor | None) -> Normed:
         rows = partial.shape[-2]
-        fused = self.group.fused_all_reduce(rows) if self.is_plain else None
-        if fused is not None:
+        peers = self.group.fused_all_reduce(rows)
+        if peers is not None and not self.is_plain:
+            return self.add_norm(peers.all_reduce(partial), residual)
+        if peers is not None:
             dependent = rows in self.dependent_rows
-            return fused.all_reduce_add_rms_norm(partial, residual, self.weight, self.eps, dependent=dependent)
+            return peers.all_reduce_add_rms_norm(partial, residual, self.weight, self.eps, dependent=dependent)
         if self.group.size > 1 and partial.dim() == 3:
             assert residual is not None
             partial = add_up(partial, residual.dtype)

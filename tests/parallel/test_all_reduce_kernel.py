@@ -171,6 +171,8 @@ def interpret_rank(rank: int, world_size: int, folder: Path) -> None:
         torch.testing.assert_close(after[mine].double(), total[mine], rtol=1e-5, atol=1e-5)
         assert before is None or after is before
         outputs += [normed, after] if mine == slice(None) else [normed]
+        outputs.append(peer.all_reduce(partials[rank].contiguous(), path=path))
+        torch.testing.assert_close(outputs[-1].double(), partials.double().sum(0), rtol=1e-5, atol=1e-5)
     assert int(memory.abort_word) == 0
     torch.save(outputs, folder / f"result{rank}.pt")
 

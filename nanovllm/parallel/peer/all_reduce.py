@@ -147,6 +147,14 @@ class PeerAllReduce:
         self._launch(path, operands, eps, residual is not None, dependent)
         return out, residual_out
 
+    def all_reduce(self, partial: torch.Tensor, *, path: Path | None = None) -> torch.Tensor:
+        """The sum over the ranks alone (float32, one rounding), whole on every rank: a new tensor [T, hidden]. partial,
+        path: as above."""
+        rows = self._check(partial, None, None)
+        out = empty_rows(rows, self._hidden, self.memory.dtype, partial.device)
+        self._launch(path, (partial, out, out, out), 0.0, False, False, norm=False)
+        return out
+
     def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:
         """keys int64 [B] (B <= max_keys) becomes its element-wise maximum over the ranks, in place. The smallest
         int64 stands for nothing: it comes back as the one above it."""
@@ -161,7 +169,7 @@ class PeerAllReduce:
         )  # fmt: skip
         return keys
 
-    def _check(self, partial: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor) -> int:
+    def _check(self, partial: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None) -> int:
         """The sum's rows; ValueError where it is not one."""
         in_parts = partial.ndim == 3 and partial.shape[0] > 1
         if not (in_parts or partial.ndim == 2) or partial.shape[-1] != self._hidden or partial.shape[-2] < 1:
@@ -182,8 +190,9 @@ class PeerAllReduce:
         eps: float,
         has_residual: bool,
         dependent: bool,
+        norm: bool = True,
     ) -> None:
-        """operands: partial, residual (in and out, or only out), weight, out."""
+        """operands: partial, residual (in and out, or only out), weight, out; without `norm` the sum goes to out."""
         partial, residual, weight, out = operands
         memory, layout, rows = self.memory, self.memory.layout, out.shape[0]
         path, parts = path or self.path(rows), partial.shape[0] if partial.ndim == 3 else 1
@@ -195,21 +204,23 @@ class PeerAllReduce:
         fixed |= pdl_options(partial.device, dependent or rows <= PDL_ROWS)
         if path == "one_shot" and rows <= layout.one_shot_rows:
             one_shot_kernel[(min(rows, MAX_PROGRAMS),)](
-                *tensors, memory.parity[0], *scalars, CAPACITY=layout.one_shot_rows, **fixed
+                *tensors, memory.parity[0], *scalars, NORM=norm, CAPACITY=layout.one_shot_rows, **fixed
             )
         elif path == "two_shot" and rows <= layout.two_shot_rows:
-            self._two_shot(tensors, scalars, fixed)
+            self._two_shot(tensors, scalars, fixed, norm)
         else:
             raise ValueError(f"{rows} rows by {path}: the block was laid out for {layout}")
 
-    def _two_shot(self, tensors: tuple[Any, ...], scalars: tuple[Any, ...], fixed: dict[str, Any]) -> None:
+    def _two_shot(
+        self, tensors: tuple[Any, ...], scalars: tuple[Any, ...], fixed: dict[str, Any], norm: bool
+    ) -> None:
         """tensors, scalars: the kernels', up to and after the state of the parity."""
         memory, layout, rows = self.memory, self.memory.layout, scalars[1]
-        plan = self.plan_for(rows)
+        plan = self.plan_for(rows) if norm else None
         if plan is None:
             offsets = [layout.scatter // layout.itemsize, layout.gather // layout.itemsize]
             two_shot_kernel[(min(triton.cdiv(rows, layout.world_size), MAX_PROGRAMS),)](
-                *tensors, memory.parity[1], *scalars, *offsets, UNITS=layout.units, **fixed
+                *tensors, memory.parity[1], *scalars, *offsets, NORM=norm, UNITS=layout.units, **fixed
             )
             return
         width = self._hidden // plan.split

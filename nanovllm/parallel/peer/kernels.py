@@ -74,15 +74,17 @@ def _addend(partial, at, rows, mask, out, PARTS: tl.constexpr, HIDDEN: tl.conste
 
 @triton.jit
 def _finish_row(arrived, kept_before, gain, at, residual_out, out, mask, eps, HIDDEN: tl.constexpr,
-                INT: tl.constexpr, SENTINEL: tl.constexpr):  # fmt: skip
+                NORM: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr):  # fmt: skip
     """arrived INT [sources, BLOCK]: one row of every rank. Sums, adds the residual, normalises, stores behind `at` of
-    residual_out and out; returns the bits of out."""
+    residual_out and out; returns the bits of out. Without NORM the sum itself goes to out alone."""
     total = tl.sum(arrived.to(out.dtype.element_ty, bitcast=True).to(tl.float32), 0) + kept_before
-    x = _rounded(total, out, INT, SENTINEL).to(out.dtype.element_ty, bitcast=True)
-    tl.store(residual_out + at, x, mask=mask)
-    x32 = x.to(tl.float32)
-    normed = (x32 * tl.math.rsqrt(tl.sum(x32 * x32, 0) / HIDDEN + eps)).to(out.dtype.element_ty)
-    result = _rounded(normed.to(tl.float32) * gain, out, INT, SENTINEL)
+    result = _rounded(total, out, INT, SENTINEL)
+    if NORM:
+        x = result.to(out.dtype.element_ty, bitcast=True)
+        tl.store(residual_out + at, x, mask=mask)
+        x32 = x.to(tl.float32)
+        normed = (x32 * tl.math.rsqrt(tl.sum(x32 * x32, 0) / HIDDEN + eps)).to(out.dtype.element_ty)
+        result = _rounded(normed.to(tl.float32) * gain, out, INT, SENTINEL)
     tl.store(out + at, result.to(out.dtype.element_ty, bitcast=True), mask=mask)
     return result
 
@@ -99,12 +101,13 @@ def _float_or_zeros(pointers, mask, WANTED: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "rank", "max_spins"])
 def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_state, abort, rows, rank, eps,
                     max_spins, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
-                    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, PARTS: tl.constexpr,
-                    INT: tl.constexpr, SENTINEL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr,
+                    PARTS: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Every rank sends its rows to all ranks (itself too, which keeps the code one) and sums all that arrive.
 
     partial INT [rows, HIDDEN] (the bits of the model's dtype), or float32 [PARTS, rows, HIDDEN], which are added up and
-    rounded before they are sent. residual, residual_out, out [rows, HIDDEN]; weight [HIDDEN]; places: [2, WORLD
+    rounded before they are sent. residual, residual_out, out [rows, HIDDEN]; weight [HIDDEN]; without NORM out is the
+    sum, and residual_out and weight are not touched. Places: [2, WORLD
     (source), CAPACITY, HIDDEN], where the block begins. Program p takes rows p, p + programs, ...
     """
     pid = tl.program_id(0)
@@ -121,7 +124,7 @@ def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
             to = (rank + 1 + step) % WORLD
             tl.store(_peer_pointer(peers, to, place, INT) + cols, bits, mask=mask)
         row += programs
-    gain = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)  # before a wait, which hides its latency
+    gain = _float_or_zeros(weight + cols, mask, NORM)  # before a wait, which hides its latency
     source = tl.arange(0, WORLD_BLOCK)
     tile = (source * CAPACITY * HIDDEN)[:, None] + cols[None, :]
     tile_mask = (source < WORLD)[:, None] & mask[None, :]
@@ -130,7 +133,7 @@ def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
         at = row.to(tl.int64) * HIDDEN
         kept = _float_or_zeros(residual + at + cols, mask, RESIDUAL)
         arrived = _receive(_peer_pointer(peers, rank, half + at, INT) + tile, tile_mask, abort, max_spins, SENTINEL)
-        _finish_row(arrived, kept, gain, at + cols, residual_out, out, mask, eps, HIDDEN, INT, SENTINEL)
+        _finish_row(arrived, kept, gain, at + cols, residual_out, out, mask, eps, HIDDEN, NORM, INT, SENTINEL)
         row += programs
     _flip(parity_state, parity)
 
@@ -138,8 +141,8 @@ def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
 @triton.jit(do_not_specialize=["rows", "rank", "max_spins"])
 def two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_state, abort, rows, rank, eps,
                     max_spins, scatter, gather, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr, UNITS: tl.constexpr,
-                    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, PARTS: tl.constexpr,
-                    INT: tl.constexpr, SENTINEL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr,
+                    PARTS: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Row unit * WORLD + r is summed, normed and sent to everyone by rank r. Program p takes units p, p + programs, ...
 
     Operands as in one_shot_kernel; `residual_out` is written at this rank's own rows only. Places: scatter + [2, WORLD
@@ -167,7 +170,7 @@ def two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
             exists = mask & (unit * WORLD + to < rows)
             tl.store(_peer_pointer(peers, to, place, INT) + cols, rows_out[step], mask=exists)
         unit += programs
-    gain = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)  # before a wait, which hides its latency
+    gain = _float_or_zeros(weight + cols, mask, NORM)  # before a wait, which hides its latency
     source = tl.arange(0, WORLD_BLOCK)
     tile = (source * UNITS * HIDDEN)[:, None] + cols[None, :]
     tile_mask = (source < WORLD)[:, None] & mask[None, :]
@@ -179,7 +182,9 @@ def two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
             kept = _float_or_zeros(residual + at + cols, mask, RESIDUAL)
             place = scatter + half + unit.to(tl.int64) * HIDDEN
             arrived = _receive(_peer_pointer(peers, rank, place, INT) + tile, tile_mask, abort, max_spins, SENTINEL)
-            bits = _finish_row(arrived, kept, gain, at + cols, residual_out, out, mask, eps, HIDDEN, INT, SENTINEL)
+            bits = _finish_row(
+                arrived, kept, gain, at + cols, residual_out, out, mask, eps, HIDDEN, NORM, INT, SENTINEL
+            )
             place = half + at
             for step in tl.static_range(WORLD - 1):
                 to = (rank + 1 + step) % WORLD
