@@ -1,22 +1,68 @@
 """`nanovllm COMMAND`: each command's module is imported when it is called for."""
 
 import argparse
+import difflib
+import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
 
 import nanovllm
-from nanovllm.cli import serve
+from nanovllm.cli.options import Parser
+
+COMMANDS = {
+    "serve": "nanovllm.cli.serve",
+    "completion": "nanovllm.cli.completion",
+}
+"""Each a module with SUMMARY, make_parser() and run(parser, arguments)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="nanovllm", description=nanovllm.__doc__)
-    parser.add_argument("--version", action="version", version=nanovllm.__version__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    serve.add_parser(commands)
-    given = parser.parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0].startswith("-"):
+        return _without_command(words)
+    if words[0] not in COMMANDS:
+        near = difflib.get_close_matches(words[0], COMMANDS, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(COMMANDS)}"
+        print(f"nanovllm: unknown command {words[0][:100]!r}; {hint}", file=sys.stderr)
+        return 2
     try:
-        return int(given.run(given))
+        module = command(words[0])
+        return int(module.run(module.make_parser(), words[1:]))
     except (ValueError, TypeError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # as in `nanovllm complete | head -1`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
         print(f"nanovllm: {error}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("nanovllm"):
+            raise
+        print(f"nanovllm {words[0]}: needs {error.name}: pip install 'nanovllm[serve]'", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def command(name: str) -> ModuleType:
+    return import_module(COMMANDS[name])
+
+
+def make_parser() -> Parser:
+    """All commands in one parser: for `--help`, and for the shells' completion."""
+    parser = Parser(prog="nanovllm", description=nanovllm.__doc__, formatter_class=argparse.HelpFormatter)
+    parser.add_argument("--version", action="version", version=nanovllm.__version__)
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands", parser_class=argparse.ArgumentParser)
+    for name in COMMANDS:
+        module = command(name)
+        commands.add_parser(name, help=module.SUMMARY, parents=[module.make_parser()], add_help=False)
+    return parser
+
+
+def _without_command(words: list[str]) -> int:
+    parser = make_parser()
+    parser.parse_args(words)
+    parser.print_help(sys.stderr)
+    return 2

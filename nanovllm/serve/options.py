@@ -9,13 +9,17 @@ class ServeOptions:
     """Options of `nanovllm serve`; on the command line with dashes."""
 
     host: str = "127.0.0.1"
+    """The address to listen on; 0.0.0.0 for all."""
     port: int = 8000
+    """0: any that is free."""
     uds: str | None = None
     """A Unix socket's path, in place of host and port."""
     root_path: str = ""
     """What a proxy in front has taken off the paths."""
     ssl_keyfile: str | None = None
+    """The key of ssl_certfile, PEM."""
     ssl_certfile: str | None = None
+    """Serve HTTPS with this certificate, PEM."""
     allowed_origins: tuple[str, ...] = ()
     """Origins of pages whose browsers may call; none by default."""
     api_keys: tuple[str, ...] = ()
@@ -30,18 +34,25 @@ class ServeOptions:
     chat_template: str | None = None
     """A file that takes the place of the model's chat template."""
     default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Given to the chat template where a request says nothing else."""
     trust_request_chat_template: bool = False
+    """True: requests may bring chat templates."""
     trust_special_tokens: bool = False
     """True: a control token that a chat spells out is taken as the token."""
     generation_config: str = "auto"
     """"auto": sampling defaults of the model's generation_config.json; "vllm": none; else a folder that has one."""
     override_generation_config: dict[str, Any] = field(default_factory=dict)
+    """Sampling defaults in place of the model's."""
     tool_call_parser: str = "auto"
+    """"auto": by the chat template; "none"; or the name of a family."""
     reasoning_parser: str = "auto"
+    """"auto": by the chat template; "none"; or "think"."""
     strict_fields: bool = False
     """True: unknown fields of a request are an error."""
     log_format: str = "text"
+    """"text" or "json"."""
     log_prompts: bool = False
+    """True: prompts are in the log."""
     ui: bool = True
     """Whether / is a chat page."""
 

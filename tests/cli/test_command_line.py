@@ -1,0 +1,158 @@
+"""Options on the command line: one source, V's spellings, files of options, mistakes named."""
+
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nanovllm
+from nanovllm.cli import serve
+from nanovllm.cli.config_file import parse_with_config
+from nanovllm.cli.main import COMMANDS, main
+from nanovllm.cli.main import make_parser as make_whole_parser
+from nanovllm.cli.options import chosen, count, field_docs
+from nanovllm.config import EngineConfig
+from nanovllm.serve.options import ServeOptions
+
+
+def engine_options(*arguments: str) -> dict[str, Any]:
+    return chosen(parse_with_config(serve.make_parser(), arguments), EngineConfig)
+
+
+def server_options(*arguments: str) -> dict[str, Any]:
+    return chosen(parse_with_config(serve.make_parser(), arguments), ServeOptions)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        parse_with_config(serve.make_parser(), arguments)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [EngineConfig, ServeOptions])
+def test_every_field_is_an_option_with_help(kind: type) -> None:
+    parser = serve.make_parser()
+    for option in fields(kind):
+        if option.name in ("model", "api_keys"):
+            continue
+        action = parser.action("--" + option.name.replace("_", "-"))
+        assert action is not None, option.name
+        assert action.help and action.dest == option.name
+        assert option.name in field_docs(kind)
+
+
+def test_what_is_not_given_is_left_to_the_dataclasses() -> None:
+    assert engine_options("m") == {"model": "m"}
+    assert server_options() == {}
+
+
+def test_spellings() -> None:
+    given = engine_options("m", "-tp", "2", "--max_model_len=32k", "--no-enable-prefix-caching", "--disable", "a", "b")
+    assert given == {
+        "model": "m", "tensor_parallel_size": 2, "max_model_len": 32000, "enable_prefix_caching": False,
+        "disable": ("a", "b"),
+    }  # fmt: skip
+    given = server_options("--served-model-name", "A", "B", "--no-ui", "--default-chat-template-kwargs", '{"a": 1}')
+    assert given == {"served_model_name": ("A", "B"), "ui": False, "default_chat_template_kwargs": {"a": 1}}
+    server_options("--disable-log-requests", "--enable-auto-tool-choice")
+
+
+@pytest.mark.parametrize(("text", "value"), [("7", 7), ("4k", 4000), ("4K", 4096), ("1.5m", 1500000), ("1M", 1 << 20)])
+def test_counts(text: str, value: int) -> None:
+    assert count(text) == value
+
+
+def test_mistakes_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean --max-model-len?" in refused(capsys, "m", "--max-modell-len", "3")
+    assert "--max-num-seqs" in refused(capsys, "m", "--max-num-seqs", "many")
+    assert "runs no code" in refused(capsys, "m", "--trust-remote-code")
+    assert "JSON" in refused(capsys, "m", "--hf-overrides", "{")
+    assert main(["serv"]) == 2
+    assert "did you mean 'serve'?" in capsys.readouterr().err
+    assert main(["serve", "m", "--gpu-memory-utilization", "7"]) == 2
+    assert "gpu_memory_utilization=7.0" in capsys.readouterr().err
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "options.yaml"
+    path.write_text(
+        "model: from-file\nport: 1234\ntensor_parallel_size: 2\nmax-model-len: 4K\nui: false\nenforce-eager: true\n"
+        "served-model-name: [A, B]\nhf-overrides: {rope_theta: 5}\napi-key: [one, two]\n"
+    )
+    return path
+
+
+def test_config_file(config: Path) -> None:
+    given = parse_with_config(serve.make_parser(), ["--config", str(config)])
+    assert chosen(given, EngineConfig) == {
+        "model": "from-file", "tensor_parallel_size": 2, "max_model_len": 4096, "enforce_eager": True,
+        "hf_overrides": {"rope_theta": 5},
+    }  # fmt: skip
+    assert chosen(given, ServeOptions) == {"port": 1234, "ui": False, "served_model_name": ("A", "B")}
+    assert given.api_key == ["one", "two"]
+
+
+def test_command_line_wins_over_the_file(config: Path) -> None:
+    arguments = ["mine", "--port", "5", "-tp", "4", "--ui", "--api-key", "three", "--config", str(config)]
+    given = parse_with_config(serve.make_parser(), [*arguments, "--served-model-name", "C"])
+    assert (given.model, given.port, given.tensor_parallel_size, given.ui) == ("mine", 5, 4, True)
+    assert (given.api_key, given.served_model_name) == (["three"], ["C"])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("prot: 1", "did you mean --port?"),
+        ("ui: 3", "not true or false"),
+        ("port: [1, 2]", "takes one value"),
+        ("- a", "option: value"),
+        ("a: [", "not valid YAML"),
+        ("port: x", "--port"),
+    ],
+)
+def test_mistakes_in_the_file_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    assert said in refused(capsys, "--config", str(path))
+    assert "no-such-file" in refused(capsys, "--config", "no-such-file")
+
+
+def test_help_is_two_screens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert len(serve.make_parser().format_help().splitlines()) <= 110
+
+
+def test_demo_model_ships_with_the_package() -> None:
+    folder = Path(serve.demo_model())
+    assert json.loads((folder / "config.json").read_text())["architectures"]
+    assert (folder / "model.safetensors").stat().st_size < 8 << 20
+
+
+def test_version_and_help_of_the_program() -> None:
+    run = [sys.executable, "-m", "nanovllm"]
+    assert subprocess.check_output([*run, "--version"], text=True).strip() == nanovllm.__version__
+    shown = subprocess.check_output([*run, "--help"], text=True)
+    assert all(name in shown for name in COMMANDS)
+    assert subprocess.run(run, capture_output=True, check=False).returncode == 2
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab")
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "max-num-batched-tokens" in script
+    if shell == "bash":
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+def test_the_whole_parser_has_every_command() -> None:
+    assert all(name in make_whole_parser().format_help() for name in COMMANDS)
