@@ -2,7 +2,11 @@
 alone, in a crowd, in chunks, from the cache and on two ranks."""
 
 import json
-from dataclasses import dataclass
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +274,18 @@ def expect_tokens_of_transformers(case: Case, folder: Path, **options: Any) -> N
         assert torch.equal(torch.tensor(output.token_ids)[sure], best.indices[:, 0][sure])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma2", "olmo3", "cohere2", "nemotron", "hunyuan_v1_dense"])
+def test_triton_kernels_give_the_logits_of_transformers(name: str) -> None:
+    """By Triton's interpreter, which has to be chosen before triton is imported: this file run as a script."""
+    pytest.importorskip("triton")
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
+    command = [sys.executable, __file__, name]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 # -- config.json ----------------------------------------------------------------------------------------------------
 
 COMMON = set(transformers.PreTrainedConfig().to_dict()) | {"vocab_size", "use_cache", "initializer_range"}
@@ -290,3 +306,21 @@ def test_no_entry_of_transformers_configuration_is_passed_over(architecture: str
     config.pop("_sliding_window_pattern", None)  # a copy that is not in files
     passed_over = set(config) - reader.was_read - set(CHANGES_RESULT) - NO_DIFFERENCE
     assert not passed_over
+
+
+def serve_with_triton(case: Case) -> None:
+    """Two layers and three tokens, for the interpreter is slow."""
+    cut = {key: value[:2] for key, value in case.entries.items() if key in ("layer_types", "no_rope_layers")}
+    case = replace(case, entries={**case.entries, **cut, "num_hidden_layers": 2})
+    model, greedy = make_model(case), replace(GREEDY, max_tokens=3)
+    options = {**OPTIONS, "attention_backend": "triton"}
+    with tempfile.TemporaryDirectory() as folder, LLM(str(save(model, case, Path(folder))), **options) as llm:
+        recorder = LogitRecorder(llm)
+        outputs = llm.generate(PROMPTS[1:], greedy, use_tqdm=False)
+    for prompt, output in zip(PROMPTS[1:], outputs, strict=True):
+        ours = recorder.of(output.request_id, len(prompt), 3)
+        torch.testing.assert_close(ours, reference_logits(model, prompt, output.token_ids), **TOLERANCE)
+
+
+if __name__ == "__main__":
+    serve_with_triton(CASES[sys.argv[1]])
