@@ -5,7 +5,7 @@ its names there.
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Kinds of layers, as `layer_types` in config.json names them; also the names of their rope tables."""
@@ -119,9 +119,6 @@ class ModelConfig:
     logits_multiplier: float = 1.0
     logits_softcap: float | None = None
     """cap * tanh(logits / cap), after the multiplier."""
-
-    parts: dict[str, object] = field(default_factory=dict)
-    """Options of parts that only some families have, by part; see the part."""
 
     @property
     def num_hidden_layers(self) -> int:

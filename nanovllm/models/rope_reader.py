@@ -11,7 +11,7 @@ KINDS = ("default", "linear", "yarn", "llama3", "longrope", "proportional")
 _NUMBERS = ("factor", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
 
 
-def read_rope(config: ConfigReader, theta: float = 10000.0, kinds: tuple[str, ...] = KINDS) -> RopeConfig:
+def read_rope(config: ConfigReader, theta: float = 10000.0) -> RopeConfig:
     """The model's one table. `theta`: where config.json gives none."""
     scaling = config.get("rope_parameters", config.get("rope_scaling", {}))
     _require_dict(scaling)
@@ -19,7 +19,7 @@ def read_rope(config: ConfigReader, theta: float = 10000.0, kinds: tuple[str, ..
         "rope_theta": config.get("rope_theta", theta),
         "partial_rotary_factor": config.get("partial_rotary_factor"),
     }
-    return _table({**plain, **scaling}, config, kinds)
+    return _table({**plain, **scaling}, config)
 
 
 def read_ropes(config: ConfigReader, theta: float, sliding_theta: float, scales_sliding: bool) -> dict[str, RopeConfig]:
@@ -31,7 +31,7 @@ def read_ropes(config: ConfigReader, theta: float, sliding_theta: float, scales_
     full = {"rope_theta": config.get("rope_theta", theta), **scaling, **(nested.get(FULL) or {})}
     local = config.get("rope_local_base_freq", config.get("rope_theta", theta) if scales_sliding else sliding_theta)
     sliding = {"rope_theta": local, **(nested.get(SLIDING) or {})}
-    return {FULL: _table(full, config, KINDS), SLIDING: _table(sliding, config, KINDS)}
+    return {FULL: _table(full, config), SLIDING: _table(sliding, config)}
 
 
 def _require_dict(scaling: Any) -> None:
@@ -39,9 +39,9 @@ def _require_dict(scaling: Any) -> None:
         raise refuse("rope_scaling", scaling, "a dict")
 
 
-def _table(raw: dict[str, Any], config: ConfigReader, kinds: tuple[str, ...]) -> RopeConfig:
+def _table(raw: dict[str, Any], config: ConfigReader) -> RopeConfig:
     rope = ConfigReader(raw)
-    kind = rope.choice("rope_type", kinds, rope.get("type", "default"))
+    kind = rope.choice("rope_type", KINDS, rope.get("type", "default"))
     if kind in ("linear", "yarn", "llama3") and rope.get("factor") is None:
         raise refuse("rope_scaling", raw, f"given a 'factor' for rope type {kind!r}")
     given: dict[str, Any] = {name: rope.positive(name, 0.0) for name in _NUMBERS if rope.get(name) is not None}
