@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "assets" / "demo-qwen3"
@@ -25,14 +26,15 @@ TEXT = "Once upon a time there was a small cat who lived in a house by the sea, 
 _HEAD = "POST {path} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
 
 
-def start_front(rate: float) -> tuple["subprocess.Popen[bytes]", int]:
-    """The front with a simulator; returns its process and port."""
+def start_front(rate: float, template: str | None) -> tuple["subprocess.Popen[bytes]", int]:
+    """The front with a simulator; returns its process and port. `template`: a file, in place of the model's."""
     from nanovllm.serve.text import FrontTokenizer
 
     options = {"rate": rate, "text": FrontTokenizer(DEMO).encode(TEXT)}
     code = (
         "import sys; from nanovllm.serve.lifecycle import serve; from nanovllm.serve.options import ServeOptions\n"
-        f"sys.exit(serve({str(DEMO)!r}, {options!r}, ServeOptions(port=0), 'simulated_engine'))"
+        f"sys.exit(serve({str(DEMO)!r}, {options!r}, ServeOptions(port=0, chat_template={template!r}), "
+        "'simulated_engine'))"
     )
     places = os.pathsep.join((str(ROOT), str(ROOT / "scripts")))
     log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (the front goes on writing to it)
@@ -47,9 +49,12 @@ def start_front(rate: float) -> tuple["subprocess.Popen[bytes]", int]:
         time.sleep(0.05)
 
 
-def request(api: str, max_tokens: int, stream: bool) -> bytes:
+def request(api: str, max_tokens: int, stream: bool, tools: bool) -> bytes:
     path = "/v1/chat/completions" if api == "chat" else "/v1/completions"
-    prompt = {"messages": [{"role": "user", "content": TEXT}]} if api == "chat" else {"prompt": TEXT}
+    chat = {"messages": [{"role": "user", "content": TEXT}]}
+    prompt: dict[str, Any] = chat if api == "chat" else {"prompt": TEXT}
+    if tools:
+        prompt["tools"] = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
     body = json.dumps({"model": str(DEMO), **prompt, "max_tokens": max_tokens, "stream": stream})
     return (_HEAD.format(path=path, length=len(body)) + body).encode()
 
@@ -79,7 +84,7 @@ def cpu_seconds(process: int) -> float:
 async def bench_streams(process: int, port: int, arguments: argparse.Namespace) -> None:
     counter = Counter()
     tokens = int(arguments.rate * (arguments.seconds + 4))
-    message = request(arguments.api, tokens, True)
+    message = request(arguments.api, tokens, True, arguments.chat_template is not None)
     streams = [asyncio.create_task(read_stream(port, message, counter)) for _ in range(arguments.streams)]
     await asyncio.sleep(2.0)  # all have begun
     chunks, cpu, begin = counter.chunks, cpu_seconds(process), time.monotonic()
@@ -94,7 +99,7 @@ async def bench_streams(process: int, port: int, arguments: argparse.Namespace) 
 
 
 async def bench_requests(process: int, port: int, arguments: argparse.Namespace) -> None:
-    message = request(arguments.api, 1, False)
+    message = request(arguments.api, 1, False, False)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     cpu, begin = cpu_seconds(process), time.monotonic()
     for _ in range(arguments.requests):
@@ -115,16 +120,17 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=400)
     parser.add_argument("--rate", type=float, default=40.0, help="steps a second")
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--chat-template", help="one with tools and reasoning: the chats then bring a tool")
     parser.add_argument("--requests", type=int, default=1000, help="unstreamed ones, one after another")
     arguments = parser.parse_args()
     sys.path.insert(0, str(ROOT))
-    process, port = start_front(arguments.rate)
+    process, port = start_front(arguments.rate, arguments.chat_template)
     try:
         asyncio.run(bench_streams(process.pid, port, arguments))
     finally:
         process.terminate()
         process.wait(20)
-    process, port = start_front(1e5)
+    process, port = start_front(1e5, arguments.chat_template)
     try:
         asyncio.run(bench_requests(process.pid, port, arguments))
     finally:

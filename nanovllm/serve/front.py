@@ -26,6 +26,7 @@ from nanovllm.serve.text import FrontTokenizer
 
 logger = logging.getLogger("nanovllm.serve")
 Result = TypeVar("Result")
+_SHORT = 512  # characters whose tokenizing takes less than a hand-over to a thread and back
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _HANDLERS = {
     ("POST", "/v1/chat/completions"): chat.chat,
@@ -198,10 +199,11 @@ class Front:
             logger.debug("request %s: ignored fields: %s", call.request_id, text)
             call.notes.append((b"x-ignored-fields", text.encode()))
 
-    async def in_pool(self, work: Callable[[], Result]) -> Result:
-        """Runs what may take long in one of two threads. A ValueError is the request's mistake (400)."""
+    async def in_pool(self, work: Callable[[], Result], characters: int = 1 << 30) -> Result:
+        """Runs what may take long in one of two threads; on a text of few `characters`, at once, which costs less. A
+        ValueError is the request's mistake (400)."""
         try:
-            return await self._loop.run_in_executor(self._pool, work)
+            return work() if characters <= _SHORT else await self._loop.run_in_executor(self._pool, work)
         except ValueError as error:
             raise errors.from_value_error(str(error)) from None
 

@@ -146,6 +146,22 @@ def test_request_timeout(tmp_path: Path) -> None:
         wait_for(lambda: server.num_running() == 0, "abort")
 
 
+def test_silent_streams_get_comments(tmp_path: Path) -> None:
+    """Also one that waits for its first token: a proxy must not take it for dead."""
+    with Server(tmp_path, "--max-num-seqs", "1", limits={"PING_SECONDS": 0.5}) as server:
+        server.wait_until_ready()
+        thread, found = begin_stream(server)
+        with httpx.stream("POST", server.url + COMPLETIONS, json=LONG | {"stream": True}, timeout=60) as waiting:
+            assert waiting.status_code == 200
+            pieces = waiting.iter_text()
+            assert next(pieces).startswith(":")
+            assert "choices" in found[-1], "the first stream still runs"
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: server.health().status_code == 503, "draining")
+        assert server.stop() == 0
+        thread.join(10)
+
+
 def read_stream(server: Server, found: list[Any], request: dict[str, Any] = LONG) -> None:
     with httpx.stream("POST", server.url + COMPLETIONS, json=request | {"stream": True}, timeout=60) as response:
         found.append(response.status_code)

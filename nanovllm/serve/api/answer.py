@@ -35,7 +35,7 @@ class Answer(Request):
         self.is_streamed = bool(fields.stream)
         options = fields.stream_options
         self.include_usage = options is not None and bool(options.include_usage)
-        self._usage_in_chunks = options is not None and bool(options.continuous_usage_stats)
+        self.usage_in_chunks = options is not None and bool(options.continuous_usage_stats)
         self.created = int(time.time())
         self.k: int | None = params.get("logprobs")
         self.show = shower(front.tokenizer.token_bytes, bool(fields.return_tokens_as_token_ids))
@@ -101,7 +101,7 @@ class Answer(Request):
             and completion.ids is None
             and completion.lines is None
             and completion.reader is None
-            and not self._usage_in_chunks
+            and not self.usage_in_chunks
         ):
             return completion.prefix + orjson.dumps(text) + self.fast_suffix
         return self._event(self._with_details(self.delta(completion, text), completion))
@@ -118,7 +118,7 @@ class Answer(Request):
         return choice
 
     def _event(self, choice: dict[str, Any]) -> bytes:
-        usage = b',"usage":' + orjson.dumps(self.usage()) if self._usage_in_chunks else b""
+        usage = b',"usage":' + orjson.dumps(self.usage()) if self.usage_in_chunks else b""
         return self._begin + orjson.dumps(choice) + b"]" + usage + b"}\n\n"
 
     def _with_end(self, choice: dict[str, Any], completion: Completion) -> dict[str, Any]:

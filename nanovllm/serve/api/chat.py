@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import orjson
+
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api.answer import Answer, answer, check_characters, fit
 from nanovllm.serve.api.logprobs import chat_entries
@@ -56,11 +58,13 @@ class ChatAnswer(Answer):
         """Where there is a reader, a chunk for each kind of thing that it found."""
         if completion.reader is None:
             return super().chunk(completion, text)
-        end = completion.finish_reason
-        deltas = [_delta(each) for each in joined(self.read(completion, text))]
-        if not deltas and end is None and not completion.lines and not completion.ids:
-            return b""
-        *before, last = deltas or [{}]
+        found = self.read(completion, text)
+        if completion.finish_reason is None and not completion.lines and not completion.ids:
+            if not found:
+                return b""
+            if len(found) == 1 and found[0].kind == "content" and not self.usage_in_chunks:
+                return completion.prefix + orjson.dumps(found[0].text) + self.fast_suffix
+        *before, last = [_delta(each) for each in joined(found)] or [{}]
         shape = {"index": completion.index, "finish_reason": None, "logprobs": None}
         events = [self._event({**shape, "delta": delta}) for delta in before]
         choice = {"delta": last, "logprobs": self._logprobs(completion)}
@@ -162,7 +166,9 @@ def template_kwargs(front: "Front", fields: api.ChatFields) -> dict[str, Any]:
 async def encode(front: "Front", fields: api.ChatFields) -> tuple[str, list[int]]:
     """A chat's text and token ids. Raises ApiError, and ValueError for what the template refuses."""
     messages = check_messages(fields.messages)
-    check_characters(front, sum(_characters(message["content"]) for message in messages), "messages")
+    count = sum(_characters(message["content"]) for message in messages)
+    check_characters(front, count, "messages")
+    count += 32 * len(messages) + (1 << 20 if fields.tools else 0)  # what the template adds
     continues = bool(fields.continue_final_message)
     return await front.in_pool(
         lambda: front.tokenizer.encode_chat(
@@ -174,7 +180,8 @@ async def encode(front: "Front", fields: api.ChatFields) -> tuple[str, list[int]
             continue_final_message=continues,
             chat_template_kwargs=template_kwargs(front, fields),
             trust_special_tokens=front.options.trust_special_tokens,
-        )
+        ),
+        count,
     )
 
 
@@ -210,7 +217,10 @@ async def prepare(front: "Front", call: Call, body: dict[str, Any]) -> Prepared:
     params = api.sampling_fields(fields, front.defaults, max(asked or 1, fields.min_tokens or 0), k, wanted)
     text, prompt = await encode(front, fields)
     prompt, max_tokens = fit(front, prompt, fields, asked if asked is not None else front.default_max_tokens)
-    plan = await front.in_pool(lambda: front.parser.plan(text, choice, wanted))
+    if choice is None and wanted is None:
+        plan = front.parser.plan(text)
+    else:  # a grammar is written, of schemas that may be large
+        plan = await front.in_pool(lambda: front.parser.plan(text, choice, wanted))
     if plan.structured is not None:
         params["structured_outputs"] = api.as_fields(plan.structured)
     return Prepared(fields, prompt, params, plan, max_tokens)

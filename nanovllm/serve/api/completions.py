@@ -1,5 +1,6 @@
 """POST /v1/completions."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.serve import limits
@@ -80,16 +81,14 @@ async def _prompts(front: "Front", fields: api.CompletionFields) -> list[list[in
         raise bad_request(f"prompt: prompts x n is {count}, must be at most {limits.COMPLETIONS}", "prompt")
     texts = [prompt for prompt in given if isinstance(prompt, str)]
     check_characters(front, sum(map(len, texts)) if len(texts) == 1 else max(map(len, texts), default=0), "prompt")
+    if "" in texts:
+        raise bad_request("prompt: must not be an empty text", "prompt")
     special = fields.add_special_tokens is not False
-    found = []
-    for prompt in given:
-        if isinstance(prompt, str):
-            if not prompt:
-                raise bad_request("prompt: must not be an empty text", "prompt")
-            found.append(await front.in_pool(lambda text=prompt: front.tokenizer.encode(text, special)))  # type: ignore[misc]
-        else:
-            found.append(_token_ids(front, prompt))
-    return found
+    ids: Iterator[list[int]] = iter(())
+    if texts:
+        size = sum(map(len, texts)) + 32 * len(texts)
+        ids = iter(await front.in_pool(lambda: [front.tokenizer.encode(text, special) for text in texts], size))
+    return [next(ids) if isinstance(prompt, str) else _token_ids(front, prompt) for prompt in given]
 
 
 def _token_ids(front: "Front", prompt: Any) -> list[int]:
