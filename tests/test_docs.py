@@ -151,7 +151,7 @@ def imported(node: ast.AST) -> Iterator[str]:
 
 
 def room_of(module: str) -> str | None:
-    """nanovllm.config.EngineConfig -> config.py, nanovllm.kernels.base.pdl.x -> kernels; None for foreign ones."""
+    """nanovllm.config.EngineConfig -> config.py, nanovllm.kernels.base.device.x -> kernels; None for foreign ones."""
     parts = module.split(".")
     if parts[0] != "nanovllm" or len(parts) < 2:
         return None

@@ -2,32 +2,23 @@
 have one signature."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
 
 import torch
 
-_HOME = {
-    "embed_shard": "pointwise.embedding",
-    "rms_norm": "pointwise.norm",
-    "add_rms_norm": "pointwise.norm",
-    "add_norms": "pointwise.norm",
-    "silu_mul": "pointwise.activation",
-    "activation": "pointwise.activation",
-    "qk_norm_rope_store": "pointwise.rope",
-    "qk_mean_squares": "pointwise.rope",
-    "gumbel_argmax": "sampling.gumbel",
-    "commit_tokens": "sampling.gumbel",
-    "sample_tokens": "sampling.gumbel",
-    "apply_deltas": "step.input",
-    "expand_rows": "step.input",
-    "prepare_decode": "step.input",
-    "publish_tokens": "step.mailbox",
-    "edit_logits": "sampling.penalties",
-    "sample_filtered": "sampling.filters",
-    "sample_kept": "sampling.survivors",
-    "token_logprobs": "sampling.logprobs",
+_MODULES = {
+    "pointwise.embedding": "embed_shard",
+    "pointwise.norm": "rms_norm add_rms_norm add_norms",
+    "pointwise.activation": "silu_mul activation",
+    "pointwise.rope": "qk_norm_rope_store qk_mean_squares",
+    "sampling.gumbel": "gumbel_argmax commit_tokens sample_tokens",
+    "sampling.penalties": "edit_logits",
+    "sampling.filters": "sample_filtered",
+    "sampling.survivors": "sample_kept",
+    "sampling.logprobs": "token_logprobs",
+    "step.input": "apply_deltas expand_rows prepare_decode",
+    "step.mailbox": "publish_tokens",
 }
 
 
@@ -65,9 +56,9 @@ def select_kernels(device: torch.device | str, fused: bool = True, interpret: bo
     """
     use_triton = fused and (torch.device(device).type == "cuda" or interpret)
     suffix = "" if use_triton else "_reference"
-    found: dict[str, Any] = {"fused": use_triton}
-    for field in fields(Kernels):
-        if field.name in _HOME:
-            module = import_module(f"{__name__}.{_HOME[field.name]}")
-            found[field.name] = getattr(module, field.name + suffix)
-    return Kernels(**found)
+    functions = {
+        name: getattr(import_module(f"{__name__}.{module}"), name + suffix)
+        for module, names in _MODULES.items()
+        for name in names.split()
+    }
+    return Kernels(**functions, fused=use_triton)

@@ -28,14 +28,9 @@ class TensorParallelGroup:
     """One rank's view of the group. With one rank every operation is the identity."""
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        device: torch.device,
-        store: dist.Store | None,
-        overlap: bool = False,
+        self, rank: int, size: int, device: torch.device, store: dist.Store | None, overlap: bool = False,
         share_gpus: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`store`: where the ranks meet; None for one rank. Where it has an attribute `unwatched`, that is the same
         store without Python: NCCL's threads outlive the interpreter, so they must not call into it.
         `overlap`: large steps may sum beside their products. `share_gpus`: ranks may sit on one GPU, which NCCL

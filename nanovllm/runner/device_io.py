@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import numpy as np
 import torch
 
-from nanovllm.kernels.base.pdl import ordinary_launch
+from nanovllm.kernels.base.device import ordinary_launch
 from nanovllm.runner.mailbox import RING, Mailbox
 
 _BUSY_WAIT = 0.002  # seconds to look for a result without pause; a longer step can afford the wake-up
@@ -23,7 +23,7 @@ class DeviceIO:
     """Staging buffers of one rank. On a CPU nothing is copied: the step is already where it is needed."""
 
     def __init__(self, device: torch.device, pdl: bool = True) -> None:
-        """`pdl`: whether kernels may start while the one before ends (kernels/base/pdl.py)."""
+        """`pdl`: whether kernels may start while the one before ends (kernels/base/device.py)."""
         self.device = device
         self._pdl = pdl
         self.is_cuda = device.type == "cuda"

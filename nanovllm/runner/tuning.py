@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from nanovllm.kernels.base.device_features import supports_tma
+from nanovllm.kernels.base.device import supports_tma
 from nanovllm.kernels.gemm.choice import LIBRARY, Choices, Gemm, GemmTable, load, merges_before, shipped_table
 from nanovllm.layers.linear import ParallelLinear
 from nanovllm.models.decoder import DecoderForCausalLM

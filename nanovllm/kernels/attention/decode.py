@@ -19,10 +19,7 @@ from nanovllm.kernels.attention.decode_plan import DecodePlan
 from nanovllm.kernels.attention.reference import attend_reference, keys_and_values
 from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims, soft_cap
 from nanovllm.kernels.attention.spec import AttentionSpec
-from nanovllm.kernels.base.device_features import supports_tma
-from nanovllm.kernels.base.paged_tma import paged_descriptor
-from nanovllm.kernels.base.pdl import pdl_options
-from nanovllm.kernels.base.prefetch import prefetch_lines
+from nanovllm.kernels.base.device import paged_descriptor, pdl_options, prefetch_lines, supports_tma
 
 
 @triton.jit

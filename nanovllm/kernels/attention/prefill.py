@@ -15,8 +15,7 @@ import triton.language as tl
 from nanovllm.kernels.attention.reference import attend_reference, keys_and_values
 from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims, soft_cap
 from nanovllm.kernels.attention.spec import AttentionSpec
-from nanovllm.kernels.base.device_features import supports_tma
-from nanovllm.kernels.base.paged_tma import paged_descriptor
+from nanovllm.kernels.base.device import paged_descriptor, supports_tma
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Here K is cut into parts, computed side by side, and their float32 sums are hand
 (norm.py), which adds them up on its way at next to no cost. No kernel waits for another's part, so no fence is needed.
 
 The kernel of our own (decode_kernel.py) wins where GEMMs are so short that the gaps between kernels count: it
-fetches its first weights into L2 while the kernel before it still runs (programmatic dependent launch, see pdl.py), and
+fetches its first weights into L2 while the kernel before it still runs (PDL), and
 computes the activation with gate and up. In large GEMMs of many rows, what its tiles read of x out of L2 weighs more
 than the weights, and cuBLAS shares those reads between multiprocessors: choice.py says which takes what.
 """
@@ -15,8 +15,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.padded_rows import empty_rows, rows_in_memory
-from nanovllm.kernels.base.pdl import pdl_options
 from nanovllm.kernels.base.triton_import import triton
 from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.kernels.gemm.decode_kernel import decode_gemm_kernel

@@ -8,7 +8,7 @@ fewer weight rows put x there.
 A row's sum over K goes in an order that the shapes alone decide, and does not depend on the other rows.
 """
 
-from nanovllm.kernels.base.prefetch import prefetch_lines
+from nanovllm.kernels.base.device import prefetch_lines
 from nanovllm.kernels.base.triton_import import tl, triton
 
 

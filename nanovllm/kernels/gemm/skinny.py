@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.base.pdl import pdl_options
+from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import triton
 from nanovllm.kernels.gemm.choice import SCRATCH_FLOATS, SKINNY_ROWS, GemmConfig
 from nanovllm.kernels.gemm.epilogue import LANE_SPAN

@@ -7,7 +7,7 @@ into L2, since the loop's own copies cannot start ahead of the normalisation.
 Rows of x beyond `rows` are read as zero; a row's result does not depend on the other rows.
 """
 
-from nanovllm.kernels.base.prefetch import prefetch_lines
+from nanovllm.kernels.base.device import prefetch_lines
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.gemm.epilogue import arrive_last, load_residual, store_tile, sum_splits, weight_rows
 

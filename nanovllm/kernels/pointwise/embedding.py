@@ -26,15 +26,9 @@ def embed_shard(token_ids: torch.Tensor, weight: torch.Tensor, start: int, num_v
     block = triton.next_power_of_2(hidden)
     if num_tokens:
         _embed_shard_kernel[(num_tokens,)](
-            token_ids,
-            weight,
-            out,
-            start,
-            num_valid,
-            HIDDEN=hidden,
-            BLOCK=block,
+            token_ids, weight, out, start, num_valid, HIDDEN=hidden, BLOCK=block,
             num_warps=min(max(block // 1024, 1), 4),
-        )
+        )  # fmt: skip
     return out
 
 

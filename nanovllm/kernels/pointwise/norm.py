@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.padded_rows import empty_rows
-from nanovllm.kernels.base.pdl import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
 
 PDL_ROWS = 128
@@ -109,26 +109,12 @@ def _launch(
     norm, after = norm or _NONE, after or _NONE
     if num_rows:
         _norm_kernel[(num_rows,)](
-            x,
-            x if residual is None else residual,
-            norm.weight,
-            norm.bias,
-            out,
-            after.weight,
-            after.bias,
-            x.stride(-2),
-            norm.eps,
-            after.eps,
-            HIDDEN=hidden,
-            BLOCK=block,
-            ADD=residual is not None,
-            KIND=norm.kind,
-            AFTER_KIND=after.kind,
-            MULTIPLIER=multiplier,
-            PARTS=parts,
+            x, x if residual is None else residual, norm.weight, norm.bias, out, after.weight, after.bias,
+            x.stride(-2), norm.eps, after.eps, HIDDEN=hidden, BLOCK=block, ADD=residual is not None, KIND=norm.kind,
+            AFTER_KIND=after.kind, MULTIPLIER=multiplier, PARTS=parts,
             num_warps=min(max(block // (1024 if parts == 1 else 512), 1), 4 if parts == 1 else 8),
             **pdl_options(x.device, num_rows <= most_pdl_rows),
-        )
+        )  # fmt: skip
     return out
 
 
@@ -148,12 +134,9 @@ def add_rms_norm(
 
 
 def add_norms(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    norm: Norm | None,
-    after: Norm | None = None,
+    x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, after: Norm | None = None,
     multiplier: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Triton version of add_norms_reference; rows of x may be strided, parts of it are contiguous as residual is."""
     like = x if residual is None else residual
     out = like if norm is None else empty_rows(like.shape[0], like.shape[1], like.dtype, like.device)
@@ -207,12 +190,9 @@ def norm_reference(x: torch.Tensor, norm: Norm) -> torch.Tensor:
 
 
 def add_norms_reference(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    norm: Norm | None,
-    after: Norm | None = None,
+    x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, after: Norm | None = None,
     multiplier: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(norm(new residual), new residual = residual + multiplier * after(x)), each [T, H].
 
     The sum replaces `residual` in place. Without a residual x is the new one, as it is. Without `norm` both results are

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels.base.pdl import pdl_options
+from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
 
 PDL_TOKENS = 512

@@ -12,7 +12,7 @@ A signed maximum over ranks (an ordinary all-reduce) finds the winner.
 
 import torch
 
-from nanovllm.kernels.base.pdl import pdl_options
+from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.sampling.rng import (
     WORD,
@@ -22,7 +22,7 @@ from nanovllm.kernels.sampling.rng import (
     random_words_reference,
     row_key,
     row_key_reference,
-)
+)  # fmt: skip
 
 MIN_TEMPERATURE = 1e-5
 """Below it a row is greedy: the reciprocal would overflow the scores."""
@@ -43,21 +43,9 @@ def _pack_keys(scores, ids):
 
 @triton.jit
 def _best_of_chunks_kernel(
-    LOGITS,
-    ROW_SLOT,
-    TEMPERATURE,
-    SEED,
-    POSITIONS,
-    PARTIAL,
-    row_stride,
-    vocab_start,
-    num_valid,
-    num_chunks,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    APPROX: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    LOGITS, ROW_SLOT, TEMPERATURE, SEED, POSITIONS, PARTIAL, row_stride, vocab_start, num_valid, num_chunks,
+    TILE: tl.constexpr, TILES: tl.constexpr, APPROX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Key of the best of the TILE * TILES ids of chunk `program_id(0)` of row `program_id(1)`, into PARTIAL.
 
     Lanes keep their own best over the tiles, as a score and a tile number; keys are made once, at the end. A score is
@@ -100,17 +88,9 @@ def _best_of_chunks_kernel(
 
 @triton.jit
 def _reduce_chunks_kernel(
-    PARTIAL,
-    ROW_SLOT,
-    KEYS,
-    LAST_TOKEN,
-    TOKENS,
-    num_chunks,
-    CHUNKS_PADDED: tl.constexpr,
-    WRITE_KEYS: tl.constexpr,
-    COMMIT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    PARTIAL, ROW_SLOT, KEYS, LAST_TOKEN, TOKENS, num_chunks, CHUNKS_PADDED: tl.constexpr, WRITE_KEYS: tl.constexpr,
+    COMMIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Best key of row `program_id(0)`; with WRITE_KEYS it is stored, with COMMIT its token is."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -146,48 +126,25 @@ def _tiling(num_rows: int, num_valid: int) -> tuple[int, int, int]:
 
 
 def _best_of_chunks(
-    logits: torch.Tensor,
-    row_slot: torch.Tensor,
-    temperature: torch.Tensor,
-    seed: torch.Tensor,
-    positions: torch.Tensor,
-    vocab_start: int,
-    num_valid: int,
-) -> torch.Tensor:
+    logits: torch.Tensor, row_slot: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor,
+    positions: torch.Tensor, vocab_start: int, num_valid: int,
+) -> torch.Tensor:  # fmt: skip
     """Keys int64 [B, chunks]; nothing is written for rows of slot -1."""
     num_rows = logits.shape[0]
     tile, tiles, num_warps = _tiling(num_rows, num_valid)
     num_chunks = triton.cdiv(num_valid, tile * tiles)
     partial = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
     _best_of_chunks_kernel[(num_chunks, num_rows)](
-        logits,
-        row_slot,
-        temperature,
-        seed,
-        positions,
-        partial,
-        logits.stride(0),
-        vocab_start,
-        num_valid,
-        num_chunks,
-        TILE=tile,
-        TILES=tiles,
-        APPROX=logits.is_cuda,
-        num_warps=num_warps,
-        **pdl_options(logits.device),
-    )
+        logits, row_slot, temperature, seed, positions, partial, logits.stride(0), vocab_start, num_valid, num_chunks,
+        TILE=tile, TILES=tiles, APPROX=logits.is_cuda, num_warps=num_warps, **pdl_options(logits.device),
+    )  # fmt: skip
     return partial
 
 
 def gumbel_argmax(
-    logits: torch.Tensor,
-    row_slot: torch.Tensor,
-    temperature: torch.Tensor,
-    seed: torch.Tensor,
-    positions: torch.Tensor,
-    vocab_start: int,
-    vocab_size: int,
-) -> torch.Tensor:
+    logits: torch.Tensor, row_slot: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor,
+    positions: torch.Tensor, vocab_start: int, vocab_size: int,
+) -> torch.Tensor:  # fmt: skip
     """Triton version of gumbel_argmax_reference; rows of logits may be strided."""
     num_rows = logits.shape[0]
     num_valid = max(0, min(logits.shape[1], vocab_size - vocab_start))
@@ -200,27 +157,16 @@ def gumbel_argmax(
 
 
 def _reduce_chunks(
-    partial: torch.Tensor,
-    row_slot: torch.Tensor,
-    keys: torch.Tensor | None,
-    last_token: torch.Tensor | None,
+    partial: torch.Tensor, row_slot: torch.Tensor, keys: torch.Tensor | None, last_token: torch.Tensor | None,
     tokens: torch.Tensor | None,
-) -> None:
+) -> None:  # fmt: skip
     num_rows, num_chunks = partial.shape
     padded = triton.next_power_of_2(num_chunks)
     _reduce_chunks_kernel[(num_rows,)](
-        partial,
-        row_slot,
-        partial if keys is None else keys,
-        partial if last_token is None else last_token,
-        partial if tokens is None else tokens,
-        num_chunks,
-        CHUNKS_PADDED=padded,
-        WRITE_KEYS=keys is not None,
-        COMMIT=tokens is not None,
-        num_warps=4 if padded > 128 else 1,
-        **pdl_options(partial.device),
-    )
+        partial, row_slot, partial if keys is None else keys, partial if last_token is None else last_token,
+        partial if tokens is None else tokens, num_chunks, CHUNKS_PADDED=padded, WRITE_KEYS=keys is not None,
+        COMMIT=tokens is not None, num_warps=4 if padded > 128 else 1, **pdl_options(partial.device),
+    )  # fmt: skip
 
 
 def commit_tokens(
@@ -236,15 +182,9 @@ def commit_tokens(
 
 
 def sample_tokens(
-    logits: torch.Tensor,
-    row_slot: torch.Tensor,
-    temperature: torch.Tensor,
-    seed: torch.Tensor,
-    positions: torch.Tensor,
-    vocab_size: int,
-    last_token: torch.Tensor,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    logits: torch.Tensor, row_slot: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor,
+    positions: torch.Tensor, vocab_size: int, last_token: torch.Tensor, out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Triton version of sample_tokens_reference; rows of logits may be strided."""
     num_rows = logits.shape[0]
     tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device) if out is None else out
@@ -256,14 +196,9 @@ def sample_tokens(
 
 
 def gumbel_argmax_reference(
-    logits: torch.Tensor,
-    row_slot: torch.Tensor,
-    temperature: torch.Tensor,
-    seed: torch.Tensor,
-    positions: torch.Tensor,
-    vocab_start: int,
-    vocab_size: int,
-) -> torch.Tensor:
+    logits: torch.Tensor, row_slot: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor,
+    positions: torch.Tensor, vocab_start: int, vocab_size: int,
+) -> torch.Tensor:  # fmt: skip
     """Key of the best token of each row among this rank's ids, int64 [B].
 
     logits [B, Vs] bfloat16 or float32, for the ids from vocab_start on; ids from vocab_size on are padding and never
@@ -313,15 +248,9 @@ def commit_tokens_reference(
 
 
 def sample_tokens_reference(
-    logits: torch.Tensor,
-    row_slot: torch.Tensor,
-    temperature: torch.Tensor,
-    seed: torch.Tensor,
-    positions: torch.Tensor,
-    vocab_size: int,
-    last_token: torch.Tensor,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    logits: torch.Tensor, row_slot: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor,
+    positions: torch.Tensor, vocab_size: int, last_token: torch.Tensor, out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """gumbel_argmax over the whole vocabulary and commit_tokens, for a single rank -> tokens int32 [B]."""
     keys = gumbel_argmax_reference(logits, row_slot, temperature, seed, positions, 0, vocab_size)
     return commit_tokens_reference(keys, row_slot, last_token, out)

@@ -113,12 +113,9 @@ def _commit_kernel(PARTIAL, TARGET_ROW, SLOT, RECORDS, THRESHOLD, TOKENS, LAST_T
 
 
 def sample_kept(
-    rows: Rows,
-    counts: torch.Tensor | None = None,
-    thresholds: torch.Tensor | None = None,
-    masks: torch.Tensor | None = None,
-    edits: bool = False,
-) -> None:
+    rows: Rows, counts: torch.Tensor | None = None, thresholds: torch.Tensor | None = None,
+    masks: torch.Tensor | None = None, edits: bool = False,
+) -> None:  # fmt: skip
     """Triton version of sample_kept_reference; rows of threshold inf keep the token they have."""
     logits, num_rows, vocab_size = rows.logits, len(rows), rows.vocab_size
     tile, tiles = 256, 16 if num_rows > 32 else 4  # few rows need many programs; a warp alone waits for nobody
@@ -143,12 +140,9 @@ def sample_kept(
 
 
 def sample_kept_reference(
-    rows: Rows,
-    counts: torch.Tensor | None = None,
-    thresholds: torch.Tensor | None = None,
-    masks: torch.Tensor | None = None,
-    edits: bool = False,
-) -> None:
+    rows: Rows, counts: torch.Tensor | None = None, thresholds: torch.Tensor | None = None,
+    masks: torch.Tensor | None = None, edits: bool = False,
+) -> None:  # fmt: skip
     """Samples a token of each row from the ids whose logit is at least its threshold, float32 [G] (None: all), and
     writes it to tokens, last_token and, for rows with penalties, into counts int32 [S, vocab_size].
 

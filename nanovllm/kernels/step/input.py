@@ -70,15 +70,11 @@ class StepBuffers:
         """The same memory, for a step of that many rows and tokens."""
         rows, tokens = num_rows, num_tokens
         return StepBuffers(
-            row_slot=self.row_slot[:rows],
-            context_lens=self.context_lens[:rows],
-            cu_seqlens_q=self.cu_seqlens_q[: rows + 1],
-            positions=self.positions[:tokens],
-            input_ids=self.input_ids[:tokens],
-            slot_mapping=self.slot_mapping[:tokens],
-            logits_indices=self.logits_indices[:rows],
-            tokens=self.tokens[:rows],
-        )
+            row_slot=self.row_slot[:rows], context_lens=self.context_lens[:rows],
+            cu_seqlens_q=self.cu_seqlens_q[: rows + 1], positions=self.positions[:tokens],
+            input_ids=self.input_ids[:tokens], slot_mapping=self.slot_mapping[:tokens],
+            logits_indices=self.logits_indices[:rows], tokens=self.tokens[:rows],
+        )  # fmt: skip
 
     @property
     def sample_positions(self) -> torch.Tensor:
@@ -133,25 +129,10 @@ def _chunk_tokens_before(BUFFER, row, num_decode, num_rows, S: tl.constexpr, S_P
 
 @triton.jit(do_not_specialize=["out_rows", "out_tokens", "decode_rows"])
 def _expand_rows_kernel(
-    BUFFER,
-    BLOCK_TABLE,
-    LAST_TOKEN,
-    ROW_SLOT,
-    CONTEXT_LENS,
-    CU_SEQLENS,
-    POSITIONS,
-    INPUT_IDS,
-    SLOT_MAPPING,
-    LOGITS_INDICES,
-    table_stride,
-    out_rows,
-    out_tokens,
-    decode_rows,
-    S: tl.constexpr,
-    S_PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    BUFFER, BLOCK_TABLE, LAST_TOKEN, ROW_SLOT, CONTEXT_LENS, CU_SEQLENS, POSITIONS, INPUT_IDS, SLOT_MAPPING,
+    LOGITS_INDICES, table_stride, out_rows, out_tokens, decode_rows, S: tl.constexpr, S_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Output row `program_id(0)`, whose tokens the programs along axis 1 share; the one after the last is the tokens'
     padding. The first `decode_rows` output rows are decodes or their padding, one token each; chunks follow."""
     out_row = tl.program_id(0)
@@ -195,27 +176,10 @@ def _expand_rows_kernel(
 
 @triton.jit(do_not_specialize=["out_rows", "ring_stride"])
 def _prepare_decode_kernel(
-    BUFFER,
-    BLOCK_TABLE,
-    LAST_TOKEN,
-    TEMPERATURE,
-    SEED,
-    ROW_SLOT,
-    CONTEXT_LENS,
-    CU_SEQLENS,
-    POSITIONS,
-    INPUT_IDS,
-    SLOT_MAPPING,
-    LOGITS_INDICES,
-    TURN,
-    ring_stride,
-    table_stride,
-    out_rows,
-    S: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    IN_RING: tl.constexpr,
-):
+    BUFFER, BLOCK_TABLE, LAST_TOKEN, TEMPERATURE, SEED, ROW_SLOT, CONTEXT_LENS, CU_SEQLENS, POSITIONS, INPUT_IDS,
+    SLOT_MAPPING, LOGITS_INDICES, TURN, ring_stride, table_stride, out_rows, S: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, IN_RING: tl.constexpr,
+):  # fmt: skip
     """One program, so that a barrier is enough between the updates and their readers."""
     if IN_RING:
         BUFFER += tl.load(TURN) * ring_stride
@@ -242,15 +206,9 @@ def _prepare_decode_kernel(
 def apply_deltas(buffer: torch.Tensor, max_num_seqs: int, state: DeviceState) -> None:
     """Triton version of apply_deltas_reference."""
     _apply_deltas_kernel[(16,)](
-        buffer,
-        state.block_table,
-        state.temperature,
-        state.seed,
-        state.block_table.stride(0),
-        S=max_num_seqs,
-        BLOCK=128,
-        num_warps=4,
-    )
+        buffer, state.block_table, state.temperature, state.seed, state.block_table.stride(0), S=max_num_seqs,
+        BLOCK=128, num_warps=4,
+    )  # fmt: skip
 
 
 def expand_rows(
@@ -259,60 +217,25 @@ def expand_rows(
     """Triton version of expand_rows_reference."""
     out_rows, out_tokens = out.row_slot.shape[0], out.positions.shape[0]
     _expand_rows_kernel[(out_rows + 1, 8)](
-        buffer,
-        state.block_table,
-        state.last_token,
-        out.row_slot,
-        out.context_lens,
-        out.cu_seqlens_q,
-        out.positions,
-        out.input_ids,
-        out.slot_mapping,
-        out.logits_indices,
-        state.block_table.stride(0),
-        out_rows,
-        out_tokens,
-        decode_rows,
-        S=max_num_seqs,
-        S_PADDED=triton.next_power_of_2(max_num_seqs),
-        BLOCK_SIZE=block_size,
-        BLOCK=256,
+        buffer, state.block_table, state.last_token, out.row_slot, out.context_lens, out.cu_seqlens_q, out.positions,
+        out.input_ids, out.slot_mapping, out.logits_indices, state.block_table.stride(0), out_rows, out_tokens,
+        decode_rows, S=max_num_seqs, S_PADDED=triton.next_power_of_2(max_num_seqs), BLOCK_SIZE=block_size, BLOCK=256,
         num_warps=4,
-    )
+    )  # fmt: skip
 
 
 def prepare_decode(
-    buffer: torch.Tensor,
-    max_num_seqs: int,
-    state: DeviceState,
-    block_size: int,
-    out: StepBuffers,
+    buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, block_size: int, out: StepBuffers,
     turn: torch.Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Triton version of prepare_decode_reference, one launch."""
     _prepare_decode_kernel[(1,)](
-        buffer,
-        state.block_table,
-        state.last_token,
-        state.temperature,
-        state.seed,
-        out.row_slot,
-        out.context_lens,
-        out.cu_seqlens_q,
-        out.positions,
-        out.input_ids,
-        out.slot_mapping,
-        out.logits_indices,
-        buffer if turn is None else turn,
-        buffer.stride(0),
-        state.block_table.stride(0),
-        out.row_slot.shape[0],
-        S=max_num_seqs,
-        BLOCK_SIZE=block_size,
-        IN_RING=turn is not None,
-        BLOCK=max(128, triton.next_power_of_2(max_num_seqs)),
-        num_warps=4 if max_num_seqs <= 256 else 8,
-    )
+        buffer, state.block_table, state.last_token, state.temperature, state.seed, out.row_slot, out.context_lens,
+        out.cu_seqlens_q, out.positions, out.input_ids, out.slot_mapping, out.logits_indices,
+        buffer if turn is None else turn, buffer.stride(0), state.block_table.stride(0), out.row_slot.shape[0],
+        S=max_num_seqs, BLOCK_SIZE=block_size, IN_RING=turn is not None,
+        BLOCK=max(128, triton.next_power_of_2(max_num_seqs)), num_warps=4 if max_num_seqs <= 256 else 8,
+    )  # fmt: skip
 
 
 def apply_deltas_reference(buffer: torch.Tensor, max_num_seqs: int, state: DeviceState) -> None:
@@ -365,13 +288,9 @@ def expand_rows_reference(
 
 
 def prepare_decode_reference(
-    buffer: torch.Tensor,
-    max_num_seqs: int,
-    state: DeviceState,
-    block_size: int,
-    out: StepBuffers,
+    buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, block_size: int, out: StepBuffers,
     turn: torch.Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """apply_deltas, then expand_rows for a step of decode rows alone, one token each, in an `out` of as many tokens as
     rows. Here padding rows have a token too: row r is token r throughout.
 

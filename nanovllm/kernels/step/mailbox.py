@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.kernels.base.pdl import pdl_options
+from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
 
 
@@ -24,16 +24,9 @@ def _publish_tokens_kernel(
 def publish_tokens(tokens: torch.Tensor, ring: torch.Tensor, turn: torch.Tensor) -> None:
     """Triton version of publish_tokens_reference."""
     _publish_tokens_kernel[(1,)](
-        tokens,
-        ring,
-        turn,
-        tokens.shape[0],
-        ring.stride(0),
-        TURNS=ring.shape[0],
-        BLOCK=triton.next_power_of_2(ring.shape[1]),
-        num_warps=4,
-        **pdl_options(tokens.device),
-    )
+        tokens, ring, turn, tokens.shape[0], ring.stride(0), TURNS=ring.shape[0],
+        BLOCK=triton.next_power_of_2(ring.shape[1]), num_warps=4, **pdl_options(tokens.device),
+    )  # fmt: skip
 
 
 def publish_tokens_reference(tokens: torch.Tensor, ring: torch.Tensor, turn: torch.Tensor) -> None:

@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 import torch
 
+from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.padded_rows import empty_rows
-from nanovllm.kernels.base.pdl import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.pointwise.norm import add_up
 from nanovllm.parallel.peer.kernels import max_keys_kernel, one_shot_kernel, two_shot_kernel
@@ -99,14 +99,10 @@ class PeerAllReduce:
         self._hidden = layout.hidden_size
         block = triton.next_power_of_2(self._hidden)
         self._shape = {
-            "WORLD": layout.world_size,
-            "WORLD_BLOCK": triton.next_power_of_2(layout.world_size),
-            "HIDDEN": self._hidden,
-            "BLOCK": block,
-            "INT": _INTEGERS[layout.itemsize],
-            "SENTINEL": SENTINELS[layout.itemsize],
-            "num_warps": num_warps(block),
-        }
+            "WORLD": layout.world_size, "WORLD_BLOCK": triton.next_power_of_2(layout.world_size),
+            "HIDDEN": self._hidden, "BLOCK": block, "INT": _INTEGERS[layout.itemsize],
+            "SENTINEL": SENTINELS[layout.itemsize], "num_warps": num_warps(block),
+        }  # fmt: skip
 
     def path(self, rows: int) -> Path:
         """Who takes a sum of `rows` rows: one of the kernels here, or ("nccl") the caller's communicator."""
@@ -122,15 +118,9 @@ class PeerAllReduce:
         return CUT_IN_FOUR if rows <= limits.cut_rows(layout.world_size, self._hidden * layout.itemsize) else None
 
     def all_reduce_add_rms_norm(
-        self,
-        partial: torch.Tensor,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor,
-        eps: float,
-        *,
-        path: Path | None = None,
-        dependent: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, partial: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, *,
+        path: Path | None = None, dependent: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Sum over the ranks + residual (float32, one rounding), and the RMSNorm of that.
 
         partial [T, hidden]: this rank's addend, contiguous, any memory; or float32 [parts, T, hidden], whose sum it is.
@@ -138,7 +128,7 @@ class PeerAllReduce:
         (normalised [T, hidden], residual [T, hidden]).
         The residual is for further calls with the same T alone: where two-shot is taken, each rank updates only the
         rows that it owns (row mod world = rank), which is a third less on the wire.
-        path: overrules `path(T)` (benchmarks). dependent: launch it dependently (pdl.py), whatever its rows.
+        path: overrules `path(T)` (benchmarks). dependent: launch it with PDL, whatever its rows.
         """
         rows = self._check(partial, residual, weight)
         out = empty_rows(rows, self._hidden, weight.dtype, weight.device)
@@ -184,14 +174,9 @@ class PeerAllReduce:
         return shape[0]
 
     def _launch(
-        self,
-        path: Path | None,
-        operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-        eps: float,
-        has_residual: bool,
-        dependent: bool,
-        norm: bool = True,
-    ) -> None:
+        self, path: Path | None, operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], eps: float,
+        has_residual: bool, dependent: bool, norm: bool = True,
+    ) -> None:  # fmt: skip
         """operands: partial, residual (in and out, or only out), weight, out; without `norm` the sum goes to out."""
         partial, residual, weight, out = operands
         memory, layout, rows = self.memory, self.memory.layout, out.shape[0]

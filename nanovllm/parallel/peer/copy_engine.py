@@ -57,14 +57,9 @@ class CopyEngineSums:
         return torch.empty_like(partial[begin:end])
 
     def start(
-        self,
-        half: int,
-        partial: torch.Tensor,
-        residual: torch.Tensor | None,
-        residual_out: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-    ) -> None:
+        self, half: int, partial: torch.Tensor, residual: torch.Tensor | None, residual_out: torch.Tensor,
+        weight: torch.Tensor, eps: float,
+    ) -> None:  # fmt: skip
         """Steps 1 to 3 for half 0 or 1, in the current stream. partial [R, hidden]; residual, residual_out [rows that
         this rank owns, hidden], which may be one tensor; residual None: zeros. weight [hidden]. All contiguous."""
         memory, layout, rows = self.memory, self.memory.layout, partial.shape[0]

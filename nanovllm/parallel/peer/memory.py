@@ -82,15 +82,9 @@ class Layout:
 
     @classmethod
     def build(
-        cls,
-        world_size: int,
-        hidden_size: int,
-        itemsize: int,
-        one_shot_rows: int,
-        two_shot_rows: int,
-        max_keys: int,
+        cls, world_size: int, hidden_size: int, itemsize: int, one_shot_rows: int, two_shot_rows: int, max_keys: int,
         half_rows: int = 0,
-    ) -> "Layout":
+    ) -> "Layout":  # fmt: skip
         """Capacities in rows of `hidden_size` elements of `itemsize` bytes, and in int64 keys."""
         units, half_units = -(-two_shot_rows // world_size), -(-half_rows // world_size)
         row = hidden_size * itemsize
@@ -109,15 +103,9 @@ class Layout:
 
     @classmethod
     def for_limits(
-        cls,
-        world_size: int,
-        hidden_size: int,
-        itemsize: int,
-        max_rows: int,
-        max_keys: int,
-        limits: AllReduceLimits,
+        cls, world_size: int, hidden_size: int, itemsize: int, max_rows: int, max_keys: int, limits: AllReduceLimits,
         half_rows: int = 0,
-    ) -> "Layout":
+    ) -> "Layout":  # fmt: skip
         """Capacities that serve `max_rows` rows, and halves of `half_rows`, as far as `limits` leaves them to peer
         memory."""
         row = hidden_size * itemsize
@@ -189,23 +177,11 @@ class PeerMemory:
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        max_rows: int,
-        hidden_size: int,
-        dtype: torch.dtype,
-        *,
-        max_keys: int = 1024,
-        half_rows: int = 0,
-        limits: AllReduceLimits | None = None,
-        layout: Layout | None = None,
-        name: str = "peer_memory",
-        timeout: float = 60.0,
+        self, store: Store, rank: int, world_size: int, device: torch.device, max_rows: int, hidden_size: int,
+        dtype: torch.dtype, *, max_keys: int = 1024, half_rows: int = 0, limits: AllReduceLimits | None = None,
+        layout: Layout | None = None, name: str = "peer_memory", timeout: float = 60.0,
         allow_shared_device: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if hidden_size % 8 or dtype not in (torch.bfloat16, torch.float16, torch.float32):
             need = "a multiple of 8 elements of bfloat16, float16 or float32"
             raise PeerMemoryUnavailable(f"peer memory: rows of {hidden_size} x {dtype}, need {need}")

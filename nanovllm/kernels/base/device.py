@@ -1,0 +1,60 @@
+"""What not every GPU can do: programmatic dependent launch (PDL), tensor descriptors (TMA), prefetches into L2.
+
+PDL lets a kernel start before the one ahead of it has ended. A kernel launched so must call `gdc_wait` in every program
+before it touches anything that an earlier kernel writes; then such kernels and ordinary ones may follow each other.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import torch
+
+from nanovllm.kernels.base.triton_import import tl, triton
+
+_pdl_allowed: ContextVar[bool] = ContextVar("pdl_allowed", default=True)
+
+
+@cache  # it is asked at every launch
+def supports_pdl(device: torch.device) -> bool:
+    """Whether it can start a kernel early: a GPU of compute capability 9.0 or more."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def supports_tma(device: torch.device) -> bool:
+    """Whether it has the bulk tensor copy engine: the same GPUs."""
+    return supports_pdl(device)
+
+
+def pdl_options(device: torch.device, wanted: bool = True) -> dict[str, bool]:
+    """For the launch of a kernel that takes PDL as a constant: that, and Triton's own option where it is on."""
+    dependent = wanted and _pdl_allowed.get() and supports_pdl(device)
+    return {"PDL": True, "launch_pdl": True} if dependent else {"PDL": False}
+
+
+@contextmanager
+def ordinary_launch() -> Iterator[None]:
+    """Within it this thread launches nothing with PDL; what a graph captures there stays so."""
+    token = _pdl_allowed.set(False)
+    try:
+        yield
+    finally:
+        _pdl_allowed.reset(token)
+
+
+def paged_descriptor(cache: torch.Tensor, block_n: int) -> Any:
+    """A tensor descriptor over cache [num_blocks, num_kv_heads, block_size, head_dim], one layer's paged keys or
+    values: it loads block_n tokens of one head."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, 1, block_n, cache.shape[-1]])
+
+
+@triton.jit
+def prefetch_lines(pointers):
+    """Has the L2 cache fetch the 128-byte line of each of a tensor of pointers. Nothing waits for it."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
