@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from array import array
+from operator import add
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.serve import frames
@@ -97,8 +98,11 @@ class EngineProcess:
                 self._work.clear()
 
     def _step_frame(self, engine: "LLMEngine", gained: "StepColumns") -> frames.Step:
+        if not gained.endings and not gained.logprobs:  # nearly every step
+            return frames.Step(
+                list(map(add, gained.request_ids, gained.indices)), gained.token_ids, stats=self._stats()
+            )
         frame = frames.Step([], [])
-        rows, tokens = frame.rows, frame.tokens
         for entry, (request_id, index, token) in enumerate(
             zip(gained.request_ids, gained.indices, gained.token_ids, strict=True)
         ):
@@ -108,18 +112,25 @@ class EngineProcess:
                 if (words := lines.words(position)) is not None:
                     frame.logprobs.append((row, words.tobytes()))
             if (ending := gained.endings.get(entry)) is None:
-                rows.append(row)
-                tokens.append(token)
+                frame.rows.append(row)
+                frame.tokens.append(token)
                 continue
             last = token if token >= 0 else None
             frame.finishes.append(frames.Finish(row, last, ending.reason, ending.stop_reason))
             if engine.knows(request_id) and engine.is_finished(request_id):  # the last of n reports it
                 frame.done.append(_done(request_id, engine.forget(request_id)[0]))
-        now = time.monotonic()
-        if now - self._stats_sent > _STATS_INTERVAL or not engine.has_unfinished_requests():
-            self._stats_sent = now
-            frame = frames.Step(rows, tokens, frame.finishes, frame.done, frame.logprobs, statistics(engine))
+        frame.stats = self._stats()
         return frame
+
+    def _stats(self) -> frames.Stats | None:
+        """Now and then, and at the end of all work."""
+        engine = self._engine
+        assert engine is not None
+        now = time.monotonic()
+        if now - self._stats_sent < _STATS_INTERVAL and engine.has_unfinished_requests():
+            return None
+        self._stats_sent = now
+        return statistics(engine)
 
     # -- other threads ------------------------------------------------------------------------------------------
 

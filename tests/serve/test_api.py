@@ -9,6 +9,8 @@ import pytest
 from serving import DEMO, Server, events, user, wait_for
 from transformers import AutoTokenizer
 
+from nanovllm import LLM, SamplingParams
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ASK: dict[str, Any] = {"messages": user("What is the capital of Italy?"), "temperature": 0}
 ANSWER = "The capital of Italy is Rome."
@@ -125,6 +127,23 @@ def test_tokens_as_ids(client: httpx.Client) -> None:
     body = {"prompt": "3 + 4 =", "max_tokens": 2, "logprobs": 1, "temperature": 0, "return_token_ids": True}
     choice = client.post(COMPLETIONS, json=body | {"return_tokens_as_token_ids": True}).json()["choices"][0]
     assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+
+
+def test_prompt_logprobs(client: httpx.Client) -> None:
+    """As the library has them."""
+    body = {"prompt": "3 + 4 = 7", "max_tokens": 1, "prompt_logprobs": 2, "return_token_ids": True}
+    choice = client.post(COMPLETIONS, json=body).json()["choices"][0]
+    with LLM(str(DEMO), device="cpu", num_kvcache_blocks=64) as llm:
+        params = SamplingParams(max_tokens=1, prompt_logprobs=2)
+        [output] = llm.generate([body["prompt"]], params, use_tqdm=False)
+    assert choice["prompt_token_ids"] == output.prompt_token_ids
+    assert output.prompt_logprobs is not None
+    for found, wanted in zip(choice["prompt_logprobs"], output.prompt_logprobs, strict=True):
+        assert (found is None) == (wanted is None)
+        for token, one in (wanted or {}).items():
+            shown = found[str(token)]
+            assert (shown["rank"], shown["decoded_token"]) == (one.rank, one.decoded_token)
+            assert shown["logprob"] == pytest.approx(one.logprob, abs=1e-4)
 
 
 def test_unknown_fields_are_named(client: httpx.Client) -> None:

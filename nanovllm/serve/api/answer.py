@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from nanovllm.serve.api import fields as api
-from nanovllm.serve.api.logprobs import shower
+from nanovllm.serve.api.logprobs import prompt_entries, shower
 from nanovllm.serve.errors import ApiError, bad_request
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.streams import Completion, Request
@@ -144,11 +144,17 @@ class Answer(Request):
             if self.fields.return_token_ids:
                 choice["token_ids"] = completion.ids
             choices.append(choice)
-        return orjson.dumps({**self._common, "choices": choices, "usage": self.usage(), **self.extra()})
+        return orjson.dumps({**self._common, "choices": choices, "usage": self.usage()})
 
-    def extra(self) -> dict[str, Any]:
-        """What a request may have asked for beside the choices."""
-        return {}
+    def of_prompt(self, prompt_index: int) -> dict[str, Any]:
+        """What a request may have asked for about a prompt."""
+        found: dict[str, Any] = {}
+        if self.fields.return_token_ids:
+            found["prompt_token_ids"] = self.prompts[prompt_index]
+        if self.fields.prompt_logprobs is not None:
+            lines = self.prompt_lines[prompt_index] or []
+            found["prompt_logprobs"] = prompt_entries(lines, self.fields.prompt_logprobs, self.show)
+        return found
 
     def usage(self) -> dict[str, Any]:
         output = self.num_output_tokens

@@ -81,7 +81,7 @@ class ChatAnswer(Answer):
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if completion.reader is not None:
             message |= _message(joined(self.read(completion, text)))
-        return {"message": message, "logprobs": self._logprobs(completion)}
+        return {"message": message, "logprobs": self._logprobs(completion), **self.of_prompt(0)}
 
     def finish_reason(self, completion: Completion) -> str | None:
         reason = completion.finish_reason

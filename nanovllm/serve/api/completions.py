@@ -59,7 +59,7 @@ class CompletionAnswer(Answer):
         if lines is not None:
             ids = self.prompts[completion.prompt_index]
             logprobs = completion_logprobs(lines, ids, self.k or 0, self.show, 0)
-        return {"text": text, "logprobs": logprobs}
+        return {"text": text, "logprobs": logprobs, **self.of_prompt(completion.prompt_index)}
 
     @property
     def num_output_tokens(self) -> int:

@@ -40,6 +40,24 @@ def chat_entries(
     return found
 
 
+def prompt_entries(
+    lines: Sequence[bytes | None], k: int, show: Callable[[int], str]
+) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's `prompt_logprobs`: for each token of the prompt but the first, log-probabilities by token id."""
+    found: list[dict[str, dict[str, Any]] | None] = []
+    for line in lines:
+        if line is None:
+            found.append(None)
+            continue
+        token_id, value, top = read_line(line, k)
+        rank = memoryview(line).cast("i")[1]
+        entries = {str(token_id): {"logprob": value, "rank": rank, "decoded_token": show(token_id)}}
+        for place, (other, log) in enumerate(top, 1):
+            entries.setdefault(str(other), {"logprob": log, "rank": place, "decoded_token": show(other)})
+        found.append(entries)
+    return found
+
+
 def completion_logprobs(
     lines: Sequence[bytes | None], ids: Sequence[int], k: int, show: Callable[[int], str], offset: int
 ) -> dict[str, list[Any]]:
