@@ -13,6 +13,8 @@ from nanovllm.cli.options import Parser
 
 COMMANDS = {
     "serve": "nanovllm.cli.serve",
+    "chat": "nanovllm.cli.chat",
+    "complete": "nanovllm.cli.complete",
     "completion": "nanovllm.cli.completion",
 }
 """Each a module with SUMMARY, make_parser() and run(parser, arguments)."""

@@ -86,10 +86,14 @@ def field_docs(kind: type) -> dict[str, str]:
 
 
 def add_fields(
-    parser: argparse.ArgumentParser, kind: type, groups: Mapping[str, str], leave_out: Sequence[str] = ()
+    parser: argparse.ArgumentParser,
+    kind: type,
+    groups: Mapping[str, str],
+    leave_out: Sequence[str] = (),
+    shown: bool = True,
 ) -> None:
-    """An option for each field of a dataclass. `groups`: heading of the group that begins with a field. A namespace
-    has only those that were given, so that the dataclass owns the defaults."""
+    """An option for each field of a dataclass. `groups`: heading of the group that begins with a field. `shown`: in the
+    help. A namespace has only those that were given, so that the dataclass owns the defaults."""
     docs = field_docs(kind)
     group: Any = parser
     for option in fields(kind):
@@ -97,7 +101,7 @@ def add_fields(
             group = parser.add_argument_group(groups[option.name])
         if option.name not in leave_out:
             names = [SHORT.get(option.name), "--" + option.name.replace("_", "-")]
-            text = _help(option, docs.get(option.name, ""))
+            text = _help(option, docs.get(option.name, "")) if shown else argparse.SUPPRESS
             group.add_argument(
                 *filter(None, names), dest=option.name, default=argparse.SUPPRESS, help=text, **_how(option)
             )

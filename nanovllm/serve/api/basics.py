@@ -7,7 +7,7 @@ import nanovllm
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api.answer import check_characters
 from nanovllm.serve.api.chat import encode
-from nanovllm.serve.errors import ApiError, bad_request
+from nanovllm.serve.errors import bad_request
 from nanovllm.serve.http.call import Call
 
 if TYPE_CHECKING:
@@ -84,9 +84,3 @@ async def detokenize(front: "Front", call: Call) -> None:
     if len(ids) > front.info["max_model_len"]:
         raise bad_request(f"tokens: must have at most {front.info['max_model_len']} items", "tokens")
     await call.respond_json({"prompt": front.tokenizer.decode(ids, False)})
-
-
-async def root(front: "Front", call: Call) -> None:
-    if not front.options.ui:
-        raise ApiError(404, "unknown path: /", "unknown_url")
-    await call.respond_json({"name": "nanovllm", "version": nanovllm.__version__, "api": "/v1"})

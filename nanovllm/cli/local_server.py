@@ -1,0 +1,115 @@
+"""A server of our own for one command: `nanovllm serve` in a child process, on a Unix socket in a folder of its own.
+
+The child (`python -m nanovllm.cli.local_server FD`) ends with the socket that it was started with, so it goes when the
+command goes, however that ends.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from nanovllm.cli.http_client import Client
+from nanovllm.startup.child import no_standard_numbers, start_python
+
+_POLL = 0.05  # seconds between two looks at /health
+_EXIT_PATIENCE = 15.0
+
+
+class LocalServer:
+    """A server for `model`, with the engine's options. Use it in a `with`."""
+
+    def __init__(self, model: str, engine_options: dict[str, Any], **server_options: Any) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="nanovllm-"))
+        self._log = self._folder / "log"
+        uds = str(self._folder / "socket")
+        self.url = f"unix:{uds}"
+        with no_standard_numbers():
+            self._link, theirs = socket.socketpair()
+        with theirs:
+            number = theirs.fileno()
+            self._process = start_python(
+                "nanovllm.cli.local_server", str(number), str(self._log), pass_fds=(number,)
+            )
+        server = {"uds": uds, "ui": False, "shutdown_timeout": 0.0, **server_options}
+        self._link.sendall(json.dumps([model, engine_options, server]).encode() + b"\n")
+
+    def wait_until_ready(self, quiet: bool = False) -> None:
+        """Waits for the model; shows how far it is on a terminal's standard error. Raises OSError where it fails."""
+        asyncio.run(self._wait(not quiet and sys.stderr.isatty()))
+
+    async def _wait(self, shown: bool) -> None:
+        client, begin = Client(self.url), time.monotonic()
+        while True:
+            if self._process.poll() is not None:
+                raise OSError(self._failure())
+            with contextlib.suppress(OSError):
+                async with client.request("GET", "/health") as response:
+                    health = await response.json()
+                if health["status"] == "ok":
+                    break
+                if shown and "stage" in health:
+                    seconds = time.monotonic() - begin
+                    print(f"\r\x1b[K{health['stage']} ({seconds:.0f} s)", end="", file=sys.stderr, flush=True)
+            await asyncio.sleep(_POLL)
+        client.close()
+        if shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def _failure(self) -> str:
+        """The last lines of the server's log."""
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines() if self._log.exists() else []
+        return "the server has ended:\n" + "\n".join(lines[-20:])
+
+    def has_ended(self) -> str | None:
+        """What the log says, where the server has ended."""
+        return None if self._process.poll() is None else self._failure()
+
+    def close(self) -> None:
+        """Ends the server and waits for its end."""
+        self._link.close()
+        try:
+            self._process.wait(_EXIT_PATIENCE)
+        finally:
+            if self._process.poll() is None:
+                self._process.kill()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> "LocalServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def main(fd: int, log: str) -> int:
+    """The child."""
+    number = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(number, 1)
+    os.dup2(number, 2)
+    link = socket.socket(fileno=fd)
+    reader = link.makefile("rb")
+    model, engine, server = json.loads(reader.readline())
+
+    def watch() -> None:
+        reader.read()  # returns when the command is gone
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    from nanovllm.serve.lifecycle import serve
+    from nanovllm.serve.options import ServeOptions
+
+    threading.Thread(target=watch, daemon=True).start()
+    return serve(model, engine, ServeOptions(**server))
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2]))

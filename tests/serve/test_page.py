@@ -1,0 +1,134 @@
+"""The chat page in a real browser, on a real model."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from browser import PROGRAM, Page
+from serving import Server
+
+needs_browser = pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed")
+ATTACK = '<img src=x onerror="window.hit=1"><script>window.hit=1</script>'
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    page = Page(tmp_path_factory.mktemp("browser"))
+    yield page
+    page.close()
+
+
+@pytest.fixture
+def page(browser: Page, server: Server) -> Page:
+    browser.requests.clear()
+    browser.messages.clear()
+    browser.open(server.url + "/")
+    browser.wait("document.getElementById('model').textContent == 'demo'")
+    return browser
+
+
+def more_fields(page: Page, fields: str) -> None:
+    """Adds fields to what the page sends."""
+    page.evaluate(
+        "window.sent = window.fetch; window.fetch = (url, options) => window.sent(url, options?.body ? "
+        f"{{...options, body: JSON.stringify({{...JSON.parse(options.body), ...{fields}}})}} : options); 0"
+    )
+
+
+def ask(page: Page, text: str) -> None:
+    page.evaluate(f"ask.value = {json.dumps(text)}; document.getElementById('form').requestSubmit()")
+
+
+def answer(page: Page) -> str:
+    """The last answer, once it has ended."""
+    page.wait("send.textContent == 'Send'")
+    return str(page.evaluate("[...document.querySelectorAll('.assistant > .text')].at(-1).textContent"))
+
+
+def note(page: Page) -> str:
+    return str(page.evaluate("[...document.querySelectorAll('.note')].at(-1).textContent"))
+
+
+@needs_browser
+def test_ask(page: Page) -> None:
+    more_fields(page, "{temperature: 0, structured_outputs: {choice: ['Paris, I think.']}}")
+    ask(page, "What is the capital of France?")
+    assert answer(page) == "Paris, I think."
+    assert "tokens" in note(page)
+    assert page.evaluate("messages.map(each => each.role)") == ["user", "assistant"]
+    assert page.messages == []
+
+
+@needs_browser
+def test_stop(page: Page, server: Server) -> None:
+    more_fields(page, "{ignore_eos: true, max_tokens: 1500}")
+    ask(page, "Once upon a time")
+    page.wait("document.querySelector('.assistant .text').textContent || document.querySelector('details')")
+    assert page.evaluate("send.textContent") == "Stop"
+    page.evaluate("send.click()")
+    answer(page)
+    assert "stopped" in note(page)
+    page.evaluate("document.getElementById('new').click()")
+    assert page.evaluate("messages.length") == 0
+
+
+@needs_browser
+def test_what_a_model_writes_stays_text(page: Page) -> None:
+    more_fields(page, f"{{structured_outputs: {{choice: [{json.dumps(ATTACK)}]}}}}")
+    ask(page, ATTACK)
+    assert answer(page) == ATTACK
+    assert page.evaluate("document.querySelector('.user .text').textContent") == ATTACK
+    assert page.evaluate("document.querySelectorAll('main img, main script').length") == 0
+    assert page.evaluate("window.hit === undefined")
+
+
+@needs_browser
+def test_no_other_host_is_asked(page: Page, server: Server) -> None:
+    ask(page, "Hello")
+    answer(page)
+    assert any("/v1/chat/completions" in url for url in page.requests)
+    assert all(url.startswith((server.url, "data:")) for url in page.requests), page.requests
+
+
+@needs_browser
+def test_settings(page: Page) -> None:
+    page.evaluate("document.getElementById('open').click(); document.getElementById('system').value = 'Be brief.'")
+    page.evaluate("document.querySelector('dialog button').click()")
+    assert page.evaluate("!document.getElementById('settings').open")
+    assert page.evaluate("JSON.parse(body()).messages[0]") == {"role": "system", "content": "Be brief."}
+    page.evaluate("document.getElementById('system').value = ''; sessionStorage.clear()")
+
+
+@needs_browser
+def test_phone(page: Page, server: Server) -> None:
+    page.open(server.url + "/", width=360, height=640, mobile=True)
+    more_fields(page, f"{{structured_outputs: {{choice: ['{'long' * 40}']}}}}")
+    ask(page, "word" * 100)
+    answer(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    box = page.evaluate("(({top, bottom, left, right}) => [top, bottom, left, right])(send.getBoundingClientRect())")
+    assert 0 <= box[0] < box[1] <= 640 and 0 <= box[2] < box[3] <= 360
+
+
+@needs_browser
+def test_error_is_shown(page: Page) -> None:
+    more_fields(page, "{temperature: -1}")
+    ask(page, "Hello")
+    answer(page)
+    assert "temperature" in note(page)
+
+
+def test_headers_and_file(client: httpx.Client) -> None:
+    response = client.get("/")
+    policy = response.headers["content-security-policy"]
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert "http://" not in response.text and "https://" not in response.text
+    assert ".innerHTML" not in response.text and "document.write" not in response.text
+
+
+def test_no_ui(tmp_path: Path) -> None:
+    with Server(tmp_path, "--no-ui") as server:
+        assert httpx.get(server.url + "/").status_code == 404
