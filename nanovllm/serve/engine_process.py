@@ -193,11 +193,11 @@ class EngineProcess:
                 if frame.request_id not in self._compiling:
                     return
             engine.add_request(prompt, params, frame.request_id)
-        except Exception as error:
-            users = isinstance(error, (ValueError, TypeError))
-            if not users:
-                traceback.print_exc()
-            self._send(frames.Refused(frame.request_id, str(error) if users else ""))
+        except (ValueError, TypeError) as error:
+            self._send(frames.Refused(frame.request_id, str(error)))
+        except Exception:
+            traceback.print_exc()
+            self._send(frames.Refused(frame.request_id, None))
         self._compiling.discard(frame.request_id)
         self._work.set()
 

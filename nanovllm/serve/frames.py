@@ -64,10 +64,10 @@ class Failed(Frame):
 
 
 class Refused(Frame):
-    """A request that add_request refused: a 400."""
+    """A request that add_request refused. `message` None: by a mistake of ours, which the log tells of."""
 
     request_id: int
-    message: str
+    message: str | None
 
 
 class Finish(msgspec.Struct, array_like=True):

@@ -109,7 +109,7 @@ class Front:
         elif isinstance(frame, frames.Failed):
             self.failure = frame
         elif isinstance(frame, frames.Refused):
-            error = errors.from_value_error(frame.message) if frame.message else errors.server_error()
+            error = errors.server_error() if frame.message is None else errors.from_value_error(frame.message)
             self.streams.refuse(frame.request_id, error)
 
     def _load_text(self, folder: str) -> None:
@@ -242,6 +242,9 @@ class Front:
         seconds = max(self.now() - request.arrival, 1e-9)
         first = (request.first_token or self.now()) - request.arrival
         tokens = request.num_output_tokens
+        if self.options.log_prompts:
+            for prompt in request.prompts:
+                logger.info("%s: prompt %r", request.id, self.tokenizer.decode(prompt, False))
         reasons = {each.finish_reason or "abort" for each in request.completions}
         reason = request.error.code if request.error is not None else "/".join(sorted(reasons))
         logger.info(

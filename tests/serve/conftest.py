@@ -13,6 +13,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with Server(tmp_path_factory.mktemp("server")) as started:
         started.wait_until_ready()
         yield started
+        assert "Traceback" not in started.log
 
 
 @pytest.fixture

@@ -236,6 +236,20 @@ def test_allowed_origin(tmp_path: Any) -> None:
             assert list(events(stream))
 
 
+def test_template_of_a_request(client: httpx.Client, tmp_path: Any) -> None:
+    """Taken only where the server was told to."""
+    body = {"messages": user("hello"), "chat_template": "{{ messages[0].content }}, world"}
+    assert client.post("/tokenize", json=body).status_code == 400
+    with Server(tmp_path, "--trust-request-chat-template", "--log-prompts", "--root-path", "/llm") as server:
+        server.wait_until_ready()
+        ids = httpx.post(server.url + "/tokenize", json=body).json()["tokens"]
+        assert httpx.post(server.url + "/detokenize", json={"tokens": ids}).json() == {"prompt": "hello, world"}
+        assert httpx.post(server.url + CHAT, json=body | {"max_tokens": 1}).status_code == 200
+        assert "'hello, world'" in server.log
+        broken = httpx.post(server.url + CHAT, json=body | {"chat_template": "{% if %}"})
+        assert (broken.status_code, broken.json()["error"]["param"]) == (400, "chat_template")
+
+
 def test_defaults_of_the_server(tmp_path: Any) -> None:
     override = json.dumps({"temperature": 0, "max_new_tokens": 3})
     with Server(tmp_path, "--override-generation-config", override) as server:

@@ -239,6 +239,15 @@ def test_death_of_the_front_ends_everything(tmp_path: Path) -> None:
         wait_for(lambda: not alive(processes), "end of all processes", 10)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_end_while_the_engine_loads(tmp_path: Path, number: int) -> None:
+    with Server(tmp_path) as server:
+        wait_for(lambda: " answers" in server.log, "port")
+        processes = server.everything()
+        assert server.stop(number) == 0
+        assert not alive(processes)
+
+
 def test_front_that_dies_while_the_engine_loads(tmp_path: Path) -> None:
     with Server(tmp_path) as server:
         wait_for(lambda: " answers" in server.log, "port")

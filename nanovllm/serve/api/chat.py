@@ -143,15 +143,11 @@ def _max_tokens(fields: api.ChatFields | api.CompletionFields, least: int) -> in
     return None
 
 
-def _check(front: "Front", fields: api.ChatFields) -> None:
+def _check(fields: api.ChatFields) -> None:
     if fields.top_logprobs is not None and not fields.logprobs and fields.top_logprobs != 0:
         raise bad_request("top_logprobs: needs logprobs=true", "top_logprobs")
     if fields.top_logprobs is not None and not 0 <= fields.top_logprobs <= 20:
         raise bad_request(f"top_logprobs={fields.top_logprobs}: must be in 0..20", "top_logprobs")
-    if fields.chat_template is not None and not front.options.trust_request_chat_template:
-        raise bad_request("chat_template: not taken from requests (--trust-request-chat-template)", "chat_template")
-    if fields.add_generation_prompt and fields.continue_final_message:
-        raise bad_request("continue_final_message: not together with add_generation_prompt", "continue_final_message")
 
 
 def template_kwargs(front: "Front", fields: api.ChatFields) -> dict[str, Any]:
@@ -165,13 +161,20 @@ def template_kwargs(front: "Front", fields: api.ChatFields) -> dict[str, Any]:
 
 async def encode(front: "Front", fields: api.ChatFields) -> tuple[str, list[int]]:
     """A chat's text and token ids. Raises ApiError, and ValueError for what the template refuses."""
+    if fields.chat_template is not None and not front.options.trust_request_chat_template:
+        raise bad_request("chat_template: not taken from requests (--trust-request-chat-template)", "chat_template")
+    if fields.add_generation_prompt and fields.continue_final_message:
+        raise bad_request("continue_final_message: not together with add_generation_prompt", "continue_final_message")
     messages = check_messages(fields.messages)
     count = sum(_characters(message["content"]) for message in messages)
     check_characters(front, count, "messages")
     count += 32 * len(messages) + (1 << 20 if fields.tools else 0)  # what the template adds
+    tokenizer, source = front.tokenizer, fields.chat_template
+    if source is not None:
+        tokenizer = await front.in_pool(lambda: front.tokenizer.with_template(source))
     continues = bool(fields.continue_final_message)
     return await front.in_pool(
-        lambda: front.tokenizer.encode_chat(
+        lambda: tokenizer.encode_chat(
             messages,
             None if fields.tool_choice == "none" else fields.tools,
             add_generation_prompt=not continues
@@ -209,7 +212,7 @@ async def prepare(front: "Front", call: Call, body: dict[str, Any]) -> Prepared:
     fields, ignored = api.read(api.ChatFields, body, front.options.strict_fields)
     front.note_ignored(call, ignored)
     front.check_model(fields.model)
-    _check(front, fields)
+    _check(fields)
     asked = _max_tokens(fields, 1)
     k = None if not fields.logprobs else fields.top_logprobs or 0
     choice = _tool_choice(fields)

@@ -3,6 +3,7 @@
 Its ids and rendered chats equal those of transformers' AutoTokenizer. From any thread; `encode` lets go of the GIL.
 """
 
+import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -107,6 +108,12 @@ class FrontTokenizer:
     @property
     def has_chat_template(self) -> bool:
         return bool(self._templates)
+
+    def with_template(self, source: str) -> "FrontTokenizer":
+        """The same with another chat template. Raises ValueError where it is no jinja2."""
+        template, other = ChatTemplate(source, self.special_tokens), copy.copy(self)
+        other._templates, other._guards = {"default": template}, {"default": _Guard(other, template)}
+        return other
 
     def template(self, with_tools: bool = False) -> ChatTemplate:
         """The template for a chat with or without tools. Raises ValueError where the checkpoint has none."""
