@@ -60,6 +60,39 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts in place of the dense MLP (layers whose LayerSpec.mlp is "moe")."""
+
+    num_experts: int
+    top_k: int
+    """Experts of each token."""
+    intermediate_size: int
+    """Of one expert."""
+    scoring: str = "softmax"
+    """"softmax" or "sigmoid"; the latter chooses by score + a correction of each expert."""
+    renormalise: bool = True
+    """The chosen scores are divided by their sum."""
+    num_groups: int = 1
+    top_groups: int = 1
+    """Experts are chosen from the best groups alone; for sigmoid."""
+    scale: float = 1.0
+    """On the weights of the chosen experts."""
+    shared_size: int = 0
+    """Intermediate size of the expert that every token goes to; 0: none."""
+    shared_name: str = "shared_experts"
+    """Its name in the checkpoint."""
+    shared_gate: bool = False
+    """A sigmoid of the token weighs what that expert computes."""
+    bias: bool = False
+    """Of the router and of all projections."""
+    activation_limit: float | None = None
+    activation_alpha: float = 1.0
+    """Clamped SwiGLU where there is a limit; see ExpertActivation."""
+    layout: str = "experts"
+    """How the checkpoint holds the experts' weights, see layers/moe.py: "experts", "linears" or "transposed"."""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The architecture, as config.json describes it. Counts are of the whole model, not of one rank."""
 
@@ -119,6 +152,8 @@ class ModelConfig:
     logits_multiplier: float = 1.0
     logits_softcap: float | None = None
     """cap * tanh(logits / cap), after the multiplier."""
+
+    moe: MoEConfig | None = None
 
     @property
     def num_hidden_layers(self) -> int:

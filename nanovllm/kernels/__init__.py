@@ -7,10 +7,15 @@ from importlib import import_module
 
 import torch
 
+from nanovllm.kernels.moe.routing import Routing
+
 _MODULES = {
     "pointwise.embedding": "embed_shard",
     "pointwise.norm": "rms_norm add_rms_norm add_norms",
     "pointwise.activation": "silu_mul activation",
+    "moe.routing": "route",
+    "moe.experts": "expert_gate_up expert_down",
+    "moe.combine": "combine",
     "pointwise.rope": "qk_norm_rope_store qk_mean_squares",
     "sampling.gumbel": "gumbel_argmax commit_tokens sample_tokens",
     "sampling.penalties": "edit_logits",
@@ -32,6 +37,10 @@ class Kernels:
     add_norms: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     silu_mul: Callable[..., torch.Tensor]
     activation: Callable[..., torch.Tensor]
+    route: Callable[..., Routing]
+    expert_gate_up: Callable[..., torch.Tensor]
+    expert_down: Callable[..., torch.Tensor]
+    combine: Callable[..., torch.Tensor]
     qk_norm_rope_store: Callable[..., torch.Tensor]
     qk_mean_squares: Callable[..., torch.Tensor]
     gumbel_argmax: Callable[..., torch.Tensor]

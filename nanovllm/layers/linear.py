@@ -100,7 +100,7 @@ _ALIGNMENT = 8
 """Elements; what our kernels ask of the inputs of a layer."""
 
 
-def _part_of(width: int, group: TensorParallelGroup, multiple: int = _ALIGNMENT) -> tuple[int, int, int]:
+def part_of(width: int, group: TensorParallelGroup, multiple: int = _ALIGNMENT) -> tuple[int, int, int]:
     """A rank's part of a split width: its size (the same on all ranks, of this `multiple`), where it begins, how much
     of it is no padding."""
     size = -(-width // (group.size * multiple)) * multiple
@@ -120,7 +120,7 @@ class MergedColumnParallelLinear(ParallelLinear):
     ) -> None:  # fmt: skip
         """`outputs`: name in the checkpoint -> whole number of outputs, in the order of the result's columns."""
         self.outputs = outputs
-        self.parts = [_part_of(width, group) for width in outputs.values()]
+        self.parts = [part_of(width, group) for width in outputs.values()]
         super().__init__(kind, sum(size for size, _, _ in self.parts), in_features, dtype, device, bias=bias)
         for tensor in (self.weight, self.bias):
             for target, (_, _, valid) in self._targets(tensor):
@@ -262,7 +262,7 @@ class RowParallelLinear(ParallelLinear):
         device: torch.device, *, kind: str = "down", bias: bool = False, multiple: int = _ALIGNMENT,
     ) -> None:  # fmt: skip
         """multiple: of which a rank's share of the inputs is; 1 where the ranks divide them and none may be padded."""
-        size, self.begin, self.valid = _part_of(in_features, group, multiple)
+        size, self.begin, self.valid = part_of(in_features, group, multiple)
         super().__init__(kind, out_features, size, dtype, device, bias=bias, adds_bias=group.rank == 0)
         self.in_features = in_features
         self.weight[:, self.valid :].zero_()

@@ -18,6 +18,7 @@ from nanovllm.kernels import Kernels
 from nanovllm.layers.attention import Attention, AttentionOptions, ForwardStep, wanted_rows
 from nanovllm.layers.linear import HeadSplit, RowParallelLinear
 from nanovllm.layers.mlp import MLP
+from nanovllm.layers.moe import MoE
 from nanovllm.layers.norm import ReduceAddNorm, RowNorm
 from nanovllm.layers.rotary import cos_sin_table
 from nanovllm.layers.vocab import VocabParallelEmbedding
@@ -107,7 +108,13 @@ def dense_mlp(context: ModelContext) -> MLP:
     return MLP(config.hidden_size, config.intermediate_size, *parts, **switches)  # type: ignore[arg-type]
 
 
-MLPS: dict[str, Callable[[ModelContext], Any]] = {"dense": dense_mlp}
+def moe_mlp(context: ModelContext) -> MoE:
+    assert context.config.moe is not None
+    parts = (context.group, context.kernels, context.dtype, context.device)
+    return MoE(context.config.hidden_size, context.config.moe, *parts)
+
+
+MLPS: dict[str, Callable[[ModelContext], Any]] = {"dense": dense_mlp, "moe": moe_mlp}
 """What builds a layer's MLP, by LayerSpec.mlp: [T, hidden] -> [T, hidden], a partial sum."""
 
 

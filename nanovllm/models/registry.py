@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.config import EngineConfig
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.config_reader import ConfigReader, refuse
-from nanovllm.models.families import gemma, llama, olmo, others, phi, qwen
+from nanovllm.models.families import gemma, llama, moe, olmo, others, phi, qwen
 from nanovllm.models.family import Family
 from nanovllm.models.published import PUBLISHED_SHAPES
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 FAMILIES: dict[str, Family] = {
-    name: family for module in (llama, qwen, gemma, phi, olmo, others) for name, family in module.FAMILIES.items()
+    name: family for module in (llama, qwen, gemma, phi, olmo, others, moe) for name, family in module.FAMILIES.items()
 }
 """By the name in `architectures`."""
 

@@ -43,6 +43,7 @@ TWO_BASES = {
     FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
     SLIDING: {"rope_type": "default", "rope_theta": 1e2},
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,50 @@ CASES = {
     "cohere2": Case("Cohere2", {**ALTERNATING, "logit_scale": 0.5, "tie_word_embeddings": True}),
     "starcoder2": Case("Starcoder2", {"sliding_window": WINDOW, "use_bias": True}),
     "nemotron": Case("Nemotron", {**HEADS, "mlp_bias": True, "attention_bias": True}),
+    "qwen3_moe": Case("Qwen3Moe", {**HEADS, **EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": True}),
+    "qwen3_moe, not renormalised": Case("Qwen3Moe", {**HEADS, **EXPERTS, "decoder_sparse_step": 2}),
+    "qwen2_moe": Case("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 28}),
+    "qwen2_moe with windows": Case(
+        "Qwen2Moe",
+        {
+            **EXPERTS,
+            "shared_expert_intermediate_size": 28,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "max_window_layers": 3,
+        },
+    ),
+    "mixtral": Case("Mixtral", {"num_local_experts": 5, "sliding_window": WINDOW}),
+    "granitemoe": Case(
+        "GraniteMoe",
+        {"num_local_experts": 5, "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "logits_scaling": 0.5},
+    ),
+    "glm4_moe": Case(
+        "Glm4Moe",
+        {
+            **HEADS,
+            "n_routed_experts": 6,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.7,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    ),
+    "gpt_oss": Case(
+        "GptOss",
+        {
+            **HEADS,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "sliding_window": WINDOW,
+            "swiglu_limit": 0.9,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
 }
 
 
@@ -154,7 +199,8 @@ def make_model(case: Case, seed: int = 0) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.set_attn_implementation("eager")
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        corrections = ((name, buffer) for name, buffer in model.named_buffers() if "correction" in name)
+        for name, parameter in (*model.named_parameters(), *corrections):
             plus_one = "emma" in case.config or case.config == "Nemotron"
             if "norm" in name and name.endswith("weight"):
                 parameter.normal_(0.0 if plus_one else 1.0, 0.3)
@@ -254,7 +300,10 @@ def test_head_dims(head_dim: int, config: str, tmp_path: Path) -> None:
     expect_tokens_of_transformers(case, tmp_path)
 
 
-RANKS = ("llama", "qwen2, seven a group", "gemma2", "olmo2", "phi3", "cohere2")
+RANKS = (
+    "llama", "qwen2, seven a group", "gemma2", "olmo2", "phi3", "cohere2",
+    "qwen3_moe", "qwen2_moe", "granitemoe", "glm4_moe", "gpt_oss",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RANKS)
@@ -291,7 +340,8 @@ def test_triton_kernels_give_the_logits_of_transformers(name: str) -> None:
 COMMON = set(transformers.PreTrainedConfig().to_dict()) | {"vocab_size", "use_cache", "initializer_range"}
 NO_DIFFERENCE = COMMON | {
     "attention_dropout", "embd_pdrop", "embedding_dropout", "resid_pdrop", "residual_dropout", "bos_token_id",
-    "eod_token_id", "pad_token_id", "pretraining_tp",
+    "eod_token_id", "pad_token_id", "pretraining_tp", "output_router_logits", "router_aux_loss_coef",
+    "router_jitter_noise", "num_nextn_predict_layers",
 }  # fmt: skip
 """What transformers' inference does not look at."""
 

@@ -1,0 +1,236 @@
+"""The experts' GEMMs: rows that chose one expert, side by side, times that expert's weights.
+
+Up to a few hundred rows the time is that of reading the weights of every expert that a row chose, once. So a tile holds
+all rows of an expert if it can, and small tiles of rows put the weights on the left of the product, where a Hopper
+matrix instruction has 64 rows at least.
+
+A row's sum over K goes in an order that the tiles' sizes alone decide, and a token's k results are stored side by side
+and added in the order of their scores: nothing depends on the token's neighbours, and there are no atomics.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nanovllm.kernels.base.device import pdl_options, prefetch_lines, supports_tma
+from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.moe.choice import GroupedConfig
+from nanovllm.kernels.moe.routing import Routing
+
+PREFETCH_BYTES = 32 << 10
+"""Of a program's weights, brought into L2 while the kernel before still runs."""
+
+
+@dataclass(frozen=True)
+class ExpertActivation:
+    """silu(gate) * up; with a limit gate and up are clamped, gate from above alone, and the result is
+    gate * sigmoid(alpha * gate) * (up + 1) (gpt-oss, arXiv 2508.10925)."""
+
+    limit: float | None = None
+    alpha: float = 1.0
+
+
+@triton.jit
+def _multiply(x, w, acc, X_LEFT: tl.constexpr):
+    """acc + x @ w^T where x is the left operand, else its transpose."""
+    if X_LEFT:
+        return tl.dot(x, w.T, acc, input_precision="ieee")
+    else:
+        return tl.dot(w, x.T, acc, input_precision="ieee")
+
+
+@triton.jit
+def _weight_tile(
+    W, first_row, end_row, col, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr
+):
+    """[ROWS, COLUMNS] of the weights [all rows, k] by a descriptor or a pointer. Zero past column k, and anything past
+    end_row, the expert's last row."""
+    if TMA:
+        return W.load([first_row, col])
+    else:
+        row = tl.minimum(first_row + tl.arange(0, ROWS), end_row - 1).to(tl.int64)
+        cols = col + tl.arange(0, COLUMNS)
+        at = W + row[:, None] * k + cols[None, :]
+        if EVEN:
+            return tl.load(at)
+        else:
+            return tl.load(at, mask=(cols < k)[None, :], other=0.0)
+
+
+@triton.jit
+def _activated(gate, up, dtype: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """float32 sums -> float32; sums and activation are rounded as by themselves."""
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    if LIMIT is None:
+        return (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+    else:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        return gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
+
+
+@triton.jit
+def _add_bias(acc, BIAS, first, col, end, X_LEFT: tl.constexpr):
+    """acc plus BIAS[first + col] along its columns (its rows where not X_LEFT)."""
+    bias = tl.load(BIAS + first + col, mask=col < end, other=0.0).to(tl.float32)
+    return acc + (bias[None, :] if X_LEFT else bias[:, None])
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _grouped_gemm_kernel(
+    X, W, w_ptr, BIAS, TILES, ORDER, WEIGHTS, OUT, tokens, n_out, k,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, X_LEFT: tl.constexpr, EVEN_K: tl.constexpr,
+    PREFETCH: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of columns, tiles of rows). GATED: rows of X are tokens; OUT [choices by expert, n_out] gets the
+    activation of columns c and n_out + c. Else rows of X are choices by expert, and OUT [TOP_K, tokens, n_out] their
+    results times WEIGHTS, by slot. W: a descriptor or w_ptr, [experts * (2 n_out or n_out), k]."""
+    dtype: tl.constexpr = X.dtype.element_ty
+    if PDL and GATED:
+        # Not before: what routing wrote may then be read by the next kernel as soon as that starts.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    tile = TILES + 3 * tl.program_id(1)
+    expert, first_position, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    if expert < 0:
+        return
+    first_col = tl.program_id(0) * BLOCK_N
+    width = n_out * 2 if GATED else n_out
+    first_row, end_row = expert * width + first_col, expert * width + n_out
+    if PDL and not GATED:
+        # Routing ended before the kernel before this one let it start, and weights are always there.
+        row = tl.minimum(first_row + tl.arange(0, BLOCK_N), end_row - 1).to(tl.int64)
+        line = tl.minimum(tl.arange(0, PREFETCH // 64) * 64, k - 1)
+        prefetch_lines(w_ptr + row[:, None] * k + line[None, :])
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    position = first_position + tl.arange(0, BLOCK_M)
+    live = position < end
+    choice = tl.load(ORDER + position, mask=live, other=0)
+    x_row = choice // TOP_K if GATED else position
+    x_ptr = X + x_row.to(tl.int64)[:, None] * k
+
+    acc = tl.zeros([BLOCK_M, BLOCK_N] if X_LEFT else [BLOCK_N, BLOCK_M], dtype=tl.float32)
+    if GATED:
+        up = tl.zeros(acc.shape, dtype=tl.float32)
+    for step in tl.range(0, tl.cdiv(k, BLOCK_K), num_stages=STAGES):
+        begin = step * BLOCK_K
+        cols = begin + tl.arange(0, BLOCK_K)
+        if EVEN_K:
+            x = tl.load(x_ptr + cols[None, :], mask=live[:, None], other=0.0)
+        else:
+            x = tl.load(x_ptr + cols[None, :], mask=live[:, None] & (cols < k)[None, :], other=0.0)
+        w = _weight_tile(W, first_row, end_row, begin, k, BLOCK_N, BLOCK_K, EVEN_K, TMA)
+        acc = _multiply(x, w, acc, X_LEFT)
+        if GATED:
+            w = _weight_tile(W, n_out + first_row, n_out + end_row, begin, k, BLOCK_N, BLOCK_K, EVEN_K, TMA)
+            up = _multiply(x, w, up, X_LEFT)
+
+    col = first_col + tl.arange(0, BLOCK_N)
+    if BIAS is not None:
+        acc = _add_bias(acc, BIAS, expert * width, col, n_out, X_LEFT)
+        if GATED:
+            up = _add_bias(up, BIAS, expert * width + n_out, col, n_out, X_LEFT)
+    if GATED:
+        acc = _activated(acc, up, dtype, ALPHA, LIMIT)
+    if not X_LEFT:
+        acc = tl.trans(acc)
+    out_row = position
+    if not GATED:
+        acc *= tl.load(WEIGHTS + choice, mask=live, other=0.0)[:, None]
+        out_row = choice % TOP_K * tokens + choice // TOP_K
+    at = OUT + out_row.to(tl.int64)[:, None] * n_out + col[None, :]
+    tl.store(at, acc.to(OUT.dtype.element_ty), mask=live[:, None] & (col < n_out)[None, :])
+
+
+def expert_gate_up(
+    x: torch.Tensor, weight: torch.Tensor, routing: Routing, config: GroupedConfig, activation: ExpertActivation,
+    bias: torch.Tensor | None = None, *, tma: bool | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Triton version of expert_gate_up_reference. tma: weights come by descriptors; None: where the device can."""
+    out = x.new_empty(routing.order.shape[0], weight.shape[1] // 2)
+    switches = {"GATED": True, "ALPHA": activation.alpha, "LIMIT": activation.limit}
+    return _launch(x, weight, routing, config, bias, out, tma, switches)
+
+
+def expert_down(
+    h: torch.Tensor, weight: torch.Tensor, routing: Routing, config: GroupedConfig, out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None, *, tma: bool | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Triton version of expert_down_reference. tma: as in expert_gate_up."""
+    out = h.new_empty(routing.top_k, routing.num_tokens, weight.shape[1], dtype=out_dtype)
+    return _launch(h, weight, routing, config, bias, out, tma, {"GATED": False, "ALPHA": 1.0, "LIMIT": None})
+
+
+def _launch(
+    x: torch.Tensor, weight: torch.Tensor, routing: Routing, config: GroupedConfig, bias: torch.Tensor | None,
+    out: torch.Tensor, tma: bool | None, switches: dict[str, Any],
+) -> torch.Tensor:  # fmt: skip
+    """Fills and returns `out`."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    k, n_out = weight.shape[2], out.shape[-1]
+    if x.shape[1] != k or x.dtype != weight.dtype or not (x.is_contiguous() and weight.is_contiguous()):
+        found = f"{x.dtype} {list(x.shape)}, {weight.dtype} {list(weight.shape)}"
+        raise ValueError(f"contiguous rows and weights of one dtype and width expected, got {found}")
+    tma = supports_tma(x.device) if tma is None else tma
+    tma = tma and k * x.element_size() % 16 == 0
+    rows = weight.view(-1, k)
+    tile = [config.block_n, config.block_k]
+    prefetch = max(64, PREFETCH_BYTES // (config.block_n * x.element_size()))
+    _grouped_gemm_kernel[(triton.cdiv(n_out, config.block_n), routing.tiles.shape[0])](
+        x, TensorDescriptor(rows, list(rows.shape), [k, 1], tile) if tma else rows, rows, bias,
+        routing.tiles, routing.order, routing.weights, out, routing.num_tokens, n_out, k,
+        TOP_K=routing.top_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        STAGES=config.stages, X_LEFT=config.block_m > 32 or config.block_n < 64, EVEN_K=k % config.block_k == 0,
+        PREFETCH=prefetch, TMA=tma, num_warps=config.num_warps, **switches, **pdl_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+def _of_experts(routing: Routing) -> list[tuple[int, int, int]]:
+    """(expert, first position, end) of each expert that has rows."""
+    found: dict[int, tuple[int, int]] = {}
+    for expert, first, end in routing.tiles.tolist():
+        if expert >= 0:
+            found.setdefault(expert, (first, end))
+    return [(expert, first, end) for expert, (first, end) in found.items()]
+
+
+def expert_gate_up_reference(
+    x: torch.Tensor, weight: torch.Tensor, routing: Routing, config: GroupedConfig, activation: ExpertActivation,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """x [T, H], weight [E, 2 I, H] (gates first), bias [E, 2 I] -> the activation of every choice's gate and up,
+    [T * k, I] in routing's order."""
+    out = x.new_empty(routing.order.shape[0], weight.shape[1] // 2)
+    tokens = routing.order.long() // routing.top_k
+    for expert, first, end in _of_experts(routing):
+        y = x[tokens[first:end]].float() @ weight[expert].float().T
+        y = (y if bias is None else y + bias[expert].float()).to(x.dtype)
+        gate, up = y.chunk(2, dim=-1)
+        if activation.limit is None:
+            out[first:end] = torch.nn.functional.silu(gate) * up
+        else:
+            gate = gate.float().clamp(max=activation.limit)
+            up = up.float().clamp(-activation.limit, activation.limit)
+            out[first:end] = (gate * torch.sigmoid(activation.alpha * gate) * (up + 1)).to(x.dtype)
+    return out
+
+
+def expert_down_reference(
+    h: torch.Tensor, weight: torch.Tensor, routing: Routing, config: GroupedConfig, out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """h [T * k, I] in routing's order, weight [E, H, I], bias [E, H] -> out_dtype [k, T, H], every choice's result
+    times its weight, by slot: a token's result is the sum over k."""
+    out = h.new_empty(routing.num_tokens, routing.top_k, weight.shape[1], dtype=out_dtype).flatten(0, 1)
+    weights = routing.weights.flatten()
+    for expert, first, end in _of_experts(routing):
+        y = h[first:end].float() @ weight[expert].float().T
+        y = y if bias is None else y + bias[expert].float()
+        choices = routing.order[first:end].long()
+        out[choices] = (y * weights[choices, None]).to(out_dtype)
+    return out.unflatten(0, (routing.num_tokens, routing.top_k)).transpose(0, 1).contiguous()

@@ -1,0 +1,22 @@
+"""The router's GEMM: logits in float32, since two experts that tie in bfloat16 would be chosen by their number."""
+
+import torch
+
+from nanovllm.kernels.base.device import supports_tma
+from nanovllm.kernels.gemm import decode
+from nanovllm.kernels.gemm.choice import DECODE_ROWS, GemmConfig
+
+
+def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [T, H] @ weight [W, H]^T: float32 [parts, T, W], sums over parts of H.
+
+    Up to a few hundred rows a kernel of our own does it, in narrow tiles and several parts: W is so small that the
+    library would keep a handful of processors busy.
+    """
+    rows, hidden = x.shape
+    if rows <= DECODE_ROWS and supports_tma(x.device) and x.element_size() == 2 and hidden % 512 == 0:
+        block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+        return decode.linear(x, weight, GemmConfig("decode", 16, block_m, 128, 4, split_k=4))
+    if x.is_cuda and x.element_size() == 2:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)[None]
+    return (x.float() @ weight.float().t())[None]

@@ -1,0 +1,274 @@
+"""Which experts a token goes to, and the tokens of each expert, side by side: all on the device and of fixed shapes.
+
+A block of rows picks its experts in one program. A step that fits in one program is sorted there too; with more rows a
+second kernel does it, in which every program adds up the blocks' counts before its own. Positions follow from counts in
+the order of tokens: nothing depends on which program comes first.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.kernels.base.device import pdl_options
+from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.moe.choice import max_tiles
+
+_TILE_ELEMENTS = 8192
+"""Of the matrix tokens x experts that one program holds."""
+_LOWEST = -3e38
+"""Below all logits; a logit that is not a number counts as this, so that every token has k different experts."""
+
+
+@dataclass(frozen=True)
+class TopK:
+    """How a token's experts follow from its logits."""
+
+    num_experts: int
+    top_k: int
+    sigmoid: bool = False
+    """Scores are sigmoid(logits), chosen by score + correction (DeepSeek-V3, arXiv 2412.19437, section 2.1.2); else
+    softmax(logits)."""
+    renormalise: bool = True
+    """The chosen scores are divided by their sum."""
+    num_groups: int = 1
+    top_groups: int = 1
+    """Only experts of the best groups are chosen, by the sum of each group's two best; for sigmoid."""
+    scale: float = 1.0
+    """On the weights."""
+
+    @property
+    def group_size(self) -> int:
+        return self.num_experts // self.num_groups
+
+
+class Routing(NamedTuple):
+    """T tokens that chose k experts each. A choice is token * k + slot, slots ordered by score."""
+
+    weights: torch.Tensor
+    """float32 [T, k]"""
+    order: torch.Tensor
+    """int32 [T * k]: the choices by expert, and for each expert by token."""
+    tiles: torch.Tensor
+    """int32 [max_tiles, 3]: of each tile of block_m rows its expert, its first position in `order` and the end of that
+    expert's positions; -1 past the last tile."""
+    top_k: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.weights.shape[0]
+
+
+@triton.jit
+def _best_groups(choice, group, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, LOWEST: tl.constexpr):
+    """bool of choice's shape [ROWS, EXPERTS]: the expert is in one of the best groups."""
+    expert = tl.arange(0, choice.shape[1])[None, :]
+    lane = tl.arange(0, triton.next_power_of_2(GROUPS))[None, :]
+    sums = tl.full([choice.shape[0], triton.next_power_of_2(GROUPS)], float("-inf"), tl.float32)
+    for g in tl.static_range(GROUPS):
+        inside = tl.where(group == g, choice, float("-inf"))
+        first = tl.argmax(inside, axis=1)[:, None]
+        second = tl.max(tl.where(expert == first, float("-inf"), inside), axis=1)
+        sums = tl.where(lane == g, (tl.max(inside, axis=1) + tl.maximum(second, LOWEST / 4))[:, None], sums)
+    allowed = choice != choice
+    for _ in tl.static_range(TOP_GROUPS):
+        best = tl.argmax(sums, axis=1)[:, None]
+        allowed = allowed | (group == best)
+        sums = tl.where(lane == best, float("-inf"), sums)
+    return allowed
+
+
+@triton.jit
+def _place(ORDER, slot_of, starts, row, TOP_K: tl.constexpr):
+    """Writes the choices of some rows behind `starts` [EXPERTS]. slot_of [ROWS, EXPERTS]: -1 where not chosen."""
+    chosen = (slot_of >= 0).to(tl.int32)
+    before = tl.cumsum(chosen, axis=0) - chosen
+    tl.store(ORDER + starts[None, :] + before, row[:, None] * TOP_K + slot_of, mask=slot_of >= 0)
+
+
+@triton.jit
+def _write_tiles(TILES, totals, starts, max_tiles, BLOCK_M: tl.constexpr):
+    """Of totals [EXPERTS] rows from starts [EXPERTS] on; see Routing.tiles."""
+    expert = tl.arange(0, totals.shape[0])
+    tiles = (totals + BLOCK_M - 1) // BLOCK_M
+    first = tl.cumsum(tiles, axis=0) - tiles
+    for j in range(0, tl.max(tiles, axis=0)):
+        at = TILES + 3 * (first + j)
+        tl.store(at, expert, mask=j < tiles)
+        tl.store(at + 1, starts + j * BLOCK_M, mask=j < tiles)
+        tl.store(at + 2, starts + totals, mask=j < tiles)
+    for begin in range(3 * tl.sum(tiles, axis=0), 3 * max_tiles, 256):
+        at = begin + tl.arange(0, 256)
+        tl.store(TILES + at, tl.full([256], -1, tl.int32), mask=at < 3 * max_tiles)
+
+
+@triton.jit(do_not_specialize=["rows", "max_tiles"])
+def _route_kernel(
+    LOGITS, BIAS, CORRECTION, WEIGHTS, IDS, COUNTS, ORDER, TILES, rows, max_tiles,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, SCALE: tl.constexpr, LOWEST: tl.constexpr, SINGLE: tl.constexpr, BLOCK_M: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """ROWS tokens from `program_id` * ROWS on. SINGLE: they are all, and the sort is done here; else IDS [rows, TOP_K]
+    and COUNTS [programs, BLOCK] are for _sort_kernel."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    expert = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows)[:, None] & (expert < EXPERTS)
+    bias = 0.0
+    correction = 0.0
+    if BIAS is not None:
+        bias = tl.load(BIAS + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)
+    if CORRECTION is not None:
+        correction = tl.load(CORRECTION + expert, mask=expert < EXPERTS, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    logits = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    for part in tl.static_range(PARTS):
+        at = (part * rows + row).to(tl.int64)[:, None] * WIDTH + expert
+        logits += tl.load(LOGITS + at, mask=inside, other=0.0)
+    score = logits + bias
+    if SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-score))
+    choice = score + correction
+    choice = tl.where(choice == choice, tl.maximum(choice, LOWEST), LOWEST)
+    choice = tl.where(expert < EXPERTS, choice, float("-inf"))
+    if GROUPS > 1:
+        allowed = _best_groups(choice, expert // (EXPERTS // GROUPS), GROUPS, TOP_GROUPS, LOWEST)
+        choice = tl.where(allowed, choice, float("-inf"))
+
+    lane = tl.arange(0, BLOCK_K)[None, :]
+    values = tl.full([ROWS, BLOCK_K], float("-inf"), tl.float32)
+    ids = tl.zeros([ROWS, BLOCK_K], dtype=tl.int32)
+    slot_of = tl.full([ROWS, BLOCK], -1, tl.int32)
+    for slot in tl.static_range(TOP_K):
+        best = tl.argmax(choice, axis=1)[:, None]
+        hit = expert == best
+        value = tl.sum(tl.where(hit, score, 0.0), axis=1)[:, None]
+        values = tl.where(lane == slot, value, values)
+        ids = tl.where(lane == slot, best, ids)
+        slot_of = tl.where(hit & inside, slot, slot_of)
+        choice = tl.where(hit, float("-inf"), choice)
+    if SIGMOID:
+        weights = tl.where(lane < TOP_K, values, 0.0)
+    else:
+        top = tl.max(values, axis=1)[:, None]
+        weights = tl.exp(values - top)
+        if not RENORMALISE:
+            weights = weights / tl.sum(tl.where(expert < EXPERTS, tl.exp(score - top), 0.0), axis=1)[:, None]
+    if RENORMALISE:
+        weights = weights / (tl.sum(weights, axis=1)[:, None] + (1e-20 if SIGMOID else 0.0))
+    out = row[:, None] * TOP_K + lane
+    live = (row < rows)[:, None] & (lane < TOP_K)
+    tl.store(WEIGHTS + out, weights * SCALE, mask=live)
+    totals = tl.sum((slot_of >= 0).to(tl.int32), axis=0)
+    if SINGLE:
+        starts = tl.cumsum(totals, axis=0) - totals
+        _place(ORDER, slot_of, starts, row, TOP_K)
+        _write_tiles(TILES, totals, starts, max_tiles, BLOCK_M)
+    else:
+        tl.store(IDS + out, ids, mask=live)
+        tl.store(COUNTS + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), totals)
+
+
+@triton.jit(do_not_specialize=["rows", "max_tiles"])
+def _sort_kernel(
+    IDS, COUNTS, ORDER, TILES, rows, max_tiles,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Places the choices of the ROWS tokens from `program_id` * ROWS on; see _route_kernel."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    pid, blocks = tl.program_id(0), tl.num_programs(0)
+    expert = tl.arange(0, BLOCK)
+    totals = tl.zeros([BLOCK], dtype=tl.int32)
+    before = tl.zeros([BLOCK], dtype=tl.int32)
+    for begin in range(0, blocks, 8):
+        block = begin + tl.arange(0, 8)[:, None]
+        counts = tl.load(COUNTS + block * BLOCK + expert[None, :], mask=block < blocks, other=0)
+        totals += tl.sum(counts, axis=0)
+        before += tl.sum(tl.where(block < pid, counts, 0), axis=0)
+    starts = tl.cumsum(totals, axis=0) - totals
+    row = pid * ROWS + tl.arange(0, ROWS)
+    slot_of = tl.full([ROWS, BLOCK], -1, tl.int32)
+    for slot in tl.static_range(TOP_K):
+        ids = tl.load(IDS + row * TOP_K + slot, mask=row < rows, other=-1)
+        slot_of = tl.where(ids[:, None] == expert[None, :], slot, slot_of)
+    _place(ORDER, slot_of, starts + before, row, TOP_K)
+    if pid == 0:
+        _write_tiles(TILES, totals, starts, max_tiles, BLOCK_M)
+
+
+def route(
+    logits: torch.Tensor, options: TopK, block_m: int, bias: torch.Tensor | None = None,
+    correction: torch.Tensor | None = None,
+) -> Routing:  # fmt: skip
+    """Triton version of route_reference; logits are contiguous."""
+    parts, rows, width = logits.shape
+    top_k, experts, device = options.top_k, options.num_experts, logits.device
+    block = triton.next_power_of_2(experts)
+    most = max(1, _TILE_ELEMENTS // block)
+    block_rows = next(size for size in (1, min(16, most), most) if rows <= size or size == most)
+    blocks = triton.cdiv(rows, block_rows)
+    num_tiles = max_tiles(rows * top_k, experts, block_m)
+    weights = torch.empty(rows, top_k, dtype=torch.float32, device=device)
+    order = torch.empty(rows * top_k, dtype=torch.int32, device=device)
+    tiles = torch.empty(num_tiles, 3, dtype=torch.int32, device=device)
+    ids, counts = order, tiles
+    if blocks > 1:
+        ids, counts = torch.empty_like(order), torch.empty(blocks, block, dtype=torch.int32, device=device)
+    shared = {"BLOCK": block, "ROWS": block_rows, "TOP_K": top_k, "BLOCK_M": block_m}
+    launch = {"num_warps": 4 if block_rows * block <= 2048 else 8, **pdl_options(device)}
+    _route_kernel[(blocks,)](
+        logits, bias, correction, weights, ids, counts, order, tiles, rows, num_tiles,
+        WIDTH=width, PARTS=parts, EXPERTS=experts, BLOCK_K=triton.next_power_of_2(top_k), SIGMOID=options.sigmoid,
+        RENORMALISE=options.renormalise, GROUPS=options.num_groups, TOP_GROUPS=options.top_groups, SCALE=options.scale,
+        LOWEST=_LOWEST, SINGLE=blocks == 1, **shared, **launch,
+    )  # fmt: skip
+    if blocks > 1:
+        _sort_kernel[(blocks,)](ids, counts, order, tiles, rows, num_tiles, **shared, **launch)
+    return Routing(weights, order, tiles, top_k)
+
+
+def route_reference(
+    logits: torch.Tensor, options: TopK, block_m: int, bias: torch.Tensor | None = None,
+    correction: torch.Tensor | None = None,
+) -> Routing:  # fmt: skip
+    """logits float32 [parts, T, width], sums over parts of K, of which the first num_experts columns count -> Routing.
+    bias [num_experts] is added to them; correction float32 [num_experts]: see TopK.sigmoid. Equal scores: the expert
+    with the lower number first."""
+    experts, top_k = options.num_experts, options.top_k
+    score = logits.sum(0)[:, :experts]
+    if bias is not None:
+        score = score + bias.float()
+    if options.sigmoid:
+        score = score.sigmoid()
+    choice = score if correction is None else score + correction
+    choice = choice.nan_to_num(_LOWEST, posinf=float("inf"), neginf=_LOWEST)
+    if options.num_groups > 1:
+        by_group = choice.unflatten(1, (options.num_groups, options.group_size))
+        best = by_group.topk(min(2, options.group_size), dim=-1).values.sum(-1)
+        groups = best.sort(dim=-1, descending=True, stable=True).indices[:, : options.top_groups]
+        allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, True)
+        choice = by_group.masked_fill(~allowed[..., None], float("-inf")).flatten(1)
+    chosen = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = score.gather(1, chosen) if options.sigmoid else score.softmax(-1).gather(1, chosen)
+    if options.renormalise and options.sigmoid:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    elif options.renormalise:
+        weights = score.gather(1, chosen).softmax(-1)
+    return Routing(weights * options.scale, *_sorted_reference(chosen, options, block_m), top_k)
+
+
+def _sorted_reference(chosen: torch.Tensor, options: TopK, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts [T, k] -> (order, tiles) of Routing."""
+    order = chosen.flatten().sort(stable=True).indices.to(torch.int32)
+    totals = torch.bincount(chosen.flatten(), minlength=options.num_experts).tolist()
+    tiles, start = [], 0
+    for expert, total in enumerate(totals):
+        tiles += [(expert, first, start + total) for first in range(start, start + total, block_m)]
+        start += total
+    tiles += [(-1, -1, -1)] * (max_tiles(chosen.numel(), options.num_experts, block_m) - len(tiles))
+    return order, torch.tensor(tiles, dtype=torch.int32, device=chosen.device).view(-1, 3)

@@ -1,0 +1,151 @@
+"""The kernels of mixtures of experts against their twins: any number of rows, experts without rows and with nearly
+all."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from nanovllm.kernels.moe.choice import GroupedConfig, expert_configs, max_tiles
+from nanovllm.kernels.moe.combine import combine, combine_reference
+from nanovllm.kernels.moe.experts import (
+    ExpertActivation,
+    expert_down,
+    expert_down_reference,
+    expert_gate_up,
+    expert_gate_up_reference,
+)
+from nanovllm.kernels.moe.router import router_logits
+from nanovllm.kernels.moe.routing import Routing, TopK, route, route_reference
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+TOLERANCE = {"rtol": 2e-2, "atol": 2e-2} if torch.cuda.is_available() else {"rtol": 1e-5, "atol": 1e-5}
+PLAIN, CLAMPED = ExpertActivation(), ExpertActivation(limit=0.7, alpha=1.7)
+ROUTERS = {
+    "softmax": TopK(6, 3),
+    "softmax, not renormalised": TopK(6, 2, renormalise=False),
+    "one expert": TopK(5, 1, scale=1.5),
+    "sigmoid": TopK(12, 4, sigmoid=True, scale=2.5),
+    "groups": TopK(12, 3, sigmoid=True, num_groups=4, top_groups=2),
+    "many": TopK(128, 8),
+}
+
+
+def rand(*shape: int, seed: int = 0, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def assert_same_routing(ours: Routing, theirs: Routing) -> None:
+    assert torch.equal(ours.order, theirs.order)
+    assert torch.equal(ours.tiles, theirs.tiles)
+    torch.testing.assert_close(ours.weights, theirs.weights, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("rows", [1, 5, 16, 40, 200])
+def test_routing_is_that_of_the_twin(name: str, rows: int) -> None:
+    options = ROUTERS[name]
+    logits = rand(2, rows, options.num_experts + 1, dtype=torch.float32)  # a column that is no expert's
+    bias = rand(options.num_experts, seed=1)
+    correction = rand(options.num_experts, seed=2, dtype=torch.float32) if options.sigmoid else None
+    for block_m in (16, 64):
+        args = (logits, options, block_m, bias, correction)
+        assert_same_routing(route(*args), route_reference(*args))
+
+
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 8), st.integers(0, 99))
+@settings(max_examples=15, deadline=None)
+def test_every_choice_is_placed_once_in_a_tile_of_its_expert(rows: int, experts: int, top_k: int, seed: int) -> None:
+    options = TopK(experts, min(top_k, experts))
+    logits = rand(1, rows, experts, seed=seed, dtype=torch.float32)
+    routing = route(logits, options, 16)
+    assert_same_routing(routing, route_reference(logits, options, 16))
+    assert routing.order.sort().values.tolist() == list(range(rows * options.top_k))
+    assert len(routing.tiles) == max_tiles(rows * options.top_k, experts, 16)
+    covered = sum(min(16, end - first) for expert, first, end in routing.tiles.tolist() if expert >= 0)
+    assert covered == rows * options.top_k
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf"), 0.0])
+def test_logits_of_any_value_choose_different_experts(value: float) -> None:
+    logits = torch.full((1, 9, 6), value, device=DEVICE)
+    order = route(logits, TopK(6, 3), 16).order
+    assert order.sort().values.tolist() == list(range(27))
+
+
+def logits_of(kind: str, rows: int, experts: int) -> torch.Tensor:
+    """"crowded": two experts get nearly all rows; "spread": all get some; "one": the same for every row."""
+    logits = rand(1, rows, experts, seed=3, dtype=torch.float32)
+    if kind == "crowded":
+        logits[:, : rows - 1, 1:3] += 100
+    if kind == "one":
+        logits[:] = logits[:, :1]
+    return logits
+
+
+SMALL, X_LEFT, TALL = GroupedConfig(16, 64, 32, 2), GroupedConfig(16, 32, 32, 2), GroupedConfig(64, 32, 32, 2)
+
+
+@pytest.mark.parametrize("kind", ["spread", "crowded", "one"])
+@pytest.mark.parametrize("rows", [1, 17, 40])
+@pytest.mark.parametrize(("config", "tma"), [(SMALL, True), (X_LEFT, False), (TALL, False), (TALL, True)])
+def test_grouped_gemms_are_those_of_their_twins(kind: str, rows: int, config: GroupedConfig, tma: bool) -> None:
+    """Widths that no tile divides, with biases and both activations."""
+    experts, hidden, width, top_k = 7, 72, 40, 3
+    routing = route_reference(logits_of(kind, rows, experts), TopK(experts, top_k), config.block_m)
+    x = rand(rows, hidden)
+    gate_up = rand(experts, 2 * width, hidden, seed=1) / hidden**0.5
+    down = rand(experts, hidden, width, seed=2) / width**0.5
+    for activation, biased in ((PLAIN, False), (CLAMPED, True)):
+        bias = (rand(experts, 2 * width, seed=4), rand(experts, hidden, seed=5)) if biased else (None, None)
+        h = expert_gate_up(x, gate_up, routing, config, activation, bias[0], tma=tma)
+        expected = expert_gate_up_reference(x, gate_up, routing, config, activation, bias[0])
+        torch.testing.assert_close(h, expected, **TOLERANCE)
+        parts = expert_down(expected, down, routing, config, torch.float32, bias[1], tma=tma)
+        expected = expert_down_reference(expected, down, routing, config, torch.float32, bias[1])
+        torch.testing.assert_close(parts, expected, **TOLERANCE)
+
+
+def mixture(
+    x: torch.Tensor, router: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, block_m: int
+) -> torch.Tensor:
+    """The whole block by the kernels, in tiles of one size."""
+    config = replace(SMALL, block_m=block_m)
+    routing = route(router_logits(x, router), TopK(router.shape[0], 3), block_m)
+    h = expert_gate_up(x, gate_up, routing, config, PLAIN)
+    return combine(expert_down(h, down, routing, config, torch.float32), x.dtype)
+
+
+def test_a_token_does_not_depend_on_its_neighbours() -> None:
+    weights = rand(6, 64, seed=1), rand(6, 2 * 32, 64, seed=2), rand(6, 64, 32, seed=3)
+    x = rand(40, 64)
+    whole = mixture(x, *weights, 16)
+    for others in (x.flip(0), torch.full_like(x, float("nan"))):
+        crowd = others.clone()
+        crowd[7], crowd[30] = x[7], x[30]
+        mixed = mixture(crowd, *weights, 16)
+        assert torch.equal(mixed[7], whole[7]) and torch.equal(mixed[30], whole[30])
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_combining_is_that_of_the_twin(gated: bool) -> None:
+    parts, shared = rand(3, 5, 40, dtype=torch.float32), rand(5, 40, seed=1)
+    logits = rand(2, 5, 7, seed=2, dtype=torch.float32) if gated else None
+    args = (parts, DTYPE, shared, logits, 6)
+    torch.testing.assert_close(combine(*args), combine_reference(*args), **TOLERANCE)
+    torch.testing.assert_close(combine(parts, DTYPE), combine_reference(parts, DTYPE), **TOLERANCE)
+
+
+@pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (32, 4), (8, 2), (60, 4)])
+def test_both_gemms_of_a_layer_have_tiles_of_equal_rows(num_experts: int, top_k: int) -> None:
+    for tokens in (1, 2, 16, 64, 256, 1024, 4096):
+        for item_size in (2, 4):
+            configs = expert_configs(tokens * top_k, num_experts, item_size)
+            assert configs.gate_up.block_m == configs.down.block_m == configs.block_m
