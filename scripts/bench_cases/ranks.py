@@ -83,7 +83,7 @@ class Rank:
     def memory(self, hidden: int) -> PeerMemory:
         """Blocks large enough for one-shot and two-shot sums of every row count, whatever the engine's limits."""
         shared = self.options.share_gpus
-        layout = Layout.build(self.world, hidden, 2, 128 if shared else 2048, 512 if shared else MAX_ROWS, 1024, 0)
+        layout = Layout(self.world, hidden, 2, 128 if shared else 2048, 512 if shared else MAX_ROWS, 1024, 0)
         return PeerMemory(
             self.store, self.rank, self.world, self.device, MAX_ROWS, hidden, torch.bfloat16,
             layout=layout, name=f"peer{hidden}", allow_shared_device=shared,

@@ -66,7 +66,7 @@ def make_blocks(folder: Path, layout: Layout) -> None:
     ],
 )
 def test_concurrent_ranks_agree_with_float64_and_bit_for_bit(mode: str, world_size: int, tmp_path: Path) -> None:
-    layout = Layout.build(world_size, HIDDEN, 4, CAPACITY, CAPACITY, 300)
+    layout = Layout(world_size, HIDDEN, 4, CAPACITY, CAPACITY, 300)
     make_blocks(tmp_path, layout)
     run_ranks(mode, world_size, tmp_path)
     results = [torch.load(tmp_path / f"result{rank}.pt") for rank in range(world_size)]
@@ -80,7 +80,7 @@ def test_concurrent_ranks_agree_with_float64_and_bit_for_bit(mode: str, world_si
 
 
 def test_addends_in_parts(tmp_path: Path) -> None:
-    make_blocks(tmp_path, Layout.build(2, HIDDEN, 2, CAPACITY, CAPACITY, 300))
+    make_blocks(tmp_path, Layout(2, HIDDEN, 2, CAPACITY, CAPACITY, 300))
     run_ranks("parts", 2, tmp_path)
 
 
@@ -114,7 +114,7 @@ def shared_memory_rank(
     rank: int, world_size: int, folder: Path, dtype: torch.dtype = torch.float32, layout: Layout | None = None
 ) -> SimpleNamespace:
     """What PeerMemory offers, over files mapped by all processes (at different addresses, as on a GPU)."""
-    layout = layout or Layout.build(world_size, HIDDEN, dtype.itemsize, CAPACITY, CAPACITY, 300)
+    layout = layout or Layout(world_size, HIDDEN, dtype.itemsize, CAPACITY, CAPACITY, 300)
     blocks = [
         torch.from_file(str(folder / f"block{peer}"), shared=True, size=layout.nbytes, dtype=torch.uint8)
         for peer in range(world_size)
@@ -287,7 +287,7 @@ def alone_rank(rank: int, world_size: int, folder: Path) -> None:
     """Rank 0 of 2 whose peer is dead."""
     from nanovllm.parallel.peer.all_reduce import PeerAllReduce, TwoShotPlan
 
-    make_blocks(folder, Layout.build(2, HIDDEN, 4, CAPACITY, CAPACITY, 300))
+    make_blocks(folder, Layout(2, HIDDEN, 4, CAPACITY, CAPACITY, 300))
     partial, weight = torch.randn(3, HIDDEN), torch.randn(HIDDEN)
     for path, plan in (("one_shot", None), ("two_shot", None), ("two_shot", TwoShotPlan(3))):
         memory = shared_memory_rank(0, 2, folder)

@@ -49,7 +49,7 @@ def test_owners_share_out_every_row() -> None:
 
 
 def layout_of(world_size: int) -> Layout:
-    return Layout.build(world_size, HIDDEN, 4, 2, 2, 8, half_rows=CAPACITY)
+    return Layout(world_size, HIDDEN, 4, 2, 2, 8, half_rows=CAPACITY)
 
 
 def make_blocks(world_size: int, folder: Path) -> None:

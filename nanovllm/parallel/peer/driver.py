@@ -13,7 +13,7 @@ class _Handle(ctypes.Structure):
 
 
 class Driver:
-    """The driver calls behind inter-process memory; the CUDA context of `device` is current while they run."""
+    """The driver calls for inter-process memory; the CUDA context of `device` is current while they run."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

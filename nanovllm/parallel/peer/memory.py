@@ -2,27 +2,14 @@
 
 The blocks travel by CUDA's inter-process handles (driver API through ctypes). `torch.distributed._symmetric_memory` is
 not used: its newer versions look a registered process group up by name, and engines here register none; and where only
-plain handles are opened, no NVLink multicast object can come into being by accident.
-
-What the block holds (sizes of rank-independent `Layout`, elements of the model's dtype):
-
-    one_shot   [2, world, one_shot_rows, hidden]   partial rows of every rank, for one-shot sums
-    scatter    [2, world, units, hidden]           partial rows of the rows this rank owns, for two-shot sums
-    gather     [2, units, world, hidden]           finished rows, sent by their owners
-    squares    [2, units, world, split, split] float32  sums of squares of the parts of those, for each part's program
-    keys       [2, world, keys] int64              sampling keys
-    inbox      [2, world, half_units, hidden]      partial rows of the rows this rank owns, for sums by copies
-    gathered   [2, half_rows, hidden]              their finished rows, sent by their owners
-    flags      [2, 2, FLAG_STRIDE] int32           of every rank: its partial rows are here; its finished rows are
-
-The first five rest at a sentinel (see `all_reduce.py`), and their leading 2 is the parity of the call. Of the
-last three (parallel/peer/copy_engine.py) the leading 2 is the half of a step; flags begin at zero.
+plain handles are opened, no NVLink multicast object can come into being by accident. docs/peer-memory.md draws the
+block and says what each region holds.
 """
 
 import contextlib
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -60,46 +47,46 @@ def forbid_multicast() -> None:
 
 @dataclass(frozen=True)
 class Layout:
-    """Capacities and byte offsets of the block; equal on every rank, so that one offset serves all base addresses."""
+    """Capacities of a block, in rows of `hidden_size` elements of `itemsize` bytes and in int64 keys, and the byte at
+    which each region begins; equal on every rank, so that one offset serves all base addresses."""
 
     world_size: int
     hidden_size: int
     itemsize: int
     one_shot_rows: int
     two_shot_rows: int
-    units: int
     max_keys: int
-    scatter: int
-    gather: int
-    squares: int
-    half_rows: int
-    half_units: int
-    keys: int
-    inbox: int
-    gathered: int
-    flags: int
-    nbytes: int
+    half_rows: int = 0
+    units: int = field(init=False)
+    """Rows of a two-shot all-reduce that one rank owns."""
+    half_units: int = field(init=False)
+    """Rows of half a step that one rank owns."""
+    scatter: int = field(init=False)
+    gather: int = field(init=False)
+    squares: int = field(init=False)
+    keys: int = field(init=False)
+    inbox: int = field(init=False)
+    gathered: int = field(init=False)
+    flags: int = field(init=False)
+    nbytes: int = field(init=False)
 
-    @classmethod
-    def build(
-        cls, world_size: int, hidden_size: int, itemsize: int, one_shot_rows: int, two_shot_rows: int, max_keys: int,
-        half_rows: int = 0,
-    ) -> "Layout":  # fmt: skip
-        """Capacities in rows of `hidden_size` elements of `itemsize` bytes, and in int64 keys."""
-        units, half_units = -(-two_shot_rows // world_size), -(-half_rows // world_size)
-        row = hidden_size * itemsize
-        one_shot, two_shot = 2 * world_size * one_shot_rows * row, 2 * world_size * units * row
-        squares = 2 * world_size * units * MAX_SPLIT**2 * 4
-        sizes = [one_shot, two_shot, two_shot, squares, 2 * world_size * max_keys * 8]
-        sizes += [2 * world_size * half_units * row, 2 * half_rows * row, 2 * 2 * FLAG_STRIDE * 4]
-        offsets = [0]
-        for size in sizes:
-            offsets.append(offsets[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-        scatter, gather, squares, *others = offsets[1:]
-        return cls(
-            world_size, hidden_size, itemsize, one_shot_rows, two_shot_rows, units, max_keys, scatter, gather, squares,
-            half_rows, half_units, *others,
-        )  # fmt: skip
+    def __post_init__(self) -> None:
+        world, row = self.world_size, self.hidden_size * self.itemsize
+        units, half_units = -(-self.two_shot_rows // world), -(-self.half_rows // world)
+        found, end = {"units": units, "half_units": half_units}, 0
+        for size, following in (
+            (2 * world * self.one_shot_rows * row, "scatter"),
+            (2 * world * units * row, "gather"),
+            (2 * world * units * row, "squares"),
+            (2 * world * units * MAX_SPLIT**2 * 4, "keys"),
+            (2 * world * self.max_keys * 8, "inbox"),
+            (2 * world * half_units * row, "gathered"),
+            (2 * self.half_rows * row, "flags"),
+            (2 * 2 * FLAG_STRIDE * 4, "nbytes"),
+        ):
+            found[following] = end = end + -(-size // _ALIGNMENT) * _ALIGNMENT
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def for_limits(
@@ -113,7 +100,7 @@ class Layout:
         one_shot_rows = min(max_rows, limits.one_shot_rows(world_size, row))
         two_shot_rows = peer_rows if peer_rows > one_shot_rows else 0
         half_rows = min(half_rows, limits.half_bytes // row)
-        return cls.build(world_size, hidden_size, itemsize, one_shot_rows, two_shot_rows, max_keys, half_rows)
+        return cls(world_size, hidden_size, itemsize, one_shot_rows, two_shot_rows, max_keys, half_rows)
 
 
 def fill_with_sentinels(block: torch.Tensor, layout: Layout) -> None:
@@ -202,40 +189,44 @@ class PeerMemory:
             self._free()
             raise
 
-    @contextlib.contextmanager
-    def _phase(self, phase: str, payload: list[bytes]) -> Iterator[list[bytes]]:
-        """Runs the body, then a round: `payload[0]` (set by the body) goes out, everyone's payloads replace it."""
-        error: str | None = None
+    def _connect(self, allow_shared_device: bool) -> None:
+        uuids = [uuid.decode() for uuid in self._agree("device", self._device_id)]
+        handles = self._agree("allocate", lambda: self._allocate(uuids, allow_shared_device))
+        self._agree("map", lambda: self._map(handles))
+        self._agree("fill", self._fill)  # no rank writes into a block before its sentinels are there
+
+    def _agree(self, phase: str, work: Callable[[], bytes]) -> list[bytes]:
+        """Does this rank's work; returns what the work of every rank returned. Where one fails, all raise."""
+        payload, error = b"", None
         try:
-            yield payload
+            payload = work()
         except Exception as failure:  # whatever it was, the other ranks must hear of it
             error = f"{type(failure).__name__}: {failure}"
-        payload[:] = self._rounds.post(phase, payload[0] if payload else b"", error)
+        return self._rounds.post(phase, payload, error)
 
-    def _connect(self, allow_shared_device: bool) -> None:
-        """Exchange device ids, allocate, exchange handles, map."""
-        slot: list[bytes] = []
-        with self._phase("device", slot):
-            if self.device.type != "cuda" or self.device.index is None:
-                raise RuntimeError(f"device {self.device} (need cuda:<index>)")
-            slot[:] = [_uuid(self.device.index).encode()]
-        uuids = [payload.decode() for payload in slot]
-        with self._phase("allocate", slot):
-            _check_access(self.rank, self.device, uuids, allow_shared_device)
-            self._driver = Driver(self.device)
-            self._own = self._driver.allocate(self.layout.nbytes)
-            slot[:] = [self._driver.export(self._own)]
-        handles = list(slot)
-        with self._phase("map", slot):
-            assert self._driver is not None
-            slot[:] = [b""]
-            for peer, handle in enumerate(handles):
-                if peer != self.rank:
-                    self._mapped[peer] = self._driver.open(handle)
-        with self._phase("fill", slot):  # nobody may write before everybody's sentinels stand
-            slot[:] = [b""]
-            self._make_state()
-            torch.cuda.synchronize(self.device)
+    def _device_id(self) -> bytes:
+        if self.device.type != "cuda" or self.device.index is None:
+            raise RuntimeError(f"device {self.device} (need cuda:<index>)")
+        return _uuid(self.device.index).encode()
+
+    def _allocate(self, uuids: list[str], allow_shared_device: bool) -> bytes:
+        """The handle of this rank's block."""
+        _check_access(self.rank, self.device, uuids, allow_shared_device)
+        self._driver = Driver(self.device)
+        self._own = self._driver.allocate(self.layout.nbytes)
+        return self._driver.export(self._own)
+
+    def _map(self, handles: list[bytes]) -> bytes:
+        assert self._driver is not None
+        for peer, handle in enumerate(handles):
+            if peer != self.rank:
+                self._mapped[peer] = self._driver.open(handle)
+        return b""
+
+    def _fill(self) -> bytes:
+        self._make_state()
+        torch.cuda.synchronize(self.device)
+        return b""
 
     def _make_state(self) -> None:
         layout = self.layout
