@@ -75,7 +75,7 @@ class EngineConfig:
     dtype: str = "auto"
     """"bfloat16", "float16", "float32" or "auto": the checkpoint's on a GPU, float32 on a CPU."""
     seed: int = 0
-    """Seeds the draws of requests that bring no seed of their own, and dummy weights."""
+    """Seeds the sampling of requests that bring no seed of their own, and dummy weights."""
     load_format: str = "auto"
     """"auto": safetensors; "dummy": random weights from the configuration alone, the same at every rank count."""
     hf_overrides: dict[str, Any] = field(default_factory=dict)

@@ -17,7 +17,7 @@ class Detokenizer(Protocol):
 
 
 def byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet for bytes: printable Latin-1 characters stand for themselves, the rest for U+0100 and on
+    """GPT-2's alphabet for bytes: printable Latin-1 characters are themselves, the rest are U+0100 and on
     (Radford et al. 2019, the encoder published with the model)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]

@@ -104,11 +104,11 @@ class LLM:
                     self._generating.update(ids)
                 self._run_until_finished(ids, use_tqdm, interrupted)
                 if interrupted.is_set():
-                    return []  # to nobody: the `with` raises
+                    return []  # never reached by the caller: the `with` raises
                 texts = [prompt if isinstance(prompt, str) else None for prompt in batch]
                 return [self._finish(request_id, text) for request_id, text in zip(numbers, texts, strict=True)]
             finally:
-                with self._step_lock:  # whoever took our last results in has handed them out, and knows them as ours
+                with self._step_lock:  # another thread that took our last results in has handed them out by now
                     for request_id in ids:  # where they have not been returned
                         self.engine.abort(request_id)
                         self.engine.forget(request_id)
@@ -293,7 +293,7 @@ class LLM:
         return self.engine.info()
 
     def close(self) -> None:
-        """Ends the workers and frees the devices; nothing stays behind. Harmless when called again."""
+        """Ends the workers and frees the devices; nothing remains. Harmless when called again."""
         self._close_at_exit()
 
     def _require_open(self) -> None:

@@ -14,7 +14,7 @@ class Logprob:
     logprob: float
     """Natural logarithm of its probability, from the raw logits in float32."""
     rank: int
-    """1 for the likeliest token; equally likely tokens share the better rank where they were drawn or given."""
+    """1 for the likeliest token; equally likely tokens share the better rank where they were sampled or given."""
     decoded_token: str | None
     """The token's own text; None without a tokenizer. Half a character shows as U+FFFD."""
 
@@ -97,7 +97,7 @@ def _own_logprob(words: np.ndarray) -> int:
 class LogprobsList(Sequence[dict[int, Logprob] | None]):
     """One dict of token id -> Logprob for each position, the position's own token first; built when it is looked at.
 
-    None stands where there is nothing to say (the first token of a prompt).
+    None where there is nothing to say (the first token of a prompt).
     """
 
     __slots__ = ("_decode", "_k", "_positions", "_rows")

@@ -192,7 +192,7 @@ class CompletionOutput(_ByName):
 @dataclass
 class RequestOutput(_ByName):
     """A finished request. The first completion's text, token_ids and finish_reason are reachable here too. Every field
-    is also to be had as out["text"]."""
+    is also reachable as out["text"]."""
 
     _NAMES = (
         *("request_id", "prompt", "prompt_token_ids", "outputs", "num_cached_tokens", "metrics", "finished"),

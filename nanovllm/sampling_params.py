@@ -1,7 +1,7 @@
 """How one request is sampled. Frozen and checked when made; no torch.
 
 The order in which the options act, as in vLLM: the raw logits give `logprobs`; then allowed_token_ids, bad_words, the
-grammar of `structured_outputs`, min_tokens, logit_bias, the penalties, temperature, min_p, top_k, top_p, and the draw.
+grammar of `structured_outputs`, min_tokens, logit_bias, the penalties, temperature, min_p, top_k, top_p, then sampling.
 """
 
 import math
@@ -99,10 +99,10 @@ class SamplingParams:
     temperature: float = 1.0
     """Divides the logits; 0 is greedy (ties go to the lowest token id)."""
     top_p: float = 1.0
-    """In (0, 1]: draw from the fewest most likely tokens whose probabilities add up to this much. Tokens as likely
+    """In (0, 1]: sample from the fewest most likely tokens whose probabilities add up to this much. Tokens as likely
     as the last of them stay too. 1 is off."""
     top_k: int = 0
-    """Draw from the k most likely tokens; tokens as likely as the k-th stay too. 0 and -1 are off."""
+    """Sample from the k most likely tokens; tokens as likely as the k-th stay too. 0 and -1 are off."""
     min_p: float = 0.0
     """In [0, 1]: drop tokens less likely than this share of the likeliest one's probability. 0 is off."""
     presence_penalty: float = 0.0
@@ -112,7 +112,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Above 0: divides positive logits, multiplies negative ones, of tokens that prompt or output have. 1 is off."""
     seed: int | None = None
-    """Keys this request's draws; completion i of n draws from seed + i. Default: derived from the engine's seed and the
+    """Keys this request's sampling; completion i of n has seed + i. Default: derived from the engine's seed and the
     request's number."""
     stop: str | Iterable[str] = ()
     """At most 16 texts that end the output where they appear, also across tokens. The output text ends before them. Of
@@ -124,13 +124,13 @@ class SamplingParams:
     ignore_eos: bool = False
     """True: end-of-text tokens do not end the output."""
     min_tokens: int = 0
-    """Until the output has this many tokens, end-of-text and stop_token_ids cannot be drawn and `stop` is not looked
+    """Until the output has this many tokens, end-of-text and stop_token_ids cannot be sampled and `stop` is not looked
     for."""
     max_tokens: int = 16
     """Most tokens to generate; fewer where max_model_len or the KV cache ends first. 0: the prompt is computed, for its
     log-probabilities say, and the output is empty."""
     logprobs: int | None = None
-    """0..20: log-probabilities (of the raw logits) of that many likeliest tokens and of the drawn one, for each
+    """0..20: log-probabilities (of the raw logits) of that many likeliest tokens and of the sampled one, for each
     token."""
     prompt_logprobs: int | None = None
     """0..20: the same for each token of the prompt but the first. Such a request computes its whole prompt: it takes
@@ -141,7 +141,7 @@ class SamplingParams:
     """At most 256 texts that the output must not hold, each as the tokenizer writes it at the start of a text and after
     a blank."""
     allowed_token_ids: Iterable[int] | None = None
-    """Only these can be drawn."""
+    """Only these can be sampled."""
     structured_outputs: StructuredOutput | None = field(default=None, hash=False)
     """Constrains the output to a JSON schema, a regular expression, a choice or a grammar."""
     detokenize: bool = True
@@ -248,7 +248,7 @@ class SamplingParams:
 
     @property
     def filters(self) -> bool:
-        """Whether a draw is limited to the likeliest tokens; a greedy choice is not changed by that."""
+        """Whether sampling is limited to the likeliest tokens; a greedy choice is not changed by that."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     @property

@@ -50,7 +50,7 @@ class AttentionMetadata:
     """int32 [num_rows - num_decode_rows, max_blocks]: the chunk rows' lines of block_table; filled by
     AttentionBackend.prepare where the backend needs them side by side."""
     workspace: Any = field(default=None, repr=False)
-    """What the backend's prepare computed once for all layers; no concern of anybody else."""
+    """What the backend's prepare computed once for all layers; only the backend reads it."""
 
     @property
     def num_prefill_rows(self) -> int:
@@ -94,7 +94,7 @@ class AttentionBackend(ABC):
     @abstractmethod
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Computes once per step what all layers share (device work only, capturable). The first `forward` calls it for
-        a metadata that nobody prepared; who calls it earlier sets metadata.num_tokens."""
+        metadata that has not been prepared; a caller that calls it earlier sets metadata.num_tokens."""
 
     def ensure_prepared(self, q: torch.Tensor, metadata: AttentionMetadata) -> None:
         if metadata.workspace is None:

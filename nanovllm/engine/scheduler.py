@@ -135,7 +135,7 @@ class Scheduler:
             if not seq.last_token_on_device or total >= seq.max_total_tokens:
                 continue  # a prompt, or a row whose last token is on its way
             if seq.needs_last_token and seq.num_inflight_tokens:
-                continue  # what it may draw next depends on a token that is not here yet
+                continue  # what it may sample next depends on a token that is not here yet
             start = seq.num_computed_tokens
             if start == len(seq.block_table) * block_size and not self._grow(plan, seq):
                 continue  # it was the newest itself and had to go
@@ -188,7 +188,7 @@ class Scheduler:
     def _chunk(self, num_remaining_tokens: int, budget: int, short_waits: bool) -> int:
         count = min(num_remaining_tokens, budget)
         if short_waits and self._is_long(num_remaining_tokens):
-            # Leave room for the short prompts behind it, also where the budget itself is below the threshold.
+            # Leave room for the short prompts after it, also where the budget itself is below the threshold.
             count = min(count, self.long_threshold, max(1, budget // 2))
         return count
 
@@ -356,7 +356,7 @@ class Scheduler:
         self.num_waiting_tokens += seq.num_tokens
 
     def _release(self, seq: Sequence) -> None:
-        # Safe while a launched step still writes there: whoever gets the slot or a block runs in a later step.
+        # Safe while a launched step still writes there: the next owner of the slot or a block runs in a later step.
         self.block_manager.release(seq)
         self.lookahead.note_released(seq)
         self._free_slots.append(seq.slot)

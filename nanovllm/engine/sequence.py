@@ -141,7 +141,7 @@ class Sequence:
         self.num_tokens = self.num_prompt_tokens
 
     def check(self) -> None:
-        """Asserts the order of the lengths drawn above."""
+        """Asserts the order of the lengths in the drawing."""
         assert 0 <= self.num_cached_tokens <= self.num_computed_tokens <= self.num_total_tokens, self
         assert self.num_prompt_tokens <= self.num_tokens == len(self.token_ids), self
         assert self.num_inflight_tokens >= 0, self

@@ -4,7 +4,7 @@
 
 A message is cut into as many slots as it needs, so its size is not bounded by the memory. The writer publishes a slot
 by advancing a counter after the data is in place; a reader spins on that counter for a moment, then goes to sleep on a
-pipe that the writer rings. The memory is an unlinked file: whatever dies, nothing is left behind.
+pipe that the writer rings. The memory is an unlinked file: whatever dies, nothing remains.
 """
 
 import mmap
@@ -115,7 +115,7 @@ class CommandWriter(_Ring):
     def _send(self, kind: int, payload: memoryview, check: Callable[[], object]) -> None:
         room = SLOT_BYTES - _SLOT_PREFIX - 1
         remaining, offset = len(payload), 0
-        self.num_sent += 1  # before the first slot: a reader that never makes room for the rest must count as behind
+        self.num_sent += 1  # before the first slot: a reader that never makes room for the rest must count as late
         while True:
             self._wait_for_room(check)
             size = min(remaining, room)

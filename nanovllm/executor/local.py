@@ -1,4 +1,4 @@
-"""Rank 0's hold on all ranks: its own runner in this process, the others behind the command ring."""
+"""All ranks of one machine: rank 0 in this process, the others in processes that read the command ring."""
 
 import os
 import time
@@ -28,7 +28,7 @@ _BUCKET_BYTES = 256 << 20  # of new weights sent to the workers at a time
 
 
 class LocalExecutor(Executor):
-    """All ranks on this machine: rank 0 in this process, the others behind the command ring."""
+    """All ranks on this machine: rank 0 in this process, the others reached through the command ring."""
 
     def __init__(self, config: EngineConfig, model: ModelConfig, compiler: KernelCompiler | None = None) -> None:
         """`compiler`: compiles the kernels, where there is one; it is the caller's to close."""

@@ -1,8 +1,8 @@
 """The worker processes of one engine: spawned, watched, stopped.
 
-Workers run `nanovllm.executor.main`, so the caller's main module is never imported again. Each holds one end of
-a socket whose other end is ours: when we go, however we go, they read the end of the stream and leave. When one of them
-goes, or stops making progress, a thread here notices, ends the others and keeps the reason for whoever is waiting.
+Workers run `nanovllm.executor.main`, so the caller's main module is never imported again. Each holds one end of a
+socket whose other end is ours: when this process ends, they read the end of the stream and exit. When one of them ends,
+or stops making progress, a thread here ends the others and keeps the reason, which every waiting call raises.
 
 A worker hangs when it has work and makes no progress for step_timeout. Progress is a command received or done, or a
 piece of a long one (a part of a weight, a graph). On a CPU, where a step may take longer, and until its libraries are

@@ -41,7 +41,7 @@ class WatchedStore(dist.Store):
         return self._store
 
     def close(self) -> None:
-        """Lets go of the store, whoever still has this object."""
+        """Lets go of the store, even if others still hold this object."""
         self._store = None
 
     def set(self, key: str, value: str) -> None:

@@ -140,7 +140,7 @@ class Attention(WeightedModule):
         self.k_cache = self.v_cache = self.qkv_proj.weight.new_empty(0, heads, 1, head_dim)
 
     def forward(self, x: torch.Tensor, step: ForwardStep, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """`wanted` int [N]: the tokens whose result anybody will read, [N, hidden]; all have their keys stored."""
+        """`wanted` int [N]: the tokens whose result is read, [N, hidden]; all have their keys stored."""
         return self.o_proj(wanted_rows(self.attend(self.qkv_proj(x), step), wanted))
 
     def attend(self, qkv: torch.Tensor, step: ForwardStep) -> torch.Tensor:

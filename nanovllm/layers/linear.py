@@ -25,8 +25,8 @@ class ParallelLinear(WeightedModule):
     """x [T, in] @ weight [out, in]^T + bias [out], whatever in and out are of the whole.
 
     It is found by a walk over model.modules(): `kind` and its shape say which entry of the GEMM table it takes
-    (kernels/gemm/choice.py), and `configs` holds what was chosen. The fused forms do the same as the separate kernels
-    they stand for, and take these where the layer has a bias or the choice for that number of rows cannot fuse.
+    (kernels/gemm/choice.py), and `configs` holds what was chosen. The fused forms do the same as separate kernels,
+    and take these where the layer has a bias or the choice for that number of rows cannot fuse.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ParallelLinear(WeightedModule):
         self.configs: Mapping[int, GemmConfig] = {}
         """Numbers of rows that have a choice of their own; all others go to the library."""
         self.pdl_rows: set[int] = set()
-        """Numbers of rows that a kernel of our own multiplies, behind which a dependent launch (PDL) gains. One set for
+        """Numbers of rows that a kernel of our own multiplies, after which PDL gains. One set for
         the layer's life: the norm that consumes its result holds it too."""
 
     def gemm(self, fused: bool) -> Gemm:

@@ -37,7 +37,7 @@ class RowNorm(WeightedModule):
 
 
 class ReduceAddNorm(WeightedModule):
-    """Sum of the ranks' partials, added to the residual stream, normalised: what stands before every block of the
+    """Sum of the ranks' partials, added to the residual stream, normalised: what comes before every block of the
     model.
 
     (partial [T, hidden], residual [T, hidden] or None at the start) -> (normalised [T, hidden], residual [T, hidden]).
@@ -63,7 +63,7 @@ class ReduceAddNorm(WeightedModule):
         self.is_plain = norm is not None and norm.kind == "rms" and after is None and multiplier == 1.0
         """Only a sum, an addition and an RMSNorm: what peer memory and fused GEMMs do in one kernel."""
         self.dependent_rows: AbstractSet[int] = frozenset()
-        """Numbers of rows whose partial comes from a kernel of our own, behind which the all-reduce is launched
+        """Numbers of rows whose partial comes from a kernel of our own, after which the all-reduce is launched
         dependently (PDL): `pdl_rows` of the layer before, which the model sets."""
 
     @property

@@ -1,6 +1,6 @@
 """Embedding and output head, each rank holding a range of the vocabulary.
 
-A vocabulary that the ranks do not divide is padded at its end; padded rows are zero and never win a draw.
+A vocabulary that the ranks do not divide is padded at its end; padded rows are zero and are never sampled.
 """
 
 from collections.abc import Iterator

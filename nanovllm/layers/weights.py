@@ -17,7 +17,7 @@ anything to report, so 60 s without progress means less than 2 MB/s."""
 
 
 class TensorSource(Protocol):
-    """A whole checkpoint tensor of which ranges can be had: a torch.Tensor, or one that lies in a file."""
+    """A whole checkpoint tensor of which ranges can be read: a torch.Tensor, or one in a file."""
 
     @property
     def shape(self) -> torch.Size: ...

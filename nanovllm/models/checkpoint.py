@@ -146,7 +146,7 @@ def load_checkpoint(
 def _check_tied_head(
     embedding: CheckpointWeight, sources: Mapping[str, TensorSource], progress: Callable[[], None]
 ) -> None:
-    """Compares a head that is not loaded with the embedding that stands in for it, in the range that this rank holds.
+    """Compares a head that is not loaded with the embedding that replaces it, in the range that this rank holds.
     Fine-tuning may have parted them and left the configuration as it was."""
     head = replace(embedding, name=_HEAD)
     pairs = zip(embedding.parts(sources[_EMBEDDING]), head.parts(sources[_HEAD]), strict=True)

@@ -1,5 +1,5 @@
 """The decoder of all families, with their switches (ModelConfig): x + attention(norm(x)), then x + mlp(norm(x)), where
-norms may stand after a block too, or only there, or both blocks run side by side.
+norms may come after a block too, or only there, or both blocks run side by side.
 
 A norm and the addition before it are one step here, the joint (ReduceAddNorm), since the ranks' partial sums meet
 there. So each block starts by taking in the result of the block before it, a layer hands on (partial sum of its MLP,
@@ -165,7 +165,7 @@ class DecoderLayer(WeightedModule):
         step: ForwardStep,
         wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`wanted` int [N], on one rank: the tokens whose results anybody will read, here and in what follows."""
+        """`wanted` int [N], on one rank: the tokens whose results are read, here and in what follows."""
         x, residual = self.input_layernorm(partial, residual)
         if wanted is not None:
             residual = residual.index_select(0, wanted)
@@ -250,7 +250,7 @@ class DecoderForCausalLM(WeightedModule):
         """Token ids int32 [T] -> final hidden states [T, hidden], normalised and complete on every rank; of the tokens
         `wanted`, int [N], alone [N, hidden].
 
-        Of a prompt only the last token is drawn from, and what the last layer does after its attention goes nowhere
+        Of a prompt only the last token is sampled from, and what the last layer does after its attention goes nowhere
         else: one rank leaves it out for the others. (With several, rows of the residual stream are not all here.)
         """
         if self.can_fuse and input_ids.shape[0] in self.fused_rows:

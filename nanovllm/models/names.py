@@ -29,14 +29,14 @@ Tensor = TypeVar("Tensor")
 
 @dataclass(frozen=True)
 class CheckpointNames:
-    """Parts of a name are what stands between its dots."""
+    """Parts of a name are what its dots separate."""
 
     parts: Mapping[str, str] = field(default_factory=lambda: dict(PRE_NORMS))
     """Canonical part -> the checkpoint's."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The checkpoint's part -> the canonical ones that it holds as one tensor, one behind the other by rows."""
+    """The checkpoint's part -> the canonical ones that it holds as one tensor, one after the other by rows."""
     stripped: str = ""
-    """Text that is taken out of the checkpoint's names, where it stands: a prefix of nested models."""
+    """Text that is taken out of the checkpoint's names, wherever it occurs: a prefix of nested models."""
     skipped: tuple[str, ...] = ()
     """Beginnings of names that are not the language model's."""
 

@@ -146,7 +146,7 @@ class TensorParallelGroup:
             self._group.abort()
 
     def close(self, failed: bool) -> None:
-        """Leaves the group. `failed`: some rank is gone, so nobody is waited for."""
+        """Leaves the group. `failed`: some rank is gone, so it waits for none."""
         if failed:
             self.abort()
         if self._peer is not None:

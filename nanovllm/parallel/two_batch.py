@@ -47,7 +47,7 @@ class Overlap:
 
     Memory: all of it is allocated by the main stream. So the allocator hands a freed block to the main stream alone,
     and takes for granted that this stream's order keeps old and new use apart. It does: what a piece of work reads and
-    writes is held by its UnderWay, so it is freed after the main stream has waited, and whoever gets the block comes
+    writes is held by its UnderWay, so it is freed after the main stream has waited, and the block's next use comes
     after that wait. The other way round, work that writes a block which the main stream had freed waits for everything
     that was launched there before. All this is about the order of launches, so it holds in the pool of a graph as well
     (where record_stream would keep every block until the capture ends).
@@ -119,8 +119,8 @@ Block = tuple[Joint, Callable[[torch.Tensor, int], Any]]
 
 
 def start(joint: Joint, partial: torch.Tensor, residual: torch.Tensor | None, half: int) -> UnderWay[Normed]:
-    """The joint for half 0 or 1 of a step, beside what this stream does next. Nobody may touch `partial` and `residual`
-    until it is waited for. With peer memory the norm is done with the sum, else when it is waited for."""
+    """The joint for half 0 or 1 of a step, beside what this stream does next. `partial` and `residual` may not be
+    touched until it is waited for. With peer memory the norm is done with the sum, else when it is waited for."""
     overlap = joint.group.overlap
     assert overlap is not None
     sums = overlap.sums if joint.is_plain else None
@@ -140,7 +140,7 @@ def run_halves(
     partials: tuple[torch.Tensor, torch.Tensor], blocks: Sequence[Block], last: Joint
 ) -> torch.Tensor:
     """Embedded halves of a step's tokens, partial sums [T, hidden] each, through all blocks: [both, hidden], normalised
-    by `last`. The sums of each half run beside what the other computes; in every block the second half comes behind the
+    by `last`. The sums of each half run beside what the other computes; in every block the second half comes after the
     first, whose keys it sees."""
     joints = [*(joint for joint, _ in blocks), last]
     halves = start(joints[0], partials[0], None, 0), start(joints[0], partials[1], None, 1)

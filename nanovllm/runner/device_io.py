@@ -30,7 +30,7 @@ class DeviceIO:
         self.stream = torch.cuda.Stream(device) if self.is_cuda else None
         self.mailbox: Mailbox | None = None
         """Through which captured decode steps go; None: they are copied like all others."""
-        # Of bounded length: nobody asks a worker for its tokens.
+        # Of bounded length: a worker's tokens are never collected.
         self._launched: deque[tuple[torch.Tensor, torch.cuda.Event | None, slice]] = deque(maxlen=RING)
 
     def stream_context(self) -> AbstractContextManager[object]:
@@ -70,7 +70,7 @@ class DeviceIO:
 
     def _next_turn(self) -> None:
         self._turn = (self._turn + 1) % RING
-        self._events[self._turn].synchronize()  # three steps ago: long done, unless a worker is far behind
+        self._events[self._turn].synchronize()  # three steps ago: long done, unless a worker is very late
 
     def upload(self, packed: np.ndarray) -> torch.Tensor:
         """The packed step on the device. Its copy is ordered before whatever is launched next."""
@@ -108,7 +108,7 @@ class DeviceIO:
         self._launched.append((result, event, slice(num_decode_rows, first_chunk_row)))
 
     def forget_results(self) -> None:
-        """For steps that nobody asks for tokens."""
+        """For steps whose tokens are not collected."""
         self._launched.clear()
 
     def collect(self, timeout: float, check: Callable[[], bool]) -> list[int]:

@@ -100,25 +100,25 @@ class StepWork:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Layers, head, sampling, and the sampled tokens back into the state and the token buffer.
 
-        Draws for the first `num_sample_rows` rows. In a captured step these include chunks of unfinished prompts, whose
-        tokens nobody reads: their slot's last token is written again when the prompt ends. Returns what `run_exact`
-        does.
+        Samples for the first `num_sample_rows` rows. In a captured step these include chunks of unfinished prompts,
+        whose tokens are not read: their slot's last token is written again when the prompt ends. Returns what
+        `run_exact` does.
         """
         step = ForwardStep(buffers.positions, buffers.slot_mapping, attention)
-        drawn = buffers.logits_indices[:num_sample_rows] if attention.num_prefill_rows else None
-        hidden, kept = self._hidden_states(buffers.input_ids, step, None if keep_hidden else drawn), None
+        sampled = buffers.logits_indices[:num_sample_rows] if attention.num_prefill_rows else None
+        hidden, kept = self._hidden_states(buffers.input_ids, step, None if keep_hidden else sampled), None
         if keep_hidden:
-            hidden, kept = wanted_rows(hidden, drawn), hidden
+            hidden, kept = wanted_rows(hidden, sampled), hidden
         if num_sample_rows == 0:
             return None, kept
         row_slot = buffers.row_slot[:num_sample_rows]
         logits = self._model.logits(hidden)
         tokens, state, vocab_size = buffers.tokens[:num_sample_rows], self.state, self._vocab_size
-        draw = (logits, row_slot, state.temperature, state.seed, buffers.sample_positions[:num_sample_rows])
+        given = (logits, row_slot, state.temperature, state.seed, buffers.sample_positions[:num_sample_rows])
         if self._group.size == 1:
-            self._kernels.sample_tokens(*draw, vocab_size, state.last_token, tokens)
+            self._kernels.sample_tokens(*given, vocab_size, state.last_token, tokens)
         else:
-            keys = self._kernels.gumbel_argmax(*draw, self._model.lm_head.vocab_start, vocab_size)
+            keys = self._kernels.gumbel_argmax(*given, self._model.lm_head.vocab_start, vocab_size)
             self._kernels.commit_tokens(self._group.all_reduce_max(keys), row_slot, state.last_token, tokens)
         return logits, kept
 

@@ -35,7 +35,7 @@ class CompileJob:
 
 
 class _TargetOnly:
-    """Stands where Triton looks for the driver of a device: enough to compile for one."""
+    """What Triton gets in place of a device's driver: enough to compile for that device."""
 
     def __init__(self, target: Any) -> None:
         self._target = target

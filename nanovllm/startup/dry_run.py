@@ -1,7 +1,7 @@
 """A walk through every kind of step that launches no kernel: it finds out which ones have to be compiled.
 
 Done with the engine's own tensors and by its own code, so that the answer is exactly what the warm-up will look up,
-down to the alignment of each pointer, and cannot fall behind the code.
+down to the alignment of each pointer, and cannot become outdated.
 """
 
 import threading
@@ -27,7 +27,7 @@ def dry_run(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> None
     """Hands every kernel that start-up needs to `submit`. Rank 0 alone does it; weights need not be there yet, for
     nothing that is computed here means anything. Afterwards the runner is as before, but for memory in torch's cache.
 
-    One layer of each signature stands for all that have it: they differ in nothing but their weights.
+    Takes one layer of each signature: layers of one signature differ in their weights alone.
     """
     config, work, layers = runner.config, runner.work, runner.model.layers
     distinct = {layer.signature: layer for layer in reversed(layers)}

@@ -8,7 +8,7 @@
     |            | S words      | S words       | S words     |      block)       |                  | decodes
 
     header: 0 rows R, 1 decode rows, 2 rows that sample a token, 3 tokens, 4 block updates U, 5 slot records N,
-            6 most tokens of a row, 7 words of the sampling section behind all this (wire/sampling.py), 8.. reserved
+            6 most tokens of a row, 7 words of the sampling section after all this (wire/sampling.py), 8.. reserved
     slot record: slot, temperature (float32 bits), seed low word, seed high word, 4 reserved
 
 Decode rows come first and have one token. Its id is not in the array: it is the token that the slot sampled last, which
@@ -55,7 +55,7 @@ def pack_step(
     slot_records: Iterable[tuple[int, float, int]],
     token_ids: list[int],
 ) -> np.ndarray:
-    """The int32 array drawn above. slot_records: (slot, temperature, seed) of each row that took a slot."""
+    """The int32 array of the drawing. slot_records: (slot, temperature, seed) of each row that took a slot."""
     records = [_RECORD.pack(*record) for record in slot_records]
     header = (len(slots), num_decode_rows, num_sample_rows, num_tokens, len(block_updates) // UPDATE_SIZE, len(records))
     packed = array("i", (*header, max(counts, default=0)))  # an array takes lists in several times faster than numpy

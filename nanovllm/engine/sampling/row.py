@@ -41,7 +41,7 @@ class SamplingRow:
         matcher: "Matcher | None",
         token_text: Callable[[int], str | None] = lambda token_id: None,
     ) -> None:
-        """`stop_ids`: what min_tokens keeps from being drawn. `text`: the output's, where stop strings are looked for.
+        """`stop_ids`: what min_tokens bans until then. `text`: the output's, where stop strings are looked for.
         `bad_words`: as token ids. `matcher`: of structured_outputs. `token_text`: of one
         token, for log-probabilities."""
         self.params = params
@@ -52,7 +52,7 @@ class SamplingRow:
         self.prompt_logprob_rows: LogprobRows | None = None
         self.num_prompt_logprobs_missing = 0
         self._vocab_size, self._token_text = vocab_size, token_text
-        # A checkpoint may name an end of text that its logits do not have: there nothing is kept from being drawn.
+        # A checkpoint may name an end of text that its logits do not have: there nothing is kept from being sampled.
         self._stop_ids = sorted(i for i in stop_ids if i < vocab_size) if params.min_tokens else []
         bad_words = [word for word in bad_words if max(word) < vocab_size]
         self._bad_words: dict[int, list[tuple[int, ...]]] = {}
@@ -71,7 +71,7 @@ class SamplingRow:
         self.watches = text is not None or matcher is not None or bool(self._bad_words)
         """Whether tokens that end nothing by themselves must be shown to `accept`."""
         self.needs_last_token = matcher is not None or bool(self._bad_words)
-        """What may be drawn depends on the tokens before: the row waits until the host knows them."""
+        """What may be sampled depends on the tokens before: the row waits until the host knows them."""
         self.has_mask = params.allowed_token_ids is not None or matcher is not None
         self.always_general = bool(
             params.filters or self.penalizes or self._edits or self.has_mask or self._bad_words
@@ -79,7 +79,7 @@ class SamplingRow:
         """Whether every token is a matter of the general sampler."""
         changes = self.penalizes or self.has_mask
         self.kind = (COPIED if params.filters else CHANGED) if changes else FILTERED if params.filters else DRAWN
-        """How tokens are drawn, but for those with edits."""
+        """How tokens are sampled, but for those with edits."""
         flags = PENALTIES * self.penalizes | MASK * self.has_mask
         log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
         top_k = params.top_k if 0 < params.top_k < 2**31 else 0
@@ -105,7 +105,7 @@ class SamplingRow:
             self.num_prompt_logprobs_missing -= self.prompt_logprob_rows.put(position, table, line)
 
     def is_general(self, num_output_tokens: int) -> bool:
-        """Whether the token after that many is drawn by the general sampler."""
+        """Whether the token after that many is sampled by the options sampler."""
         return self.always_general or (bool(self._stop_ids) and num_output_tokens < self.params.min_tokens)
 
     def edits(self, token_ids: list[int], num_output_tokens: int) -> np.ndarray | None:
@@ -151,7 +151,7 @@ class SamplingRow:
         the grammar, or bad words that left nothing to sample, end the output."""
         token_id = token_ids[-1]
         if self._bad_words and self._was_forbidden(token_ids, num_output_tokens):
-            return Ended("abort", "bad_words: they left no token to draw")
+            return Ended("abort", "bad_words: they left no token to sample")
         if self.matcher is not None:
             self.matcher.accept(token_id)
             if self.matcher.error is not None:

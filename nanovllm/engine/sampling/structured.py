@@ -122,7 +122,7 @@ class StructuredOutputs:
 
     def fill_masks(self, matchers: Sequence[Matcher]) -> np.ndarray:
         """int32 [matchers, words]: bits of the ids that may come next, all computed side by side by the library's own
-        threads. A grammar that fails notes it in its `error`; its mask then allows everything, and the token it draws
+        threads. A grammar that fails notes it in its `error`; its mask then allows everything, and the token it samples
         ends it."""
         masks = np.empty((len(matchers), self._words), np.int32)
         sound = [(matcher.inner, line) for line, matcher in enumerate(matchers) if matcher.error is None]

@@ -5,7 +5,7 @@ its neighbours (within a class of batch sizes: see decode_plan.py). The chunks o
 ones first; a fixed number of programs walks it, so the grid does not depend on lengths, and ragged batches spread
 evenly. A chunk that is not its row's only one leaves a normalised partial result and its log-sum-exp; a
 second kernel merges them, in order. (Merging in the program that finishes a row last saves that launch, but its memory
-fence stalls the program behind all that it has in flight: slower in every case measured.)
+fence stalls the program until all that it has in flight is done: slower in every case measured.)
 The idea of fixed split offsets with a merge by log-sum-exp is Flash-Decoding's (Dao et al., 2023).
 """
 
@@ -60,7 +60,7 @@ def _load_tile(CACHE, kv_head, block, start, first, end, strides, D: tl.constexp
 
 @triton.jit
 def _prefetch_tile(CACHE, kv_head, block, start, strides, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Has the L2 cache fetch a tile that lies within a page: its lines of 128 bytes, or each token's first one."""
+    """Has the L2 cache fetch a tile within one page: its lines of 128 bytes, or each token's first one."""
     LINE: tl.constexpr = 128 * 8 // CACHE.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = triton.next_power_of_2((D + LINE - 1) // LINE)
     tile = CACHE + block.to(tl.int64) * strides[0] + kv_head * strides[1] + start % PAGE * strides[2]
@@ -186,8 +186,8 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, SINKS, OUT, TABLE, WORK, 
     units of log2, or None; SINKS may be None. WINDOWED: chunks may begin within a tile.
 
     With PDL the way to the first tile is gone before the queries are there. What it reads is the plan's, and between
-    the plan and this kernel stand ordinary ones (the embedding), so it is complete. EARLY: the next kernel may come at
-    once; else when this one begins to work, which spares it programs that only wait (0.3 % of a step)."""
+    the plan and this kernel there are ordinary ones (the embedding), so it is complete. EARLY: the next kernel may come
+    at once; else when this one begins to work, which spares it programs that only wait (0.3 % of a step)."""
     DIMS: tl.constexpr = padded_dims(D)
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -297,7 +297,7 @@ class DecodeAttention:
                  max_context_len: int, out: torch.Tensor, sinks: torch.Tensor | None = None,
                  merge_first: bool = False) -> torch.Tensor:
         """q and out [num_rows, Hq, D]: the rows of the last plan. max_context_len: any bound on their lengths.
-        merge_first: where chunks are merged, nothing behind this may start before they are."""
+        merge_first: where chunks are merged, no later kernel may start before they are."""
         num_rows, spec, plan, scratch = q.shape[0], self.spec, self.plan, self.scratch
         c, splits = plan.config(num_rows), plan.max_splits(plan.config(num_rows))
         most_chunks = plan.most_chunks(num_rows, max_context_len)

@@ -1,8 +1,8 @@
-"""Matrices with room for more rows behind their last one.
+"""Matrices with room for more rows after their last one.
 
 A tensor descriptor that reaches past the end of a matrix reads zeros there, and does so slowly: a GEMM of 96 rows
-in tiles of 64 took longer than one of 128 (H200). Where the memory behind the last row is the matrix's own, a
-descriptor may as well read what lies there, since a row's result does not depend on the other rows.
+in tiles of 64 took longer than one of 128 (H200). Where the memory after the last row is the matrix's own, a
+descriptor may as well read it, since a row's result does not depend on the other rows.
 """
 
 import torch
@@ -21,6 +21,6 @@ def empty_rows(rows: int, columns: int, dtype: torch.dtype, device: torch.device
 
 
 def rows_in_memory(x: torch.Tensor) -> int:
-    """Rows that may be read from the start of x [rows, columns], contiguous, on: its own and those behind them."""
+    """Rows that may be read from the start of x [rows, columns], contiguous: its own and those that follow."""
     elements = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
     return int(elements // x.shape[1])

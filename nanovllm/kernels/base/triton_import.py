@@ -1,4 +1,4 @@
-"""Triton where it is installed, and otherwise a stand-in under which kernel files still import.
+"""Triton where it is installed, and otherwise a placeholder, so that kernel files still import.
 
 PyTorch's CPU builds bring no Triton. The kernels' PyTorch twins live in the same files and must be importable there.
 """
@@ -13,8 +13,8 @@ try:
 except ImportError:
     HAS_TRITON = False
 
-    class _StandIn:
-        """Any attribute is another stand-in; as a decorator it leaves the function alone."""
+    class _Placeholder:
+        """Any attribute is another placeholder; as a decorator it leaves the function alone."""
 
         def __getattr__(self, name: str) -> Any:
             return self
@@ -22,6 +22,6 @@ except ImportError:
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return args[0] if args and callable(args[0]) else self
 
-    triton = tl = _StandIn()
+    triton = tl = _Placeholder()
 
 __all__ = ["HAS_TRITON", "tl", "triton"]

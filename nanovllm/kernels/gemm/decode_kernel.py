@@ -1,6 +1,6 @@
 """y = x @ W^T for the decode steps between a handful of rows and prompts: the kernel; decode.py launches it.
 
-Both operands come by tensor descriptors (TMA), which read what lies past the end of a matrix as zero, so that ragged
+Both operands come by tensor descriptors (TMA), which read zeros past the end of a matrix, so that ragged
 edges cost no masks in the loop. A Hopper matrix instruction has 64 rows of its left operand at least and 8 of the
 right one: tiles of 64 weight rows and more put the weights on the left, so that 32 rows of x are enough, and tiles of
 fewer weight rows put x there.

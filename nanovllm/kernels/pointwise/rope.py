@@ -89,7 +89,7 @@ def _load_vectors(pointers, mask, HALF: tl.constexpr):
 
 @triton.jit
 def _load_parts(ROW, BIAS, heads, count, D: tl.constexpr, HALF: tl.constexpr):
-    """Both halves of the rotated dimensions, and the rest (where there is none, something that nobody uses), of those
+    """Both halves of the rotated dimensions, and the rest (where there is none, a value that is not used), of those
     `heads` below `count`."""
     cols = tl.arange(0, triton.next_power_of_2(HALF))
     mask = (heads < count)[:, None] & (cols < HALF)[None, :]
@@ -178,8 +178,8 @@ def _qk_norm_rope_store_kernel(
     cols = tl.arange(0, triton.next_power_of_2(HALF))
     mask_cols = cols < HALF
     row = QKV + token * qkv_stride
-    # What does not depend on the projections is read before they are there; ordinary kernels stand between those that
-    # write it, at the start of the step, and this one.
+    # What does not depend on the projections is read before they are there; between the kernels that
+    # write it, at the start of the step, and this one there are ordinary ones.
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     position = tl.load(POSITIONS + token).to(tl.int64)

@@ -1,7 +1,7 @@
 """One program on one row of logits: loads, a sample of it, and lists of the few ids that matter.
 
 A list is kept by lane: each lane of a tile appends what it finds to a column of its own, so that appending needs no
-word from another lane and the order of a list depends on the row alone. Entry d of lane l lies at d * LANES + l; a lane
+word from another lane and the order of a list depends on the row alone. Entry d of lane l is at d * LANES + l; a lane
 counts on past DEPTH without storing, which says that the list is not whole.
 """
 

@@ -1,6 +1,6 @@
 """Sampling from softmax(logits / temperature) by the Gumbel-max trick, one shard of the vocabulary at a time.
 
-The arg-max over all ids of logit / temperature + Gumbel noise is a draw from the softmax (Gumbel 1954; Maddison et al.,
+The arg-max over all ids of logit / temperature + Gumbel noise is a sample of the softmax (Gumbel 1954; Maddison et al.,
 arXiv 1411.0030). Noise is keyed by the id in the whole vocabulary, so the best of the shards' best is the same token
 whatever the number of ranks. A candidate travels as one int64 key:
 
@@ -203,7 +203,7 @@ def gumbel_argmax_reference(
 
     logits [B, Vs] bfloat16 or float32, for the ids from vocab_start on; ids from vocab_size on are padding and never
     win (NO_CANDIDATE where there is nothing else). row_slot int32 [B]: the row's line of temperature float32 [S] and
-    seed int64 [S]; -1: no row, key 0. positions int32 [B]: index in its sequence of the token that is drawn.
+    seed int64 [S]; -1: no row, key 0. positions int32 [B]: index in its sequence of the token that is sampled.
     Temperature 0: the largest logit. NaN counts as -inf.
     """
     num_rows, num_ids = logits.shape

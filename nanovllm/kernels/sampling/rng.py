@@ -1,6 +1,6 @@
 """Counter-based random words and Gumbel noise, keyed by (seed, position, token id).
 
-No state is kept, so a draw does not depend on batch, rank or order. Construction, in 32-bit unsigned arithmetic:
+No state is kept, so a sample does not depend on batch, rank or order. Construction, in 32-bit unsigned arithmetic:
 
     mix(x)   two rounds of xor-shift and odd multiplication: a bijection with small avalanche bias (the constants are
              those of Wellons' hash-prospector search, "lowbias32")
@@ -8,7 +8,7 @@ No state is kept, so a draw does not depend on batch, rank or order. Constructio
     a word   of a token id: the rounds of mix over id * (k1 | 1) + k0, with k1 added between them. Without the last
              xor-shift, which would not touch the upper half, where nearly all of the noise's value is.
 
-A word w stands for v = (w + 1/2) / 2 ** 32, an Exponential(1) draw E = -log(1 - v) and Gumbel noise -log(E). Large
+A word w means v = (w + 1/2) / 2 ** 32, an Exponential(1) draw E = -log(1 - v) and Gumbel noise -log(E). Large
 noise comes from v near 0, where float32 is fine: noise reaches 22.9, not the 16.6 at which 1 - v would end it.
 """
 
@@ -74,7 +74,7 @@ def _log2(x, APPROX: tl.constexpr):
 def gumbel_noise(words, APPROX: tl.constexpr):
     """See gumbel_noise_reference. APPROX: the hardware's logarithm, noise within 1e-5.
 
-    Where v is small, and 1 - v would drop its bits, four terms of the series stand for -log(1 - v).
+    Where v is small, and 1 - v would drop its bits, four terms of the series replace -log(1 - v).
     """
     v = tl.fma(words.to(tl.float32), _SCALE, _OFFSET)
     series = tl.fma(tl.fma(tl.fma(v, 0.25, 1.0 / 3.0), v, 0.5), v * v, v)
@@ -105,6 +105,6 @@ def random_words_reference(k0: torch.Tensor, k1: torch.Tensor, token_ids: torch.
 
 
 def gumbel_noise_reference(words: torch.Tensor) -> torch.Tensor:
-    """Random words -> float32 draws of the standard Gumbel distribution."""
+    """Random words -> float32 samples of the standard Gumbel distribution."""
     uniform = words.float() * UNIFORM_SCALE + UNIFORM_OFFSET
     return -torch.log(-torch.log1p(-uniform))

@@ -100,8 +100,8 @@ def _interpolated(low, high, f_low, f_high, target):
 
 @triton.jit
 def _guess(x, w, least, first, second, scale):
-    """Logits, each `first` and `second` away from the end of a sample's mass w; halving an interval of logits in which
-    all of it lies that matters is coarse, and enough for a start."""
+    """Logits, each `first` and `second` away from the end of a sample's mass w; halving an interval that holds all
+    logits that matter is coarse, and enough for a start."""
     high1 = tl.max(tl.max(x, 1), 0)
     low1 = tl.maximum(high1 - 40.0 / scale, least)
     low2, high2 = low1, high1

@@ -1,7 +1,7 @@
 """A packed step, as the host sends it, turned into the tensors that the model reads; and the state that stays here.
 
-wire/step.py draws the packed step. The kernels read its counts on the device, so that a captured graph serves any step
-of its shape; the shapes of the outputs say how far to fill, padding included.
+wire/step.py has a drawing of the packed step. The kernels read its counts on the device, so that a captured graph
+serves any step of its shape; the shapes of the outputs say how far to fill, padding included.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class DeviceState:
     block_table: torch.Tensor
     """int32 [S, max_blocks]"""
     last_token: torch.Tensor
-    """int32 [S]: drawn last."""
+    """int32 [S]: sampled last."""
     temperature: torch.Tensor
     """float32 [S]"""
     seed: torch.Tensor
@@ -42,12 +42,12 @@ class DeviceState:
 
 @dataclass
 class StepBuffers:
-    """Device inputs of one step of up to B rows and M tokens, and the tokens it draws."""
+    """Device inputs of one step of up to B rows and M tokens, and the tokens it samples."""
 
     row_slot: torch.Tensor
     """int32 [B]; -1: padding."""
     context_lens: torch.Tensor
-    """int32 [B]: tokens that the row's last query sees; 0: padding. Also the index of the token that the row draws."""
+    """int32 [B]: tokens that the row's last query sees; 0: padding. Also the index of the sampled token."""
     cu_seqlens_q: torch.Tensor
     """int32 [B + 1]: where each row's tokens start."""
     positions: torch.Tensor
@@ -57,9 +57,9 @@ class StepBuffers:
     slot_mapping: torch.Tensor
     """int32 [M]: place in the flat cache; -1: padding."""
     logits_indices: torch.Tensor
-    """int32 [B]: last token of each row that draws one; 0 elsewhere."""
+    """int32 [B]: last token of each row that samples; 0 elsewhere."""
     tokens: torch.Tensor
-    """int32 [B]: drawn by the sampler, not written here."""
+    """int32 [B]: written by the sampler, not here."""
 
     @classmethod
     def allocate(cls, max_rows: int, max_tokens: int, device: torch.device | str) -> "StepBuffers":
@@ -78,7 +78,7 @@ class StepBuffers:
 
     @property
     def sample_positions(self) -> torch.Tensor:
-        """int32 [B]: index in its sequence of the token that each row draws, which equals the length of its context."""
+        """int32 [B]: index in its sequence of each row's sampled token, which equals the length of its context."""
         return self.context_lens
 
 

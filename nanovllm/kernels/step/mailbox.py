@@ -1,4 +1,4 @@
-"""Tokens from the device straight into memory of the host, behind the last kernel of a captured step."""
+"""Tokens from the device straight into memory of the host, by the last kernel of a captured step."""
 
 import torch
 

@@ -33,8 +33,7 @@ Path = Literal["one_shot", "two_shot", "nccl"]
 KEY_BLOCK = 256
 PDL_ROWS = 16
 """Up to so many rows the GEMMs around may be our own, which let the all-reduce start early and fetch weights while it
-runs. Behind one of cuBLAS, which does not, a dependent launch is 0.5 us slower than an ordinary one, so with more rows
-the caller says. 0: never unless it does."""
+runs. After one of cuBLAS, which does not, PDL costs 0.5 us, so with more rows the caller says. 0: only if it does."""
 MAX_SPINS = 1 << 28
 """Rounds of a wait before it gives up: minutes, for a peer may be compiling."""
 
@@ -147,7 +146,7 @@ class PeerAllReduce:
 
     def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:
         """keys int64 [B] (B <= max_keys) becomes its element-wise maximum over the ranks, in place. The smallest
-        int64 stands for nothing: it comes back as the one above it."""
+        int64 means nothing: it comes back as the one above it."""
         memory = self.memory
         if keys.dtype != torch.int64 or not keys.is_contiguous() or keys.numel() > memory.layout.max_keys:
             raise ValueError(f"keys: {keys.dtype} {tuple(keys.shape)}, need int64, at most {memory.layout.max_keys}")

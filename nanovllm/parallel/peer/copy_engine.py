@@ -83,7 +83,7 @@ class CopyEngineSums:
             self._send(peer, gathered, out, half, 1)
 
     def finish(self, half: int, rows: int) -> torch.Tensor:
-        """Once for each `start`, behind it: waits, in the current stream, for the normalised rows [rows, hidden]. They
+        """Once after each `start`: waits, in the current stream, for the normalised rows [rows, hidden]. They
         are in this rank's block until the next call for this half."""
         memory = self.memory
         flags, epoch = self._flags[half, 1], self._epochs[half]
@@ -98,7 +98,7 @@ class CopyEngineSums:
             yield (self.memory.rank + step) % self.memory.world_size
 
     def _send(self, peer: int, offset: int, rows: torch.Tensor, half: int, kind: int) -> None:
-        """rows to byte `offset` of the peer's block, and behind them the epoch to its flag of that half and kind."""
+        """Copies rows to byte `offset` of the peer's block, then the epoch to its flag of that half and kind."""
         if not self.enabled:
             return
         if rows.shape[0]:

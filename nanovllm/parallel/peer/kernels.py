@@ -38,7 +38,7 @@ def _without_sentinel(bits, SENTINEL: tl.constexpr, SUBSTITUTE: tl.constexpr):
 
 @triton.jit
 def _receive(pointers, mask, abort, max_spins, SENTINEL: tl.constexpr):
-    """The values behind `pointers` (where mask; 0 elsewhere) once all have arrived; their places are clean again."""
+    """The values at `pointers` (where mask; 0 elsewhere) once all have arrived; their slots are clean again."""
     bits = tl.load(pointers, mask=mask, other=0, volatile=True)
     missing = tl.max(tl.where(bits == SENTINEL, 1, 0))
     spins = 0
@@ -75,7 +75,7 @@ def _addend(partial, at, rows, mask, out, PARTS: tl.constexpr, HIDDEN: tl.conste
 @triton.jit
 def _finish_row(arrived, kept_before, gain, at, residual_out, out, mask, eps, HIDDEN: tl.constexpr,
                 NORM: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr):  # fmt: skip
-    """arrived INT [sources, BLOCK]: one row of every rank. Sums, adds the residual, normalises, stores behind `at` of
+    """arrived INT [sources, BLOCK]: one row of every rank. Sums, adds the residual, normalises, stores at `at` of
     residual_out and out; returns the bits of out. Without NORM the sum itself goes to out alone."""
     total = tl.sum(arrived.to(out.dtype.element_ty, bitcast=True).to(tl.float32), 0) + kept_before
     result = _rounded(total, out, INT, SENTINEL)
@@ -91,7 +91,7 @@ def _finish_row(arrived, kept_before, gain, at, residual_out, out, mask, eps, HI
 
 @triton.jit
 def _float_or_zeros(pointers, mask, WANTED: tl.constexpr):
-    """What stands behind `pointers` as float32, asked for before a wait so that its latency is hidden; or zeros."""
+    """The values at `pointers` as float32, asked for before a wait so that its latency is hidden; or zeros."""
     if WANTED:
         return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     else:
@@ -146,8 +146,8 @@ def two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
     """Row unit * WORLD + r is summed, normed and sent to everyone by rank r. Program p takes units p, p + programs, ...
 
     Operands as in one_shot_kernel; `residual_out` is written at this rank's own rows only. Places: scatter + [2, WORLD
-    (source), UNITS, HIDDEN], gather + [2, UNITS * WORLD, HIDDEN].
-    The argument of all_reduce.py holds: whoever has finished a unit holds its row of rank 0, made from all ranks' data.
+    (source), UNITS, HIDDEN], gather + [2, UNITS * WORLD, HIDDEN]. The argument of all_reduce.py holds: a rank that has
+    finished a unit has its row of rank 0, made from all ranks' data.
     """
     pid = tl.program_id(0)
     programs = tl.num_programs(0)

@@ -26,7 +26,7 @@ class AllReduceLimits:
         4      5120     8,192   81,920          -       452          479
 
     (Two figures of two-shot: with whole rows, and with rows cut in four, parallel/peer/two_shot.py.) With whole rows
-    two ranks meet at 2 MiB; drawn straight between its rows, four meet at 880 (hidden 5120), 610 (4096) and 300 KiB
+    two ranks meet at 2 MiB; interpolated between its rows, four meet at 880 (hidden 5120), 610 (4096) and 300 KiB
     (1024): 640 KiB, and 128 rows, one for each program, beyond which the second row waits for the first. With rows cut
     two meet near 1 MiB and four near 160 KiB. For eight ranks computed from 380 GB/s a link: 145 KB. Two-shot leads
     NCCL as far as it was measured.

@@ -2,7 +2,7 @@
 
 The blocks travel by CUDA's inter-process handles (driver API through ctypes). `torch.distributed._symmetric_memory` is
 not used: its newer versions look a registered process group up by name, and engines here register none; and where only
-plain handles are opened, no NVLink multicast object can come into being by accident. docs/peer-memory.md draws the
+plain handles are opened, no NVLink multicast object can come into being by accident. docs/peer-memory.md shows the
 block and says what each region holds.
 """
 

@@ -17,7 +17,7 @@ _SQUARES_SENTINEL = tl.constexpr(-(2**31))
 
 @triton.jit
 def _look(pointers, mask, squares, squares_mask, stop, SENTINEL: tl.constexpr, SQUARES: tl.constexpr):
-    """What stands behind `pointers` and, with SQUARES, behind `squares` now (0 where not mask), and whether some of it
+    """What `pointers` and, with SQUARES, `squares` point to now (0 where not mask), and whether some of it
     is missing; with `stop` nothing is. The sentinels are the smallest integers.
 
     Every warp reads `stop`, and the few squares, for itself and may see another state of them. Whether to look again is
@@ -36,7 +36,7 @@ def _look(pointers, mask, squares, squares_mask, stop, SENTINEL: tl.constexpr, S
 
 @triton.jit
 def _wait(pointers, mask, squares, squares_mask, abort, max_spins, SENTINEL: tl.constexpr, SQUARES: tl.constexpr):
-    """The values behind `pointers` and, with SQUARES, behind `squares` (0 where not mask), once all have arrived."""
+    """The values at `pointers` and, with SQUARES, at `squares` (0 where not mask), once all have arrived."""
     bits, found, missing = _look(pointers, mask, squares, squares_mask, 0, SENTINEL, SQUARES)
     spins = 0
     while missing:
@@ -130,7 +130,7 @@ def split_two_shot_kernel(partial, residual, residual_out, weight, out, peers, p
     Operands as in one_shot_kernel; `residual_out` is written at this rank's own rows only. Places: scatter + [2, WORLD
     (source), UNITS, HIDDEN], gather + [2, UNITS * WORLD, HIDDEN]; squares (an offset in int32) + [2, UNITS * WORLD,
     _SPLITS (source), _SPLITS (reader)] float32.
-    The argument of all_reduce.py holds: whoever has finished item 0 holds row 0's part, made from all ranks' data.
+    The argument of all_reduce.py holds: a rank that has finished item 0 has row 0's part, made from all ranks' data.
     Programs also wait for others of the same row, but send all that does not depend on a wait before their first.
     """
     pid = tl.program_id(0)
