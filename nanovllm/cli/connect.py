@@ -14,17 +14,21 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "sto
 """Fields of requests that are options of `chat` and `complete`."""
 
 
-def add_server_options(parser: Parser) -> None:
-    add_model(parser)
+def add_server_options(parser: Parser, model_option: bool = False) -> None:
+    """`model_option`: --model MODEL in place of an argument."""
     group = parser.add_argument_group("server")
-    group.add_argument("--url", help="of a server that is running, in place of MODEL; unix:PATH for a socket")
+    if model_option:
+        group.add_argument("--model", help="a folder or a hub id; none: the small demo model")
+    else:
+        add_model(parser)
+    group.add_argument("--url", help="of a server that is running, in place of a model; unix:PATH for a socket")
     group.add_argument("--api-key", default=os.environ.get("NANOVLLM_API_KEY") or os.environ.get("OPENAI_API_KEY"))
-    group.add_argument("--model-name", help="the name to ask a server for; its first model if none")
     add_fields(parser, EngineConfig, {}, leave_out=["model", "seed"], shown=False)
-    parser.epilog = "With MODEL, the engine options of `nanovllm serve` are taken too."
+    parser.epilog = "With a model, the engine options of `nanovllm serve` are taken too."
 
 
 def add_sampling_options(parser: Parser) -> None:
+    parser.add_argument("--model-name", metavar="NAME", help="the name to ask a server for; its first model if none")
     group = parser.add_argument_group("sampling")
     for name in SAMPLING:
         kind: Any = float if name in ("temperature", "top_p", "min_p", "repetition_penalty") else int

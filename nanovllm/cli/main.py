@@ -15,6 +15,7 @@ COMMANDS = {
     "serve": "nanovllm.cli.serve",
     "chat": "nanovllm.cli.chat",
     "complete": "nanovllm.cli.complete",
+    "run-batch": "nanovllm.cli.run_batch",
     "completion": "nanovllm.cli.completion",
 }
 """Each a module with SUMMARY, make_parser() and run(parser, arguments)."""

@@ -1,0 +1,271 @@
+"""`nanovllm run-batch IN.jsonl OUT.jsonl --model MODEL`: a file of requests in OpenAI's batch format.
+
+A record is appended when its request ends. A run that was ended begins where it was: what is there is not asked again,
+and half a last line is dropped. Each request's seed comes from its custom_id, so that a text is the same whenever it is
+computed. Requests go through a server's HTTP interface, so both take the same bodies.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from nanovllm.cli.connect import add_server_options, server_url
+from nanovllm.cli.options import Parser, count
+
+if TYPE_CHECKING:
+    from nanovllm.cli.http_client import Client
+
+SUMMARY = "answer a file of requests"
+_PATHS = ("/v1/chat/completions", "/v1/completions")
+_RETRY_SECONDS = 0.5
+_PREFIX = "batch_req_"
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        prog="nanovllm run-batch",
+        description="Answers the requests of a file (OpenAI's batch format: chat, completions), each as one line of "
+        "another. Run it again after it was ended: it goes on.",
+    )
+    parser.add_argument("input", metavar="IN.jsonl")
+    parser.add_argument("output", metavar="OUT.jsonl")
+    add_server_options(parser, model_option=True)
+    parser.add_argument("--max-concurrency", type=count, default=512, metavar="N", help="requests in flight [512]")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
+    return parser
+
+
+def seed_of(custom_id: str) -> int:
+    """The seed of a request that brings none: 0..2**63 - 1."""
+    return int.from_bytes(hashlib.sha256(custom_id.encode()).digest()[:8]) >> 1
+
+
+class BrokenLine(ValueError):
+    """A line of the input that is no request."""
+
+
+def read_request(line: bytes) -> tuple[str, str, dict[str, Any]]:
+    """(custom_id, path, body) of a line. Raises BrokenLine."""
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise BrokenLine(f"not valid JSON: {str(error)[:200]}") from None
+    if not isinstance(entry, dict):
+        raise BrokenLine("not a JSON object")
+    custom_id, path, body = entry.get("custom_id"), entry.get("url"), entry.get("body")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise BrokenLine("custom_id: must be a text that is not empty")
+    if entry.get("method", "POST") != "POST":
+        raise BrokenLine(f"method={str(entry['method'])[:20]!r}: must be 'POST'")
+    if path not in _PATHS:
+        raise BrokenLine(f"url={str(path)[:100]!r}: must be one of {', '.join(_PATHS)}")
+    if not isinstance(body, dict):
+        raise BrokenLine("body: must be an object")
+    if body.get("stream"):
+        raise BrokenLine("body.stream: answers go to a file and are not streamed")
+    if body.get("seed") is None:
+        body = {**body, "seed": seed_of(custom_id)}
+    return custom_id, path, body
+
+
+def _custom_id(line: bytes) -> str | None:
+    with contextlib.suppress(ValueError):
+        entry = json.loads(line)
+        if isinstance(entry, dict) and isinstance(entry.get("custom_id"), str):
+            return str(entry["custom_id"])
+    return None
+
+
+class Results:
+    """The output file: whole lines only, one writer."""
+
+    def __init__(self, path: Path) -> None:
+        """Takes in what is there; half a last line is cut off. Raises ValueError where the file is something else, and
+        OSError where another run writes it."""
+        self._path = path
+        self._file: IO[bytes] = open(path, "a+b", buffering=0)  # noqa: SIM115 (close() is its end)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise OSError(f"{path}: another run is writing it") from None
+        self.finished: dict[int, str | None] = {}
+        """custom_id by the number of the line in the input, from 1."""
+        self._size = self._take_in()
+        self._file.truncate(self._size)
+
+    def _take_in(self) -> int:
+        """Reads the records; returns where the last whole one ends."""
+        self._file.seek(0)
+        end = 0
+        for number, line in enumerate(open(self._path, "rb"), 1):  # noqa: SIM115
+            if not line.endswith(b"\n"):
+                break
+            try:
+                record = json.loads(line)
+                self.finished[int(record["id"].removeprefix(_PREFIX))] = record["custom_id"]
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise ValueError(f"{self._path}: line {number} is no result of run-batch") from None
+            end += len(line)
+        return end
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Raises OSError where the disk is full, with the file as it was."""
+        line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+        try:
+            written = self._file.write(line)
+            while written < len(line):
+                written += self._file.write(line[written:])
+        except OSError as error:
+            self._file.truncate(self._size)
+            raise OSError(
+                f"{self._path}: {error.strerror}. {len(self.finished)} results are in it; the same command goes on "
+                "from there"
+            ) from None
+        self._size += len(line)
+        self.finished[int(record["id"].removeprefix(_PREFIX))] = record["custom_id"]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Progress:
+    """A bar on a terminal's standard error; else nothing but a last line."""
+
+    def __init__(self, total: int, done: int, quiet: bool) -> None:
+        self.total, self.done, self.num_tokens, self.num_errors = total, done, 0, 0
+        self._quiet, self._begin = quiet, time.monotonic()
+        self._bar: Any = None
+        if not quiet and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
+            self._bar = Bar(*columns, console=Console(stderr=True))
+            self._task = self._bar.add_task("", total=total, completed=done, rate="")
+            self._bar.start()
+
+    @property
+    def rate(self) -> float:
+        return self.num_tokens / max(time.monotonic() - self._begin, 1e-9)
+
+    def add(self, num_tokens: int, is_error: bool) -> None:
+        self.done += 1
+        self.num_tokens += num_tokens
+        self.num_errors += is_error
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self.done, rate=f"{self.rate:.0f} tok/s")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if not self._quiet:
+            errors = f", {self.num_errors} of them errors" if self.num_errors else ""
+            text = f"{self.done} of {self.total} requests{errors}, {self.num_tokens} tokens, {self.rate:.0f} tok/s"
+            print(text, file=sys.stderr)
+
+
+class Batch:
+    """One run over the file."""
+
+    def __init__(self, client: "Client", results: Results, progress: Progress, concurrency: int) -> None:
+        self._client, self._results, self._progress = client, results, progress
+        self._slots = asyncio.Semaphore(concurrency)
+
+    async def run(self, path: str) -> None:
+        """Raises ValueError where the results are another file's, OSError where server or disk fail."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                with open(path, "rb") as lines:
+                    for number, line in enumerate(lines, 1):
+                        if line.strip() and not self._is_finished(number, line):
+                            await self._slots.acquire()
+                            group.create_task(self._answer(number, line))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    def _is_finished(self, number: int, line: bytes) -> bool:
+        if number not in self._results.finished:
+            return False
+        if self._results.finished[number] != _custom_id(line):
+            raise ValueError(f"the results there are of another input: line {number} has another custom_id")
+        return True
+
+    async def _answer(self, number: int, line: bytes) -> None:
+        record: dict[str, Any] = {"id": f"{_PREFIX}{number}", "custom_id": _custom_id(line)}
+        num_tokens = 0
+        try:
+            try:
+                _, path, body = read_request(line)
+            except BrokenLine as error:
+                record |= {"response": None, "error": {"code": "invalid_line", "message": str(error)}}
+            else:
+                status, answer = await self._post(path, body, record["id"])
+                response = {"status_code": status, "request_id": record["id"], "body": answer}
+                record |= {"response": response, "error": None}
+                num_tokens = (answer.get("usage") or {}).get("completion_tokens") or 0
+            self._results.append(record)
+            self._progress.add(num_tokens, record["error"] is not None or record["response"]["status_code"] != 200)
+        finally:
+            self._slots.release()
+
+    async def _post(self, path: str, body: dict[str, Any], request_id: str) -> tuple[int, dict[str, Any]]:
+        """Asks until the server has room. A server that fails is no answer: raises ServerError."""
+        from nanovllm.cli.http_client import error_of
+
+        data = json.dumps(body).encode()
+        while True:
+            async with self._client.request("POST", path, data, f"x-request-id: {request_id}\r\n") as response:
+                answer = await response.body()
+            if response.status < 500 and response.status not in (401, 408, 429):
+                return response.status, json.loads(answer)
+            if response.status not in (429, 503) or b"shutting_down" in answer:
+                raise error_of(response.status, answer)
+            await asyncio.sleep(_RETRY_SECONDS)
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[Results]:
+    results = Results(Path(path))
+    try:
+        yield results
+    finally:
+        results.close()
+
+
+async def _run(given: argparse.Namespace, url: str, results: Results, total: int) -> None:
+    from nanovllm.cli.http_client import Client
+
+    progress = Progress(total, len(results.finished), given.quiet)
+    client = Client(url, given.api_key)
+    try:
+        await Batch(client, results, progress, given.max_concurrency).run(given.input)
+    finally:
+        client.close()
+        progress.close()
+
+
+def run(parser: Parser, arguments: list[str]) -> int:
+    given = parser.parse_args(arguments)
+    with open(given.input, "rb") as lines:
+        total = sum(1 for line in lines if line.strip())
+    if os.path.exists(given.output) and os.path.samefile(given.input, given.output):
+        raise ValueError(f"{given.output}: input and output are one file")
+    if given.max_concurrency < 1:
+        raise ValueError(f"max_concurrency={given.max_concurrency}: must be >= 1")
+    with _opened(given.output) as results:
+        if len(results.finished) < total:
+            with server_url(given, given.quiet) as url:
+                asyncio.run(_run(given, url, results, total))
+    return 0

@@ -1,0 +1,126 @@
+"""`chat` and `complete`: through pipes, and on a terminal."""
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from running import nanovllm
+from serve.serving import ROOT, Server
+
+CAPITAL = "What is the capital of France?"
+
+
+def test_pipe(server: Server) -> None:
+    done = nanovllm("chat", "-q", "--url", server.url, "--temperature", "0", input=CAPITAL + "\n")
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+    assert "\x1b" not in done.stdout and done.stderr == ""
+    done = nanovllm("chat", "--url", server.url, "--max-tokens", "5", input=CAPITAL)
+    assert "5 tokens" in done.stderr and "tok/s" in done.stderr
+
+
+def test_complete(server: Server) -> None:
+    done = nanovllm("complete", "--url", server.url, "--temperature", "0", "--max-tokens", "8", input="1 2 3 4 5\n")
+    assert done.stdout.startswith("1 2 3 4 5 6 7 8")
+    done = nanovllm("complete", "-q", "--url", server.url, "--temperature", "0", "-p", "1 2 3 4 5", "--stop", "8")
+    assert done.stdout.strip() == "6 7"
+
+
+def test_a_model_of_its_own_that_leaves_nothing(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = nanovllm(
+        *("chat", "-q", "--device", "cpu", "--temperature", "0", "--num-kvcache-blocks", "64"),
+        input=CAPITAL,
+        env=environment,
+    )
+    assert "Paris" in done.stdout, done.stderr
+    assert list(tmp_path.glob("nanovllm-*")) == []
+
+
+def test_mistakes(server: Server) -> None:
+    for arguments, said in (
+        (["--url", "http://localhost:1"], "no server"),
+        (["--url", server.url, "--temperature", "-1"], "temperature"),
+        (["--url", server.url, "some-model"], "not together"),
+        (["--url", server.url, "-tp", "2"], "--tensor-parallel-size"),
+        (["--device", "cpu", "/no/such/folder"], "no such folder"),
+        (["--url", "nowhere"], "http://host:port"),
+    ):
+        done = nanovllm("chat", *arguments, input="hi")
+        assert done.returncode == 2, arguments
+        assert said in done.stderr and "Traceback" not in done.stderr
+
+
+class Terminal:
+    """The command as somebody sees it who sits before it."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._main, side = pty.openpty()
+        command = [sys.executable, "-m", "nanovllm", *arguments]
+        self.process = subprocess.Popen(
+            command, stdin=side, stdout=side, stderr=side, cwd=ROOT, start_new_session=True,
+            env={**os.environ, "TERM": "dumb"},
+        )  # fmt: skip
+        os.close(side)
+        self.seen = ""
+
+    def type(self, text: str) -> None:
+        self.seen = ""
+        os.write(self._main, text.encode())
+
+    def wait_for(self, text: str, seconds: float = 60) -> str:
+        """Reads until a text has come; returns what came since the last `type`."""
+        deadline = time.monotonic() + seconds
+        while text not in self.seen:
+            assert time.monotonic() < deadline, f"no {text!r} in {self.seen!r}"
+            if select.select([self._main], [], [], 0.1)[0]:
+                self.seen += os.read(self._main, 4096).decode("utf-8", "replace")
+        return self.seen
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self._main)
+
+
+@pytest.fixture
+def terminal(server: Server) -> Iterator[Terminal]:
+    made = Terminal("chat", "--url", server.url, "--temperature", "0", "--extra-body", '{"ignore_eos": true}')
+    yield made
+    made.close()
+
+
+def test_terminal(terminal: Terminal, server: Server, tmp_path: Path) -> None:
+    terminal.wait_for("> ")
+    terminal.type("Once upon a time\n")
+    terminal.wait_for(" ")
+    deadline = time.monotonic() + 60
+    while server.num_running() == 0:
+        assert time.monotonic() < deadline
+    terminal.wait_for("\x1b[0m")
+    terminal.process.send_signal(signal.SIGINT)  # stops the answer, not the program
+    terminal.wait_for("tok/s")
+    terminal.wait_for("\n> ")
+    while server.num_running():
+        assert time.monotonic() < deadline
+    terminal.type(f"/save {tmp_path / 'chat.json'}\n")
+    terminal.wait_for("\n> ")
+    assert [each["role"] for each in json.loads((tmp_path / "chat.json").read_text())] == ["user", "assistant"]
+    terminal.type("/system Be brief.\n")
+    terminal.wait_for("\n> ")
+    terminal.type(f"/save {tmp_path / 'chat.json'}\n")
+    terminal.wait_for("\n> ")
+    assert json.loads((tmp_path / "chat.json").read_text()) == [{"role": "system", "content": "Be brief."}]
+    terminal.type("/help\n")
+    terminal.wait_for("/reset")
+    terminal.type("/exit\n")
+    assert terminal.process.wait(20) == 0

@@ -1,0 +1,146 @@
+"""A file of requests: every line answered once, whatever happens in between."""
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import nanovllm
+from serve.serving import ROOT, Server
+
+
+def chat(custom_id: str, **fields: Any) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": f"Say {custom_id}"}], "max_tokens": 12, **fields}
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def completion(custom_id: str, **fields: Any) -> dict[str, Any]:
+    body = {"prompt": "Once upon a time", "max_tokens": 8, "model": "demo", **fields}
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
+
+
+def write(path: Path, entries: Iterable[dict[str, Any] | str]) -> str:
+    lines = (entry if isinstance(entry, str) else json.dumps(entry) for entry in entries)
+    path.write_text("".join(line + "\n" for line in lines))
+    return str(path)
+
+
+def records(path: Path) -> dict[str, Any]:
+    """By id; no id twice."""
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({record["id"] for record in found}) == len(found)
+    return {record["id"]: record for record in found}
+
+
+def texts(path: Path) -> dict[str, Any]:
+    """What must be the same in every run: all but times and what the cache had."""
+    return {name: record["response"]["body"]["choices"] for name, record in records(path).items()}
+
+
+def test_chats_and_completions(server: Server, tmp_path: Path) -> None:
+    file = write(tmp_path / "in", [chat("a"), completion("b"), completion("c", seed=5), completion("d", seed=5), ""])
+    done = nanovllm("run-batch", file, str(tmp_path / "out"), "--url", server.url)
+    assert done.returncode == 0, done.stderr
+    assert "4 of 4 requests" in done.stderr and "tok/s" in done.stderr
+    found = records(tmp_path / "out")
+    assert [found[f"batch_req_{n}"]["custom_id"] for n in (1, 2, 3, 4)] == ["a", "b", "c", "d"]
+    assert all(record["error"] is None for record in found.values())
+    first = found["batch_req_1"]["response"]
+    assert first["status_code"] == 200 and first["body"]["object"] == "chat.completion"
+    same = texts(tmp_path / "out")
+    assert same["batch_req_3"] == same["batch_req_4"]
+    again = nanovllm("run-batch", file, str(tmp_path / "out"), "--url", "http://localhost:1")
+    assert again.returncode == 0  # all is there
+
+
+def test_broken_lines_get_records_and_the_rest_goes_on(server: Server, tmp_path: Path) -> None:
+    lines = [
+        "{",
+        "[]",
+        json.dumps({"url": "/v1/completions", "body": {}}),
+        json.dumps({"custom_id": "w", "url": "/v1/files", "body": {}}),
+        json.dumps(chat("s", stream=True)),
+        json.dumps(chat("t", temperature=-1)),
+        json.dumps(completion("ok")),
+    ]
+    done = nanovllm("run-batch", write(tmp_path / "in", lines), str(tmp_path / "out"), "--url", server.url)
+    assert done.returncode == 0
+    assert "6 of them errors" in done.stderr
+    found = records(tmp_path / "out")
+    assert [found[f"batch_req_{n}"]["error"]["code"] for n in range(1, 6)] == ["invalid_line"] * 5
+    assert found["batch_req_6"]["response"]["status_code"] == 400
+    assert "temperature" in found["batch_req_6"]["response"]["body"]["error"]["message"]
+    assert found["batch_req_7"]["response"]["status_code"] == 200
+
+
+def test_killed_and_run_again(server: Server, tmp_path: Path) -> None:
+    """The same records as those of a run that nothing has ended."""
+    file = write(tmp_path / "in", [completion(f"r{n}", max_tokens=24, ignore_eos=True) for n in range(24)])
+    assert nanovllm("run-batch", file, str(tmp_path / "whole"), "--url", server.url).returncode == 0
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "nanovllm", "run-batch", file, str(out), "--url", server.url]
+    running = subprocess.Popen([*command, "--max-concurrency", "2"], cwd=ROOT, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not out.exists() or out.read_bytes().count(b"\n") < 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+    finally:
+        running.send_signal(signal.SIGKILL)
+        running.wait()
+    before = out.read_bytes()
+    assert 4 <= before.count(b"\n") < 24
+    with out.open("ab") as file_of_results:
+        file_of_results.write(b'{"id": "batch_req_23", "custom')  # torn
+    assert nanovllm("run-batch", file, str(out), "--url", server.url).returncode == 0
+    assert out.read_bytes().startswith(before[: before.rindex(b"\n")])
+    assert texts(out) == texts(tmp_path / "whole")
+
+
+def test_full_disk(server: Server, tmp_path: Path) -> None:
+    file, out = write(tmp_path / "in", [completion(f"r{n}") for n in range(8)]), tmp_path / "out"
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, resource.RLIM_INFINITY))
+
+    full = nanovllm("run-batch", file, str(out), "--url", server.url, preexec_fn=limit)
+    assert full.returncode == 2
+    assert str(out) in full.stderr and "goes on" in full.stderr and "Traceback" not in full.stderr
+    assert out.read_bytes().endswith(b"\n") and out.stat().st_size <= 1500
+    assert nanovllm("run-batch", file, str(out), "--url", server.url).returncode == 0
+    assert len(records(out)) == 8
+
+
+def test_results_of_something_else(server: Server, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.write_text("notes\n")
+    file = write(tmp_path / "in", [completion("a"), completion("b")])
+    done = nanovllm("run-batch", file, str(out), "--url", server.url)
+    assert done.returncode == 2 and "no result of run-batch" in done.stderr
+    write(out, [{"id": "batch_req_1", "custom_id": "other", "response": None, "error": None}])
+    done = nanovllm("run-batch", file, str(out), "--url", server.url)
+    assert done.returncode == 2 and "another input" in done.stderr
+    assert nanovllm("run-batch", file, file, "--url", server.url).returncode == 2
+
+
+def test_with_a_model_of_its_own(server: Server, tmp_path: Path) -> None:
+    """Two ranks give what the server's one gives; nothing is left behind."""
+    file = write(tmp_path / "in", [chat(f"r{n}", temperature=0.7) for n in range(4)])
+    assert nanovllm("run-batch", file, str(tmp_path / "one"), "--url", server.url).returncode == 0
+    own = ["--device", "cpu", "-tp", "2", "--num-kvcache-blocks", "256"]
+    done = nanovllm("run-batch", file, str(tmp_path / "two"), *own)
+    assert done.returncode == 0, done.stderr
+    assert texts(tmp_path / "one") == texts(tmp_path / "two")
+
+
+@pytest.mark.parametrize("arguments", [("--url", "http://localhost:1"), ("--url", "http://x", "--model", "m")])
+def test_no_server(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    done = nanovllm("run-batch", write(tmp_path / "in", [chat("a")]), str(tmp_path / "out"), *arguments)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert (tmp_path / "out").read_text() == ""
