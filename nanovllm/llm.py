@@ -41,7 +41,31 @@ class LLM:
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        self.engine = start_engine(EngineConfig.from_options(model, **options))
+        self._take_over(start_engine(EngineConfig.from_options(model, **options)))
+
+    @classmethod
+    def from_module(cls, module: "torch.nn.Module", tokenizer: Any = None, **options: Any) -> "LLM":
+        """An engine that computes with the parameters of a live transformers module, on one GPU or a CPU.
+
+        The parameters are shared, not copied: what an optimizer or load_state_dict writes into them, the next request
+        uses (not those in flight meanwhile). `tokenizer`: a transformers tokenizer, a folder or a hub id; None where
+        skip_tokenizer_init is set. Raises ValueError naming what of the module cannot be served; a later call raises
+        RuntimeError where the module has got other tensors, as by .to() or load_state_dict(assign=True).
+        """
+        from nanovllm.models.live_module import config_of, options_of
+
+        name = getattr(getattr(module, "config", None), "_name_or_path", "") or type(module).__name__
+        path = tokenizer if isinstance(tokenizer, str) else None
+        config = EngineConfig.from_options(name, tokenizer=path, **options_of(module, options))
+        if tokenizer is None and not config.skip_tokenizer_init:
+            raise ValueError("tokenizer=None: must be given (or set skip_tokenizer_init)")
+        llm = cls.__new__(cls)
+        model_config = config_of(module, config.hf_overrides)
+        llm._take_over(start_ranks(config, model_config, Tokenizer(config, None if path else tokenizer), module))
+        return llm
+
+    def _take_over(self, engine: LLMEngine) -> None:
+        self.engine = engine
         self._step_lock = FairLock()
         self._foreign = StepColumns()
         """What requests of add_request gained while generate() was stepping; handed out by the next step()."""
@@ -97,6 +121,7 @@ class LLM:
         with _interrupt_between_steps() as interrupted:
             try:
                 with self._step_lock:
+                    self.engine.notice_new_weights()
                     for index in self._queueing_order(token_ids, params):
                         ids.append(self.engine.add_request(token_ids[index], params[index], numbers[index]))
                         if interrupted.is_set():
@@ -220,6 +245,8 @@ class LLM:
         """Queues one request and returns its id. May be called from any thread. Raises QueueFull where
         max_queued_requests wait already."""
         self._require_open()
+        if self.engine.executor.shares_weights:
+            self._notice_new_weights()
         return self.engine.add_request(
             self._token_ids(prompt), SamplingParams() if sampling_params is None else sampling_params
         )
@@ -288,6 +315,17 @@ class LLM:
         with self._step_lock:
             self.engine.load_weights(weights)
 
+    def weights_changed(self) -> None:
+        """Says that the module of from_module was written to: requests in flight start over from their tokens so far,
+        and the prefix cache is emptied. Needed after writes that torch does not count, through a parameter's `.data`;
+        the next request notices all others by itself."""
+        self._require_open()
+        self._notice_new_weights(surely=True)
+
+    def _notice_new_weights(self, surely: bool = False) -> None:
+        with self._step_lock:
+            self.engine.notice_new_weights(surely)
+
     def engine_info(self) -> dict[str, Any]:
         """Device, versions, attention backend and why, KV blocks, start-up seconds: what a benchmark should print."""
         return self.engine.info()
@@ -313,16 +351,22 @@ class LLM:
 
 def start_engine(config: EngineConfig) -> LLMEngine:
     """Loads the model of `config` on all of its ranks; returns the engine over them."""
-    begin = time.perf_counter()
     config = resolve_model_folder(config)
     model_config = read_model_config(config)
     model_config.check_tensor_parallel(config.tensor_parallel_size)
-    tokenizer = Tokenizer(config)  # loads in a thread of its own
+    return start_ranks(config, model_config, Tokenizer(config))  # which loads in a thread of its own
+
+
+def start_ranks(
+    config: EngineConfig, model_config: ModelConfig, tokenizer: Tokenizer, module: "torch.nn.Module | None" = None
+) -> LLMEngine:
+    """The engine over the ranks of `config`. module: see ModelRunner."""
+    begin = time.perf_counter()
     compiler = start_compiler(config, model_config)
     try:
         from nanovllm.executor.local import LocalExecutor  # torch comes in here, while the tokenizer is loading
 
-        executor = LocalExecutor(config, model_config, compiler)
+        executor = LocalExecutor(config, model_config, compiler, module)
     finally:
         if compiler is not None:
             compiler.close()

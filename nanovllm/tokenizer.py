@@ -14,9 +14,11 @@ from nanovllm.errors import short
 class Tokenizer:
     """A Hugging Face tokenizer, loading in the background from the moment this object is made."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, given: Any = None) -> None:
+        """`given`: a transformers tokenizer, of which this one is a copy; None: it is loaded from its folder."""
         self._folder = config.tokenizer or config.model
         self._skip = config.skip_tokenizer_init
+        self._given = given
         self._tokenizer: Any = None
         self._of_user: Any = None
         self._lock = threading.Lock()
@@ -28,6 +30,9 @@ class Tokenizer:
 
     def _load(self) -> None:
         try:
+            if self._given is not None:
+                self._tokenizer = copy.deepcopy(self._given)
+                return
             import transformers  # noqa: F401
 
             # Looked up again: the library replaces its module at the end of its import. A thread that waited for

@@ -365,11 +365,11 @@ class LLMEngine:
         Requests in flight start over under the new weights from their tokens so far; the prefix cache is emptied.
         Raises ValueError naming a missing, surplus or misshapen weight; steps are refused until a call succeeds.
         """
+        if self.executor.shares_weights:
+            raise ValueError("load_weights: this engine computes with a module's weights: load them there")
         if not isinstance(self._error, WeightsIncomplete):
             self._raise_failure()
-        while self._launched:
-            self._collect(self._unreported)
-        self.scheduler.preempt_all()
+        self._forget_keys()
         self._error = WeightsIncomplete("load_weights did not finish: the weights are a mixture; call it again")
         try:
             self.executor.load_weights(weights)
@@ -378,6 +378,19 @@ class LLMEngine:
                 self._error = error  # another call would not help
             raise
         self._error = None
+
+    def notice_new_weights(self, surely: bool = False) -> None:
+        """Where the weights are a live module's and it was written to (`surely`: it was), requests in flight start over
+        from their tokens so far, and the prefix cache is emptied."""
+        if self.executor.shares_weights and (self.executor.weights_changed() or surely):
+            self._raise_failure()
+            self._forget_keys()
+            self.executor.call("refresh_weights")
+
+    def _forget_keys(self) -> None:
+        while self._launched:
+            self._collect(self._unreported)
+        self.scheduler.preempt_all()
 
     def info(self) -> dict[str, Any]:
         """What this engine runs on and with: for logs and benchmarks."""

@@ -17,6 +17,8 @@ class Executor(ABC):
     """The options, with no "auto" left."""
     num_kvcache_blocks: int
     """KV blocks that requests can use: the least that any rank has."""
+    shares_weights: bool = False
+    """The weights are a live module's, whose owner writes to them."""
     owner: int
     """The process that it belongs to; a fork of that process cannot use it."""
 
@@ -44,6 +46,11 @@ class Executor(ABC):
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replaces all weights in place, from whole tensors under their checkpoint names."""
+
+    def weights_changed(self) -> bool:
+        """Where it shares_weights: whether they were written to since the last call of refresh_weights on the ranks.
+        Raises RuntimeError where the module has other tensors by now."""
+        return False
 
     @abstractmethod
     def info(self) -> dict[str, Any]:

@@ -30,8 +30,15 @@ _BUCKET_BYTES = 256 << 20  # of new weights sent to the workers at a time
 class LocalExecutor(Executor):
     """All ranks on this machine: rank 0 in this process, the others reached through the command ring."""
 
-    def __init__(self, config: EngineConfig, model: ModelConfig, compiler: KernelCompiler | None = None) -> None:
-        """`compiler`: compiles the kernels, where there is one; it is the caller's to close."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        compiler: KernelCompiler | None = None,
+        module: torch.nn.Module | None = None,
+    ) -> None:
+        """`compiler`: compiles the kernels, where there is one; it is the caller's to close. `module`: see
+        ModelRunner."""
         # Workers first: they import while options are resolved. NVLink multicast is never used.
         forbid_multicast()
         self.seconds: dict[str, float] = {}
@@ -39,6 +46,7 @@ class LocalExecutor(Executor):
         self._store: WatchedStore | None = None
         self._store_fd = -1
         self._failed = False
+        self.shares_weights = module is not None
         self.owner = os.getpid()
         """The process whose workers, threads and locks these are."""
         if config.tensor_parallel_size > 1:
@@ -47,14 +55,16 @@ class LocalExecutor(Executor):
         self.processes = WorkerProcesses(config.tensor_parallel_size, config.step_timeout, self._store_fd)
         try:
             self.config = resolve(config, model)
-            self._start(model, compiler if self.config.device == "cuda" else None)
+            self._start(model, compiler if self.config.device == "cuda" else None, module)
         except BaseException as error:
             self._close_ranks()
             _forget_frames(error)
             self._close_store()
             raise
 
-    def _start(self, model: ModelConfig, compiler: KernelCompiler | None) -> None:
+    def _start(
+        self, model: ModelConfig, compiler: KernelCompiler | None, module: torch.nn.Module | None
+    ) -> None:
         size = self.config.tensor_parallel_size
         if size > 1:
             self._store = WatchedStore(open_store(self._store_fd), self.processes.check)
@@ -65,7 +75,7 @@ class LocalExecutor(Executor):
             self.processes.send_init(init)
             self.processes.replies()  # every worker has imported: from here on ranks wait for each other only briefly
             with self._share_of_threads():
-                self._runner = ModelRunner(init, 0, self._store)
+                self._runner = ModelRunner(init, 0, self._store, module=module)
                 self.processes.on_failure = self._runner.group.abort
                 if compiler is not None:
                     _dry_run(self._runner, compiler)
@@ -174,6 +184,9 @@ class LocalExecutor(Executor):
         if self.config.tensor_parallel_size > 1:
             bucket = [(name, _to_send(tensor)) for name, tensor in bucket]
         self.call("update_weights", bucket)
+
+    def weights_changed(self) -> bool:
+        return self.runner.live_module is not None and self.runner.live_module.has_changed()
 
     def info(self) -> dict[str, Any]:
         """What the ranks run on and with."""

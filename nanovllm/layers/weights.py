@@ -80,6 +80,20 @@ class CheckpointWeight:
                 rows = max(1, PIECE_BYTES // max(1, part[0].nbytes))
                 yield from zip(shard.target.split(rows), part.split(rows), strict=True)
 
+    def contiguous_target(self) -> torch.Tensor | None:
+        """The whole tensor as it is in this rank's parameters; None where it is there in part, in another order, with
+        padding between its rows, or with an offset."""
+        first, rows = self.shards[0].target, 0
+        for shard in self.shards:
+            target = shard.target
+            if target.shape[1:] != self.shape[1:] or not target.is_contiguous() or self.offset:
+                return None
+            follows = target.storage_offset() == first.storage_offset() + rows * first[:1].numel()
+            if not follows or (shard.dim == 0 and shard.start != rows):
+                return None
+            rows += target.shape[0]
+        return first.as_strided(self.shape, first.stride()) if rows == self.shape[0] else None
+
     def load(
         self,
         source: TensorSource,

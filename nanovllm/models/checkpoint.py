@@ -15,7 +15,7 @@ import torch
 from nanovllm.layers.weights import CheckpointWeight, TensorSource
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _READ_THREADS = 8
 
 
@@ -108,7 +108,7 @@ def check_names(weights: Iterable[CheckpointWeight], given: Iterable[str], tied_
     """Raises ValueError naming what is missing or surplus. A tied model may bring its head; load_checkpoint sees that
     it is the embedding."""
     needed, found = {weight.name for weight in weights}, set(given)
-    surplus = found - needed - ({_HEAD} if tied_head else set())
+    surplus = found - needed - ({HEAD} if tied_head else set())
     for problem, names in (("missing", needed - found), ("surplus", surplus)):
         if names:
             shown = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
@@ -133,8 +133,8 @@ def load_checkpoint(
     largest_first = sorted(weights, key=lambda weight: -torch.Size(weight.shape).numel())
     by_name = {weight.name: weight for weight in weights}
     with ThreadPoolExecutor(_READ_THREADS) as pool:
-        is_tied = _EMBEDDING in by_name and _HEAD not in by_name and _HEAD in sources
-        head = pool.submit(_check_tied_head, by_name[_EMBEDDING], sources, progress) if is_tied else None
+        is_tied = EMBEDDING in by_name and HEAD not in by_name and HEAD in sources
+        head = pool.submit(_check_tied_head, by_name[EMBEDDING], sources, progress) if is_tied else None
         for _ in pool.map(load, largest_first):
             pass
         if head is not None:
@@ -148,11 +148,11 @@ def _check_tied_head(
 ) -> None:
     """Compares a head that is not loaded with the embedding that replaces it, in the range that this rank holds.
     Fine-tuning may have parted them and left the configuration as it was."""
-    head = replace(embedding, name=_HEAD)
-    pairs = zip(embedding.parts(sources[_EMBEDDING]), head.parts(sources[_HEAD]), strict=True)
+    head = replace(embedding, name=HEAD)
+    pairs = zip(embedding.parts(sources[EMBEDDING]), head.parts(sources[HEAD]), strict=True)
     for (_, ours), (_, theirs) in pairs:
         if not torch.equal(ours, theirs.to(ours.dtype)):
-            found = f"weight {_HEAD!r} is not {_EMBEDDING!r}, but tie_word_embeddings=True"
+            found = f"weight {HEAD!r} is not {EMBEDDING!r}, but tie_word_embeddings=True"
             raise ValueError(f"checkpoint: {found} (hf_overrides={{'tie_word_embeddings': False}} keeps both)")
         progress()
 

@@ -73,10 +73,10 @@ def read_model_config(config: EngineConfig) -> ModelConfig:
         raw = _read_json(folder / "config.json")
         if (folder / "generation_config.json").is_file():
             generation = _read_json(folder / "generation_config.json")
-    return parse_config(*_override(raw, generation, config.hf_overrides))
+    return parse_config(*override(raw, generation, config.hf_overrides))
 
 
-def _override(
+def override(
     raw: dict[str, Any], generation: dict[str, Any], overrides: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """config.json and generation_config.json with `overrides` in force, whichever spelling the files use."""

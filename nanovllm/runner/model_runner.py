@@ -15,6 +15,7 @@ from nanovllm.kernels import select_kernels
 from nanovllm.kernels.base.compile_keys import hash_triton, resolve_keys
 from nanovllm.models.checkpoint import check_names, load_checkpoint, load_dummy, open_checkpoint
 from nanovllm.models.decoder import ModelContext, attention_specs
+from nanovllm.models.live_module import LiveModule
 from nanovllm.models.registry import decoder_class, family
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.runner import tuning
@@ -46,9 +47,10 @@ class ModelRunner:
         rank: int,
         store: dist.Store | None,
         progress: Callable[[], None] = lambda: None,
+        module: torch.nn.Module | None = None,
     ) -> None:
         """Meets the other ranks and builds the model; `load` fills it. `progress`: called after each piece of a long
-        command."""
+        command. `module`: whose parameters the model shares (models/live_module.py)."""
         self.config, self.model_config, self._progress = init.config, init.model_config, progress
         config = self.config
         assert config.kvcache_block_size and config.max_model_len
@@ -72,11 +74,11 @@ class ModelRunner:
         self.io = DeviceIO(self.device, config.uses("pdl"))
         self.graphs: StepGraphs | None = None
         with torch.inference_mode(), self.io.stream_context():
-            self._build(rank)
+            self._build(rank, module)
 
     # -- start-up -----------------------------------------------------------------------------------------------
 
-    def _build(self, rank: int) -> None:
+    def _build(self, rank: int, module: torch.nn.Module | None) -> None:
         config, model = self.config, self.model_config
         # On a CPU the triton backend means Triton's interpreter (it is refused otherwise): then all kernels go there.
         interpret = config.attention_backend == "triton"
@@ -101,6 +103,11 @@ class ModelRunner:
         context = ModelContext(model, *parts, self.dtype, self.device, self.max_model_len)
         self.model = decoder_class(model.architecture)(context)
         self._spelling = family(model.architecture).names
+        self.live_module = None if module is None else LiveModule(module, self._spelling)
+        if self.live_module is not None:
+            self.io.synchronize()  # the caller may have computed the weights a moment ago, in another stream
+            self.live_module.share(self.model, model.tie_word_embeddings)
+            self.memory.release_cached()
         self.gemm_table = tuning.table_for(self.device, config.kernel_choices)
         self.weights = list(self.model.checkpoint_weights())
         self.work = StepWork(config, self.model, context, self.io)
@@ -108,7 +115,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def load(self) -> None:
-        """Fills the weights in, from the checkpoint or at random."""
+        """Fills the weights in, from the checkpoint or at random; those of a live module are there."""
+        if self.live_module is not None:
+            return
         with self.io.stream_context():
             self._load()
 
@@ -284,6 +293,14 @@ class ModelRunner:
             self.weight_update.load(tensors)
         self.io.synchronize()
 
+    def refresh_weights(self) -> None:
+        """Copies what a live module cannot share."""
+        assert self.live_module is not None
+        self.io.synchronize()  # as in update_weights
+        with self.io.stream_context():
+            self.live_module.refresh()
+        self.io.synchronize()
+
     # -- the rest -----------------------------------------------------------------------------------------------
 
     def info(self) -> dict[str, object]:
@@ -299,6 +316,7 @@ class ModelRunner:
             "gemms": tuning.report(self.model, self.gemm_table, self.group.size == 1) if self._tunes else "library",
             "cuda_graphs": len(self.graphs) if self.graphs else 0,
             "no_cuda_graphs_because": self.no_graphs_because,
+            **({} if self.live_module is None else self.live_module.report()),
             **self.memory.report(),
         }
 
@@ -316,5 +334,6 @@ class ModelRunner:
         self.group.close(failed)
         for layer in self.model.attention_layers():
             layer.unbind_cache()
+        self.live_module = None
         del self.model, self.weights, self.work
         self.memory.release_cached()

@@ -1,0 +1,175 @@
+"""A transformers module that lives in this process: the engine computes with its parameters, without a second copy.
+
+Projections that the engine fuses (queries, keys and values; gate and up) get one matrix, and each of the module's
+parameters becomes its rows of it. Everything else is the module's own tensor. What cannot be shared that way (norm
+weights that are kept as 1 + weight in float32, rows in another order, padded widths) is copied, and copied again after
+a change.
+"""
+
+import json
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from nanovllm.errors import refuse
+from nanovllm.layers.weights import CheckpointWeight, WeightedModule
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.checkpoint import EMBEDDING, HEAD, check_names
+from nanovllm.models.names import CheckpointNames
+from nanovllm.models.registry import override, parse_config
+
+
+def options_of(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of the engine with what the module settles. Raises ValueError where one says otherwise."""
+    first = next(module.parameters(), None)
+    if first is None:
+        raise ValueError(f"module={type(module).__name__}: must have parameters")
+    settled = {
+        "device": first.device.type,
+        "dtype": str(first.dtype).removeprefix("torch."),
+        "tensor_parallel_size": 1,
+        "load_format": "auto",
+    }
+    for name, value in settled.items():
+        if options.get(name, "auto") not in ("auto", value):
+            refuse(name, options[name], f"{value!r}, as the module has it")
+    return {**options, **settled}
+
+
+def config_of(module: nn.Module, overrides: dict[str, Any]) -> ModelConfig:
+    """What the module's own configuration says, as if it were in files, with `overrides` (EngineConfig.hf_overrides).
+    Raises ValueError for an architecture or an entry that is not served."""
+    config: Any = getattr(module, "config", None)
+    generation: Any = getattr(module, "generation_config", None)
+    if not hasattr(config, "to_json_string"):
+        refuse("module", type(module).__name__, "a transformers model with its config")
+    raw = {**json.loads(config.to_json_string()), "architectures": [type(module).__name__]}
+    return parse_config(*override(raw, json.loads(generation.to_json_string()) if generation else {}, overrides))
+
+
+_State = tuple[int, int, int]
+
+
+def _state(tensor: torch.Tensor) -> _State:
+    """Another after a write that torch counts, and for another tensor."""
+    return id(tensor), tensor.data_ptr(), tensor._version
+
+
+class LiveModule:
+    """The parameters of a module, by the names that a checkpoint of its family has for them."""
+
+    def __init__(self, module: nn.Module, spelling: CheckpointNames) -> None:
+        self._module, self._spelling = module, spelling
+        self._pointers: dict[str, int] = {}
+        """Of each shared parameter, the address of the memory that it shares."""
+        self._copied: list[CheckpointWeight] = []
+        self._seen: dict[str, _State] = {}
+        self._was_optimized = False
+        self.num_shared = self.num_copied = 0
+        """Elements."""
+        self._watch_optimizers()
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        """As they are now."""
+        return dict(self._spelling.select(self._module.named_parameters(remove_duplicate=False)))
+
+    def _watch_optimizers(self) -> None:
+        """torch does not count what fused optimizers write; but all of its optimizers say when they have stepped."""
+        me = weakref.ref(self)
+
+        def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if (live := me()) is not None and not live._was_optimized:
+                ours = {id(tensor) for tensor in live._parameters().values()}
+                groups = (group["params"] for group in optimizer.param_groups)
+                live._was_optimized = any(id(tensor) in ours for group in groups for tensor in group)
+
+        handle = register_optimizer_step_post_hook(note)
+        weakref.finalize(self, handle.remove)
+
+    @torch.inference_mode(False)  # the module is trained with what is allocated here
+    @torch.no_grad()
+    def share(self, model: WeightedModule, is_tied: bool) -> None:
+        """Puts the module's parameters into `model`, which is on one rank. Values stay as they are.
+
+        Raises ValueError naming a parameter that is missing or surplus, or of another shape, type or device than the
+        first, or that is no plain tensor.
+        """
+        weights, theirs = list(model.checkpoint_weights("model")), self._parameters()
+        check_names(weights, theirs, is_tied)
+        for weight in weights:
+            _check(weight, theirs[weight.name], next(model.parameters()).device)
+        if is_tied and theirs.get(HEAD, theirs[EMBEDDING]) is not theirs[EMBEDDING]:
+            raise ValueError("module: tie_word_embeddings=True, but its head is not its embedding (tie_weights())")
+        by_memory: dict[int, list[CheckpointWeight]] = {}
+        for weight in weights:
+            by_memory.setdefault(weight.shards[0].target.untyped_storage().data_ptr(), []).append(weight)
+        for owner in model.modules():
+            for attribute, ours in owner.named_parameters(recurse=False):
+                shared = self._shared(ours, by_memory[ours.untyped_storage().data_ptr()], theirs)
+                if shared is not None:
+                    setattr(owner, attribute, nn.Parameter(shared, requires_grad=False))
+                    self.num_shared += ours.numel()
+                else:
+                    self.num_copied += ours.numel()
+        self._copied = [weight for weight in weights if weight.name not in self._pointers]
+        self.refresh()
+
+    def _shared(
+        self, ours: torch.Tensor, held: list[CheckpointWeight], theirs: dict[str, torch.Tensor]
+    ) -> torch.Tensor | None:
+        """What stands in for `ours`, whose parts `held` the module's parameters are from here on; None where they
+        cannot be."""
+        places = [weight.contiguous_target() for weight in held]
+        if any(place is None for place in places):
+            return None
+        tensors = [theirs[weight.name] for weight in held]
+        if len(held) == 1 and ours.numel() == tensors[0].numel() and tensors[0].is_contiguous():
+            shared = tensors[0].detach()
+        else:
+            shared = torch.zeros_like(ours)  # the padding, where there is any, stays zero
+            for place, tensor in zip(places, tensors, strict=True):
+                assert place is not None
+                part = shared.as_strided(place.shape, place.stride(), place.storage_offset())
+                tensor.data = part.copy_(tensor)
+        self._pointers.update((weight.name, tensor.data_ptr()) for weight, tensor in zip(held, tensors, strict=True))
+        return shared
+
+    def has_changed(self) -> bool:
+        """Whether parameters were written since `refresh`, as far as torch tells (not through `.data`). Raises
+        RuntimeError naming a parameter that is not shared any more."""
+        now = self._parameters()
+        for name, pointer in self._pointers.items():
+            if name not in now or now[name].data_ptr() != pointer:
+                raise RuntimeError(
+                    f"module: parameter {name!r} is another tensor than the engine's, since .to(), "
+                    "load_state_dict(assign=True) or an assignment: make a new engine"
+                )
+        if surplus := now.keys() - self._seen.keys():
+            raise RuntimeError(f"module: parameter {min(surplus)!r} is not the engine's: make a new engine")
+        return self._was_optimized or self._seen != {name: _state(tensor) for name, tensor in now.items()}
+
+    @torch.inference_mode()
+    def refresh(self) -> None:
+        """Copies what is not shared."""
+        now, self._was_optimized = self._parameters(), False
+        self._seen = {name: _state(tensor) for name, tensor in now.items()}
+        for weight in self._copied:
+            weight.load(now[weight.name].detach())
+
+    def report(self) -> dict[str, object]:
+        """How much of the weights is shared with the module, for engine_info."""
+        return {"shared_parameters": self.num_shared, "copied_parameters": self.num_copied}
+
+
+def _check(weight: CheckpointWeight, tensor: torch.Tensor, device: torch.device) -> None:
+    weight.check(tensor)
+    wanted = weight.shards[0].target.dtype
+    if tensor.device != device or (tensor.dtype != wanted and not weight.offset):
+        found = f"is {tensor.dtype} on {tensor.device}"
+        raise ValueError(f"module: parameter {weight.name!r} {found}: must be {wanted} on {device}")
+    if type(tensor.data) is not torch.Tensor or tensor.is_inference():
+        found = "an inference tensor" if tensor.is_inference() else f"a {type(tensor.data).__name__}"
+        raise ValueError(f"module: parameter {weight.name!r} is {found}: must be a plain tensor")
