@@ -418,6 +418,15 @@ def test_deep_schemas_are_walked_without_recursion() -> None:
     check_schema(deep, "schema")
 
 
+def test_tools_whose_schemas_are_too_long_together_are_loosened() -> None:
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string", "enum": ["x" * 50]} for i in range(40)}}
+    many = [tool(name=f"f{i}", parameters=schema) for i in range(60)] + [tool(name="g", parameters=schema, strict=True)]
+    choice = check_tools(many)
+    assert choice is not None and [one.strict for one in choice.tools] == [False] * 60 + [True]
+    few = check_tools(many[:5])
+    assert few is not None and [one.strict for one in few.tools] == [None] * 5
+
+
 def test_which_tools_may_be_called() -> None:
     both = [tool(), tool(name="g")]
     assert check_tools(both, "none") is None and check_tools(None) is None

@@ -3,13 +3,15 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 MAX_TOOLS = 128
 MAX_SCHEMA_BYTES = 128 * 1024
 MAX_PROPERTIES = 1000
 MAX_DEFINITIONS = 500
+MAX_GRAMMAR_BYTES = 120 * 1024
+"""Of the schemas of all tools together; the engine takes grammars of 128 KiB."""
 BLANKS = r"(\n {0,16}|[ ])"
 """Between JSON's tokens: at most a blank, or a line break and an indentation: models go on with blanks for ever."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -35,6 +37,7 @@ class ToolChoice:
     """Which tools may be called in an answer, and whether they must."""
 
     tools: tuple[Tool, ...]
+    """Where their schemas are too long together, only those that are strict are held to theirs."""
     mode: Literal["auto", "required", "named"]
     parallel: bool
     """Whether an answer may hold more than one call."""
@@ -64,6 +67,8 @@ def check_tools(
     mode, checked = _chosen(tool_choice, checked)
     if mode == "none":
         return None
+    if sum(len(tool.arguments()) for tool in checked) > MAX_GRAMMAR_BYTES:
+        checked = tuple(replace(tool, strict=bool(tool.strict)) for tool in checked)
     return ToolChoice(checked, mode, parallel_tool_calls is not False and mode != "named")
 
 
