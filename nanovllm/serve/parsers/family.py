@@ -62,7 +62,7 @@ def read_json_call(source: Source, output: Output) -> Steps:
         if key == "name":
             name = yield from source.string()
             output.call(name)
-            named = True
+            source.taken, named = None, True
         elif key in ("arguments", "parameters") and named:
             yield from source.value(output.arguments)
         else:
@@ -81,5 +81,6 @@ def read_call(steps: Steps, tag_text: str, source: Source, output: Output) -> St
     try:
         yield from steps
     except Malformed:
-        if output.num_calls == num_calls and not (source.ended and not source.text):
+        if output.num_calls == num_calls and source.taken and (source.text or not source.ended):
             output.text(source.taken)
+    source.taken = None

@@ -71,6 +71,7 @@ class MistralNamed:
             raise Malformed
         yield from source.expect(tags[ARGUMENTS].text)
         output.call(name)
+        source.taken = None
         yield from source.blanks()
         yield from source.value(output.arguments)
         output.calls_complete = True

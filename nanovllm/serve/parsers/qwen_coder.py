@@ -45,6 +45,7 @@ class QwenCoder:
         name = yield from source.matching(_UP_TO_TAG)
         yield from source.expect(">")
         output.call(name)
+        source.taken = None
         schema = schemas.get(name, {})
         properties = schema.get("properties") or {}
         opening = "{"

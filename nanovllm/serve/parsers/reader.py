@@ -36,12 +36,13 @@ class Source:
     def __init__(self) -> None:
         self.text = ""
         self.ended = False
-        self.taken = ""
+        self.taken: str | None = None
         """What was read of a call whose name is not known yet; content, should it turn out to be none."""
 
     def take(self, count: int) -> str:
         piece, self.text = self.text[:count], self.text[count:]
-        self.taken += piece
+        if self.taken is not None:
+            self.taken += piece
         return piece
 
     def until(self, tags: Sequence[str], emit: Callable[[str], None]) -> Generator[None, None, str]:
@@ -160,8 +161,13 @@ class _Value:
 
 def _begun(text: str, tags: Sequence[str]) -> int:
     """Characters at the end of `text` that may begin one of `tags`."""
-    longest = min(len(text), max(map(len, tags), default=1) - 1)
-    return next((n for n in range(longest, 0, -1) if any(tag.startswith(text[-n:]) for tag in tags)), 0)
+    longest = 0
+    for tag in tags:
+        at = text.find(tag[0], max(0, len(text) - len(tag) + 1))
+        while at >= 0 and not tag.startswith(text[at:]):
+            at = text.find(tag[0], at + 1)
+        longest = max(longest, len(text) - at) if at >= 0 else longest
+    return longest
 
 
 class Output:
