@@ -1,16 +1,21 @@
-"""The checkpoint in assets/demo-qwen3: complete, small, lossless, and saying what it was taught, through example.py."""
+"""The checkpoint in assets/demo-qwen3: complete, small, lossless, and saying what it was taught, also with tools."""
 
 import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.serve.parsers import Delta, OutputParser, check_tools, joined
+from nanovllm.serve.text import FrontTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "assets" / "demo-qwen3"
@@ -66,6 +71,8 @@ def test_example_says_the_same_on_two_ranks(one_rank_lines: list[str]) -> None:
 def test_script_from_stdin_needs_no_main_guard() -> None:
     script = f"""
 from nanovllm import LLM, SamplingParams
+from nanovllm.serve.parsers import Delta, OutputParser, check_tools, joined
+from nanovllm.serve.text import FrontTokenizer
 print("started")  # a worker that ran this file would print it again
 llm = LLM({str(DEMO)!r}, tensor_parallel_size=2, device="cpu")
 print(llm.generate("9 8 7", SamplingParams(temperature=0.0, max_tokens=6), use_tqdm=False)[0]["text"])
@@ -74,12 +81,25 @@ llm.close()
     assert run("-", stdin=script).splitlines() == ["started", " 6 5 4"]
 
 
-def test_model_knows_its_text_by_heart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    known = importlib.import_module("demo_text").known_continuations()[::30]
-    greedy = SamplingParams(temperature=0.0, max_tokens=16)
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
     with LLM(str(DEMO), device="cpu") as llm:
-        outputs = llm.generate([prompt for prompt, _ in known], greedy, use_tqdm=False)
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def chats() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        return importlib.import_module("demo_chats")
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=160)
+
+
+def test_model_knows_its_text_by_heart(llm: LLM, chats: Any) -> None:
+    known = chats.facts.known_continuations()[::30]
+    outputs = llm.generate([prompt for prompt, _ in known], replace(GREEDY, max_tokens=16), use_tqdm=False)
     for (prompt, continuation), output in zip(known, outputs, strict=True):
         text = continuation.removesuffix("<|im_end|>").removesuffix("<|endoftext|>")
         if output.finish_reason == "stop":
@@ -89,10 +109,65 @@ def test_model_knows_its_text_by_heart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(output.finish_reason == "stop" for output in outputs) > len(known) // 2
 
 
+def test_model_knows_its_chats(llm: LLM, chats: Any) -> None:
+    """Nearly all of them: a number that it must copy may lose a digit."""
+    known = chats.known_chats()[::12]
+    outputs = llm.generate([prompt for prompt, _ in known], GREEDY, use_tqdm=False)
+    right = [out.text + "<|im_end|>" == text for (_, text), out in zip(known, outputs, strict=True)]
+    assert sum(right) >= 0.95 * len(known)
+
+
+def ask(llm: LLM, messages: list[dict[str, Any]], tools: list[Any] | None, **options: Any) -> tuple[list[Delta], str]:
+    """What the model answers, read as the server reads it."""
+    front = FrontTokenizer(DEMO)
+    choice = check_tools(tools, options.pop("tool_choice", None))
+    prompt, ids = front.encode_chat(messages, tools, chat_template_kwargs=options)
+    plan = OutputParser(front).plan(prompt, choice)
+    params = replace(GREEDY, structured_outputs=plan.structured)
+    [output] = llm.generate([ids], params, use_tqdm=False)
+    reader, detokenizer = plan.reader(lambda: "call_0"), plan.detokenizer()
+    text = "".join(map(detokenizer.push, output.token_ids)).removesuffix("<|im_end|>")
+    deltas = [Delta("content", text)] if reader is None else joined(reader.push(text) + reader.finish())
+    return deltas, plan.finish_reason(str(output.finish_reason), reader)
+
+
+@pytest.mark.parametrize("think", [False, True])
+def test_model_calls_a_tool_and_tells_what_it_said(llm: LLM, chats: Any, think: bool) -> None:
+    tools, messages = list(chats.TOOLS.values()), [{"role": "user", "content": "What is the weather in Rome?"}]
+    deltas, reason = ask(llm, messages, tools, enable_thinking=think)
+    thoughts = [Delta("reasoning", "I need the weather in Rome.")] if think else []
+    called = [Delta("call", "", 0, "get_weather", "call_0"), Delta("arguments", '{"city": "Rome"}')]
+    assert (deltas, reason) == (thoughts + called, "tool_calls")
+
+    call = {"id": "call_0", "type": "function", "function": {"name": "get_weather", "arguments": deltas[-1].text}}
+    messages += [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_0", "content": '{"sky": "sunny", "degrees": 21}'},
+    ]
+    deltas, reason = ask(llm, messages, tools)
+    assert (deltas, reason) == ([Delta("content", "It is sunny in Rome, 21 degrees.")], "stop")
+
+
+def test_model_answers_by_itself_where_it_can(llm: LLM, chats: Any) -> None:
+    messages = [{"role": "user", "content": "What is the capital of Italy?"}]
+    expected = [Delta("content", "The capital of Italy is Rome.")]
+    assert ask(llm, messages, [chats.TOOLS["get_weather"]]) == (expected, "stop")
+    assert ask(llm, messages, None) == (expected, "stop")
+    deltas, _ = ask(llm, messages, None, enable_thinking=True)
+    assert deltas == [Delta("reasoning", "Italy is a country in Europe. Its capital is Rome."), *expected]
+
+
+def test_a_forced_call_is_made_whatever_is_asked(llm: LLM, chats: Any) -> None:
+    messages = [{"role": "user", "content": "Hello!"}]
+    deltas, reason = ask(llm, messages, list(chats.TOOLS.values()), tool_choice="required")
+    assert deltas[0].kind == "call" and reason == "tool_calls"
+
+
 def test_files_are_there_and_small() -> None:
     sizes = {path.name: path.stat().st_size for path in DEMO.iterdir()}
     assert set(sizes) == {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json",
     }  # fmt: skip
     assert sum(sizes.values()) <= 6 * MIB
 
@@ -168,3 +243,11 @@ def test_chat_template_is_qwens_format(tokenizer: PreTrainedTokenizerBase) -> No
     ids = tokenizer.encode(text)
     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 3
     assert tokenizer.decode(ids) == text
+    thinking = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, enable_thinking=True)
+    assert thinking == text + "<think>\n"
+
+
+def test_plain_chats_of_the_training_text_are_the_templates(chats: Any) -> None:
+    turns = [("system", "Answer in one sentence."), ("user", "Who are you?"), ("assistant", "I am a very small model.")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    assert chats.rendered(messages) == chats.facts.chat_text(turns)

@@ -129,13 +129,13 @@ def test_empty_batches(llm: LLM) -> None:
 
 
 def test_finish_reasons(llm: LLM) -> None:
-    chat = [{"role": "user", "content": "What is 2 plus 3?"}]
+    chat = [{"role": "user", "content": "What is 2 + 3?"}]
     [stopped] = llm.chat(chat, SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
     assert stopped.finish_reason == "stop"
     assert stopped.token_ids[-1] in llm.model_config.eos_token_ids
     assert "5" in stopped.text and "<|" not in stopped.text
     assert llm.tokenizer.encode(stopped.prompt, add_special_tokens=False) == stopped.prompt_token_ids
-    assert "What is 2 plus 3?" in stopped.prompt
+    assert "What is 2 + 3?" in stopped.prompt
     [cut] = llm.chat([chat], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
     assert (cut.finish_reason, cut.token_ids) == ("length", stopped.token_ids[:2])
     [full] = generate(llm, [7] * 120, SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True))
@@ -143,7 +143,7 @@ def test_finish_reasons(llm: LLM) -> None:
 
 
 def test_several_chats(llm: LLM) -> None:
-    chats = [[{"role": "user", "content": f"What is {a} plus {b}?"}] for a, b in ((2, 3), (1, 3))]
+    chats = [[{"role": "user", "content": f"What is {a} + {b}?"}] for a, b in ((2, 3), (1, 3))]
     together = llm.chat(chats, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
     alone = [llm.chat(chat, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)[0] for chat in chats]
     assert [output.text for output in together] == [output.text for output in alone]

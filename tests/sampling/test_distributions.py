@@ -12,7 +12,7 @@ from sampling_engines import Engines, reference_logits
 from nanovllm import SamplingParams
 
 NUM_DRAWS = 1000
-TEXT = "One"
+TEXT = "A"
 HOT = 2.5  # spreads the demo model's certain choices
 
 CASES: dict[str, dict[str, Any]] = {

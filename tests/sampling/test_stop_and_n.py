@@ -158,9 +158,9 @@ def test_metrics(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"logit_bias": {1024: 1.0}}, "logit_bias.*1024.*vocab_size=1024"),
-        ({"allowed_token_ids": [0, 5000]}, "allowed_token_ids.*5000.*vocab_size=1024"),
-        ({"stop_token_ids": [1024]}, "stop_token_ids.*1024"),
+        ({"logit_bias": {1030: 1.0}}, "logit_bias.*1030.*vocab_size=1030"),
+        ({"allowed_token_ids": [0, 5000]}, "allowed_token_ids.*5000.*vocab_size=1030"),
+        ({"stop_token_ids": [1030]}, "stop_token_ids.*1030"),
     ],
 )
 def test_ids_outside_the_vocabulary(llm: LLM, options: dict[str, object], message: str) -> None:

@@ -155,7 +155,7 @@ class FrontTokenizer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         trust_special_tokens: bool = False,
     ) -> tuple[str, list[int]]:
-        """The chat as text and as token ids. A control token that a message or tool spells out becomes plain text's
+        """The chat as text and as token ids. A special token that a message or tool spells out becomes plain text's
         ids: it cannot end a turn or begin one. `trust_special_tokens` True: it becomes the token."""
         guard = self._guards[self._template_name(bool(tools))]
         if not trust_special_tokens:
@@ -181,7 +181,7 @@ class _Guard:
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.values()
         special = [token.content for token in added if token.special]
-        # An assistant may have written these itself: "<think>" in the content of an earlier turn is no attack.
+        # Users and assistants may write these: "<think>" in an earlier turn is no attack. What a tool brings may not.
         others = [t.content for t in added if not t.special and t.content in template.literals and t.content.strip()]
         names = sorted({*special, *others}, key=len, reverse=True)
         self._stand_ins = {name: chr(_STAND_IN + i) for i, name in enumerate(names)}
@@ -194,7 +194,7 @@ class _Guard:
 
     def hide(self, messages: Any, tools: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         return (
-            [self._hide(one, self._special if one.get("role") == "assistant" else self._all) for one in messages],
+            [self._hide(one, self._all if one.get("role") == "tool" else self._special) for one in messages],
             self._hide(tools, self._all),
             self._hide(kwargs, self._all),
         )
