@@ -74,7 +74,7 @@ class Model:
         new = [{"id": first + i, "content": tag, "special": "[" in tag, **flags} for i, tag in enumerate(tags)]
         content["added_tokens"] += new
         (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
-        self.tokenizer = FrontTokenizer(folder)
+        self.tokenizer = FrontTokenizer(folder)  # without a template: reasoning is left to the model
         self.parser = OutputParser(self.tokenizer, family, REASONING.get(family, "none"))
         backend = self.tokenizer.backend_tokenizer
         self.eos = backend.token_to_id("<|im_end|>")
@@ -309,6 +309,7 @@ def test_reasoning_is_free_and_what_follows_is_held(models: dict[tuple[str, bool
         text = begins + ' {"b": } hard\n</think>\n\n{"a": 1}'
         assert model.admits(plan, text)
         assert not model.admits(plan, begins + "\n</think>\n\nwords")
+        assert not model.admits(plan, '\n\n{"a": 1}')
         ids = model.tokenizer.encode(text, add_special_tokens=False)
         assert read(plan, ids, [2]) == [Delta("reasoning", 'think {"b": } hard'), Delta("content", '{"a": 1}')]
     assert model.plan("<think>\n\n</think>\n\n", tools=None, structured=structured).structured is structured
@@ -361,14 +362,26 @@ def test_plain_answers_need_no_reader(models: dict[tuple[str, bool], Model]) -> 
 @pytest.mark.parametrize(
     ("template", "tools", "reasoning"),
     [("hermes", "hermes", "think"), ("llama3", "llama3_json", None), ("mistral", "mistral_list", None),
-     ("gemma", None, None)],
+     ("gemma", None, None), (None, "hermes", "think")],
 )  # fmt: skip
-def test_parsers_are_chosen_by_the_template(template: str, tools: str | None, reasoning: str | None) -> None:
-    parser = OutputParser(FrontTokenizer(DEMO, Path(__file__).parent / "templates" / f"{template}.jinja"))
+def test_parsers_are_chosen_by_the_template(template: str | None, tools: str | None, reasoning: str | None) -> None:
+    name = Path(__file__).parent / "templates" / f"{template}.jinja"
+    parser = OutputParser(FrontTokenizer(DEMO, name if template else None))
     assert (parser.tool_family, parser.reasoning) == (tools, reasoning)
     if tools is None:
         with pytest.raises(ValueError, match="tools: this model's chat template has no tool calls"):
             parser.plan("", check_tools(TOOLS))
+
+
+def test_a_template_that_opens_reasoning_itself_wants_none_where_it_does_not() -> None:
+    tokenizer, asked = FrontTokenizer(DEMO), [{"role": "user", "content": "Hello!"}]
+    for think, state in ((False, "none"), (True, "open")):
+        prompt = tokenizer.render_chat(asked, chat_template_kwargs={"enable_thinking": think})
+        assert OutputParser(tokenizer).plan(prompt).reasoning == state
+    left_to_the_model = FrontTokenizer(DEMO, Path(__file__).parent / "templates" / "hermes.jinja")
+    for think, state in ((False, "none"), (True, "optional")):
+        prompt = left_to_the_model.render_chat(asked, chat_template_kwargs={"enable_thinking": think})
+        assert OutputParser(left_to_the_model).plan(prompt).reasoning == state
 
 
 def test_unknown_parsers_are_refused() -> None:

@@ -99,6 +99,17 @@ class OutputParser:
         self._family = TOOL_FAMILIES[self.tool_family] if self.tool_family is not None else None
         names = REASONING_TAGS[self.reasoning] if self.reasoning is not None else ()
         self._thinks = tuple(self._tags[name] for name in names)
+        self._left_to_model = self._thinks != () and not self._template_opens(self._thinks[0].name)
+
+    def _template_opens(self, opening: str) -> bool:
+        """Whether the template itself begins the reasoning, where it is asked for: then a prompt that ends without the
+        tag wants none."""
+        try:
+            kwargs = {"enable_thinking": True, "thinking": True}
+            prompt = self._tokenizer.render_chat([{"role": "user", "content": "x"}], chat_template_kwargs=kwargs)
+        except ValueError:
+            return False
+        return prompt.rstrip().endswith(opening)
 
     def plan(self, prompt: str, choice: ToolChoice | None = None, structured: StructuredOutput | None = None) -> Plan:
         """For the answer to a rendered chat. Raises ValueError where the model's family has no tools or what is asked
@@ -127,7 +138,7 @@ class OutputParser:
         end = prompt.rstrip()
         if end.endswith(self._thinks[0].name):
             return "open"
-        return "none" if end.endswith(self._thinks[1].name) else "optional"
+        return "optional" if self._left_to_model and not end.endswith(self._thinks[1].name) else "none"
 
     # --- grammar
 
@@ -137,24 +148,25 @@ class OutputParser:
         if choice is None or self._family is None:
             if wanted is None or state == "none":
                 return wanted
-            return self._grammar(state, "gap answer", f"answer: {_term(wanted)}")
+            return self._grammar(state, "answer", "gap ", f"answer: {_term(wanted)}")
         is_free = choice.mode == "auto" and wanted is None
         calls = self._family.grammar(self._tags, choice.tools, choice.parallel, is_free)
         if is_free:
-            return self._grammar(state, "body", calls)
+            return self._grammar(state, "body", "", calls)
         if choice.mode == "auto" and wanted is not None:
-            return self._grammar(state, "gap (answer | body)", f"{calls}\nanswer: {_term(wanted)}")
-        return self._grammar(state, "gap body", calls)  # with calls alone there is no content to hold to `wanted`
+            return self._grammar(state, "(answer | body)", "gap ", f"{calls}\nanswer: {_term(wanted)}")
+        return self._grammar(state, "body", "gap ", calls)  # with calls alone there is no content to hold to `wanted`
 
-    def _grammar(self, state: ReasoningState, answer: str, rules: str) -> StructuredOutput:
-        """Reasoning as the state has it, and then what `answer` names. A gap is between the two."""
+    def _grammar(self, state: ReasoningState, answer: str, gap: str, rules: str) -> StructuredOutput:
+        """Reasoning as the state has it, and then what `answer` names; `gap`: what may stand between the two."""
         if state == "none":
-            return StructuredOutput(grammar=f"start: {answer}\ngap: \"\"\n{_TEXT}\n{rules}")
+            return StructuredOutput(grammar=f"start: {answer}\n{_TEXT}\n{rules}")
         opening, closing = self._thinks
         thoughts = f"thoughts: TEXT {closing.lark}"
         if closing.token_id is None:
             thoughts = f"thoughts[lazy]: TEXT {closing.lark}"
-        start = f"thoughts {answer}" if state == "open" else f"{answer} | {opening.lark} thoughts {answer}"
+        reasoned = f"thoughts {gap}{answer}"
+        start = reasoned if state == "open" else f"{answer} | {opening.lark} {reasoned}"
         return StructuredOutput(grammar=f"start: {start}\n{thoughts}\ngap: /\\n{{0,2}}/\n{_TEXT}\n{rules}")
 
     # --- reading
