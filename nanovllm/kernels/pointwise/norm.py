@@ -113,7 +113,8 @@ def _launch(
             x.stride(-2), norm.eps, after.eps, HIDDEN=hidden, BLOCK=block, ADD=residual is not None, KIND=norm.kind,
             AFTER_KIND=after.kind, MULTIPLIER=multiplier, PARTS=parts,
             num_warps=min(max(block // (1024 if parts == 1 else 512), 1), 4 if parts == 1 else 8),
-            **pdl_options(x.device, num_rows <= most_pdl_rows),
+            # A norm's result is rounded before it is added: no multiply-add in bfloat16 may join the two.
+            enable_fp_fusion=after is _NONE and multiplier == 1.0, **pdl_options(x.device, num_rows <= most_pdl_rows),
         )  # fmt: skip
     return out
 
