@@ -117,6 +117,8 @@ class EngineConfig:
     """True: no CUDA graphs."""
     kernel_choices: str | None = None
     """A file of GEMM choices, as scripts/tune_steps.py writes it, in place of the tables of the package."""
+    logprobs_mode: str = "raw"
+    """"raw" or "processed": see SamplingParams.logprobs_mode, which wins."""
     max_queued_requests: int | None = None
     """Most requests that wait: `add_request` raises QueueFull beyond. Those of `generate` have no bound. None: no bound
     at all."""
@@ -165,6 +167,7 @@ class EngineConfig:
         object.__setattr__(self, "disable", _disabled(self.disable))
         self._require_choice("device", "auto", "cuda", "cpu")
         self._require_choice("dtype", "auto", *DTYPES)
+        self._require_choice("logprobs_mode", "raw", "processed")
         self._require_choice("load_format", "auto", "dummy")
         self._require_choice("attention_backend", "auto", "flash", "triton", "torch")
 

@@ -220,7 +220,14 @@ class LLM:
     def _completion(self, seq: "Row") -> CompletionOutput:
         ids, logprobs = seq.output_token_ids, self.engine.logprobs(seq)
         return CompletionOutput(
-            seq.index, self._text(seq), ids, seq.finish_reason, seq.stop_reason, logprobs, seq.metrics
+            seq.index,
+            self._text(seq),
+            ids,
+            seq.finish_reason,
+            seq.stop_reason,
+            logprobs,
+            seq.metrics,
+            None if seq.sampling is None else seq.sampling.kept_ids,
         )
 
     def _text(self, seq: "Row") -> str:

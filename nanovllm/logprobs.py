@@ -1,5 +1,6 @@
 """Log-probabilities as the engine hands them back: lines of the steps' tables, dicts when looked at. No torch."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -12,7 +13,7 @@ class Logprob:
     """A token at one position of a text."""
 
     logprob: float
-    """Natural logarithm of its probability, from the raw logits in float32."""
+    """Natural logarithm of its probability, in float32; SamplingParams.logprobs_mode says of which logits."""
     rank: int
     """1 for the likeliest token; equally likely tokens share the better rank where they were sampled or given."""
     decoded_token: str | None
@@ -89,6 +90,32 @@ class LogprobRows:
         return 0.0 if words is None else float(words[_own_logprob(words)].view(np.float32))
 
 
+class KeptIds(Sequence[np.ndarray]):
+    """For each token of an output the ids that it was drawn from, int64, ascending; unpacked when looked at."""
+
+    __slots__ = ("_lines", "_vocab_size")
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._lines: list[np.ndarray] = []
+
+    def append(self, table: np.ndarray, line: int) -> None:
+        """`table` int32 [lines, words]: bit i % 32 of word i // 32 stands for id i."""
+        self._lines.append(table[line].copy())
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    @overload
+    def __getitem__(self, index: int) -> np.ndarray: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[np.ndarray]: ...
+    def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        return np.unpackbits(self._lines[index].view(np.uint8), bitorder="little")[: self._vocab_size].nonzero()[0]
+
+
 def _own_logprob(words: np.ndarray) -> int:
     """Where a line's log-probabilities begin."""
     return (words.size + 1) // 2
@@ -129,7 +156,7 @@ class LogprobsList(Sequence[dict[int, Logprob] | None]):
         logprob, *logprobs = words[begin : begin + 1 + self._k].view(np.float32).tolist()
         found = {own: Logprob(logprob, rank, self._decode(own))}
         for place, (token_id, value) in enumerate(zip(ids, logprobs, strict=True), 1):
-            if token_id not in found:
+            if token_id not in found and value > -math.inf:  # an id that filters have dropped is not likely at all
                 found[token_id] = Logprob(value, place, self._decode(token_id))
         return found
 

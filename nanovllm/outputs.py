@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from nanovllm.logprobs import LogprobRows, LogprobsList
+from nanovllm.logprobs import KeptIds, LogprobRows, LogprobsList
 
 
 @dataclass
@@ -171,7 +171,7 @@ class CompletionOutput(_ByName):
 
     _NAMES = (
         *("index", "text", "token_ids", "finish_reason", "stop_reason"),
-        *("logprobs", "cumulative_logprob", "metrics"),
+        *("logprobs", "cumulative_logprob", "metrics", "sampling_mask"),
     )
 
     index: int
@@ -182,6 +182,8 @@ class CompletionOutput(_ByName):
     """See StepOutput.stop_reason."""
     logprobs: LogprobsList | None = None
     metrics: RequestMetrics | None = None
+    sampling_mask: KeptIds | None = None
+    """For each token the ids that it was drawn from, where the request asks for them."""
 
     @property
     def cumulative_logprob(self) -> float | None:

@@ -1,7 +1,8 @@
 """How one request is sampled. Frozen and checked when made; no torch.
 
-The order in which the options act, as in vLLM: the raw logits give `logprobs`; then allowed_token_ids, bad_words, the
-grammar of `structured_outputs`, min_tokens, logit_bias, the penalties, temperature, min_p, top_k, top_p, then sampling.
+The order in which the options act, as in vLLM: the raw logits give `logprobs`, unless logprobs_mode says otherwise;
+then allowed_token_ids, bad_words, the grammar of `structured_outputs`, min_tokens, logit_bias, the penalties,
+temperature, min_p, top_k, top_p, then sampling.
 """
 
 import math
@@ -14,7 +15,6 @@ from typing import Any, NoReturn
 from nanovllm.errors import refuse
 
 MAX_FLOAT32 = 3.4e38
-MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
 MAX_N = 128
 MAX_STOP, MAX_BAD_WORDS = 16, 256
@@ -130,11 +130,18 @@ class SamplingParams:
     """Most tokens to generate; fewer where max_model_len or the KV cache ends first. 0: the prompt is computed, for its
     log-probabilities say, and the output is empty."""
     logprobs: int | None = None
-    """0..20: log-probabilities (of the raw logits) of that many likeliest tokens and of the sampled one, for each
-    token."""
+    """Log-probabilities of that many likeliest tokens and of the sampled one, for each token; -1: of the whole
+    vocabulary."""
+    logprobs_mode: str | None = None
+    """What `logprobs` are of: "raw", the logits as the model gives them; "processed", what the token is sampled from,
+    after bias, penalties, grammar and temperature, among the tokens that the filters keep (temperature 0 divides and
+    filters nothing). None: as the engine's option says."""
+    sampling_mask: bool = False
+    """True: the completion's `sampling_mask` has, for each token, the ids that it was sampled from."""
     prompt_logprobs: int | None = None
-    """0..20: the same for each token of the prompt but the first. Such a request computes its whole prompt: it takes
-    nothing from the prefix cache."""
+    """The same as `logprobs` for each token of the prompt but the first, always of the raw logits."""
+    prompt_logprob_start: int = 0
+    """First position of the prompt whose log-probability is wanted: those before it may come from the prefix cache."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     """Added to the logits of at most 1,024 token ids; each bias in [-100, 100]."""
     bad_words: Iterable[str] = ()
@@ -159,7 +166,7 @@ class SamplingParams:
         self._check_counts()
         self._check_numbers()
         self._check_lists()
-        for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
+        for name in ("sampling_mask", "ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "True or False")
         if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutput):
@@ -175,7 +182,7 @@ class SamplingParams:
     def _check_counts(self) -> None:
         if not _is_int(self.n) or not 1 <= self.n <= MAX_N:
             _refuse("n", self.n, f"an integer in 1..{MAX_N}")
-        for name, low in (("max_tokens", 0), ("min_tokens", 0), ("top_k", -1)):
+        for name, low in (("max_tokens", 0), ("min_tokens", 0), ("top_k", -1), ("prompt_logprob_start", 0)):
             value = getattr(self, name)
             if not _is_int(value) or value < low:
                 _refuse(name, value, f"an integer >= {low}")
@@ -183,8 +190,10 @@ class SamplingParams:
             _refuse("seed", self.seed, "None or a 64-bit integer")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            if value is not None and (not _is_int(value) or not 0 <= value <= MAX_LOGPROBS):
-                _refuse(name, value, f"None or an integer in 0..{MAX_LOGPROBS}")
+            if value is not None and (not _is_int(value) or value < -1):
+                _refuse(name, value, "None or an integer >= -1 (-1: the whole vocabulary)")
+        if self.logprobs_mode not in (None, "raw", "processed"):
+            _refuse("logprobs_mode", self.logprobs_mode, "None, 'raw' or 'processed'")
 
     def _check_numbers(self) -> None:
         if not _is_number(self.temperature) or not 0 <= self.temperature <= MAX_FLOAT32:
@@ -244,6 +253,7 @@ class SamplingParams:
         """Whether greedy or temperature is all there is to it: such a row stays on the fast path throughout."""
         lists = self.stop or self.logit_bias or self.bad_words or self.allowed_token_ids or self.structured_outputs
         counts = self.logprobs is not None or self.prompt_logprobs is not None or self.min_tokens > 0
+        counts = counts or self.sampling_mask
         return not (lists or counts or self.filters or self.penalizes)
 
     @property

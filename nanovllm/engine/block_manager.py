@@ -58,16 +58,17 @@ class BlockManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def match_prefix(self, seq: Sequence) -> tuple[list[int], bytes]:
-        """The longest cached prefix of `seq`: its blocks and the hash of the last.
+    def match_prefix(self, seq: Sequence, most_tokens: int | None = None) -> tuple[list[int], bytes]:
+        """The longest cached prefix of `seq` within its first `most_tokens`: its blocks and the hash of the last.
 
-        One token at least stays to be computed: the step that computes it is the one that samples.
+        Default: all but one token, which stays to be computed: the step that computes it is the one that samples.
         """
+        most_tokens = seq.num_tokens - 1 if most_tokens is None else most_tokens
         hits: list[int] = []
         parent = _root_hash(seq)
         if self.enable_prefix_caching:
             size = self.block_size
-            for start in range(0, (seq.num_tokens - 1) // size * size, size):
+            for start in range(0, most_tokens // size * size, size):
                 content = _content(parent, seq.token_ids[start : start + size])
                 digest = xxhash.xxh3_128_digest(content)
                 block_id = self._block_of_hash.get(digest)
@@ -76,10 +77,6 @@ class BlockManager:
                 hits.append(block_id)
                 parent = digest
         return hits, parent
-
-    def no_prefix(self, seq: Sequence) -> tuple[list[int], bytes]:
-        """What match_prefix gives where nothing is cached."""
-        return [], _root_hash(seq)
 
     def next_block(self, seq: Sequence, num_blocks: int, parent_hash: bytes, num_tokens: int) -> bytes | None:
         """Hash of the block that follows the first `num_blocks` of a row; parent_hash is the hash of those. None where

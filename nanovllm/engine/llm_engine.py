@@ -43,6 +43,7 @@ def _only_prompt(params: SamplingParams) -> SamplingParams:
         max_tokens=0,
         ignore_eos=True,
         prompt_logprobs=params.prompt_logprobs,
+        prompt_logprob_start=params.prompt_logprob_start,
         cache_salt=params.cache_salt,
     )
 
@@ -73,8 +74,8 @@ class LLMEngine:
         self.executor = executor
         self.model_config = model_config
         self.tokenizer = tokenizer
-        self.request_sampling = RequestSampling(tokenizer, model_config)
         self.config = executor.config
+        self.request_sampling = RequestSampling(tokenizer, model_config, self.config.logprobs_mode)
         assert self.config.kvcache_block_size and self.config.max_model_len
         self.scheduler = Scheduler(self.config, self.executor.num_kvcache_blocks, self.config.kvcache_block_size)
         self._lock = threading.Lock()
@@ -298,7 +299,7 @@ class LLMEngine:
         plan, sampling = self._launched.popleft()
         gained = self.scheduler.apply(plan, token_ids)
         if sampling is not None and sampling.brings_logprobs:
-            take_logprobs(sampling, gained, *self.executor.collect_logprobs())
+            take_logprobs(sampling, gained, self.executor.collect_logprobs())
         now = time.perf_counter()
         self._num_generated += len(gained)
         finished = SequenceStatus.FINISHED

@@ -216,7 +216,7 @@ class Scheduler:
             if queue is None or queue[0].num_inflight_tokens:  # preempted, and its last token is not known yet
                 break
             seq = queue[0]
-            hits, parent_hash = self._prefix_hits(seq)
+            hits, parent_hash = self.block_manager.match_prefix(seq, _most_cached_tokens(seq))
             if computed_now and self._shared_block(seq, hits, parent_hash) in computed_now:
                 break  # a row is computing what this one begins with: it waits a step, and shares it
             remaining = seq.num_tokens - len(hits) * self.block_manager.block_size
@@ -251,14 +251,7 @@ class Scheduler:
 
     def _shared_block(self, seq: Sequence, hits: list[int], parent_hash: bytes) -> bytes | None:
         """Hash of the first block that a waiting row does not find in the prefix cache now, but may share later."""
-        if seq.sampling is not None and seq.sampling.num_prompt_logprobs_missing:
-            return None
-        return self.block_manager.next_block(seq, len(hits), parent_hash, seq.num_tokens - 1)
-
-    def _prefix_hits(self, seq: Sequence) -> tuple[list[int], bytes]:
-        if seq.sampling is not None and seq.sampling.num_prompt_logprobs_missing:
-            return self.block_manager.no_prefix(seq)  # log-probabilities of the prompt come with computing it
-        return self.block_manager.match_prefix(seq)
+        return self.block_manager.next_block(seq, len(hits), parent_hash, _most_cached_tokens(seq))
 
     def _next_queue(self, long_allowed: bool) -> deque[Sequence] | None:
         """The queue whose head came first; the short one where a long prompt must not hold it back."""
@@ -376,6 +369,14 @@ class Scheduler:
         assert len({seq.request_id for seq in [*self.running, *waiting]}) == len(self.running) + len(waiting)
         self.lookahead.check_integrity(self.running)
         self.block_manager.check_integrity(self.running)
+
+
+def _most_cached_tokens(seq: Sequence) -> int:
+    """Tokens of a row that may come from the prefix cache: all but the last, whose step is the one that samples, and
+    none of those whose log-probabilities are wanted, since these come with computing."""
+    if seq.sampling is not None and seq.sampling.num_prompt_logprobs_missing:
+        return seq.sampling.prompt_logprob_start - 1
+    return seq.num_tokens - 1
 
 
 def _arrival(seq: Sequence) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from nanovllm.config import EngineConfig
+from nanovllm.wire.sampling import StepScores
 
 
 class Executor(ABC):
@@ -36,8 +37,8 @@ class Executor(ABC):
         """Tokens of the oldest step not yet collected, one for each row that samples; waits for it."""
 
     @abstractmethod
-    def collect_logprobs(self) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Log-probabilities of the step last collected (of sampled tokens, of prompt tokens), where it has any."""
+    def collect_logprobs(self) -> StepScores:
+        """What the step last collected brings beside its tokens, where it brings any."""
 
     @abstractmethod
     def call(self, method: str, *args: Any) -> list[Any]:

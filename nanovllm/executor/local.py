@@ -23,6 +23,7 @@ from nanovllm.runner.weight_update import named_tensor
 from nanovllm.startup.child import no_standard_numbers
 from nanovllm.startup.compile_pool import KernelCompiler
 from nanovllm.startup.dry_run import dry_run
+from nanovllm.wire.sampling import StepScores
 
 _BUCKET_BYTES = 256 << 20  # of new weights sent to the workers at a time
 
@@ -161,8 +162,8 @@ class LocalExecutor(Executor):
         with self._failures_explained():
             return self.runner.collect(self.processes.check)
 
-    def collect_logprobs(self) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Log-probabilities of the step last collected (of sampled tokens, of prompt tokens), where it has any."""
+    def collect_logprobs(self) -> StepScores:
+        """What the step last collected brings beside its tokens, where it brings any."""
         return self.runner.collect_logprobs()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

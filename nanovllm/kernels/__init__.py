@@ -51,7 +51,7 @@ class Kernels:
     prepare_decode: Callable[..., None]
     publish_tokens: Callable[..., None]
     edit_logits: Callable[..., torch.Tensor]
-    sample_filtered: Callable[..., None]
+    sample_filtered: Callable[..., torch.Tensor | None]
     sample_kept: Callable[..., None]
     token_logprobs: Callable[..., torch.Tensor]
     fused: bool

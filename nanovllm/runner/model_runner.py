@@ -26,7 +26,7 @@ from nanovllm.runner.runner_init import RunnerInit
 from nanovllm.runner.sampler import GeneralSampler
 from nanovllm.runner.step_work import StepWork
 from nanovllm.runner.weight_update import WeightUpdate
-from nanovllm.wire.sampling import split_section
+from nanovllm.wire.sampling import StepScores, split_section
 from nanovllm.wire.shapes import MAX_CHUNK_ROWS, StepShape
 from nanovllm.wire.step import dummy_step, packed_capacity
 
@@ -275,7 +275,7 @@ class ModelRunner:
         """
         return self.io.collect(self.config.step_timeout, check)
 
-    def collect_logprobs(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+    def collect_logprobs(self) -> StepScores:
         """Those of the step last collected, where it has any; see GeneralSampler.collect."""
         return self.general_sampler.collect()
 

@@ -19,20 +19,27 @@ import torch
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.sampling.candidates import list_bytes
 from nanovllm.kernels.sampling.filters import LIST_DEPTH
-from nanovllm.kernels.sampling.logprobs import TOP_BUCKETS, top_bucket
+from nanovllm.kernels.sampling.gumbel import MIN_TEMPERATURE
+from nanovllm.kernels.sampling.logprobs import TOP_BUCKETS, token_logprobs_reference, top_bucket
 from nanovllm.kernels.sampling.rows import Rows
 from nanovllm.kernels.step.input import DeviceState, StepBuffers
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.wire.sampling import (
     CHANGED,
     DRAWN,
+    EDITED_FEW,
     FILTERED,
     MASK,
+    MAX_FEW,
     PENALTIES,
+    RAW_FEW,
     RECORD,
     RECORD_WORDS,
+    SCORES,
+    TEMPERED,
     Section,
     SectionBuilder,
+    StepScores,
     mask_words,
 )
 
@@ -41,6 +48,7 @@ if TYPE_CHECKING:
 
 _PROMPT_ROWS = 256  # prompt positions whose logits exist at a time
 _MANY_ROWS = 64  # general rows that are drawn as any larger number is
+_SORTED_ROWS = 16  # whose likeliest ids, where many are wanted, are sorted at a time
 
 
 class LogitsView:
@@ -76,14 +84,16 @@ class GeneralSampler:
         """int32 [S, vocab_size / 32], from the first request with a mask on."""
         self._identity = torch.empty(0, dtype=torch.int32, device=device)
         self._pinned: dict[tuple[str, int], torch.Tensor] = {}
-        self._results: deque[tuple[torch.Tensor | None, torch.Tensor | None]] = deque()
+        self._results: deque[tuple[list[torch.Tensor | None], list[torch.Tensor | None], torch.Tensor | None]] = deque()
 
     def reserve_bytes(self, max_num_seqs: int, dtype: torch.dtype) -> int:
         """Device memory that the most general steps may take: counts and masks, which stay, and while such a step runs
         edited copies and lists of all rows, their gathered logits, and logits of prompt tokens."""
         ids = self._vocab_size
         stays = 4 * max_num_seqs * (ids + mask_words(ids))
-        rows = 4 * max_num_seqs * ids + list_bytes(max_num_seqs, ids, LIST_DEPTH)
+        kept = 3 * max_num_seqs * ids  # bits on their way to be packed
+        many = 8 * max_num_seqs * ids + 40 * _SORTED_ROWS * ids  # the whole vocabulary by likelihood, and sorting it
+        rows = 4 * max_num_seqs * ids + list_bytes(max_num_seqs, ids, LIST_DEPTH) + max(kept, many)
         gathers = 2 if self._group.size > 1 else 0  # as they arrive, and in the order of ids
         whole = (gathers * max_num_seqs + (1 + gathers) * _PROMPT_ROWS) * ids * dtype.itemsize
         return stays + rows + whole
@@ -105,17 +115,21 @@ class GeneralSampler:
         [tokens, hidden size]: of all tokens of the step, where prompt log-probabilities are wanted."""
         words = self._upload(section, first_chunk_row, num_decode_rows)
         self._take_slots(section, words, state.temperature.shape[0])
-        drawn = prompt = None
+        scored: list[torch.Tensor | None] = [None] * len(SCORES)
+        prompt: list[torch.Tensor | None] = [None, None]
+        kept = None
         if section.num_rows:
             assert logits is not None
-            drawn = self._sample(
+            scored, kept = self._sample(
                 section, words, *self._whole_logits(logits, words[section.where("rows")]), buffers, state
             )
         if section.num_targets:
             assert hidden is not None
             prompt = self._prompt_logprobs(section, words, hidden, model)
-        if self._group.rank == 0 and (section.num_scored or section.num_targets):
-            self._results.append((self._download("rows", drawn), self._download("prompt", prompt)))
+        if self._group.rank == 0 and (section.num_scored or section.num_targets or section.num_kept):
+            scored = [self._download(f"rows {kind}", table) for kind, table in enumerate(scored)]
+            prompt = [self._download(f"prompt {kind}", table) for kind, table in enumerate(prompt)]
+            self._results.append((scored, prompt, self._download("kept", kept)))
 
     def _sample(
         self,
@@ -125,36 +139,87 @@ class GeneralSampler:
         raw_rows: torch.Tensor,
         buffers: StepBuffers,
         state: DeviceState,
-    ) -> torch.Tensor | None:
+    ) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
         """Samples the general rows, each kind in its way; log-probabilities (see logprobs.py) of rows that want
-        them. A row's kind is its own, so that what is computed for it does not depend on the others."""
+        them, and the ids that could be drawn. A row's kind is its own, so that what is computed for it does not depend
+        on the others."""
         records = words[section.where("records")].view(-1, RECORD_WORDS)
         rows = Rows(
             raw, raw_rows, words[section.where("slots")], records, words[section.where("rows")], state.temperature,
             state.seed, buffers.sample_positions, buffers.tokens, state.last_token, self._vocab_size,
         )  # fmt: skip
         copied, changed, filtered, _ = section.of_kind
+        x = least = kept = None
         if copied.start < copied.stop:
             counts, masks = self._tables(section.copied_flags)
             own = rows.part(copied)
             x = self._kernels.edit_logits(own, counts, masks, words[section.where("edits")].view(-1, 3))
             own = replace(own, logits=x, rows=self._range(len(own)))
             if section.copies_filter:
-                self._kernels.sample_filtered(own, counts, has_winner=False)
+                least = self._kernels.sample_filtered(own, counts, has_winner=False)
             else:
                 self._kernels.sample_kept(own, counts)
+                least = torch.full_like(x[:, 0], -torch.inf)
         if changed.start < changed.stop:
             counts, masks = self._tables(section.changed_flags)
             self._kernels.sample_kept(rows.part(changed), counts, masks=masks, edits=True)
         if filtered.start < filtered.stop:
             self._kernels.sample_filtered(rows.part(filtered), None, has_winner=True)
-        if section.num_scored == 0:
+        if section.num_kept:
+            assert x is not None and least is not None
+            kept = _kept_bits(x, least, words[section.where("kept")])
+        return [self._scores(kind, section, words, rows, x, least) for kind in SCORES], kept
+
+    def _scores(
+        self,
+        kind: int,
+        section: Section,
+        words: torch.Tensor,
+        rows: Rows,
+        x: torch.Tensor | None,
+        least: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """Log-probabilities of one of SCORES. x, least: edited logits and thresholds of the rows of kind COPIED."""
+        which = section.of_score[kind]
+        if which.start == which.stop:
             return None
-        scored = words[section.where("scored")]
-        scored_rows = words[section.where("scored_rows")]
-        where = scored_rows if self._group.size == 1 else scored
-        k = top_bucket(section.num_logprobs)
-        return self._kernels.token_logprobs(raw, where, buffers.tokens, scored_rows, k, self._vocab_size)
+        scored, scored_rows = words[section.where("scored")][which], words[section.where("scored_rows")][which]
+        logits, where = rows.logits, scored_rows if self._group.size == 1 else scored
+        scale = None
+        if kind >= EDITED_FEW or section.is_tempered:
+            index = scored.long()
+            heat = rows.temperature[rows.slots[index].long()]
+            tempered = ((rows.records[index, 0] & TEMPERED) != 0) & (heat >= MIN_TEMPERATURE)
+            scale = torch.where(tempered, 1 / heat, 1.0)
+            floor = torch.full_like(scale, -torch.inf)
+            if kind >= EDITED_FEW:
+                assert x is not None and least is not None
+                logits, where, floor = x, scored, least[index]
+        given = (rows.tokens, scored_rows, section.num_logprobs[kind], scale, None if scale is None else floor)
+        return self._token_logprobs(logits, where, *given)
+
+    def _token_logprobs(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        tokens: torch.Tensor,
+        token_rows: torch.Tensor,
+        k: int,
+        scale: torch.Tensor | None = None,
+        least: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """token_logprobs of kernels/sampling/logprobs.py, whatever k."""
+        if k <= MAX_FEW:
+            given = (tokens, token_rows, top_bucket(k), self._vocab_size, scale, least)
+            return self._kernels.token_logprobs(logits, rows, *given)
+        out = torch.empty(rows.shape[0], 3 + 2 * k, dtype=torch.int32, device=logits.device)
+        for begin in range(0, rows.shape[0], _SORTED_ROWS):
+            own = slice(begin, begin + _SORTED_ROWS)
+            processed = (None, None) if scale is None or least is None else (scale[own], least[own])
+            out[own] = token_logprobs_reference(
+                logits, rows[own], tokens, token_rows[own], k, self._vocab_size, *processed
+            )
+        return out
 
     def _tables(self, flags: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Counts and masks, where any of the rows that are about to be drawn has them."""
@@ -171,18 +236,25 @@ class GeneralSampler:
         shards = self._group.all_gather(local)
         return shards.transpose(0, 1).reshape(local.shape[0], -1)
 
-    def _prompt_logprobs(self, section: Section, words: torch.Tensor, hidden: torch.Tensor, model: Any) -> torch.Tensor:
+    def _prompt_logprobs(
+        self, section: Section, words: torch.Tensor, hidden: torch.Tensor, model: Any
+    ) -> list[torch.Tensor | None]:
+        """Of targets that want few likeliest ids, and of those that want many: their tables leave the device piece by
+        piece."""
         indices, targets = words[section.where("hidden")], words[section.where("targets")]
-        k = top_bucket(section.num_prompt_logprobs)
-        parts = []
-        for begin in range(0, section.num_targets, _PROMPT_ROWS):
-            own = slice(begin, begin + _PROMPT_ROWS)
-            logits = model.logits(hidden.index_select(0, indices[own]))
-            if self._group.size > 1:
-                logits = self._gathered(logits)
-            rows = self._range(logits.shape[0])
-            parts.append(self._kernels.token_logprobs(logits, rows, targets[own], rows, k, self._vocab_size))
-        return torch.cat(parts)
+        tables: list[torch.Tensor | None] = []
+        for which, k in zip(section.of_prompt, section.num_prompt_logprobs, strict=True):
+            parts = []
+            for begin in range(which.start, which.stop, _PROMPT_ROWS):
+                own = slice(begin, min(begin + _PROMPT_ROWS, which.stop))
+                logits = model.logits(hidden.index_select(0, indices[own]))
+                if self._group.size > 1:
+                    logits = self._gathered(logits)
+                rows = self._range(logits.shape[0])
+                part = self._token_logprobs(logits, rows, targets[own], rows, k)
+                parts.append(part if k <= MAX_FEW else part.cpu())
+            tables.append(torch.cat(parts) if parts else None)
+        return tables
 
     def _range(self, size: int) -> torch.Tensor:
         if self._identity.shape[0] < size:
@@ -201,6 +273,8 @@ class GeneralSampler:
                 self._dry_step(_made_up(kind, num_rows, -1), raw, buffers, state)
         for num_logprobs in TOP_BUCKETS[1:]:
             self._dry_step(_made_up(DRAWN, 1, num_logprobs), raw, buffers, state)
+        for num_logprobs in TOP_BUCKETS[:2]:
+            self._dry_step(_made_up(DRAWN, 1, num_logprobs, TEMPERED), raw, buffers, state)
         self._counts = None
 
     def _dry_step(self, section: Section, raw: torch.Tensor, buffers: StepBuffers, state: DeviceState) -> None:
@@ -237,7 +311,7 @@ class GeneralSampler:
 
     def _download(self, name: str, result: torch.Tensor | None) -> torch.Tensor | None:
         """Starts a copy to the host, which is complete when the step's tokens are."""
-        if result is None or not self._io.is_cuda:
+        if result is None or not result.is_cuda:
             return result
         host = self._staging(name, result.numel()).view(result.shape)
         return host.copy_(result, non_blocking=True)
@@ -252,18 +326,32 @@ class GeneralSampler:
             found = self._pinned[key] = torch.empty(2 * size, dtype=torch.int32, device="cpu", pin_memory=True)
         return found[:size]
 
-    def collect(self) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Log-probabilities of the oldest step that has any and was not asked for yet, by general row and by prompt
-        target; its tokens must have been collected."""
-        rows, prompt = self._results.popleft()
-        return tuple(None if part is None else part.numpy().copy() for part in (rows, prompt))  # type: ignore[return-value]
+    def collect(self) -> StepScores:
+        """What the oldest step that has any and was not asked for yet brings back; its tokens must have been
+        collected."""
+        scored, prompt, kept = self._results.popleft()
+        return StepScores([*map(_on_host, scored)], [*map(_on_host, prompt)], _on_host(kept))
 
 
-def _made_up(kind: int, num_rows: int, num_logprobs: int) -> Section:
+def _on_host(table: torch.Tensor | None) -> np.ndarray | None:
+    return None if table is None else table.numpy().copy()
+
+
+def _kept_bits(x: torch.Tensor, least: torch.Tensor, lines: torch.Tensor) -> torch.Tensor:
+    """int32 [lines, mask_words]: bits of the ids of these lines of x [any, ids] that are at least `least` [any]."""
+    x = x.index_select(0, lines)
+    kept = ((x >= least[lines.long()].unsqueeze(1)) & (x > -torch.inf)).to(torch.uint8)
+    kept = torch.nn.functional.pad(kept, (0, 32 * mask_words(x.shape[1]) - x.shape[1])).view(len(x), -1, 8)
+    places = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device="cpu").to(x.device)
+    return (kept * places).sum(2, dtype=torch.uint8).view(torch.int32)
+
+
+def _made_up(kind: int, num_rows: int, num_logprobs: int, flags: int = PENALTIES) -> Section:
     """A section whose rows are all of one kind."""
-    builder = SectionBuilder(num_logprobs=num_logprobs)
+    builder = SectionBuilder(is_tempered=bool(flags & TEMPERED))
+    builder.num_logprobs[RAW_FEW] = num_logprobs
     builder.rows[kind], builder.slots[kind] = list(range(num_rows)), [0] * num_rows
-    builder.records[kind] = [RECORD.pack(PENALTIES, 0, 0.5, 0.0, 0.0, 0.0, 1.0)] * num_rows
+    builder.records[kind] = [RECORD.pack(flags, 0, 0.5, 0.0, 0.0, 0.0, 1.0)] * num_rows
     builder.changed_flags = PENALTIES
-    builder.scored = [(kind, row) for row in range(num_rows)] if num_logprobs >= 0 else []
+    builder.scored[RAW_FEW] = [(kind, row) for row in range(num_rows)] if num_logprobs >= 0 else []
     return Section(builder.pack())

@@ -4,40 +4,63 @@ A row is plain where it is greedy or draws by temperature alone; the step's own 
 general. The section is int32 words behind those of wire/step.py; word SECTION_WORD of the step's header has
 its length:
 
-    16       G      G       G x 8     2 x P    E x 3        R        C x 3          M       M x W    T         T
-    | header | rows | slots | records | scored | edits      | resets | counts       | mask  | mask   | hidden  | targets
-    |        |      |       | by row  |        | g, id, add | slots  | slot, id, n  | slots | words  | indices | ids
+    26       G      G       G x 8     2 x P    K      E x 3        R        C x 3         M
+    | header | rows | slots | records | scored | kept | edits      | resets | counts      | mask
+    |        |      |       | by row  |        |      | g, id, add | slots  | slot, id, n | slots ...
+
+        M x W   T         T
+    ... | mask  | hidden  | targets
+        | words | indices | ids
 
 rows: which rows of the step, and where they live; by how they are drawn, in the order of KINDS. scored: general rows
-whose log-probabilities are wanted, and room for which rows of the step these are, which a rank fills in. edits: float32
+whose log-probabilities are wanted, in the order of SCORES, and room for which rows of the step these are, which a rank
+fills in. kept: general rows of which the ids that could be drawn are wanted. edits: float32
 `add` to the logit of `id` in general row g (-inf bans it). resets: slots whose token counts start at zero; counts: what
 they hold then, 2 * (times in the output) + (1 if in the prompt); an id may come twice, with the same count. masks: new
 bits of the ids that a slot may draw. hidden, targets: tokens of the step (in its exact, unpadded order) after which
-the log-probability of a known prompt token is wanted.
+the log-probability of a known prompt token is wanted; those that want many likeliest ids come last.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
 from struct import Struct
 
 import numpy as np
 
 from nanovllm.wire.step import SECTION_WORD
 
-SECTION_HEADER = 16
+SECTION_HEADER = 26
 RECORD_WORDS = 8
 RECORD = Struct("<iifffff4x")
 """flags, top_k, top_p, log(min_p), presence, frequency, repetition penalty."""
 assert RECORD.size == 4 * RECORD_WORDS
 
-PENALTIES, MASK = 1, 2
-"""Flags of a row: its logits depend on its token counts; on its mask."""
+PENALTIES, MASK, TEMPERED = 1, 2, 4
+"""Flags of a row: its logits depend on its token counts; on its mask; its log-probabilities are those after
+temperature."""
 
 COPIED, CHANGED, FILTERED, DRAWN = KINDS = range(4)
 """How a general row is drawn: from a copy of its logits, edited (single ids, or filters after penalties or a mask);
 from its logits, changed by counts and mask as they are read; from its logits, filtered; not again, the step's own draw
 stands (only log-probabilities are wanted)."""
+MAX_FEW = 20
+"""Most likeliest ids that come from the one-pass kernel; more are sorted out in another way."""
+RAW_FEW, RAW_MANY, EDITED_FEW, EDITED_MANY = SCORES = range(4)
+"""Where log-probabilities come from: the raw logits, or the copies of rows of kind COPIED, edited and filtered; and
+whether at most MAX_FEW likeliest ids are wanted beside the token. What a row gets does not depend on its neighbours."""
+
+
+@dataclass
+class StepScores:
+    """What a step brings back beside its tokens; tables are int32, None where nothing was asked for."""
+
+    scored: list[np.ndarray | None]
+    """In the order of SCORES, [rows, 3 + 2 k] each: kernels/sampling/logprobs.py."""
+    prompt: list[np.ndarray | None]
+    """The same of prompt targets: of those that want few likeliest ids, and of those that want many."""
+    kept: np.ndarray | None
+    """[rows, mask_words]: bits of the ids that could be drawn."""
 
 
 def mask_words(vocab_size: int) -> int:
@@ -53,8 +76,10 @@ class SectionBuilder:
     """By kind, as the two lists below."""
     slots: list[list[int]] = field(default_factory=lambda: [[] for _ in KINDS])
     records: list[list[bytes]] = field(default_factory=lambda: [[] for _ in KINDS])
-    scored: list[tuple[int, int]] = field(default_factory=list)
-    """Kind, and place among the rows of that kind."""
+    scored: list[list[tuple[int, int]]] = field(default_factory=lambda: [[] for _ in SCORES])
+    """In the order of SCORES: kind, and place among the rows of that kind."""
+    kept: list[int] = field(default_factory=list)
+    """Places among the rows of kind COPIED."""
     edits: list[np.ndarray] = field(default_factory=list)
     """int32 [n, 3] each, the first column empty until pack fills in the general row."""
     edit_rows: list[int] = field(default_factory=list)
@@ -64,16 +89,19 @@ class SectionBuilder:
     mask_slots: list[int] = field(default_factory=list)
     masks: list[np.ndarray] = field(default_factory=list)
     """int32 [n, words] each."""
-    hidden: list[int] = field(default_factory=list)
-    targets: list[int] = field(default_factory=list)
+    hidden: list[list[int]] = field(default_factory=lambda: [[], []])
+    """Of prompts that want few likeliest ids, and of those that want many; as `targets`."""
+    targets: list[list[int]] = field(default_factory=lambda: [[], []])
     copies_filter: bool = False
     """Whether any row of kind COPIED is filtered."""
     copied_flags: int = 0
     """Flags of all rows of kind COPIED."""
     changed_flags: int = 0
-    num_logprobs: int = -1
-    """Most of `logprobs` among the rows; -1: none asks."""
-    num_prompt_logprobs: int = -1
+    is_tempered: bool = False
+    """Whether any row has the flag TEMPERED."""
+    num_logprobs: list[int] = field(default_factory=lambda: [0 for _ in SCORES])
+    """Most of `logprobs` among the rows, in the order of SCORES."""
+    num_prompt_logprobs: list[int] = field(default_factory=lambda: [0, 0])
 
     @property
     def num_rows(self) -> int:
@@ -87,20 +115,22 @@ class SectionBuilder:
         sizes = [len(rows) for rows in self.rows]
         num_words = self.masks[0].shape[1] if self.masks else 0
         header = [sum(sizes), len(edits), len(self.resets), len(counts), len(self.mask_slots), num_words]
-        header += [len(self.targets), len(self.scored), *sizes[:3], int(self.copies_filter), self.copied_flags]
-        header += [self.changed_flags, self.num_logprobs, self.num_prompt_logprobs]
+        header += [*map(len, self.targets), *map(len, self.scored), len(self.kept), *sizes[:3], int(self.copies_filter)]
+        header += [self.copied_flags, self.changed_flags, int(self.is_tempered)]
+        header += [*self.num_logprobs, *self.num_prompt_logprobs]
         assert len(header) == SECTION_HEADER
         begins = [sum(sizes[:kind]) for kind in KINDS]
+        scored = [begins[kind] + place for kind, place in chain(*self.scored)]
         parts: list[np.ndarray] = [
             np.array([*header, *chain(*self.rows, *self.slots)], np.int32),
             np.frombuffer(b"".join(chain(*self.records)), np.int32),
-            np.array([begins[kind] + place for kind, place in self.scored] + [0] * len(self.scored), np.int32),
+            np.array(scored + [0] * len(scored) + self.kept, np.int32),
             edits.ravel(),
             np.array(self.resets, np.int32),
             counts.ravel(),
             np.array(self.mask_slots, np.int32),
             *[masks.ravel() for masks in self.masks],
-            np.array(self.hidden + self.targets, np.int32),
+            np.array([*chain(*self.hidden, *self.targets)], np.int32),
         ]
         return np.concatenate(parts)
 
@@ -112,12 +142,14 @@ class Section:
         header = words[:SECTION_HEADER].tolist()
         self.words = words
         self.num_rows, self.num_edits, self.num_resets, self.num_counts, self.num_masks, self.mask_words = header[:6]
-        self.num_targets, self.num_scored = header[6:8]
-        sizes = [*header[8:11], self.num_rows - sum(header[8:11])]
-        self.of_kind = [slice(sum(sizes[:kind]), sum(sizes[: kind + 1])) for kind in KINDS]
+        self.of_prompt, self.of_score = _consecutive(header[6:8]), _consecutive(header[8:12])
+        """Where the targets that want few and many ids lie among all; where the scored rows of each of SCORES do."""
+        self.num_targets, self.num_scored, self.num_kept = sum(header[6:8]), sum(header[8:12]), header[12]
+        self.of_kind = _consecutive([*header[13:16], self.num_rows - sum(header[13:16])])
         """Where the rows of each kind lie among all."""
-        copies_filter, self.copied_flags, self.changed_flags, self.num_logprobs, self.num_prompt_logprobs = header[11:]
-        self.copies_filter = bool(copies_filter)
+        copies_filter, self.copied_flags, self.changed_flags, is_tempered = header[16:20]
+        self.copies_filter, self.is_tempered = bool(copies_filter), bool(is_tempered)
+        self.num_logprobs, self.num_prompt_logprobs = header[20:24], header[24:]
         self._slices: dict[str, slice] = {}
         begin = SECTION_HEADER
         for name, size in self._sizes():
@@ -132,6 +164,7 @@ class Section:
             ("records", self.num_rows * RECORD_WORDS),
             ("scored", self.num_scored),
             ("scored_rows", self.num_scored),
+            ("kept", self.num_kept),
             ("edits", self.num_edits * 3),
             ("resets", self.num_resets),
             ("counts", self.num_counts * 3),
@@ -144,6 +177,11 @@ class Section:
     def where(self, name: str) -> slice:
         """Where a list of that name lies among the words."""
         return self._slices[name]
+
+
+def _consecutive(sizes: Sequence[int]) -> list[slice]:
+    ends = [*accumulate(sizes)]
+    return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
 def append_section(packed: np.ndarray, section: np.ndarray) -> np.ndarray:

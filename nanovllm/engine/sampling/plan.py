@@ -8,7 +8,7 @@ import numpy as np
 
 from nanovllm.engine.sequence import Sequence as Row
 from nanovllm.engine.step_plan import StepPlan
-from nanovllm.wire.sampling import CHANGED, COPIED, DRAWN, SectionBuilder
+from nanovllm.wire.sampling import CHANGED, COPIED, DRAWN, EDITED_FEW, MAX_FEW, SCORES, SectionBuilder, StepScores
 
 
 @dataclass
@@ -25,29 +25,35 @@ class StepSampling:
     """What a launched step will bring back."""
 
     section: np.ndarray
-    scored: list[Row]
-    """Whose log-probabilities are wanted, in the order of their lines."""
-    prompt_parts: list[PromptPart]
+    scored: list[list[Row]]
+    """Whose log-probabilities are wanted, in the order of SCORES and of their lines."""
+    kept: list[Row]
+    """Whose ids that could be drawn are wanted."""
+    prompt_parts: list[list[PromptPart]]
+    """Of rows that want few likeliest ids, and of those that want many."""
 
     @property
     def brings_logprobs(self) -> bool:
-        return bool(self.scored or self.prompt_parts)
+        return any(self.scored) or any(self.prompt_parts) or bool(self.kept)
 
 
 def plan_sampling(plan: StepPlan) -> StepSampling | None:
     """The section of a scheduled step; None where all of its rows are plain."""
     builder = SectionBuilder()
-    scored = _add_rows(builder, plan)
+    scored, kept = _add_rows(builder, plan)
     _add_slots(builder, plan)
     parts = _add_prompts(builder, plan)
-    if not (builder.num_rows or builder.resets or builder.mask_slots or parts):
+    if not (builder.num_rows or builder.resets or builder.mask_slots or any(parts)):
         return None
-    return StepSampling(builder.pack(), scored, parts)
+    return StepSampling(builder.pack(), scored, kept, parts)
 
 
-def _add_rows(builder: SectionBuilder, plan: StepPlan) -> list[Row]:
-    """The general rows; returns those that want log-probabilities. A loop over all rows of every step: kept lean."""
-    scored, constrained = [], []
+def _add_rows(builder: SectionBuilder, plan: StepPlan) -> tuple[list[list[Row]], list[Row]]:
+    """The general rows; returns those that want log-probabilities, and those that want the ids that could be drawn. A
+    loop over all rows of every step: kept lean."""
+    scored: list[list[Row]] = [[] for _ in SCORES]
+    constrained: list[Row] = []
+    kept: list[Row] = []
     rows, slots, records = builder.rows, builder.slots, builder.records
     for row, seq in enumerate(plan.seqs[: plan.num_sample_rows]):
         sampling = seq.sampling
@@ -66,15 +72,20 @@ def _add_rows(builder: SectionBuilder, plan: StepPlan) -> list[Row]:
         elif not sampling.always_general:
             continue
         if sampling.num_logprobs >= 0:
-            if sampling.num_logprobs > builder.num_logprobs:
-                builder.num_logprobs = sampling.num_logprobs
-            builder.scored.append((kind, len(rows[kind])))
-            scored.append(seq)
+            score = (sampling.num_logprobs > MAX_FEW) + EDITED_FEW * (kind == COPIED and sampling.is_processed)
+            if sampling.num_logprobs > builder.num_logprobs[score]:
+                builder.num_logprobs[score] = sampling.num_logprobs
+            builder.is_tempered |= sampling.is_processed
+            builder.scored[score].append((kind, len(rows[kind])))
+            scored[score].append(seq)
         elif kind == DRAWN:
             continue  # a bad word that does not begin here
         if kind == COPIED:
             builder.copies_filter |= sampling.filters
             builder.copied_flags |= sampling.flags
+            if sampling.kept_ids is not None:
+                builder.kept.append(len(rows[COPIED]))
+                kept.append(seq)
         elif kind == CHANGED:
             builder.changed_flags |= sampling.flags
         if sampling.matcher is not None:
@@ -84,7 +95,7 @@ def _add_rows(builder: SectionBuilder, plan: StepPlan) -> list[Row]:
         records[kind].append(sampling.record)
     if constrained:
         _add_grammar_masks(builder, constrained)
-    return scored
+    return scored, kept
 
 
 def _add_grammar_masks(builder: SectionBuilder, seqs: list[Row]) -> None:
@@ -114,36 +125,42 @@ def _add_slots(builder: SectionBuilder, plan: StepPlan) -> None:
             builder.masks.append(mask[None])
 
 
-def _add_prompts(builder: SectionBuilder, plan: StepPlan) -> list[PromptPart]:
-    parts = []
+def _add_prompts(builder: SectionBuilder, plan: StepPlan) -> list[list[PromptPart]]:
+    parts: list[list[PromptPart]] = [[], []]
     begin = plan.num_decode_rows
     for row in range(plan.num_decode_rows, plan.num_rows):
         seq, start, count = plan.seqs[row], plan.starts[row], plan.counts[row]
         sampling = seq.sampling
         if sampling is not None and sampling.num_prompt_logprobs_missing:
+            first = max(start, sampling.prompt_logprob_start - 1)
             end = min(start + count, seq.num_prompt_tokens - 1)
-            if end > start:
-                builder.hidden += range(begin, begin + end - start)
-                builder.targets += seq.token_ids[start + 1 : end + 1]
-                builder.num_prompt_logprobs = max(builder.num_prompt_logprobs, sampling.params.prompt_logprobs or 0)
-                parts.append(PromptPart(seq, start + 1, end - start))
+            if end > first:
+                many = sampling.num_prompt_logprobs > MAX_FEW
+                builder.hidden[many] += range(begin + first - start, begin + end - start)
+                builder.targets[many] += seq.token_ids[first + 1 : end + 1]
+                most = builder.num_prompt_logprobs
+                most[many] = max(most[many], sampling.num_prompt_logprobs)
+                parts[many].append(PromptPart(seq, first + 1, end - first))
         begin += count
     return parts
 
 
-def take_logprobs(
-    step: StepSampling, gained: Sequence[tuple[Row, int]], rows: np.ndarray | None, prompt: np.ndarray | None
-) -> None:
-    """Hands a step's log-probabilities to the rows that asked: `rows` int32 [P, 3 + 2 k] by scored row, `prompt` int32
-    [T, 3 + 2 k] by target. `gained`: who gained which token in it; others have ended meanwhile."""
-    if step.scored:
-        assert rows is not None
-        alive = {seq for seq, _ in gained}
-        for line, seq in enumerate(step.scored):
+def take_logprobs(step: StepSampling, gained: Sequence[tuple[Row, int]], found: StepScores) -> None:
+    """Hands what a step brings beside its tokens to the rows that asked. `gained`: who gained which token in it; others
+    have ended meanwhile."""
+    alive = {seq for seq, _ in gained}
+    for seqs, table in zip(step.scored, found.scored, strict=True):
+        for line, seq in enumerate(seqs):
             if seq in alive:
-                seq.sampling.logprob_rows.append(rows, line)  # type: ignore[union-attr]
-    begin = 0
-    for part in step.prompt_parts:
-        assert prompt is not None and part.seq.sampling is not None
-        part.seq.sampling.take_prompt_logprobs(part.first_position, prompt, range(begin, begin + part.count))
-        begin += part.count
+                assert table is not None
+                seq.sampling.logprob_rows.append(table, line)  # type: ignore[union-attr]
+    for line, seq in enumerate(step.kept):
+        if seq in alive:
+            assert found.kept is not None
+            seq.sampling.kept_ids.append(found.kept, line)  # type: ignore[union-attr]
+    for parts, table in zip(step.prompt_parts, found.prompt, strict=True):
+        begin = 0
+        for part in parts:
+            assert table is not None and part.seq.sampling is not None
+            part.seq.sampling.take_prompt_logprobs(part.first_position, table, range(begin, begin + part.count))
+            begin += part.count

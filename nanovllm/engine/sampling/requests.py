@@ -16,8 +16,9 @@ from nanovllm.tokenizer import Tokenizer
 class RequestSampling:
     """Knows the vocabulary and the tokenizer. From any thread."""
 
-    def __init__(self, tokenizer: Tokenizer, model: ModelConfig) -> None:
-        self._tokenizer, self._model = tokenizer, model
+    def __init__(self, tokenizer: Tokenizer, model: ModelConfig, logprobs_mode: str = "raw") -> None:
+        """`logprobs_mode`: of requests that do not say."""
+        self._tokenizer, self._model, self._logprobs_mode = tokenizer, model, logprobs_mode
         self._lock = threading.Lock()
         self._structured: StructuredOutputs | None = None
 
@@ -85,6 +86,7 @@ class RequestSampling:
             bad_words=bad_words,
             matcher=None if wanted is None else self._constraints().matcher(wanted),
             token_text=self._tokenizer.token_text,
+            is_processed=(params.logprobs_mode or self._logprobs_mode) == "processed",
         )
 
     def _text(self, params: SamplingParams) -> StreamedText:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from nanovllm.detokenizer import StreamedText
-from nanovllm.logprobs import LogprobRows
+from nanovllm.logprobs import KeptIds, LogprobRows
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.wire.sampling import CHANGED, COPIED, DRAWN, FILTERED, MASK, PENALTIES, RECORD, mask_words
+from nanovllm.wire.sampling import CHANGED, COPIED, DRAWN, FILTERED, MASK, PENALTIES, RECORD, TEMPERED, mask_words
 
 if TYPE_CHECKING:
     from nanovllm.engine.sampling.structured import Matcher
@@ -40,15 +40,24 @@ class SamplingRow:
         bad_words: Sequence[tuple[int, ...]],
         matcher: "Matcher | None",
         token_text: Callable[[int], str | None] = lambda token_id: None,
+        is_processed: bool = False,
     ) -> None:
         """`stop_ids`: what min_tokens bans until then. `text`: the output's, where stop strings are looked for.
         `bad_words`: as token ids. `matcher`: of structured_outputs. `token_text`: of one
-        token, for log-probabilities."""
+        token, for log-probabilities. `is_processed`: these are of the logits that are sampled from, not of raw ones."""
         self.params = params
         self.text = text
         self.matcher = matcher
         self.penalizes = params.penalizes
-        self.logprob_rows = None if params.logprobs is None else LogprobRows(params.logprobs, token_text)
+        self.num_logprobs, self.num_prompt_logprobs = (
+            vocab_size if k == -1 else -1 if k is None else k for k in (params.logprobs, params.prompt_logprobs)
+        )
+        """Likeliest ids that are wanted at each token; -1: no log-probabilities."""
+        self.is_processed = is_processed
+        self.logprob_rows = None if params.logprobs is None else LogprobRows(self.num_logprobs, token_text)
+        self.kept_ids = KeptIds(vocab_size) if params.sampling_mask else None
+        self.prompt_logprob_start = max(1, params.prompt_logprob_start)
+        """First position of the prompt whose log-probability is wanted; the first token has none."""
         self.prompt_logprob_rows: LogprobRows | None = None
         self.num_prompt_logprobs_missing = 0
         self._vocab_size, self._token_text = vocab_size, token_text
@@ -67,7 +76,6 @@ class SamplingRow:
             self._early_edit_words = _edit_words(self._edits | dict.fromkeys(self._stop_ids, _BAN))
         self.has_edits = bool(self._edits or self._stop_ids or self._bad_words)
         self.filters = params.filters
-        self.num_logprobs = -1 if params.logprobs is None else params.logprobs
         self.watches = text is not None or matcher is not None or bool(self._bad_words)
         """Whether tokens that end nothing by themselves must be shown to `accept`."""
         self.needs_last_token = matcher is not None or bool(self._bad_words)
@@ -75,12 +83,14 @@ class SamplingRow:
         self.has_mask = params.allowed_token_ids is not None or matcher is not None
         self.always_general = bool(
             params.filters or self.penalizes or self._edits or self.has_mask or self._bad_words
-        ) or (params.logprobs is not None)
+        ) or (params.logprobs is not None or params.sampling_mask)
         """Whether every token is a matter of the general sampler."""
         changes = self.penalizes or self.has_mask
         self.kind = (COPIED if params.filters else CHANGED) if changes else FILTERED if params.filters else DRAWN
         """How tokens are sampled, but for those with edits."""
-        flags = PENALTIES * self.penalizes | MASK * self.has_mask
+        if params.sampling_mask or (params.logprobs is not None and is_processed and self.kind != DRAWN):
+            self.kind = COPIED  # the logits that are sampled from are wanted
+        flags = PENALTIES * self.penalizes | MASK * self.has_mask | TEMPERED * is_processed
         log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
         top_k = params.top_k if 0 < params.top_k < 2**31 else 0
         penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
@@ -95,8 +105,8 @@ class SamplingRow:
 
     def expect_prompt_logprobs(self, num_prompt_tokens: int) -> None:
         """Only the first of n completions says so: the prompt is the same for all."""
-        self.prompt_logprob_rows = LogprobRows(self.params.prompt_logprobs or 0, self._token_text, num_prompt_tokens)
-        self.num_prompt_logprobs_missing = num_prompt_tokens - 1
+        self.prompt_logprob_rows = LogprobRows(self.num_prompt_logprobs, self._token_text, num_prompt_tokens)
+        self.num_prompt_logprobs_missing = max(0, num_prompt_tokens - self.prompt_logprob_start)
 
     def take_prompt_logprobs(self, first_position: int, table: np.ndarray, lines: Sequence[int]) -> None:
         """Lines of the prompt's tokens from `first_position` on; those of a chunk computed again change nothing."""

@@ -157,11 +157,11 @@ def _row_threshold(row, peak, star, lowest, top_k, top_p, scale, num_ids, WINNER
 
 @triton.jit(do_not_specialize_on_alignment=["ROW", "SLOT", "RECORDS", "TARGET_ROW"])
 def _filter_kernel(LOGITS, ROW, SLOT, RECORDS, TEMPERATURE, SEED, POSITIONS, TARGET_ROW, TOKENS, LAST_TOKEN, COUNTS,
-                   THRESHOLD, LIST, row_stride, counts_stride, num_ids, WINNER: tl.constexpr,
+                   THRESHOLD, KEPT, LIST, row_stride, counts_stride, num_ids, WINNER: tl.constexpr,
                    COUNTED: tl.constexpr, SHIFT: tl.constexpr, APPROX: tl.constexpr, LANES: tl.constexpr,
                    WIDTH: tl.constexpr, TILES: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
     """Row program_id(0): writes its token and the threshold inf, or else the threshold to draw with. WINNER: the step's
-    own draw from the same logits is in TOKENS."""
+    own draw from the same logits is in TOKENS; without it, KEPT gets the threshold of the row in either case."""
     g = tl.program_id(0)
     record, slot, target = RECORDS + g * _RECORD, tl.load(SLOT + g), tl.load(TARGET_ROW + g)
     top_k = tl.load(record + 1)
@@ -172,6 +172,7 @@ def _filter_kernel(LOGITS, ROW, SLOT, RECORDS, TEMPERATURE, SEED, POSITIONS, TAR
     LIST += g.to(tl.int64) * (DEPTH * LANES)
     infinity = tl.full([], float("inf"), tl.float32)
     star, threshold = infinity, -infinity
+    kept = threshold
     if WINNER:
         star = tl.load(row + tl.load(TOKENS + target)).to(tl.float32)
     has_k, has_p, has_min = (top_k > 0) & (top_k < num_ids), top_p < 1.0, log_min_p > float("-inf")
@@ -197,6 +198,7 @@ def _filter_kernel(LOGITS, ROW, SLOT, RECORDS, TEMPERATURE, SEED, POSITIONS, TAR
                     listed = True
                     threshold = _list_threshold(LIST, depth, deepest, floor, peak, top_k, top_p, scale, num_ids,
                                                 SHIFT, LANES, WIDTH, TILES)  # fmt: skip
+                    kept = threshold
                     k0, k1 = row_key(tl.load(SEED + slot), tl.load(POSITIONS + target))
                     key = _list_draw(LIST, depth, deepest, threshold, inverse_temperature, k0, k1, APPROX,
                                      LANES)  # fmt: skip
@@ -212,24 +214,28 @@ def _filter_kernel(LOGITS, ROW, SLOT, RECORDS, TEMPERATURE, SEED, POSITIONS, TAR
             if is_finite:
                 threshold = _row_threshold(row, peak, star, lowest, top_k, top_p, scale, num_ids, WINNER, SHIFT, LANES,
                                            WIDTH, TILES)  # fmt: skip
+            kept = threshold
     if WINNER:
         threshold = tl.where(star >= threshold, infinity, threshold)
+    else:
+        tl.store(KEPT + g, kept)
     tl.store(THRESHOLD + g, threshold)
 
 
-def sample_filtered(rows: Rows, counts: torch.Tensor | None, has_winner: bool) -> None:
+def sample_filtered(rows: Rows, counts: torch.Tensor | None, has_winner: bool) -> torch.Tensor | None:
     """Triton version of sample_filtered_reference: a program for each row, and another pass over rows left open."""
     logits, num_rows, vocab_size = rows.logits, len(rows), rows.vocab_size
-    thresholds = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    thresholds, kept = torch.empty(2, num_rows, dtype=torch.float32, device=logits.device)
     _filter_kernel[(num_rows,)](
         logits, rows.rows, rows.slots, rows.records, rows.temperature, rows.seed, rows.positions, rows.target_rows,
-        rows.tokens, rows.last_token, rows.tokens if counts is None else counts, thresholds,
+        rows.tokens, rows.last_token, rows.tokens if counts is None else counts, thresholds, kept,
         new_lists(num_rows, vocab_size, LIST_DEPTH, logits.device),
         logits.stride(0), 0 if counts is None else counts.stride(0), vocab_size, WINNER=has_winner,
         COUNTED=counts is not None, SHIFT=KEY_SHIFT[logits.dtype], APPROX=logits.is_cuda, DEPTH=LIST_DEPTH,
         maxnreg=MAX_REGISTERS, **row_tiles(vocab_size),
     )  # fmt: skip
     sample_kept(rows, counts, thresholds)
+    return None if has_winner else kept
 
 
 def find_thresholds_reference(
@@ -265,9 +271,12 @@ def find_thresholds_reference(
     return torch.where(limited, threshold, -torch.inf)
 
 
-def sample_filtered_reference(rows: Rows, counts: torch.Tensor | None, has_winner: bool) -> None:
+def sample_filtered_reference(rows: Rows, counts: torch.Tensor | None, has_winner: bool) -> torch.Tensor | None:
     """Samples a token of each row from the ids that its filters let pass (find_thresholds_reference), as
     sample_kept_reference does. has_winner: tokens[target_rows] and last_token[slots] hold what these very
-    logits gave without filters (and counts is None); where the filters keep that token, it stays."""
+    logits gave without filters (and counts is None); where the filters keep that token, it stays. Returns the
+    thresholds, float32 [G], without has_winner: with it they are not always looked for."""
     given = (rows.logits, rows.rows, rows.slots, rows.records, rows.temperature)
-    sample_kept_reference(rows, counts, find_thresholds_reference(*given, rows.vocab_size))
+    thresholds = find_thresholds_reference(*given, rows.vocab_size)
+    sample_kept_reference(rows, counts, thresholds)
+    return None if has_winner else thresholds

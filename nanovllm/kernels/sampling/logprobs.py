@@ -1,4 +1,5 @@
-"""Log-probabilities of the raw logits: of one token of each row, its rank, and the likeliest tokens.
+"""Log-probabilities: of one token of each row, its rank, and the likeliest tokens; of logits as they are, or after
+temperature and among the ids that filters keep.
 
 One pass over a row, by one program: lanes keep their own peak and their own sum of exponentials, and list the ids that
 are likely among the best (kernels/sampling/candidates.py), from which the best are then taken one by one.
@@ -41,25 +42,30 @@ def _next_in_list(LIST, depth, deepest, last, LANES: tl.constexpr):
 
 
 @triton.jit
-def _next_in_row(row, num_ids, last, LANES: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr):
+def _next_in_row(row, num_ids, last, least, LANES: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr):
     index = tile_index(LANES, WIDTH)
     best = tl.full([LANES], _NO_CANDIDATE, tl.int64)
     for tile in range(TILES):
         at = index + tile * (LANES * WIDTH)
-        keys = _pack_keys(load_ids(row, at, num_ids), at)
+        x = load_ids(row, at, num_ids)
+        keys = _pack_keys(tl.where(x >= least, x, float("-inf")), at)
         best = tl.maximum(best, tl.max(tl.where((at < num_ids) & (keys < last), keys, _NO_CANDIDATE), 1))
     return tl.max(best, 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["ROW", "TOKENS", "TOKEN_ROW"])
-def _logprobs_kernel(LOGITS, ROW, TOKENS, TOKEN_ROW, LIST, OUT, row_stride, num_ids, K: tl.constexpr,
-                     LANES: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize_on_alignment=["ROW", "TOKENS", "TOKEN_ROW", "SCALE", "LEAST"])
+def _logprobs_kernel(LOGITS, ROW, TOKENS, TOKEN_ROW, SCALE, LEAST, LIST, OUT, row_stride, num_ids, K: tl.constexpr,
+                     PROCESSED: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr,
+                     DEPTH: tl.constexpr):  # fmt: skip
     n = tl.program_id(0)
     row = LOGITS + tl.load(ROW + n).to(tl.int64) * row_stride
     token = tl.load(TOKENS + tl.load(TOKEN_ROW + n))
     own = tl.load(row + token).to(tl.float32)
     LIST += n.to(tl.int64) * (DEPTH * LANES)
-    floor = float("-inf")
+    scale, least, floor = 1.0, float("-inf"), float("-inf")
+    if PROCESSED:
+        scale, least = tl.load(SCALE + n), tl.load(LEAST + n)
+        own = tl.where(own >= least, own, float("-inf"))
     if K > 0:
         floor = sample_floor(row, num_ids, tl.full([], K, tl.int32), LANES, WIDTH)
     peak = tl.full([LANES], float("-inf"), tl.float32)
@@ -72,19 +78,21 @@ def _logprobs_kernel(LOGITS, ROW, TOKENS, TOKEN_ROW, LIST, OUT, row_stride, num_
         at = index + tile * (LANES * WIDTH)
         x = as_ids(coming)
         coming = load_raw(row, at + LANES * WIDTH, num_ids)
+        if PROCESSED:
+            x = tl.where(x >= least, x, float("-inf"))
         higher = tl.maximum(peak, tl.max(x, 1))
         base = tl.where(higher > float("-inf"), higher, 0.0)
-        mass = mass * tl.exp(peak - base) + tl.sum(tl.exp(x - base[:, None]), 1)
+        mass = mass * tl.exp((peak - base) * scale) + tl.sum(tl.exp((x - base[:, None]) * scale), 1)
         peak = higher
         above += tl.sum((x > own).to(tl.int32), 1)
         if K > 0:
             depth = append(LIST, x, at, (x >= floor) & (x > float("-inf")), depth, LANES, DEPTH)
     top = tl.max(peak, 0)
-    total = top + tl.log(tl.sum(mass * tl.exp(peak - top), 0))
+    total = top * scale + tl.log(tl.sum(mass * tl.exp((peak - top) * scale), 0))
     out = OUT + n * (3 + 2 * K)
     tl.store(out, token)
     tl.store(out + 1, tl.sum(above, 0) + 1)
-    tl.store(out + 2 + K, (own - total).to(tl.int32, bitcast=True))
+    tl.store(out + 2 + K, (own * scale - total).to(tl.int32, bitcast=True))
     if K > 0:
         tl.debug_barrier()  # lanes read what others wrote
         deepest, count = tl.max(depth, 0), tl.sum(depth, 0)
@@ -94,10 +102,10 @@ def _logprobs_kernel(LOGITS, ROW, TOKENS, TOKEN_ROW, LIST, OUT, row_stride, num_
             if is_whole:
                 key = _next_in_list(LIST, depth, deepest, key, LANES)
             else:
-                key = _next_in_row(row, num_ids, key, LANES, WIDTH, TILES)
+                key = _next_in_row(row, num_ids, key, least, LANES, WIDTH, TILES)
             bits = (key >> 32).to(tl.int32)
             bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-            logprob = bits.to(tl.float32, bitcast=True) - total
+            logprob = bits.to(tl.float32, bitcast=True) * scale - total
             tl.store(out + 2 + k, (~key).to(tl.int32))
             tl.store(out + 3 + K + k, logprob.to(tl.int32, bitcast=True))
 
@@ -108,32 +116,50 @@ def top_bucket(k: int) -> int:
 
 
 def token_logprobs(
-    logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, token_rows: torch.Tensor, k: int, vocab_size: int
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    tokens: torch.Tensor,
+    token_rows: torch.Tensor,
+    k: int,
+    vocab_size: int,
+    scale: torch.Tensor | None = None,
+    least: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Triton version of token_logprobs_reference: one pass."""
+    """Triton version of token_logprobs_reference: one pass. scale and least: both or neither."""
     num_rows = rows.shape[0]
     out = torch.empty(num_rows, 3 + 2 * k, dtype=torch.int32, device=logits.device)
     lists = new_lists(num_rows if k else 0, vocab_size, LIST_DEPTH, logits.device)
     _logprobs_kernel[(num_rows,)](
-        logits, rows, tokens, token_rows, lists, out, logits.stride(0), vocab_size, K=k, DEPTH=LIST_DEPTH,
+        logits, rows, tokens, token_rows, logits if scale is None else scale, logits if least is None else least, lists,
+        out, logits.stride(0), vocab_size, K=k, PROCESSED=scale is not None, DEPTH=LIST_DEPTH,
         maxnreg=MAX_REGISTERS, **row_tiles(vocab_size),
     )  # fmt: skip
     return out
 
 
 def token_logprobs_reference(
-    logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, token_rows: torch.Tensor, k: int, vocab_size: int
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    tokens: torch.Tensor,
+    token_rows: torch.Tensor,
+    k: int,
+    vocab_size: int,
+    scale: torch.Tensor | None = None,
+    least: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """int32 [N, 3 + 2 k] by row n: a token, tokens[token_rows[n]], and its rank from 1 (one more than ids with a
     greater logit); the k likeliest ids, lower ids first among equals; the log-probabilities of the token and of these
     (float32 bits).
 
     logits [any, >= vocab_size], row n of them at rows int32 [N]; tokens int32 [any]; token_rows int32 [N]. The softmax
-    is over all vocab_size ids, in float32. k at most vocab_size.
+    is over all vocab_size ids, in float32; with `least` float32 [N] only over those whose logit is at least that of the
+    row, and with `scale` float32 [N] of the logits times that of the row. k at most vocab_size.
     """
     x = logits[rows.long(), :vocab_size].float()
     x = x.masked_fill(x.isnan(), -torch.inf)
-    logprobs = x.log_softmax(1)
+    if least is not None:
+        x = x.masked_fill(x < least.unsqueeze(1), -torch.inf)
+    logprobs = (x if scale is None else x * scale.unsqueeze(1)).log_softmax(1)
     own = tokens[token_rows.long()].long().unsqueeze(1)
     rank = (x > x.gather(1, own)).sum(1, keepdim=True).int() + 1
     keys = pack_keys_reference(x + 0.0, torch.arange(vocab_size, device=x.device))

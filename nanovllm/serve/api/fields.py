@@ -7,6 +7,7 @@ import msgspec
 
 from nanovllm.sampling_params import SamplingParams, StructuredOutput
 from nanovllm.serve.errors import bad_request, from_value_error
+from nanovllm.serve.limits import LOGPROBS
 
 
 class StreamOptions(msgspec.Struct):
@@ -165,6 +166,9 @@ def sampling_fields(
     found["max_tokens"] = max_tokens
     if logprobs is not None:
         found["logprobs"] = logprobs
+    for name in ("logprobs", "prompt_logprobs"):
+        if not 0 <= found.get(name, 0) <= LOGPROBS:
+            raise bad_request(f"{name}={found[name]}: must be in 0..{LOGPROBS}", name)
     try:
         SamplingParams(**found, structured_outputs=structured)
     except (ValueError, TypeError) as error:

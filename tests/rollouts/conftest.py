@@ -1,0 +1,40 @@
+"""Tiny models on few cores: the threads of one matrix product would only wait for each other."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tiny_policy import OPTIONS, Policy
+
+from nanovllm import LLM
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before the first import of a kernel
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="package")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Policy, Policy]:
+    """Two models of one shape with different weights."""
+    return Policy(tmp_path_factory.mktemp("first"), seed=3), Policy(tmp_path_factory.mktemp("second"), seed=4)
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def engine(request: pytest.FixtureRequest, policies: tuple[Policy, Policy]) -> Iterator[LLM]:
+    with LLM(policies[0].folder, tensor_parallel_size=request.param, **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(engine: LLM, policies: tuple[Policy, Policy]) -> LLM:
+    """The engine with the first policy's weights, idle and with an empty prefix cache."""
+    engine.load_weights(policies[0].weights.items())
+    return engine
