@@ -81,7 +81,14 @@ class Roofline:
         query_widths = [model.num_attention_heads * layer.head_dim // size for layer in model.layers]
         attention = sum(2 * hidden * (q + kv) for q, kv in zip(query_widths, kv_widths, strict=True))
         mlp = (3 if model.gated_mlp else 2) * hidden * model.intermediate_size // size
-        self.layer_weights = attention + self.num_layers * mlp
+        self.moe, num_moe = model.moe, sum(layer.mlp == "moe" for layer in model.layers)
+        self.layer_weights = attention + (self.num_layers - num_moe) * mlp
+        self.expert_weights = 0
+        """Elements of one expert, in all layers together."""
+        if self.moe is not None:
+            self.expert_weights = num_moe * 3 * hidden * self.moe.intermediate_size // size
+            router = self.moe.num_experts * hidden
+            self.layer_weights += num_moe * (router + 3 * hidden * self.moe.shared_size // size)
         self.head_weights = hidden * math.ceil(model.vocab_size / size)
         self.kv_elements_per_token = 2 * sum(kv_widths)
         self.query_elements = sum(query_widths)
@@ -95,10 +102,19 @@ class Roofline:
         # A pair costs two dot products (scores, values) of head_dim multiply-adds for each query head.
         pair_flops = 4.0 * self.query_elements
         seconds = self._stage(self.layer_weights, 2.0 * self.layer_weights * work.tokens)
+        seconds += self._experts_seconds(work.tokens)
         seconds += self._stage(self.head_weights if work.sampled else 0, 2.0 * self.head_weights * work.sampled)
         seconds += self._stage(self.kv_elements_per_token * work.decode_context, pair_flops * work.decode_context)
         seconds += self._stage(self.kv_elements_per_token * work.prompt_context, pair_flops * work.prompt_pairs)
         return seconds + self._wire_seconds(work.tokens)
+
+    def _experts_seconds(self, tokens: int) -> float:
+        """The experts that somebody chose are read once, and every token goes through its own; choices are uniform."""
+        if self.moe is None:
+            return 0.0
+        count, chosen = self.moe.num_experts, self.moe.top_k
+        hit = count * (1 - (1 - chosen / count) ** tokens)
+        return self._stage(hit * self.expert_weights, 2.0 * chosen * self.expert_weights * tokens)
 
     def _wire_seconds(self, tokens: int) -> float:
         """Two all-reduces of [tokens, hidden] in each layer; a ring sends each element 2 (n - 1) / n times."""

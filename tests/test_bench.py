@@ -94,6 +94,20 @@ def test_limit_of_one_request(size: str, ranks: int, ms: float) -> None:
     assert roofline(size, ranks).token_seconds(128, 512) * 1e3 == pytest.approx(ms, rel=0.02)
 
 
+@pytest.mark.parametrize(("rows", "experts_read"), [(1, 8), (16, 128 * (1 - (1 - 8 / 128) ** 16)), (4096, 128)])
+def test_a_mixture_reads_the_experts_that_somebody_chose_and_computes_each_token_in_its_own(
+    rows: int, experts_read: float
+) -> None:
+    model = parse_config(PUBLISHED_SHAPES["Qwen3-30B-A3B"])
+    work = StepWork(tokens=rows)
+    expert = 3 * 2048 * 768
+    layer = 2048 * 128 * (2 * 32 + 2 * 4) + 2048 * 128
+    reads = Roofline(model, 1, DeviceFigures(1.0, 1e30), element_bytes=1).step_seconds(work)
+    assert reads == pytest.approx(48 * (layer + experts_read * expert))
+    computes = Roofline(model, 1, DeviceFigures(1e30, 1.0)).step_seconds(work)
+    assert computes == pytest.approx(48 * 2 * rows * (layer + 8 * expert))
+
+
 def test_limit_by_hand() -> None:
     """Two requests on a model small enough to count; one of the two, reading or arithmetic, takes no time."""
     model = parse_config(TINY)

@@ -79,6 +79,40 @@ _GEMMA2_9B: dict[str, Any] = {
     "eos_token_id": [1, 107],
 }
 
+
+
+def _qwen3_moe(layers: int, hidden: int, intermediate: int, expert: int, heads: int) -> dict[str, Any]:
+    return {
+        **_qwen3(layers, hidden, intermediate, heads, False),
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": expert,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+    }
+
+
+_GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 200002,
+}
+
 PUBLISHED_SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": _qwen3(28, 1024, 3072, 16, True),
     "Qwen3-1.7B": _qwen3(28, 2048, 6144, 16, True),
@@ -90,5 +124,8 @@ PUBLISHED_SHAPES: dict[str, dict[str, Any]] = {
     "Llama-3.2-1B": _llama(16, 2048, 8192, 32, 32.0, True),
     "Qwen2.5-7B": _QWEN25_7B,
     "Gemma-2-9B": _GEMMA2_9B,
+    "Qwen3-30B-A3B": _qwen3_moe(48, 2048, 6144, 768, 32),
+    "Qwen3-235B-A22B": _qwen3_moe(94, 4096, 12288, 1536, 64),
+    "gpt-oss-20b": _GPT_OSS_20B,
 }
 """By name."""

@@ -1,0 +1,72 @@
+"""The kernels of mixtures of experts compiled for compute capability 9.0, which takes no GPU: they fit, keep to
+registers, and multiply by matrix instructions of Hopper where tiles are large enough for them."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+COMPILE = """
+import re
+import subprocess
+import sys
+import tempfile
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from nanovllm.kernels.base import device
+from nanovllm.kernels.moe import experts
+from nanovllm.kernels.moe.choice import expert_configs
+from nanovllm.kernels.moe.combine import combine
+from nanovllm.kernels.moe.experts import ExpertActivation, expert_down, expert_gate_up
+from nanovllm.kernels.moe.routing import TopK, route
+from nanovllm.startup.compile_server import _TargetOnly
+
+driver.set_active(_TargetOnly(GPUTarget("cuda", 90, 32)))
+device.supports_pdl = experts.supports_tma = lambda device: True
+launch = JITFunction.run
+
+def run(self, *args, grid, warmup, **options):
+    kernel = launch(self, *args, grid=grid, warmup=True, **options)
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(kernel.asm["ptx"])
+        file.flush()
+        command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        report = subprocess.run(command, capture_output=True, text=True).stderr
+    [spilled] = re.findall(r"(\\d+) bytes spill stores", report)
+    assert kernel.metadata.shared <= 227 * 1024, (self.__name__, kernel.metadata.shared)
+    assert int(spilled) == 0, (self.__name__, report)
+    if options.get("BLOCK_N", 0) >= 64:
+        assert "wgmma" in kernel.asm["ptx"] and "cp.async.bulk.tensor" in kernel.asm["ptx"], options
+    return kernel
+
+JITFunction.run = run
+hidden, width, num_experts, top_k, is_clamped, rows = eval(sys.argv[1])
+def bf16(*shape):
+    return torch.empty(shape, dtype=torch.bfloat16)
+x, configs = bf16(rows, hidden), expert_configs(rows * top_k, num_experts)
+routing = route(torch.empty(1, rows, num_experts), TopK(num_experts, top_k), configs.block_m)
+biases = (bf16(num_experts, 2 * width), bf16(num_experts, hidden)) if is_clamped else (None, None)
+activation = ExpertActivation(7.0, 1.702) if is_clamped else ExpertActivation()
+h = expert_gate_up(x, bf16(num_experts, 2 * width, hidden), routing, configs.gate_up, activation, biases[0])
+parts = expert_down(h, bf16(num_experts, hidden, width), routing, configs.down, torch.float32, biases[1])
+combine(parts, torch.bfloat16)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [((2048, 768, 128, 8, False), rows) for rows in (1, 16, 256, 768, 4096)] + [((2880, 2880, 32, 4, True), 64)],
+)
+def test_kernels_fit_a_multiprocessor(shape: tuple[object, ...], rows: int) -> None:
+    """In an interpreter of its own, for here Triton's interpreter may be on."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE, repr((*shape, rows))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
