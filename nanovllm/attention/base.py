@@ -47,7 +47,7 @@ class AttentionMetadata:
     token_ends: np.ndarray | None = field(default=None, repr=False)
     """int64 [R]: cu_seqlens_q[1:], where the host knows it."""
     prefill_block_tables: torch.Tensor | None = None
-    """int32 [num_rows - num_decode_rows, max_blocks]: the chunk rows' lines of block_table; filled by
+    """int32 [num_rows - num_decode_rows, max_blocks]: the prefill rows' lines of block_table; filled by
     AttentionBackend.prepare where the backend needs them side by side."""
     workspace: Any = field(default=None, repr=False)
     """What the backend's prepare computed once for all layers; only the backend reads it."""
@@ -73,7 +73,7 @@ class AttentionBackend(ABC):
     """Asked for by name: finding out late that it cannot work is an error, not a reason to do without."""
     fallen_back_from: str = ""
     """What could not be used after all, and why."""
-    merged_first: frozenset[int] = frozenset()
+    merge_first_rows: frozenset[int] = frozenset()
     """Numbers of decode rows whose chunks are to be merged before the next kernel begins to fetch its weight; set with
     the kernels' choices (runner/tuning.py)."""
 

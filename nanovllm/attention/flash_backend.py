@@ -1,7 +1,7 @@
 """FlashAttention for prompt chunks, the project's own Triton kernel for decode rows.
 
 FlashAttention-4 (package flash-attn-4, module flash_attn.cute) is preferred, FlashAttention-2 (package flash-attn)
-serves where only it is installed. Both read the paged cache through a table of the chunk rows' blocks.
+serves where only it is installed. Both read the paged cache through a table of the prefill rows' blocks.
 """
 
 import logging
@@ -23,7 +23,7 @@ FLASH2_BLOCK = 256
 """FlashAttention-2 wants KV blocks of a multiple of so many tokens."""
 
 
-class _ChunkRows(NamedTuple):
+class _PrefillRows(NamedTuple):
     context_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor | None
@@ -73,7 +73,7 @@ class FlashBackend(TritonBackend):
                 logger.warning("attention_backend='auto': triton, for flash cannot be used: %s", error)
         return self._is_loaded
 
-    def _prepare_prefill(self, metadata: AttentionMetadata) -> PrefillRows | _ChunkRows:
+    def _prepare_prefill(self, metadata: AttentionMetadata) -> PrefillRows | _PrefillRows:
         if metadata.is_captured or not self._has_flash():
             return super()._prepare_prefill(metadata)
         n = metadata.num_decode_rows
@@ -83,7 +83,7 @@ class FlashBackend(TritonBackend):
         cu_seqlens_k = None
         if self._package == flash_import.FLASH2:
             cu_seqlens_k = torch.nn.functional.pad(context_lens.cumsum(0, dtype=torch.int32), (1, 0))
-        return _ChunkRows(context_lens, metadata.cu_seqlens_q[n:], cu_seqlens_k)
+        return _PrefillRows(context_lens, metadata.cu_seqlens_q[n:], cu_seqlens_k)
 
     def _forward_prefill(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
                          metadata: AttentionMetadata, out: torch.Tensor, spec: AttentionSpec,

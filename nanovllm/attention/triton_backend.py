@@ -16,7 +16,7 @@ MAX_NUM_SEQS = 32768
 
 
 class PrefillRows(NamedTuple):
-    """The chunk rows of a step, and their tiles where the Triton kernel runs them."""
+    """The prefill rows of a step, and their tiles where the Triton kernel runs them."""
 
     row_slot: torch.Tensor
     context_lens: torch.Tensor
@@ -75,7 +75,7 @@ class TritonBackend(AttentionBackend):
         n = metadata.num_decode_rows
         if n:
             self.decode[spec](q[:n], k_cache, v_cache, metadata.block_table, metadata.max_context_len, out[:n], sinks,
-                              merge_first=n in self.merged_first)
+                              merge_first=n in self.merge_first_rows)
         if metadata.num_prefill_rows:
             self._forward_prefill(q, k_cache, v_cache, metadata, out, spec, sinks)
         return out

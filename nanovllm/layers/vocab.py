@@ -13,7 +13,7 @@ from nanovllm.layers.linear import ParallelLinear
 from nanovllm.layers.weights import CheckpointWeight, Shard
 from nanovllm.parallel.group import TensorParallelGroup
 
-_ALIGNMENT = 16  # rows of a rank; keeps the head's matrix product on the fast tile sizes
+_ALIGNMENT = 16  # rows of a rank; keeps the head's GEMM on the fast tile sizes
 
 
 class VocabParallelEmbedding(ParallelLinear):

@@ -26,7 +26,7 @@ from nanovllm.layers.weights import CheckpointWeight, WeightedModule
 from nanovllm.model_config import LayerSpec, ModelConfig
 from nanovllm.models.weight_names import in_checkpoint
 from nanovllm.parallel.group import TensorParallelGroup
-from nanovllm.parallel.two_batch import Block, run_halves
+from nanovllm.parallel.two_batch import Block, run_micro_batches
 
 
 @dataclass(frozen=True)
@@ -182,16 +182,16 @@ class DecoderLayer(WeightedModule):
             joint.dependent_rows = getattr(self.mlp, "pdl_rows", frozenset())
 
     def blocks(self, steps: tuple[ForwardStep, ForwardStep]) -> Iterator[Block]:
-        """The same as joints and what follows each, for the halves of a step (run_halves)."""
+        """The same as joints and what follows each, for the halves of a step (run_micro_batches)."""
         if self.is_parallel:
             yield self.input_layernorm, lambda x, half: self.self_attn(x, steps[half]) + self.mlp(x)
         else:
             yield self.input_layernorm, lambda x, half: self.self_attn(x, steps[half])
             yield self.post_attention_layernorm, lambda x, half: self.mlp(x)
 
-    def forward_few_rows(self, residual: torch.Tensor, step: ForwardStep) -> torch.Tensor:
-        """The same layer for a handful of rows on one rank, with norm, activation and residual inside the products that
-        our kernels make; updates and returns `residual`. For layers that can_fuse."""
+    def forward_fused(self, residual: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        """The same layer for a handful of rows on one rank, with norm, activation and residual inside our
+        skinny GEMM kernels; updates and returns `residual`. For layers that can_fuse."""
         attention, mlp, joint = self.self_attn, self.mlp, self.input_layernorm
         qkv = attention.qkv_proj.forward_normed(residual, joint.weight, joint.eps, joint.kernels)
         attention.o_proj.add_to(residual, attention.attend(qkv, step))
@@ -233,9 +233,9 @@ class DecoderForCausalLM(WeightedModule):
             layer.precedes(joint)
         self.group = context.group
         self.fused_rows: set[int] = set()
-        """Numbers of rows that take forward_few_rows; set with the kernels' choices (runner/tuning.py)."""
+        """Numbers of rows that take forward_fused; set with the kernels' choices (runner/tuning.py)."""
         self.can_fuse = self.norm.is_plain and all(layer.can_fuse for layer in self.layers)
-        """forward_few_rows computes the same: an addition and an RMSNorm at each joint, SwiGLU, no multipliers."""
+        """forward_fused computes the same: an addition and an RMSNorm at each joint, SwiGLU, no multipliers."""
         self.lm_head = self.embed_tokens if config.tie_word_embeddings else VocabParallelEmbedding(*vocab)
         self._embedding_multiplier = config.embedding_multiplier
         if config.rounds_embedding_multiplier:
@@ -256,7 +256,7 @@ class DecoderForCausalLM(WeightedModule):
         if self.can_fuse and input_ids.shape[0] in self.fused_rows:
             hidden = self.embed(input_ids)
             for layer in self.layers:
-                hidden = layer.forward_few_rows(hidden, step)
+                hidden = layer.forward_fused(hidden, step)
             return wanted_rows(self.norm(hidden, None)[0], wanted)
         partial, residual = self.embed(input_ids), None
         *layers, last = self.layers
@@ -267,13 +267,13 @@ class DecoderForCausalLM(WeightedModule):
         hidden = self.norm(partial, residual)[0]
         return hidden if chosen_early else wanted_rows(hidden, wanted)
 
-    def forward_in_halves(
+    def forward_two_batch(
         self, input_ids: torch.Tensor, steps: tuple[ForwardStep, ForwardStep], wanted: torch.Tensor | None = None
     ) -> torch.Tensor:
         """forward for many tokens on several ranks, cut into two halves (parallel/two_batch.py)."""
         first, second = input_ids.split([step.positions.shape[0] for step in steps])
         blocks = [block for layer in self.layers for block in layer.blocks(steps)]
-        return wanted_rows(run_halves((self.embed(first), self.embed(second)), blocks, self.norm), wanted)
+        return wanted_rows(run_micro_batches((self.embed(first), self.embed(second)), blocks, self.norm), wanted)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [B, hidden] -> logits [B, this rank's part of the padded vocabulary]."""

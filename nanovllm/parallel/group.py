@@ -33,7 +33,7 @@ class TensorParallelGroup:
     ) -> None:  # fmt: skip
         """`store`: where the ranks meet; None for one rank. Where it has an attribute `unwatched`, that is the same
         store without Python: NCCL's threads outlive the interpreter, so they must not call into it.
-        `overlap`: large steps may sum beside their products. `share_gpus`: ranks may sit on one GPU, which NCCL
+        `overlap`: large steps may all-reduce beside their GEMMs. `share_gpus`: ranks may sit on one GPU, which NCCL
         refuses."""
         self.rank = rank
         self.size = size

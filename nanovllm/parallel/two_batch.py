@@ -1,8 +1,8 @@
 """Sums over the ranks that run in a stream of their own, beside the other work of a large step.
 
 A step of many tokens is cut into two halves that know nothing of each other but the keys in the cache: while one is
-summed, the other is multiplied and attends (run_halves). With peer memory the rows of a sum are moved by copy
-engines (copy_engine.py). Without it NCCL would sum them, on multiprocessors that the products want: nothing
+summed, the other is multiplied and attends (run_micro_batches). With peer memory the rows of a sum are moved by copy
+engines (copy_engine.py). Without it NCCL would sum them, on multiprocessors that the GEMMs need: nothing
 is gained (docs/performance.md), so on GPUs steps then stay whole.
 
 On a CPU the same calls are made in the same order, without streams, and the library sums.
@@ -54,16 +54,16 @@ class Overlap:
     """
 
     min_rows = 2048
-    """Tokens of a step that is cut: with fewer, halves would leave the products' last rounds of tiles half empty."""
+    """Tokens of a step that is cut: with fewer, halves would leave the GEMMs' last rounds of tiles half empty."""
     cut_multiple = 128
-    """Tokens; the height of a product's tile."""
+    """Tokens; the height of a GEMM's tile."""
 
     def __init__(self, device: torch.device) -> None:
         self.sums: CopyEngineSums | None = None
         """None: the library sums, and nothing is cut on GPUs."""
         self.stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            # The kernel of a sum goes first where it and a product wait for a multiprocessor.
+            # The kernel of an all-reduce goes first where it and a GEMM wait for a multiprocessor.
             self.stream = torch.cuda.Stream(device, priority=-1)
 
     def cut(self, num_rows: int, num_decode_rows: int) -> int | None:
@@ -136,7 +136,7 @@ def start(joint: Joint, partial: torch.Tensor, residual: torch.Tensor | None, ha
     return overlap.under_way(lambda: (sums.finish(half, partial.shape[0]), kept), partial, kept)
 
 
-def run_halves(
+def run_micro_batches(
     partials: tuple[torch.Tensor, torch.Tensor], blocks: Sequence[Block], last: Joint
 ) -> torch.Tensor:
     """Embedded halves of a step's tokens, partial sums [T, hidden] each, through all blocks: [both, hidden], normalised

@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.kernels import Kernels
-from nanovllm.wire.shapes import MAX_CHUNK_ROWS, StepShape, decode_buckets, mixed_shapes
+from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape, decode_buckets, mixed_shapes
 
 
 def why_no_graphs(
@@ -84,12 +84,12 @@ class StepGraphs:
         self._graphs[shape] = graph
         self._progress()
 
-    def shape_for(self, decode_rows: int, chunk_rows: int, chunk_tokens: int) -> StepShape | None:
+    def shape_for(self, decode_rows: int, prefill_rows: int, chunk_tokens: int) -> StepShape | None:
         """The smallest captured shape that holds such a step; None: run it eagerly."""
-        if chunk_rows == 0:
+        if prefill_rows == 0:
             buckets = self._decode_buckets
             return StepShape(buckets[bisect.bisect_left(buckets, decode_rows)], 0)
-        if chunk_rows > MAX_CHUNK_ROWS:
+        if prefill_rows > MAX_PREFILL_ROWS:
             return None
         holding = (s for s in self._mixed if s.decode_rows >= decode_rows and s.chunk_tokens >= chunk_tokens)
         return next(holding, None)

@@ -50,9 +50,9 @@ class DeviceIO:
             torch.cuda.synchronize(self.device)
 
     @property
-    def turn(self) -> int:
+    def ring_index(self) -> int:
         """Which of the staging buffers the last step has; that of a step is free when its tokens are here."""
-        return self._turn
+        return self._index
 
     def allocate(self, capacity: int, max_rows: int, mailbox: bool = True) -> None:
         """`capacity`: int32 words of the largest packed step. `max_rows`: most tokens of a result. `mailbox`: whether
@@ -60,7 +60,7 @@ class DeviceIO:
         self.mailbox = Mailbox(capacity, max_rows, self.device) if mailbox else None
         if not self.is_cuda:
             return
-        self._turn = 0
+        self._index = 0
         self._staging = [torch.empty(capacity, dtype=torch.int32, device="cpu", pin_memory=True) for _ in range(RING)]
         self._staging_views = [staging.numpy() for staging in self._staging]
         self._results = [torch.empty(max_rows, dtype=torch.int32, device="cpu", pin_memory=True) for _ in range(RING)]
@@ -68,32 +68,32 @@ class DeviceIO:
         self.step_buffer = torch.zeros(capacity, dtype=torch.int32, device=self.device)
         """Where a CUDA graph finds its step, unless it comes through the mailbox."""
 
-    def _next_turn(self) -> None:
-        self._turn = (self._turn + 1) % RING
-        self._events[self._turn].synchronize()  # three steps ago: long done, unless a worker is very late
+    def _next_index(self) -> None:
+        self._index = (self._index + 1) % RING
+        self._events[self._index].synchronize()  # three steps ago: long done, unless a worker is very late
 
     def upload(self, packed: np.ndarray) -> torch.Tensor:
         """The packed step on the device. Its copy is ordered before whatever is launched next."""
         if not self.is_cuda:
             return torch.from_numpy(packed.copy())
-        self._next_turn()
+        self._next_index()
         size = packed.shape[0]
-        self._staging_views[self._turn][:size] = packed
-        self.step_buffer[:size].copy_(self._staging[self._turn][:size], non_blocking=True)
+        self._staging_views[self._index][:size] = packed
+        self.step_buffer[:size].copy_(self._staging[self._index][:size], non_blocking=True)
         return self.step_buffer
 
     def post(self, packed: np.ndarray) -> torch.Tensor:
         """In place of `upload`, for the captured step that is launched next: see Mailbox.post."""
         assert self.mailbox is not None
         if self.is_cuda:
-            self._next_turn()
+            self._next_index()
         return self.mailbox.post(packed)
 
     def download(self, tokens: torch.Tensor, num_decode_rows: int, first_chunk_row: int) -> None:
         """Starts the copy of a step's tokens (int32 [rows]) to the host; `collect` hands them out in this order,
         without the padding rows between its `num_decode_rows` decodes and its `first_chunk_row`."""
         if self.is_cuda:
-            result = self._results[self._turn][: tokens.shape[0]]
+            result = self._results[self._index][: tokens.shape[0]]
             result.copy_(tokens, non_blocking=True)
         else:
             result = tokens.clone()
@@ -103,7 +103,7 @@ class DeviceIO:
         """The same for tokens that the device itself brings to `result`, on the host, by the end of the step."""
         event = None
         if self.is_cuda:
-            event = self._events[self._turn]
+            event = self._events[self._index]
             event.record()
         self._launched.append((result, event, slice(num_decode_rows, first_chunk_row)))
 

@@ -23,14 +23,14 @@ class Mailbox:
         """int32 [RING, capacity] on the host. Zeros are a step without rows: what warms a graph up."""
         self.tokens = torch.zeros(RING, max_rows, dtype=torch.int32, device="cpu", pin_memory=pinned)
         """int32 [RING, max_rows] on the host."""
-        self.turn = torch.zeros(1, dtype=torch.int32, device=device)
+        self.ring_index = torch.zeros(1, dtype=torch.int32, device=device)
         """int32 [1] on the device: the line of the next step."""
         self._views = [line.numpy() for line in self.steps]
         self._posted = 0
 
     def begin(self) -> None:
         """From here on both sides count from zero; whatever ran before had no rows."""
-        self.turn.zero_()
+        self.ring_index.zero_()
         self._posted = 0
 
     def post(self, packed: np.ndarray) -> torch.Tensor:

@@ -27,7 +27,7 @@ from nanovllm.runner.sampler import GeneralSampler
 from nanovllm.runner.step_work import StepWork
 from nanovllm.runner.weight_update import WeightUpdate
 from nanovllm.wire.sampling import StepScores, split_section
-from nanovllm.wire.shapes import MAX_CHUNK_ROWS, StepShape
+from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
 from nanovllm.wire.step import dummy_step, packed_capacity
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class ModelRunner:
         self.group = TensorParallelGroup(rank, size, self.device, store, overlap, config.share_gpus)
         progress()
         if config.uses("peer_all_reduce") and self.device.type == "cuda" and self.group.size > 1:
-            rows, keys = config.max_num_batched_tokens, config.max_num_seqs + MAX_CHUNK_ROWS
+            rows, keys = config.max_num_batched_tokens, config.max_num_seqs + MAX_PREFILL_ROWS
             self.group.use_peer_memory(rows, self.model_config.hidden_size, self.dtype, max_keys=keys)
         progress()
         self.io = DeviceIO(self.device, config.uses("pdl"))
@@ -181,7 +181,7 @@ class ModelRunner:
         self.memory.release_cached()
         with self.io.stream_context():
             bind_kv_cache(layers, num_blocks, self.block_size, self.dtype, self.device)
-            rows = config.max_num_seqs + MAX_CHUNK_ROWS
+            rows = config.max_num_seqs + MAX_PREFILL_ROWS
             self.work.allocate(rows, config.max_num_batched_tokens + rows)
             capacity = packed_capacity(num_blocks, config.max_num_seqs, config.max_num_batched_tokens)
             self.io.allocate(capacity, rows, config.uses("mailbox") and not config.enforce_eager)
@@ -245,8 +245,8 @@ class ModelRunner:
         work, shape, posted, hidden = self.work, None, None, None
         with self.io.stream_context():
             if self.graphs is not None and not keep_hidden:
-                chunk_rows, chunk_tokens = num_rows - num_decode_rows, num_tokens - num_decode_rows
-                shape = self.graphs.shape_for(num_decode_rows, chunk_rows, chunk_tokens)
+                prefill_rows, chunk_tokens = num_rows - num_decode_rows, num_tokens - num_decode_rows
+                shape = self.graphs.shape_for(num_decode_rows, prefill_rows, chunk_tokens)
             if self.graphs is not None and shape is not None:
                 if self.io.mailbox is not None and not shape.chunk_tokens:
                     posted = self.io.post(packed)

@@ -320,7 +320,7 @@ class GeneralSampler:
         """Host memory for a copy of this step; it is used again when the step's results have been taken."""
         if not self._io.is_cuda:
             return torch.empty(size, dtype=torch.int32, device="cpu")
-        key = (name, self._io.turn)
+        key = (name, self._io.ring_index)
         found = self._pinned.get(key)
         if found is None or found.shape[0] < size:
             found = self._pinned[key] = torch.empty(2 * size, dtype=torch.int32, device="cpu", pin_memory=True)

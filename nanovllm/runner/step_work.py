@@ -10,7 +10,7 @@ from nanovllm.layers.attention import ForwardStep, wanted_rows
 from nanovllm.models.decoder import DecoderForCausalLM, ModelContext
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.sampler import LogitsView
-from nanovllm.wire.shapes import MAX_CHUNK_ROWS, StepShape
+from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
 from nanovllm.wire.step import HEADER_SIZE
 
 
@@ -60,7 +60,7 @@ class StepWork:
         """A step from the step buffer, padded to `shape`, without a look at what it holds: what a CUDA graph
         captures."""
         num_decode_rows, num_chunk_tokens = shape
-        num_rows = num_decode_rows + (MAX_CHUNK_ROWS if num_chunk_tokens else 0)
+        num_rows = num_decode_rows + (MAX_PREFILL_ROWS if num_chunk_tokens else 0)
         buffers = self.buffers.narrow(num_rows, num_decode_rows + num_chunk_tokens)
         mailbox = None if num_chunk_tokens else self._io.mailbox
         step = self._io.step_buffer if mailbox is None else mailbox.steps
@@ -69,7 +69,7 @@ class StepWork:
             self._kernels.apply_deltas(*args[:3])
             self._kernels.expand_rows(*args, num_decode_rows)
         else:
-            self._kernels.prepare_decode(*args, None if mailbox is None else mailbox.turn)
+            self._kernels.prepare_decode(*args, None if mailbox is None else mailbox.ring_index)
         attention = self._attention(
             buffers, num_decode_rows, max_seqlen_q=max(1, num_chunk_tokens), max_context_len=self._max_model_len
         )
@@ -78,7 +78,7 @@ class StepWork:
         assert logits is not None
         self.captured_logits[shape] = LogitsView(logits)
         if mailbox is not None:
-            self._kernels.publish_tokens(buffers.tokens, mailbox.tokens, mailbox.turn)
+            self._kernels.publish_tokens(buffers.tokens, mailbox.tokens, mailbox.ring_index)
 
     def _attention(
         self, buffers: StepBuffers, num_decode_rows: int, max_seqlen_q: int, max_context_len: int
@@ -136,4 +136,4 @@ class StepWork:
         halves = step.halves(cut)
         for half in halves:
             self._backend.prepare(half.attention)
-        return self._model.forward_in_halves(input_ids, halves, wanted)
+        return self._model.forward_two_batch(input_ids, halves, wanted)

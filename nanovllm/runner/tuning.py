@@ -54,7 +54,7 @@ def report(model: nn.Module, table: GemmTable, fused: bool) -> str:
 
 
 def apply(model: DecoderForCausalLM, choices: Choices, fused: bool) -> None:
-    """Gives every linear layer its choices. `fused`: steps of the rows that skinny kernels take use forward_few_rows,
+    """Gives every linear layer its choices. `fused`: steps of the rows that skinny kernels take use forward_fused,
     where norm, activation and residual are inside the GEMMs."""
     fused_rows: set[int] = set()
     for linear in linears(model):
@@ -63,11 +63,11 @@ def apply(model: DecoderForCausalLM, choices: Choices, fused: bool) -> None:
             fused_rows |= {rows for rows in linear.configs if linear.fuses(rows)}
     model.fused_rows = fused_rows if fused else set()
     for attention in model.attention_layers():
-        attention.backend.merged_first = _merged_first(attention.o_proj)
+        attention.backend.merge_first_rows = _merge_first_rows(attention.o_proj)
 
 
-def _merged_first(o_proj: ParallelLinear) -> frozenset[int]:
-    """What AttentionBackend.merged_first is: where a skinny kernel multiplies next and fetches its weight early."""
+def _merge_first_rows(o_proj: ParallelLinear) -> frozenset[int]:
+    """What AttentionBackend.merge_first_rows is: where a skinny kernel multiplies next and fetches its weight early."""
     num_bytes = o_proj.weight.numel() * o_proj.weight.element_size()
     rows_of_skinny = (rows for rows, config in o_proj.configs.items() if config.is_skinny)
     return frozenset(rows for rows in rows_of_skinny if merges_before(rows, num_bytes))

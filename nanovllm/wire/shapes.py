@@ -1,21 +1,21 @@
 """The padded shapes of steps that are kept as CUDA graphs, and the chunk sizes that fill them.
 
-The scheduler asks how many prompt tokens go well beside its decodes, the workers capture what it will ask for. A matrix
-product works in tiles of 128 tokens or more, so the shapes of large steps are whole tiles in all, decodes included: 256
-decodes come with 3,840 prompt tokens, where 4,096 would begin one more row of tiles in every product.
+The scheduler asks how many prompt tokens go well beside its decodes, the workers capture what it will ask for. A
+GEMM works in tiles of 128 tokens or more, so the shapes of large steps are whole tiles in all, decodes included: 256
+decodes come with 3,840 prompt tokens, where 4,096 would begin one more row of tiles in every GEMM.
 """
 
 from typing import NamedTuple
 
 
 class StepShape(NamedTuple):
-    """The padded shape of a step: rows that decode, and prompt-chunk tokens (of at most MAX_CHUNK_ROWS rows)."""
+    """The padded shape of a step: rows that decode, and prompt-chunk tokens (of at most MAX_PREFILL_ROWS rows)."""
 
     decode_rows: int
     chunk_tokens: int
 
 
-MAX_CHUNK_ROWS = 32
+MAX_PREFILL_ROWS = 32
 SMALL_CHUNKS = (16, 64, 128, 256)
 LARGE_CHUNKS = (512, 1024, 2048, 4096)
 """What padded prompt tokens of a captured step are made of. Longer ones would need much memory for their activations a

@@ -55,7 +55,7 @@ class Cut(NamedTuple):
 def watch_cuts(monkeypatch: pytest.MonkeyPatch) -> list[Cut]:
     """This rank's steps that are cut."""
     cuts: list[Cut] = []
-    whole = DecoderForCausalLM.forward_in_halves
+    whole = DecoderForCausalLM.forward_two_batch
 
     def watched(self: DecoderForCausalLM, input_ids: torch.Tensor, steps: Any, *wanted: Any) -> torch.Tensor:
         first, second = steps
@@ -74,7 +74,7 @@ def watch_cuts(monkeypatch: pytest.MonkeyPatch) -> list[Cut]:
         )
         return whole(self, input_ids, steps, *wanted)
 
-    monkeypatch.setattr(DecoderForCausalLM, "forward_in_halves", watched)
+    monkeypatch.setattr(DecoderForCausalLM, "forward_two_batch", watched)
     return cuts
 
 

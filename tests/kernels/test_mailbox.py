@@ -27,12 +27,12 @@ def test_publish_equals_its_twin(count: int, device: torch.device) -> None:
 
 def test_both_sides_count_the_same_lines(device: torch.device) -> None:
     mailbox = Mailbox(8, 4, device)
-    publish_tokens(torch.zeros(4, dtype=torch.int32, device=device), mailbox.tokens, mailbox.turn)  # a warm-up
+    publish_tokens(torch.zeros(4, dtype=torch.int32, device=device), mailbox.tokens, mailbox.ring_index)  # a warm-up
     mailbox.begin()
     for n in range(2 * RING + 1):
         place = mailbox.post(np.full(5, n, dtype=np.int32))
-        assert mailbox.steps[mailbox.turn.item(), :5].tolist() == [n] * 5
-        publish_tokens(torch.full((2,), 10 + n, dtype=torch.int32, device=device), mailbox.tokens, mailbox.turn)
+        assert mailbox.steps[mailbox.ring_index.item(), :5].tolist() == [n] * 5
+        publish_tokens(torch.full((2,), 10 + n, dtype=torch.int32, device=device), mailbox.tokens, mailbox.ring_index)
         if device.type == "cuda":
             torch.cuda.synchronize()
         assert place[:2].tolist() == [10 + n] * 2

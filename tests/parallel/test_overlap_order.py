@@ -17,7 +17,7 @@ from nanovllm.models.decoder import DecoderLayer, ModelContext, PositionTables
 from nanovllm.models.published import PUBLISHED_SHAPES
 from nanovllm.models.registry import parse_config
 from nanovllm.parallel.group import TensorParallelGroup
-from nanovllm.parallel.two_batch import Overlap, UnderWay, run_halves, start
+from nanovllm.parallel.two_batch import Overlap, UnderWay, run_micro_batches, start
 
 CPU = torch.device("cpu")
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
@@ -107,7 +107,7 @@ def test_order_of_launches() -> None:
     log.clear()
     with torch.no_grad(), Products(log):
         halves = embedded[:3].clone(), embedded[3:].clone()
-        result = run_halves(halves, list(layer.blocks((step, step))), norm)
+        result = run_micro_batches(halves, list(layer.blocks((step, step))), norm)
     assert ", ".join(log) == " ".join(EXPECTED.split())
     torch.testing.assert_close(result, expected.detach(), rtol=1e-4, atol=1e-4)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from nanovllm.runner.cuda_graphs import StepGraphs
 from nanovllm.wire.shapes import (
     LARGE_CHUNKS,
-    MAX_CHUNK_ROWS,
+    MAX_PREFILL_ROWS,
     SMALL_CHUNKS,
     TILE,
     decode_buckets,
@@ -51,14 +51,14 @@ def test_every_decode_batch_has_a_graph(limit: int, data: st.DataObject) -> None
 def test_mixed_steps_have_the_smallest_graph_that_holds_them(limit: int, max_tokens: int, data: st.DataObject) -> None:
     """A step with prompt chunks runs eagerly only where it has more rows of them, or more tokens, than any graph."""
     decodes, tokens = data.draw(st.integers(0, limit)), data.draw(st.integers(1, max_tokens))
-    rows = data.draw(st.integers(1, min(tokens, MAX_CHUNK_ROWS + 1)))
+    rows = data.draw(st.integers(1, min(tokens, MAX_PREFILL_ROWS + 1)))
     holding = [
         shape
         for shape in mixed_shapes(limit, max_tokens)
         if shape.decode_rows >= decodes and shape.chunk_tokens >= tokens
     ]
     shape = graphs(limit, max_tokens).shape_for(decodes, rows, tokens)
-    if rows > MAX_CHUNK_ROWS or not holding:
+    if rows > MAX_PREFILL_ROWS or not holding:
         assert shape is None
     else:
         assert shape in holding and sum(shape) == min(map(sum, holding))

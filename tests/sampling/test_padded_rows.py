@@ -6,18 +6,18 @@ import pytest
 from sampling_engines import Engines
 from test_seeds import OPTIONS, run
 
-from nanovllm.wire.shapes import LARGE_CHUNKS, MAX_CHUNK_ROWS, SMALL_CHUNKS, StepShape
+from nanovllm.wire.shapes import LARGE_CHUNKS, MAX_PREFILL_ROWS, SMALL_CHUNKS, StepShape
 from tests.padding import PaddedSteps
 
 
 class AlwaysPadded(PaddedSteps):
     """Shapes that leave padding behind the decodes of every step."""
 
-    def shape_for(self, decode_rows: int, chunk_rows: int, chunk_tokens: int) -> StepShape | None:
-        if chunk_rows > MAX_CHUNK_ROWS:
+    def shape_for(self, decode_rows: int, prefill_rows: int, chunk_tokens: int) -> StepShape | None:
+        if prefill_rows > MAX_PREFILL_ROWS:
             return None
         bucket = next(size for size in (0, *SMALL_CHUNKS, *LARGE_CHUNKS) if size >= chunk_tokens)
-        return StepShape(decode_rows + 3 if chunk_rows else decode_rows + 2, bucket)
+        return StepShape(decode_rows + 3 if prefill_rows else decode_rows + 2, bucket)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 24}], ids=["whole", "chunked"])

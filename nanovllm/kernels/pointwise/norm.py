@@ -169,7 +169,7 @@ def add_rms_norm_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rms_norm(residual + x), residual + x), each [T, H]. The sum replaces `residual` in place; x is left alone.
 
-    x may also be float32 [parts, T, H]: a product of which each part summed some columns (decode.py); their sum is
+    x may also be float32 [parts, T, H]: a GEMM's sums over parts of its columns (kernels/gemm/decode.py); their sum is
     rounded to residual's dtype before it is added.
     """
     if x.dim() == 3:

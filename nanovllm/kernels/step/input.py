@@ -55,7 +55,7 @@ class StepBuffers:
     input_ids: torch.Tensor
     """int32 [M]; padding 0."""
     slot_mapping: torch.Tensor
-    """int32 [M]: place in the flat cache; -1: padding."""
+    """int32 [M]: slot in the flat cache; -1: padding."""
     logits_indices: torch.Tensor
     """int32 [B]: last token of each row that samples; 0 elsewhere."""
     tokens: torch.Tensor
@@ -177,12 +177,12 @@ def _expand_rows_kernel(
 @triton.jit(do_not_specialize=["out_rows", "ring_stride"])
 def _prepare_decode_kernel(
     BUFFER, BLOCK_TABLE, LAST_TOKEN, TEMPERATURE, SEED, ROW_SLOT, CONTEXT_LENS, CU_SEQLENS, POSITIONS, INPUT_IDS,
-    SLOT_MAPPING, LOGITS_INDICES, TURN, ring_stride, table_stride, out_rows, S: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr, IN_RING: tl.constexpr,
+    SLOT_MAPPING, LOGITS_INDICES, RING_INDEX, ring_stride, table_stride, out_rows, S: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, IN_RING: tl.constexpr,
 ):  # fmt: skip
     """One program, so that a barrier is enough between the updates and their readers."""
     if IN_RING:
-        BUFFER += tl.load(TURN) * ring_stride
+        BUFFER += tl.load(RING_INDEX) * ring_stride
     num_rows = tl.load(BUFFER + 0)
     _apply_deltas(BUFFER, BLOCK_TABLE, TEMPERATURE, SEED, table_stride, 0, BLOCK, S, BLOCK)
     tl.debug_barrier()
@@ -226,14 +226,14 @@ def expand_rows(
 
 def prepare_decode(
     buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, block_size: int, out: StepBuffers,
-    turn: torch.Tensor | None = None,
+    ring_index: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Triton version of prepare_decode_reference, one launch."""
     _prepare_decode_kernel[(1,)](
         buffer, state.block_table, state.last_token, state.temperature, state.seed, out.row_slot, out.context_lens,
         out.cu_seqlens_q, out.positions, out.input_ids, out.slot_mapping, out.logits_indices,
-        buffer if turn is None else turn, buffer.stride(0), state.block_table.stride(0), out.row_slot.shape[0],
-        S=max_num_seqs, BLOCK_SIZE=block_size, IN_RING=turn is not None,
+        buffer if ring_index is None else ring_index, buffer.stride(0), state.block_table.stride(0),
+        out.row_slot.shape[0], S=max_num_seqs, BLOCK_SIZE=block_size, IN_RING=ring_index is not None,
         BLOCK=max(128, triton.next_power_of_2(max_num_seqs)), num_warps=4 if max_num_seqs <= 256 else 8,
     )  # fmt: skip
 
@@ -289,15 +289,16 @@ def expand_rows_reference(
 
 def prepare_decode_reference(
     buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, block_size: int, out: StepBuffers,
-    turn: torch.Tensor | None = None,
+    ring_index: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """apply_deltas, then expand_rows for a step of decode rows alone, one token each, in an `out` of as many tokens as
     rows. Here padding rows have a token too: row r is token r throughout.
 
-    buffer: a packed step; with `turn`, int32 [1] on the device, [N, any] of them, of which line `turn` is taken.
+    buffer: a packed step; with `ring_index`, int32 [1] on the device, [N, any] of them, and line `ring_index` is
+    taken.
     """
-    if turn is not None:
-        buffer = buffer[int(turn)]
+    if ring_index is not None:
+        buffer = buffer[int(ring_index)]
     apply_deltas_reference(buffer, max_num_seqs, state)
     rows = out.row_slot.shape[0]
     expand_rows_reference(buffer, max_num_seqs, state, block_size, out, rows)
