@@ -31,5 +31,5 @@ def set_up_logging(form: str) -> None:
     logger.propagate = False
     uvicorn = logging.getLogger("uvicorn.error")
     uvicorn.handlers[:] = [handler]
-    uvicorn.setLevel(logging.ERROR)
+    uvicorn.setLevel(logging.CRITICAL)  # our application logs its own errors; the rest is about clients that leave
     uvicorn.propagate = False

@@ -2,6 +2,7 @@
 without a task or a queue for each stream."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from nanovllm.serve.http.protocol import BoundedProtocol
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.visible_text import VisibleText
 
+logger = logging.getLogger("nanovllm.serve")
 _DONE = b"data: [DONE]\n\n"
 _PING = b": still here\n\n"
 
@@ -103,6 +105,8 @@ class Request:
         self.error: ApiError | None = None
         self.is_over = False
         """Ended, failed or left by its client."""
+        self.has_left = False
+        """Whether its client did."""
 
     # -- what an API adds ---------------------------------------------------------------------------------------
 
@@ -145,6 +149,8 @@ class Request:
             if not self.opened.done():
                 self.opened.set_result(None)
             return
+        if connection.transport.is_closing():
+            return  # the client has just left; `leave` follows
         if connection.flow.write_paused:
             if self.paused_since is None:
                 self.paused_since = now
@@ -182,10 +188,11 @@ class Request:
 
     def ping(self, now: float) -> None:
         """A comment, so that no proxy takes a silent stream for a dead one."""
-        if self.connection is not None and not self.connection.flow.write_paused:
-            self.connection.transport.write(b"%x\r\n%b\r\n" % (len(_PING), _PING))
+        connection = self.connection
+        if connection is not None and not connection.flow.write_paused and not connection.transport.is_closing():
+            connection.transport.write(b"%x\r\n%b\r\n" % (len(_PING), _PING))
             self.last_write = now
-        elif self.connection is None and not self.opened.done():
+        elif connection is None and not self.opened.done():
             self.opened.set_result(None)
 
     def fail(self, error: ApiError) -> None:
@@ -207,7 +214,7 @@ class Request:
 
     def leave(self) -> None:
         """The client is gone."""
-        self.is_over = True
+        self.is_over = self.has_left = True
         self.parts.clear()
         for future in (self.opened, self.done):
             if not future.done():
@@ -261,8 +268,12 @@ class Streams:
             completion = rows.get(row)
             if completion is None:
                 continue  # aborted
-            if text := completion.push(token):
-                completion.pieces.append(text)
+            try:
+                if text := completion.push(token):
+                    completion.pieces.append(text)
+            except Exception:
+                self._give_up(completion.request)
+                continue
             if completion.ids is not None:
                 completion.ids.append(token)
             if completion.num_tokens:
@@ -287,8 +298,12 @@ class Streams:
         if end.reason == "abort":  # not by us: the engine could not go on, with a grammar say
             self.fail(completion.request, ApiError(400, str(end.stop_reason), "generation_aborted"))
             return
+        try:
+            completion.finish(end)
+        except Exception:
+            self._give_up(completion.request)
+            return
         del self._rows[end.row]
-        completion.finish(end)
         if completion.num_tokens > 1:
             self._metrics.inter_token.observe(now - completion.last_time)
         completion.last_time = now
@@ -331,7 +346,10 @@ class Streams:
                 request.first_token = now
                 self._metrics.first_token.observe(now - request.arrival)
             if request.is_streamed:
-                request.flush(now)
+                try:
+                    request.flush(now)
+                except Exception:
+                    self._give_up(request)
             if not request.parts:
                 if not request.is_streamed:
                     request.complete()
@@ -352,6 +370,15 @@ class Streams:
             self._forget_parts(request)
             request.fail(error)
             self._remove(request, "error")
+
+    def _give_up(self, request: Request) -> None:
+        """A mistake of ours with one request is the end of that one alone."""
+        logger.exception("request %s failed", request.id)
+        self._forget_parts(request)
+        request.leave()
+        if request.connection is not None:
+            request.connection.transport.abort()
+        self._remove(request, "error")
 
     def leave(self, request: Request) -> None:
         """Ends a request whose client is gone."""

@@ -37,7 +37,7 @@ def test_start(tmp_path: Path) -> None:
         while (health := server.health()).status_code == 503:
             assert health.json()["status"] == "loading"
             seen.append((health.json()["stage"], health.json()["percent"]))
-            refused = httpx.post(server.url + COMPLETIONS, json=LONG)
+            refused = httpx.post(server.url + COMPLETIONS, json=LONG | {"max_tokens": 1})
             if refused.status_code != 503:  # it has just become ready
                 break
             assert refused.json()["error"]["code"] == "model_loading"

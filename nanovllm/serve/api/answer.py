@@ -176,13 +176,14 @@ async def answer(call: Call, request: Answer, params: dict[str, Any], max_tokens
     try:
         if request.is_streamed:
             await request.opened
-            await call.begin(200, SSE, _SSE_HEADERS)
-            request.open(connection, front.now())
-            await request.done
-            await call.end()
+            if not request.has_left:
+                await call.begin(200, SSE, _SSE_HEADERS)
+                request.open(connection, front.now())
+                await request.done
+                await call.end()
         else:
             await request.done
-            if not call.is_gone:
+            if not request.has_left:
                 await call.respond(request.response())
     finally:
         connection.on_disconnect = connection.on_writable = None

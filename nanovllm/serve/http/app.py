@@ -42,18 +42,24 @@ class App:
         begin = time.monotonic()
         label = self._label(path)
         try:
-            self._check_key(call)
-            await self._handler(label, scope["method"], path)(call)
-        except ApiError as error:
-            await self._fail(call, error)
-        except ConnectionError:  # the client left in the middle of its request
-            call.connection.transport.abort()
-        except Exception:
-            logger.exception("request %s failed", call.request_id)
-            await self._fail(call, server_error())
+            await self._answer(call, label)
+        except ConnectionError:  # the client left in the middle of its request, or of our answer
+            call.connection.give_up()
         self._metrics.count_http(
             label or "none", _method(scope["method"]), call.status or 499, time.monotonic() - begin
         )
+
+    async def _answer(self, call: Call, label: str) -> None:
+        try:
+            self._check_key(call)
+            await self._handler(label, call.scope["method"], call.path)(call)
+        except ApiError as error:
+            await self._fail(call, error)
+        except ConnectionError:
+            raise
+        except Exception:
+            logger.exception("request %s failed", call.request_id)
+            await self._fail(call, server_error())
 
     def _check_key(self, call: Call) -> None:
         """Raises ApiError (401). Looks at the path alone, before it is routed; nothing of the headers changes it."""
@@ -89,8 +95,8 @@ class App:
 
     async def _fail(self, call: Call, error: ApiError) -> None:
         if call.status:  # too late for a status: the stream has ended without its end
-            call.connection.transport.abort()
-        elif not call.is_gone:
+            call.connection.give_up()
+        else:
             await call.respond(error.body(), error.status, headers=error.headers())
 
 

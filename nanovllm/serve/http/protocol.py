@@ -4,7 +4,7 @@ from asyncio import TimerHandle
 from email.utils import formatdate
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from nanovllm.serve import limits
@@ -31,6 +31,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._header_bytes = self._body_bytes = 0
         self._timer: TimerHandle | None = None
         self._refused = False
+        self._running: RequestResponseCycle | None = None
+        """The request that is being answered."""
         self.on_disconnect: Any = None
         """Called once when the client leaves before the response is complete."""
         self.on_writable: Any = None
@@ -44,10 +46,22 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch()
+        self.pipeline.clear()
+        self.give_up()
         super().connection_lost(exc)
         gone, self.on_disconnect = self.on_disconnect, None
         if gone is not None:
             gone()
+
+    def give_up(self) -> None:
+        """Nothing more is sent: the client is gone, or its answer cannot be completed."""
+        if self._running is not None:
+            self._running.disconnected = True  # uvicorn knows of the latest request, which may be a later one
+        self.transport.abort()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def resume_writing(self) -> None:
         super().resume_writing()

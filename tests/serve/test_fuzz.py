@@ -1,0 +1,92 @@
+"""Requests at random: good, bad, cut, doubled, left at any moment. No 500, no traceback, nothing left running."""
+
+import json
+import random
+import socket
+import time
+from typing import Any
+
+import httpx
+from serving import Server, user, wait_for
+
+_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%s"
+_VALUES: list[Any] = [
+    *(None, 1, -1, 0.5, "x", [], {}, [1], ["a"], {"a": 1}, {"5": 1}, True, 10**12, [[1]], [None], [{}], 1e300)
+]
+_NAMES = (
+    *("messages", "max_tokens", "stream", "n", "tools", "tool_choice", "seed", "temperature", "top_p", "logit_bias"),
+    *("stream_options", "structured_outputs", "response_format", "chat_template_kwargs", "bad_words", "min_tokens"),
+    *("truncate_prompt_tokens", "stop_token_ids", "allowed_token_ids", "logprobs", "top_logprobs", "stop"),
+)
+_EXTRAS: list[dict[str, Any]] = [
+    *({}, {}, {"logprobs": True, "top_logprobs": 5}, {"stop": ["e", " "]}, {"response_format": {"type": "json_object"}})
+]
+
+
+def random_body(rng: random.Random) -> bytes:
+    body: dict[str, Any] = {"messages": user("hello there"), "max_tokens": rng.randint(1, 20)}
+    body |= {"stream": rng.random() < 0.5, "n": rng.randint(1, 3)} | rng.choice(_EXTRAS)
+    for _ in range(rng.randint(0, 2)):
+        body[rng.choice(_NAMES)] = rng.choice(_VALUES)
+    return json.dumps(body).encode()
+
+
+def mangled(rng: random.Random, message: bytes) -> bytes:
+    kind = rng.random()
+    if kind < 0.2:
+        changed = bytearray(message)
+        for _ in range(rng.randint(1, 4)):
+            changed[rng.randrange(len(changed))] = rng.randrange(256)
+        return bytes(changed)
+    if kind < 0.3:
+        return message[: rng.randrange(len(message))]
+    return message * 2 if kind < 0.4 else message
+
+
+def test_random_requests(server: Server) -> None:
+    rng = random.Random(5)
+    for _ in range(600):
+        body = random_body(rng)
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.settimeout(20)
+            try:
+                message = _HEAD % (len(body), body)
+                sent = mangled(rng, message)
+                connection.sendall(sent)
+                if rng.random() < 0.4:  # leaves
+                    time.sleep(rng.random() * 0.01)
+                    continue
+                if not sent.startswith(message):  # the server may wait for more
+                    connection.shutdown(socket.SHUT_WR)
+                status = connection.recv(12)
+            except OSError:  # it was refused, and closed, while it was sending
+                continue
+            assert not status.startswith(b"HTTP/1.1 5"), body
+    wait_for(lambda: server.num_running() == 0, "end of all requests")
+    assert httpx.get(server.url + "/health").status_code == 200
+    assert "Traceback" not in server.log
+
+
+def test_clients_that_leave_as_tokens_come(server: Server) -> None:
+    """At every moment of a stream, among others that go on."""
+    rng = random.Random(6)
+    body = json.dumps(
+        {"messages": user("hello"), "max_tokens": 60, "ignore_eos": True, "stream": True, "n": 2}
+    ).encode()
+    waiting = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(60)]
+    for connection in waiting:
+        connection.sendall(_HEAD % (len(body), body))
+    whole, leaving = waiting[:5], waiting[5:]
+    for connection in leaving:
+        time.sleep(rng.random() * 0.02)
+        connection.close()
+    for connection in whole:
+        connection.settimeout(60)
+        text = b""
+        while b"data: [DONE]" not in text:
+            data = connection.recv(1 << 16)
+            assert data, text[-300:]
+            text += data
+        connection.close()
+    wait_for(lambda: server.num_running() == 0, "end of all requests")
+    assert "Traceback" not in server.log
