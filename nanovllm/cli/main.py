@@ -16,6 +16,8 @@ COMMANDS = {
     "chat": "nanovllm.cli.chat",
     "complete": "nanovllm.cli.complete",
     "run-batch": "nanovllm.cli.run_batch",
+    "bench": "nanovllm.cli.bench",
+    "env": "nanovllm.cli.env",
     "completion": "nanovllm.cli.completion",
 }
 """Each a module with SUMMARY, make_parser() and run(parser, arguments)."""

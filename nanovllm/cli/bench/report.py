@@ -1,0 +1,128 @@
+"""From what was measured of each request to the table and the JSON that `vllm bench serve` gives."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+METRICS = {
+    "ttft": ("Time to First Token", "TTFT"),
+    "tpot": ("Time per Output Token (excl. 1st token)", "TPOT"),
+    "itl": ("Inter-token Latency", "ITL"),
+    "e2el": ("End-to-end Latency", "E2EL"),
+}
+_WIDTH = 50
+
+
+@dataclass
+class Measured:
+    """One request. Times in seconds, by time.perf_counter()."""
+
+    num_prompt_tokens: int
+    begin: float = 0.0
+    times: list[float] = field(default_factory=list)
+    """Of each piece of the answer."""
+    num_output_tokens: int = 0
+    error: str = ""
+
+    @property
+    def latency(self) -> float:
+        return self.times[-1] - self.begin
+
+    @property
+    def ttft(self) -> float:
+        return self.times[0] - self.begin
+
+    @property
+    def itl(self) -> list[float]:
+        """Seconds between two pieces."""
+        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Linear between the two nearest values; 0 of none."""
+    ordered = sorted(values)
+    if not ordered:
+        return 0.0
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def summarise(
+    measured: Sequence[Measured], seconds: float, metrics: Sequence[str], percents: Sequence[float]
+) -> dict[str, Any]:
+    """Totals, and mean, median, standard deviation and percentiles of each metric in ms."""
+    good = [each for each in measured if not each.error]
+    prompt = sum(each.num_prompt_tokens for each in good)
+    output = sum(each.num_output_tokens for each in good)
+    found: dict[str, Any] = {
+        "duration": seconds,
+        "completed": len(good),
+        "failed": len(measured) - len(good),
+        "total_input_tokens": prompt,
+        "total_output_tokens": output,
+        "request_throughput": len(good) / seconds,
+        "output_throughput": output / seconds,
+        "total_token_throughput": (prompt + output) / seconds,
+        "max_concurrent_requests": _most_at_once(good),
+    }
+    values = {
+        "ttft": [each.ttft for each in good],
+        "tpot": [
+            (each.latency - each.ttft) / (each.num_output_tokens - 1) for each in good if each.num_output_tokens > 1
+        ],
+        "itl": [gap for each in good for gap in each.itl],
+        "e2el": [each.latency for each in good],
+    }
+    for name in metrics:
+        ms = [1000 * value for value in values[name]]
+        found[f"mean_{name}_ms"] = statistics.fmean(ms) if ms else 0.0
+        found[f"median_{name}_ms"] = percentile(ms, 50)
+        found[f"std_{name}_ms"] = statistics.pstdev(ms) if ms else 0.0
+        for percent in percents:
+            found[f"p{percent:g}_{name}_ms"] = percentile(ms, percent)
+    return found
+
+
+def _most_at_once(measured: Sequence[Measured]) -> int:
+    changes = sorted([(each.begin, 1) for each in measured] + [(each.times[-1], -1) for each in measured])
+    most = now = 0
+    for _, change in changes:
+        now += change
+        most = max(most, now)
+    return most
+
+
+def _line(name: str, value: float | int) -> str:
+    shown = f"{value:.2f}" if isinstance(value, float) else str(value)
+    return f"{name:<40} {shown:<10}".rstrip()
+
+
+def table(
+    found: dict[str, Any], metrics: Sequence[str], percents: Sequence[float], rate: float, concurrency: int | None
+) -> str:
+    lines = [" Serving Benchmark Result ".center(_WIDTH, "=")]
+    lines += [_line("Successful requests:", found["completed"]), _line("Failed requests:", found["failed"])]
+    if concurrency is not None:
+        lines.append(_line("Maximum request concurrency:", concurrency))
+    if rate != float("inf"):
+        lines.append(_line("Request rate configured (RPS):", rate))
+    for name, key in (
+        ("Benchmark duration (s):", "duration"),
+        ("Total input tokens:", "total_input_tokens"),
+        ("Total generated tokens:", "total_output_tokens"),
+        ("Request throughput (req/s):", "request_throughput"),
+        ("Output token throughput (tok/s):", "output_throughput"),
+        ("Peak concurrent requests:", "max_concurrent_requests"),
+        ("Total token throughput (tok/s):", "total_token_throughput"),
+    ):
+        lines.append(_line(name, found[key]))
+    for name in metrics:
+        title, short = METRICS[name]
+        lines.append(title.center(_WIDTH, "-"))
+        lines.append(_line(f"Mean {short} (ms):", found[f"mean_{name}_ms"]))
+        lines.append(_line(f"Median {short} (ms):", found[f"median_{name}_ms"]))
+        lines += [_line(f"P{percent:g} {short} (ms):", found[f"p{percent:g}_{name}_ms"]) for percent in percents]
+    return "\n".join([*lines, "=" * _WIDTH])

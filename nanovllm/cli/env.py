@@ -1,0 +1,134 @@
+"""`nanovllm env`: what this machine has, what the engine would use of it, and what is missing."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nanovllm
+from nanovllm.cli.options import Parser
+
+SUMMARY = "versions, GPUs, the attention backend, what is missing"
+_PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "flash-attn-4", "flash-attn")
+_BLOCK_SIZE = 128
+
+
+def make_parser() -> Parser:
+    parser = Parser(prog="nanovllm env", description="Prints versions, GPUs and what is missing: for reports of bugs.")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    return parser
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def missing_of(extra: str) -> list[str]:
+    """Packages of one of our extras that are not installed."""
+    try:
+        required = importlib.metadata.requires("nanovllm") or []
+    except importlib.metadata.PackageNotFoundError:  # run from a clone
+        return []
+    wanted = [line for line in required if re.search(rf"extra == ['\"]{extra}['\"]", line)]
+    names = [re.match(r"[\w.-]+", line) for line in wanted]
+    return [name[0] for name in names if name is not None and name[0] != "nanovllm" and _version(name[0]) is None]
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's driver; None where there is none."""
+    path = Path("/proc/driver/nvidia/version")
+    if path.is_file() and (found := re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", path.read_text())):
+        return found[1]
+    if (program := shutil.which("nvidia-smi")) is None:
+        return None
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.split("\n")[0].strip() or None if done.returncode == 0 else None
+
+
+def _gpus() -> list[dict[str, Any]]:
+    import torch
+
+    found = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        capability = f"{properties.major}.{properties.minor}"
+        gib = round(properties.total_memory / (1 << 30), 1)
+        found.append({"name": properties.name, "memory_gib": gib, "compute_capability": capability})
+    return found
+
+
+def _attention() -> dict[str, str]:
+    """The backend for a model of common shape, and why it is the one."""
+    import torch
+
+    from nanovllm.attention import select_backend
+    from nanovllm.attention.base import AttentionSpec
+
+    cuda = torch.cuda.is_available()
+    spec = AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5)
+    dtype = torch.bfloat16 if cuda else torch.float32
+    device = "cuda" if cuda else "cpu"
+    try:
+        chosen = select_backend("auto", (spec,), device=device, dtype=dtype, block_size=_BLOCK_SIZE)
+    except ValueError as error:
+        return {"backend": "none", "reason": str(error)}
+    return {"backend": chosen.backend.__name__.removesuffix("Backend").lower(), "reason": chosen.reason}
+
+
+def gather() -> dict[str, Any]:
+    """All of it."""
+    import torch
+
+    gpus = _gpus()
+    missing = {extra: names for extra in ("serve", "structured", "completion") if (names := missing_of(extra))}
+    if gpus and gpus[0]["compute_capability"].split(".")[0] in ("9", "10") and _version("flash-attn-4") is None:
+        missing["flash"] = ["flash-attn-4"]
+    return {
+        "nanovllm": nanovllm.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        "cuda_of_torch": torch.version.cuda,
+        "driver": _driver(),
+        "gpus": gpus,
+        "attention": _attention(),
+        "missing": missing,
+    }
+
+
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    for name in ("nanovllm", "python", "platform", "cpus"):
+        yield f"{name:<12} {found[name]}"
+    for name, version in found["packages"].items():
+        yield f"{name:<12} {version}"
+    yield f"{'CUDA':<12} torch is built for {found['cuda_of_torch'] or 'none'}, driver {found['driver'] or 'none'}"
+    for index, gpu in enumerate(found["gpus"]):
+        capability = f"compute capability {gpu['compute_capability']}"
+        yield f"{f'GPU {index}':<12} {gpu['name']}, {gpu['memory_gib']} GiB, {capability}"
+    if not found["gpus"]:
+        yield f"{'GPU':<12} none that torch sees: models run on the CPU"
+    attention = found["attention"]
+    yield f"{'attention':<12} {attention['backend']} ({attention['reason']})"
+    for extra, names in found["missing"].items():
+        yield f"{'missing':<12} {', '.join(names)}: pip install 'nanovllm[{extra}]'"
+
+
+def run(parser: Parser, arguments: list[str]) -> int:
+    given = parser.parse_args(arguments)
+    found = gather()
+    print(json.dumps(found, indent=1) if given.json else "\n".join(_lines(found)))
+    return 0

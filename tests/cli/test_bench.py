@@ -1,0 +1,111 @@
+"""`bench` and `env`: figures add up, options of vLLM's are known, mistakes are named."""
+
+import json
+from pathlib import Path
+
+import pytest
+from running import nanovllm
+from serve.serving import DEMO, Server
+
+from nanovllm.cli.bench.data import PromptTokenizer
+from nanovllm.cli.bench.report import Measured, percentile, summarise
+from nanovllm.cli.main import main
+
+SMALL = ("--num-prompts", "6", "--random-input-len", "20", "--random-output-len", "8", "--ignore-eos")
+
+
+def test_summary_of_known_times() -> None:
+    slow = Measured(10, begin=1.0, times=[2.0, 3.0, 5.0], num_output_tokens=3)
+    fast = Measured(20, begin=4.0, times=[4.5], num_output_tokens=1)
+    broken = Measured(30, begin=4.0, error="gone")
+    found = summarise([slow, fast, broken], 10.0, ["ttft", "tpot", "itl", "e2el"], [50, 100])
+    assert (found["completed"], found["failed"]) == (2, 1)
+    assert (found["total_input_tokens"], found["total_output_tokens"]) == (30, 4)
+    assert (found["output_throughput"], found["total_token_throughput"]) == (0.4, 3.4)
+    assert (found["mean_ttft_ms"], found["p100_ttft_ms"], found["median_ttft_ms"]) == (750, 1000, 750)
+    assert found["mean_tpot_ms"] == 1500
+    assert (found["mean_itl_ms"], found["p100_itl_ms"]) == (1500, 2000)
+    assert found["p100_e2el_ms"] == 4000
+    assert found["max_concurrent_requests"] == 2
+
+
+@pytest.mark.parametrize(("percent", "value"), [(0, 1), (50, 2.5), (100, 4), (75, 3.25)])
+def test_percentile(percent: float, value: float) -> None:
+    assert percentile([4, 1, 3, 2], percent) == value
+    assert percentile([], percent) == 0
+
+
+def test_random_text_has_the_length_that_was_asked_for() -> None:
+    tokenizer = PromptTokenizer(str(DEMO))
+    text, count = tokenizer.text_of_length(tokenizer.usable[:50])
+    assert len(tokenizer.encode(text)) == count
+    assert 40 <= count <= 60
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--prompt-token-ids", "--request-rate", "40", "--num-warmups", "2"),
+        ("--backend", "openai-chat", "--max-concurrency", "2", "--temperature", "0"),
+        ("--random-range-ratio", "0.5", "--random-prefix-len", "4", "--burstiness", "0.5", "--request-rate", "100"),
+    ],
+)
+def test_serve(server: Server, tmp_path: Path, options: tuple[str, ...]) -> None:
+    saving = ("--save-detailed", "--result-dir", str(tmp_path), "--result-filename", "found.json")
+    metrics = ("--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,99")
+    done = nanovllm("bench", "serve", "--base-url", server.url, *SMALL, *options, *saving, *metrics)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["completed"] == 6 and found["model_id"] == "demo"
+    assert sum(found["output_lens"]) == found["total_output_tokens"]
+    assert 0 < found["median_ttft_ms"] <= found["p99_e2el_ms"]
+    assert found["p99_tpot_ms"] > 0
+    for line in ("Successful requests:                     6", "Mean TPOT (ms):", "P99 E2EL (ms):"):
+        assert line in done.stdout
+    if "--prompt-token-ids" in options:
+        assert found["input_lens"] == [20] * 6 and found["output_lens"] == [8] * 6
+
+
+def test_sharegpt(server: Server, tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "What is the capital of France?"}, {"from": "gpt", "value": "It is Paris."}]
+    path = tmp_path / "shared.json"
+    path.write_text(json.dumps([{"conversations": turns}, {"conversations": turns[:1]}]))
+    done = nanovllm(
+        "bench", "serve", "--base-url", server.url, "--dataset-name", "sharegpt", "--dataset-path", str(path),
+        "--num-prompts", "3", "--backend", "openai-chat",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Successful requests:                     3" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--request-rate", "0"), "request_rate"),
+        (("--percentile-metrics", "speed"), "percentile_metrics"),
+        (("--backend", "openai-chat", "--prompt-token-ids"), "chats take text"),
+        (("--tokenizer", "/no/such"), "tokenizer.json"),
+        (("--extra-body", '{"temperature": -1}'), "temperature"),
+        (("--dataset-name", "sharegpt"), "dataset_path"),
+    ],
+)
+def test_mistakes(server: Server, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], said: str) -> None:
+    assert main(["bench", "serve", "--base-url", server.url, *SMALL, *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_engine_alone(tmp_path: Path) -> None:
+    own = ("--device", "cpu", "--num-kvcache-blocks", "128", "--output-json", str(tmp_path / "found.json"))
+    done = nanovllm("bench", "throughput", *own, "--num-prompts", "3", "--input-len", "8", "--output-len", "4")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "found.json").read_text())["total_num_tokens"] == 36
+    sizes = ("--batch-size", "2", "--input-len", "8", "--output-len", "4", "--num-iters", "2")
+    done = nanovllm("bench", "latency", *own, *sizes, "--num-iters-warmup", "1")
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads((tmp_path / "found.json").read_text())["latencies"]) == 2
+
+
+def test_env() -> None:
+    found = json.loads(nanovllm("env", "--json").stdout)
+    assert found["packages"]["torch"] and found["attention"]["backend"] in ("torch", "triton", "flash")
+    assert "attention" in nanovllm("env").stdout
