@@ -15,6 +15,8 @@ import torch
 from nanovllm.layers.weights import CheckpointWeight, TensorSource
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FILE_DTYPES = {**DTYPES, "U8": torch.uint8}
+"""Those of files; bytes are parts of quantised tensors."""
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _READ_THREADS = 8
 
@@ -64,13 +66,13 @@ def _file_tensor(path: Path, name: str, entry: dict[str, Any], data: torch.Tenso
         begin, end = map(int, entry["data_offsets"])
     except (KeyError, TypeError, ValueError, OverflowError):
         raise ValueError(f"{path}: corrupt: tensor {name!r} is described by {entry!r}") from None
-    if dtype not in DTYPES:
-        raise ValueError(f"{path}: tensor {name!r} has type {dtype}: must be one of {', '.join(DTYPES)}")
-    expected = shape.numel() * DTYPES[dtype].itemsize
+    if dtype not in FILE_DTYPES:
+        raise ValueError(f"{path}: tensor {name!r} has type {dtype}: must be one of {', '.join(FILE_DTYPES)}")
+    expected = shape.numel() * FILE_DTYPES[dtype].itemsize
     if not 0 <= begin <= end <= data.numel() or end - begin != expected:
         bounds = f"bytes {begin}..{end} of {data.numel()}, {expected} needed"
         raise ValueError(f"{path}: corrupt or cut short: tensor {name!r} at {bounds}")
-    return FileTensor(data, DTYPES[dtype], shape, begin, end)
+    return FileTensor(data, FILE_DTYPES[dtype], shape, begin, end)
 
 
 def _files_of_index(index: Path) -> list[str]:

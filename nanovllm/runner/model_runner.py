@@ -16,6 +16,7 @@ from nanovllm.kernels.base.compile_keys import hash_triton, resolve_keys
 from nanovllm.models.checkpoint import check_names, load_checkpoint, load_dummy, open_checkpoint
 from nanovllm.models.decoder import ModelContext, attention_specs
 from nanovllm.models.live_module import LiveModule
+from nanovllm.models.mxfp4 import widened
 from nanovllm.models.registry import decoder_class, family
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.runner import tuning
@@ -125,7 +126,8 @@ class ModelRunner:
         if self.config.load_format == "dummy":
             load_dummy(self.weights, self.dtype, self.device, self.config.seed, self._progress)
         else:
-            tensors = dict(self._spelling.select(open_checkpoint(Path(self.config.model)).items()))
+            found = open_checkpoint(Path(self.config.model))
+            tensors = widened(dict(self._spelling.select(found.items())), self.device)
             check_names(self.weights, tensors, self.model_config.tie_word_embeddings)
             load_checkpoint(self.weights, tensors, self.device, self._progress)
 

@@ -15,6 +15,7 @@ import torch
 import transformers
 from observing import LogitRecorder
 from safetensors.torch import save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nanovllm import LLM, SamplingParams
@@ -323,8 +324,35 @@ def expect_tokens_of_transformers(case: Case, folder: Path, **options: Any) -> N
         assert torch.equal(torch.tensor(output.token_ids)[sure], best.indices[:, 0][sure])
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_mxfp4_weights_are_widened(ranks: int, tmp_path: Path) -> None:
+    """Widths that are whole groups of 32, of which two ranks cut one."""
+    size = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    case = replace(CASES["gpt_oss"], entries={**CASES["gpt_oss"].entries, **size})
+    model, packed = make_model(case), {}
+    for name, experts in ((name, m) for name, m in model.named_modules() if name.endswith("mlp.experts")):
+        for projection, rows, columns in (("gate_up_proj", 2 * 96, 64), ("down_proj", 64, 96)):
+            blocks = torch.randint(0, 256, (5, rows, columns // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(121, 126, (5, rows, columns // 32), dtype=torch.uint8)
+            wide = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+            getattr(experts, projection).data = wide.float()
+            packed |= {f"{name}.{projection}_blocks": blocks, f"{name}.{projection}_scales": scales}
+    save(model, replace(case, written={"quantization_config": {"quant_method": "mxfp4"}}), tmp_path)
+    whole = {name for name in model.state_dict() if name + "_blocks" in packed}
+    others = {name: tensor.clone() for name, tensor in model.state_dict().items() if name not in whole}
+    save_file(others | packed, tmp_path / "model.safetensors")
+    with LLM(str(tmp_path), **OPTIONS, tensor_parallel_size=ranks) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        best = reference_logits(model, prompt, output.token_ids).topk(2)
+        sure = best.values[:, 0] - best.values[:, 1] > 1e-3
+        assert sure.sum() > NUM_TOKENS // 2
+        assert torch.equal(torch.tensor(output.token_ids)[sure], best.indices[:, 0][sure])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma2", "olmo3", "cohere2", "nemotron", "hunyuan_v1_dense"])
+@pytest.mark.parametrize("name", ["gemma2", "olmo3", "cohere2", "nemotron", "hunyuan_v1_dense", "qwen2_moe", "glm4_moe",
+                                  "gpt_oss"])
 def test_triton_kernels_give_the_logits_of_transformers(name: str) -> None:
     """By Triton's interpreter, which has to be chosen before triton is imported: this file run as a script."""
     pytest.importorskip("triton")

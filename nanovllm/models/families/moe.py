@@ -128,7 +128,7 @@ _GRANITE = {"mlp": "block_sparse_moe", "gate": "router.layer"}
 _MTP = ("model.layers.46.", "model.layers.92.")
 """Of GLM-4.5-Air and GLM-4.5: layers behind the last one, which draft tokens (multi-token prediction)."""
 _GPT_OSS_ROPE = {
-    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
     "truncate": False, "original_max_position_embeddings": 4096,
 }  # fmt: skip
 
@@ -166,7 +166,8 @@ FAMILIES = {
             "head_dim": 64,
             "sliding_window": 128,
             "rms_norm_eps": 1e-5,
-            "rope_parameters": _GPT_OSS_ROPE,
+            "rope_theta": 150000.0,
+            "rope_scaling": _GPT_OSS_ROPE,
         },
     ),
 }
