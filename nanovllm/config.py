@@ -78,6 +78,9 @@ class EngineConfig:
     """Seeds the sampling of requests that bring no seed of their own, and dummy weights."""
     load_format: str = "auto"
     """"auto": safetensors; "dummy": random weights from the configuration alone, the same at every rank count."""
+    model_impl: str = "auto"
+    """"native": our layers; "transformers": transformers' own module over our KV cache, on one rank and without CUDA
+    graphs; "auto": native where there is one."""
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     """Replaces entries of config.json, for example {"rope_scaling": {...}}."""
 
@@ -169,6 +172,7 @@ class EngineConfig:
         self._require_choice("dtype", "auto", *DTYPES)
         self._require_choice("logprobs_mode", "raw", "processed")
         self._require_choice("load_format", "auto", "dummy")
+        self._require_choice("model_impl", "auto", "native", "transformers")
         self._require_choice("attention_backend", "auto", "flash", "triton", "torch")
 
     def _require_choice(self, option: str, *choices: str) -> None:

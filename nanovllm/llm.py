@@ -369,7 +369,7 @@ def start_ranks(
 ) -> LLMEngine:
     """The engine over the ranks of `config`. module: see ModelRunner."""
     begin = time.perf_counter()
-    compiler = start_compiler(config, model_config)
+    compiler = start_compiler(config, model_config) if model_config.implementation == "native" else None
     try:
         from nanovllm.executor.local import LocalExecutor  # torch comes in here, while the tokenizer is loading
 

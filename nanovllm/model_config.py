@@ -6,6 +6,7 @@ its names there.
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Kinds of layers, as `layer_types` in config.json names them; also the names of their rope tables."""
@@ -155,12 +156,22 @@ class ModelConfig:
 
     moe: MoEConfig | None = None
 
+    transformers_config: dict[str, Any] | None = None
+    """config.json as it is, where transformers' own module computes the model (models/transformers_model.py)."""
+
+    @property
+    def implementation(self) -> str:
+        """"native", or "transformers" where its module computes the model."""
+        return "native" if self.transformers_config is None else "transformers"
+
     @property
     def num_hidden_layers(self) -> int:
         return len(self.layers)
 
     def check_tensor_parallel(self, size: int) -> None:
         """Raises ValueError where `size` ranks cannot share this model."""
+        if size > 1 and self.transformers_config is not None:
+            raise ValueError(f"tensor_parallel_size={size}: must be 1 where transformers computes it (model_impl)")
         heads = self.num_attention_heads
         if heads % size:
             raise ValueError(f"tensor_parallel_size={size}: must be a divisor of num_attention_heads={heads}")

@@ -172,11 +172,11 @@ def read_common(config: ConfigReader, generation: dict[str, Any], eps_name: str 
         "norm_eps": config.positive(eps_name, 1e-6),
         "tie_word_embeddings": config.flag("tie_word_embeddings"),
         "torch_dtype": dtype,
-        "eos_token_ids": _end_of_text(generation.get("eos_token_id"), config.get("eos_token_id"), vocab_size),
+        "eos_token_ids": end_of_text(generation.get("eos_token_id"), config.get("eos_token_id"), vocab_size),
     }
 
 
-def _end_of_text(generation: Any, config: Any, vocab_size: int) -> tuple[int, ...]:
+def end_of_text(generation: Any, config: Any, vocab_size: int) -> tuple[int, ...]:
     """generation_config.json's ids win over config.json's."""
     found = config if generation is None else generation
     ids = () if found is None else tuple(found) if isinstance(found, (list, tuple)) else (found,)

@@ -4,6 +4,7 @@ No torch: the host reads a configuration before torch is imported.
 """
 
 import json
+import logging
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -19,6 +20,8 @@ from nanovllm.models.published import PUBLISHED_SHAPES
 if TYPE_CHECKING:
     from nanovllm.models.decoder import DecoderForCausalLM
 
+
+logger = logging.getLogger(__name__)
 
 FAMILIES: dict[str, Family] = {
     name: family for module in (llama, qwen, gemma, phi, olmo, others, moe) for name, family in module.FAMILIES.items()
@@ -73,7 +76,27 @@ def read_model_config(config: EngineConfig) -> ModelConfig:
         raw = _read_json(folder / "config.json")
         if (folder / "generation_config.json").is_file():
             generation = _read_json(folder / "generation_config.json")
+    if _is_for_transformers(raw, config):
+        from nanovllm.models.transformers_model import read_transformers_config
+
+        return read_transformers_config({**raw, **config.hf_overrides}, generation)
     return parse_config(*override(raw, generation, config.hf_overrides))
+
+
+def _is_for_transformers(raw: dict[str, Any], config: EngineConfig) -> bool:
+    """Whether transformers' own module computes the model: where it is asked for, and for an architecture that is not
+    here but there."""
+    if config.model_impl != "auto":
+        return config.model_impl == "transformers"
+    found = config.hf_overrides.get("architectures", raw.get("architectures"))
+    if not isinstance(found, list) or len(found) != 1 or found[0] in FAMILIES:
+        return False
+    from nanovllm.models.transformers_model import is_known
+
+    if is_known({**raw, **config.hf_overrides}):
+        logger.warning("%s is no architecture of ours: transformers computes it, which is slow (model_impl)", found[0])
+        return True
+    return False
 
 
 def override(

@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from nanovllm.models.checkpoint import check_names, load_checkpoint, load_dummy,
 from nanovllm.models.decoder import ModelContext, attention_specs
 from nanovllm.models.live_module import LiveModule
 from nanovllm.models.mxfp4 import widened
+from nanovllm.models.names import CheckpointNames
 from nanovllm.models.registry import decoder_class, family
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.runner import tuning
@@ -33,6 +34,7 @@ from nanovllm.wire.step import dummy_step, packed_capacity
 
 if TYPE_CHECKING:
     from nanovllm.kernels.gemm.choice import Choices
+    from nanovllm.models.transformers_model import TransformersModel
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +88,8 @@ class ModelRunner:
         self.kernels = select_kernels(self.device, config.uses("fused_kernels"), interpret)
         if self.kernels.fused and self.device.type == "cuda":
             resolve_keys()
-        specs = attention_specs(model, rank, config.tensor_parallel_size)
+        foreign = self._load_foreign() if model.implementation == "transformers" else None
+        specs = foreign.specs if foreign else attention_specs(model, rank, config.tensor_parallel_size)
         backend_class, self.backend_reason, is_fallback = select_backend(
             config.attention_backend, specs, device=self.device, dtype=self.dtype, block_size=self.block_size
         )
@@ -97,13 +100,17 @@ class ModelRunner:
             specs, self.block_size, config.max_num_seqs, self.max_model_len, self.device, self.dtype
         )
         self.no_graphs_because = why_no_graphs(self.device, config.enforce_eager, self.kernels, self.backend)
+        if foreign:
+            self.no_graphs_because = "transformers computes the model"
         if rank == 0 and self.device.type == "cuda" and self.no_graphs_because and not config.enforce_eager:
             logger.warning("no CUDA graphs, which is slow: %s", self.no_graphs_because)
         self.backend.is_required = config.attention_backend != "auto"
         parts = (self.group, self.kernels, self.backend)
         context = ModelContext(model, *parts, self.dtype, self.device, self.max_model_len)
-        self.model = decoder_class(model.architecture)(context)
-        self._spelling = family(model.architecture).names
+        if foreign:
+            foreign.backend = self.backend
+        self.model: Any = foreign or decoder_class(model.architecture)(context)
+        self._spelling = CheckpointNames() if foreign else family(model.architecture).names
         self.live_module = None if module is None else LiveModule(module, self._spelling)
         if self.live_module is not None:
             self.io.synchronize()  # the caller may have computed the weights a moment ago, in another stream
@@ -114,10 +121,18 @@ class ModelRunner:
         self.work = StepWork(config, self.model, context, self.io)
         self.general_sampler = GeneralSampler(self.kernels, self.group, self.io, self.device, model.vocab_size)
 
+    def _load_foreign(self) -> "TransformersModel":
+        from nanovllm.models.transformers_model import TransformersModel, load_module
+
+        config = self.config
+        options: Any = {"dummy": config.load_format == "dummy", "dtype": self.dtype, "device": self.device}
+        module = load_module(self.model_config, config.model, seed=config.seed, **options)
+        return TransformersModel(module, self.kernels)
+
     @torch.inference_mode()
     def load(self) -> None:
-        """Fills the weights in, from the checkpoint or at random; those of a live module are there."""
-        if self.live_module is not None:
+        """Fills the weights in, from the checkpoint or at random; those of modules of transformers are there."""
+        if self.live_module is not None or self.model_config.implementation == "transformers":
             return
         with self.io.stream_context():
             self._load()
@@ -192,7 +207,8 @@ class ModelRunner:
     def _tunes(self) -> bool:
         """Kernels of our own may multiply."""
         config = self.config
-        return self.device.type == "cuda" and config.uses("gemm_kernels") and config.uses("fused_kernels")
+        is_ours = self.model_config.implementation == "native"
+        return is_ours and self.device.type == "cuda" and config.uses("gemm_kernels") and config.uses("fused_kernels")
 
     @torch.inference_mode()
     def choose_kernels(self) -> "Choices":
@@ -311,6 +327,7 @@ class ModelRunner:
         return {
             "device": torch.cuda.get_device_name(self.device) if cuda else "cpu",
             "dtype": self.config.dtype,
+            "model_impl": self.model_config.implementation,
             "attention_backend": self.backend.name,
             "attention_backend_reason": self.backend.fallen_back_from or self.backend_reason,
             "block_size": self.block_size,

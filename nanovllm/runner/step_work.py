@@ -1,5 +1,7 @@
 """What one rank computes in a step: rows, layers, head, sampling; at its exact size, or padded for a CUDA graph."""
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -7,7 +9,7 @@ from nanovllm.attention.base import AttentionMetadata
 from nanovllm.config import EngineConfig
 from nanovllm.kernels.step.input import DeviceState, StepBuffers
 from nanovllm.layers.attention import ForwardStep, wanted_rows
-from nanovllm.models.decoder import DecoderForCausalLM, ModelContext
+from nanovllm.models.decoder import ModelContext
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.sampler import LogitsView
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
@@ -20,8 +22,8 @@ class StepWork:
     state: DeviceState
     buffers: StepBuffers
 
-    def __init__(self, config: EngineConfig, model: DecoderForCausalLM, context: ModelContext, io: DeviceIO) -> None:
-        """`context`: what `model` was built with."""
+    def __init__(self, config: EngineConfig, model: Any, context: ModelContext, io: DeviceIO) -> None:
+        """`model`: a DecoderForCausalLM or a TransformersModel; `context`: what it was built with."""
         assert config.kvcache_block_size
         self._block_size: int = config.kvcache_block_size
         self._max_num_seqs, self._max_model_len = config.max_num_seqs, context.max_model_len

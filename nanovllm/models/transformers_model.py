@@ -1,0 +1,272 @@
+"""Any causal model of transformers whose attention goes through its attention interface, over the paged KV cache.
+
+The module is transformers' own and is not modified. Its attention function is ours, registered under a name of this
+model alone: it stores a step's keys and values in the cache and attends there. All rows of a step are packed into one,
+[1, T]; what tells them apart are the positions and our function. One rank, no CUDA graphs.
+"""
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from nanovllm.attention.base import AttentionBackend, AttentionSpec
+from nanovllm.errors import refuse
+from nanovllm.kernels import Kernels
+from nanovllm.kernels.attention.reference import attend_reference
+from nanovllm.kernels.pointwise.rope import QKNormRope
+from nanovllm.layers.attention import ForwardStep
+from nanovllm.layers.weights import CheckpointWeight, WeightedModule, whole
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.config_reader import end_of_text
+
+_PROBE = 6  # tokens of the texts by which a module is tried
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.2}
+"""Of a logit, as a share of the logits' standard deviation."""
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec, torch.Tensor | None], torch.Tensor]
+"""(queries, keys, values, each [T, heads, D]; spec, sinks) -> [T, Hq, D]"""
+
+
+def load_module(
+    config: ModelConfig, folder: str, *, dummy: bool, seed: int, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """The module with its weights from `folder`, or random ones. Raises ValueError or OSError as transformers does."""
+    raw = config.transformers_config
+    assert raw is not None
+    settings = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
+    with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if dummy:
+            module = AutoModelForCausalLM.from_config(settings, dtype=dtype)
+        else:
+            module = AutoModelForCausalLM.from_pretrained(folder, config=settings, dtype=dtype)
+        return module.to(device).eval().requires_grad_(False)
+
+
+@dataclass
+class PagedAttention:
+    """One call of the attention function in a forward pass: a layer with keys of its own."""
+
+    spec: AttentionSpec
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+
+    @property
+    def cache_shape(self) -> tuple[int, int]:
+        """(kv heads, head_dim): what a token takes of k_cache, and as much of v_cache."""
+        return self.spec.num_kv_heads, self.spec.head_dim
+
+    def unbind_cache(self) -> None:
+        """Lets go of the KV cache; runner/kv_cache.py binds one."""
+        self.k_cache = self.v_cache = self.k_cache.new_empty(0, self.cache_shape[0], 1, self.cache_shape[1])
+
+
+@dataclass
+class _Trial:
+    """What a first pass of a module has shown."""
+
+    specs: list[AttentionSpec] = field(default_factory=list)
+    windows: set[int] = field(default_factory=set)
+    """Of the masks that the module has asked for."""
+
+
+class TransformersModel(WeightedModule):
+    """The same to its runner as DecoderForCausalLM, but for what several ranks and graphs need."""
+
+    def __init__(self, module: PreTrainedModel, kernels: Kernels) -> None:
+        """Tries the module: raises ValueError where it computes something that packed rows over a cache of keys and
+        values cannot give."""
+        super().__init__()
+        self.module, self.kernels = module, kernels
+        self.backend: AttentionBackend | None = None
+        """Of the specs that the trial has found; the runner's to set."""
+        self._takes_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
+        self._attend: Attend | None = None
+        self._trial = _Trial()
+        self._register()
+        self._try()
+        none = torch.empty(0, dtype=module.dtype, device=module.device)
+        self._layers = [PagedAttention(spec, none, none) for spec in self._trial.specs]
+        for layer in self._layers:
+            layer.unbind_cache()
+
+    @property
+    def specs(self) -> tuple[AttentionSpec, ...]:
+        return tuple(dict.fromkeys(self._trial.specs))
+
+    def attention_layers(self) -> list[PagedAttention]:
+        return self._layers
+
+    def forward(self, input_ids: torch.Tensor, step: ForwardStep, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """Token ids int32 [T] -> logits [T, vocab], of the tokens `wanted`, int [N], alone [N, vocab]."""
+        calls = iter(self._layers)
+
+        def attend(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None
+        ) -> torch.Tensor:
+            layer = next(calls)
+            assert layer.spec == spec and self.backend is not None
+            qkv = torch.cat((q, k, v), dim=1).flatten(1)
+            how = QKNormRope(spec.num_heads, spec.num_kv_heads, spec.head_dim, rotary_dim=0)
+            caches = (layer.k_cache, layer.v_cache)
+            q = self.kernels.qk_norm_rope_store(qkv, how, step.positions, step.slot_mapping, *caches)
+            return self.backend.forward(q, *caches, step.attention, torch.empty_like(q), spec, sinks)
+
+        rows = {} if wanted is None or not self._takes_rows else {"logits_to_keep": wanted}
+        with self._attending(attend):
+            logits = self._logits(input_ids, step.positions, **rows)
+        return logits if wanted is None or rows else logits.index_select(0, wanted)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What `forward` returns are logits."""
+        return hidden
+
+    def checkpoint_weights(self, prefix: str = "") -> Iterator[CheckpointWeight]:
+        """The module's parameters by its own names."""
+        for name, parameter in self.module.named_parameters():
+            yield whole(name, parameter)
+
+    # -- transformers' attention interface ---------------------------------------------------------------------
+
+    def _register(self) -> None:
+        """Makes `_attention` the module's attention function, under a name that no other module has."""
+        name, me = f"nanovllm_{id(self)}", weakref.ref(self)
+
+        def attention(*args: Any, **options: Any) -> tuple[torch.Tensor, None]:
+            model = me()
+            assert model is not None
+            return model._attention(*args, **options), None
+
+        def mask(local_size: int | None = None, **_: Any) -> None:
+            model = me()
+            assert model is not None
+            model._trial.windows |= set() if local_size is None else {local_size}
+
+        self._name = name
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, mask)
+        for registry in (AttentionInterface, AttentionMaskInterface):
+            weakref.finalize(self, registry._global_mapping.pop, name, None)
+
+    def _attention(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None, scaling: float | None = None, sliding_window: int | None = None,
+        softcap: float | None = None, s_aux: torch.Tensor | None = None, is_causal: bool | None = None, **_: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D]."""
+        what = type(module).__name__
+        if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+            _refuse(f"{what} is not causal")
+        if attention_mask is not None:
+            _refuse(f"{what} has a mask of its own")
+        if key.shape != value.shape:
+            _refuse(f"{what} has values of {value.shape[-1]} dimensions and keys of {key.shape[-1]}")
+        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        sizes = (query.shape[1], key.shape[1], query.shape[3])
+        spec = AttentionSpec(*sizes, scale, sliding_window or None, softcap or None, s_aux is not None)
+        assert self._attend is not None
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        return self._attend(q, k, v, spec, s_aux)[None]
+
+    @contextmanager
+    def _attending(self, attend: Attend) -> Iterator[None]:
+        """Within it the module's attention is `attend`."""
+        self._attend = attend
+        try:
+            yield
+        finally:
+            self._attend = None
+
+    def _logits(self, input_ids: torch.Tensor, positions: torch.Tensor, **options: Any) -> torch.Tensor:
+        return self.module(
+            input_ids=input_ids[None].long(), position_ids=positions[None].long(), use_cache=False, **options
+        ).logits[0]
+
+    # -- the trial ----------------------------------------------------------------------------------------------
+
+    def _try(self) -> None:
+        """Two copies of a text, packed, must both get the logits that transformers gives the text alone. So what is not
+        attention (states that run on, positions by place) is found out here, and not by a wrong text."""
+        module = self.module
+        ids, positions = (torch.arange(begin, begin + _PROBE, device=module.device) for begin in (1, 0))
+        alone = self._logits(ids, positions).float()
+        module.set_attn_implementation(self._name)
+        with self._attending(self._try_attention):
+            packed = self._logits(ids.repeat(2), positions.repeat(2)).float()
+        specs, windows = self._trial.specs, self._trial.windows
+        if not specs:
+            _refuse("its attention does not go through transformers' attention interface")
+        if unknown := windows - {spec.window for spec in specs}:
+            _refuse(f"it masks pieces of {min(unknown)} tokens, which its attention is not told")
+        error = (packed.view(2, *alone.shape) - alone).abs().max() / alone.std()
+        if not error <= _TOLERANCE[module.dtype]:
+            _refuse("two texts, packed, do not get the logits that each gets alone")
+
+    def _try_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        self._trial.specs.append(spec)
+        visible = torch.ones(_PROBE, _PROBE, dtype=torch.bool, device=q.device).tril()
+        if spec.window is not None:
+            visible = visible.triu(1 - spec.window)
+        by_query = None if sinks is None else sinks[:, None].expand(-1, _PROBE)
+        halves = []
+        for parts in zip(*(x.transpose(0, 1).split(_PROBE, dim=1) for x in (q, k, v)), strict=True):
+            queries, keys, values = (_repeated(part, spec.num_heads) for part in parts)
+            halves.append(attend_reference(queries, keys, values, spec.scale, visible, spec.softcap, by_query))
+        return torch.cat(halves, dim=1).transpose(0, 1).to(q.dtype)
+
+
+def _repeated(x: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """x [heads, T, D] -> [num_heads, T, D]."""
+    return x.repeat_interleave(num_heads // x.shape[0], dim=0)
+
+
+def _refuse(why: str) -> None:
+    refuse("model_impl", "transformers", f"of another model: {why}")
+
+
+def is_known(raw: dict[str, Any]) -> bool:
+    """Whether transformers has a causal model for this config.json."""
+    return [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(raw.get("model_type", ""))] == raw.get("architectures")
+
+
+def read_transformers_config(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
+    """config.json of any model that transformers knows, as far as the engine itself needs it; `generation`: as
+    parse_config. Raises ValueError where transformers does not know it."""
+    if not is_known(raw):
+        refuse("architectures", raw.get("architectures"), "a causal model that transformers has for its model_type")
+    settings = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
+    text = settings.get_text_config(decoder=True)
+    longest = getattr(text, "max_position_embeddings", None)
+    if not isinstance(longest, int):
+        refuse("max_position_embeddings", longest, "an integer (hf_overrides can set it)")
+    heads = text.num_attention_heads
+    dtype = getattr(settings, "dtype", None) or torch.float32
+    return ModelConfig(
+        architecture=raw["architectures"][0],
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        intermediate_size=0,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        max_position_embeddings=longest,
+        norm_eps=0.0,
+        layers=(),
+        ropes={},
+        tie_word_embeddings=bool(getattr(settings, "tie_word_embeddings", False)),
+        torch_dtype=str(dtype).removeprefix("torch."),
+        eos_token_ids=end_of_text(generation.get("eos_token_id"), text.eos_token_id, text.vocab_size),
+        transformers_config=raw,
+    )

@@ -1,0 +1,117 @@
+"""model_impl="transformers": unmodified modules of transformers over our paged cache, equal to transformers' own."""
+
+import gc
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from observing import LogitRecorder
+from test_families import (
+    CASES,
+    GREEDY,
+    NUM_TOKENS,
+    OPTIONS,
+    PROMPTS,
+    TOLERANCE,
+    Case,
+    make_model,
+    reference_logits,
+    save,
+)
+
+from nanovllm import LLM
+
+FOREIGN = {
+    "GPT-NeoX: parallel blocks, partial rope": Case("GPTNeoX", {"num_hidden_layers": 3}),
+    "GPT-2: positions are learned": Case("GPT2", {"num_hidden_layers": 3}),
+    "OPT: positions come from the mask where none are given": Case("OPT", {"ffn_dim": 52, "word_embed_proj_dim": 48}),
+    "OLMo: norms without weights": Case("Olmo", {"clip_qkv": 0.5}),
+    "StableLM: grouped heads": Case("StableLm", {"use_qkv_bias": True}),
+    "Cohere: logits are scaled": Case("Cohere", {"logit_scale": 0.3}),
+    "DiffLlama: attends twice in a layer": Case("DiffLlama", {}),
+    "Persimmon: attention without keywords": Case("Persimmon", {}),
+}
+FORCED = {name: CASES[name] for name in ("llama", "gemma2", "gemma3", "qwen3", "mistral")}
+"""Windows, soft-caps and scales come through the interface."""
+ALL = {**FOREIGN, **FORCED}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_equals_transformers_alone_in_a_crowd_in_chunks_and_cached(name: str, tmp_path: Path) -> None:
+    model = make_model(ALL[name])
+    with LLM(str(save(model, ALL[name], tmp_path)), model_impl="transformers", **OPTIONS) as llm:
+        recorder = LogitRecorder(llm)
+        crowd = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        cached = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        alone = llm.generate(PROMPTS[1], GREEDY, use_tqdm=False)
+        assert cached[-1].num_cached_tokens >= 16
+        assert llm.engine_info()["model_impl"] == "transformers"
+    model.generation_config.eos_token_id = None
+    for prompt, *outputs in zip(PROMPTS, crowd, cached, strict=True):
+        outputs += alone if prompt == PROMPTS[1] else []
+        ids = model.generate(torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False)[0, len(prompt) :]
+        theirs = reference_logits(model, prompt, ids.tolist())
+        assert theirs.std(-1).min() > 0.05
+        for output in outputs:
+            assert output.token_ids == ids.tolist()
+            torch.testing.assert_close(recorder.of(output.request_id, len(prompt), NUM_TOKENS), theirs, **TOLERANCE)
+
+
+def test_auto_takes_it_for_unknown_architectures_alone_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, chosen in (("GPTNeoX", "transformers"), ("Llama", "native")):
+        folder = save(make_model(Case(name, {})), Case(name, {}), tmp_path / name)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING), LLM(str(folder), **OPTIONS) as llm:
+            assert llm.engine_info()["model_impl"] == chosen
+        warned = [record.message for record in caplog.records if "transformers computes it" in record.message]
+        assert len(warned) == (chosen == "transformers")
+    with pytest.raises(ValueError, match="architectures='GPTNeoXForCausalLM': must be one of"):
+        LLM(str(tmp_path / "GPTNeoX"), model_impl="native", **OPTIONS)
+    with pytest.raises(ValueError, match="tensor_parallel_size=2: must be 1 where transformers"):
+        LLM(str(tmp_path / "GPTNeoX"), tensor_parallel_size=2, **OPTIONS)
+
+
+REFUSED = {
+    "Falcon": ({}, "does not go through transformers' attention interface"),
+    "Lfm2": ({"layer_types": ["conv", "full_attention", "conv", "full_attention"]}, "two texts, packed"),
+    "Llama4Text": ({"attention_chunk_size": 8}, "masks pieces of 8 tokens"),
+}
+
+
+@pytest.mark.parametrize("config", REFUSED)
+def test_what_packed_rows_cannot_give_is_refused(config: str, tmp_path: Path) -> None:
+    entries, message = REFUSED[config]
+    case = Case(config, entries)
+    folder = save(make_model(case), case, tmp_path)
+    with pytest.raises(ValueError, match=f"model_impl='transformers': must be of another model: .*{message}"):
+        LLM(str(folder), model_impl="transformers", **OPTIONS)
+
+
+def test_new_weights_and_two_engines_at_once(tmp_path: Path) -> None:
+    case = FOREIGN["GPT-NeoX: parallel blocks, partial rope"]
+    models = [make_model(case, seed) for seed in (1, 2)]
+    folders = [save(model, case, tmp_path / str(n)) for n, model in enumerate(models)]
+    with LLM(str(folders[0]), **OPTIONS) as first, LLM(str(folders[1]), **OPTIONS) as second:
+        a, b = (llm.generate(PROMPTS, GREEDY, use_tqdm=False) for llm in (first, second))
+        first.load_weights(models[1].state_dict().items())
+        again = first.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [o.token_ids for o in again] == [o.token_ids for o in b] != [o.token_ids for o in a]
+    gc.collect()
+    assert not [name for name in transformers.AttentionInterface._global_mapping if name.startswith("nanovllm")]
+
+
+def test_dummy_weights_need_no_file_and_leave_the_callers_random_numbers_alone(tmp_path: Path) -> None:
+    case: Any = Case("GPTNeoX", {})
+    save(make_model(case), case, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    with LLM(str(tmp_path), load_format="dummy", **OPTIONS) as llm:
+        assert torch.equal(torch.rand(2), expected)
+        assert len(llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].token_ids) == NUM_TOKENS
