@@ -1,7 +1,7 @@
 """The engine's process: `python -m nanovllm.serve.engine_process FD`, started by the front (link.py).
 
-The main thread steps the engine; one thread takes requests in; one compiles grammars, which may take seconds and much
-stack. The process ends with the socket: when the front goes, however it goes, the read end says so.
+The main thread steps the engine; one thread takes requests in; one waits for grammars, which may take seconds to
+compile. The process ends with the socket: when the front goes, however it goes, the read end says so.
 """
 
 import os
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
     from nanovllm.outputs import StepColumns
 
-_COMPILER_STACK = 512 << 20  # bytes of address space: grammars nest deeply
 _EXIT_GRACE = 5.0  # seconds for an orderly end once the front is gone
 _STATS_INTERVAL = 0.1  # seconds between two frames that carry counters, while the engine is busy
 
@@ -59,9 +58,7 @@ class EngineProcess:
         start = self._starts.get()
         try:
             self._engine = self._load(start)
-            threading.stack_size(_COMPILER_STACK)
             threading.Thread(target=self._compile, name="nanovllm-grammars", daemon=True).start()
-            threading.stack_size(0)
             self._send(frames.Ready(describe(self._engine)))
             self._serve(self._engine)
             return 0

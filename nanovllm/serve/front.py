@@ -21,7 +21,8 @@ from nanovllm.serve.link import EngineLink
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.parsers import OutputParser
-from nanovllm.serve.streams import Request, Streams
+from nanovllm.serve.request import Request
+from nanovllm.serve.streams import Streams
 from nanovllm.serve.text import FrontTokenizer
 
 logger = logging.getLogger("nanovllm.serve")
@@ -108,6 +109,7 @@ class Front:
             self._loop.create_task(self._become_ready())
         elif isinstance(frame, frames.Failed):
             self.failure = frame
+            self.on_engine_end()
         elif isinstance(frame, frames.Refused):
             error = errors.server_error() if frame.message is None else errors.from_value_error(frame.message)
             self.streams.refuse(frame.request_id, error)

@@ -9,7 +9,7 @@ from nanovllm.outputs import ITERATION_TOKENS
 from nanovllm.serve.frames import Done, Stats
 
 if TYPE_CHECKING:
-    from nanovllm.serve.streams import Completion, Request
+    from nanovllm.serve.request import Completion, Request
 
 _FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160),

@@ -9,7 +9,7 @@ from nanovllm.serve.api import fields as api
 from nanovllm.serve.api.logprobs import prompt_entries, shower
 from nanovllm.serve.errors import ApiError, bad_request
 from nanovllm.serve.http.call import Call
-from nanovllm.serve.streams import Completion, Request
+from nanovllm.serve.request import Completion, Request
 from nanovllm.serve.visible_text import VisibleText
 
 if TYPE_CHECKING:

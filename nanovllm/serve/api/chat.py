@@ -13,7 +13,7 @@ from nanovllm.serve.errors import bad_request, from_value_error
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.parsers import Delta, Plan, ToolChoice, check_tools, joined
 from nanovllm.serve.parsers.tags import MarkedDetokenizer
-from nanovllm.serve.streams import Completion
+from nanovllm.serve.request import Completion
 
 if TYPE_CHECKING:
     from nanovllm.serve.front import Front

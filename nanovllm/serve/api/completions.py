@@ -10,7 +10,7 @@ from nanovllm.serve.api.chat import _max_tokens
 from nanovllm.serve.api.logprobs import completion_logprobs
 from nanovllm.serve.errors import bad_request
 from nanovllm.serve.http.call import Call
-from nanovllm.serve.streams import Completion
+from nanovllm.serve.request import Completion
 
 if TYPE_CHECKING:
     from nanovllm.serve.front import Front

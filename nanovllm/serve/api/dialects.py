@@ -13,7 +13,7 @@ from nanovllm.serve.api.chat import ChatAnswer, encode, prepare
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.parsers import Delta, joined
-from nanovllm.serve.streams import Completion
+from nanovllm.serve.request import Completion
 
 if TYPE_CHECKING:
     from nanovllm.serve.front import Front

@@ -23,7 +23,7 @@ class DatedState(ServerState):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. `scope["connection"]` is this object: streams write to its transport directly (streams.py)."""
+    """One connection. `scope["connection"]` is this object: streams write to its transport directly (request.py)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,0 +1,217 @@
+"""A request in flight: its completions, and the bytes that its client gets of them."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from nanovllm.serve import frames, limits
+from nanovllm.serve.errors import ApiError
+from nanovllm.serve.http.protocol import BoundedProtocol
+from nanovllm.serve.visible_text import VisibleText
+
+_DONE = b"data: [DONE]\n\n"
+_PING = b": still here\n\n"
+
+
+class Completion:
+    """One continuation of one prompt."""
+
+    __slots__ = (
+        *("request", "row", "index", "prompt_index", "text", "push", "pieces", "num_tokens", "ids", "lines", "prefix"),
+        *("finish_reason", "stop_reason", "last_time", "is_touched", "has_begun", "reader", "state"),
+    )
+
+    def __init__(self, request: "Request", index: int, prompt_index: int, text: Any) -> None:
+        """`text`: a Detokenizer, or a VisibleText where there are stop strings."""
+        self.request, self.index, self.prompt_index = request, index, prompt_index
+        self.row = -1
+        """The engine's number of it."""
+        self.text, self.push = text, text.push
+        self.pieces: list[str] = []
+        """Text that has not been sent (of an unstreamed answer: all)."""
+        self.num_tokens = 0
+        self.ids: list[int] | None = None
+        """Token ids that have not been sent, where they were asked for."""
+        self.lines: list[bytes] | None = None
+        """The same of log-probabilities: lines of LogprobRows."""
+        self.prefix = b""
+        """Of a chunk that holds text alone: all before the text."""
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.last_time = 0.0
+        self.is_touched = False
+        """Whether it is one of the request's `ready`."""
+        self.has_begun = False
+        self.reader: Any = None
+        """Finds reasoning and tool calls in the text, where there may be some."""
+        self.state: Any = None
+        """What an API keeps between two chunks."""
+
+    def finish(self, end: frames.Finish) -> None:
+        """Takes in the completion's end and its last token."""
+        request, token = self.request, end.token
+        if token is not None:
+            self.num_tokens += 1
+            if self.ids is not None:
+                self.ids.append(token)
+        by_text = isinstance(end.stop_reason, str) and end.reason == "stop"
+        hidden = end.reason == "stop" and not by_text and token in request.hidden_ids
+        if by_text and isinstance(self.text, VisibleText) and token is not None:
+            self.pieces.append(self.text.stop(token))
+        else:
+            if token is not None and not hidden:
+                self.pieces.append(self.push(token))
+            self.pieces.append(self.text.flush())
+        self.finish_reason, self.stop_reason = end.reason, end.stop_reason
+
+
+class Request:
+    """One HTTP request in flight: its completions, and how their text is put into a response (by the subclasses)."""
+
+    is_streamed = False
+    include_usage = False
+
+    def __init__(self, request_id: str, prompts: Sequence[list[int]], now: float) -> None:
+        self.id = request_id
+        self.prompts = prompts
+        self.completions: list[Completion] = []
+        self.hidden_ids: frozenset[int] = frozenset()
+        """Tokens that end the text before themselves."""
+        self.num_prompt_tokens = sum(map(len, prompts))
+        self.num_cached_tokens = 0
+        self.prompt_lines: list[list[bytes | None] | None] = [None] * len(prompts)
+        self.parts: dict[int, int] = {}
+        """Of each prompt that has not ended: the engine's id of it, and which prompt it is."""
+        self.ready: list[Completion] = []
+        """Completions with something to send."""
+        self.is_touched = False
+        """Whether the step at hand has something for it."""
+        loop = asyncio.get_running_loop()
+        self.opened: asyncio.Future[None] = loop.create_future()
+        """Set when there is something to send, or an error instead."""
+        self.done: asyncio.Future[None] = loop.create_future()
+        """Set when the answer is complete, or an error."""
+        self.connection: BoundedProtocol | None = None
+        """Where a stream that has been opened writes to."""
+        self.arrival = self.last_write = now
+        self.first_token: float | None = None
+        self.paused_since: float | None = None
+        self.queued = 0.0
+        """Seconds until the first prompt was scheduled, once it is known."""
+        self.error: ApiError | None = None
+        self.is_over = False
+        """Ended, failed or left by its client."""
+        self.has_left = False
+        """Whether its client did."""
+
+    # -- what an API adds ---------------------------------------------------------------------------------------
+
+    def head(self, completion: Completion) -> bytes:
+        """The first chunk of a completion."""
+        return b""
+
+    def chunk(self, completion: Completion, text: str) -> bytes:
+        """A chunk with what a completion has gained; its last one says why it ended."""
+        raise NotImplementedError
+
+    def ending(self) -> bytes:
+        """What follows all completions."""
+        return _DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        """The end of a stream that cannot go on."""
+        return b"data: " + error.body() + b"\n\n" + _DONE
+
+    def explain(self, error: ApiError) -> None:
+        """Puts the request's own words into an error of the engine."""
+
+    # -- streaming ----------------------------------------------------------------------------------------------
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(each.num_tokens for each in self.completions)
+
+    def open(self, connection: BoundedProtocol, now: float) -> None:
+        """The response has begun: from here on `flush` writes."""
+        self.connection, self.last_write = connection, now
+        connection.transport.set_write_buffer_limits(high=limits.WRITE_BUFFER)
+        connection.on_writable = lambda: self.flush(asyncio.get_running_loop().time())
+        self.flush(now)
+
+    def flush(self, now: float) -> None:
+        """Sends what there is. A client that does not read gets it merged later (see Streams.sweep)."""
+        connection = self.connection
+        if connection is None:
+            if not self.opened.done():
+                self.opened.set_result(None)
+            return
+        if connection.transport.is_closing():
+            return  # the client has just left; `leave` follows
+        if connection.flow.write_paused:
+            if self.paused_since is None:
+                self.paused_since = now
+            return
+        self.paused_since = None
+        out = []
+        for completion in self.ready:
+            completion.is_touched = False
+            text = "".join(completion.pieces)
+            completion.pieces.clear()
+            if not completion.has_begun:
+                completion.has_begun = True
+                out.append(self.head(completion))
+            if text or completion.finish_reason is not None or completion.ids or completion.lines:
+                out.append(self.chunk(completion, text))
+        self.ready.clear()
+        if not self.parts:
+            out.append(self._end())
+        data = b"".join(out)
+        if data:
+            connection.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            self.last_write = now
+
+    def _end(self) -> bytes:
+        if self.is_over:
+            return b""
+        self.complete()
+        return self.ending() if self.error is None else self.failure(self.error)
+
+    def complete(self) -> None:
+        """All there is has been taken in."""
+        self.is_over = True
+        if not self.done.done():
+            self.done.set_result(None)
+
+    def ping(self, now: float) -> None:
+        """A comment, so that no proxy takes a silent stream for a dead one."""
+        connection = self.connection
+        if connection is not None and not connection.flow.write_paused and not connection.transport.is_closing():
+            connection.transport.write(b"%x\r\n%b\r\n" % (len(_PING), _PING))
+            self.last_write = now
+        elif connection is None and not self.opened.done():
+            self.opened.set_result(None)
+
+    def fail(self, error: ApiError) -> None:
+        """Ends the request with an error: the response's status where none has begun, else its last event."""
+        if self.is_over:
+            return
+        self.error = error
+        self.parts.clear()
+        if self.connection is not None and not self.connection.flow.write_paused:
+            self.flush(self.last_write)
+            return
+        if self.connection is not None:  # the client does not read: it would never see the error
+            self.connection.transport.abort()
+        self.is_over = True
+        for future in (self.opened, self.done):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # seen: the other one may never be awaited
+
+    def leave(self) -> None:
+        """The client is gone."""
+        self.is_over = self.has_left = True
+        self.parts.clear()
+        for future in (self.opened, self.done):
+            if not future.done():
+                future.set_result(None)
