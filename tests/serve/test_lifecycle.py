@@ -49,7 +49,8 @@ def test_start(tmp_path: Path) -> None:
         assert server.health().json() == {"status": "ok"}
         lines = server.log.splitlines()
         assert len(lines) <= 12
-        assert "context 2048 tokens" in lines[-1] and server.url in lines[-1]
+        [ready] = [line for line in lines if " ready: " in line]
+        assert "context 2048 tokens" in ready and server.url in ready
         status = Path(f"/proc/{server.process.pid}/status").read_text()
         memory = int(status.split("VmRSS:")[1].split()[0])
         assert memory < 120_000, "the front's memory in KiB"
