@@ -91,7 +91,7 @@ class LogprobRows:
 
 
 class KeptIds(Sequence[np.ndarray]):
-    """For each token of an output the ids that it was drawn from, int64, ascending; unpacked when looked at."""
+    """For each token of an output the ids that it was sampled from, int64, ascending; unpacked when looked at."""
 
     __slots__ = ("_lines", "_vocab_size")
 

@@ -20,7 +20,7 @@ _MODULES = {
     "sampling.gumbel": "gumbel_argmax commit_tokens sample_tokens",
     "sampling.penalties": "edit_logits",
     "sampling.filters": "sample_filtered",
-    "sampling.survivors": "sample_kept",
+    "sampling.kept": "sample_kept",
     "sampling.logprobs": "token_logprobs",
     "step.input": "apply_deltas expand_rows prepare_decode",
     "step.mailbox": "publish_tokens",

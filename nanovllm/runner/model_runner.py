@@ -25,7 +25,7 @@ from nanovllm.runner.cuda_graphs import StepGraphs, why_no_graphs
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.kv_cache import GIB, MemoryProbe, bind_kv_cache, block_bytes, blocks_that_fit, host_memory
 from nanovllm.runner.runner_init import RunnerInit
-from nanovllm.runner.sampler import GeneralSampler
+from nanovllm.runner.sampler import OptionSampler
 from nanovllm.runner.step_work import StepWork
 from nanovllm.runner.weight_update import WeightUpdate
 from nanovllm.wire.sampling import StepScores, split_section
@@ -119,7 +119,7 @@ class ModelRunner:
         self.gemm_table = tuning.table_for(self.device, config.kernel_choices)
         self.weights = list(self.model.checkpoint_weights())
         self.work = StepWork(config, self.model, context, self.io)
-        self.general_sampler = GeneralSampler(self.kernels, self.group, self.io, self.device, model.vocab_size)
+        self.option_sampler = OptionSampler(self.kernels, self.group, self.io, self.device, model.vocab_size)
 
     def _load_foreign(self) -> "TransformersModel":
         from nanovllm.models.transformers_model import TransformersModel, load_module
@@ -169,9 +169,9 @@ class ModelRunner:
             if self.no_graphs_because is None:
                 graph_bytes = self._new_graphs().measure(self.memory.used_bytes)
             self.io.forget_results()
-        general_bytes = self.general_sampler.reserve_bytes(config.max_num_seqs, self.dtype)
+        sampler_bytes = self.option_sampler.reserve_bytes(config.max_num_seqs, self.dtype)
         budget = self.memory.kv_budget(
-            config.gpu_memory_utilization, step=step_bytes, graphs=graph_bytes, filters=general_bytes
+            config.gpu_memory_utilization, step=step_bytes, graphs=graph_bytes, filters=sampler_bytes
         )
         fits = blocks_that_fit(budget, per_block, f"gpu_memory_utilization={config.gpu_memory_utilization}")
         return self._blocks_asked_for(fits)
@@ -279,7 +279,7 @@ class ModelRunner:
                 if shape is not None:
                     logits = work.captured_logits[shape].tensor()
                 args = (first_chunk_row, num_decode_rows, work.buffers, work.state, hidden, self.model)
-                self.general_sampler.run(section, logits, *args)
+                self.option_sampler.run(section, logits, *args)
             end = first_chunk_row + num_sample_rows - num_decode_rows
             if posted is not None and section is None:
                 self.io.expect(posted[:end], num_decode_rows, first_chunk_row)
@@ -294,8 +294,8 @@ class ModelRunner:
         return self.io.collect(self.config.step_timeout, check)
 
     def collect_logprobs(self) -> StepScores:
-        """Those of the step last collected, where it has any; see GeneralSampler.collect."""
-        return self.general_sampler.collect()
+        """Those of the step last collected, where it has any; see OptionSampler.collect."""
+        return self.option_sampler.collect()
 
     # -- weights that change ------------------------------------------------------------------------------------
 

@@ -1,11 +1,10 @@
-"""One rank's general sampler: rows that filters, penalties, masks or log-probabilities set apart, after the step
-itself.
+"""One rank's sampler of option rows: those with filters, penalties, masks or log-probabilities.
 
-The step (a CUDA graph, mostly) has drawn a token for every row by temperature; here the general rows are drawn again
-from the logits it has left behind, where what they drew cannot stand. Nothing waits for the device.
+The step (a CUDA graph, mostly) has sampled a token for every row by temperature. Here option rows whose token does not
+hold are sampled again from the logits that the step has left. Nothing waits for the device.
 
 With several ranks each holds a range of the vocabulary. Filters and penalties of a row need its whole distribution, so
-the general rows' logits are gathered: [G, vocab / ranks] of every rank to every rank, in the model's type. From
+the option rows' logits are gathered: [G, vocab / ranks] of every rank to every rank, in the model's type. From
 there all ranks compute the same from the same bits. Rows that are plain move nothing but their winners.
 """
 
@@ -18,15 +17,13 @@ import torch
 
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.sampling.candidates import list_bytes
-from nanovllm.kernels.sampling.filters import LIST_DEPTH
 from nanovllm.kernels.sampling.gumbel import MIN_TEMPERATURE
-from nanovllm.kernels.sampling.logprobs import TOP_BUCKETS, token_logprobs_reference, top_bucket
+from nanovllm.kernels.sampling.logprobs import LIST_DEPTH, TOP_BUCKETS, token_logprobs_reference, top_bucket
 from nanovllm.kernels.sampling.rows import Rows
 from nanovllm.kernels.step.input import DeviceState, StepBuffers
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.wire.sampling import (
     CHANGED,
-    DRAWN,
     EDITED_FEW,
     FILTERED,
     MASK,
@@ -37,6 +34,7 @@ from nanovllm.wire.sampling import (
     RECORD_WORDS,
     SCORES,
     TEMPERED,
+    UNCHANGED,
     Section,
     SectionBuilder,
     StepScores,
@@ -47,7 +45,7 @@ if TYPE_CHECKING:
     from nanovllm.runner.device_io import DeviceIO
 
 _PROMPT_ROWS = 256  # prompt positions whose logits exist at a time
-_MANY_ROWS = 64  # general rows that are drawn as any larger number is
+_MANY_ROWS = 64  # option rows that are sampled as any larger number is
 _SORTED_ROWS = 16  # whose likeliest ids, where many are wanted, are sorted at a time
 
 
@@ -70,8 +68,8 @@ class LogitsView:
         return torch.as_tensor(self, device=self._device).view(self._dtype)
 
 
-class GeneralSampler:
-    """Counts and masks by slot, and the work of one step's general rows."""
+class OptionSampler:
+    """Counts and masks by slot, and the work of one step's option rows."""
 
     def __init__(
         self, kernels: Kernels, group: TensorParallelGroup, io: "DeviceIO", device: torch.device, vocab_size: int
@@ -140,9 +138,9 @@ class GeneralSampler:
         buffers: StepBuffers,
         state: DeviceState,
     ) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
-        """Samples the general rows, each kind in its way; log-probabilities (see logprobs.py) of rows that want
-        them, and the ids that could be drawn. A row's kind is its own, so that what is computed for it does not depend
-        on the others."""
+        """Samples the option rows, each kind in its way; log-probabilities (see logprobs.py) of rows that want them,
+        and the ids that could be sampled. A row's kind is its own, so that what is computed for it does not depend on
+        the others."""
         records = words[section.where("records")].view(-1, RECORD_WORDS)
         rows = Rows(
             raw, raw_rows, words[section.where("slots")], records, words[section.where("rows")], state.temperature,
@@ -222,11 +220,11 @@ class GeneralSampler:
         return out
 
     def _tables(self, flags: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Counts and masks, where any of the rows that are about to be drawn has them."""
+        """Counts and masks, where any of the rows that are about to be sampled has them."""
         return self._counts if flags & PENALTIES else None, self._masks if flags & MASK else None
 
     def _whole_logits(self, logits: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits over the whole vocabulary, and the row of them that each general row has."""
+        """Logits over the whole vocabulary, and the row of them that each option row has."""
         if self._group.size == 1:
             return logits, rows
         return self._gathered(logits.index_select(0, rows)), self._range(rows.shape[0])
@@ -272,9 +270,9 @@ class GeneralSampler:
             for num_rows in (1, many):
                 self._dry_step(_made_up(kind, num_rows, -1), raw, buffers, state)
         for num_logprobs in TOP_BUCKETS[1:]:
-            self._dry_step(_made_up(DRAWN, 1, num_logprobs), raw, buffers, state)
+            self._dry_step(_made_up(UNCHANGED, 1, num_logprobs), raw, buffers, state)
         for num_logprobs in TOP_BUCKETS[:2]:
-            self._dry_step(_made_up(DRAWN, 1, num_logprobs, TEMPERED), raw, buffers, state)
+            self._dry_step(_made_up(UNCHANGED, 1, num_logprobs, TEMPERED), raw, buffers, state)
         self._counts = None
 
     def _dry_step(self, section: Section, raw: torch.Tensor, buffers: StepBuffers, state: DeviceState) -> None:

@@ -37,7 +37,7 @@ def dry_run(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> None
         try:
             tuning.apply(runner.model, choices, fused=runner.group.size == 1)
             local_ids = runner.model.lm_head.weight.shape[0]
-            runner.general_sampler.dry_run(local_ids, runner.dtype, work.buffers, work.state)  # the longest first
+            runner.option_sampler.dry_run(local_ids, runner.dtype, work.buffers, work.state)  # the longest first
             runner.model.layers = torch.nn.ModuleList(reversed(distinct.values()))  # type: ignore[assignment]
             if runner.no_graphs_because is None:
                 for shape in sorted(runner._new_graphs().shapes, key=sum):  # few rows have the most kernels

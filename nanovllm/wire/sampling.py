@@ -1,8 +1,8 @@
-"""The part of a packed step that says how its general rows are sampled: what rank 0 sends, and every rank reads.
+"""The part of a packed step that says how its option rows are sampled: what rank 0 sends, and every rank reads.
 
-A row is plain where it is greedy or draws by temperature alone; the step's own sampler serves it. All others are
-general. The section is int32 words behind those of wire/step.py; word SECTION_WORD of the step's header has
-its length:
+A row is plain where it is greedy or sampled by temperature alone; the step's own sampler serves it. All others are
+option rows. The section is int32 words after those of wire/step.py; word SECTION_WORD of the step's header has its
+length:
 
     26       G      G       G x 8     2 x P    K      E x 3        R        C x 3         M
     | header | rows | slots | records | scored | kept | edits      | resets | counts      | mask
@@ -12,12 +12,12 @@ its length:
     ... | mask  | hidden  | targets
         | words | indices | ids
 
-rows: which rows of the step, and where they live; by how they are drawn, in the order of KINDS. scored: general rows
+rows: which rows of the step, and their slots; by how they are sampled, in the order of KINDS. scored: option rows
 whose log-probabilities are wanted, in the order of SCORES, and room for which rows of the step these are, which a rank
-fills in. kept: general rows of which the ids that could be drawn are wanted. edits: float32
-`add` to the logit of `id` in general row g (-inf bans it). resets: slots whose token counts start at zero; counts: what
-they hold then, 2 * (times in the output) + (1 if in the prompt); an id may come twice, with the same count. masks: new
-bits of the ids that a slot may draw. hidden, targets: tokens of the step (in its exact, unpadded order) after which
+fills in. kept: option rows of which the ids that could be sampled are wanted. edits: float32 `add`
+to the logit of `id` in option row g (-inf bans it). resets: slots whose token counts start at zero; counts: what they
+hold then, 2 * (times in the output) + (1 if in the prompt); an id may come twice, with the same count. masks: new
+bits of the ids that a slot may sample. hidden, targets: tokens of the step (in its exact, unpadded order) after which
 the log-probability of a known prompt token is wanted; those that want many likeliest ids come last.
 """
 
@@ -40,10 +40,10 @@ PENALTIES, MASK, TEMPERED = 1, 2, 4
 """Flags of a row: its logits depend on its token counts; on its mask; its log-probabilities are those after
 temperature."""
 
-COPIED, CHANGED, FILTERED, DRAWN = KINDS = range(4)
-"""How a general row is drawn: from a copy of its logits, edited (single ids, or filters after penalties or a mask);
-from its logits, changed by counts and mask as they are read; from its logits, filtered; not again, the step's own draw
-stands (only log-probabilities are wanted)."""
+COPIED, CHANGED, FILTERED, UNCHANGED = KINDS = range(4)
+"""How an option row is sampled: from a copy of its logits, edited (single ids, or filters after penalties or a mask);
+from its logits, changed by counts and mask as they are read; from its logits, filtered; not again, the step's own
+token is kept (only log-probabilities are wanted)."""
 MAX_FEW = 20
 """Most likeliest ids that come from the one-pass kernel; more are sorted out in another way."""
 RAW_FEW, RAW_MANY, EDITED_FEW, EDITED_MANY = SCORES = range(4)
@@ -60,7 +60,7 @@ class StepScores:
     prompt: list[np.ndarray | None]
     """The same of prompt targets: of those that want few likeliest ids, and of those that want many."""
     kept: np.ndarray | None
-    """[rows, mask_words]: bits of the ids that could be drawn."""
+    """[rows, mask_words]: bits of the ids that could be sampled."""
 
 
 def mask_words(vocab_size: int) -> int:
@@ -81,9 +81,9 @@ class SectionBuilder:
     kept: list[int] = field(default_factory=list)
     """Places among the rows of kind COPIED."""
     edits: list[np.ndarray] = field(default_factory=list)
-    """int32 [n, 3] each, the first column empty until pack fills in the general row."""
+    """int32 [n, 3] each, the first column empty until pack fills in the option row."""
     edit_rows: list[int] = field(default_factory=list)
-    """The general row of each (of kind COPIED, whose rows come first)."""
+    """The option row of each (of kind COPIED, whose rows come first)."""
     resets: list[int] = field(default_factory=list)
     counts: list[np.ndarray] = field(default_factory=list)
     mask_slots: list[int] = field(default_factory=list)

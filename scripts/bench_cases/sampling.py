@@ -8,7 +8,7 @@ import torch
 
 from bench_cases.harness import Line, Point, Setup, compare
 from nanovllm.kernels import Kernels, select_kernels
-from nanovllm.kernels.sampling.rows import Rows as GeneralRows
+from nanovllm.kernels.sampling.rows import Rows as OptionRows
 from nanovllm.wire.sampling import RECORD
 
 FILTERS = {
@@ -54,10 +54,10 @@ class Rows:
         edits = torch.empty(0, 3, dtype=torch.int32, device=self.slots.device)
         return self.kernels.edit_logits(self.general(records, index), self.counts, None, edits)
 
-    def general(self, records: torch.Tensor, index: int) -> GeneralRows:
+    def general(self, records: torch.Tensor, index: int) -> OptionRows:
         """All rows as general ones."""
         own = (self.logits[index], self.slots, self.slots, records, self.slots, self.temperature, self.seed)
-        return GeneralRows(*own, self.slots, torch.zeros_like(self.slots), self.last_token, self.vocab_size)
+        return OptionRows(*own, self.slots, torch.zeros_like(self.slots), self.last_token, self.vocab_size)
 
     def logprobs(self, index: int) -> torch.Tensor:
         """int32 [rows, 13]: token, rank, five likeliest ids; bits of log-probabilities."""

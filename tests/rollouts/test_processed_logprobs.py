@@ -37,7 +37,7 @@ def single(request: pytest.FixtureRequest, policies: tuple[Policy, Policy]) -> I
             from nanovllm.kernels import select_kernels
 
             runner = llm.engine.executor.runner
-            runner.general_sampler._kernels = select_kernels("cpu", interpret=True)
+            runner.option_sampler._kernels = select_kernels("cpu", interpret=True)
         yield llm
 
 

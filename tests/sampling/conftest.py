@@ -5,10 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from sampling_engines import Engines
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the first import of a kernel
+
+from sampling_engines import Engines
 
 
 @pytest.fixture

@@ -1,12 +1,12 @@
-"""The general sampler's Triton kernels against their plain twins."""
+"""The option sampler's Triton kernels against their plain twins."""
 
 from typing import Any
 
 import pytest
 import torch
-from general_rows import Rows, make_rows, record
+from option_rows import Rows, make_rows, record
 
-from nanovllm.kernels.sampling import filters, logprobs, penalties, survivors
+from nanovllm.kernels.sampling import filters, kept, logprobs, penalties
 from nanovllm.wire.sampling import PENALTIES
 
 pytest.importorskip("triton")
@@ -16,7 +16,7 @@ DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 def drawn(draw: Any, case: Rows, counts: torch.Tensor | None = None, start: torch.Tensor | None = None,
           **options: Any) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Tokens by row and by slot that a draw leaves behind."""
-    rows = case.general_rows()
+    rows = case.option_rows()
     if start is not None:
         rows.tokens[case.rows.long()] = rows.last_token[case.slots.long()] = start
     draw(rows, counts, **options)
@@ -32,7 +32,7 @@ def test_filtered_draws(vocab: int, kind: str, has_winner: bool, dtype: torch.dt
     num_different = 0
     for seed in range(1 if device.type == "cpu" else 2):
         case = make_rows(vocab + seed, 4, vocab, device, dtype, kind, stride=vocab + 3)
-        whole = drawn(survivors.sample_kept_reference, case)[0]
+        whole = drawn(kept.sample_kept_reference, case)[0]
         start = whole[case.rows.long()] if has_winner else None
         found, wanted = (
             drawn(draw, case, start=start, has_winner=has_winner)
@@ -51,7 +51,7 @@ def test_every_way_to_filter(options: dict[str, float], device: torch.device) ->
     case = make_rows(11, 3, vocab, device)
     case.records = torch.stack([record(**options) for _ in range(3)]).to(device)
     case.temperature.fill_(1.0)
-    whole = drawn(survivors.sample_kept_reference, case)[0]
+    whole = drawn(kept.sample_kept_reference, case)[0]
     wanted = drawn(filters.sample_filtered_reference, case, has_winner=False)[0]
     for start in (None, whole[case.rows.long()]):
         found = drawn(filters.sample_filtered, case, start=start, has_winner=start is not None)[0]
@@ -81,7 +81,7 @@ def test_draws(edits: bool, dtype: torch.dtype, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(1)
     before = torch.randint(0, 6, (17, vocab), generator=generator, dtype=torch.int32).to(device)
     masks = torch.randint(-(2**31), 2**31 - 1, (17, 35), generator=generator, dtype=torch.int32).to(device)
-    for draw in (survivors.sample_kept, survivors.sample_kept_reference):
+    for draw in (kept.sample_kept, kept.sample_kept_reference):
         for limits in (None,) if edits else (None, thresholds):
             counts = before.clone()
             tokens = drawn(draw, case, counts, thresholds=limits, masks=masks, edits=edits)
@@ -96,7 +96,7 @@ def test_greedy_ties_go_to_the_lowest_id(device: torch.device) -> None:
     case.temperature.zero_()
     case.logits.fill_(-1.0)
     case.logits[:, [1099, 40, 700]] = 2.0
-    for draw in (survivors.sample_kept, survivors.sample_kept_reference):
+    for draw in (kept.sample_kept, kept.sample_kept_reference):
         tokens, _ = drawn(draw, case)
         assert tokens[case.rows.long()].tolist() == [40, 40, 40]
 
@@ -116,7 +116,7 @@ def test_edits(counted: bool, masked: bool, dtype: torch.dtype, device: torch.de
     entries = [(g, i, b) for g in range(4) for i, b in ((g, 1.5), (50 + g, -torch.inf), (99, -2.0))]
     edits = torch.tensor([[g, i, 0] for g, i, _ in entries], dtype=torch.int32)
     edits[:, 2] = torch.tensor([b for _, _, b in entries]).view(torch.int32)
-    args = (case.general_rows(), counts if counted else None, masks if masked else None)
+    args = (case.option_rows(), counts if counted else None, masks if masked else None)
     for given in (edits.to(device), edits[:0].to(device)):
         found = penalties.edit_logits(*args, given)
         torch.testing.assert_close(found, penalties.edit_logits_reference(*args, given), rtol=1e-6, atol=1e-6)

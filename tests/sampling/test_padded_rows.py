@@ -1,4 +1,4 @@
-"""General rows of a captured step: found behind its padding, with the logits that the step has left behind."""
+"""Option rows of a captured step: found behind its padding, with the logits that the step has left behind."""
 
 from typing import Any
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from general_rows import record
+from option_rows import record
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -52,7 +52,7 @@ def test_survivors(options: dict[str, float], temperature: float) -> None:
 
 
 def edited(params: SamplingParams, logits: torch.Tensor, prompt: list[int], output: list[int]) -> torch.Tensor:
-    """One row's logits as the general sampler changes them, by way of what rank 0 would send."""
+    """One row's logits as the option sampler changes them, by way of what rank 0 would send."""
     row = SamplingRow(params, stop_ids=frozenset(), vocab_size=VOCAB, text=None, bad_words=[], matcher=None)
     counts = torch.zeros(1, VOCAB, dtype=torch.int32)
     for _, token_id, count in row.counts(0, prompt + output, len(prompt)).tolist():

@@ -31,7 +31,7 @@ OPTIONS: list[dict[str, Any]] = [
 TEXTS = ["Once upon a time there was a", "The capital of France is", "One windy day Zoë found a red kite on the hill. "]
 MAX_TOKENS = 28
 
-DRAWN = {
+UNCHANGED = {
     0: [502, 549, 413, 477, 13, 483, 399, 290, 259, 604, 584, 320],
     1: [329, 342, 261, 13, 361, 312, 340, 488, 269, 77, 745, 11],
     2: [23, 735, 13, 1021, 21, 440, 220, 17, 301, 220, 19, 13],
@@ -99,11 +99,11 @@ def test_the_same_tokens(engines: Engines, alone: list[list[int]], options: dict
 
 
 def test_as_when_this_was_written(alone: list[list[int]]) -> None:
-    assert {i: tokens[:12] for i, tokens in enumerate(alone)} == DRAWN
+    assert {i: tokens[:12] for i, tokens in enumerate(alone)} == UNCHANGED
 
 
 def test_neighbours_keep_the_fast_path(engines: Engines, alone: list[list[int]]) -> None:
-    """Only general rows travel in the section; a batch without any sends none."""
+    """Only option rows travel in the section; a batch without any sends none."""
     llm = engines.get()
     sections: list[Any] = []
     launch = llm.engine._launch
@@ -134,10 +134,10 @@ def test_a_vocabulary_that_ranks_share_unevenly(engines: Engines) -> None:
 
 
 def test_triton_kernels_serve_the_same(engines: Engines, alone: list[list[int]], device: torch.device) -> None:
-    """The general sampler by Triton (its interpreter, where there is no GPU): the first tokens of every request."""
+    """The option sampler by Triton (its interpreter, where there is no GPU): the first tokens of every request."""
     pytest.importorskip("triton")
     llm = engines.get(max_num_seqs=16)
-    sampler = llm.engine.executor.runner.general_sampler
+    sampler = llm.engine.executor.runner.option_sampler
     twins = sampler._kernels
     sampler._kernels = select_kernels(device, interpret=True)
     short = [(text, replace(params, max_tokens=4, min_tokens=min(params.min_tokens, 4))) for text, params in requests()]

@@ -8,7 +8,7 @@ import numpy as np
 
 from nanovllm.engine.sequence import Sequence as Row
 from nanovllm.engine.step_plan import StepPlan
-from nanovllm.wire.sampling import CHANGED, COPIED, DRAWN, EDITED_FEW, MAX_FEW, SCORES, SectionBuilder, StepScores
+from nanovllm.wire.sampling import CHANGED, COPIED, EDITED_FEW, MAX_FEW, SCORES, UNCHANGED, SectionBuilder, StepScores
 
 
 @dataclass
@@ -28,7 +28,7 @@ class StepSampling:
     scored: list[list[Row]]
     """Whose log-probabilities are wanted, in the order of SCORES and of their lines."""
     kept: list[Row]
-    """Whose ids that could be drawn are wanted."""
+    """Whose ids that could be sampled are wanted."""
     prompt_parts: list[list[PromptPart]]
     """Of rows that want few likeliest ids, and of those that want many."""
 
@@ -49,7 +49,7 @@ def plan_sampling(plan: StepPlan) -> StepSampling | None:
 
 
 def _add_rows(builder: SectionBuilder, plan: StepPlan) -> tuple[list[list[Row]], list[Row]]:
-    """The general rows; returns those that want log-probabilities, and those that want the ids that could be drawn. A
+    """The option rows; returns those that want log-probabilities, and those that want the ids that could be sampled. A
     loop over all rows of every step: kept lean."""
     scored: list[list[Row]] = [[] for _ in SCORES]
     constrained: list[Row] = []
@@ -78,7 +78,7 @@ def _add_rows(builder: SectionBuilder, plan: StepPlan) -> tuple[list[list[Row]],
             builder.is_tempered |= sampling.is_processed
             builder.scored[score].append((kind, len(rows[kind])))
             scored[score].append(seq)
-        elif kind == DRAWN:
+        elif kind == UNCHANGED:
             continue  # a bad word that does not begin here
         if kind == COPIED:
             builder.copies_filter |= sampling.filters

@@ -9,7 +9,7 @@ import numpy as np
 from nanovllm.detokenizer import StreamedText
 from nanovllm.logprobs import KeptIds, LogprobRows
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.wire.sampling import CHANGED, COPIED, DRAWN, FILTERED, MASK, PENALTIES, RECORD, TEMPERED, mask_words
+from nanovllm.wire.sampling import CHANGED, COPIED, FILTERED, MASK, PENALTIES, RECORD, TEMPERED, UNCHANGED, mask_words
 
 if TYPE_CHECKING:
     from nanovllm.engine.sampling.structured import Matcher
@@ -84,11 +84,11 @@ class SamplingRow:
         self.always_general = bool(
             params.filters or self.penalizes or self._edits or self.has_mask or self._bad_words
         ) or (params.logprobs is not None or params.sampling_mask)
-        """Whether every token is a matter of the general sampler."""
+        """Whether every token is a matter of the option sampler."""
         changes = self.penalizes or self.has_mask
-        self.kind = (COPIED if params.filters else CHANGED) if changes else FILTERED if params.filters else DRAWN
+        self.kind = (COPIED if params.filters else CHANGED) if changes else FILTERED if params.filters else UNCHANGED
         """How tokens are sampled, but for those with edits."""
-        if params.sampling_mask or (params.logprobs is not None and is_processed and self.kind != DRAWN):
+        if params.sampling_mask or (params.logprobs is not None and is_processed and self.kind != UNCHANGED):
             self.kind = COPIED  # the logits that are sampled from are wanted
         flags = PENALTIES * self.penalizes | MASK * self.has_mask | TEMPERED * is_processed
         log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf

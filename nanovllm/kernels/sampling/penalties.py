@@ -1,7 +1,7 @@
 """Logits as a row's own rules change them: mask, bias and bans, then penalties for tokens that it has already.
 
 Each request that is penalised has a row of token counts that stays on the device and is counted up where its token is
-drawn. Counts and masks change the logits as the draw reads them (survivors.py); only rows with single ids to
+sampled. Counts and masks change the logits as the sampling kernel reads them (kept.py); only rows with single ids to
 edit, or with filters after any of this, have their logits copied to float32 first (edit_logits).
 """
 
@@ -109,9 +109,9 @@ def edit_logits(
 def edit_logits_reference(
     rows: Rows, counts: torch.Tensor | None, masks: torch.Tensor | None, edits: torch.Tensor
 ) -> torch.Tensor:
-    """The general rows' logits, float32 [G, vocab_size].
+    """The edited logits of the rows, float32 [G, vocab_size].
 
-    In this order: `add` of each edit (int32 [E, 3]: general row, id, float32 bits; each (row, id) once); where the
+    In this order: `add` of each edit (int32 [E, 3]: row of the G, id, float32 bits; each (row, id) once); where the
     record says so, what counts int32 [S, vocab_size] of the row's slot calls for (positive logits of ids that prompt
     or output hold are divided by the repetition penalty, others multiplied (Keskar et al., arXiv 1909.05858); the
     frequency penalty is subtracted for each time in the output, the presence penalty once); -inf for ids outside the

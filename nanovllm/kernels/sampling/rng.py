@@ -8,7 +8,7 @@ No state is kept, so a sample does not depend on batch, rank or order. Construct
     a word   of a token id: the rounds of mix over id * (k1 | 1) + k0, with k1 added between them. Without the last
              xor-shift, which would not touch the upper half, where nearly all of the noise's value is.
 
-A word w means v = (w + 1/2) / 2 ** 32, an Exponential(1) draw E = -log(1 - v) and Gumbel noise -log(E). Large
+A word w means v = (w + 1/2) / 2 ** 32, an Exponential(1) sample E = -log(1 - v) and Gumbel noise -log(E). Large
 noise comes from v near 0, where float32 is fine: noise reaches 22.9, not the 16.6 at which 1 - v would end it.
 """
 

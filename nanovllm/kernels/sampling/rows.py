@@ -1,4 +1,4 @@
-"""What the general sampler's kernels work on."""
+"""What the kernels for rows with sampling options work on."""
 
 from dataclasses import dataclass, replace
 
@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True)
 class Rows:
-    """G general rows of a step, on one device. S = max_num_seqs, B = rows of the step."""
+    """The G rows of a step that have sampling options, on one device. S = max_num_seqs, B = rows of the step."""
 
     logits: torch.Tensor
     """[any, >= vocab_size], last dimension contiguous."""

@@ -1,10 +1,10 @@
 """The search for a threshold: the largest t with F(t) >= target, F(t) the count or the mass of the logits x >= t of a
-row or of a list (kernels/sampling/candidates.py). kernels/sampling/filters.py says what for."""
+row. kernels/sampling/filters.py says what for."""
 
 import torch
 
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.sampling.candidates import STRETCH, as_ids, list_entries, load_raw, load_sample, tile_index
+from nanovllm.kernels.sampling.candidates import as_ids, load_raw, load_sample, tile_index
 
 _LEAST = tl.constexpr(-3.4e38)
 
@@ -64,20 +64,6 @@ def row_sums(row, t1, t2, t3, reference, scale, num_ids, COUNT: tl.constexpr, LA
 
 
 @triton.jit
-def list_sums(LIST, depth, deepest, t1, t2, t3, reference, scale, COUNT: tl.constexpr, LANES: tl.constexpr):
-    """F at three thresholds over a list."""
-    s1 = tl.zeros([LANES], tl.float32)
-    s2, s3 = s1, s1
-    for begin in range(0, deepest, STRETCH):
-        x, _, _ = list_entries(LIST, depth, begin, LANES)
-        w = _weights(x, reference, scale, COUNT)
-        s1 += tl.sum(tl.where(x >= t1, w, 0.0), 0)
-        s2 += tl.sum(tl.where(x >= t2, w, 0.0), 0)
-        s3 += tl.sum(tl.where(x >= t3, w, 0.0), 0)
-    return tl.sum(s1, 0), tl.sum(s2, 0), tl.sum(s3, 0)
-
-
-@triton.jit
 def _quarters(low, high):
     width = high - low
     quarter, rest = width // 4, width % 4
@@ -115,35 +101,29 @@ def _guess(x, w, least, first, second, scale):
 
 
 @triton.jit
-def search(row, LIST, depth, deepest, low, high, f_low, target, reference, scale, num_ids, COUNT: tl.constexpr,
-            LISTED: tl.constexpr, SHIFT: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
-            TILES: tl.constexpr):  # fmt: skip
+def search(row, low, high, f_low, target, reference, scale, num_ids, COUNT: tl.constexpr, SHIFT: tl.constexpr,
+           LANES: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
     """The largest key in [low, high) with F >= target, or low where there is none; F(low) is f_low and F(high) is 0.
-    F is that of the list or of the row. Keys are int64: between two float32 can lie more than an int32 holds."""
+    Keys are int64: between two float32 there can be more than an int32 holds."""
     if high - low > 1:
         f_high = f_low * 0.0
-        key1, key2, key3 = _quarters(low, high)
-        if not LISTED:
-            x = load_sample(row, num_ids, LANES, WIDTH)
-            w = tl.where(x >= unorder(low, SHIFT), _weights(x, reference, scale, COUNT), 0.0)
-            if COUNT:
-                expected = target * (LANES * WIDTH) / num_ids
-                slack = 3.0 * tl.sqrt(expected) + 2.0
-                first, second = expected + slack, tl.maximum(expected - slack, 1.0)
-            else:
-                mass, share = tl.sum(tl.sum(w, 1), 0), target / f_low
-                first, second = mass * tl.minimum(share + 0.01, 1.0), mass * (share - 0.01)
-            above, below = _guess(x, w, unorder(low, SHIFT), first, second, scale)
-            key1 = tl.minimum(tl.maximum(key_at_least(tl.minimum(above, below), SHIFT), low + 1), high - 1)
-            key3 = tl.minimum(tl.maximum(key_at_least(tl.maximum(above, below), SHIFT), key1), high - 1)
-            key2 = key1 + (key3 - key1) // 2
+        x = load_sample(row, num_ids, LANES, WIDTH)
+        w = tl.where(x >= unorder(low, SHIFT), _weights(x, reference, scale, COUNT), 0.0)
+        if COUNT:
+            expected = target * (LANES * WIDTH) / num_ids
+            slack = 3.0 * tl.sqrt(expected) + 2.0
+            first, second = expected + slack, tl.maximum(expected - slack, 1.0)
+        else:
+            mass, share = tl.sum(tl.sum(w, 1), 0), target / f_low
+            first, second = mass * tl.minimum(share + 0.01, 1.0), mass * (share - 0.01)
+        above, below = _guess(x, w, unorder(low, SHIFT), first, second, scale)
+        key1 = tl.minimum(tl.maximum(key_at_least(tl.minimum(above, below), SHIFT), low + 1), high - 1)
+        key3 = tl.minimum(tl.maximum(key_at_least(tl.maximum(above, below), SHIFT), key1), high - 1)
+        key2 = key1 + (key3 - key1) // 2
         rounds = 0
         while high - low > 1:
             t1, t2, t3 = unorder(key1, SHIFT), unorder(key2, SHIFT), unorder(key3, SHIFT)
-            if LISTED:
-                f1, f2, f3 = list_sums(LIST, depth, deepest, t1, t2, t3, reference, scale, COUNT, LANES)
-            else:
-                f1, f2, f3 = row_sums(row, t1, t2, t3, reference, scale, num_ids, COUNT, LANES, WIDTH, TILES)
+            f1, f2, f3 = row_sums(row, t1, t2, t3, reference, scale, num_ids, COUNT, LANES, WIDTH, TILES)
             less1, less2, less3 = f1 < target, f2 < target, f3 < target
             high = tl.where(less1, key1, tl.where(less2, key2, tl.where(less3, key3, high)))
             f_high = tl.where(less1, f1, tl.where(less2, f2, tl.where(less3, f3, f_high)))

@@ -1,17 +1,12 @@
-"""The draw of general rows: Gumbel-max as in gumbel.py, among the ids that are left, with logits as the row's
-counts and mask change them on their way from memory."""
+"""Sampling of rows with sampling options: Gumbel-max as in gumbel.py, among the ids that are left, with logits as the
+row's counts and mask change them on their way from memory."""
 
 import torch
 
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.sampling.candidates import load_ids
 from nanovllm.kernels.sampling.gumbel import MIN_TEMPERATURE, _pack_keys, gumbel_argmax_reference, keys_to_tokens
-from nanovllm.kernels.sampling.penalties import (
-    _allowed,
-    _penalise,
-    _penalties,
-    edit_logits_reference,
-)
+from nanovllm.kernels.sampling.penalties import _allowed, _penalise, _penalties, edit_logits_reference
 from nanovllm.kernels.sampling.rng import gumbel_noise, random_words, row_key
 from nanovllm.kernels.sampling.rows import Rows
 from nanovllm.wire.sampling import MASK, PENALTIES, RECORD_WORDS
@@ -37,12 +32,12 @@ def _load_edited(row, index, num_ids, counts_row, masks_row, penalised, masked, 
 
 
 @triton.jit(do_not_specialize_on_alignment=["ROW", "SLOT", "RECORDS", "TARGET_ROW"])
-def _best_survivors_kernel(LOGITS, ROW, SLOT, RECORDS, TEMPERATURE, SEED, POSITIONS, TARGET_ROW, THRESHOLD, COUNTS,
+def _best_kept_kernel(LOGITS, ROW, SLOT, RECORDS, TEMPERATURE, SEED, POSITIONS, TARGET_ROW, THRESHOLD, COUNTS,
                            MASKS, PARTIAL, row_stride, counts_stride, mask_stride, num_ids, num_chunks,
                            FILTERS: tl.constexpr, COUNTED: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr,
                            TILES: tl.constexpr, APPROX: tl.constexpr):  # fmt: skip
     """As the sampler's own kernel, for rows picked from LOGITS and ids at or above the row's threshold: the same score
-    bits for the same logit. A tile that nobody of survives costs no noise. Threshold inf: the row has its token."""
+    bits for the same logit. A tile without a kept id costs no noise. Threshold inf: the row has its token."""
     chunk, g = tl.program_id(0), tl.program_id(1)
     threshold = float("-inf")
     if FILTERS:
@@ -66,13 +61,13 @@ def _best_survivors_kernel(LOGITS, ROW, SLOT, RECORDS, TEMPERATURE, SEED, POSITI
                 index = lanes + tile * TILE
                 x = _load_edited(row, index, num_ids, counts_row, masks_row, penalised, masked, presence, frequency,
                                  repetition, inverse_repetition, COUNTED, MASKED)  # fmt: skip
-                survives = (x >= threshold) & (x > float("-inf"))
-                anybody = True
+                is_kept = (x >= threshold) & (x > float("-inf"))
+                any_kept = True
                 if FILTERS or MASKED:
-                    anybody = tl.max(survives.to(tl.int32), 0) > 0
-                if anybody:
+                    any_kept = tl.max(is_kept.to(tl.int32), 0) > 0
+                if any_kept:
                     noise = gumbel_noise(random_words(k0, k1, index), APPROX)
-                    scores = tl.where(survives, tl.fma(x, inverse_temperature, noise), float("-inf"))
+                    scores = tl.where(is_kept, tl.fma(x, inverse_temperature, noise), float("-inf"))
                     better = scores > best
                     best = tl.where(better, scores, best)
                     best_tile = tl.where(better, tile, best_tile)
@@ -86,30 +81,25 @@ def _best_survivors_kernel(LOGITS, ROW, SLOT, RECORDS, TEMPERATURE, SEED, POSITI
         tl.store(PARTIAL + g * num_chunks + chunk, tl.max(_pack_keys(best, lanes + best_tile * TILE), 0))
 
 
-@triton.jit
-def commit_token(token, record, slot, target, TOKENS, LAST_TOKEN, COUNTS, counts_stride, COUNTED: tl.constexpr):
-    """Writes a general row's token to the step's tokens, its slot and, with penalties, its counts."""
-    tl.store(TOKENS + target, token)
-    tl.store(LAST_TOKEN + slot, token)
-    if COUNTED:  # noqa: SIM102  (one is known when compiling)
-        if tl.load(record) & _PENALTIES:
-            place = COUNTS + slot.to(tl.int64) * counts_stride + token
-            tl.store(place, tl.load(place) + 2)
-
-
 @triton.jit(do_not_specialize_on_alignment=["TARGET_ROW", "SLOT", "RECORDS"])
 def _commit_kernel(PARTIAL, TARGET_ROW, SLOT, RECORDS, THRESHOLD, TOKENS, LAST_TOKEN, COUNTS, counts_stride, num_chunks,
                    FILTERS: tl.constexpr, COUNTED: tl.constexpr, CHUNKS_PADDED: tl.constexpr):  # fmt: skip
+    """Writes row program_id(0)'s token to the step's tokens, its slot and, with penalties, its counts."""
     g = tl.program_id(0)
     is_open = True
     if FILTERS:
         is_open = tl.load(THRESHOLD + g) < float("inf")
     if is_open:
+        slot = tl.load(SLOT + g)
         chunks = tl.arange(0, CHUNKS_PADDED)
         keys = tl.load(PARTIAL + g * num_chunks + chunks, mask=chunks < num_chunks, other=-0x8000000000000000)
         token = (~tl.max(keys, 0)).to(tl.int32)
-        commit_token(token, RECORDS + g * _RECORD, tl.load(SLOT + g), tl.load(TARGET_ROW + g), TOKENS, LAST_TOKEN,
-                     COUNTS, counts_stride, COUNTED)  # fmt: skip
+        tl.store(TOKENS + tl.load(TARGET_ROW + g), token)
+        tl.store(LAST_TOKEN + slot, token)
+        if COUNTED:  # noqa: SIM102  (one is known when compiling)
+            if tl.load(RECORDS + g * _RECORD) & _PENALTIES:
+                count = COUNTS + slot.to(tl.int64) * counts_stride + token
+                tl.store(count, tl.load(count) + 2)
 
 
 def sample_kept(
@@ -118,14 +108,14 @@ def sample_kept(
 ) -> None:  # fmt: skip
     """Triton version of sample_kept_reference; rows of threshold inf keep the token they have."""
     logits, num_rows, vocab_size = rows.logits, len(rows), rows.vocab_size
-    tile, tiles = 256, 16 if num_rows > 32 else 4  # few rows need many programs; a warp alone waits for nobody
+    tile, tiles = 256, 16 if num_rows > 32 else 4  # few rows need many programs; a single warp waits for no other
     tiles = min(tiles, triton.next_power_of_2(triton.cdiv(vocab_size, tile)))
     num_chunks = triton.cdiv(vocab_size, tile * tiles)
     partial = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
     filters = thresholds is not None
     counts_or_any, masks_or_any = (rows.tokens if table is None else table for table in (counts, masks))
     counts_stride, mask_stride = (0 if table is None else table.stride(0) for table in (counts, masks))
-    _best_survivors_kernel[(num_chunks, num_rows)](
+    _best_kept_kernel[(num_chunks, num_rows)](
         logits, rows.rows, rows.slots, rows.records, rows.temperature, rows.seed, rows.positions, rows.target_rows,
         thresholds if filters else rows.temperature, counts_or_any, masks_or_any, partial, logits.stride(0),
         counts_stride, mask_stride, vocab_size, num_chunks,
@@ -159,9 +149,9 @@ def sample_kept_reference(
         random = rows.temperature[slots.long()] >= MIN_TEMPERATURE
         x = x.masked_fill((x < thresholds.unsqueeze(1)) & random.unsqueeze(1), -torch.inf)
     at = rows.positions[rows.target_rows.long()]
-    drawn = keys_to_tokens(gumbel_argmax_reference(x, slots, rows.temperature, rows.seed, at, 0, rows.vocab_size))
-    rows.tokens[rows.target_rows.long()] = drawn
-    rows.last_token[slots.long()] = drawn
+    sampled = keys_to_tokens(gumbel_argmax_reference(x, slots, rows.temperature, rows.seed, at, 0, rows.vocab_size))
+    rows.tokens[rows.target_rows.long()] = sampled
+    rows.last_token[slots.long()] = sampled
     if counts is not None:
         counted = (records[:, 0] & PENALTIES).nonzero().squeeze(1)
-        counts[slots[counted].long(), drawn[counted].long()] += 2
+        counts[slots[counted].long(), sampled[counted].long()] += 2

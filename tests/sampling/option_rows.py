@@ -1,4 +1,4 @@
-"""General rows for the kernels: random logits, and any mixture of options."""
+"""Option rows for the kernels: random logits, and any mixture of options."""
 
 import math
 import random
@@ -12,7 +12,7 @@ from nanovllm.wire.sampling import RECORD, RECORD_WORDS
 
 @dataclass
 class Rows:
-    """Arguments of the general sampler's kernels, on one device."""
+    """Arguments of the option sampler's kernels, on one device."""
 
     logits: torch.Tensor
     rows: torch.Tensor
@@ -26,7 +26,7 @@ class Rows:
     def filter_args(self) -> tuple[torch.Tensor, ...]:
         return self.logits, self.rows, self.slots, self.records, self.temperature
 
-    def general_rows(self) -> "rows_module.Rows":
+    def option_rows(self) -> "rows_module.Rows":
         """As the kernels take them; no token is sampled yet."""
         tokens, last_token = (
             torch.full(sizes.shape, -7, dtype=torch.int32, device=self.logits.device)
