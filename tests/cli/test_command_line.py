@@ -1,6 +1,8 @@
 """Options on the command line: one source, V's spellings, files of options, mistakes named."""
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from dataclasses import fields
@@ -12,7 +14,7 @@ import pytest
 import nanovllm
 from nanovllm.cli import serve
 from nanovllm.cli.config_file import parse_with_config
-from nanovllm.cli.main import COMMANDS, main
+from nanovllm.cli.main import COMMANDS, command, main
 from nanovllm.cli.main import make_parser as make_whole_parser
 from nanovllm.cli.options import chosen, count, field_docs
 from nanovllm.config import EngineConfig
@@ -156,3 +158,26 @@ def test_completion(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_whole_parser_has_every_command() -> None:
     assert all(name in make_whole_parser().format_help() for name in COMMANDS)
+
+
+def documented() -> list[list[str]]:
+    """Arguments of every `nanovllm ...` line in README and docs."""
+    root = Path(__file__).resolve().parents[2]
+    found = []
+    for page in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
+        for line in page.read_text(encoding="utf-8").splitlines():
+            if line.startswith("    ") and (command := re.search(r"(?:^ +|\| )nanovllm (.+)", line)):
+                found.append(shlex.split(command[1].partition(" > ")[0], comments=True))
+    return found
+
+
+@pytest.mark.parametrize("arguments", documented(), ids=" ".join)
+def test_commands_of_the_docs_are_understood(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    parser = make_whole_parser() if arguments[0] == "--help" else command(arguments[0]).make_parser()
+    words = arguments if arguments[0] == "--help" else arguments[1:]
+    if "--help" in words:
+        with pytest.raises(SystemExit):
+            parser.parse_args(words)
+        assert "usage" in capsys.readouterr().out
+    else:
+        parser.parse_args(words)
