@@ -4,6 +4,7 @@
     python scripts/bench_kernels.py gemm --model 8B --rows 1 16 64        GEMMs, with what is fused to them
     python scripts/bench_kernels.py attention --model 8B --batches 256xragged 1x576
     python scripts/bench_kernels.py sampling --rows 256
+    python scripts/bench_kernels.py moe --model 30B-A3B --rows 1 256     routing and grouped GEMMs
     python scripts/bench_kernels.py all_reduce --ranks 4 --model 32B       needs a GPU for each rank
     python scripts/bench_kernels.py all_reduce --ranks 2 --check-only --share-gpus      on one GPU
     python scripts/bench_kernels.py decode_steps --model 8B --rows 64 256 --against disable=gemm_kernels
@@ -23,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-CASES = ("gemm", "attention", "sampling", "all_reduce", "decode_steps", "prompt_steps")
+CASES = ("gemm", "attention", "sampling", "moe", "all_reduce", "decode_steps", "prompt_steps")
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Line = dict[str, Any]
 MODULES = {"decode_steps": "steps", "prompt_steps": "steps"}
-COMPILED_CASES = ("gemm", "attention", "sampling")
+COMPILED_CASES = ("gemm", "attention", "sampling", "moe")
 """Cases of many kernels, which take minutes to compile one after the other."""
 RANK_CASES = ("all_reduce",)
 """Cases that run in a process for each rank. Steps start an engine, which starts its own."""
