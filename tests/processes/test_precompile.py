@@ -99,8 +99,9 @@ runner.choose_kernels = lambda: tuning.chosen(runner.model, runner.gemm_table, T
 jobs, layers = [], runner.model.layers
 dry_run(runner, jobs.append)
 assert runner.model.layers is layers and not runner.model.fused_rows and not runner.work.captured_logits
-
 counts = collections.Counter(job.name for job in set(jobs))
+"""
+DENSE = DRY_RUN + """
 single = "apply_deltas expand_rows prepare_decode publish_tokens qk_norm_rope_store activation norm".split()
 assert set(counts) >= {f"_{name}_kernel" for name in single} | {"_best_of_chunks_kernel",
     "prefill_attention_kernel", "plan_prefill_kernel", "merge_chunks_kernel"}, counts
@@ -113,12 +114,18 @@ assert sum(n for name, n in counts.items() if "skinny" in name) >= len(expected)
 """
 
 
-def run_script(script: str, folder: Path) -> None:
+# Tiles for few choices and for many, and a sort of more tokens than one program takes.
+MIXTURE = DRY_RUN + """
+assert counts["_grouped_gemm_kernel"] >= 3 and counts["_route_kernel"] >= 3 and counts["_sort_kernel"], counts
+"""
+
+
+def run_script(script: str, folder: Path, **config: object) -> None:
     """In an interpreter of its own, for these tests may run under Triton's interpreter. The target is a GPU that need
     not be there: compiling for it takes none."""
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache"), "TRITON_INTERPRET": "0"}
-    script = script.replace("MODEL", write_tiny_config(folder / "model", head_dim=64, hidden_size=512))
+    script = script.replace("MODEL", write_tiny_config(folder / "model", head_dim=64, hidden_size=512, **config))
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -128,7 +135,12 @@ def test_compiles_what_a_launch_will_look_up(tmp_path: Path) -> None:
 
 
 def test_dry_run_meets_every_kernel_of_start_up(tmp_path: Path) -> None:
-    run_script(DRY_RUN, tmp_path)
+    run_script(DENSE, tmp_path)
+
+
+def test_dry_run_meets_every_kernel_of_a_mixture_of_experts(tmp_path: Path) -> None:
+    experts = {"num_experts": 128, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
+    run_script(MIXTURE, tmp_path, architectures=["Qwen3MoeForCausalLM"], **experts)
 
 
 def test_a_job_that_fails_is_reported_and_leaves_no_stamp(tmp_path: Path) -> None:
