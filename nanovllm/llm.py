@@ -1,17 +1,12 @@
 """The user's front: text and chats in, finished requests out."""
 
 import os
-import signal
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
-
-from tqdm import tqdm
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.fair_lock import FairLock
@@ -22,6 +17,7 @@ from nanovllm.models.registry import read_model_config, resolve_model_folder
 from nanovllm.outputs import CompletionOutput, EngineStats, RequestOutput, StepColumns, StepOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.startup.compile_pool import start_compiler
+from nanovllm.terminal import ProgressBar, interrupt_between_steps
 from nanovllm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -118,7 +114,7 @@ class LLM:
                 raise ValueError(f"prompts[{index}]: {error}") from None
         numbers = self.engine.reserve_ids(params)
         ids: list[int] = []
-        with _interrupt_between_steps() as interrupted:
+        with interrupt_between_steps() as interrupted:
             try:
                 with self._step_lock:
                     self.engine.notice_new_weights()
@@ -180,7 +176,7 @@ class LLM:
 
     def _run_until_finished(self, request_ids: list[int], use_tqdm: bool, interrupted: threading.Event) -> None:
         unfinished = set(request_ids)
-        with _Progress(self.engine, len(request_ids), use_tqdm) as progress:
+        with ProgressBar(self.engine, len(request_ids), use_tqdm) as progress:
             while unfinished and not interrupted.is_set():
                 with self._step_lock:
                     if not self.engine.has_unfinished_requests():
@@ -271,7 +267,7 @@ class LLM:
         self._require_open()
         gained = StepColumns()
         try:
-            with _interrupt_between_steps(), self._step_lock:
+            with interrupt_between_steps(), self._step_lock:
                 if self.engine.has_unfinished_requests():
                     self._dispatch(self.engine.step())
                 gained, self._foreign = self._foreign, gained
@@ -282,7 +278,7 @@ class LLM:
                 converted = convert(gained)
             return converted
         except KeyboardInterrupt:
-            with _interrupt_between_steps(), self._step_lock:
+            with interrupt_between_steps(), self._step_lock:
                 gained.extend(self._foreign)  # they did not reach the caller: the next call hands them out
                 self._foreign = gained
             raise
@@ -307,7 +303,7 @@ class LLM:
         """Whether step() has anything left to do or to report."""
         if self.engine.has_unfinished_requests() or self._foreign:
             return True
-        with _interrupt_between_steps(), self._step_lock:  # another thread's step may just be handing over what is ours
+        with interrupt_between_steps(), self._step_lock:  # another thread's step may just be handing over what is ours
             return bool(self._foreign) or self.engine.has_unfinished_requests()
 
     def is_finished(self) -> bool:
@@ -386,55 +382,3 @@ def _close(engine: LLMEngine, step_lock: "FairLock") -> None:
     """Closes between two steps of other threads; but a step that hangs does not keep us."""
     with step_lock.within(_CLOSE_PATIENCE):
         engine.close()
-
-
-@contextmanager
-def _interrupt_between_steps() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event, so that a step is never cut in half, and interrupts when the `with` ends; a second Ctrl-C
-    interrupts at once."""
-    interrupted = threading.Event()
-    in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield interrupted
-        return
-
-    def note(number: int, frame: Any) -> None:
-        interrupted.set()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield interrupted
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if interrupted.is_set():
-        raise KeyboardInterrupt
-
-
-class _Progress:
-    """A tqdm bar over requests, with prefill and decode tokens/s since it was opened."""
-
-    _INTERVAL = 0.1
-
-    def __init__(self, engine: LLMEngine, total: int, enabled: bool) -> None:
-        self._engine = engine
-        hidden = not enabled or sys.stderr is None  # as in a program whose standard error is closed
-        self._bar = tqdm(total=total, desc="Generating", unit="req", disable=hidden, dynamic_ncols=True)
-        self._prefill, self._decode = engine.num_prefill_tokens, engine.num_decode_tokens
-
-    def update(self, finished: int) -> None:
-        if self._bar.disable:
-            return
-        seconds = max(self._bar.format_dict["elapsed"], 1e-9)
-        if finished > self._bar.n or seconds - getattr(self, "_shown", 0.0) > self._INTERVAL:
-            self._shown = seconds
-            prefill = (self._engine.num_prefill_tokens - self._prefill) / seconds
-            decode = (self._engine.num_decode_tokens - self._decode) / seconds
-            self._bar.set_postfix_str(f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s", refresh=False)
-            self._bar.update(finished - self._bar.n)
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from process_checks import GREEDY, LONG, MARK, marked_processes, tiny_llm, token_ids, wait_until
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, terminal
 from nanovllm import llm as llm_module
 from nanovllm.engine import fair_lock
 
@@ -233,7 +233,7 @@ def test_ctrl_c_in_step_loses_nothing(tiny: str, mark: str) -> None:
 def interrupted_at(line: int, work: Callable[[], None]) -> bool:
     """Does `work` with a Ctrl-C at that line (counted from 0) of those it runs in the user's front and the lock of
     turns. Whether there are so many."""
-    front, left = {llm_module.__file__, fair_lock.__file__}, line
+    front, left = {llm_module.__file__, terminal.__file__, fair_lock.__file__}, line
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal left

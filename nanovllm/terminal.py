@@ -1,0 +1,65 @@
+"""What generate() shows and hears at a terminal: a bar of its progress, and Ctrl-C between two steps."""
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from nanovllm.engine.llm_engine import LLMEngine
+
+
+@contextmanager
+def interrupt_between_steps() -> Iterator[threading.Event]:
+    """Ctrl-C sets the event, so that a step is never cut in half, and interrupts when the `with` ends; a second Ctrl-C
+    interrupts at once."""
+    interrupted = threading.Event()
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield interrupted
+        return
+
+    def note(number: int, frame: Any) -> None:
+        interrupted.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if interrupted.is_set():
+        raise KeyboardInterrupt
+
+
+class ProgressBar:
+    """A tqdm bar over requests, with prefill and decode tokens/s since it was opened."""
+
+    _INTERVAL = 0.1
+
+    def __init__(self, engine: "LLMEngine", total: int, enabled: bool) -> None:
+        self._engine = engine
+        hidden = not enabled or sys.stderr is None  # as in a program whose standard error is closed
+        self._bar = tqdm(total=total, desc="Generating", unit="req", disable=hidden, dynamic_ncols=True)
+        self._prefill, self._decode = engine.num_prefill_tokens, engine.num_decode_tokens
+
+    def update(self, finished: int) -> None:
+        if self._bar.disable:
+            return
+        seconds = max(self._bar.format_dict["elapsed"], 1e-9)
+        if finished > self._bar.n or seconds - getattr(self, "_shown", 0.0) > self._INTERVAL:
+            self._shown = seconds
+            prefill = (self._engine.num_prefill_tokens - self._prefill) / seconds
+            decode = (self._engine.num_decode_tokens - self._decode) / seconds
+            self._bar.set_postfix_str(f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s", refresh=False)
+            self._bar.update(finished - self._bar.n)
+
+    def __enter__(self) -> "ProgressBar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
