@@ -27,6 +27,8 @@ class ServeOptions:
     """Names that requests may ask for; the first is the one shown. Default: the model's."""
     max_num_queued_reqs: int | None = None
     """Most completions in flight; beyond it requests get a 503. Default: 4 * max_num_seqs + 512."""
+    stream_interval: int = 1
+    """Tokens of a chunk: more of them save clients work. The first token is never kept back."""
     request_timeout: float | None = None
     """Seconds after which a request is ended; off by default."""
     shutdown_timeout: float = 30.0
@@ -65,6 +67,8 @@ class ServeOptions:
             raise ValueError(f"port={self.port}: must be in 0..65535")
         if self.max_num_queued_reqs is not None and self.max_num_queued_reqs < 1:
             raise ValueError(f"max_num_queued_reqs={self.max_num_queued_reqs}: must be >= 1")
+        if self.stream_interval < 1:
+            raise ValueError(f"stream_interval={self.stream_interval}: must be >= 1")
         if self.log_format not in ("text", "json"):
             raise ValueError(f"log_format={self.log_format!r}: must be 'text' or 'json'")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):

@@ -18,7 +18,8 @@ class Completion:
 
     __slots__ = (
         *("request", "row", "index", "prompt_index", "text", "push", "pieces", "num_tokens", "ids", "lines", "prefix"),
-        *("finish_reason", "stop_reason", "last_time", "is_touched", "has_begun", "reader", "state"),
+        *("finish_reason", "stop_reason", "last_time", "is_touched", "has_begun", "num_sent"),
+        *("reader", "state"),
     )
 
     def __init__(self, request: "Request", index: int, prompt_index: int, text: Any) -> None:
@@ -42,6 +43,8 @@ class Completion:
         self.is_touched = False
         """Whether it is one of the request's `ready`."""
         self.has_begun = False
+        self.num_sent = 0
+        """Of num_tokens: what chunks have had."""
         self.reader: Any = None
         """Finds reasoning and tool calls in the text, where there may be some."""
         self.state: Any = None
@@ -70,6 +73,8 @@ class Request:
 
     is_streamed = False
     include_usage = False
+    interval = 1
+    """Tokens that a chunk waits for, but for the first and the last one."""
 
     def __init__(self, request_id: str, prompts: Sequence[list[int]], now: float) -> None:
         self.id = request_id
@@ -155,6 +160,9 @@ class Request:
         out = []
         for completion in self.ready:
             completion.is_touched = False
+            if self.interval > 1 and self._waits(completion):
+                continue
+            completion.num_sent = completion.num_tokens
             text = "".join(completion.pieces)
             completion.pieces.clear()
             if not completion.has_begun:
@@ -169,6 +177,11 @@ class Request:
         if data:
             connection.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
             self.last_write = now
+
+    def _waits(self, completion: Completion) -> bool:
+        """Whether a chunk would have fewer tokens than `interval`, and more are to come."""
+        more = completion.has_begun and completion.finish_reason is None and self.error is None
+        return more and completion.num_tokens - completion.num_sent < self.interval
 
     def _end(self) -> bytes:
         if self.is_over:

@@ -33,6 +33,7 @@ class Answer(Request):
         super().__init__(call.given_id or self.id_prefix + call.request_id, prompts, front.now())
         self.fields, self.front = fields, front
         self.is_streamed = bool(fields.stream)
+        self.interval = front.options.stream_interval
         options = fields.stream_options
         self.include_usage = options is not None and bool(options.include_usage)
         self.usage_in_chunks = options is not None and bool(options.continuous_usage_stats)
