@@ -8,7 +8,7 @@ from nanovllm.outputs import CompletionOutput, RequestOutput, StepOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutput
 
 if TYPE_CHECKING:
-    from nanovllm.engine.llm_engine import WeightsIncomplete
+    from nanovllm.engine.control import WeightsIncomplete
     from nanovllm.executor.processes import WorkerError
     from nanovllm.llm import LLM
     from nanovllm.runner.device_io import StepTimeout
@@ -33,7 +33,7 @@ __all__ = [
 _ON_FIRST_USE = {
     "LLM": "nanovllm.llm",
     "StepTimeout": "nanovllm.runner.device_io",
-    "WeightsIncomplete": "nanovllm.engine.llm_engine",
+    "WeightsIncomplete": "nanovllm.engine.control",
     "WorkerError": "nanovllm.executor.processes",
 }
 

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.config import EngineConfig
+from nanovllm.control import LLMControl
 from nanovllm.engine.fair_lock import FairLock
 from nanovllm.engine.inputs import Prompt, as_batch, as_chats, as_params, as_token_ids
 from nanovllm.engine.llm_engine import LLMEngine
@@ -27,10 +28,11 @@ if TYPE_CHECKING:
 
 _Gained = TypeVar("_Gained")
 
+_PAUSE_LOOK = 0.1  # seconds between two looks of generate() at a paused engine
 _CLOSE_PATIENCE = 5.0  # seconds that close() lets another thread's step take to end
 
 
-class LLM:
+class LLM(LLMControl):
     """A model served on one or several ranks, all started and ended by this object.
 
     Options are those of EngineConfig, by name. Use it in a `with`, or call close(); the interpreter's exit does it too.
@@ -184,6 +186,8 @@ class LLM:
                     self._dispatch(self.engine.step())
                     unfinished -= self._ended
                 progress.update(len(request_ids) - len(unfinished))
+                if self.engine.is_paused and unfinished:
+                    self.engine.wait_for_work(_PAUSE_LOOK)
 
     def _dispatch(self, gained: StepColumns) -> None:
         """Keeps what belongs to add_request's callers for step(), and notes which requests of generate() have ended,
@@ -224,6 +228,7 @@ class LLM:
             logprobs,
             seq.metrics,
             None if seq.sampling is None else seq.sampling.kept_ids,
+            seq.weight_versions,
         )
 
     def _text(self, seq: "Row") -> str:
@@ -244,14 +249,25 @@ class LLM:
 
     # -- a caller's own loop ------------------------------------------------------------------------------------
 
-    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
+    def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        output_token_ids: Iterable[int] | None = None,
+    ) -> int:
         """Queues one request and returns its id. May be called from any thread. Raises QueueFull where
-        max_queued_requests wait already."""
+        max_queued_requests wait already.
+
+        `output_token_ids`: the output begins with these, computed elsewhere or before, and goes on as it would have:
+        max_tokens, penalties, stops and grammars count them, and tokens are sampled by seed and position.
+        """
         self._require_open()
         if self.engine.executor.shares_weights:
             self._notice_new_weights()
         return self.engine.add_request(
-            self._token_ids(prompt), SamplingParams() if sampling_params is None else sampling_params
+            self._token_ids(prompt),
+            SamplingParams() if sampling_params is None else sampling_params,
+            output_token_ids=None if output_token_ids is None else as_token_ids(list(output_token_ids)),
         )
 
     def step(self) -> list[StepOutput]:
@@ -310,13 +326,6 @@ class LLM:
         return not self.has_unfinished_requests()
 
     # -- the engine ---------------------------------------------------------------------------------------------
-
-    def load_weights(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
-        """Replaces all weights in place: (checkpoint name, whole tensor) pairs, on any device. Graphs stay valid; the
-        prefix cache is emptied; requests in flight go on under the new weights."""
-        self._require_open()
-        with self._step_lock:
-            self.engine.load_weights(weights)
 
     def weights_changed(self) -> None:
         """Says that the module of from_module was written to: requests in flight start over from their tokens so far,

@@ -44,6 +44,11 @@ class LogprobRows:
         self._tables.append(table)
         self._lines.append(line)
 
+    def append_missing(self) -> None:
+        """A position about which there is nothing to say."""
+        self._tables.append(None)
+        self._lines.append(0)
+
     def put(self, position: int, table: np.ndarray, line: int) -> bool:
         """Fills a position in; True where nothing was there."""
         is_new = self._tables[position] is None
@@ -90,14 +95,19 @@ class LogprobRows:
         return 0.0 if words is None else float(words[_own_logprob(words)].view(np.float32))
 
 
-class KeptIds(Sequence[np.ndarray]):
-    """For each token of an output the ids that it was sampled from, int64, ascending; unpacked when looked at."""
+class KeptIds(Sequence[np.ndarray | None]):
+    """For each token of an output the ids that it was sampled from, int64, ascending, unpacked when looked at; None for
+    tokens that came with the request."""
 
     __slots__ = ("_lines", "_vocab_size")
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._lines: list[np.ndarray] = []
+        self._lines: list[np.ndarray | None] = []
+
+    def append_missing(self) -> None:
+        """A token that came with the request."""
+        self._lines.append(None)
 
     def append(self, table: np.ndarray, line: int) -> None:
         """`table` int32 [lines, words]: bit i % 32 of word i // 32 stands for id i."""
@@ -107,13 +117,16 @@ class KeptIds(Sequence[np.ndarray]):
         return len(self._lines)
 
     @overload
-    def __getitem__(self, index: int) -> np.ndarray: ...
+    def __getitem__(self, index: int) -> np.ndarray | None: ...
     @overload
-    def __getitem__(self, index: slice) -> list[np.ndarray]: ...
-    def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
+    def __getitem__(self, index: slice) -> list[np.ndarray | None]: ...
+    def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray | None] | None:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        return np.unpackbits(self._lines[index].view(np.uint8), bitorder="little")[: self._vocab_size].nonzero()[0]
+        line = self._lines[index]
+        if line is None:
+            return None
+        return np.unpackbits(line.view(np.uint8), bitorder="little")[: self._vocab_size].nonzero()[0]
 
 
 def _own_logprob(words: np.ndarray) -> int:

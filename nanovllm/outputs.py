@@ -107,6 +107,8 @@ class Ending:
     metrics: RequestMetrics
     prompt_logprobs: LogprobsList | None = None
     """Those of the prompt, with completion 0 of a request that asks for them."""
+    weight_versions: list[tuple[int, int, int]] = field(default_factory=list)
+    """See CompletionOutput.weight_versions."""
 
 
 @dataclass
@@ -171,7 +173,7 @@ class CompletionOutput(_ByName):
 
     _NAMES = (
         *("index", "text", "token_ids", "finish_reason", "stop_reason"),
-        *("logprobs", "cumulative_logprob", "metrics", "sampling_mask"),
+        *("logprobs", "cumulative_logprob", "metrics", "sampling_mask", "weight_versions"),
     )
 
     index: int
@@ -183,7 +185,9 @@ class CompletionOutput(_ByName):
     logprobs: LogprobsList | None = None
     metrics: RequestMetrics | None = None
     sampling_mask: KeptIds | None = None
-    """For each token the ids that it was drawn from, where the request asks for them."""
+    """For each token the ids that it was sampled from, where the request asks for them."""
+    weight_versions: list[tuple[int, int, int]] = field(default_factory=list)
+    """Which weights the tokens come from: (version, first token, end) in order; LLM.load_weights counts versions."""
 
     @property
     def cumulative_logprob(self) -> float | None:

@@ -117,7 +117,7 @@ class BlockManager:
 
     def publish(self, seq: Sequence, num_written_tokens: int) -> None:
         """Makes the row's full blocks below `num_written_tokens` hits: their data is written and their tokens known."""
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or seq.is_stale:
             return
         size = self.block_size
         for index in range(seq.num_hashed_blocks, min(num_written_tokens, seq.num_tokens) // size):
@@ -142,6 +142,7 @@ class BlockManager:
         seq.block_table = []
         seq.num_hashed_blocks = 0
         seq.parent_hash = _root_hash(seq)
+        seq.is_stale = False
         seq.epoch += 1
 
     def forget_cached(self) -> None:

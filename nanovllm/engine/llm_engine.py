@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from nanovllm.engine.control import EngineControl, WeightsIncomplete
 from nanovllm.engine.sampling.plan import StepSampling, plan_sampling, take_logprobs
 from nanovllm.engine.sampling.requests import RequestSampling
 from nanovllm.engine.scheduler import Scheduler
@@ -24,15 +25,10 @@ from nanovllm.tokenizer import Tokenizer
 from nanovllm.wire.sampling import append_section
 
 if TYPE_CHECKING:
-    import torch
 
     from nanovllm.executor.base import Executor
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: consecutive request numbers land far apart
-
-
-class WeightsIncomplete(RuntimeError):
-    """load_weights stopped half-way: until a call of it succeeds, there is no model to run."""
 
 
 def _only_prompt(params: SamplingParams) -> SamplingParams:
@@ -62,7 +58,7 @@ class _Launched(NamedTuple):
     sampling: StepSampling | None
 
 
-class LLMEngine:
+class LLMEngine(EngineControl):
     """Rank 0: owns the scheduler and, through the executor, all ranks. Token ids in, token ids out.
 
     add_request and abort may be called from any thread; what they ask for happens at the start of the next step. One
@@ -82,6 +78,10 @@ class LLMEngine:
         self._work = threading.Condition(self._lock)
         """Notified when a request or an abort comes in, and when the engine is closed."""
         self._closed = False
+        self.is_paused = False
+        """Whether no step is to be launched for now."""
+        self.weight_version = 0
+        """Of the weights that steps run with."""
         self._inbox: deque[tuple[str, list[Sequence]]] = deque()
         self._completions: dict[int, list[Sequence]] = {}
         """The rows of every request that is known, by its id."""
@@ -103,7 +103,9 @@ class LLMEngine:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def check_request(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
+    def check_request(
+        self, prompt_token_ids: list[int], params: SamplingParams, output_token_ids: Iterable[int] = ()
+    ) -> None:
         """Raises ValueError naming what is wrong with a request and the bound it breaks."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params: must be SamplingParams, found {type(params).__name__}")
@@ -122,6 +124,23 @@ class LLMEngine:
             bad = low if low < 0 else high
             raise ValueError(f"prompt: token id {shown(bad)} must be in 0..{vocab - 1} (vocab_size={vocab})")
         self.request_sampling.check(params)
+        if output_token_ids:
+            self._check_output(length, [*output_token_ids], params)
+
+    def _check_output(self, num_prompt_tokens: int, token_ids: list[int], params: SamplingParams) -> None:
+        """What an output begins with that goes on."""
+        name = "output_token_ids"
+        most = self._max_total_tokens(num_prompt_tokens, params.max_tokens) - num_prompt_tokens
+        if params.n > 1:
+            raise ValueError(f"{name}: needs n=1, found n={params.n}")
+        if len(token_ids) >= most or params.max_tokens == 0:
+            raise ValueError(f"{name}: {len(token_ids)} given, must be fewer than the {most} that the output may have")
+        low, high = _extremes(token_ids)
+        if low < 0 or high >= self.model_config.vocab_size:
+            raise ValueError(f"{name}: token ids must be in 0..{self.model_config.vocab_size - 1}")
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.model_config.eos_token_ids)}
+        if found := ends.intersection(token_ids):
+            raise ValueError(f"{name}: token {min(found)} ends the output: there is nothing to go on with")
 
     @property
     def max_total_tokens(self) -> int:
@@ -142,17 +161,24 @@ class LLMEngine:
             self._num_requests = ids.pop()
         return ids
 
-    def add_request(self, prompt_token_ids: list[int], params: SamplingParams, request_id: int | None = None) -> int:
-        """Queues a request; returns its id, `request_id` where that was reserved. From any thread.
+    def add_request(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        request_id: int | None = None,
+        output_token_ids: list[int] | None = None,
+    ) -> int:
+        """Queues a request; returns its id, `request_id` where that was reserved. `output_token_ids`: the output begins
+        with these. From any thread.
 
         Raises ValueError as check_request does; QueueFull where max_queued_requests wait (reserved ids do not count).
         """
-        self.check_request(prompt_token_ids, params)
+        self.check_request(prompt_token_ids, params, output_token_ids or [])
         if params.max_tokens == 0:
             params = _only_prompt(params)
         eos = frozenset() if params.ignore_eos else frozenset(self.model_config.eos_token_ids)
         stop_ids = eos | frozenset(params.stop_token_ids)
-        rows = self.request_sampling.rows(params, stop_ids, len(prompt_token_ids))
+        rows = self.request_sampling.rows(params, stop_ids, prompt_token_ids, output_token_ids or [])
         now = time.perf_counter()
         counts = request_id is None
         if request_id is None:
@@ -169,12 +195,15 @@ class LLMEngine:
                 parent_id=request_id,
                 index=index,
                 sampling=row,
+                output_token_ids=output_token_ids or [],
             )
             for index, row in enumerate(rows)
         ]
         with self._work:
             if counts:
                 self._check_queue()
+            for seq in seqs:
+                seq.note_version(self.weight_version)
             self._completions[request_id] = seqs
             self._num_sampling += sum(row is not None for row in rows)
             self._inbox.append(("add", seqs))
@@ -226,9 +255,14 @@ class LLMEngine:
         """Sleeps until a step has something to do, `or_until` is true after a `wake`, or the engine is closed; at most
         `timeout` seconds. Returns whether it was woken."""
         with self._work:
-            return self._work.wait_for(
-                lambda: self._closed or self.has_unfinished_requests() or or_until(), timeout=timeout
-            )
+            return self._work.wait_for(lambda: self._closed or self.is_busy() or or_until(), timeout=timeout)
+
+    def is_busy(self) -> bool:
+        """Whether a step now has something to do or to report: also while requests are held back, or all are."""
+        if self._inbox or self._launched or self._unreported.request_ids:
+            return True
+        scheduler = self.scheduler
+        return not self.is_paused and (scheduler.has_begun() if scheduler.holds_new else scheduler.has_unfinished())
 
     def wake(self) -> None:
         """Lets wait_for_work look again."""
@@ -257,11 +291,14 @@ class LLMEngine:
 
     def step(self) -> StepColumns:
         """Launches a step if there is one, and takes in the results of the step before it."""
-        self._raise_failure()
+        if self._closed:
+            raise RuntimeError("this engine is closed")
+        if not (self.is_paused and self.lacks_weights):
+            self._raise_failure()
         try:
             gained, self._unreported = self._unreported, StepColumns()
             self._drain_inbox(gained)
-            plan = self.scheduler.schedule()
+            plan = None if self.is_paused else self.scheduler.schedule()
             if plan is not None:
                 self._launch(plan)
             depth = 1 if plan is not None and self.config.uses("async_scheduling") else 0
@@ -337,6 +374,7 @@ class LLMEngine:
             seq.num_tokens - seq.num_prompt_tokens,
             seq.metrics,
             None if prompt_rows is None else prompt_rows.view(),
+            seq.weight_versions,
         )
 
     def logprobs(self, seq: Sequence) -> LogprobsList | None:
@@ -359,39 +397,6 @@ class LLMEngine:
                     columns.endings[entry] = self._end(seq, time.perf_counter())
 
     # -- the rest -----------------------------------------------------------------------------------------------
-
-    def load_weights(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
-        """Replaces all weights in place, from (checkpoint name, whole tensor) pairs, on the live engine.
-
-        Requests in flight start over under the new weights from their tokens so far; the prefix cache is emptied.
-        Raises ValueError naming a missing, surplus or misshapen weight; steps are refused until a call succeeds.
-        """
-        if self.executor.shares_weights:
-            raise ValueError("load_weights: this engine computes with a module's weights: load them there")
-        if not isinstance(self._error, WeightsIncomplete):
-            self._raise_failure()
-        self._forget_keys()
-        self._error = WeightsIncomplete("load_weights did not finish: the weights are a mixture; call it again")
-        try:
-            self.executor.load_weights(weights)
-        except BaseException as error:
-            if self.executor.failed:
-                self._error = error  # another call would not help
-            raise
-        self._error = None
-
-    def notice_new_weights(self, surely: bool = False) -> None:
-        """Where the weights are a live module's and it was written to (`surely`: it was), requests in flight start over
-        from their tokens so far, and the prefix cache is emptied."""
-        if self.executor.shares_weights and (self.executor.weights_changed() or surely):
-            self._raise_failure()
-            self._forget_keys()
-            self.executor.call("refresh_weights")
-
-    def _forget_keys(self) -> None:
-        while self._launched:
-            self._collect(self._unreported)
-        self.scheduler.preempt_all()
 
     def info(self) -> dict[str, Any]:
         """What this engine runs on and with: for logs and benchmarks."""

@@ -46,6 +46,8 @@ class Scheduler:
         """Of all requests that have begun; each prompt counts once."""
         self.num_prompt_cached_tokens = 0
         """Those of them that the prefix cache had."""
+        self.holds_new = False
+        """Whether requests that have not begun wait, whatever room there is."""
         self._num_added = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
 
@@ -62,6 +64,10 @@ class Scheduler:
 
     def has_unfinished(self) -> bool:
         return bool(self.running or self.waiting_short or self.waiting_long)
+
+    def has_begun(self) -> bool:
+        """Whether any unfinished row was admitted once."""
+        return bool(self.running) or any(map(_has_begun, self.waiting_short)) or any(map(_has_begun, self.waiting_long))
 
     def add(self, seq: Sequence) -> None:
         """Queues `seq`. One that was aborted before it came here is left out."""
@@ -89,6 +95,13 @@ class Scheduler:
         self._last_plan = None
         while self.running:
             self._preempt(self.running[-1])
+        self.block_manager.forget_cached()
+
+    def keep_all(self) -> None:
+        """Running rows go on with the KV that they have, which nobody else may share from here on."""
+        self._last_plan = None
+        for seq in self.running:
+            seq.is_stale = True
         self.block_manager.forget_cached()
 
     def _is_long(self, num_remaining_tokens: int) -> bool:
@@ -246,7 +259,9 @@ class Scheduler:
                 num_partial += 1
 
     def _block_to_come(self, seq: Sequence) -> bytes | None:
-        """Hash of the first block that a row with an unfinished prompt has not computed."""
+        """Hash of the first block that a row with an unfinished prompt has not computed, where others may share it."""
+        if seq.is_stale:
+            return None
         return self.block_manager.next_block(seq, seq.num_hashed_blocks, seq.parent_hash, seq.num_tokens)
 
     def _shared_block(self, seq: Sequence, hits: list[int], parent_hash: bytes) -> bytes | None:
@@ -256,6 +271,9 @@ class Scheduler:
     def _next_queue(self, long_allowed: bool) -> deque[Sequence] | None:
         """The queue whose head came first; the short one where a long prompt must not hold it back."""
         short, long = self.waiting_short, self.waiting_long
+        if self.holds_new:
+            begun = [queue for queue in (short, long) if queue and _has_begun(queue[0])]
+            return min(begun, key=lambda queue: _arrival(queue[0]), default=None)
         if not short or not long:
             return short or long or None
         return long if long_allowed and _arrival(long[0]) < _arrival(short[0]) else short
@@ -377,6 +395,10 @@ def _most_cached_tokens(seq: Sequence) -> int:
     if seq.sampling is not None and seq.sampling.num_prompt_logprobs_missing:
         return seq.sampling.prompt_logprob_start - 1
     return seq.num_tokens - 1
+
+
+def _has_begun(seq: Sequence) -> bool:
+    return seq.num_prompt_cached_tokens is not None
 
 
 def _arrival(seq: Sequence) -> int:

@@ -33,6 +33,7 @@ class Sequence:
         "epoch",
         "finish_reason",
         "index",
+        "is_stale",
         "last_token_on_device",
         "max_total_tokens",
         "may_stop",
@@ -56,6 +57,7 @@ class Sequence:
         "stop_reason",
         "stop_token_ids",
         "token_ids",
+        "version_starts",
     )
 
     def __init__(
@@ -71,7 +73,9 @@ class Sequence:
         parent_id: int | None = None,
         index: int = 0,
         sampling: "SamplingRow | None" = None,
+        output_token_ids: list[int] | None = None,
     ) -> None:
+        """`output_token_ids`: the output's first tokens, where it goes on from others."""
         self.request_id = request_id
         """This row's own number; rows of a batch may come in another order."""
         self.arrival: int | None = None
@@ -84,7 +88,7 @@ class Sequence:
         self.needs_last_token = sampling is not None and sampling.needs_last_token
         """Whether the row waits for each token to reach the host before it goes on."""
         self.stop_reason: int | str | None = None
-        self.token_ids = list(prompt_token_ids)
+        self.token_ids = [*prompt_token_ids, *(output_token_ids or ())]
         self.params = params
         self.seed = seed
         self.stop_token_ids = stop_token_ids
@@ -98,7 +102,7 @@ class Sequence:
         self.finish_reason: str | None = None
 
         self.num_prompt_tokens = len(prompt_token_ids)
-        self.num_tokens = len(prompt_token_ids)
+        self.num_tokens = len(self.token_ids)
         self.num_inflight_tokens = 0
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
@@ -115,6 +119,10 @@ class Sequence:
         """Chained hash of those blocks."""
         self.epoch = 0
         """Counts the times that the blocks were given back: results of a step from an earlier epoch own no blocks."""
+        self.is_stale = False
+        """Whether blocks hold KV of former weights: then none of them is shared."""
+        self.version_starts: list[tuple[int, int]] = []
+        """Versions of the weights that the output's tokens come from, and the first token of each."""
 
     @property
     def num_total_tokens(self) -> int:
@@ -128,6 +136,20 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    def note_version(self, version: int) -> None:
+        """Tokens from here on come from weights of this version."""
+        start = self.num_tokens - self.num_prompt_tokens
+        if self.version_starts and self.version_starts[-1][1] == start:
+            self.version_starts.pop()
+        self.version_starts.append((version, start))
+
+    @property
+    def weight_versions(self) -> list[tuple[int, int, int]]:
+        """See CompletionOutput.weight_versions."""
+        end = self.num_tokens - self.num_prompt_tokens
+        ends = [*(start for _, start in self.version_starts[1:]), end]
+        return [(v, start, end) for (v, start), end in zip(self.version_starts, ends, strict=True) if end > start]
 
     def append(self, token_id: int) -> None:
         """A sampled token has arrived from the device."""

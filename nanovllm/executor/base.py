@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,8 +46,26 @@ class Executor(ABC):
         """Calls a method of every rank's runner; returns what they return, in rank order."""
 
     @abstractmethod
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replaces all weights in place, from whole tensors under their checkpoint names."""
+    def begin_weight_update(self, partial: bool) -> None:
+        """New values come for all weights, or with `partial` for some. An update that has begun starts over."""
+
+    @abstractmethod
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Writes whole tensors under their checkpoint names, in place. Raises ValueError naming what cannot be loaded;
+        what came before it is written."""
+
+    @abstractmethod
+    def load_folder(self, folder: Path) -> None:
+        """The same from *.safetensors; each rank reads its own byte ranges. Raises as loading a model does."""
+
+    @abstractmethod
+    def finish_weight_update(self) -> None:
+        """Raises ValueError naming the weights that are missing."""
+
+    @abstractmethod
+    def checksum(self) -> dict[str, str]:
+        """A checksum of each checkpoint tensor, the same at every number of ranks. Raises RuntimeError where ranks hold
+        different values of one tensor."""
 
     def weights_changed(self) -> bool:
         """Where it shares_weights: whether they were written to since the last call of refresh_weights on the ranks.

@@ -5,6 +5,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.parallel.peer.memory import forbid_multicast
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.runner_init import RunnerInit
-from nanovllm.runner.weight_update import named_tensor
+from nanovllm.runner.weight_update import merged_checksums, named_tensor
 from nanovllm.startup.child import no_standard_numbers
 from nanovllm.startup.compile_pool import KernelCompiler
 from nanovllm.startup.dry_run import dry_run
@@ -166,9 +167,27 @@ class LocalExecutor(Executor):
         """What the step last collected brings beside its tokens, where it brings any."""
         return self.runner.collect_logprobs()
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replaces all weights in place, from whole tensors under their checkpoint names."""
-        self.call("begin_weight_update")
+    def begin_weight_update(self, partial: bool) -> None:
+        """New values come for all weights, or with `partial` for some. An update that has begun starts over."""
+        self.call("begin_weight_update", partial)
+
+    def load_folder(self, folder: Path) -> None:
+        """Loads a checkpoint's values; rank 0 looks at names and shapes first, since a worker that raised would be
+        gone."""
+        self.runner.open_weights(folder)
+        self.call("load_weight_folder", folder)
+
+    def finish_weight_update(self) -> None:
+        """Raises ValueError naming the weights that are missing."""
+        self.runner.weight_update.finish()
+
+    def checksum(self) -> dict[str, str]:
+        """A checksum of each checkpoint tensor, the same at every number of ranks. Raises RuntimeError where ranks hold
+        different values of one tensor."""
+        return merged_checksums(self.call("weight_checksums"))
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Writes whole tensors under their checkpoint names, in place."""
         bucket: list[tuple[str, torch.Tensor]] = []
         size = 0
         for name, tensor in map(named_tensor, weights):
@@ -177,8 +196,8 @@ class LocalExecutor(Executor):
             if size >= _BUCKET_BYTES:
                 self._send_weights(bucket)
                 bucket, size = [], 0
-        self._send_weights(bucket)
-        self.runner.weight_update.finish()
+        if bucket:
+            self._send_weights(bucket)
 
     def _send_weights(self, bucket: list[tuple[str, torch.Tensor]]) -> None:
         self.runner.weight_update.check(bucket)

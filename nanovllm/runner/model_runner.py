@@ -13,7 +13,8 @@ import torch.distributed as dist
 from nanovllm.attention import select_backend
 from nanovllm.kernels import select_kernels
 from nanovllm.kernels.base.compile_keys import hash_triton, resolve_keys
-from nanovllm.models.checkpoint import check_names, load_checkpoint, load_dummy, open_checkpoint
+from nanovllm.layers.weights import TensorSource
+from nanovllm.models.checkpoint import HEAD, check_names, load_checkpoint, load_dummy, open_checkpoint
 from nanovllm.models.decoder import ModelContext, attention_specs
 from nanovllm.models.live_module import LiveModule
 from nanovllm.models.mxfp4 import widened
@@ -27,7 +28,7 @@ from nanovllm.runner.kv_cache import GIB, MemoryProbe, bind_kv_cache, block_byte
 from nanovllm.runner.runner_init import RunnerInit
 from nanovllm.runner.sampler import OptionSampler
 from nanovllm.runner.step_work import StepWork
-from nanovllm.runner.weight_update import WeightUpdate
+from nanovllm.runner.weight_update import ShardChecksums, WeightUpdate, weight_checksums
 from nanovllm.wire.sampling import StepScores, split_section
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
 from nanovllm.wire.step import dummy_step, packed_capacity
@@ -299,9 +300,34 @@ class ModelRunner:
 
     # -- weights that change ------------------------------------------------------------------------------------
 
-    def begin_weight_update(self) -> None:
-        """All weights are to come anew."""
-        self.weight_update = WeightUpdate(self.weights, self.model_config.tie_word_embeddings, self._spelling)
+    def begin_weight_update(self, partial: bool = False) -> None:
+        """All weights are to come anew, or with `partial` some of them."""
+        tied = self.model_config.tie_word_embeddings
+        self.weight_update = WeightUpdate(self.weights, tied, self._spelling, partial)
+
+    def open_weights(self, folder: Path) -> dict[str, TensorSource]:
+        """The tensors of a folder under the names of `weights`. Raises ValueError or FileNotFoundError where one is
+        missing, surplus or misshapen."""
+        tensors: dict[str, TensorSource] = dict(self._spelling.select(open_checkpoint(folder).items()))
+        check_names(self.weights, tensors, self.model_config.tie_word_embeddings)
+        if self.model_config.tie_word_embeddings:
+            tensors.pop(HEAD, None)
+        for weight in self.weights:
+            weight.check(tensors[weight.name])
+        return tensors
+
+    @torch.inference_mode()
+    def load_weight_folder(self, folder: Path) -> None:
+        """Copies this rank's share of a folder's tensors into its parameters, in place."""
+        with self.io.stream_context():
+            load_checkpoint(self.weights, self.open_weights(folder), self.device, self._progress)
+        self.weight_update.expect_no_more()
+
+    @torch.inference_mode()
+    def weight_checksums(self) -> dict[str, list[ShardChecksums]]:
+        """Of what this rank holds: runner/weight_update.py."""
+        self.io.synchronize()
+        return weight_checksums(self.weights, self._progress)
 
     @torch.inference_mode()
     def update_weights(self, tensors: list[tuple[str, torch.Tensor]]) -> None:

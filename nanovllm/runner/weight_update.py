@@ -1,10 +1,12 @@
-"""New values for all weights of one rank, which come a few at a time while the engine lives."""
+"""New values for the weights of one rank, which come a few at a time while the engine lives; and checksums of them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from hashlib import sha256
 
+import numpy as np
 import torch
 
-from nanovllm.layers.weights import CheckpointWeight
+from nanovllm.layers.weights import PIECE_BYTES, CheckpointWeight
 from nanovllm.models.checkpoint import DTYPES
 from nanovllm.models.names import CheckpointNames
 
@@ -17,6 +19,8 @@ def named_tensor(item: object) -> tuple[str, torch.Tensor]:
     name, tensor = item
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"load_weights: weight {name!r} must be a torch.Tensor, found {type(tensor).__name__}")
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()  # a DTensor: all processes of its mesh get here
     if tensor.is_meta or tensor.layout is not torch.strided:
         kind = "on the meta device" if tensor.is_meta else tensor.layout
         raise ValueError(f"load_weights: weight {name!r} is {kind}: must be a dense tensor with data")
@@ -29,8 +33,11 @@ class WeightUpdate:
     Ranks await the same names and shapes, so one can check for all: a worker that raised would be gone.
     """
 
-    def __init__(self, weights: Iterable[CheckpointWeight], head_is_tied: bool, spelling: CheckpointNames) -> None:
-        """spelling: of the names that come."""
+    def __init__(
+        self, weights: Iterable[CheckpointWeight], head_is_tied: bool, spelling: CheckpointNames, partial: bool = False
+    ) -> None:
+        """spelling: of the names that come. partial: some may not come."""
+        self._partial = partial
         self._spelling = spelling
         self._awaited = {weight.name: weight for weight in weights}
         self._head_is_tied = head_is_tied
@@ -55,8 +62,62 @@ class WeightUpdate:
             if name in self._awaited:  # not the copy of a tied head
                 self._awaited.pop(name).load(tensor)
 
+    def expect_no_more(self) -> None:
+        """All came another way."""
+        self._awaited.clear()
+
     def finish(self) -> None:
         """Raises ValueError naming the weights that did not come."""
-        if self._awaited:
+        if self._awaited and not self._partial:
             names = ", ".join(sorted(self._awaited)[:5])
             raise ValueError(f"load_weights: {len(self._awaited)} missing: {names}")
+
+
+ShardChecksums = tuple[int, int, np.ndarray]
+"""Dimension of the checkpoint tensor, first index along it, and for each index from there on a number, int64, that
+depends on every bit of what is held there."""
+
+
+def weight_checksums(
+    weights: Iterable[CheckpointWeight], progress: Callable[[], None] = lambda: None
+) -> dict[str, list[ShardChecksums]]:
+    """By checkpoint name, of the shards of one rank. `progress`: called after each piece."""
+    found: dict[str, list[ShardChecksums]] = {}
+    for weight in weights:
+        found[weight.name] = []
+        for shard in weight.shards:
+            length = shard.length(len(weight.shape))
+            if not length:
+                continue
+            shape = [*weight.shape[: shard.dim], length, *weight.shape[shard.dim + 1 :]]
+            lines = shard.target.reshape(shape).movedim(shard.dim, 0).reshape(length, -1)
+            numbers = []
+            for piece in lines.split(max(1, PIECE_BYTES // max(1, lines[0].nbytes))):
+                numbers.append(_mixed(piece).cpu())
+                progress()
+            found[weight.name].append((shard.dim, shard.start, torch.cat(numbers).numpy()))
+    return found
+
+
+def _mixed(lines: torch.Tensor) -> torch.Tensor:
+    """int64 by line: a sum of hashes of bits and place (steps of splitmix64, Steele et al., OOPSLA 2014)."""
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[lines.element_size()]
+    x = lines.contiguous().view(kind).long() + torch.arange(lines.shape[1], device=lines.device) * -0x61C8864680B583EB
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return (x ^ ((x >> 31) & ((1 << 33) - 1))).sum(1)
+
+
+def merged_checksums(ranks: list[dict[str, list[ShardChecksums]]]) -> dict[str, str]:
+    """By checkpoint name, the first 16 hexadecimal digits of a SHA-256 over all ranks' numbers in their order. Raises
+    RuntimeError where two ranks hold different values of one index."""
+    merged: dict[str, str] = {}
+    for name in ranks[0]:
+        whole: dict[int, int] = {}
+        for _, start, numbers in (shard for rank in ranks for shard in rank[name]):
+            for index, number in enumerate(numbers.tolist(), start):
+                if whole.setdefault(index, number) != number:
+                    raise RuntimeError(f"weight {name!r}: ranks hold different values of index {index}")
+        numbers = np.array([whole[index] for index in sorted(whole)], np.int64)
+        merged[name] = sha256(numbers.tobytes()).hexdigest()[:16]
+    return merged

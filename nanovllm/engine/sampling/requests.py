@@ -65,15 +65,22 @@ class RequestSampling:
             raise ValueError(f"SamplingParams.allowed_token_ids={allowed}: {bound} (min_tokens={params.min_tokens})")
 
     def rows(
-        self, params: SamplingParams, stop_ids: frozenset[int], num_prompt_tokens: int
+        self,
+        params: SamplingParams,
+        stop_ids: frozenset[int],
+        prompt_token_ids: list[int],
+        output_token_ids: list[int],
     ) -> list[SamplingRow | None]:
-        """State of each completion of a checked request; None where greedy or temperature is all there is to it."""
+        """State of each completion of a checked request, whose output begins with `output_token_ids`; None where greedy
+        or temperature is all there is to it. Raises ValueError where these cannot be such an output's."""
         if params.is_plain:
             return [None] * params.n
         bad_words = [word for text in params.bad_words for word in self._words(text)]
         rows = [self._row(params, stop_ids, bad_words) for _ in range(params.n)]
         if params.prompt_logprobs is not None:
-            rows[0].expect_prompt_logprobs(num_prompt_tokens)
+            rows[0].expect_prompt_logprobs(len(prompt_token_ids))
+        for row in rows:
+            row.begin_with(prompt_token_ids, output_token_ids)
         return [row if row.uses_step or row.text is not None else None for row in rows]
 
     def _row(self, params: SamplingParams, stop_ids: frozenset[int], bad_words: list[tuple[int, ...]]) -> SamplingRow:

@@ -114,6 +114,19 @@ class SamplingRow:
         for position, line in enumerate(lines, first_position):
             self.num_prompt_logprobs_missing -= self.prompt_logprob_rows.put(position, table, line)
 
+    def begin_with(self, prompt_token_ids: list[int], output_token_ids: list[int]) -> None:
+        """Takes in the tokens that the output has already. Raises ValueError where they would have ended it."""
+        token_ids = list(prompt_token_ids)
+        for number, token_id in enumerate(output_token_ids, 1):
+            token_ids.append(token_id)
+            if self.watches and (ended := self.accept(token_ids, number)):
+                why = f" ({ended.why})" if ended.why else ""
+                raise ValueError(f"output_token_ids: end with token {number - 1}{why}: there is nothing to go on with")
+            if self.logprob_rows is not None:
+                self.logprob_rows.append_missing()
+            if self.kept_ids is not None:
+                self.kept_ids.append_missing()
+
     def is_general(self, num_output_tokens: int) -> bool:
         """Whether the token after that many is sampled by the options sampler."""
         return self.always_general or (bool(self._stop_ids) and num_output_tokens < self.params.min_tokens)

@@ -1,0 +1,167 @@
+"""What a trainer does to a live engine: new weights, pauses, everything aborted."""
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.errors import refuse
+from nanovllm.outputs import StepColumns
+
+if TYPE_CHECKING:
+    import torch
+
+    from nanovllm.executor.base import Executor
+
+IN_FLIGHT = ("recompute", "keep", "wait", "abort")
+"""What becomes of requests in flight when new weights come: they start over from their tokens so far; they go on with
+the KV that the old weights computed; they end first, while no other begins; they are aborted."""
+
+
+class WeightsIncomplete(RuntimeError):
+    """load_weights stopped half-way: until a call of it succeeds, there is no model to run."""
+
+
+def _incomplete(why: str) -> WeightsIncomplete:
+    return WeightsIncomplete(f"{why}: the weights are a mixture; call it again, or begin_update and finish_update")
+
+
+class EngineControl:
+    """The part of LLMEngine that changes what the loop runs with. Between two steps, by the thread that may step; but
+    abort_all, pause_steps and resume may be called from any thread."""
+
+    executor: "Executor"
+    scheduler: Scheduler
+    weight_version: int
+    is_paused: bool
+    _launched: deque[Any]
+    _unreported: StepColumns
+    _error: BaseException | None
+    _work: threading.Condition
+    _inbox: deque[tuple[str, list[Sequence]]]
+    _completions: dict[int, list[Sequence]]
+
+    def _raise_failure(self) -> None:
+        raise NotImplementedError
+
+    def _collect(self, columns: StepColumns) -> None:
+        raise NotImplementedError
+
+    # -- new weights --------------------------------------------------------------------------------------------
+
+    def load_weights(
+        self, weights: "Iterable[tuple[str, torch.Tensor]] | str | Path", in_flight: str, version: int | None
+    ) -> None:
+        """Replaces all weights in place, on the live engine: LLM.load_weights."""
+        self._check_version(version)
+        self.begin_update(in_flight, partial=False)
+        self._error = _incomplete("load_weights did not finish")
+        if isinstance(weights, (str, Path)):
+            self._write_weights(lambda: self.executor.load_folder(Path(weights)))
+        else:
+            self._write_weights(lambda: self.executor.update_weights(weights))
+        self.finish_update(version)
+
+    def begin_update(self, in_flight: str, partial: bool) -> None:
+        """Steps are refused from here on, until finish_update succeeds: LLM.begin_update."""
+        if self.executor.shares_weights:
+            raise ValueError("load_weights: this engine computes with a module's weights: load them there")
+        if in_flight not in IN_FLIGHT:
+            refuse("in_flight", in_flight, "one of " + ", ".join(map(repr, IN_FLIGHT)))
+        if not self.lacks_weights:
+            self._raise_failure()
+        self.settle()
+        if in_flight == "keep":
+            self.scheduler.keep_all()
+        else:
+            self.scheduler.preempt_all()
+        self._error = _incomplete("an update of the weights has begun and did not finish")
+        self._write_weights(lambda: self.executor.begin_weight_update(partial))
+
+    def update(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
+        """Some of the weights: LLM.update."""
+        self._require_update("update")
+        self._write_weights(lambda: self.executor.update_weights(weights))
+
+    def finish_update(self, version: int | None) -> None:
+        """All are there: LLM.finish_update."""
+        self._require_update("finish_update")
+        self._check_version(version)
+        self.executor.finish_weight_update()
+        self._error = None
+        self.weight_version = self.weight_version + 1 if version is None else version
+        with self._work:
+            for seq in (seq for seqs in self._completions.values() for seq in seqs):
+                if seq.status is not SequenceStatus.FINISHED:
+                    seq.note_version(self.weight_version)
+
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether an update has begun and not finished."""
+        return isinstance(self._error, WeightsIncomplete)
+
+    def _require_update(self, method: str) -> None:
+        if not self.lacks_weights:
+            self._raise_failure()
+            raise RuntimeError(f"{method}: begin_update was not called")
+
+    def _check_version(self, version: int | None) -> None:
+        least = self.weight_version + 1
+        if version is not None and (not isinstance(version, int) or isinstance(version, bool) or version < least):
+            refuse("version", version, f"None or an integer >= {least}, as versions go up")
+
+    def _write_weights(self, write: Any) -> None:
+        try:
+            write()
+        except BaseException as error:
+            if self.executor.failed:
+                self._error = error  # another call would not help
+            raise
+
+    def notice_new_weights(self, surely: bool = False) -> None:
+        """Where the weights are a live module's and it was written to (`surely`: it was), requests in flight start over
+        from their tokens so far, and the prefix cache is emptied."""
+        if self.executor.shares_weights and (self.executor.weights_changed() or surely):
+            self._raise_failure()
+            self.settle()
+            self.scheduler.preempt_all()
+            self.executor.call("refresh_weights")
+
+    def checksum(self) -> dict[str, str]:
+        """LLM.checksum."""
+        self._raise_failure()
+        self.settle()
+        return self.executor.checksum()
+
+    def settle(self) -> None:
+        """Takes in what the device is still computing; the next step hands it out."""
+        while self._launched:
+            self._collect(self._unreported)
+
+    # -- pauses -------------------------------------------------------------------------------------------------
+
+    def pause_steps(self) -> None:
+        """No step is launched until `resume`."""
+        with self._work:
+            self.is_paused = True
+
+    def resume(self) -> None:
+        """Steps go on, and requests begin again."""
+        with self._work:
+            self.is_paused = self.scheduler.holds_new = False
+            self._work.notify_all()
+
+    def abort_all(self) -> list[int]:
+        """Ends all requests that are unfinished now, with what they have; returns their ids."""
+        with self._work:
+            ids = [
+                request_id
+                for request_id, seqs in self._completions.items()
+                if any(seq.status is not SequenceStatus.FINISHED for seq in seqs)
+            ]
+            self._inbox += [("abort", self._completions[request_id]) for request_id in ids]
+            self._work.notify_all()
+        return ids

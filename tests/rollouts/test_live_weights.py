@@ -1,0 +1,186 @@
+"""Weights that change under a live engine: in pieces, from a folder, under running requests; versions and checksums."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_policy import OPTIONS, Policy
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.outputs import CompletionOutput, RequestOutput
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = [[1, 2, 3], list(range(40)), list(range(20, 52))]
+
+
+def texts(llm: LLM, prompts: list[list[int]] = PROMPTS, params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def greedy(policy: Policy, prompt: list[int], count: int = 12) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(policy.logits(tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture
+def started(llm: LLM) -> Iterator[tuple[LLM, list[int]]]:
+    """Three requests with five tokens each."""
+    ids = [llm.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    while min(seq.num_tokens - seq.num_prompt_tokens for i in ids for seq in llm.engine._completions[i]) < 5:
+        llm.step()
+    yield llm, ids
+    llm.abort_all()
+    while llm.has_unfinished_requests():
+        llm.step()
+
+
+def finish(llm: LLM, ids: list[int]) -> dict[int, RequestOutput]:
+    """Runs until all have ended, and takes them as generate() would."""
+    rows = {i: llm.engine._completions[i] for i in ids}
+    while llm.has_unfinished_requests():
+        llm.step()
+    return {i: [llm._completion(seq) for seq in rows[i]] for i in ids}  # type: ignore[misc]
+
+
+def test_in_pieces(llm: LLM, policies: tuple[Policy, Policy]) -> None:
+    version = llm.weight_version
+    llm.begin_update()
+    for pair in policies[1].weights.items():
+        with pytest.raises(RuntimeError, match="begin_update"):
+            llm.generate([[1]], GREEDY, use_tqdm=False)
+        llm.update([pair])
+    llm.finish_update(version=version + 10)
+    assert llm.weight_version == version + 10
+    assert texts(llm) == [greedy(policies[1], prompt) for prompt in PROMPTS]
+
+
+def test_from_a_folder(llm: LLM, policies: tuple[Policy, Policy], tmp_path: Path) -> None:
+    before = llm.checksum()
+    llm.load_weights(policies[1].folder)
+    assert texts(llm) == [greedy(policies[1], prompt) for prompt in PROMPTS]
+    with pytest.raises(FileNotFoundError, match="safetensors"):
+        llm.load_weights(tmp_path)
+    llm.load_weights(Path(policies[0].folder))
+    assert llm.checksum() == before
+
+
+def test_checksums_tell_every_weight(llm: LLM, policies: tuple[Policy, Policy]) -> None:
+    """They are those of another number of ranks, and change with one bit of one tensor."""
+    with LLM(policies[0].folder, **OPTIONS) as other:
+        before = other.checksum()
+    assert before.keys() == policies[0].weights.keys()
+    assert llm.checksum() == before
+    for name, value in list(policies[0].weights.items())[::5]:
+        changed = value.clone()
+        changed.view(torch.int32).flatten()[-1] ^= 1
+        llm.begin_update(partial=True)
+        llm.update([(name, changed)])
+        llm.finish_update()
+        after = llm.checksum()
+        assert [other for other in before if after[other] != before[other]] == [name]
+        llm.begin_update(partial=True)
+        llm.update([(name, value)])
+        llm.finish_update()
+    assert llm.checksum() == before
+
+
+def test_recompute_is_exact(started: tuple[LLM, list[int]], policies: tuple[Policy, Policy]) -> None:
+    llm, ids = started
+    version = llm.weight_version
+    llm.load_weights(policies[1].weights.items())
+    for prompt, [output] in zip(PROMPTS, finish(llm, ids).values(), strict=True):  # type: ignore[misc]
+        [(first, start, cut), (second, also_cut, end)] = output.weight_versions
+        assert (first, second, start, also_cut, end) == (version, version + 1, 0, cut, 12)
+        assert output.token_ids[:cut] == greedy(policies[0], prompt, cut)
+        assert output.token_ids[cut:] == greedy(policies[1], prompt + output.token_ids[:cut], 12 - cut)
+
+
+def test_keep_goes_on_with_the_old_keys(started: tuple[LLM, list[int]], policies: tuple[Policy, Policy]) -> None:
+    """Nothing is computed again, and what is there is never shared with a later request."""
+    llm, ids = started
+    computed = llm.engine.num_prefill_tokens
+    llm.load_weights(policies[1].weights.items(), in_flight="keep")
+    outputs = finish(llm, ids)
+    assert llm.engine.num_prefill_tokens == computed
+    differs = False
+    for prompt, [output] in zip(PROMPTS, outputs.values(), strict=True):  # type: ignore[misc]
+        cut = output.weight_versions[0][2]
+        differs |= output.token_ids[cut:] != greedy(policies[1], prompt + output.token_ids[:cut], 12 - cut)
+    assert differs, "the old keys matter"
+    for prompt, [output] in zip(PROMPTS, outputs.values(), strict=True):  # type: ignore[misc]
+        longer = prompt + output.token_ids
+        assert texts(llm, [longer]) == [greedy(policies[1], longer)]
+    llm.engine.scheduler.check_integrity()
+
+
+def test_wait_lets_them_end(started: tuple[LLM, list[int]], policies: tuple[Policy, Policy]) -> None:
+    """Those that have begun end under the old weights; one that came later begins under the new ones."""
+    llm, ids = started
+    rows = {i: llm.engine._completions[i] for i in ids}
+    late = llm.add_request([9, 9], GREEDY)
+    rows[late] = llm.engine._completions[late]
+    version = llm.weight_version
+    llm.load_weights(policies[1].weights.items(), in_flight="wait")
+    while llm.has_unfinished_requests():
+        llm.step()
+    found: dict[int, CompletionOutput] = {i: llm._completion(seq) for i, [seq] in rows.items()}
+    for i, prompt in zip(ids, PROMPTS, strict=True):
+        assert found[i].token_ids == greedy(policies[0], prompt)
+        assert found[i].weight_versions == [(version, 0, 12)]
+    assert found[late].token_ids == greedy(policies[1], [9, 9])
+    assert found[late].weight_versions == [(version + 1, 0, 12)]
+
+
+def test_abort_hands_out_what_is_there(started: tuple[LLM, list[int]], policies: tuple[Policy, Policy]) -> None:
+    llm, ids = started
+    rows = {i: llm.engine._completions[i] for i in ids}
+    llm.load_weights(policies[1].weights.items(), in_flight="abort")
+    reasons = {}
+    while llm.has_unfinished_requests():
+        reasons |= {output.request_id: output.finish_reason for output in llm.step() if output.finished}
+    assert reasons == dict.fromkeys(ids, "abort")
+    assert all(len(seq.output_token_ids) >= 5 for [seq] in rows.values())
+
+
+def test_mistakes(llm: LLM, policies: tuple[Policy, Policy]) -> None:
+    weights = list(policies[1].weights.items())
+    with pytest.raises(RuntimeError, match="begin_update was not called"):
+        llm.update(weights)
+    with pytest.raises(RuntimeError, match="begin_update was not called"):
+        llm.finish_update()
+    with pytest.raises(ValueError, match="in_flight='sometimes'"):
+        llm.load_weights(weights, in_flight="sometimes")
+    with pytest.raises(ValueError, match="version=0"):
+        llm.load_weights(weights, version=0)
+    assert texts(llm) == [greedy(policies[0], prompt) for prompt in PROMPTS], "nothing has begun"
+    llm.begin_update()
+    llm.update(weights[:3])
+    with pytest.raises(ValueError, match=f"surplus weight '{weights[0][0]}'"):
+        llm.update(weights[:1])
+    with pytest.raises(ValueError, match=r"no\.such"):
+        llm.update([("no.such", torch.zeros(1))])
+    with pytest.raises(ValueError, match=f"missing: .*{weights[-1][0]}|missing"):
+        llm.finish_update()
+    llm.update(weights[3:])
+    with pytest.raises(ValueError, match="version"):
+        llm.finish_update(version=-1)
+    llm.finish_update()
+    assert texts(llm) == [greedy(policies[1], prompt) for prompt in PROMPTS]
+
+
+def test_a_tensor_in_shards_is_gathered(llm: LLM, policies: tuple[Policy, Policy]) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        shards = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in policies[1].weights.items()}
+        llm.load_weights(shards.items())
+    finally:
+        dist.destroy_process_group()
+    assert texts(llm) == [greedy(policies[1], prompt) for prompt in PROMPTS]

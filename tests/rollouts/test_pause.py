@@ -1,0 +1,148 @@
+"""Pauses from any thread, everything aborted, and outputs that go on from given tokens."""
+
+import threading
+import time
+from typing import Any
+
+import pytest
+from tiny_policy import Policy
+
+from nanovllm import LLM, SamplingParams
+
+SEEDED = SamplingParams(seed=7, max_tokens=40, ignore_eos=True)
+
+
+class Generating(threading.Thread):
+    """generate() in a thread of its own."""
+
+    def __init__(self, llm: LLM, count: int = 4, params: SamplingParams = SEEDED) -> None:
+        super().__init__(daemon=True)
+        self._llm, self._prompts, self._params = llm, [[n, 5, 9] for n in range(count)], params
+        self.outputs: list[Any] = []
+        self.start()
+
+    def run(self) -> None:
+        self.outputs = self._llm.generate(self._prompts, self._params, use_tqdm=False)
+
+
+def wait_for_tokens(llm: LLM, count: int = 8) -> None:
+    begin, deadline = llm.stats().generation_tokens, time.monotonic() + 60
+    while llm.stats().generation_tokens < begin + count:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_kept_requests_go_on_where_they_were(llm: LLM) -> None:
+    alone = Generating(llm)
+    alone.join(60)
+    paused = Generating(llm)
+    wait_for_tokens(llm)
+    llm.pause()
+    assert llm.is_paused
+    computed = llm.engine.num_decode_tokens
+    assert llm.step() == [] and not llm.engine.is_busy()
+    time.sleep(0.15)
+    assert llm.engine.num_decode_tokens == computed and paused.is_alive()
+    assert not llm.wait_for_work(0.01)
+    llm.resume()
+    paused.join(60)
+    assert [output.token_ids for output in paused.outputs] == [output.token_ids for output in alone.outputs]
+
+
+def test_new_weights_in_a_pause(llm: LLM, policies: tuple[Policy, Policy]) -> None:
+    """As a trainer beside a server does it: what runs elsewhere only waits."""
+    running = Generating(llm)
+    wait_for_tokens(llm)
+    llm.pause()
+    llm.begin_update(in_flight="keep")
+    for pair in policies[1].weights.items():
+        llm.update([pair])
+    llm.finish_update()
+    llm.resume()
+    running.join(60)
+    assert {len(output.outputs[0].weight_versions) for output in running.outputs} == {2}
+
+
+def test_a_pause_that_waits(llm: LLM) -> None:
+    running = Generating(llm)
+    wait_for_tokens(llm)
+    llm.pause("wait")
+    running.join(60)
+    assert {len(output.token_ids) for output in running.outputs} == {40}
+    late = llm.add_request([3], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert llm.step() == [] and llm.has_unfinished_requests()
+    llm.resume()
+    while llm.has_unfinished_requests():
+        assert {output.request_id for output in llm.step()} <= {late}
+
+
+@pytest.mark.parametrize("by_pause", [True, False])
+def test_all_are_aborted(llm: LLM, by_pause: bool) -> None:
+    running = Generating(llm)
+    wait_for_tokens(llm)
+    if by_pause:
+        llm.pause("abort")
+    else:
+        assert len(llm.abort_all()) == 4
+    running.join(60)
+    assert {output.finish_reason for output in running.outputs} == {"abort"}
+    assert any(output.token_ids for output in running.outputs)
+    llm.resume()
+    assert llm.abort_all() == []
+    llm.engine.scheduler.check_integrity()
+
+
+def test_bad_modes_are_named(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="mode='gently'"):
+        llm.pause("gently")
+    assert not llm.is_paused
+
+
+CONTINUED = [
+    {},
+    {"temperature": 0},
+    {"temperature": 0.8, "top_p": 0.9, "logprobs": 2, "logprobs_mode": "processed", "sampling_mask": True},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3, "logprobs": 0},
+    {"min_tokens": 20, "stop_token_ids": list(range(0, 301, 3)), "max_tokens": 60},
+]
+
+
+@pytest.mark.parametrize("options", CONTINUED, ids=str)
+def test_an_output_goes_on_as_if_it_had_not_been_cut(llm: LLM, options: dict[str, Any]) -> None:
+    params = SamplingParams(**{"seed": 11, "max_tokens": 30, "ignore_eos": True, **options})
+    prompt = list(range(30, 60))
+    [output] = llm.generate([prompt], params, use_tqdm=False)
+    whole = output.outputs[0]
+    for cut in (1, 2, 15, 18, len(whole.token_ids) - 1):
+        request_id = llm.add_request(prompt, params, output_token_ids=whole.token_ids[:cut])
+        [row] = llm.engine._completions[request_id]
+        gained: list[int] = []
+        while llm.has_unfinished_requests():
+            gained += [token for one in llm.step() for token in one.new_token_ids]
+        assert gained == whole.token_ids[cut:]
+        found = llm._completion(row)
+        assert (found.token_ids, found.finish_reason) == (whole.token_ids, whole.finish_reason)
+        assert found.weight_versions[0][1:] == (cut, len(whole.token_ids))
+        if whole.logprobs is not None and found.logprobs is not None:
+            assert [found.logprobs[at] for at in range(cut)] == [None] * cut
+            for at in range(cut, len(whole.token_ids)):
+                one, other = found.logprobs[at], whole.logprobs[at]
+                assert one is not None and other is not None
+                assert one[gained[at - cut]].logprob == pytest.approx(other[gained[at - cut]].logprob, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        ({"max_tokens": 3}, [1, 2, 3]),
+        ({"n": 2}, [1]),
+        ({}, [301]),
+        ({}, [-1]),
+        ({"stop_token_ids": [5]}, [4, 5]),
+        ({}, ["a"]),
+    ],
+)
+def test_outputs_that_cannot_go_on_are_refused(llm: LLM, options: dict[str, Any], given: list[Any]) -> None:
+    with pytest.raises(ValueError, match="token"):
+        llm.add_request([1, 2], SamplingParams(**options), output_token_ids=given)
+    assert not llm.has_unfinished_requests()
