@@ -174,6 +174,13 @@ def _load_item(WORK, item, mask, row_and_slot, start, end, chunk_of, HKV: tl.con
     return row_and_slot, start, end, chunk_of
 
 
+@triton.jit
+def _empty_chunk(BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, DIMS: tl.constexpr):
+    """m, sums and acc of a chunk before its first tile; see _attend."""
+    m = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    return m, tl.zeros([BLOCK_H, BLOCK_N], tl.float32), tl.zeros([BLOCK_H, DIMS], tl.float32)
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, SINKS, OUT, TABLE, WORK, NUM_WORK, PARTIAL, LSE, scale_log2,
                             q_strides, k_strides, v_strides, table_stride, out_strides, HKV: tl.constexpr,
@@ -191,11 +198,9 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, SINKS, OUT, TABLE, WORK, 
     DIMS: tl.constexpr = padded_dims(D)
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    heads = tl.arange(0, BLOCK_H)
-    dims = tl.arange(0, DIMS)
+    heads, dims = tl.arange(0, BLOCK_H), tl.arange(0, DIMS)
     num_items = tl.load(NUM_WORK) * HKV
-    item = tl.program_id(0)
-    step = tl.num_programs(0)
+    item, step = tl.program_id(0), tl.num_programs(0)
     # The first entry is read before it is known to be one, which it is in all but the smallest batches.
     row_and_slot, first, end, chunk_of = _load_item(WORK, item, True, 0, 0, 0, 0, HKV)
     n = _first_tile(first, BLOCK_N, WINDOWED)
@@ -204,9 +209,7 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, SINKS, OUT, TABLE, WORK, 
     next_row_and_slot, next_start, next_end, next_chunk_of = _load_item(WORK, item + step, item + step < num_items,
                                                                         0, 0, 0, 0, HKV)
     block = _look_up(TABLE + (row_and_slot >> 16).to(tl.int64) * table_stride, n, end, PAGE, BLOCK_N)
-    m = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    sums = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
-    acc = tl.zeros([BLOCK_H, DIMS], tl.float32)
+    m, sums, acc = _empty_chunk(BLOCK_H, BLOCK_N, DIMS)
     if PDL:
         if PAGE % BLOCK_N == 0:
             _prefetch_tile(K_CACHE, item % HKV, block, n, k_strides, D, PAGE, BLOCK_N)
@@ -226,9 +229,7 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, SINKS, OUT, TABLE, WORK, 
         if is_last:
             _finish_chunk(m, sums, acc, OUT, PARTIAL, LSE, SINKS, row, kv_head, chunk_of, out_strides, HKV, G, BLOCK_H,
                           D, MAX_SPLITS)
-            m = tl.full([BLOCK_H], float("-inf"), tl.float32)
-            sums = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
-            acc = tl.zeros([BLOCK_H, DIMS], tl.float32)
+            m, sums, acc = _empty_chunk(BLOCK_H, BLOCK_N, DIMS)
         # The next tile's whereabouts, all looked up an iteration or more before they are needed.
         n = tl.where(is_last, _first_tile(next_start, BLOCK_N, WINDOWED), n + BLOCK_N)
         if WINDOWED:

@@ -153,6 +153,16 @@ def _finite(x):
 
 
 @triton.jit
+def _finite_values(parts, D: tl.constexpr, HALF: tl.constexpr):
+    """The parts of values with 0 for what is not finite; and, [HEADS, cols], 0 or NaN for each head that had such."""
+    first, second, rest = parts
+    spoil = first.to(tl.float32) * 0.0 + second.to(tl.float32) * 0.0
+    if 2 * HALF < D:
+        spoil += tl.sum(rest.to(tl.float32) * 0.0, 1)[:, None]
+    return (_finite(first), _finite(second), _finite(rest)), spoil
+
+
+@triton.jit
 def _store_heads(ROW, head_stride, parts, heads, count, D: tl.constexpr, HALF: tl.constexpr):
     first, second, rest = parts
     cols = tl.arange(0, triton.next_power_of_2(HALF))
@@ -220,12 +230,7 @@ def _qk_norm_rope_store_kernel(
             parts = _load_parts(keys, K_BIAS, heads, KV_HEADS, D, HALF)
             v_parts = _load_parts(values, V_BIAS, heads, KV_HEADS, D, HALF)
             block, offset = (slot // BLOCK_SIZE).to(tl.int64), slot % BLOCK_SIZE
-            v_first, v_second, v_rest = v_parts
-            # 0 where a value is finite, else NaN
-            spoil = v_first.to(tl.float32) * 0.0 + v_second.to(tl.float32) * 0.0
-            if 2 * HALF < D:
-                spoil += tl.sum(v_rest.to(tl.float32) * 0.0, 1)[:, None]
-            v_parts = (_finite(v_first), _finite(v_second), _finite(v_rest))
+            v_parts, spoil = _finite_values(v_parts, D, HALF)
             v_row = V_CACHE + block * v_strides[0] + offset * v_strides[2]
             _store_heads(v_row, v_strides[1], v_parts, heads, KV_HEADS, D, HALF)
             parts = _norm_rope(parts, spoil, K_WEIGHT, k_mean_square, weight_first, weight_second, cos, sin, heads,

@@ -110,8 +110,7 @@ def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
     sum, and residual_out and weight are not touched. Places: [2, WORLD
     (source), CAPACITY, HIDDEN], where the block begins. Program p takes rows p, p + programs, ...
     """
-    pid = tl.program_id(0)
-    programs = tl.num_programs(0)
+    pid, programs = tl.program_id(0), tl.num_programs(0)
     cols = tl.arange(0, BLOCK)
     mask = cols < HIDDEN
     parity = _begin(parity_state, PDL)
@@ -149,8 +148,7 @@ def two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
     (source), UNITS, HIDDEN], gather + [2, UNITS * WORLD, HIDDEN]. The argument of all_reduce.py holds: a rank that has
     finished a unit has its row of rank 0, made from all ranks' data.
     """
-    pid = tl.program_id(0)
-    programs = tl.num_programs(0)
+    pid, programs = tl.program_id(0), tl.num_programs(0)
     cols = tl.arange(0, BLOCK)
     mask = cols < HIDDEN
     parity = _begin(parity_state, PDL)
@@ -182,9 +180,8 @@ def two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
             kept = _float_or_zeros(residual + at + cols, mask, RESIDUAL)
             place = scatter + half + unit.to(tl.int64) * HIDDEN
             arrived = _receive(_peer_pointer(peers, rank, place, INT) + tile, tile_mask, abort, max_spins, SENTINEL)
-            bits = _finish_row(
-                arrived, kept, gain, at + cols, residual_out, out, mask, eps, HIDDEN, NORM, INT, SENTINEL
-            )
+            bits = _finish_row(arrived, kept, gain, at + cols, residual_out, out, mask, eps, HIDDEN, NORM, INT,
+                               SENTINEL)
             place = half + at
             for step in tl.static_range(WORLD - 1):
                 to = (rank + 1 + step) % WORLD
