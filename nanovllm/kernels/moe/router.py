@@ -14,7 +14,7 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     library would keep a handful of processors busy.
     """
     rows, hidden = x.shape
-    if rows <= DECODE_ROWS and supports_tma(x.device) and x.element_size() == 2 and hidden % 512 == 0:
+    if rows <= DECODE_ROWS and supports_tma(x.device) and x.element_size() == 2 and hidden % 8 == 0 and hidden >= 512:
         block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
         return decode.linear(x, weight, GemmConfig("decode", 16, block_m, 128, 4, split_k=4))
     if x.is_cuda and x.element_size() == 2:

@@ -143,11 +143,12 @@ def _route_kernel(
     ids = tl.zeros([ROWS, BLOCK_K], dtype=tl.int32)
     slot_of = tl.full([ROWS, BLOCK], -1, tl.int32)
     for slot in tl.static_range(TOP_K):
-        best = tl.argmax(choice, axis=1)[:, None]
-        hit = expert == best
-        value = tl.sum(tl.where(hit, score, 0.0), axis=1)[:, None]
-        values = tl.where(lane == slot, value, values)
-        ids = tl.where(lane == slot, best, ids)
+        value, best = tl.max(choice, axis=1, return_indices=True)
+        hit = expert == best[:, None]
+        if SIGMOID:
+            value = tl.sum(tl.where(hit, score, 0.0), axis=1)
+        values = tl.where(lane == slot, value[:, None], values)
+        ids = tl.where(lane == slot, best[:, None], ids)
         slot_of = tl.where(hit & inside, slot, slot_of)
         choice = tl.where(hit, float("-inf"), choice)
     if SIGMOID:
@@ -220,7 +221,8 @@ def route(
     if blocks > 1:
         ids, counts = torch.empty_like(order), torch.empty(blocks, block, dtype=torch.int32, device=device)
     shared = {"BLOCK": block, "ROWS": block_rows, "TOP_K": top_k, "BLOCK_M": block_m}
-    launch = {"num_warps": 4 if block_rows * block <= 2048 else 8, **pdl_options(device)}
+    elements = block_rows * block
+    launch = {"num_warps": 1 if elements <= 512 else 4 if elements <= 2048 else 8, **pdl_options(device)}
     _route_kernel[(blocks,)](
         logits, bias, correction, weights, ids, counts, order, tiles, rows, num_tiles,
         WIDTH=width, PARTS=parts, EXPERTS=experts, BLOCK_K=triton.next_power_of_2(top_k), SIGMOID=options.sigmoid,
