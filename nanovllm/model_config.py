@@ -90,7 +90,8 @@ class MoEConfig:
     activation_alpha: float = 1.0
     """Clamped SwiGLU where there is a limit; see ExpertActivation."""
     layout: str = "experts"
-    """How the checkpoint holds the experts' weights, see layers/moe.py: "experts", "linears" or "transposed"."""
+    """How the checkpoint holds the experts' weights, see layers/moe.py: "experts", "linears", "parameters" or
+    "transposed"."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ a change.
 
 import json
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,7 +48,10 @@ def config_of(module: nn.Module, overrides: dict[str, Any]) -> ModelConfig:
     if not hasattr(config, "to_json_string"):
         refuse("module", type(module).__name__, "a transformers model with its config")
     raw = {**json.loads(config.to_json_string()), "architectures": [type(module).__name__]}
-    return parse_config(*override(raw, json.loads(generation.to_json_string()) if generation else {}, overrides))
+    found = parse_config(*override(raw, json.loads(generation.to_json_string()) if generation else {}, overrides))
+    if found.moe is not None and found.moe.layout == "experts":
+        found = replace(found, moe=replace(found.moe, layout="parameters"))
+    return found
 
 
 _State = tuple[int, int, int]

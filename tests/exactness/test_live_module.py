@@ -18,8 +18,10 @@ DEMO = Path(__file__).parents[2] / "assets" / "demo-qwen3"
 NUM_TOKENS = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "num_kvcache_blocks": 48}
-MIXED = ("llama, three a group, tied, biased", "qwen3", "phi3", "olmo2", "starcoder2", "gemma2", "glm4", "cohere2")
-"""Kinds of sharing: tied heads, biases, fused tensors as they are; norms of 1 + w and rows in pairs are copied."""
+MIXED = ("llama, three a group, tied, biased", "qwen3", "phi3", "olmo2", "starcoder2", "gemma2", "glm4", "cohere2",
+         "qwen2_moe", "qwen3_moe")
+"""Kinds of sharing: tied heads, biases, fused tensors and stacked experts as they are; norms of 1 + w and rows in pairs
+are copied."""
 
 
 def greedy(model: Any, prompts: list[list[int]]) -> list[list[int]]:
