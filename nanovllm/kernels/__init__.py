@@ -11,7 +11,7 @@ from nanovllm.kernels.moe.routing import Routing
 
 _MODULES = {
     "pointwise.embedding": "embed_shard",
-    "pointwise.norm": "rms_norm add_rms_norm add_norms",
+    "pointwise.norm": "rms_norm add_norms",
     "pointwise.activation": "silu_mul activation",
     "moe.routing": "route",
     "moe.experts": "expert_gate_up expert_down",
@@ -33,7 +33,6 @@ class Kernels:
 
     embed_shard: Callable[..., torch.Tensor]
     rms_norm: Callable[..., torch.Tensor]
-    add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     add_norms: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     silu_mul: Callable[..., torch.Tensor]
     activation: Callable[..., torch.Tensor]

@@ -91,9 +91,5 @@ class ReduceAddNorm(WeightedModule):
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> Normed:
         """The same for x [T, hidden] (or in parts) that is complete."""
-        if not self.is_plain:
-            norm, after = (None if n is None else n.for_kernel() for n in (self.norm, self.after))
-            return self.kernels.add_norms(x, residual, norm, after, self.multiplier)
-        if residual is None:
-            return self.kernels.rms_norm(x, self.weight, self.eps), x
-        return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
+        norm, after = (None if n is None else n.for_kernel() for n in (self.norm, self.after))
+        return self.kernels.add_norms(x, residual, norm, after, self.multiplier)

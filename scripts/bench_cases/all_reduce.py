@@ -14,7 +14,7 @@ import torch
 
 from bench_cases.harness import EPS, Line, Point, Setup, capture, compare
 from bench_cases.ranks import Rank
-from nanovllm.kernels.pointwise.norm import add_rms_norm
+from nanovllm.kernels.pointwise.norm import Norm, add_norms
 from nanovllm.parallel.peer.all_reduce import PeerAllReduce
 
 ROWS = (1, 8, 64, 128, 256, 512, 2048, 8192)
@@ -53,7 +53,7 @@ class Sum:
     def by_nccl(self, index: int) -> torch.Tensor:
         total = self.mine.clone() if self.parts == 1 else self.mine.sum(0).to(self.weight.dtype)
         self.nccl.allreduce([total]).wait()
-        return add_rms_norm(total, self.residual, self.weight, EPS)[0]
+        return add_norms(total, self.residual, Norm(self.weight, EPS))[0]
 
     def paths(self) -> list[str]:
         layout, rows = self.peer.memory.layout, len(self.before)

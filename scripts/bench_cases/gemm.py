@@ -16,6 +16,7 @@ from nanovllm.kernels import Kernels, select_kernels
 from nanovllm.kernels.gemm import decode, skinny
 from nanovllm.kernels.gemm.choice import KINDS, LIBRARY, SKINNY_ROWS, SUMMED, Gemm, GemmConfig, shipped_table
 from nanovllm.kernels.gemm.dispatch import matmul
+from nanovllm.kernels.pointwise.norm import Norm
 
 ROWS = (1, 4, 16, 64, 128, 256)
 DRY_SIZE = 128
@@ -59,8 +60,7 @@ class Projection:
         """GEMM (+ activation), or GEMM + residual + norm."""
         if self.gemm.kind not in SUMMED:
             return self._activated(self.x, config, weight)
-        args = (matmul(self.x, weight, config), self.residual, self.gain_out, EPS)
-        return self.kernels.add_rms_norm(*args)[0]
+        return self.kernels.add_norms(matmul(self.x, weight, config), self.residual, Norm(self.gain_out, EPS))[0]
 
     def _activated(self, x: torch.Tensor, config: GemmConfig, weight: torch.Tensor) -> torch.Tensor:
         if self.gemm.kind != "gate_up":

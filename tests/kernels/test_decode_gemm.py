@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 from nanovllm.kernels.base.padded_rows import empty_rows, padded_rows, rows_in_memory
 from nanovllm.kernels.gemm import decode as mg
 from nanovllm.kernels.gemm.choice import GemmConfig, shipped_table
-from nanovllm.kernels.pointwise.norm import add_rms_norm, add_rms_norm_reference
+from nanovllm.kernels.pointwise.norm import Norm, add_norms, add_norms_reference
 
 EPS = 1e-6
 SMALL = GemmConfig("decode", 64, 32, 32, 3)
@@ -145,11 +145,11 @@ def test_norm_adds_up_the_parts() -> None:
     residual, gain = torch.randn_like(x[:, :96]), torch.rand_like(weight[:, 0])
     for parts in (mg.split_linear(x, weight, split(2)), mg.split_linear(x, weight, split(4))):
         ours, twin = residual.clone(), residual.clone()
-        want, _ = add_rms_norm_reference(parts, twin, gain, EPS)
-        got, _ = add_rms_norm(parts, ours, gain, EPS)
+        want, _ = add_norms_reference(parts, twin, Norm(gain, EPS))
+        got, _ = add_norms(parts, ours, Norm(gain, EPS))
         assert torch.equal(ours, twin)
         torch.testing.assert_close(got, want, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
-        whole, _ = add_rms_norm_reference(parts.sum(0).to(dtype), residual.clone(), gain, EPS)
+        whole, _ = add_norms_reference(parts.sum(0).to(dtype), residual.clone(), Norm(gain, EPS))
         assert torch.equal(want, whole)
 
 
@@ -190,7 +190,7 @@ def test_dependent_launch_in_a_graph_gives_the_same_bits(op: str, config: GemmCo
                     x = mg.linear(x, weight, second, pdl=pdl)
                 else:
                     x = mg.linear(hidden, weight, config, pdl=pdl)
-                hidden.copy_(add_rms_norm(x, residual, gain, EPS)[0])
+                hidden.copy_(add_norms(x, residual, Norm(gain, EPS))[0])
 
         layers()
         torch.cuda.synchronize()

@@ -126,14 +126,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
     return _launch(x, None, Norm(weight, eps), out)
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Triton version of add_rms_norm_reference; rows of x may be strided, parts of it are contiguous as residual is."""
-    out = empty_rows(residual.shape[0], residual.shape[1], residual.dtype, residual.device)
-    return _launch(x, residual, Norm(weight, eps), out), residual
-
-
 def add_norms(
     x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, after: Norm | None = None,
     multiplier: float = 1.0,
@@ -164,20 +156,6 @@ def add_up(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return total.to(dtype)
 
 
-def add_rms_norm_reference(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(residual + x), residual + x), each [T, H]. The sum replaces `residual` in place; x is left alone.
-
-    x may also be float32 [parts, T, H]: a GEMM's sums over parts of its columns (kernels/gemm/decode.py); their sum is
-    rounded to residual's dtype before it is added.
-    """
-    if x.dim() == 3:
-        x = add_up(x, residual.dtype)
-    residual.add_(x)
-    return rms_norm_reference(residual, weight, eps), residual
-
-
 def norm_reference(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """x [T, H] -> normalised [T, H] in x's dtype; see Norm."""
     assert norm.weight is not None
@@ -197,7 +175,8 @@ def add_norms_reference(
     """(norm(new residual), new residual = residual + multiplier * after(x)), each [T, H].
 
     The sum replaces `residual` in place. Without a residual x is the new one, as it is. Without `norm` both results are
-    the new residual. x may also be float32 [parts, T, H], as in add_rms_norm_reference.
+    the new residual. x may also be float32 [parts, T, H], a GEMM's sums over parts of its columns
+    (kernels/gemm/decode.py); their sum is rounded to residual's dtype before it is added.
     """
     if residual is None:
         residual = x
