@@ -3,6 +3,7 @@
 import difflib
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -115,7 +116,13 @@ class EngineConfig:
     """Share the KV blocks of equal prompt prefixes, also with finished requests while their blocks last."""
 
     attention_backend: str = "auto"
-    """"flash", "triton", "torch" or "auto": the best that is installed and that the device can run."""
+    """"flash", "triton", "torch" or "auto": the best of them that is installed and that the device can run; "flex":
+    PyTorch's FlexAttention, for functions of your own."""
+    score_mod: Callable[..., Any] | None = None
+    """With attention_backend="flex": (score, slot, head, query position, key position) -> score, of tensors."""
+    mask_mod: Callable[..., Any] | None = None
+    """With attention_backend="flex": (slot, head, query position, key position) -> whether that key is seen, of those
+    that the model sees."""
     enforce_eager: bool = False
     """True: no CUDA graphs."""
     kernel_choices: str | None = None
@@ -173,7 +180,12 @@ class EngineConfig:
         self._require_choice("logprobs_mode", "raw", "processed")
         self._require_choice("load_format", "auto", "dummy")
         self._require_choice("model_impl", "auto", "native", "transformers")
-        self._require_choice("attention_backend", "auto", "flash", "triton", "torch")
+        self._require_choice("attention_backend", "auto", "flash", "triton", "torch", "flex")
+        for option in ("score_mod", "mask_mod"):
+            if (value := getattr(self, option)) is not None:
+                _require(callable(value), option, value, "a function")
+                bound = "None, or go with attention_backend='flex' and tensor_parallel_size=1"
+                _require(self.attention_backend == "flex" and self.tensor_parallel_size == 1, option, value, bound)
 
     def _require_choice(self, option: str, *choices: str) -> None:
         value = getattr(self, option)

@@ -15,6 +15,7 @@ BACKENDS: dict[str, tuple[str, str]] = {
     "flash": ("nanovllm.attention.flash_backend", "FlashBackend"),
     "triton": ("nanovllm.attention.triton_backend", "TritonBackend"),
     "torch": ("nanovllm.attention.torch_backend", "TorchBackend"),
+    "flex": ("nanovllm.attention.flex_backend", "FlexBackend"),
 }
 
 

@@ -69,6 +69,10 @@ class AttentionBackend(ABC):
     name: str
     can_capture: bool = True
     """Its steps can be captured in CUDA graphs."""
+    takes_functions: bool = False
+    """Its constructor takes score_mod and mask_mod of the user's."""
+    token_major_cache: bool = False
+    """It wants caches whose tokens of all blocks have one stride: memory [num_blocks, block_size, heads, head_dim]."""
     is_required: bool = False
     """Asked for by name: finding out late that it cannot work is an error, not a reason to do without."""
     fallen_back_from: str = ""

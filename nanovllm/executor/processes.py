@@ -108,6 +108,8 @@ class WorkerProcesses:
 
     def send_init(self, message: Any) -> None:
         """What every worker builds its runner from, pickled. Workers wait for it when they have started."""
+        if self.size == 1:
+            return  # a user's function, say, cannot always be pickled
         pickled = pickle.dumps(message)
         for control in self._controls:
             control.send_bytes(pickled)

@@ -43,9 +43,14 @@ def host_memory() -> int:
 
 
 def bind_kv_cache(
-    layers: list[Attention], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    layers: list[Attention],
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    token_major: bool = False,
 ) -> None:
-    """Allocates the cache and gives every layer its part.
+    """Allocates the cache and gives every layer its part; token_major: see AttentionBackend.
 
     Zeros, because attention kernels load a row's whole last block and mask afterwards: what was never written must be
     finite.
@@ -53,7 +58,10 @@ def bind_kv_cache(
     sizes = [2 * num_blocks * block_size * math.prod(layer.cache_shape) for layer in layers]
     for layer, part in zip(layers, torch.zeros(sum(sizes), dtype=dtype, device=device).split(sizes), strict=True):
         heads, head_dim = layer.cache_shape
-        layer.k_cache, layer.v_cache = part.view(2, num_blocks, heads, block_size, head_dim)
+        if token_major:
+            layer.k_cache, layer.v_cache = part.view(2, num_blocks, block_size, heads, head_dim).transpose(2, 3)
+        else:
+            layer.k_cache, layer.v_cache = part.view(2, num_blocks, heads, block_size, head_dim)
 
 
 class MemoryProbe:

@@ -97,8 +97,11 @@ class ModelRunner:
         if rank == 0:
             level = logging.WARNING if is_fallback else logging.INFO
             logger.log(level, "attention backend: %s (%s)", backend_class.name, self.backend_reason)
+        functions: Any = {}
+        if backend_class.takes_functions:
+            functions = {"score_mod": config.score_mod, "mask_mod": config.mask_mod}
         self.backend = backend_class(
-            specs, self.block_size, config.max_num_seqs, self.max_model_len, self.device, self.dtype
+            specs, self.block_size, config.max_num_seqs, self.max_model_len, self.device, self.dtype, **functions
         )
         self.no_graphs_because = why_no_graphs(self.device, config.enforce_eager, self.kernels, self.backend)
         if foreign:
@@ -198,7 +201,8 @@ class ModelRunner:
             layer.unbind_cache()
         self.memory.release_cached()
         with self.io.stream_context():
-            bind_kv_cache(layers, num_blocks, self.block_size, self.dtype, self.device)
+            token_major = self.backend.token_major_cache
+            bind_kv_cache(layers, num_blocks, self.block_size, self.dtype, self.device, token_major)
             rows = config.max_num_seqs + MAX_PREFILL_ROWS
             self.work.allocate(rows, config.max_num_batched_tokens + rows)
             capacity = packed_capacity(num_blocks, config.max_num_seqs, config.max_num_batched_tokens)

@@ -78,7 +78,7 @@ BAD_OPTIONS = [
     *[("device", value, "one of 'auto', 'cuda', 'cpu'") for value in ("gpu", "", None, 0)],
     *[("dtype", v, "one of 'auto', 'bfloat16', 'float16', 'float32'") for v in ("int8", "bf16", None)],
     *[("load_format", value, "one of 'auto', 'dummy'") for value in ("gguf", None)],
-    *[("attention_backend", v, "one of 'auto', 'flash', 'triton', 'torch'") for v in ("sdpa", "Flash", None)],
+    *[("attention_backend", v, "one of 'auto', 'flash', 'triton', 'torch', 'flex'") for v in ("sdpa", "Flash", None)],
     *[("hf_overrides", value, "a dict of config.json entries") for value in (None, "{}", [("a", 1)])],
     *[("disable", value, "names of optimisations") for value in (None, 3, ["pdl", 3])],
     *[("model", value, "a path or hub id") for value in ("", None, 3)],

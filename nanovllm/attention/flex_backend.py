@@ -1,0 +1,183 @@
+"""Attention by PyTorch's FlexAttention (Dong et al., arXiv 2412.05496), with functions of the user's on scores and
+masks.
+
+For experiments: it is several times slower than the other backends and never chosen by itself. Queries are cut into
+tiles of one row each. A tile's BlockMask is its line of the block table, so the kernel walks the row's pages where they
+are. What it calls a key's index is a place in the cache; `_Tiles.logical` turns it into a position, on the device, and
+finds out whether the place is the row's.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+
+_QUERY_BLOCK = 128  # of a BlockMask; a tile is one
+_CPU_TILE = 32
+_compiled = torch.compile(flex_attention, dynamic=True)
+
+Mod = Callable[..., torch.Tensor]
+
+
+class _Tiles(NamedTuple):
+    """Tiles of at most `size` queries; B of them."""
+
+    size: int
+    tokens: torch.Tensor
+    """int64 [B, size]: of the step; padding repeats the tile's first."""
+    is_real: torch.Tensor
+    """bool [B, size]"""
+    slots: torch.Tensor
+    """int64 [B]"""
+    first: torch.Tensor
+    """int64 [B]: position of the first query."""
+    ends: torch.Tensor
+    """int64 [B]: one past the position of the last query."""
+    table: torch.Tensor
+    """int32 [B, pages]: the rows' pages."""
+    page_number: torch.Tensor
+    """int32 [pages of the cache + 1]: which page of its row each one is; the same in all rows that share it."""
+
+    def logical(self, b: torch.Tensor, place: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A place in the cache as (position, whether it is the row's)."""
+        page = place // block_size
+        number = self.page_number[page]
+        return number * block_size + place % block_size, self.table[b, number] == page
+
+
+class _Work(NamedTuple):
+    """A step: its tiles, those of decode rows apart, and the pages that a CPU gathers for them first."""
+
+    tiles: list[_Tiles]
+    pages: torch.Tensor | None
+    masks: dict[tuple[int, int | None], BlockMask]
+    """By tile and window."""
+
+
+class FlexBackend(AttentionBackend):
+    """On a CPU uncompiled. Reads lengths on the host, so it cannot be captured in a CUDA graph."""
+
+    name = "flex"
+    can_capture = False
+    takes_functions = token_major_cache = True
+
+    def __init__(self, specs: Sequence[AttentionSpec], block_size: int, max_num_seqs: int, max_model_len: int,
+                 device: torch.device | str, dtype: torch.dtype, score_mod: Mod | None = None,
+                 mask_mod: Mod | None = None) -> None:
+        """score_mod(score, slot, head, query position, key position) -> score, after the model's own soft-cap;
+        mask_mod(slot, head, query position, key position) -> bool, together with what the model itself can see. Both
+        are of tensors without dimensions, as flex_attention has them."""
+        super().__init__(specs, block_size, max_num_seqs, max_model_len, device, dtype)
+        self._score_mod, self._mask_mod = score_mod, mask_mod
+        self._on_cpu = self.device.type == "cpu"
+
+    @classmethod
+    def check(cls, specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype,
+              device: torch.device | str) -> None:
+        where = "attention_backend='flex'"
+        if torch.device(device).type == "cuda" and block_size % 128:
+            raise ValueError(f"kvcache_block_size={block_size}: {where} takes multiples of 128 on a GPU")
+        for spec in specs:
+            if spec.has_sinks:
+                raise ValueError(f"{where}: must go with a model without attention sinks")
+            if spec.head_dim < 16:
+                raise ValueError(f"head_dim={spec.head_dim}: {where} takes at least 16")
+
+    def prepare(self, metadata: AttentionMetadata) -> None:
+        starts, lens = metadata.cu_seqlens_q.cpu().numpy(), metadata.context_lens.cpu().numpy()
+        counts, n = np.diff(starts), metadata.num_decode_rows
+        real = (metadata.row_slot.cpu().numpy() >= 0) & (lens > 0) & (counts > 0)
+        pages = int(-(-lens.max(initial=1) // self.block_size))
+        block_table, gathered = metadata.block_table[:, :pages], None
+        num_pages = int(metadata.block_table.max()) + 1
+        if self._on_cpu:  # uncompiled, it computes with every page that it is given
+            slots = metadata.row_slot[real].long()
+            held = torch.arange(pages) * self.block_size < metadata.context_lens[real, None]
+            gathered = block_table[slots][held].unique()
+            within = torch.searchsorted(gathered, block_table[slots]).int()
+            block_table = torch.zeros_like(block_table).index_copy(0, slots, within.where(held, 0))
+            num_pages = len(gathered)
+        tiles = []
+        for size, rows in ((1, np.arange(n)), (_CPU_TILE if self._on_cpu else _QUERY_BLOCK, np.arange(n, len(lens)))):
+            rows = rows[real[rows]]
+            if len(rows):
+                cuts = [(row, cut) for row in rows for cut in range(0, counts[row], size)]
+                tiles.append(self._tiles(size, cuts, starts, lens, metadata.row_slot, block_table, num_pages))
+        metadata.workspace = _Work(tiles, gathered, {})
+
+    def _tiles(self, size: int, cuts: list[tuple[int, int]], starts: np.ndarray, lens: np.ndarray,
+               row_slot: torch.Tensor, block_table: torch.Tensor, num_pages: int) -> _Tiles:
+        """cuts: (row, number of its first token within the row's) of each tile."""
+        row, cut = (torch.tensor(part, device=self.device) for part in zip(*cuts, strict=True))
+        begin, end, context = (torch.from_numpy(x.astype(np.int64)).to(self.device)[row]
+                               for x in (starts[:-1], starts[1:], lens))
+        steps = torch.arange(size, device=self.device)
+        tokens = (begin + cut)[:, None] + steps
+        is_real = tokens < end[:, None]
+        first = context - (end - begin) + cut
+        ends = first + is_real.sum(1)
+        slots = row_slot[row].long()
+        table = block_table[slots]
+        held = torch.arange(table.shape[1], device=self.device) * self.block_size < ends[:, None]
+        numbers = torch.zeros(num_pages + 1, dtype=torch.int32, device=self.device)  # the last: of what is not held
+        pages = torch.where(held, table, num_pages).long()
+        numbers[pages] = torch.arange(table.shape[1], dtype=torch.int32, device=self.device).expand_as(table)
+        tokens = torch.where(is_real, tokens, tokens[:, :1])
+        return _Tiles(size, tokens, is_real, slots, first, ends, table, numbers)
+
+    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata,
+                out: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        self.ensure_prepared(q, metadata)
+        work: _Work = metadata.workspace
+        if work.pages is not None:
+            k_cache, v_cache = k_cache[work.pages.long()], v_cache[work.pages.long()]
+        # [pages, heads, tokens, D] as [1, heads, pages x tokens, D]: a view of a cache that has the tokens first
+        k, v = (cache.transpose(0, 1).flatten(1, 2)[None] for cache in (k_cache, v_cache))
+        attend: Any = flex_attention if self._on_cpu else _compiled
+        for number, tiles in enumerate(work.tiles):
+            key = (number, spec.window)
+            if key not in work.masks:
+                work.masks[key] = self._block_mask(tiles, spec.window, k.shape[2])
+            found = attend(q[tiles.tokens].transpose(1, 2), k, v, score_mod=self._scores(tiles, spec.softcap),
+                           block_mask=work.masks[key], scale=spec.scale, enable_gqa=spec.group_size > 1)
+            out[tiles.tokens[tiles.is_real]] = found.transpose(1, 2)[tiles.is_real]
+        return out
+
+    def _block_mask(self, tiles: _Tiles, window: int | None, num_places: int) -> BlockMask:
+        size, user = self.block_size, self._mask_mod
+        first = torch.zeros_like(tiles.first) if window is None else (tiles.first - window + 1).clamp(min=0) // size
+        columns = first[:, None] + torch.arange(tiles.table.shape[1], device=self.device)
+        pages = tiles.table.gather(1, columns.clamp(max=tiles.table.shape[1] - 1))
+        num_pages = (-(-tiles.ends // size) - first).int()
+
+        def visible(b: torch.Tensor, h: torch.Tensor, query: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+            key, is_own = tiles.logical(b, place, size)
+            position = tiles.first[b] + query
+            seen = is_own & (key <= position)
+            if window is not None:
+                seen = seen & (position - key < window)
+            return seen if user is None else seen & user(tiles.slots[b], h, position, key)
+
+        return BlockMask.from_kv_blocks(
+            num_pages[:, None, None], pages[:, None, None].contiguous(), BLOCK_SIZE=(_QUERY_BLOCK, size),
+            mask_mod=visible, seq_lengths=(tiles.size, num_places), compute_q_blocks=False)
+
+    def _scores(self, tiles: _Tiles, softcap: float | None) -> Mod | None:
+        size, user = self.block_size, self._score_mod
+        if softcap is None and user is None:
+            return None
+
+        def changed(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, query: torch.Tensor, place: torch.Tensor
+                    ) -> torch.Tensor:
+            if softcap is not None:
+                score = softcap * torch.tanh(score / softcap)
+            if user is not None:
+                key, _ = tiles.logical(b, place, size)
+                score = user(score, tiles.slots[b], h, tiles.first[b] + query, key)
+            return score
+
+        return changed
