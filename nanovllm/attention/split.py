@@ -35,14 +35,7 @@ def _part(
     step: AttentionMetadata, rows: slice, decodes: int, cu_seqlens_q: torch.Tensor, lens: torch.Tensor, tokens: int
 ) -> AttentionMetadata:
     return replace(
-        step,
-        num_rows=lens.shape[0],
-        num_decode_rows=decodes,
-        row_slot=step.row_slot[rows],
-        context_lens=lens * (cu_seqlens_q.diff() > 0),
-        cu_seqlens_q=cu_seqlens_q,
-        num_tokens=tokens,
-        token_ends=None,
-        prefill_block_tables=None,
-        workspace=None,
-    )
+        step, num_rows=lens.shape[0], num_decode_rows=decodes, row_slot=step.row_slot[rows],
+        context_lens=lens * (cu_seqlens_q.diff() > 0), cu_seqlens_q=cu_seqlens_q, num_tokens=tokens, token_ends=None,
+        prefill_block_tables=None, workspace=None,
+    )  # fmt: skip

@@ -28,53 +28,18 @@ class Sequence:
     """
 
     __slots__ = (
-        "arrival",
-        "block_table",
-        "epoch",
-        "finish_reason",
-        "index",
-        "is_stale",
-        "last_token_on_device",
-        "max_total_tokens",
-        "may_stop",
-        "metrics",
-        "needs_last_token",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_hashed_blocks",
-        "num_inflight_tokens",
-        "num_prompt_cached_tokens",
-        "num_prompt_tokens",
-        "num_tokens",
-        "params",
-        "parent_hash",
-        "parent_id",
-        "request_id",
-        "sampling",
-        "seed",
-        "slot",
-        "status",
-        "stop_reason",
-        "stop_token_ids",
-        "token_ids",
-        "version_starts",
-    )
+        "arrival", "block_table", "epoch", "finish_reason", "index", "is_stale", "last_token_on_device",
+        "max_total_tokens", "may_stop", "metrics", "needs_last_token", "num_cached_tokens", "num_computed_tokens",
+        "num_hashed_blocks", "num_inflight_tokens", "num_prompt_cached_tokens", "num_prompt_tokens", "num_tokens",
+        "params", "parent_hash", "parent_id", "request_id", "sampling", "seed", "slot", "status", "stop_reason",
+        "stop_token_ids", "token_ids", "version_starts",
+    )  # fmt: skip
 
     def __init__(
-        self,
-        request_id: int,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        *,
-        seed: int,
-        stop_token_ids: frozenset[int],
-        max_total_tokens: int,
-        metrics: RequestMetrics,
-        parent_id: int | None = None,
-        index: int = 0,
-        sampling: "SamplingRow | None" = None,
-        output_token_ids: list[int] | None = None,
-    ) -> None:
+        self, request_id: int, prompt_token_ids: list[int], params: SamplingParams, *, seed: int,
+        stop_token_ids: frozenset[int], max_total_tokens: int, metrics: RequestMetrics, parent_id: int | None = None,
+        index: int = 0, sampling: "SamplingRow | None" = None, output_token_ids: list[int] | None = None,
+    ) -> None:  # fmt: skip
         """`output_token_ids`: the output's first tokens, where it goes on from others."""
         self.request_id = request_id
         """This row's own number; rows of a batch may come in another order."""

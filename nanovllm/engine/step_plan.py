@@ -43,14 +43,9 @@ class StepPlan:
     def pack(self, max_num_seqs: int) -> np.ndarray:
         """The step as every rank receives it (wire/step.py)."""
         return pack_step(
-            max_num_seqs,
-            slots=[seq.slot for seq in self.seqs],
-            starts=self.starts,
-            counts=self.counts,
-            num_decode_rows=self.num_decode_rows,
-            num_sample_rows=self.num_sample_rows,
-            num_tokens=self.num_tokens,
+            max_num_seqs, slots=[seq.slot for seq in self.seqs], starts=self.starts, counts=self.counts,
+            num_decode_rows=self.num_decode_rows, num_sample_rows=self.num_sample_rows, num_tokens=self.num_tokens,
             block_updates=self.block_updates,
             slot_records=[(seq.slot, seq.params.temperature, seq.seed) for seq in self.new_slots],
             token_ids=self.host_token_ids,
-        )
+        )  # fmt: skip

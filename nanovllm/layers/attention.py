@@ -72,34 +72,20 @@ class AttentionOptions:
     def norm_rope(self, heads: HeadSplit) -> QKNormRope:
         """What a rank with these heads asks of qk_norm_rope_store."""
         return QKNormRope(
-            heads.local_heads,
-            heads.local_kv_heads,
-            self.head_dim,
-            self.head_dim if self.rotary_dim is None else self.rotary_dim,
-            self.qk_norm,
-            self.eps,
-            self.norm_after_rope,
-            self.norm_in_float32,
-            self.rope_in_float32,
-        )
+            heads.local_heads, heads.local_kv_heads, self.head_dim,
+            self.head_dim if self.rotary_dim is None else self.rotary_dim, self.qk_norm, self.eps,
+            self.norm_after_rope, self.norm_in_float32, self.rope_in_float32,
+        )  # fmt: skip
 
 
 class Attention(WeightedModule):
     """Projections, QK-norm, rotary embedding, KV store and attention: [T, hidden] -> [T, hidden], a partial sum."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        heads: HeadSplit,
-        options: AttentionOptions,
-        cos_sin: torch.Tensor | None,
-        group: TensorParallelGroup,
-        kernels: Kernels,
-        backend: AttentionBackend,
-        dtype: torch.dtype,
-        device: torch.device,
-        query_scale: torch.Tensor | None = None,
-    ) -> None:
+        self, hidden_size: int, heads: HeadSplit, options: AttentionOptions, cos_sin: torch.Tensor | None,
+        group: TensorParallelGroup, kernels: Kernels, backend: AttentionBackend, dtype: torch.dtype,
+        device: torch.device, query_scale: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         """cos_sin: see cos_sin_table, one table for all layers that rotate alike; None where nothing is rotated.
         query_scale float32 [max_position]: factor on the queries by position."""
         super().__init__()
@@ -146,19 +132,11 @@ class Attention(WeightedModule):
     def attend(self, qkv: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """Everything between the projections: [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim]."""
         q = self.kernels.qk_norm_rope_store(
-            qkv,
-            self.norm_rope,
-            step.positions,
-            step.slot_mapping,
-            self.k_cache,
-            self.v_cache,
-            cos_sin=self.cos_sin,
-            q_norm_weight=self.q_norm_weight,
-            k_norm_weight=self.k_norm_weight,
-            mean_squares=self._mean_squares(qkv) if self.options.qk_norm == "width" else None,
-            bias=self.qkv_proj.bias,
+            qkv, self.norm_rope, step.positions, step.slot_mapping, self.k_cache, self.v_cache, cos_sin=self.cos_sin,
+            q_norm_weight=self.q_norm_weight, k_norm_weight=self.k_norm_weight,
+            mean_squares=self._mean_squares(qkv) if self.options.qk_norm == "width" else None, bias=self.qkv_proj.bias,
             query_scale=self.query_scale,
-        )
+        )  # fmt: skip
         out = empty_rows(q.shape[0], q.shape[1] * q.shape[2], q.dtype, q.device).view(q.shape)
         self.backend.forward(q, self.k_cache, self.v_cache, step.attention, out, self.spec, self.sinks)
         return out.view(out.shape[0], -1)

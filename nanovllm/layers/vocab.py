@@ -24,14 +24,9 @@ class VocabParallelEmbedding(ParallelLinear):
     """
 
     def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        group: TensorParallelGroup,
-        kernels: Kernels,
-        dtype: torch.dtype,
+        self, vocab_size: int, hidden_size: int, group: TensorParallelGroup, kernels: Kernels, dtype: torch.dtype,
         device: torch.device,
-    ) -> None:
+    ) -> None:  # fmt: skip
         rows = -(-vocab_size // group.size)
         rows = -(-rows // _ALIGNMENT) * _ALIGNMENT if group.size > 1 else rows
         super().__init__("head", rows, hidden_size, dtype, device)

@@ -52,21 +52,13 @@ class ModelContext:
 
 def attention_options(config: ModelConfig, layer: LayerSpec) -> AttentionOptions:
     return AttentionOptions(
-        layer.head_dim,
-        scale=config.attention_scale,
-        window=layer.window,
-        softcap=config.attention_softcap,
+        layer.head_dim, scale=config.attention_scale, window=layer.window, softcap=config.attention_softcap,
         has_sinks=layer.has_sinks,
         rotary_dim=0 if layer.rope is None else config.ropes[layer.rope].rotary_dim(layer.head_dim),
-        rope_in_float32=config.float_rope,
-        qk_norm=config.qk_norm,
-        norm_after_rope=config.qk_norm_after_rope,
-        norm_in_float32=config.norm_kind == "rms_float32",
-        eps=config.norm_eps,
-        norm_weight_offset=float(config.norm_adds_one),
-        qkv_bias=config.qkv_bias,
-        o_bias=config.o_bias,
-    )
+        rope_in_float32=config.float_rope, qk_norm=config.qk_norm, norm_after_rope=config.qk_norm_after_rope,
+        norm_in_float32=config.norm_kind == "rms_float32", eps=config.norm_eps,
+        norm_weight_offset=float(config.norm_adds_one), qkv_bias=config.qkv_bias, o_bias=config.o_bias,
+    )  # fmt: skip
 
 
 def heads_of(config: ModelConfig, layer: LayerSpec, rank: int, size: int) -> HeadSplit:
@@ -139,17 +131,10 @@ class DecoderLayer(WeightedModule):
         get = self.norms.get
         self.input_layernorm = context.joint(get("attention_norm"), incoming)
         self.self_attn = Attention(
-            config.hidden_size,
-            heads_of(config, spec, context.group.rank, context.group.size),
-            attention_options(config, spec),
-            None if spec.rope is None else tables.cos_sin[spec.rope],
-            context.group,
-            context.kernels,
-            context.backend,
-            context.dtype,
-            context.device,
-            tables.query_scale,
-        )
+            config.hidden_size, heads_of(config, spec, context.group.rank, context.group.size),
+            attention_options(config, spec), None if spec.rope is None else tables.cos_sin[spec.rope], context.group,
+            context.kernels, context.backend, context.dtype, context.device, tables.query_scale,
+        )  # fmt: skip
         if not self.is_parallel:
             self.post_attention_layernorm = context.joint(get("mlp_norm"), get("attention_out_norm"))
         self.mlp: Any = MLPS[spec.mlp](context)

@@ -99,16 +99,9 @@ class OptionSampler:
     # -- one step -----------------------------------------------------------------------------------------------
 
     def run(
-        self,
-        section: Section,
-        logits: torch.Tensor | None,
-        first_chunk_row: int,
-        num_decode_rows: int,
-        buffers: StepBuffers,
-        state: DeviceState,
-        hidden: torch.Tensor | None,
-        model: Any,
-    ) -> None:
+        self, section: Section, logits: torch.Tensor | None, first_chunk_row: int, num_decode_rows: int,
+        buffers: StepBuffers, state: DeviceState, hidden: torch.Tensor | None, model: Any,
+    ) -> None:  # fmt: skip
         """Does what `section` asks after a step whose sampled rows left `logits` [rows, this rank's ids]; `hidden`
         [tokens, hidden size]: of all tokens of the step, where prompt log-probabilities are wanted."""
         words = self._upload(section, first_chunk_row, num_decode_rows)
@@ -130,14 +123,9 @@ class OptionSampler:
             self._results.append((scored, prompt, self._download("kept", kept)))
 
     def _sample(
-        self,
-        section: Section,
-        words: torch.Tensor,
-        raw: torch.Tensor,
-        raw_rows: torch.Tensor,
-        buffers: StepBuffers,
+        self, section: Section, words: torch.Tensor, raw: torch.Tensor, raw_rows: torch.Tensor, buffers: StepBuffers,
         state: DeviceState,
-    ) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
+    ) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:  # fmt: skip
         """Samples the option rows, each kind in its way; log-probabilities (see logprobs.py) of rows that want them,
         and the ids that could be sampled. A row's kind is its own, so that what is computed for it does not depend on
         the others."""
@@ -169,14 +157,9 @@ class OptionSampler:
         return [self._scores(kind, section, words, rows, x, least) for kind in SCORES], kept
 
     def _scores(
-        self,
-        kind: int,
-        section: Section,
-        words: torch.Tensor,
-        rows: Rows,
-        x: torch.Tensor | None,
+        self, kind: int, section: Section, words: torch.Tensor, rows: Rows, x: torch.Tensor | None,
         least: torch.Tensor | None,
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor | None:  # fmt: skip
         """Log-probabilities of one of SCORES. x, least: edited logits and thresholds of the rows of kind COPIED."""
         which = section.of_score[kind]
         if which.start == which.stop:
@@ -197,15 +180,9 @@ class OptionSampler:
         return self._token_logprobs(logits, where, *given)
 
     def _token_logprobs(
-        self,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        tokens: torch.Tensor,
-        token_rows: torch.Tensor,
-        k: int,
-        scale: torch.Tensor | None = None,
-        least: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, token_rows: torch.Tensor, k: int,
+        scale: torch.Tensor | None = None, least: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """token_logprobs of kernels/sampling/logprobs.py, whatever k."""
         if k <= MAX_FEW:
             given = (tokens, token_rows, top_bucket(k), self._vocab_size, scale, least)

@@ -86,16 +86,10 @@ class StepWork:
         self, buffers: StepBuffers, num_decode_rows: int, max_seqlen_q: int, max_context_len: int
     ) -> AttentionMetadata:
         return AttentionMetadata(
-            num_rows=buffers.row_slot.shape[0],
-            num_decode_rows=num_decode_rows,
-            row_slot=buffers.row_slot,
-            context_lens=buffers.context_lens,
-            cu_seqlens_q=buffers.cu_seqlens_q,
-            block_table=self.state.block_table,
-            max_seqlen_q=max_seqlen_q,
-            max_context_len=max_context_len,
-            num_tokens=buffers.positions.shape[0],
-        )
+            num_rows=buffers.row_slot.shape[0], num_decode_rows=num_decode_rows, row_slot=buffers.row_slot,
+            context_lens=buffers.context_lens, cu_seqlens_q=buffers.cu_seqlens_q, block_table=self.state.block_table,
+            max_seqlen_q=max_seqlen_q, max_context_len=max_context_len, num_tokens=buffers.positions.shape[0],
+        )  # fmt: skip
 
     def _forward(
         self, buffers: StepBuffers, attention: AttentionMetadata, num_sample_rows: int, keep_hidden: bool = False

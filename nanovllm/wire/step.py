@@ -43,18 +43,10 @@ def packed_capacity(num_blocks: int, max_num_seqs: int, max_num_batched_tokens: 
 
 
 def pack_step(
-    max_num_seqs: int,
-    *,
-    slots: list[int],
-    starts: list[int],
-    counts: list[int],
-    num_decode_rows: int,
-    num_sample_rows: int,
-    num_tokens: int,
-    block_updates: list[int],
-    slot_records: Iterable[tuple[int, float, int]],
+    max_num_seqs: int, *, slots: list[int], starts: list[int], counts: list[int], num_decode_rows: int,
+    num_sample_rows: int, num_tokens: int, block_updates: list[int], slot_records: Iterable[tuple[int, float, int]],
     token_ids: list[int],
-) -> np.ndarray:
+) -> np.ndarray:  # fmt: skip
     """The int32 array of the drawing. slot_records: (slot, temperature, seed) of each row that took a slot."""
     records = [_RECORD.pack(*record) for record in slot_records]
     header = (len(slots), num_decode_rows, num_sample_rows, num_tokens, len(block_updates) // UPDATE_SIZE, len(records))
@@ -81,14 +73,6 @@ def dummy_step(max_num_seqs: int, num_tokens: int, max_model_len: int) -> np.nda
     counts = np.minimum(counts, max_model_len)
     total = int(counts.sum())
     return pack_step(
-        max_num_seqs,
-        slots=list(range(num_rows)),
-        starts=[0] * num_rows,
-        counts=counts.tolist(),
-        num_decode_rows=0,
-        num_sample_rows=num_rows,
-        num_tokens=total,
-        block_updates=[],
-        slot_records=(),
-        token_ids=[0] * total,
-    )
+        max_num_seqs, slots=list(range(num_rows)), starts=[0] * num_rows, counts=counts.tolist(), num_decode_rows=0,
+        num_sample_rows=num_rows, num_tokens=total, block_updates=[], slot_records=(), token_ids=[0] * total,
+    )  # fmt: skip

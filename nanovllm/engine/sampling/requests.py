@@ -86,15 +86,12 @@ class RequestSampling:
     def _row(self, params: SamplingParams, stop_ids: frozenset[int], bad_words: list[tuple[int, ...]]) -> SamplingRow:
         wanted = params.structured_outputs
         return SamplingRow(
-            params,
-            stop_ids=stop_ids,
-            vocab_size=self._model.vocab_size,
-            text=self._text(params) if params.stop else None,
-            bad_words=bad_words,
+            params, stop_ids=stop_ids, vocab_size=self._model.vocab_size,
+            text=self._text(params) if params.stop else None, bad_words=bad_words,
             matcher=None if wanted is None else self._constraints().matcher(wanted),
             token_text=self._tokenizer.token_text,
             is_processed=(params.logprobs_mode or self._logprobs_mode) == "processed",
-        )
+        )  # fmt: skip
 
     def _text(self, params: SamplingParams) -> StreamedText:
         detokenizer = self._tokenizer.detokenizer(params.skip_special_tokens)

@@ -31,17 +31,10 @@ class SamplingRow:
     """Owned by one engine.Sequence, as its `sampling`; plain requests have none."""
 
     def __init__(
-        self,
-        params: SamplingParams,
-        *,
-        stop_ids: frozenset[int],
-        vocab_size: int,
-        text: StreamedText | None,
-        bad_words: Sequence[tuple[int, ...]],
-        matcher: "Matcher | None",
-        token_text: Callable[[int], str | None] = lambda token_id: None,
-        is_processed: bool = False,
-    ) -> None:
+        self, params: SamplingParams, *, stop_ids: frozenset[int], vocab_size: int, text: StreamedText | None,
+        bad_words: Sequence[tuple[int, ...]], matcher: "Matcher | None",
+        token_text: Callable[[int], str | None] = lambda token_id: None, is_processed: bool = False,
+    ) -> None:  # fmt: skip
         """`stop_ids`: what min_tokens bans until then. `text`: the output's, where stop strings are looked for.
         `bad_words`: as token ids. `matcher`: of structured_outputs. `token_text`: of one
         token, for log-probabilities. `is_processed`: these are of the logits that are sampled from, not of raw ones."""

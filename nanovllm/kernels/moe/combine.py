@@ -38,7 +38,8 @@ def combine(
     parts: torch.Tensor, dtype: torch.dtype, shared: torch.Tensor | None = None, logits: torch.Tensor | None = None,
     gate: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """Triton version of combine_reference; all are contiguous."""
+    """parts [k, T, H] -> their sum in order, plus shared [T, H], in float32 and rounded once to `dtype`, [T, H]. logits
+    float32 [parts of K, T, width]: the sigmoid of their column `gate` multiplies `shared`. All are contiguous."""
     top_k, rows, hidden = parts.shape
     out = empty_rows(rows, hidden, dtype, parts.device)
     block = min(1024, triton.next_power_of_2(hidden))
@@ -54,8 +55,7 @@ def combine_reference(
     parts: torch.Tensor, dtype: torch.dtype, shared: torch.Tensor | None = None, logits: torch.Tensor | None = None,
     gate: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """parts [k, T, H] -> their sum in order, plus shared [T, H], in float32 and rounded once to `dtype`, [T, H].
-    logits float32 [parts of K, T, width]: the sigmoid of their column `gate` multiplies `shared`."""
+    """Plain twin of `combine`."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()

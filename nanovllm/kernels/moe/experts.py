@@ -149,7 +149,8 @@ def expert_gate_up(
     x: torch.Tensor, weight: torch.Tensor, routing: Routing, config: GroupedConfig, activation: ExpertActivation,
     bias: torch.Tensor | None = None, *, tma: bool | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Triton version of expert_gate_up_reference. tma: weights come by descriptors; None: where the device can."""
+    """x [T, H], weight [E, 2 I, H] (gates first), bias [E, 2 I] -> the activation of every choice's gate and up, [T *
+    k, I] in routing's order. Tma: weights come by descriptors; None: where the device can."""
     out = x.new_empty(routing.order.shape[0], weight.shape[1] // 2)
     switches = {"GATED": True, "ALPHA": activation.alpha, "LIMIT": activation.limit}
     return _launch(x, weight, routing, config, bias, out, tma, switches)
@@ -159,7 +160,8 @@ def expert_down(
     h: torch.Tensor, weight: torch.Tensor, routing: Routing, config: GroupedConfig, out_dtype: torch.dtype,
     bias: torch.Tensor | None = None, *, tma: bool | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Triton version of expert_down_reference. tma: as in expert_gate_up."""
+    """h [T * k, I] in routing's order, weight [E, H, I], bias [E, H] -> out_dtype [k, T, H], every choice's result
+    times its weight, by slot: a token's result is the sum over k. Tma: as in expert_gate_up."""
     out = h.new_empty(routing.top_k, routing.num_tokens, weight.shape[1], dtype=out_dtype)
     return _launch(h, weight, routing, config, bias, out, tma, {"GATED": False, "ALPHA": 1.0, "LIMIT": None})
 
@@ -203,8 +205,7 @@ def expert_gate_up_reference(
     x: torch.Tensor, weight: torch.Tensor, routing: Routing, config: GroupedConfig, activation: ExpertActivation,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """x [T, H], weight [E, 2 I, H] (gates first), bias [E, 2 I] -> the activation of every choice's gate and up,
-    [T * k, I] in routing's order."""
+    """Plain twin of `expert_gate_up`."""
     out = x.new_empty(routing.order.shape[0], weight.shape[1] // 2)
     tokens = routing.order.long() // routing.top_k
     for expert, first, end in _of_experts(routing):
@@ -224,8 +225,7 @@ def expert_down_reference(
     h: torch.Tensor, weight: torch.Tensor, routing: Routing, config: GroupedConfig, out_dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """h [T * k, I] in routing's order, weight [E, H, I], bias [E, H] -> out_dtype [k, T, H], every choice's result
-    times its weight, by slot: a token's result is the sum over k."""
+    """Plain twin of `expert_down`."""
     out = h.new_empty(routing.num_tokens, routing.top_k, weight.shape[1], dtype=out_dtype).flatten(0, 1)
     weights = routing.weights.flatten()
     for expert, first, end in _of_experts(routing):

@@ -206,7 +206,9 @@ def route(
     logits: torch.Tensor, options: TopK, block_m: int, bias: torch.Tensor | None = None,
     correction: torch.Tensor | None = None,
 ) -> Routing:  # fmt: skip
-    """Triton version of route_reference; logits are contiguous."""
+    """logits float32 [parts, T, width], sums over parts of K, of which the first num_experts columns count -> Routing.
+    bias [num_experts] is added to them; correction float32 [num_experts]: see TopK.sigmoid. Equal scores: the expert
+    with the lower number first. Logits are contiguous."""
     parts, rows, width = logits.shape
     top_k, experts, device = options.top_k, options.num_experts, logits.device
     block = triton.next_power_of_2(experts)
@@ -238,9 +240,7 @@ def route_reference(
     logits: torch.Tensor, options: TopK, block_m: int, bias: torch.Tensor | None = None,
     correction: torch.Tensor | None = None,
 ) -> Routing:  # fmt: skip
-    """logits float32 [parts, T, width], sums over parts of K, of which the first num_experts columns count -> Routing.
-    bias [num_experts] is added to them; correction float32 [num_experts]: see TopK.sigmoid. Equal scores: the expert
-    with the lower number first."""
+    """Plain twin of `route`."""
     experts, top_k = options.num_experts, options.top_k
     score = logits.sum(0)[:, :experts]
     if bias is not None:

@@ -50,7 +50,8 @@ def _activation_kernel(X, BIAS, OUT, SIZE: tl.constexpr, BLOCK: tl.constexpr, KI
 
 
 def activation(x: torch.Tensor, kind: str, gated: bool, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Triton version of activation_reference; x is contiguous."""
+    """x [T, 2I], gates first -> activated(gate) * up, [T, I]; not gated: x [T, I] -> activated(x). kind: one of KINDS.
+    bias, of x's width, is added first. X is contiguous."""
     num_rows, width = x.shape
     size = width // 2 if gated else width
     out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
@@ -62,13 +63,13 @@ def activation(x: torch.Tensor, kind: str, gated: bool, bias: torch.Tensor | Non
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Triton version of silu_mul_reference; gate_up is contiguous."""
+    """gate_up [T, 2I], gates first -> silu(gate) * up, [T, I]; silu(gate) is rounded to the dtype before that. Gate_up
+    is contiguous."""
     return activation(gate_up, "silu", gated=True)
 
 
 def activation_reference(x: torch.Tensor, kind: str, gated: bool, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T, 2I], gates first -> activated(gate) * up, [T, I]; not gated: x [T, I] -> activated(x). kind: one of KINDS.
-    bias, of x's width, is added first."""
+    """Plain twin of `activation`."""
     if bias is not None:
         x = x + bias
     gate, up = x.chunk(2, dim=-1) if gated else (x, None)
@@ -82,5 +83,5 @@ def activation_reference(x: torch.Tensor, kind: str, gated: bool, bias: torch.Te
 
 
 def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up [T, 2I], gates first -> silu(gate) * up, [T, I]; silu(gate) is rounded to the dtype before that."""
+    """Plain twin of `silu_mul`."""
     return activation_reference(gate_up, "silu", gated=True)

@@ -20,7 +20,8 @@ def _embed_shard_kernel(TOKEN_IDS, WEIGHT, OUT, start, num_valid, HIDDEN: tl.con
 
 
 def embed_shard(token_ids: torch.Tensor, weight: torch.Tensor, start: int, num_valid: int) -> torch.Tensor:
-    """Triton version of embed_shard_reference; all is contiguous."""
+    """token_ids int32 [T], weight [rows, hidden] of ids start, start + 1, ... -> [T, hidden]; zeros for ids that are
+    not among its first `num_valid` rows. All is contiguous."""
     num_tokens, hidden = token_ids.shape[0], weight.shape[1]
     out = torch.empty(num_tokens, hidden, dtype=weight.dtype, device=weight.device)
     block = triton.next_power_of_2(hidden)
@@ -33,8 +34,7 @@ def embed_shard(token_ids: torch.Tensor, weight: torch.Tensor, start: int, num_v
 
 
 def embed_shard_reference(token_ids: torch.Tensor, weight: torch.Tensor, start: int, num_valid: int) -> torch.Tensor:
-    """token_ids int32 [T], weight [rows, hidden] of ids start, start + 1, ... -> [T, hidden]; zeros for ids that are
-    not among its first `num_valid` rows."""
+    """Plain twin of `embed_shard`."""
     local = token_ids - start
     foreign = (local < 0) | (local >= num_valid)
     return F.embedding(local.masked_fill(foreign, 0), weight).masked_fill(foreign.unsqueeze(-1), 0.0)

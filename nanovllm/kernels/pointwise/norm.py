@@ -120,7 +120,8 @@ def _launch(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Triton version of rms_norm_reference; rows of x may be strided, `out` is contiguous and may be x."""
+    """x [T, H], weight [H] -> x / sqrt(mean(x ** 2) + eps) * weight, [T, H] in x's dtype; x is left alone. Rows of x
+    may be strided, `out` is contiguous and may be x."""
     if out is None:
         out = empty_rows(x.shape[0], x.shape[1], x.dtype, x.device)
     return _launch(x, None, Norm(weight, eps), out)
@@ -130,7 +131,13 @@ def add_norms(
     x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, after: Norm | None = None,
     multiplier: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Triton version of add_norms_reference; rows of x may be strided, parts of it are contiguous as residual is."""
+    """(norm(new residual), new residual = residual + multiplier * after(x)), each [T, H].
+
+    The sum replaces `residual` in place. Without a residual x is the new one, as it is. Without `norm` both results are
+    the new residual. x may also be float32 [parts, T, H], a GEMM's sums over parts of its columns
+    (kernels/gemm/decode.py); their sum is rounded to residual's dtype before it is added. Rows of x may be strided,
+    parts of it are contiguous as residual is.
+    """
     like = x if residual is None else residual
     out = like if norm is None else empty_rows(like.shape[0], like.shape[1], like.dtype, like.device)
     if norm is not None or residual is not None:
@@ -141,7 +148,7 @@ def add_norms(
 def rms_norm_reference(
     x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [T, H], weight [H] -> x / sqrt(mean(x ** 2) + eps) * weight, [T, H] in x's dtype; x is left alone."""
+    """Plain twin of `rms_norm`."""
     x32 = x.float()
     inverse_rms = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
     normed = weight * (x32 * inverse_rms).to(x.dtype)
@@ -172,12 +179,7 @@ def add_norms_reference(
     x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, after: Norm | None = None,
     multiplier: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(norm(new residual), new residual = residual + multiplier * after(x)), each [T, H].
-
-    The sum replaces `residual` in place. Without a residual x is the new one, as it is. Without `norm` both results are
-    the new residual. x may also be float32 [parts, T, H], a GEMM's sums over parts of its columns
-    (kernels/gemm/decode.py); their sum is rounded to residual's dtype before it is added.
-    """
+    """Plain twin of `add_norms`."""
     if residual is None:
         residual = x
     else:

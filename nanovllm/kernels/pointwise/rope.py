@@ -245,7 +245,16 @@ def qk_norm_rope_store(
     k_norm_weight: torch.Tensor | None = None, mean_squares: torch.Tensor | None = None,
     bias: torch.Tensor | None = None, query_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Triton version of qk_norm_rope_store_reference; rows of qkv may be strided."""
+    """Normalises and rotates queries in place and keys on their way into the cache; values go there as they are. A
+    value that is not finite is stored as 0 and makes its key NaN (a part of it at least).
+
+    qkv [T, (Hq + 2 Hkv) * D]: queries, keys, values; its query part is overwritten. positions int32 [T]. slot_mapping
+    int32 [T]: block * block_size + offset, -1: store nothing. k_cache, v_cache [blocks, Hkv, block_size, D]: any
+    strides but the last. cos_sin float32 [max_position, rotary_dim]: cosines of the rotary_dim / 2 angles, then sines.
+    Norm weights [D], for norm="width" [heads * D], with mean_squares float32 [T, 2] of queries and of keys. bias [(Hq +
+    2 Hkv) * D]: added first. query_scale float32 [max_position]: factor on the queries by position, applied last.
+    Returns the queries, a view [T, Hq, D] of qkv. Rows of qkv may be strided.
+    """
     num_tokens, half = qkv.shape[0], (how.rotary_dim or how.head_dim) // 2
     queries_change = how.norm or how.rotary_dim or bias is not None or query_scale is not None
     q_groups = triton.cdiv(how.num_heads, HEADS_PER_PROGRAM) if queries_change else 0
@@ -283,7 +292,12 @@ def _qk_mean_squares_kernel(QKV, BIAS, K_SHARES, OUT, qkv_stride, q_share, Q_WID
 def qk_mean_squares(
     qkv: torch.Tensor, how: QKNormRope, q_share: float, k_shares: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Triton version of qk_mean_squares_reference; rows of qkv may be strided."""
+    """This rank's part of the mean squares of a token's queries and keys over all heads of the whole model, float32
+    [T, 2]; the ranks' parts add up.
+
+    qkv [T, (Hq + 2 Hkv) * D]; bias [(Hq + 2 Hkv) * D]. q_share: 1 / elements of all queries. k_shares float32 [Hkv]: 1
+    / elements of all keys, or 0 for a head that is counted elsewhere. Rows of qkv may be strided.
+    """
     q_width, k_width = how.num_heads * how.head_dim, how.num_kv_heads * how.head_dim
     out = torch.empty(qkv.shape[0], 2, dtype=torch.float32, device=qkv.device)
     if qkv.shape[0]:
@@ -300,16 +314,7 @@ def qk_norm_rope_store_reference(
     k_norm_weight: torch.Tensor | None = None, mean_squares: torch.Tensor | None = None,
     bias: torch.Tensor | None = None, query_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Normalises and rotates queries in place and keys on their way into the cache; values go there as they are. A
-    value that is not finite is stored as 0 and makes its key NaN (a part of it at least).
-
-    qkv [T, (Hq + 2 Hkv) * D]: queries, keys, values; its query part is overwritten. positions int32 [T]. slot_mapping
-    int32 [T]: block * block_size + offset, -1: store nothing. k_cache, v_cache [blocks, Hkv, block_size, D]: any
-    strides but the last. cos_sin float32 [max_position, rotary_dim]: cosines of the rotary_dim / 2 angles, then sines.
-    Norm weights [D], for norm="width" [heads * D], with mean_squares float32 [T, 2] of queries and of keys. bias
-    [(Hq + 2 Hkv) * D]: added first. query_scale float32 [max_position]: factor on the queries by position, applied
-    last. Returns the queries, a view [T, Hq, D] of qkv.
-    """
+    """Plain twin of `qk_norm_rope_store`."""
     biased = qkv if bias is None else qkv + bias
     q, k, v = how.heads(biased).split([how.num_heads, how.num_kv_heads, how.num_kv_heads], dim=1)
     cos_sin = cos_sin[positions.long()].unsqueeze(1) if how.rotary_dim and cos_sin is not None else None
@@ -354,12 +359,7 @@ def _norm_rope_reference(
 def qk_mean_squares_reference(
     qkv: torch.Tensor, how: QKNormRope, q_share: float, k_shares: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """This rank's part of the mean squares of a token's queries and keys over all heads of the whole model, float32
-    [T, 2]; the ranks' parts add up.
-
-    qkv [T, (Hq + 2 Hkv) * D]; bias [(Hq + 2 Hkv) * D]. q_share: 1 / elements of all queries. k_shares float32 [Hkv]:
-    1 / elements of all keys, or 0 for a head that is counted elsewhere.
-    """
+    """Plain twin of `qk_mean_squares`."""
     biased = qkv if bias is None else qkv + bias
     squares = how.heads(biased).float().square().sum(-1)
     q, k = squares[:, : how.num_heads], squares[:, how.num_heads : how.num_heads + how.num_kv_heads]

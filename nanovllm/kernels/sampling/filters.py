@@ -107,7 +107,11 @@ def _filter_kernel(LOGITS, ROW, SLOT, RECORDS, TEMPERATURE, TARGET_ROW, TOKENS, 
 
 
 def sample_filtered(rows: Rows, counts: torch.Tensor | None, has_winner: bool) -> torch.Tensor | None:
-    """Triton version of sample_filtered_reference: a program for each row, and another pass over rows left open."""
+    """Samples a token of each row from the ids that its filters let pass (find_thresholds_reference), as
+    sample_kept does. has_winner: tokens[target_rows] and last_token[slots] hold what these very logits gave
+    without filters (and counts is None); where the filters keep that token, it stays. Returns the thresholds, float32
+    [G], without has_winner: with it they are not always looked for. A program for each row, and another pass over rows
+    left open."""
     logits, vocab_size = rows.logits, rows.vocab_size
     thresholds = torch.empty(len(rows), dtype=torch.float32, device=logits.device)
     _filter_kernel[(len(rows),)](
@@ -149,10 +153,7 @@ def find_thresholds_reference(
 
 
 def sample_filtered_reference(rows: Rows, counts: torch.Tensor | None, has_winner: bool) -> torch.Tensor | None:
-    """Samples a token of each row from the ids that its filters let pass (find_thresholds_reference), as
-    sample_kept_reference does. has_winner: tokens[target_rows] and last_token[slots] hold what these very
-    logits gave without filters (and counts is None); where the filters keep that token, it stays. Returns the
-    thresholds, float32 [G], without has_winner: with it they are not always looked for."""
+    """Plain twin of `sample_filtered`."""
     given = (rows.logits, rows.rows, rows.slots, rows.records, rows.temperature)
     thresholds = find_thresholds_reference(*given, rows.vocab_size)
     sample_kept_reference(rows, counts, thresholds)

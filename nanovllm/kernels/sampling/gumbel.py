@@ -22,7 +22,7 @@ from nanovllm.kernels.sampling.rng import (
     random_words_reference,
     row_key,
     row_key_reference,
-)  # fmt: skip
+)
 
 MIN_TEMPERATURE = 1e-5
 """Below it a row is greedy: the reciprocal would overflow the scores."""
@@ -145,7 +145,13 @@ def gumbel_argmax(
     logits: torch.Tensor, row_slot: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor,
     positions: torch.Tensor, vocab_start: int, vocab_size: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Triton version of gumbel_argmax_reference; rows of logits may be strided."""
+    """Key of the best token of each row among this rank's ids, int64 [B].
+
+    logits [B, Vs] bfloat16 or float32, for the ids from vocab_start on; ids from vocab_size on are padding and never
+    win (NO_CANDIDATE where there is nothing else). row_slot int32 [B]: the row's line of temperature float32 [S] and
+    seed int64 [S]; -1: no row, key 0. positions int32 [B]: index in its sequence of the token that is sampled.
+    Temperature 0: the largest logit. NaN counts as -inf. Rows of logits may be strided.
+    """
     num_rows = logits.shape[0]
     num_valid = max(0, min(logits.shape[1], vocab_size - vocab_start))
     if num_rows == 0 or num_valid == 0:
@@ -172,7 +178,8 @@ def _reduce_chunks(
 def commit_tokens(
     keys: torch.Tensor, row_slot: torch.Tensor, last_token: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Triton version of commit_tokens_reference."""
+    """Unpacks the winners' keys int64 [B], writes them to last_token[row_slot] (int32 [S]) and returns them, int32 [B],
+    -1 for rows of slot -1."""
     num_rows = keys.shape[0]
     tokens = torch.empty(num_rows, dtype=torch.int32, device=keys.device) if out is None else out
     if num_rows:
@@ -185,7 +192,8 @@ def sample_tokens(
     logits: torch.Tensor, row_slot: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor,
     positions: torch.Tensor, vocab_size: int, last_token: torch.Tensor, out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Triton version of sample_tokens_reference; rows of logits may be strided."""
+    """gumbel_argmax over the whole vocabulary and commit_tokens, for a single rank -> tokens int32 [B]. Rows of logits
+    may be strided."""
     num_rows = logits.shape[0]
     tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device) if out is None else out
     if num_rows:
@@ -199,13 +207,7 @@ def gumbel_argmax_reference(
     logits: torch.Tensor, row_slot: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor,
     positions: torch.Tensor, vocab_start: int, vocab_size: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Key of the best token of each row among this rank's ids, int64 [B].
-
-    logits [B, Vs] bfloat16 or float32, for the ids from vocab_start on; ids from vocab_size on are padding and never
-    win (NO_CANDIDATE where there is nothing else). row_slot int32 [B]: the row's line of temperature float32 [S] and
-    seed int64 [S]; -1: no row, key 0. positions int32 [B]: index in its sequence of the token that is sampled.
-    Temperature 0: the largest logit. NaN counts as -inf.
-    """
+    """Plain twin of `gumbel_argmax`."""
     num_rows, num_ids = logits.shape
     num_valid = max(0, min(num_ids, vocab_size - vocab_start))
     if num_rows == 0 or num_valid == 0:
@@ -239,8 +241,7 @@ def keys_to_tokens(keys: torch.Tensor) -> torch.Tensor:
 def commit_tokens_reference(
     keys: torch.Tensor, row_slot: torch.Tensor, last_token: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Unpacks the winners' keys int64 [B], writes them to last_token[row_slot] (int32 [S]) and returns them, int32 [B],
-    -1 for rows of slot -1."""
+    """Plain twin of `commit_tokens`."""
     tokens = torch.where(row_slot < 0, -1, keys_to_tokens(keys))
     rows = (row_slot >= 0).nonzero().squeeze(1)
     last_token[row_slot[rows].long()] = tokens[rows]
@@ -251,6 +252,6 @@ def sample_tokens_reference(
     logits: torch.Tensor, row_slot: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor,
     positions: torch.Tensor, vocab_size: int, last_token: torch.Tensor, out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """gumbel_argmax over the whole vocabulary and commit_tokens, for a single rank -> tokens int32 [B]."""
+    """Plain twin of `sample_tokens`."""
     keys = gumbel_argmax_reference(logits, row_slot, temperature, seed, positions, 0, vocab_size)
     return commit_tokens_reference(keys, row_slot, last_token, out)

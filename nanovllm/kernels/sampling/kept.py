@@ -106,7 +106,13 @@ def sample_kept(
     rows: Rows, counts: torch.Tensor | None = None, thresholds: torch.Tensor | None = None,
     masks: torch.Tensor | None = None, edits: bool = False,
 ) -> None:  # fmt: skip
-    """Triton version of sample_kept_reference; rows of threshold inf keep the token they have."""
+    """Samples a token of each row from the ids whose logit is at least its threshold, float32 [G] (None: all), and
+    writes it to tokens, last_token and, for rows with penalties, into counts int32 [S, vocab_size].
+
+    edits: counts and masks int32 [S, vocab_size / 32] change the logits first (edit_logits). The token is
+    that of gumbel_argmax (kernels/sampling/gumbel.py) where nothing is filtered. Where no id is left, id 0. Rows of
+    threshold inf keep the token they have.
+    """
     logits, num_rows, vocab_size = rows.logits, len(rows), rows.vocab_size
     tile, tiles = 256, 16 if num_rows > 32 else 4  # few rows need many programs; a single warp waits for no other
     tiles = min(tiles, triton.next_power_of_2(triton.cdiv(vocab_size, tile)))
@@ -133,12 +139,7 @@ def sample_kept_reference(
     rows: Rows, counts: torch.Tensor | None = None, thresholds: torch.Tensor | None = None,
     masks: torch.Tensor | None = None, edits: bool = False,
 ) -> None:  # fmt: skip
-    """Samples a token of each row from the ids whose logit is at least its threshold, float32 [G] (None: all), and
-    writes it to tokens, last_token and, for rows with penalties, into counts int32 [S, vocab_size].
-
-    edits: counts and masks int32 [S, vocab_size / 32] change the logits first (edit_logits_reference). The token is
-    that of gumbel_argmax (kernels/sampling/gumbel.py) where nothing is filtered. Where no id is left, id 0.
-    """
+    """Plain twin of `sample_kept`."""
     slots, records = rows.slots, rows.records
     if edits:
         x = edit_logits_reference(rows, counts, masks, records[:0, :3])

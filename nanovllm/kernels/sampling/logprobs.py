@@ -116,16 +116,18 @@ def top_bucket(k: int) -> int:
 
 
 def token_logprobs(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    tokens: torch.Tensor,
-    token_rows: torch.Tensor,
-    k: int,
-    vocab_size: int,
-    scale: torch.Tensor | None = None,
-    least: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Triton version of token_logprobs_reference: one pass. scale and least: both or neither."""
+    logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, token_rows: torch.Tensor, k: int, vocab_size: int,
+    scale: torch.Tensor | None = None, least: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """int32 [N, 3 + 2 k] by row n: a token, tokens[token_rows[n]], and its rank from 1 (one more than ids with a
+    greater logit); the k likeliest ids, lower ids first among equals; the log-probabilities of the token and of these
+    (float32 bits).
+
+    logits [any, >= vocab_size], row n of them at rows int32 [N]; tokens int32 [any]; token_rows int32 [N]. The softmax
+    is over all vocab_size ids, in float32; with `least` float32 [N] only over those whose logit is at least that of the
+    row, and with `scale` float32 [N] of the logits times that of the row. k at most vocab_size. One pass. scale and
+    least: both or neither.
+    """
     num_rows = rows.shape[0]
     out = torch.empty(num_rows, 3 + 2 * k, dtype=torch.int32, device=logits.device)
     lists = new_lists(num_rows if k else 0, vocab_size, LIST_DEPTH, logits.device)
@@ -138,23 +140,10 @@ def token_logprobs(
 
 
 def token_logprobs_reference(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    tokens: torch.Tensor,
-    token_rows: torch.Tensor,
-    k: int,
-    vocab_size: int,
-    scale: torch.Tensor | None = None,
-    least: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """int32 [N, 3 + 2 k] by row n: a token, tokens[token_rows[n]], and its rank from 1 (one more than ids with a
-    greater logit); the k likeliest ids, lower ids first among equals; the log-probabilities of the token and of these
-    (float32 bits).
-
-    logits [any, >= vocab_size], row n of them at rows int32 [N]; tokens int32 [any]; token_rows int32 [N]. The softmax
-    is over all vocab_size ids, in float32; with `least` float32 [N] only over those whose logit is at least that of the
-    row, and with `scale` float32 [N] of the logits times that of the row. k at most vocab_size.
-    """
+    logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, token_rows: torch.Tensor, k: int, vocab_size: int,
+    scale: torch.Tensor | None = None, least: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Plain twin of `token_logprobs`."""
     x = logits[rows.long(), :vocab_size].float()
     x = x.masked_fill(x.isnan(), -torch.inf)
     if least is not None:

@@ -89,7 +89,14 @@ def _edit_entries_kernel(LOGITS, ROW, SLOT, RECORDS, COUNTS, MASKS, EDITS, OUT, 
 def edit_logits(
     rows: Rows, counts: torch.Tensor | None, masks: torch.Tensor | None, edits: torch.Tensor
 ) -> torch.Tensor:
-    """Triton version of edit_logits_reference: one pass, then one over the entries of `edits`."""
+    """The edited logits of the rows, float32 [G, vocab_size].
+
+    In this order: `add` of each edit (int32 [E, 3]: row of the G, id, float32 bits; each (row, id) once); where the
+    record says so, what counts int32 [S, vocab_size] of the row's slot calls for (positive logits of ids that prompt or
+    output hold are divided by the repetition penalty, others multiplied (Keskar et al., arXiv 1909.05858); the
+    frequency penalty is subtracted for each time in the output, the presence penalty once); -inf for ids outside the
+    slot's mask, int32 [S, vocab_size / 32], bit by bit. One pass, then one over the entries of `edits`.
+    """
     logits, vocab_size = rows.logits, rows.vocab_size
     out = torch.empty(len(rows), vocab_size, dtype=torch.float32, device=logits.device)
     given = (logits, rows.rows, rows.slots, rows.records)
@@ -109,14 +116,7 @@ def edit_logits(
 def edit_logits_reference(
     rows: Rows, counts: torch.Tensor | None, masks: torch.Tensor | None, edits: torch.Tensor
 ) -> torch.Tensor:
-    """The edited logits of the rows, float32 [G, vocab_size].
-
-    In this order: `add` of each edit (int32 [E, 3]: row of the G, id, float32 bits; each (row, id) once); where the
-    record says so, what counts int32 [S, vocab_size] of the row's slot calls for (positive logits of ids that prompt
-    or output hold are divided by the repetition penalty, others multiplied (Keskar et al., arXiv 1909.05858); the
-    frequency penalty is subtracted for each time in the output, the presence penalty once); -inf for ids outside the
-    slot's mask, int32 [S, vocab_size / 32], bit by bit.
-    """
+    """Plain twin of `edit_logits`."""
     slots, records = rows.slots, rows.records
     x = rows.logits[rows.rows.long(), : rows.vocab_size].float()
     if edits.shape[0]:

@@ -204,7 +204,7 @@ def _prepare_decode_kernel(
 
 
 def apply_deltas(buffer: torch.Tensor, max_num_seqs: int, state: DeviceState) -> None:
-    """Triton version of apply_deltas_reference."""
+    """Writes the block updates and slot records of a packed step (int32 [any]) into the state."""
     _apply_deltas_kernel[(16,)](
         buffer, state.block_table, state.temperature, state.seed, state.block_table.stride(0), S=max_num_seqs,
         BLOCK=128, num_warps=4,
@@ -214,7 +214,12 @@ def apply_deltas(buffer: torch.Tensor, max_num_seqs: int, state: DeviceState) ->
 def expand_rows(
     buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, block_size: int, out: StepBuffers, decode_rows: int
 ) -> None:
-    """Triton version of expand_rows_reference."""
+    """Fills `out` for a packed step whose deltas are applied: all of its rows and tokens, padding past the step's own.
+
+    The first `decode_rows` rows of `out` (at least as many as the step decodes) have one token each, be they padding or
+    not; the chunks' rows follow, then padding rows without tokens. Padding rows have slot -1 and context 0; padding
+    tokens have id 0, position 0 and cache slot -1.
+    """
     out_rows, out_tokens = out.row_slot.shape[0], out.positions.shape[0]
     _expand_rows_kernel[(out_rows + 1, 8)](
         buffer, state.block_table, state.last_token, out.row_slot, out.context_lens, out.cu_seqlens_q, out.positions,
@@ -228,7 +233,12 @@ def prepare_decode(
     buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, block_size: int, out: StepBuffers,
     ring_index: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Triton version of prepare_decode_reference, one launch."""
+    """apply_deltas, then expand_rows for a step of decode rows alone, one token each, in an `out` of as many tokens as
+    rows. Here padding rows have a token too: row r is token r throughout.
+
+    buffer: a packed step; with `ring_index`, int32 [1] on the device, [N, any] of them, and line `ring_index` is taken.
+    One launch.
+    """
     _prepare_decode_kernel[(1,)](
         buffer, state.block_table, state.last_token, state.temperature, state.seed, out.row_slot, out.context_lens,
         out.cu_seqlens_q, out.positions, out.input_ids, out.slot_mapping, out.logits_indices,
@@ -239,7 +249,7 @@ def prepare_decode(
 
 
 def apply_deltas_reference(buffer: torch.Tensor, max_num_seqs: int, state: DeviceState) -> None:
-    """Writes the block updates and slot records of a packed step (int32 [any]) into the state."""
+    """Plain twin of `apply_deltas`."""
     num_updates, num_records = buffer[4:6].tolist()
     begin = HEADER_SIZE + 3 * max_num_seqs
     middle = begin + UPDATE_SIZE * num_updates
@@ -255,12 +265,7 @@ def apply_deltas_reference(buffer: torch.Tensor, max_num_seqs: int, state: Devic
 def expand_rows_reference(
     buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, block_size: int, out: StepBuffers, decode_rows: int
 ) -> None:
-    """Fills `out` for a packed step whose deltas are applied: all of its rows and tokens, padding past the step's own.
-
-    The first `decode_rows` rows of `out` (at least as many as the step decodes) have one token each, be they padding or
-    not; the chunks' rows follow, then padding rows without tokens. Padding rows have slot -1 and context 0; padding
-    tokens have id 0, position 0 and cache slot -1.
-    """
+    """Plain twin of `expand_rows`."""
     num_rows, num_decode, num_sample, num_tokens, num_updates, num_records = buffer[:6].tolist()
     arrays = buffer[HEADER_SIZE : HEADER_SIZE + 3 * max_num_seqs].view(3, max_num_seqs)[:, :num_rows]
     slot, start, count = arrays.long().unbind(0)
@@ -291,12 +296,7 @@ def prepare_decode_reference(
     buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, block_size: int, out: StepBuffers,
     ring_index: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """apply_deltas, then expand_rows for a step of decode rows alone, one token each, in an `out` of as many tokens as
-    rows. Here padding rows have a token too: row r is token r throughout.
-
-    buffer: a packed step; with `ring_index`, int32 [1] on the device, [N, any] of them, and line `ring_index` is
-    taken.
-    """
+    """Plain twin of `prepare_decode`."""
     if ring_index is not None:
         buffer = buffer[int(ring_index)]
     apply_deltas_reference(buffer, max_num_seqs, state)

@@ -22,7 +22,8 @@ def _publish_tokens_kernel(
 
 
 def publish_tokens(tokens: torch.Tensor, ring: torch.Tensor, index: torch.Tensor) -> None:
-    """Triton version of publish_tokens_reference."""
+    """Copies tokens int32 [B] into line `index` (int32 [1], on the device) of ring int32 [N, >= B], in memory of the
+    host that the device can write, and moves `index` on to the next line."""
     _publish_tokens_kernel[(1,)](
         tokens, ring, index, tokens.shape[0], ring.stride(0), LINES=ring.shape[0],
         BLOCK=triton.next_power_of_2(ring.shape[1]), num_warps=4, **pdl_options(tokens.device),
@@ -30,7 +31,6 @@ def publish_tokens(tokens: torch.Tensor, ring: torch.Tensor, index: torch.Tensor
 
 
 def publish_tokens_reference(tokens: torch.Tensor, ring: torch.Tensor, index: torch.Tensor) -> None:
-    """Copies tokens int32 [B] into line `index` (int32 [1], on the device) of ring int32 [N, >= B], in memory of the
-    host that the device can write, and moves `index` on to the next line."""
+    """Plain twin of `publish_tokens`."""
     ring[int(index), : tokens.shape[0]] = tokens
     index.copy_((index + 1) % ring.shape[0])
