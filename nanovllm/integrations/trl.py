@@ -1,0 +1,110 @@
+"""TRL's trainers sample their completions with this engine, in the trainer's own process ("colocate").
+
+    from nanovllm.integrations.trl import install
+    install()
+    trainer = GRPOTrainer(..., args=GRPOConfig(use_vllm=True, vllm_mode="colocate", ...))
+
+After `install`, GRPO, RLOO and the other trainers that hold a VLLMGeneration build `Generation` in its place. The
+arguments that they bring keep their meaning. Tested with TRL 1.16.
+"""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from trl.generation import vllm_generation
+from trl.trainer import grpo_trainer, rloo_trainer
+
+from nanovllm.llm import LLM
+from nanovllm.sampling_params import SamplingParams, StructuredOutput
+
+_ITS_CLASS = vllm_generation.VLLMGeneration
+_PLACES = (vllm_generation, grpo_trainer, rloo_trainer)
+
+
+def install(**engine_options: Any) -> None:
+    """From here on TRL's trainers with use_vllm=True sample with this engine. `engine_options`: of EngineConfig, beyond
+    those that the trainer sets."""
+    chosen = type("Generation", (Generation,), {"engine_options": engine_options})
+    for module in _PLACES:
+        module.VLLMGeneration = chosen
+
+
+def uninstall() -> None:
+    """Puts TRL's own class back."""
+    for module in _PLACES:
+        module.VLLMGeneration = _ITS_CLASS
+
+
+class Engine(LLM):
+    """What trainers look for in an engine, beside LLM's own methods."""
+
+    @property
+    def llm_engine(self) -> Any:
+        return SimpleNamespace(model_config=SimpleNamespace(max_model_len=self.config.max_model_len))
+
+
+class Generation(_ITS_CLASS):  # type: ignore[misc, valid-type]
+    """One engine in each trainer process, with the trainer's weights. Its parent knows how to gather parameters under
+    FSDP, DeepSpeed and PEFT; what it does with vLLM happens here."""
+
+    engine_options: ClassVar[dict[str, Any]] = {}
+
+    def _init_vllm(self) -> None:
+        """Starts the engine. Raises ValueError naming what cannot be had here."""
+        for name, value, only in (
+            ("vllm_mode", self.mode, "colocate"),
+            ("vllm_tensor_parallel_size", self.tensor_parallel_size, 1),
+            ("vllm_enable_sleep_mode", self.enable_sleep_mode, False),
+        ):
+            if value != only:
+                raise ValueError(f"{name}={value!r}: must be {only!r} with nanovllm")
+        device = self.accelerator.device
+        if device.index:
+            raise ValueError(f"device {device}: each process must see its own GPU only (CUDA_VISIBLE_DEVICES)")
+        given = {
+            "device": device.type,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "max_model_len": self.max_model_length,
+            "max_num_seqs": self.max_num_seqs or 256,
+            "seed": self.accelerator.process_index,
+            "logprobs_mode": "processed",
+        }
+        self.llm = Engine(self.model.name_or_path, **{**given, **self.engine_options})
+
+    def sync_weights(self) -> None:
+        """The trainer's weights, one parameter at a time: under ZeRO-3 each is whole for a moment only."""
+        self.llm.begin_update()
+        for pair in self._iter_named_params():
+            self.llm.update([pair])
+        self.llm.finish_update()
+
+    def generate(
+        self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None
+    ) -> tuple[Any, Any, Any, Any]:
+        """A completion of each prompt, as the parent's method says. Copies of a prompt are computed once."""
+        if images is not None and any(images):
+            raise ValueError("images: must be None: the engine serves text models")
+        with profiler or nullcontext():
+            outputs = self.llm.generate(prompts, self._params(), use_tqdm=False)
+        found = vllm_generation.extract_logprobs(outputs)
+        token_ids = [completion.token_ids for output in outputs for completion in output.outputs]
+        return [output.prompt_token_ids for output in outputs], token_ids, *found
+
+    def _params(self) -> SamplingParams:
+        options = {
+            "repetition_penalty": self.repetition_penalty,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p or 0.0,
+            "max_tokens": self.max_completion_length,
+            "logprobs": self.logprobs,
+            **self.generation_kwargs,
+        }
+        if self.structured_outputs_regex is not None:
+            options["structured_outputs"] = StructuredOutput(regex=self.structured_outputs_regex)
+        elif isinstance(options.get("structured_outputs"), dict):
+            options["structured_outputs"] = StructuredOutput(**options["structured_outputs"])
+        return SamplingParams(**options)

@@ -1,0 +1,81 @@
+"""TRL's trainers over this engine: what it says a token's log-probability was is what the trainer computes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
+integration = pytest.importorskip("nanovllm.integrations.trl")
+
+DEMO = str(Path(__file__).resolve().parents[2] / "assets" / "demo-qwen3")
+COMMON: dict[str, Any] = {
+    "use_vllm": True,
+    "vllm_mode": "colocate",
+    "use_cpu": True,
+    "bf16": False,
+    "fp16": False,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "max_steps": 4,
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 12,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "model_init_kwargs": {"dtype": "float32"},
+}
+
+
+def rewards(completions: list[str], **_: Any) -> list[float]:
+    return [float(text.count("e")) - 0.1 * len(text) for text in completions]
+
+
+def train(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, list[dict[str, Any]]]:
+    """A trainer after its steps, and the checksums of the engine's weights at each sync."""
+    sums = []
+    sync = integration.Generation.sync_weights
+
+    def noted_sync(self: Any) -> None:
+        sync(self)
+        sums.append(self.llm.checksum())
+
+    monkeypatch.setattr(integration.Generation, "sync_weights", noted_sync)
+    integration.install(num_kvcache_blocks=64, max_num_batched_tokens=256)
+    try:
+        prompts = ["Once upon a time", "The capital of France is", "7 + 5 =", "A cat and a dog"]
+        data = datasets.Dataset.from_dict({"prompt": prompts})
+        args = getattr(trl, f"{kind}Config")(output_dir=str(folder), **{**COMMON, **options})
+        trainer = getattr(trl, f"{kind}Trainer")(model=DEMO, reward_funcs=rewards, args=args, train_dataset=data)
+        trainer.train()
+        trainer.vllm_generation.llm.close()
+    finally:
+        integration.uninstall()
+    return trainer, sums
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}], ids=str)
+def test_grpo_sees_its_own_probabilities(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, sums = train("GRPO", tmp_path, monkeypatch, **options)
+    differences = [
+        line["sampling/sampling_logp_difference/max"]
+        for line in trainer.state.log_history
+        if "sampling/sampling_logp_difference/max" in line
+    ]
+    assert len(differences) == 4 and max(differences) < 1e-5
+    assert len({str(one) for one in sums}) == 4, "weights move"
+
+
+def test_rloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, sums = train("RLOO", tmp_path, monkeypatch)
+    assert trainer.state.global_step == 4
+    assert len({str(one) for one in sums}) == 4, "weights move"
+
+
+def test_what_cannot_be_had_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="vllm_mode='server'"):
+        train("GRPO", tmp_path, monkeypatch, vllm_mode="server")
