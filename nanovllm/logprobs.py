@@ -110,7 +110,7 @@ class KeptIds(Sequence[np.ndarray | None]):
         self._lines.append(None)
 
     def append(self, table: np.ndarray, line: int) -> None:
-        """`table` int32 [lines, words]: bit i % 32 of word i // 32 stands for id i."""
+        """`table` int32 [lines, words]: bit i % 32 of word i // 32 is that of id i."""
         self._lines.append(table[line].copy())
 
     def __len__(self) -> int:

@@ -34,14 +34,9 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: consecutive request nu
 def _only_prompt(params: SamplingParams) -> SamplingParams:
     """What matters of a request whose one token is dropped."""
     return SamplingParams(
-        n=params.n,
-        temperature=0,
-        max_tokens=0,
-        ignore_eos=True,
-        prompt_logprobs=params.prompt_logprobs,
-        prompt_logprob_start=params.prompt_logprob_start,
-        cache_salt=params.cache_salt,
-    )
+        n=params.n, temperature=0, max_tokens=0, ignore_eos=True, prompt_logprobs=params.prompt_logprobs,
+        prompt_logprob_start=params.prompt_logprob_start, cache_salt=params.cache_salt,
+    )  # fmt: skip
 
 
 def _extremes(token_ids: list[int]) -> tuple[int, int]:
@@ -162,12 +157,9 @@ class LLMEngine(EngineControl):
         return ids
 
     def add_request(
-        self,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        request_id: int | None = None,
+        self, prompt_token_ids: list[int], params: SamplingParams, request_id: int | None = None,
         output_token_ids: list[int] | None = None,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """Queues a request; returns its id, `request_id` where that was reserved. `output_token_ids`: the output begins
         with these. From any thread.
 
@@ -185,16 +177,10 @@ class LLMEngine(EngineControl):
             [request_id] = self.reserve_ids([params])
         seqs = [
             Sequence(
-                request_id + index,
-                prompt_token_ids,
-                params,
-                seed=self._seed(params, request_id, index),
+                request_id + index, prompt_token_ids, params, seed=self._seed(params, request_id, index),
                 stop_token_ids=stop_ids,
                 max_total_tokens=self._max_total_tokens(len(prompt_token_ids), params.max_tokens),
-                metrics=RequestMetrics(arrival_time=now),
-                parent_id=request_id,
-                index=index,
-                sampling=row,
+                metrics=RequestMetrics(arrival_time=now), parent_id=request_id, index=index, sampling=row,
                 output_token_ids=output_token_ids or [],
             )
             for index, row in enumerate(rows)
@@ -274,18 +260,14 @@ class LLMEngine(EngineControl):
         scheduler = self.scheduler
         blocks = scheduler.block_manager
         return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=scheduler.num_waiting,
-            kv_cache_usage=1 - blocks.num_free_blocks / blocks.num_blocks,
-            prompt_tokens=scheduler.num_prompt_tokens,
+            num_running=len(scheduler.running), num_waiting=scheduler.num_waiting,
+            kv_cache_usage=1 - blocks.num_free_blocks / blocks.num_blocks, prompt_tokens=scheduler.num_prompt_tokens,
             generation_tokens=self._num_generated,
             prefix_cache_queries=scheduler.num_prompt_tokens if self.config.enable_prefix_caching else 0,
-            prefix_cache_hits=scheduler.num_prompt_cached_tokens,
-            num_preemptions=scheduler.num_preemptions,
-            finished=dict(self._num_finished),
-            iteration_tokens=tuple(self._iterations),
+            prefix_cache_hits=scheduler.num_prompt_cached_tokens, num_preemptions=scheduler.num_preemptions,
+            finished=dict(self._num_finished), iteration_tokens=tuple(self._iterations),
             iteration_tokens_sum=self.num_prefill_tokens + self.num_decode_tokens,
-        )
+        )  # fmt: skip
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
@@ -367,15 +349,10 @@ class LLMEngine(EngineControl):
         assert seq.finish_reason is not None
         self._num_finished[seq.finish_reason] += 1
         return Ending(
-            seq.finish_reason,
-            seq.stop_reason,
-            seq.num_prompt_tokens,
-            seq.num_prompt_cached_tokens or 0,
-            seq.num_tokens - seq.num_prompt_tokens,
-            seq.metrics,
-            None if prompt_rows is None else prompt_rows.view(),
+            seq.finish_reason, seq.stop_reason, seq.num_prompt_tokens, seq.num_prompt_cached_tokens or 0,
+            seq.num_tokens - seq.num_prompt_tokens, seq.metrics, None if prompt_rows is None else prompt_rows.view(),
             seq.weight_versions,
-        )
+        )  # fmt: skip
 
     def logprobs(self, seq: Sequence) -> LogprobsList | None:
         """A completion's log-probabilities by output token, where it asked for them."""

@@ -98,7 +98,7 @@ class Scheduler:
         self.block_manager.forget_cached()
 
     def keep_all(self) -> None:
-        """Running rows go on with the KV that they have, which nobody else may share from here on."""
+        """Running rows go on with the KV that they have, which no other row may share from here on."""
         self._last_plan = None
         for seq in self.running:
             seq.is_stale = True
@@ -182,12 +182,9 @@ class Scheduler:
         return fitting_chunk(num_decode_rows, chunk, self.config.max_num_seqs)
 
     def _continue_prompts(
-        self,
-        prompts: list[Sequence],
-        budget: int,
-        finishing: list[tuple[Sequence, int]],
+        self, prompts: list[Sequence], budget: int, finishing: list[tuple[Sequence, int]],
         partial: list[tuple[Sequence, int]],
-    ) -> int:
+    ) -> int:  # fmt: skip
         """Prompts that an earlier step began, in order of their admission."""
         short_waits = bool(self.waiting_short) or any(not self._is_long(seq.num_tokens_to_compute) for seq in prompts)
         for seq in prompts:
@@ -206,13 +203,9 @@ class Scheduler:
         return count
 
     def _admit(
-        self,
-        plan: StepPlan,
-        prompts: list[Sequence],
-        budget: int,
-        finishing: list[tuple[Sequence, int]],
+        self, plan: StepPlan, prompts: list[Sequence], budget: int, finishing: list[tuple[Sequence, int]],
         partial: list[tuple[Sequence, int]],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Takes waiting requests in order of arrival, until budget, slots, memory or the partial-prefill limits end.
 
         A row is admitted only where all its known tokens fit, and gets their blocks at once. So a chunk never waits for

@@ -64,7 +64,7 @@ class ReduceAddNorm(WeightedModule):
         """Only a sum, an addition and an RMSNorm: what peer memory and fused GEMMs do in one kernel."""
         self.dependent_rows: AbstractSet[int] = frozenset()
         """Numbers of rows whose partial comes from a kernel of our own, after which the all-reduce is launched
-        dependently (PDL): `pdl_rows` of the layer before, which the model sets."""
+        with PDL: `pdl_rows` of the layer before, which the model sets."""
 
     @property
     def weight(self) -> torch.Tensor:

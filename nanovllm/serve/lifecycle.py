@@ -1,4 +1,4 @@
-"""From the command to the exit code: bind, start the engine, serve, drain, leave nothing behind."""
+"""From the command to the exit code: bind, start the engine, serve, drain, clean up."""
 
 import asyncio
 import logging
@@ -42,7 +42,7 @@ def _bind_unix(path: str) -> socket.socket:
     try:
         listener.connect(path)
     except OSError:
-        pass  # nobody serves there; a file may be left of one who did
+        pass  # no server listens there; an earlier one may have left its file
     else:
         listener.close()
         raise OSError(f"socket {path} is taken")

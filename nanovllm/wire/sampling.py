@@ -70,7 +70,7 @@ def mask_words(vocab_size: int) -> int:
 
 @dataclass
 class SectionBuilder:
-    """Rank 0's side: lists that `pack` lays one behind the other."""
+    """Rank 0's side: lists that `pack` lays one after the other."""
 
     rows: list[list[int]] = field(default_factory=lambda: [[] for _ in KINDS])
     """By kind, as the two lists below."""
@@ -175,7 +175,7 @@ class Section:
         )
 
     def where(self, name: str) -> slice:
-        """Where a list of that name lies among the words."""
+        """Where a list of that name is among the words."""
         return self._slices[name]
 
 
@@ -185,7 +185,7 @@ def _consecutive(sizes: Sequence[int]) -> list[slice]:
 
 
 def append_section(packed: np.ndarray, section: np.ndarray) -> np.ndarray:
-    """A packed step with its section behind it."""
+    """A packed step with its section after it."""
     whole = np.concatenate([packed, section])
     whole[SECTION_WORD] = section.size
     return whole

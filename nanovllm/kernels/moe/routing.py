@@ -80,7 +80,7 @@ def _best_groups(choice, group, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, 
 
 @triton.jit
 def _place(ORDER, slot_of, starts, row, TOP_K: tl.constexpr):
-    """Writes the choices of some rows behind `starts` [EXPERTS]. slot_of [ROWS, EXPERTS]: -1 where not chosen."""
+    """Writes the choices of some rows from `starts` [EXPERTS] on. slot_of [ROWS, EXPERTS]: -1 where not chosen."""
     chosen = (slot_of >= 0).to(tl.int32)
     before = tl.cumsum(chosen, axis=0) - chosen
     tl.store(ORDER + starts[None, :] + before, row[:, None] * TOP_K + slot_of, mask=slot_of >= 0)

@@ -126,7 +126,7 @@ def read_gpt_oss(config: ConfigReader, generation: Fields) -> Fields:
 _MIXTRAL = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _GRANITE = {"mlp": "block_sparse_moe", "gate": "router.layer"}
 _MTP = ("model.layers.46.", "model.layers.92.")
-"""Of GLM-4.5-Air and GLM-4.5: layers behind the last one, which draft tokens (multi-token prediction)."""
+"""Of GLM-4.5-Air and GLM-4.5: layers after the last one, which draft tokens (multi-token prediction)."""
 _GPT_OSS_ROPE = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
     "truncate": False, "original_max_position_embeddings": 4096,

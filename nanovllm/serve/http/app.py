@@ -27,7 +27,7 @@ class App:
     def __init__(
         self, routes: dict[Route, Handler], api_keys: tuple[str, ...], root_path: str, metrics: Metrics
     ) -> None:
-        """`routes`: by method and path; a path that ends in "/*" stands for all below it."""
+        """`routes`: by method and path; a path that ends in "/*" serves all below it."""
         self._routes = routes
         self._methods: dict[str, set[str]] = {}
         for method, path in routes:

@@ -62,7 +62,7 @@ class Call:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _require_client(self) -> None:
-        """Some event loops let nobody write to a connection that is closed."""
+        """Some event loops refuse writes to a connection that is closed."""
         if self.is_gone:
             raise ConnectionResetError
 

@@ -207,7 +207,7 @@ def _raise_exception(message: str) -> None:
 
 
 class _PlainDict:
-    """`dict` for templates, with nothing of the type behind it."""
+    """`dict` for templates, with nothing of its Python type."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)

@@ -201,7 +201,7 @@ class _Guard:
 
     def _hide(self, value: Any, names: re.Pattern[str]) -> Any:
         if isinstance(value, str):
-            value = self._private.sub("\ufffd", value)  # nothing that a client sends stands for a token
+            value = self._private.sub("\ufffd", value)  # nothing that a client sends is read as a token
             return names.sub(lambda found: self._stand_ins[found[0]], value)
         if isinstance(value, Mapping):
             return {self._hide(key, names): self._hide(item, names) for key, item in value.items()}
