@@ -134,15 +134,18 @@ class EngineConfig:
     at all."""
     disable: tuple[str, ...] = ()
     """Names of OPTIMISATIONS to do without, for comparison; also as one string with commas."""
+    trace: str | None = None
+    """A folder that gets a timeline of this run: steps, requests, KV cache; for Perfetto, and as an HTML page."""
     step_timeout: float = 60.0
     """Seconds after which a step (or a worker) without progress is an error; compiling does not count."""
 
     def __post_init__(self) -> None:
-        for option in ("model", "tokenizer", "kernel_choices"):
+        for option in ("model", "tokenizer", "kernel_choices", "trace"):
             value = getattr(self, option)
             if value is not None or option == "model":
                 is_path = isinstance(value, (str, os.PathLike)) and bool(str(value))
-                _require(is_path, option, value, "a path" if option == "kernel_choices" else "a path or hub id")
+                bound = "a path or hub id" if option in ("model", "tokenizer") else "a path"
+                _require(is_path, option, value, bound)
                 object.__setattr__(self, option, str(value))
         for option in (
             "max_num_seqs",

@@ -13,6 +13,7 @@ from nanovllm.control import LLMControl
 from nanovllm.engine.fair_lock import FairLock
 from nanovllm.engine.inputs import Prompt, as_batch, as_chats, as_params, as_token_ids
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.trace import Trace
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import read_model_config, resolve_model_folder
 from nanovllm.outputs import CompletionOutput, EngineStats, RequestOutput, StepColumns, StepOutput
@@ -374,6 +375,7 @@ def start_ranks(
 ) -> LLMEngine:
     """The engine over the ranks of `config`. module: see ModelRunner."""
     begin = time.perf_counter()
+    trace = Trace(config.trace) if config.trace is not None else None
     compiler = start_compiler(config, model_config) if model_config.implementation == "native" else None
     try:
         from nanovllm.executor.local import LocalExecutor  # torch comes in here, while the tokenizer is loading
@@ -382,7 +384,7 @@ def start_ranks(
     finally:
         if compiler is not None:
             compiler.close()
-    engine = LLMEngine(executor, model_config, tokenizer)
+    engine = LLMEngine(executor, model_config, tokenizer, trace)
     engine.startup_seconds = time.perf_counter() - begin
     return engine
 

@@ -16,6 +16,7 @@ from nanovllm.engine.sampling.requests import RequestSampling
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step_plan import StepPlan
+from nanovllm.engine.trace import Trace
 from nanovllm.errors import QueueFull, shown
 from nanovllm.logprobs import LogprobsList
 from nanovllm.model_config import ModelConfig
@@ -60,12 +61,15 @@ class LLMEngine(EngineControl):
     thread at a time may step.
     """
 
-    def __init__(self, executor: "Executor", model_config: ModelConfig, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, executor: "Executor", model_config: ModelConfig, tokenizer: Tokenizer, trace: Trace | None = None
+    ) -> None:
         """`executor`: started, and from here on this engine's to close."""
         self.executor = executor
         self.model_config = model_config
         self.tokenizer = tokenizer
         self.config = executor.config
+        self._trace = trace
         self.request_sampling = RequestSampling(tokenizer, model_config, self.config.logprobs_mode)
         assert self.config.kvcache_block_size and self.config.max_model_len
         self.scheduler = Scheduler(self.config, self.executor.num_kvcache_blocks, self.config.kvcache_block_size)
@@ -308,6 +312,8 @@ class LLMEngine(EngineControl):
         self._iterations[bisect_left(ITERATION_TOKENS, plan.num_tokens)] += 1
         self.num_decode_tokens += plan.num_decode_rows
         self.num_prefill_tokens += plan.num_prefill_tokens
+        if self._trace is not None:
+            self._trace.launched(plan, now)
         for seq in plan.new_slots:
             if seq.metrics.first_scheduled_time is None:
                 seq.metrics.first_scheduled_time = now
@@ -320,6 +326,8 @@ class LLMEngine(EngineControl):
         if sampling is not None and sampling.brings_logprobs:
             take_logprobs(sampling, gained, self.executor.collect_logprobs())
         now = time.perf_counter()
+        if self._trace is not None:
+            self._trace.collected(now, self.stats())
         self._num_generated += len(gained)
         finished = SequenceStatus.FINISHED
         for seq, token_id in gained:
@@ -348,6 +356,8 @@ class LLMEngine(EngineControl):
                 seq.stop_reason = last
         assert seq.finish_reason is not None
         self._num_finished[seq.finish_reason] += 1
+        if self._trace is not None:
+            self._trace.ended(seq)
         return Ending(
             seq.finish_reason, seq.stop_reason, seq.num_prompt_tokens, seq.num_prompt_cached_tokens or 0,
             seq.num_tokens - seq.num_prompt_tokens, seq.metrics, None if prompt_rows is None else prompt_rows.view(),
@@ -383,4 +393,6 @@ class LLMEngine(EngineControl):
         """Ends the workers and frees the devices. Does nothing the second time."""
         self._closed = True
         self.wake()
+        if self._trace is not None:
+            self._trace.close()
         self.executor.close()
