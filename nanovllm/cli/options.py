@@ -99,12 +99,17 @@ def add_fields(
     for option in fields(kind):
         if option.name in groups:
             group = parser.add_argument_group(groups[option.name])
-        if option.name not in leave_out:
+        if option.name not in leave_out and has_text(option):
             names = [SHORT.get(option.name), "--" + option.name.replace("_", "-")]
             text = _help(option, docs.get(option.name, "")) if shown else argparse.SUPPRESS
             group.add_argument(
                 *filter(None, names), dest=option.name, default=argparse.SUPPRESS, help=text, **_how(option)
             )
+
+
+def has_text(option: "Field[Any]") -> bool:
+    """Whether a text can say its value; functions are for Python alone."""
+    return "Callable" not in str(option.type)
 
 
 def _help(option: "Field[Any]", text: str) -> str:
