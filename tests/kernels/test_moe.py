@@ -49,7 +49,7 @@ def assert_same_routing(ours: Routing, theirs: Routing) -> None:
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-@pytest.mark.parametrize("rows", [1, 5, 16, 40, 200])
+@pytest.mark.parametrize("rows", [1, 5, 16, 200])
 def test_routing_is_that_of_the_twin(name: str, rows: int) -> None:
     options = ROUTERS[name]
     logits = rand(2, rows, options.num_experts + 1, dtype=torch.float32)  # a column that is no expert's
@@ -81,20 +81,18 @@ def test_logits_of_any_value_choose_different_experts(value: float) -> None:
 
 
 def logits_of(kind: str, rows: int, experts: int) -> torch.Tensor:
-    """"crowded": two experts get nearly all rows; "spread": all get some; "one": the same for every row."""
+    """"crowded": two experts get nearly all rows; "spread": all get some."""
     logits = rand(1, rows, experts, seed=3, dtype=torch.float32)
     if kind == "crowded":
         logits[:, : rows - 1, 1:3] += 100
-    if kind == "one":
-        logits[:] = logits[:, :1]
     return logits
 
 
 SMALL, X_LEFT, TALL = GroupedConfig(16, 64, 32, 2), GroupedConfig(16, 32, 32, 2), GroupedConfig(64, 32, 32, 2)
 
 
-@pytest.mark.parametrize("kind", ["spread", "crowded", "one"])
-@pytest.mark.parametrize("rows", [1, 17, 40])
+@pytest.mark.parametrize("kind", ["spread", "crowded"])
+@pytest.mark.parametrize("rows", [1, 36])
 @pytest.mark.parametrize(("config", "tma"), [(SMALL, True), (X_LEFT, False), (TALL, False), (TALL, True)])
 def test_grouped_gemms_are_those_of_their_twins(kind: str, rows: int, config: GroupedConfig, tma: bool) -> None:
     """Widths that no tile divides, with biases and both activations."""
