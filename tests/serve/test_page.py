@@ -85,6 +85,14 @@ def test_what_a_model_writes_stays_text(page: Page) -> None:
 
 
 @needs_browser
+def test_reasoning_is_folded(page: Page) -> None:
+    event = {"choices": [{"delta": {"reasoning_content": "Hm <b>"}}]}
+    page.evaluate(f"const made = new Answer(); made.take({json.dumps(event)}); made.draw()")
+    assert page.evaluate("document.querySelector('details').open") is False
+    assert page.evaluate("document.querySelector('details .text').textContent") == "Hm <b>"
+
+
+@needs_browser
 def test_no_other_host_is_asked(page: Page, server: Server) -> None:
     ask(page, "Hello")
     answer(page)
