@@ -10,6 +10,7 @@ from typing import Any
 from nanovllm.errors import refuse
 
 MAX_TENSOR_PARALLEL_SIZE = 8
+MAX_DATA_PARALLEL_SIZE = 1024
 DTYPES = ("bfloat16", "float16", "float32")
 OPTIMISATIONS = {
     "fused_kernels": "plain PyTorch in place of the Triton kernels around attention, and so no CUDA graphs",
@@ -68,6 +69,9 @@ class EngineConfig:
     """Token ids in, token ids out: no tokenizer is loaded and `text` stays empty."""
     tensor_parallel_size: int = 1
     """Ranks that share every layer, 1..8; one GPU (or one CPU process) each."""
+    data_parallel_size: int = 1
+    """Replicas of the model, 1..1024, each with tensor_parallel_size ranks: replica i has the GPUs from
+    i * tensor_parallel_size on."""
     share_gpus: bool = False
     """True: where there are fewer GPUs than ranks, ranks take turns on a GPU; to try more ranks, not to be fast. Needs
     num_kvcache_blocks."""
@@ -160,6 +164,7 @@ class EngineConfig:
             if getattr(self, option) is not None:
                 _require_int(option, getattr(self, option), 1)
         _require_int("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_TENSOR_PARALLEL_SIZE)
+        _require_int("data_parallel_size", self.data_parallel_size, 1, MAX_DATA_PARALLEL_SIZE)
         _require_int("seed", self.seed, 0, 2**63 - 1)
         if self.long_prefill_token_threshold is not None:
             _require_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)

@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
@@ -13,12 +12,10 @@ from nanovllm.control import LLMControl
 from nanovllm.engine.fair_lock import FairLock
 from nanovllm.engine.inputs import Prompt, as_batch, as_chats, as_params, as_token_ids
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.trace import Trace
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.registry import read_model_config, resolve_model_folder
 from nanovllm.outputs import CompletionOutput, EngineStats, RequestOutput, StepColumns, StepOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.startup.compile_pool import start_compiler
+from nanovllm.start import start_one, start_ranks
 from nanovllm.terminal import ProgressBar, interrupt_between_steps
 from nanovllm.tokenizer import Tokenizer
 
@@ -58,6 +55,8 @@ class LLM(LLMControl):
         config = EngineConfig.from_options(name, tokenizer=path, **options_of(module, options))
         if tokenizer is None and not config.skip_tokenizer_init:
             raise ValueError("tokenizer=None: must be given (or set skip_tokenizer_init)")
+        if config.data_parallel_size > 1:
+            raise ValueError(f"data_parallel_size={config.data_parallel_size}: must be 1 for a live module")
         llm = cls.__new__(cls)
         model_config = config_of(module, config.hf_overrides)
         llm._take_over(start_ranks(config, model_config, Tokenizer(config, None if path else tokenizer), module))
@@ -363,30 +362,12 @@ class LLM(LLMControl):
 
 
 def start_engine(config: EngineConfig) -> LLMEngine:
-    """Loads the model of `config` on all of its ranks; returns the engine over them."""
-    config = resolve_model_folder(config)
-    model_config = read_model_config(config)
-    model_config.check_tensor_parallel(config.tensor_parallel_size)
-    return start_ranks(config, model_config, Tokenizer(config))  # which loads in a thread of its own
+    """Loads the model of `config`; returns the engine over all of its ranks, or over all of its replicas."""
+    if config.data_parallel_size == 1:
+        return start_one(config)
+    from nanovllm.replicas.engine import start_replicas
 
-
-def start_ranks(
-    config: EngineConfig, model_config: ModelConfig, tokenizer: Tokenizer, module: "torch.nn.Module | None" = None
-) -> LLMEngine:
-    """The engine over the ranks of `config`. module: see ModelRunner."""
-    begin = time.perf_counter()
-    trace = Trace(config.trace) if config.trace is not None else None
-    compiler = start_compiler(config, model_config) if model_config.implementation == "native" else None
-    try:
-        from nanovllm.executor.local import LocalExecutor  # torch comes in here, while the tokenizer is loading
-
-        executor = LocalExecutor(config, model_config, compiler, module)
-    finally:
-        if compiler is not None:
-            compiler.close()
-    engine = LLMEngine(executor, model_config, tokenizer, trace)
-    engine.startup_seconds = time.perf_counter() - begin
-    return engine
+    return start_replicas(config)
 
 
 def _close(engine: LLMEngine, step_lock: "FairLock") -> None:

@@ -29,14 +29,27 @@ _ROOT_OF_SALT = b"cache_salt="
 
 
 def _root_hash(seq: Sequence) -> bytes:
-    """What the hash of a row's first block continues: nothing, or its cache_salt. It is longer than a block's hash, so
-    that it equals none."""
-    salt = seq.params.cache_salt
+    """What the hash of a row's first block continues."""
+    return _root_of(seq.params.cache_salt)
+
+
+def _root_of(salt: str | None) -> bytes:
+    """Nothing, or a cache_salt: longer than a block's hash, so that it equals none."""
     return b"" if salt is None else _ROOT_OF_SALT.ljust(32, b".") + salt.encode("utf-8", "surrogatepass")
 
 
 def _content(parent_hash: bytes, token_ids: list[int]) -> bytes:
     return parent_hash + array("i", token_ids).tobytes()
+
+
+def prefix_hashes(token_ids: list[int], block_size: int, cache_salt: str | None = None) -> list[bytes]:
+    """Chained hashes of the full blocks of a text: equal where a BlockManager would share the block."""
+    hashes: list[bytes] = []
+    parent = _root_of(cache_salt)
+    for start in range(0, len(token_ids) // block_size * block_size, block_size):
+        parent = xxhash.xxh3_128_digest(_content(parent, token_ids[start : start + block_size]))
+        hashes.append(parent)
+    return hashes
 
 
 class BlockManager:

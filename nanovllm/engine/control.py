@@ -92,6 +92,10 @@ class EngineControl:
         self._check_version(version)
         self.executor.finish_weight_update()
         self._error = None
+        self._note_version(version)
+
+    def _note_version(self, version: int | None) -> None:
+        """From here on tokens come from weights of this version."""
         self.weight_version = self.weight_version + 1 if version is None else version
         with self._work:
             for seq in (seq for seqs in self._completions.values() for seq in seqs):

@@ -1,0 +1,216 @@
+"""A replica: `python -m nanovllm.replicas.replica FD`, started by the front (link.py): an engine in a process beside
+its ranks, stepped as long as it has work.
+
+The main thread steps. One thread takes messages in, one gives a sign of life. The process ends with its socket.
+"""
+
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+from array import array
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.replicas.messages import Completed, Failed, Gained, Loaded, Ready, Refused, Start
+
+if TYPE_CHECKING:
+    import torch
+
+    from nanovllm.engine.llm_engine import LLMEngine
+    from nanovllm.outputs import StepColumns
+
+_LIFE_SECONDS = 1.0
+_LOOK_SECONDS = 0.5
+_BUCKETS_AHEAD = 2  # of new weights, taken in before the ranks have those before them
+
+
+class Replica:
+    """One engine and the way to its front. `handle` may be called from another thread than `run`."""
+
+    def __init__(self, send: Callable[[Any], None]) -> None:
+        self._send = send
+        self._engine: LLMEngine | None = None
+        self._work = threading.Event()
+        self._leaving = False
+        self._loads: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
+        self._buckets: queue.Queue[list[Any] | str | None] = queue.Queue(_BUCKETS_AHEAD)
+        self._lacks_weights = False
+
+    def run(self, start: Start) -> None:
+        """Serves until the front says that it may leave; tells it what ends it otherwise."""
+        if start.devices is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = start.devices  # before CUDA starts
+        try:
+            from nanovllm.start import start_one
+
+            if start.num_threads is not None:
+                import torch
+
+                torch.set_num_threads(start.num_threads)
+            self._engine = engine = start_one(start.config)
+            self._send(Ready(engine.config, engine.scheduler.block_manager.num_blocks, engine.info()))
+            self._serve(engine)
+        except BaseException as error:
+            kinds = (ValueError, TypeError, FileNotFoundError) if self._engine is None else ()
+            kind = next((kind for kind in kinds if isinstance(error, kind)), None)
+            self._send(Failed(kind, str(error) or type(error).__name__))
+        finally:
+            if self._engine is not None:
+                self._engine.close()
+
+    def handle(self, message: Any) -> None:
+        """Takes a message of the front in: (name of a method below, its arguments)."""
+        name, *args = message
+        getattr(self, name)(*args)
+        self._work.set()
+
+    # -- what the front may ask for -----------------------------------------------------------------------------
+
+    def add(self, request_id: int, prompt: bytes, params: Any, known: list[int]) -> None:
+        """`prompt`: int32 token ids. `known`: the output's first tokens. The request was checked by the front."""
+        assert self._engine is not None
+        try:
+            self._engine.add_request(array("i", prompt).tolist(), params, request_id, known)
+        except Exception as error:  # of this request alone
+            self._send(Refused(request_id, str(error)))
+
+    def abort(self, request_id: int) -> None:
+        assert self._engine is not None
+        self._engine.abort(request_id)
+
+    def load_weights(self, in_flight: str, folder: str | None) -> None:
+        """Buckets follow where there is no folder."""
+        self._loads.put((in_flight, folder))
+
+    def bucket(self, pickled: bytes | None, error: str | None) -> None:
+        """Some weights, or why there are no more of them, or neither at their end."""
+        self._buckets.put(error if pickled is None else pickle.loads(pickled))
+
+    def leave(self) -> None:
+        self._leaving = True
+
+    # -- the main thread ----------------------------------------------------------------------------------------
+
+    def _serve(self, engine: "LLMEngine") -> None:
+        while not self._leaving:
+            if not self._loads.empty():
+                self._load(engine, *self._loads.get())
+            elif engine.has_unfinished_requests() and not self._lacks_weights:
+                gained = engine.step()
+                if len(gained):
+                    self._send(self._message(engine, gained))
+            else:
+                self._work.wait()
+                self._work.clear()
+
+    def _load(self, engine: "LLMEngine", in_flight: str, folder: str | None) -> None:
+        buckets = _Weights(self._buckets)
+        self._lacks_weights = True
+        try:
+            engine.load_weights(folder or buckets, in_flight, None)
+            self._lacks_weights = False
+            self._send(Loaded(None, ""))
+        except Exception as error:
+            if engine.executor.failed:
+                raise
+            if folder is None:
+                buckets.skip()
+            self._send(Loaded(ValueError if isinstance(error, ValueError) else RuntimeError, str(error)))
+
+    def _message(self, engine: "LLMEngine", gained: "StepColumns") -> Gained:
+        scores = {entry: rows.words(position) for entry, (rows, position) in gained.logprobs.items()}
+        ended: dict[int, Completed] = {}
+        for entry, ending in gained.endings.items():
+            request_id, index = gained.request_ids[entry], gained.indices[entry]
+            seq = engine._completions[request_id][index]
+            prompt_words = kept = None
+            if (row := seq.sampling) is not None:
+                kept = row.kept_ids
+                if (lines := row.prompt_logprob_rows) is not None:
+                    prompt_words = [lines.words(position) for position in range(len(lines))]
+            queued = seq.metrics.queued
+            ended[entry] = Completed(
+                ending.reason, ending.stop_reason, ending.num_cached_tokens, queued, prompt_words, kept
+            )
+        for request_id in {gained.request_ids[entry] for entry in ended}:
+            if engine.is_finished(request_id):
+                engine.forget(request_id)
+        rows = (array("q", gained.request_ids), array("i", gained.indices), array("i", gained.token_ids))
+        return Gained(*rows, ended, scores, engine.num_prefill_tokens, engine.num_decode_tokens, engine.stats())
+
+
+class _Weights:
+    """(checkpoint name, tensor) of the buckets, up to their end."""
+
+    def __init__(self, buckets: "queue.Queue[list[Any] | str | None]") -> None:
+        self._buckets, self._ended = buckets, False
+
+    def __iter__(self) -> "Iterator[tuple[str, torch.Tensor]]":
+        while not self._ended:
+            bucket = self._buckets.get()
+            if isinstance(bucket, list):
+                yield from bucket
+                continue
+            self._ended = True
+            if bucket is not None:
+                raise RuntimeError(bucket)
+
+    def skip(self) -> None:
+        """Takes in what is left, for nothing."""
+        while not self._ended:
+            self._ended = not isinstance(self._buckets.get(), list)
+
+
+def _receive(link: Connection, replica: Replica, starts: "queue.SimpleQueue[Start]") -> None:
+    parent = os.getppid()
+    try:
+        while True:
+            while not link.poll(_LOOK_SECONDS):
+                if os.getppid() != parent:  # a process that the front forked may hold its end of the socket open
+                    os._exit(1)
+            message = link.recv()
+            if isinstance(message, Start):
+                starts.put(message)
+            else:
+                replica.handle(message)
+    except (EOFError, OSError):
+        pass
+    finally:
+        os._exit(1)  # ranks end with this process
+
+
+def main(fd: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front's to handle
+    link = Connection(fd)
+    lock = threading.Lock()
+
+    def send(message: Any) -> None:
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        try:
+            with lock:
+                link.send_bytes(data)
+        except OSError:
+            os._exit(1)  # the front is gone
+
+    def live() -> None:
+        while True:
+            never.wait(_LIFE_SECONDS)
+            send(None)
+
+    never = threading.Event()
+    replica = Replica(send)
+    starts: queue.SimpleQueue[Start] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(link, replica, starts), name="nanovllm-link", daemon=True).start()
+    threading.Thread(target=live, name="nanovllm-life", daemon=True).start()
+    replica.run(starts.get())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # not sys.exit: library threads may wait for what is gone
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

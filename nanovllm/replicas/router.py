@@ -1,0 +1,184 @@
+"""Which replica computes which request. Pure: no torch, no clock, no processes.
+
+A request joins the queue of the replica where its expected cost is least: the tokens that are to be computed there
+after prefix hits, and all that is ahead of it. It is bound late, when the replica has room; a replica with room and an
+empty queue takes the first request of the longest queue, so that none idles while another has a queue.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+
+DECODE_COST = 2.0
+"""Cost of a token to generate, in prompt tokens to compute. Ahead of a request both take time; a decoded token takes
+more, since a step has few of them."""
+_SPARE_ROWS = 8  # a replica holds 1 / this many rows more than run at once, to go on with when one of them ends
+_SPARE_TOKENS = 1.25  # and as many times the tokens that its KV cache holds
+_MEAN_WEIGHT = 0.02  # of one output in the running mean of their lengths
+
+
+class HeldPrefixes:
+    """What the front believes a replica's prefix cache to hold: block hashes, the least recently used leave first."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._hashes: OrderedDict[bytes, None] = OrderedDict()
+
+    def num_hits(self, hashes: list[bytes]) -> int:
+        """Leading blocks of a prompt that are held."""
+        for number, digest in enumerate(hashes):
+            if digest not in self._hashes:
+                return number
+        return len(hashes)
+
+    def touch(self, hashes: Iterable[bytes]) -> None:
+        held = self._hashes
+        for digest in reversed(list(hashes)):  # a prompt's tail is reused first, as in BlockManager.release
+            held[digest] = None
+            held.move_to_end(digest)
+        while len(held) > self._num_blocks:
+            held.popitem(last=False)
+
+    def clear(self) -> None:
+        self._hashes.clear()
+
+
+@dataclass(eq=False)
+class Load:
+    """A request as the router sees it."""
+
+    key: Hashable
+    hashes: list[bytes]
+    """Chained hashes of the prompt's full blocks (BlockManager.prefix_hashes)."""
+    num_prompt_tokens: int
+    max_output_tokens: int
+    num_rows: int = 1
+    cost: float = 0.0
+    """What it adds to its replica's load, as expected when it joined the queue."""
+    num_tokens: int = 0
+    """KV tokens that it is expected to need."""
+
+
+@dataclass
+class _Replica:
+    held: HeldPrefixes
+    is_there: bool = False
+    queue: deque[Load] = field(default_factory=deque)
+    bound: dict[Hashable, Load] = field(default_factory=dict)
+    num_rows: int = 0
+    num_tokens: int = 0
+    load: float = 0.0
+    """Cost of everything bound and queued."""
+
+
+class Router:
+    def __init__(self, num_replicas: int, block_size: int, num_blocks: int, max_num_seqs: int) -> None:
+        """`num_blocks`, `max_num_seqs`: of each replica. Replicas are there from `join` on."""
+        self._block_size = block_size
+        self._most_rows = max_num_seqs + max(2, max_num_seqs // _SPARE_ROWS)
+        self._most_tokens = int(_SPARE_TOKENS * num_blocks * block_size)
+        self._replicas = [_Replica(HeldPrefixes(num_blocks)) for _ in range(num_replicas)]
+        self._homeless: deque[Load] = deque()
+        """Waits for any replica to be there."""
+        self._mean_output: float | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are bound to no replica."""
+        return len(self._homeless) + sum(len(replica.queue) for replica in self._replicas)
+
+    def join(self, number: int) -> None:
+        """A replica is there, its cache empty."""
+        self._replicas[number].is_there = True
+        homeless, self._homeless = self._homeless, deque()
+        for load in homeless:
+            self.add(load)
+
+    def leave(self, number: int) -> list[Hashable]:
+        """A replica is gone. What was queued there moves to others; returns what was bound to it."""
+        replica = self._replicas[number]
+        bound, queued = list(replica.bound), replica.queue
+        self._replicas[number] = _Replica(HeldPrefixes(replica.held._num_blocks))
+        for load in queued:
+            self.add(load)
+        return bound
+
+    def add(self, load: Load) -> None:
+        """Queues a request."""
+        output = load.max_output_tokens
+        if self._mean_output is not None:
+            output = min(output, int(self._mean_output) + 1)
+        load.num_tokens = load.num_prompt_tokens + load.num_rows * output
+        there = [replica for replica in self._replicas if replica.is_there]
+        if not there:
+            self._homeless.append(load)
+            return
+        costs = [self._cost(replica, load, output) for replica in there]
+        best = min(range(len(there)), key=lambda n: costs[n] + there[n].load)
+        load.cost = costs[best]
+        there[best].load += load.cost
+        there[best].queue.append(load)
+        there[best].held.touch(load.hashes)
+
+    def _cost(self, replica: _Replica, load: Load, num_output_tokens: int) -> float:
+        hits = replica.held.num_hits(load.hashes) * self._block_size
+        return max(1, load.num_prompt_tokens - hits) + DECODE_COST * load.num_rows * num_output_tokens
+
+    def bind(self) -> list[tuple[int, Hashable]]:
+        """(replica, request) of all that are to be sent now, in their order."""
+        bound: list[tuple[int, Hashable]] = []
+        for number, replica in enumerate(self._replicas):
+            while replica.is_there and (victim := self._queue_for(replica)) is not None:
+                load = victim.queue[0]
+                if not self._has_room(replica, load):
+                    break
+                victim.queue.popleft()
+                if victim is not replica:
+                    victim.load -= load.cost
+                    replica.load += load.cost
+                    replica.held.touch(load.hashes)
+                replica.bound[load.key] = load
+                replica.num_rows += load.num_rows
+                replica.num_tokens += load.num_tokens
+                bound.append((number, load.key))
+        return bound
+
+    def _queue_for(self, replica: _Replica) -> _Replica | None:
+        """Whose first request the replica is to take: its own, else that of the most loaded one that has no room."""
+        if replica.queue:
+            return replica
+        full = [other for other in self._replicas if other.queue and not self._has_room(other, other.queue[0])]
+        return max(full, key=lambda other: other.load, default=None)
+
+    def _has_room(self, replica: _Replica, load: Load) -> bool:
+        if not replica.bound:
+            return True
+        rows, tokens = replica.num_rows + load.num_rows, replica.num_tokens + load.num_tokens
+        return rows <= self._most_rows and tokens <= self._most_tokens
+
+    def finish(self, number: int, key: Hashable, num_output_tokens: int, hashes: Iterable[bytes] = ()) -> None:
+        """A bound request has ended. `hashes`: of the blocks that it leaves in the replica's cache, output included."""
+        replica = self._replicas[number]
+        load = replica.bound.pop(key)
+        replica.load -= load.cost
+        replica.num_rows -= load.num_rows
+        replica.num_tokens -= load.num_tokens
+        replica.held.touch(hashes)
+        mean, output = self._mean_output, num_output_tokens / load.num_rows
+        self._mean_output = output if mean is None else mean + _MEAN_WEIGHT * (output - mean)
+
+    def withdraw(self, key: Hashable) -> bool:
+        """Takes a request out that is bound to no replica; returns whether there was one."""
+        for queue, replica in [(self._homeless, None), *((each.queue, each) for each in self._replicas)]:
+            for load in queue:
+                if load.key == key:
+                    queue.remove(load)
+                    if replica is not None:
+                        replica.load -= load.cost
+                    return True
+        return False
+
+    def forget_cached(self) -> None:
+        """The replicas' prefix caches were emptied."""
+        for replica in self._replicas:
+            replica.held.clear()

@@ -1,0 +1,42 @@
+"""From options to an engine that runs."""
+
+import time
+from typing import TYPE_CHECKING
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.trace import Trace
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.registry import read_model_config, resolve_model_folder
+from nanovllm.startup.compile_pool import start_compiler
+from nanovllm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+
+def start_one(config: EngineConfig) -> LLMEngine:
+    """Loads the model of `config` on all ranks of one replica; returns the engine over them."""
+    config = resolve_model_folder(config)
+    model_config = read_model_config(config)
+    model_config.check_tensor_parallel(config.tensor_parallel_size)
+    return start_ranks(config, model_config, Tokenizer(config))  # which loads in a thread of its own
+
+
+def start_ranks(
+    config: EngineConfig, model_config: ModelConfig, tokenizer: Tokenizer, module: "torch.nn.Module | None" = None
+) -> LLMEngine:
+    """The engine over the ranks of `config`. module: see ModelRunner."""
+    begin = time.perf_counter()
+    trace = Trace(config.trace) if config.trace is not None else None
+    compiler = start_compiler(config, model_config) if model_config.implementation == "native" else None
+    try:
+        from nanovllm.executor.local import LocalExecutor  # torch comes in here, while the tokenizer is loading
+
+        executor = LocalExecutor(config, model_config, compiler, module)
+    finally:
+        if compiler is not None:
+            compiler.close()
+    engine = LLMEngine(executor, model_config, tokenizer, trace)
+    engine.startup_seconds = time.perf_counter() - begin
+    return engine

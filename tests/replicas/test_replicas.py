@@ -1,0 +1,153 @@
+"""The same tokens on any number of replicas, whatever becomes of these."""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from processes.process_checks import marked_processes
+from replica_workload import DEMO, OPTIONS, batch, facts
+from safetensors.torch import load_file
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import EngineConfig
+from nanovllm.replicas import engine as front
+from nanovllm.replicas.devices import devices_of_replicas
+
+
+def replicated(count: int, **options: Any) -> LLM:
+    return LLM(DEMO, **{**OPTIONS, "data_parallel_size": count, **options})
+
+
+def pids(llm: LLM) -> list[int]:
+    return [link.pid for link in llm.engine._links if link is not None]  # type: ignore[attr-defined]
+
+
+@contextmanager
+def killing(find: Any, after: float) -> Iterator[None]:
+    """kill -9 of the process that `find` returns, `after` seconds into the `with`."""
+
+    def kill() -> None:
+        time.sleep(after)
+        os.kill(find(), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_tokens_do_not_depend_on_the_number_of_replicas(count: int, expected: list[Any], mark: str) -> None:
+    with replicated(count) as llm:
+        assert facts(llm.generate(*batch(60), use_tqdm=False)) == expected
+        info = llm.engine_info()
+        assert info["num_replicas"] == len(info["replicas"]) == count
+        assert info["num_kvcache_blocks"] == count * OPTIONS["num_kvcache_blocks"]
+        stats = llm.stats()
+        assert stats.num_running == stats.num_waiting == 0
+        assert sum(stats.finished.values()) == sum(len(rows) for *_, rows in expected)
+
+
+def test_own_loop_and_abort(mark: str) -> None:
+    """Each request is reported once, in order, and ends once, an aborted one as such."""
+    prompts, params = batch(20)
+    with replicated(2) as llm:
+        ids = [llm.add_request(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
+        gone = ids[4]
+        ended: list[tuple[int, int]] = []
+        reasons = {}
+        llm.abort(gone)
+        while llm.has_unfinished_requests():
+            for output in llm.step():
+                if output.finished:
+                    ended.append((output.request_id, output.index))
+                    reasons[output.request_id] = output.finish_reason
+        assert len(ended) == len(set(ended)) == sum(param.n for param in params)
+        assert reasons.keys() == set(ids)
+        assert reasons[gone] == "abort"
+        assert not llm.engine._live  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_replica_killed_in_mid_generation(
+    seed: int, expected: list[Any], mark: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    moment = random.Random(seed)
+    with replicated(2) as llm:
+        victim = moment.choice(pids(llm))
+        with killing(lambda: victim, after=moment.uniform(0.05, 0.8)):
+            assert facts(llm.generate(*batch(60), use_tqdm=False)) == expected
+        prompts, params = batch(8)
+        llm.generate(prompts, params, use_tqdm=False)
+        assert llm.engine_info()["num_restarts"] == 1
+    assert "was lost and is started again: died by signal 9" in caplog.text
+
+
+def test_a_rank_killed_in_mid_generation(expected: list[Any], mark: str, caplog: pytest.LogCaptureFixture) -> None:
+    with replicated(2, tensor_parallel_size=2) as llm:
+        [rank, _] = [pid for pid in marked_processes(mark) if pid not in pids(llm)]
+        with killing(lambda: rank, after=0.4):
+            assert [rows[0][0] for *_, rows in facts(llm.generate(*batch(60), use_tqdm=False))] == [
+                rows[0][0] for *_, rows in expected
+            ]
+    assert "rank 1 died by signal 9" in caplog.text
+
+
+def test_fewer_replicas_and_then_none(
+    expected: list[Any], mark: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front, "MOST_RESTARTS", 0)
+    long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    with replicated(2) as llm:
+        os.kill(pids(llm)[0], signal.SIGKILL)
+        assert facts(llm.generate(*batch(60), use_tqdm=False)) == expected
+        assert "the others go on without it" in caplog.text
+        assert llm.engine_info()["num_replicas"] == 1
+        with killing(lambda: pids(llm)[0], after=0.2), pytest.raises(front.ReplicaError, match="died by signal 9"):
+            llm.generate([[5] * 9] * 64, long, use_tqdm=False)
+
+
+def test_new_weights_reach_every_replica(mark: str) -> None:
+    prompts, params = batch(12)
+    with LLM(DEMO, **OPTIONS, load_format="dummy") as llm:
+        weights = load_file(f"{DEMO}/model.safetensors")
+        llm.load_weights(weights.items())
+        expected = facts(llm.generate(prompts, params, use_tqdm=False))
+    with replicated(2, load_format="dummy") as llm:
+        llm.load_weights(weights.items())
+        assert facts(llm.generate(prompts, params, use_tqdm=False)) == expected
+        with pytest.raises(ValueError, match="surplus"):
+            llm.load_weights([*weights.items(), ("surplus", next(iter(weights.values())))])
+        llm.load_weights(weights.items())
+        llm.generate(prompts, params, use_tqdm=False)
+
+
+def test_bad_options_are_refused_before_anything_starts(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="data_parallel_size=0: must be an integer in 1"):
+        replicated(0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    bound = "data_parallel_size=2: 2 x tensor_parallel_size=2 ranks must be at most the 2 GPUs"
+    with pytest.raises(ValueError, match=bound):
+        replicated(2, device="auto", tensor_parallel_size=2)
+    assert not marked_processes(mark)
+    config = EngineConfig("model", data_parallel_size=2)
+    assert devices_of_replicas(config) == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert devices_of_replicas(config) == ["5", "7"]
+    shared = EngineConfig("model", data_parallel_size=3, share_gpus=True, num_kvcache_blocks=8)
+    assert devices_of_replicas(shared) == ["5", "7", "5"]
+
+
+def test_a_replica_that_cannot_start_says_why(mark: str) -> None:
+    with pytest.raises(ValueError, match="max_model_len=999999: must be at most"):
+        replicated(2, max_model_len=999999)
