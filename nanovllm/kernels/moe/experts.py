@@ -77,6 +77,14 @@ def _add_bias(acc, BIAS, first, col, end, X_LEFT: tl.constexpr):
     return acc + (bias[None, :] if X_LEFT else bias[:, None])
 
 
+@triton.jit
+def _prefetch_weights(w_ptr, first_row, end_row, k, BLOCK_N: tl.constexpr, PREFETCH: tl.constexpr):
+    """Has the L2 cache fetch the first PREFETCH columns of a tile of weights."""
+    row = tl.minimum(first_row + tl.arange(0, BLOCK_N), end_row - 1).to(tl.int64)
+    line = tl.minimum(tl.arange(0, PREFETCH // 64) * 64, k - 1)
+    prefetch_lines(w_ptr + row[:, None] * k + line[None, :])
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _grouped_gemm_kernel(
     X, W, w_ptr, BIAS, TILES, ORDER, WEIGHTS, OUT, tokens, n_out, k,
@@ -101,16 +109,13 @@ def _grouped_gemm_kernel(
     first_row, end_row = expert * width + first_col, expert * width + n_out
     if PDL and not GATED:
         # Routing ended before the kernel before this one let it start, and weights are always there.
-        row = tl.minimum(first_row + tl.arange(0, BLOCK_N), end_row - 1).to(tl.int64)
-        line = tl.minimum(tl.arange(0, PREFETCH // 64) * 64, k - 1)
-        prefetch_lines(w_ptr + row[:, None] * k + line[None, :])
+        _prefetch_weights(w_ptr, first_row, end_row, k, BLOCK_N, PREFETCH)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     position = first_position + tl.arange(0, BLOCK_M)
     live = position < end
     choice = tl.load(ORDER + position, mask=live, other=0)
-    x_row = choice // TOP_K if GATED else position
-    x_ptr = X + x_row.to(tl.int64)[:, None] * k
+    x_ptr = X + (choice // TOP_K if GATED else position).to(tl.int64)[:, None] * k
 
     acc = tl.zeros([BLOCK_M, BLOCK_N] if X_LEFT else [BLOCK_N, BLOCK_M], dtype=tl.float32)
     if GATED:
@@ -118,10 +123,8 @@ def _grouped_gemm_kernel(
     for step in tl.range(0, tl.cdiv(k, BLOCK_K), num_stages=STAGES):
         begin = step * BLOCK_K
         cols = begin + tl.arange(0, BLOCK_K)
-        if EVEN_K:
-            x = tl.load(x_ptr + cols[None, :], mask=live[:, None], other=0.0)
-        else:
-            x = tl.load(x_ptr + cols[None, :], mask=live[:, None] & (cols < k)[None, :], other=0.0)
+        mask = live[:, None] if EVEN_K else live[:, None] & (cols < k)[None, :]
+        x = tl.load(x_ptr + cols[None, :], mask=mask, other=0.0)
         w = _weight_tile(W, first_row, end_row, begin, k, BLOCK_N, BLOCK_K, EVEN_K, TMA)
         acc = _multiply(x, w, acc, X_LEFT)
         if GATED:

@@ -102,6 +102,22 @@ def _write_tiles(TILES, totals, starts, max_tiles, BLOCK_M: tl.constexpr):
         tl.store(TILES + at, tl.full([256], -1, tl.int32), mask=at < 3 * max_tiles)
 
 
+@triton.jit
+def _weights(values, score, lane, expert, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, SIGMOID: tl.constexpr,
+             RENORMALISE: tl.constexpr):  # fmt: skip
+    """Weights of the chosen experts, float32 [ROWS, BLOCK_K], of their scores `values` and of the scores of all."""
+    if SIGMOID:
+        weights = tl.where(lane < TOP_K, values, 0.0)
+    else:
+        top = tl.max(values, axis=1)[:, None]
+        weights = tl.exp(values - top)
+        if not RENORMALISE:
+            weights = weights / tl.sum(tl.where(expert < EXPERTS, tl.exp(score - top), 0.0), axis=1)[:, None]
+    if RENORMALISE:
+        weights = weights / (tl.sum(weights, axis=1)[:, None] + (1e-20 if SIGMOID else 0.0))
+    return weights
+
+
 @triton.jit(do_not_specialize=["rows", "max_tiles"])
 def _route_kernel(
     LOGITS, BIAS, CORRECTION, WEIGHTS, IDS, COUNTS, ORDER, TILES, rows, max_tiles,
@@ -151,15 +167,7 @@ def _route_kernel(
         ids = tl.where(lane == slot, best[:, None], ids)
         slot_of = tl.where(hit & inside, slot, slot_of)
         choice = tl.where(hit, float("-inf"), choice)
-    if SIGMOID:
-        weights = tl.where(lane < TOP_K, values, 0.0)
-    else:
-        top = tl.max(values, axis=1)[:, None]
-        weights = tl.exp(values - top)
-        if not RENORMALISE:
-            weights = weights / tl.sum(tl.where(expert < EXPERTS, tl.exp(score - top), 0.0), axis=1)[:, None]
-    if RENORMALISE:
-        weights = weights / (tl.sum(weights, axis=1)[:, None] + (1e-20 if SIGMOID else 0.0))
+    weights = _weights(values, score, lane, expert, TOP_K, EXPERTS, SIGMOID, RENORMALISE)
     out = row[:, None] * TOP_K + lane
     live = (row < rows)[:, None] & (lane < TOP_K)
     tl.store(WEIGHTS + out, weights * SCALE, mask=live)
