@@ -131,6 +131,8 @@ class EngineConfig:
     """True: no CUDA graphs."""
     kernel_choices: str | None = None
     """A file of GEMM choices, as scripts/tune_steps.py writes it, in place of the tables of the package."""
+    enable_sleep: bool = False
+    """True: `sleep` can give the memory of weights and KV cache back to the device."""
     logprobs_mode: str = "raw"
     """"raw" or "processed": see SamplingParams.logprobs_mode, which wins."""
     max_queued_requests: int | None = None

@@ -115,6 +115,26 @@ class LLMControl:
                     return
                 self._dispatch(self.engine.step())
 
+    # -- sleep --------------------------------------------------------------------------------------------------
+
+    def sleep(self, level: int = 1, tags: Iterable[str] | None = None) -> int:
+        """Gives memory back to the device until wake_up; returns the bytes. Needs enable_sleep=True.
+
+        `tags`: "weights", "kv_cache" or both, the default. `level` 1 keeps the weights in pinned host memory; 2 drops
+        them: after wake_up they come anew, by load_weights or begin_update. Requests that have begun (in a pause) start
+        over from their tokens so far. Asleep, steps are refused. On a CPU no memory moves. Activations and graphs
+        keep theirs.
+        """
+        self._require_open()
+        with self._step_lock:
+            return self.engine.sleep(level, tags)
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Takes the memory again, at the same addresses, so that graphs stay valid; default: of all that sleeps."""
+        self._require_open()
+        with self._step_lock:
+            self.engine.wake_up(tags)
+
     # -- pauses -------------------------------------------------------------------------------------------------
 
     def pause(self, mode: str = "keep") -> None:

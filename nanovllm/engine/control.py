@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from nanovllm.executor.base import Executor
 
+TAGS = ("weights", "kv_cache")
+"""What can sleep."""
 IN_FLIGHT = ("recompute", "keep", "wait", "abort")
 """What becomes of requests in flight when new weights come: they start over from their tokens so far; they go on with
 the KV that the old weights computed; they end first, while no other begins; they are aborted."""
@@ -37,6 +39,7 @@ class EngineControl:
     scheduler: Scheduler
     weight_version: int
     is_paused: bool
+    asleep: set[str]
     _launched: deque[Any]
     _unreported: StepColumns
     _error: BaseException | None
@@ -69,6 +72,7 @@ class EngineControl:
         """Steps are refused from here on, until finish_update succeeds: LLM.begin_update."""
         if self.executor.shares_weights:
             raise ValueError("load_weights: this engine computes with a module's weights: load them there")
+        self._require_awake("weights")
         if in_flight not in IN_FLIGHT:
             refuse("in_flight", in_flight, "one of " + ", ".join(map(repr, IN_FLIGHT)))
         if not self.lacks_weights:
@@ -108,6 +112,7 @@ class EngineControl:
         return isinstance(self._error, WeightsIncomplete)
 
     def _require_update(self, method: str) -> None:
+        self._require_awake("weights")
         if not self.lacks_weights:
             self._raise_failure()
             raise RuntimeError(f"{method}: begin_update was not called")
@@ -136,6 +141,7 @@ class EngineControl:
 
     def checksum(self) -> dict[str, str]:
         """LLM.checksum."""
+        self._require_awake("weights")
         self._raise_failure()
         self.settle()
         return self.executor.checksum()
@@ -144,6 +150,53 @@ class EngineControl:
         """Takes in what the device is still computing; the next step hands it out."""
         while self._launched:
             self._collect(self._unreported)
+
+    # -- sleep --------------------------------------------------------------------------------------------------
+
+    def sleep(self, level: int, tags: Iterable[str] | None) -> int:
+        """LLM.sleep."""
+        self._raise_failure()
+        config = self.executor.config
+        if not config.enable_sleep:
+            raise ValueError("sleep: needs an engine that was started with enable_sleep=True")
+        if self.executor.shares_weights:
+            raise ValueError("sleep: this engine computes with a module's weights, which stay where they are")
+        if level not in (1, 2) or isinstance(level, bool):
+            refuse("level", level, "1 or 2")
+        wanted = self._tags(tags)
+        if asleep := self.asleep.intersection(wanted):
+            raise RuntimeError(f"sleep: {', '.join(sorted(asleep))} asleep already")
+        if self.scheduler.has_begun() and not self.is_paused:
+            raise RuntimeError("sleep: requests are running: pause(), or abort_all(), first")
+        self.settle()
+        self.scheduler.preempt_all()
+        freed = sum(self.executor.call("sleep", wanted, level == 1))
+        self.asleep |= set(wanted)
+        if level == 2 and "weights" in wanted:
+            self._error = _incomplete("sleep(level=2) has dropped the weights")
+        return freed
+
+    def wake_up(self, tags: Iterable[str] | None) -> None:
+        """LLM.wake_up."""
+        if not self.lacks_weights:
+            self._raise_failure()
+        wanted = tuple(sorted(self.asleep)) if tags is None else self._tags(tags)
+        if not wanted or not self.asleep.issuperset(wanted):
+            raise RuntimeError(f"wake_up: not asleep: {', '.join(sorted(set(wanted) - self.asleep)) or 'anything'}")
+        self.executor.call("wake_up", wanted)
+        self.asleep -= set(wanted)
+        with self._work:
+            self._work.notify_all()
+
+    def _tags(self, tags: Iterable[str] | None) -> tuple[str, ...]:
+        wanted = TAGS if tags is None else tuple(dict.fromkeys([tags] if isinstance(tags, str) else tags))
+        if not wanted or not set(wanted) <= set(TAGS):
+            refuse("tags", tags, "some of " + ", ".join(map(repr, TAGS)))
+        return wanted
+
+    def _require_awake(self, *tags: str) -> None:
+        if asleep := self.asleep.intersection(tags):
+            raise RuntimeError(f"this engine is asleep ({', '.join(sorted(asleep))}): call wake_up first")
 
     # -- pauses -------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from nanovllm.engine.control import EngineControl, WeightsIncomplete
+from nanovllm.engine.control import TAGS, EngineControl, WeightsIncomplete
 from nanovllm.engine.sampling.plan import StepSampling, plan_sampling, take_logprobs
 from nanovllm.engine.sampling.requests import RequestSampling
 from nanovllm.engine.scheduler import Scheduler
@@ -79,6 +79,8 @@ class LLMEngine(EngineControl):
         self._closed = False
         self.is_paused = False
         """Whether no step is to be launched for now."""
+        self.asleep: set[str] = set()
+        """What sleeps: "weights", "kv_cache"."""
         self.weight_version = 0
         """Of the weights that steps run with."""
         self._inbox: deque[tuple[str, list[Sequence]]] = deque()
@@ -279,6 +281,8 @@ class LLMEngine(EngineControl):
         """Launches a step if there is one, and takes in the results of the step before it."""
         if self._closed:
             raise RuntimeError("this engine is closed")
+        if not self.is_paused:
+            self._require_awake(*TAGS)
         if not (self.is_paused and self.lacks_weights):
             self._raise_failure()
         try:

@@ -55,7 +55,6 @@ class Generation(_ITS_CLASS):  # type: ignore[misc, valid-type]
         for name, value, only in (
             ("vllm_mode", self.mode, "colocate"),
             ("vllm_tensor_parallel_size", self.tensor_parallel_size, 1),
-            ("vllm_enable_sleep_mode", self.enable_sleep_mode, False),
         ):
             if value != only:
                 raise ValueError(f"{name}={value!r}: must be {only!r} with nanovllm")
@@ -70,11 +69,13 @@ class Generation(_ITS_CLASS):  # type: ignore[misc, valid-type]
             "max_num_seqs": self.max_num_seqs or 256,
             "seed": self.accelerator.process_index,
             "logprobs_mode": "processed",
+            "enable_sleep": self.enable_sleep_mode,
         }
         self.llm = Engine(self.model.name_or_path, **{**given, **self.engine_options})
 
     def sync_weights(self) -> None:
         """The trainer's weights, one parameter at a time: under ZeRO-3 each is whole for a moment only."""
+        self._wake("weights")
         self.llm.begin_update()
         for pair in self._iter_named_params():
             self.llm.update([pair])
@@ -86,11 +87,20 @@ class Generation(_ITS_CLASS):  # type: ignore[misc, valid-type]
         """A completion of each prompt, as the parent's method says. Copies of a prompt are computed once."""
         if images is not None and any(images):
             raise ValueError("images: must be None: the engine serves text models")
+        if "weights" in self.llm.engine.asleep:
+            self.sync_weights()  # sleep has dropped them
+        self._wake("kv_cache")
         with profiler or nullcontext():
             outputs = self.llm.generate(prompts, self._params(), use_tqdm=False)
+        if self.enable_sleep_mode:
+            self.llm.sleep(level=2)
         found = vllm_generation.extract_logprobs(outputs)
         token_ids = [completion.token_ids for output in outputs for completion in output.outputs]
         return [output.prompt_token_ids for output in outputs], token_ids, *found
+
+    def _wake(self, tag: str) -> None:
+        if tag in self.llm.engine.asleep:
+            self.llm.wake_up(tags=[tag])
 
     def _params(self) -> SamplingParams:
         options = {

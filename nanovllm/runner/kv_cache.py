@@ -8,6 +8,7 @@ from contextlib import suppress
 import torch
 
 from nanovllm.layers.attention import Attention
+from nanovllm.runner.sleep import SleepableMemory
 
 GIB = 1 << 30
 _MIB = 1 << 20
@@ -49,14 +50,20 @@ def bind_kv_cache(
     dtype: torch.dtype,
     device: torch.device,
     token_major: bool = False,
+    memory: SleepableMemory | None = None,
 ) -> None:
-    """Allocates the cache and gives every layer its part; token_major: see AttentionBackend.
+    """Allocates the cache, in `memory` where there is one, and gives every layer its part; token_major: see
+    AttentionBackend.
 
     Zeros, because attention kernels load a row's whole last block and mask afterwards: what was never written must be
     finite.
     """
     sizes = [2 * num_blocks * block_size * math.prod(layer.cache_shape) for layer in layers]
-    for layer, part in zip(layers, torch.zeros(sum(sizes), dtype=dtype, device=device).split(sizes), strict=True):
+    if memory is None:
+        cache = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    else:
+        cache = memory.take("kv_cache", sum(sizes) * dtype.itemsize).view(dtype)
+    for layer, part in zip(layers, cache.split(sizes), strict=True):
         heads, head_dim = layer.cache_shape
         if token_major:
             layer.k_cache, layer.v_cache = part.view(2, num_blocks, block_size, heads, head_dim).transpose(2, 3)

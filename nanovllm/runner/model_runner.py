@@ -27,6 +27,7 @@ from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.kv_cache import GIB, MemoryProbe, bind_kv_cache, block_bytes, blocks_that_fit, host_memory
 from nanovllm.runner.runner_init import RunnerInit
 from nanovllm.runner.sampler import OptionSampler
+from nanovllm.runner.sleep import SleepableMemory
 from nanovllm.runner.step_work import StepWork
 from nanovllm.runner.weight_update import ShardChecksums, WeightUpdate, weight_checksums
 from nanovllm.wire.sampling import StepScores, split_section
@@ -121,6 +122,11 @@ class ModelRunner:
             self.live_module.share(self.model, model.tie_word_embeddings)
             self.memory.release_cached()
         self.gemm_table = tuning.table_for(self.device, config.kernel_choices)
+        self.sleepable: SleepableMemory | None = None
+        if config.enable_sleep and self.device.type == "cuda" and self.live_module is None:
+            self.sleepable = SleepableMemory(self.device)
+            self.sleepable.adopt("weights", self.model)
+            self.memory.release_cached()
         self.weights = list(self.model.checkpoint_weights())
         self.work = StepWork(config, self.model, context, self.io)
         self.option_sampler = OptionSampler(self.kernels, self.group, self.io, self.device, model.vocab_size)
@@ -202,7 +208,8 @@ class ModelRunner:
         self.memory.release_cached()
         with self.io.stream_context():
             token_major = self.backend.token_major_cache
-            bind_kv_cache(layers, num_blocks, self.block_size, self.dtype, self.device, token_major)
+            args = (layers, num_blocks, self.block_size, self.dtype, self.device, token_major)
+            bind_kv_cache(*args, self.sleepable)
             rows = config.max_num_seqs + MAX_PREFILL_ROWS
             self.work.allocate(rows, config.max_num_batched_tokens + rows)
             capacity = packed_capacity(num_blocks, config.max_num_seqs, config.max_num_batched_tokens)
@@ -349,6 +356,23 @@ class ModelRunner:
             self.live_module.refresh()
         self.io.synchronize()
 
+    @torch.inference_mode()
+    def sleep(self, tags: tuple[str, ...], keep_weights: bool) -> int:
+        """Gives the memory of "weights" and "kv_cache" back; returns the bytes."""
+        self.io.synchronize()
+        if self.sleepable is None:
+            return 0
+        freed = self.sleepable.sleep(tags, keep_weights)
+        self.memory.release_cached()
+        return freed
+
+    @torch.inference_mode()
+    def wake_up(self, tags: tuple[str, ...]) -> None:
+        """Takes it again, at the same addresses."""
+        self.memory.release_cached()
+        if self.sleepable is not None:
+            self.sleepable.wake(tags)
+
     # -- the rest -----------------------------------------------------------------------------------------------
 
     def info(self) -> dict[str, object]:
@@ -385,4 +409,7 @@ class ModelRunner:
             layer.unbind_cache()
         self.live_module = None
         del self.model, self.weights, self.work
+        if self.sleepable is not None:
+            for tag in ("kv_cache", "weights"):
+                self.sleepable.free(tag)
         self.memory.release_cached()

@@ -40,6 +40,7 @@ def train(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: A
 
     def noted_sync(self: Any) -> None:
         sync(self)
+        assert self.llm.config.enable_sleep == self.enable_sleep_mode
         sums.append(self.llm.checksum())
 
     monkeypatch.setattr(integration.Generation, "sync_weights", noted_sync)
@@ -56,7 +57,7 @@ def train(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: A
     return trainer, sums
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "vllm_enable_sleep_mode": True}], ids=str)
 def test_grpo_sees_its_own_probabilities(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

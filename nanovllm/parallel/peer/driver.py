@@ -27,7 +27,7 @@ class Driver:
         self._lib.cuMemcpyAsync.argtypes = [ctypes.c_uint64, ctypes.c_uint64, size, ctypes.c_void_p]
         self._lib.cuGetErrorName.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
 
-    def _call(self, name: str, *args: Any) -> None:
+    def call(self, name: str, *args: Any) -> None:
         with torch.cuda.device(self.device):
             torch.cuda.current_stream().query()  # a runtime call: makes the primary context current on this thread
             self._check(name, getattr(self._lib, name)(*args))
@@ -41,25 +41,25 @@ class Driver:
     def allocate(self, nbytes: int) -> int:
         """Whole 2 MiB pages: a handle covers the pages of an allocation, and those must hold nothing else."""
         address = ctypes.c_uint64()
-        self._call("cuMemAlloc_v2", ctypes.byref(address), -(-nbytes // _PAGE) * _PAGE)
+        self.call("cuMemAlloc_v2", ctypes.byref(address), -(-nbytes // _PAGE) * _PAGE)
         return address.value
 
     def free(self, address: int) -> None:
-        self._call("cuMemFree_v2", address)
+        self.call("cuMemFree_v2", address)
 
     def export(self, address: int) -> bytes:
         handle = _Handle()
-        self._call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+        self.call("cuIpcGetMemHandle", ctypes.byref(handle), address)
         return bytes(handle)
 
     def open(self, handle: bytes) -> int:
         address = ctypes.c_uint64()
         lazy_peer_access = 1
-        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), lazy_peer_access)
+        self.call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), lazy_peer_access)
         return address.value
 
     def close(self, address: int) -> None:
-        self._call("cuIpcCloseMemHandle", address)
+        self.call("cuIpcCloseMemHandle", address)
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Puts a copy between device addresses into a stream, which may be captured: so nothing else may be called, and

@@ -1,0 +1,89 @@
+"""Device memory that can go back to the driver and return at the same address, so that captured graphs stay valid
+(CUDA driver API, Virtual Memory Management)."""
+
+import ctypes
+
+import torch
+
+from nanovllm.parallel.peer.driver import DeviceBytes, Driver
+
+_GRANULARITY = 2 << 20  # bytes; of every device since Volta
+_PINNED, _DEVICE, _READ_WRITE = 1, 1, 3
+
+
+class _Location(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+class _AllocationProperties(ctypes.Structure):
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("win32_meta_data", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    ]
+
+
+class _Access(ctypes.Structure):
+    _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
+
+
+class VirtualMemory:
+    """A range of device addresses, with memory behind it except while it is asleep."""
+
+    def __init__(self, driver: Driver, nbytes: int) -> None:
+        """Reserves whole 2 MiB pages and maps memory there, of undefined content."""
+        self._driver = driver
+        self.nbytes = max(1, -(-nbytes // _GRANULARITY)) * _GRANULARITY
+        address = ctypes.c_uint64()
+        driver.call(
+            "cuMemAddressReserve", ctypes.byref(address), *map(ctypes.c_size_t, (self.nbytes, _GRANULARITY)),
+            ctypes.c_uint64(0), ctypes.c_ulonglong(0),
+        )  # fmt: skip
+        self.address: int = address.value
+        self._handle: ctypes.c_ulonglong | None = None
+        self._kept: torch.Tensor | None = None
+        self.map()
+        self.bytes = torch.as_tensor(DeviceBytes(self.address, self.nbytes), device=driver.device)
+        """uint8 [nbytes]; not to be touched while nothing is mapped."""
+
+    def map(self) -> None:
+        """Takes memory from the driver."""
+        location = _Location(_DEVICE, self._driver.device.index or 0)
+        properties, access = _AllocationProperties(_PINNED, 0, location), _Access(location, _READ_WRITE)
+        handle, size = ctypes.c_ulonglong(), ctypes.c_size_t(self.nbytes)
+        call, address = self._driver.call, ctypes.c_uint64(self.address)
+        call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(properties), ctypes.c_ulonglong(0))
+        self._handle = handle
+        call("cuMemMap", address, size, ctypes.c_size_t(0), handle, ctypes.c_ulonglong(0))
+        call("cuMemSetAccess", address, size, ctypes.byref(access), ctypes.c_size_t(1))
+
+    def unmap(self) -> None:
+        """Gives the memory back to the driver. The device must be idle."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._driver.call("cuMemUnmap", ctypes.c_uint64(self.address), ctypes.c_size_t(self.nbytes))
+            self._driver.call("cuMemRelease", handle)
+
+    def sleep(self, keep: bool) -> None:
+        """Gives the memory back; `keep`: its content waits in pinned host memory."""
+        if keep:
+            self._kept = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).copy_(self.bytes)
+        torch.cuda.synchronize(self._driver.device)
+        self.unmap()
+
+    def wake(self) -> None:
+        """Memory again, with what `sleep` kept, or else zeros."""
+        self.map()
+        if self._kept is None:
+            self.bytes.zero_()
+        else:
+            self.bytes.copy_(self._kept)
+            self._kept = None
+        torch.cuda.synchronize(self._driver.device)
+
+    def free(self) -> None:
+        """Gives memory and addresses back; nothing may use them any more."""
+        self.unmap()
+        self._driver.call("cuMemAddressFree", ctypes.c_uint64(self.address), ctypes.c_size_t(self.nbytes))

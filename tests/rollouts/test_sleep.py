@@ -1,0 +1,92 @@
+"""States of an engine that sleeps, the same with and without a GPU."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tiny_policy import OPTIONS, Policy
+
+from nanovllm import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+PROMPTS = [[1, 2, 3], list(range(40))]
+
+
+@pytest.fixture(scope="module")
+def sleeper(policies: tuple[Policy, Policy]) -> Iterator[LLM]:
+    with LLM(policies[0].folder, enable_sleep=True, **OPTIONS) as llm:
+        yield llm
+
+
+def texts(llm: LLM) -> list[list[int]]:
+    return [output.token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("tags", [None, ("kv_cache",), ["weights"]])
+def test_texts_are_equal_afterwards(sleeper: LLM, tags: Any) -> None:
+    before = texts(sleeper)
+    sleeper.sleep(tags=tags)
+    with pytest.raises(RuntimeError, match="asleep"):
+        texts(sleeper)
+    with pytest.raises(RuntimeError, match="asleep"):
+        sleeper.sleep(tags=tags)
+    sleeper.wake_up()
+    assert texts(sleeper) == before
+    with pytest.raises(RuntimeError, match="not asleep"):
+        sleeper.wake_up()
+
+
+def test_dropped_weights_come_anew(sleeper: LLM, policies: tuple[Policy, Policy]) -> None:
+    """In the order of a trainer that shares the device: weights awake, new values, then the cache."""
+    before = texts(sleeper)
+    sleeper.sleep(level=2)
+    with pytest.raises(RuntimeError, match="asleep"):
+        sleeper.begin_update()
+    sleeper.wake_up(tags=["weights"])
+    sleeper.begin_update()
+    sleeper.update(policies[0].weights.items())
+    sleeper.finish_update()
+    with pytest.raises(RuntimeError, match="kv_cache"):
+        texts(sleeper)
+    sleeper.wake_up(tags=["kv_cache"])
+    assert texts(sleeper) == before
+    sleeper.sleep(level=2, tags="weights")
+    sleeper.wake_up()
+    with pytest.raises(RuntimeError, match="dropped the weights"):
+        texts(sleeper)
+    sleeper.load_weights(policies[0].folder)
+    assert texts(sleeper) == before
+
+
+def test_requests_sleep_in_a_pause(sleeper: LLM) -> None:
+    expected = texts(sleeper)
+    ids = [sleeper.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    gained: dict[int, list[int]] = {i: [] for i in ids}
+
+    def step() -> None:
+        for output in sleeper.step():
+            gained[output.request_id] += output.new_token_ids
+
+    while not gained[ids[0]]:
+        step()
+    with pytest.raises(RuntimeError, match="requests are running"):
+        sleeper.sleep()
+    sleeper.pause()
+    sleeper.sleep()
+    step()
+    sleeper.wake_up()
+    sleeper.resume()
+    while sleeper.has_unfinished_requests():
+        step()
+    assert [gained[i] for i in ids] == expected
+
+
+@pytest.mark.parametrize(("options", "said"), [({"level": 3}, "level=3"), ({"tags": ["graphs"]}, "tags=")])
+def test_mistakes(sleeper: LLM, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        sleeper.sleep(**options)
+
+
+def test_it_must_be_asked_for(policies: tuple[Policy, Policy]) -> None:
+    with LLM(policies[0].folder, **OPTIONS) as llm, pytest.raises(ValueError, match="enable_sleep"):
+        llm.sleep()
