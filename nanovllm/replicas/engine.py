@@ -369,7 +369,7 @@ class ReplicatedEngine(LLMEngine):
     def _need_one_replica(self, *_: object) -> NoReturn:
         raise ValueError(f"data_parallel_size={len(self._links)}: must be 1 for this; load_weights works with replicas")
 
-    begin_update = update = finish_update = checksum = pause_steps = _need_one_replica  # type: ignore[assignment]
+    begin_update = update = finish_update = checksum = pause_steps = sleep = wake_up = _need_one_replica  # type: ignore[assignment]
 
     def _send_all(self, message: Any) -> None:
         for number in range(len(self._links)):
