@@ -1,8 +1,9 @@
 """Which replica computes which request. Pure: no torch, no clock, no processes.
 
 A request joins the queue of the replica where its expected cost is least: the tokens that are to be computed there
-after prefix hits, and all that is ahead of it. It is bound late, when the replica has room; a replica with room and an
-empty queue takes the first request of the longest queue, so that none idles while another has a queue.
+after prefix hits, and all that is ahead of it. It is bound late, when the replica has room. A replica with room and an
+empty queue takes the first request of the longest queue where that one is likely to end earlier here, its lost hits
+counted; one with nothing to do takes it anyhow, so that none idles while another has a queue.
 """
 
 from collections import OrderedDict, deque
@@ -105,24 +106,26 @@ class Router:
 
     def add(self, load: Load) -> None:
         """Queues a request."""
-        output = load.max_output_tokens
-        if self._mean_output is not None:
-            output = min(output, int(self._mean_output) + 1)
-        load.num_tokens = load.num_prompt_tokens + load.num_rows * output
+        load.num_tokens = load.num_prompt_tokens + load.num_rows * self._expected_output(load)
         there = [replica for replica in self._replicas if replica.is_there]
         if not there:
             self._homeless.append(load)
             return
-        costs = [self._cost(replica, load, output) for replica in there]
+        costs = [self._cost(replica, load) for replica in there]
         best = min(range(len(there)), key=lambda n: costs[n] + there[n].load)
         load.cost = costs[best]
         there[best].load += load.cost
         there[best].queue.append(load)
         there[best].held.touch(load.hashes)
 
-    def _cost(self, replica: _Replica, load: Load, num_output_tokens: int) -> float:
+    def _expected_output(self, load: Load) -> int:
+        """Tokens that each of its completions will have: the mean so far, at most what it may have."""
+        most = load.max_output_tokens
+        return most if self._mean_output is None else min(most, int(self._mean_output) + 1)
+
+    def _cost(self, replica: _Replica, load: Load) -> float:
         hits = replica.held.num_hits(load.hashes) * self._block_size
-        return max(1, load.num_prompt_tokens - hits) + DECODE_COST * load.num_rows * num_output_tokens
+        return max(1, load.num_prompt_tokens - hits) + DECODE_COST * load.num_rows * self._expected_output(load)
 
     def bind(self) -> list[tuple[int, Hashable]]:
         """(replica, request) of all that are to be sent now, in their order."""
@@ -135,6 +138,7 @@ class Router:
                 victim.queue.popleft()
                 if victim is not replica:
                     victim.load -= load.cost
+                    load.cost = self._cost(replica, load)
                     replica.load += load.cost
                     replica.held.touch(load.hashes)
                 replica.bound[load.key] = load
@@ -144,11 +148,14 @@ class Router:
         return bound
 
     def _queue_for(self, replica: _Replica) -> _Replica | None:
-        """Whose first request the replica is to take: its own, else that of the most loaded one that has no room."""
+        """Whose first request the replica is to take: its own, else perhaps the most loaded without room."""
         if replica.queue:
             return replica
         full = [other for other in self._replicas if other.queue and not self._has_room(other, other.queue[0])]
-        return max(full, key=lambda other: other.load, default=None)
+        victim = max(full, key=lambda other: other.load, default=None)
+        if victim is None or not replica.bound:
+            return victim
+        return victim if replica.load + self._cost(replica, victim.queue[0]) < victim.load else None
 
     def _has_room(self, replica: _Replica, load: Load) -> bool:
         if not replica.bound:

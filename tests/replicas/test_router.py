@@ -89,7 +89,6 @@ def test_shared_prefixes_meet_at_one_replica() -> None:
     in_turn = Fleet(4, blocks, 16, lambda number: number % 4)
     for fleet in (one, routed, in_turn):
         fleet.run(work, at_once=64)
-    print(one.hits, routed.hits, in_turn.hits, routed.work)
     assert routed.hits >= 0.9 * one.hits
     assert in_turn.hits < 0.8 * routed.hits
     mean = sum(routed.work) / 4
