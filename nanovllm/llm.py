@@ -365,7 +365,7 @@ def start_engine(config: EngineConfig) -> LLMEngine:
     """Loads the model of `config`; returns the engine over all of its ranks, or over all of its replicas."""
     if config.data_parallel_size == 1:
         return start_one(config)
-    from nanovllm.replicas.engine import start_replicas
+    from nanovllm.replicas.start import start_replicas
 
     return start_replicas(config)
 

@@ -21,11 +21,9 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.errors import refuse
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.registry import read_model_config, resolve_model_folder
 from nanovllm.outputs import EngineStats, StepColumns
-from nanovllm.replicas.devices import devices_of_replicas
 from nanovllm.replicas.link import Lost, ReplicaLink
-from nanovllm.replicas.messages import Completed, Failed, Gained, Loaded, Ready, Refused, Start
+from nanovllm.replicas.messages import Completed, Gained, Loaded, Ready, Refused, Start
 from nanovllm.replicas.router import Load, Router
 from nanovllm.tokenizer import Tokenizer
 
@@ -96,7 +94,7 @@ class ReplicatedEngine(LLMEngine):
         """The last of each link, those of lost ones too: counters go on."""
         self._computed: dict[ReplicaLink, tuple[int, int]] = {}
         self._weights_replaced = False
-        self._answers: list[Loaded] = []
+        self._answers: dict[ReplicaLink, Loaded] = {}
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -213,7 +211,7 @@ class ReplicatedEngine(LLMEngine):
         elif isinstance(message, Refused):
             self._refuse(message, columns)
         elif isinstance(message, Loaded):
-            self._answers.append(message)
+            self._answers[link] = message
 
     def _take_gained(self, link: ReplicaLink, message: Gained, columns: StepColumns) -> None:
         """A loop over all rows of a step: kept lean."""
@@ -340,7 +338,7 @@ class ReplicatedEngine(LLMEngine):
             self._raise_failure()
         self._weights_replaced = True
         self._router.forget_cached()
-        self._answers = []
+        self._answers = {}
         self._error = WeightsIncomplete("load_weights did not finish: the weights are a mixture; call it again")
         if isinstance(weights, (str, Path)):
             self._send_all(("load_weights", in_flight, str(weights)))
@@ -348,7 +346,7 @@ class ReplicatedEngine(LLMEngine):
         else:
             self._send_all(("load_weights", in_flight, None))
             self._send_buckets(weights)
-        for answer in self._answers:
+        for answer in self._answers.values():
             if answer.kind is not None:
                 raise answer.kind(answer.text)
         self._error = None
@@ -367,6 +365,7 @@ class ReplicatedEngine(LLMEngine):
         self._await_answers()
 
     def _need_one_replica(self, *_: object) -> NoReturn:
+        self.scheduler.holds_new = False  # what a pause or an update would have begun with
         raise ValueError(f"data_parallel_size={len(self._links)}: must be 1 for this; load_weights works with replicas")
 
     begin_update = update = finish_update = checksum = pause_steps = sleep = wake_up = _need_one_replica  # type: ignore[assignment]
@@ -377,7 +376,7 @@ class ReplicatedEngine(LLMEngine):
 
     def _await_answers(self) -> None:
         """Of all replicas that are there; what they gain meanwhile is handed out by the next step."""
-        while len(self._answers) < sum(link is not None for link in self._links):
+        while any(link is not None and link not in self._answers for link in self._links):
             if (event := self._next_event(True)) is not None:
                 self._take_in(event, self._unreported)
 
@@ -442,40 +441,3 @@ def close_links(links: list[ReplicaLink]) -> None:
         link.ask_to_leave()
     for link in links:
         link.close()
-
-
-def start_replicas(config: "EngineConfig") -> ReplicatedEngine:
-    """All replicas of `config`, started at once. Raises what the first one raises that cannot start."""
-    begin = time.perf_counter()
-    config = resolve_model_folder(config)
-    model_config = read_model_config(config)
-    model_config.check_tensor_parallel(config.tensor_parallel_size)
-    devices = devices_of_replicas(config)
-    tokenizer = Tokenizer(config)
-    num_threads = None
-    if devices[0] is None:
-        num_threads = max(1, len(os.sched_getaffinity(0)) // config.data_parallel_size)
-    one = replace(config, data_parallel_size=1)
-    starts = [Start(one, each, num_threads) for each in devices]
-    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    links: list[ReplicaLink] = []
-    ready: dict[int, Ready] = {}
-    try:
-        for number, start in enumerate(starts):
-            links.append(ReplicaLink(number, start, inbox))
-        while len(ready) < len(links):
-            link, message = inbox.get()
-            if isinstance(message, Failed) and message.kind is not None:
-                raise message.kind(message.text)
-            if isinstance(message, Lost):
-                raise ReplicaError(f"replica {link.number} could not start: {message}")
-            if isinstance(message, Ready):
-                ready[link.number] = message
-        found = [ready[number] for number in range(len(links))]
-        engine = ReplicatedEngine(links, starts, inbox, found, model_config, tokenizer)
-    except BaseException:
-        for link in links:
-            link.close(patience=0)
-        raise
-    engine.startup_seconds = time.perf_counter() - begin
-    return engine

@@ -128,6 +128,8 @@ def test_new_weights_reach_every_replica(mark: str) -> None:
         with pytest.raises(ValueError, match="surplus"):
             llm.load_weights([*weights.items(), ("surplus", next(iter(weights.values())))])
         llm.load_weights(weights.items())
+        with pytest.raises(ValueError, match="data_parallel_size=2: must be 1"):
+            llm.pause("wait")
         llm.generate(prompts, params, use_tqdm=False)
 
 
