@@ -7,10 +7,10 @@ import pytest
 import torch
 from tiny_policy import OPTIONS, Policy
 
-from nanovllm import LLM
-
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before the first import of a kernel
+    os.environ["TRITON_INTERPRET"] = "1"  # before the first import of triton
+
+from nanovllm import LLM
 
 
 @pytest.fixture(scope="module", autouse=True)
