@@ -153,3 +153,16 @@ def test_bad_options_are_refused_before_anything_starts(mark: str, monkeypatch: 
 def test_a_replica_that_cannot_start_says_why(mark: str) -> None:
     with pytest.raises(ValueError, match="max_model_len=999999: must be at most"):
         replicated(2, max_model_len=999999)
+
+
+@pytest.mark.slow
+def test_twenty_random_kills(expected: list[Any], mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "MOST_RESTARTS", 20)
+    moment = random.Random(7)
+    prompts, params = batch(60)
+    with replicated(3) as llm:
+        for _ in range(20):
+            llm.engine._num_requests = 0  # the same numbers, and so the same seeds
+            with killing(lambda: moment.choice(pids(llm)), after=moment.uniform(0.05, 0.8)):
+                assert facts(llm.generate(prompts, params, use_tqdm=False)) == expected
+        assert llm.engine_info()["num_replicas"] == 3
