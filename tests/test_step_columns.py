@@ -40,7 +40,7 @@ def run(llm: LLM) -> StepColumns:
 
 
 def test_columns_say_what_the_objects_say(llm: LLM) -> None:
-    params = SamplingParams(temperature=0.8, seed=3, n=2, max_tokens=6, logprobs=2, prompt_logprobs=1)
+    params = SamplingParams(temperature=0.8, seed=3, n=2, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1)
     requests = [([5, 6, 7], FIXED), ([8, 9], params)]
     runs = []
     for _ in range(2):
