@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.errors import ReplicaError
 from nanovllm.logprobs import Logprob
 from nanovllm.outputs import CompletionOutput, RequestOutput, StepOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutput
@@ -18,6 +19,7 @@ __all__ = [
     "LLM",
     "CompletionOutput",
     "Logprob",
+    "ReplicaError",
     "RequestOutput",
     "SamplingParams",
     "StepOutput",

@@ -12,6 +12,10 @@ _repr.maxlist = _repr.maxtuple = _repr.maxdict = _repr.maxset = _repr.maxfrozens
 _repr.maxlevel = 4
 
 
+class ReplicaError(RuntimeError):
+    """No replica is left; the text says why the last one was lost."""
+
+
 class QueueFull(RuntimeError):
     """As many requests wait as max_queued_requests allows: try again later."""
 

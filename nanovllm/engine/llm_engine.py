@@ -65,10 +65,8 @@ class LLMEngine(EngineControl):
         self, executor: "Executor", model_config: ModelConfig, tokenizer: Tokenizer, trace: Trace | None = None
     ) -> None:
         """`executor`: started, and from here on this engine's to close."""
-        self.executor = executor
-        self.model_config = model_config
-        self.tokenizer = tokenizer
-        self.config = executor.config
+        self.executor, self.config = executor, executor.config
+        self.model_config, self.tokenizer = model_config, tokenizer
         self._trace = trace
         self.request_sampling = RequestSampling(tokenizer, model_config, self.config.logprobs_mode)
         assert self.config.kvcache_block_size and self.config.max_model_len

@@ -6,12 +6,11 @@ same tokens on any number of replicas, and goes on elsewhere when its replica is
 
 import logging
 import os
-import pickle
 import queue
 import time
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,12 +18,14 @@ from nanovllm.engine.block_manager import prefix_hashes
 from nanovllm.engine.control import IN_FLIGHT, WeightsIncomplete
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.errors import refuse
+from nanovllm.errors import ReplicaError, refuse
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import EngineStats, StepColumns
-from nanovllm.replicas.link import Lost, ReplicaLink
+from nanovllm.replicas.link import Lost, ReplicaLink, close_links
 from nanovllm.replicas.messages import Completed, Gained, Loaded, Ready, Refused, Start
+from nanovllm.replicas.request import RequestState
 from nanovllm.replicas.router import Load, Router
+from nanovllm.replicas.weights import buckets
 from nanovllm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -34,36 +35,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MOST_RESTARTS = 3
-"""Times that each replica is started again after it was lost; then the others go on without it."""
+MOST_RESTARTS = 3  # of each replica that was lost; then the others go on without it
 _WAKE = (None, None)  # an event that lets a step look that waits
 _LOOK_SECONDS = 0.1  # the longest that a step waits for any replica
-_BUCKET_BYTES = 64 << 20  # of new weights in one message
-
-
-class ReplicaError(RuntimeError):
-    """No replica is left; the text says why the last one was lost."""
-
-
-@dataclass(eq=False)
-class _Request:
-    """An unfinished request, whose tokens its rows hold."""
-
-    seqs: list[Sequence]
-    num_given: int
-    """Output tokens that the request came with."""
-    replica: int | None = None
-    to_skip: tuple[int, ...] | list[int] = ()
-    """By completion: tokens that a replica computes again, after another was lost."""
-    bound_at: float = 0.0
-    is_aborted: bool = False
 
 
 class _Ranks:
     """In place of an executor: what the engine asks of one, of all replicas."""
 
-    shares_weights = False
-    failed = False
+    shares_weights = failed = False
 
     def __init__(self, config: "EngineConfig", num_kvcache_blocks: int) -> None:
         self.config, self.num_kvcache_blocks = config, num_kvcache_blocks
@@ -89,7 +69,7 @@ class ReplicatedEngine(LLMEngine):
         self._router = Router(len(links), config.kvcache_block_size, num_blocks, config.max_num_seqs)
         for number in range(len(links)):
             self._router.join(number)
-        self._live: dict[int, _Request] = {}
+        self._live: dict[int, RequestState] = {}
         self._stats: dict[ReplicaLink, EngineStats] = {}
         """The last of each link, those of lost ones too: counters go on."""
         self._computed: dict[ReplicaLink, tuple[int, int]] = {}
@@ -125,7 +105,7 @@ class ReplicatedEngine(LLMEngine):
             kind, seqs = self._inbox.popleft()
             request_id = seqs[0].parent_id
             if kind == "add":
-                self._live[request_id] = _Request(seqs, seqs[0].num_tokens - seqs[0].num_prompt_tokens)
+                self._live[request_id] = RequestState(seqs, seqs[0].num_tokens - seqs[0].num_prompt_tokens)
                 self._queue(request_id, seqs)
                 continue
             request = self._live.get(request_id)
@@ -260,7 +240,7 @@ class ReplicatedEngine(LLMEngine):
             row.text.push(token_id, watch=seq.num_tokens - seq.num_prompt_tokens >= seq.params.min_tokens)
 
     def _complete(
-        self, columns: StepColumns, entry: int, request: _Request, seq: Sequence, completed: Completed, now: float
+        self, columns: StepColumns, entry: int, request: RequestState, seq: Sequence, completed: Completed, now: float
     ) -> None:
         """A completion has ended, and with the last of them the request."""
         seq.finish_reason, seq.stop_reason = completed.reason, completed.stop_reason
@@ -276,7 +256,7 @@ class ReplicatedEngine(LLMEngine):
                         row.take_prompt_logprobs(position, words[None], [0])
         self._finish(columns, entry, request, seq, now)
 
-    def _finish(self, columns: StepColumns, entry: int, request: _Request, seq: Sequence, now: float) -> None:
+    def _finish(self, columns: StepColumns, entry: int, request: RequestState, seq: Sequence, now: float) -> None:
         seq.status = SequenceStatus.FINISHED
         columns.endings[entry] = self._end(seq, now)
         if any(each.status is not SequenceStatus.FINISHED for each in request.seqs):
@@ -288,7 +268,7 @@ class ReplicatedEngine(LLMEngine):
             left = [digest for each in seqs for digest in self._hashes(each, each.token_ids[: each.num_tokens - 1])]
             self._router.finish(request.replica, seq.parent_id, count, left)
 
-    def _drop(self, columns: StepColumns, request_id: int, request: _Request, why: str | None = None) -> None:
+    def _drop(self, columns: StepColumns, request_id: int, request: RequestState, why: str | None = None) -> None:
         """Ends all of a request's completions that have not ended."""
         now = time.perf_counter()
         for seq in request.seqs:
@@ -355,7 +335,7 @@ class ReplicatedEngine(LLMEngine):
     def _send_buckets(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
         """To all replicas; waits for their answers."""
         try:
-            for bucket in _buckets(weights):
+            for bucket in buckets(weights):
                 self._send_all(("bucket", bucket, None))
         except BaseException as error:
             self._send_all(("bucket", None, f"the weights ended: {type(error).__name__}"))
@@ -418,26 +398,3 @@ class ReplicatedEngine(LLMEngine):
         self.wake()
         close_links([link for link in self._links if link is not None])
         self._links = [None] * len(self._links)
-
-
-def _buckets(weights: "Iterable[tuple[str, torch.Tensor]]") -> Iterable[bytes]:
-    """(name, tensor) pairs, pickled, about _BUCKET_BYTES at a time."""
-    bucket: list[Any] = []
-    size = 0
-    for name, tensor in weights:
-        copy = tensor.detach().cpu().contiguous()
-        if copy.untyped_storage().nbytes() > copy.nbytes:  # a view, pickled, takes along all that it is a view of
-            copy = copy.clone()
-        bucket.append((name, copy))
-        size += copy.nbytes
-        if size >= _BUCKET_BYTES:
-            yield pickle.dumps(bucket)
-            bucket, size = [], 0
-    yield pickle.dumps(bucket)
-
-
-def close_links(links: list[ReplicaLink]) -> None:
-    for link in links:
-        link.ask_to_leave()
-    for link in links:
-        link.close()

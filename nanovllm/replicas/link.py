@@ -89,3 +89,9 @@ class ReplicaLink:
         self._socket.close()
 
 
+def close_links(links: list[ReplicaLink]) -> None:
+    """Asks all to leave before it waits for any."""
+    for link in links:
+        link.ask_to_leave()
+    for link in links:
+        link.close()

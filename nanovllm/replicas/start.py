@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm.config import EngineConfig
+from nanovllm.errors import ReplicaError
 from nanovllm.models.registry import read_model_config, resolve_model_folder
 from nanovllm.replicas.devices import devices_of_replicas
-from nanovllm.replicas.engine import ReplicaError, ReplicatedEngine
+from nanovllm.replicas.engine import ReplicatedEngine
 from nanovllm.replicas.link import Lost, ReplicaLink
 from nanovllm.replicas.messages import Failed, Ready, Start
 from nanovllm.tokenizer import Tokenizer

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from nanovllm.attention import select_backend
 from nanovllm.kernels import select_kernels
 from nanovllm.kernels.base.compile_keys import hash_triton, resolve_keys
-from nanovllm.layers.weights import TensorSource
-from nanovllm.models.checkpoint import HEAD, check_names, load_checkpoint, load_dummy, open_checkpoint
+from nanovllm.models.checkpoint import check_names, load_checkpoint, load_dummy, open_checkpoint
 from nanovllm.models.decoder import ModelContext, attention_specs
 from nanovllm.models.live_module import LiveModule
 from nanovllm.models.mxfp4 import widened
@@ -29,7 +28,7 @@ from nanovllm.runner.runner_init import RunnerInit
 from nanovllm.runner.sampler import OptionSampler
 from nanovllm.runner.sleep import SleepableMemory
 from nanovllm.runner.step_work import StepWork
-from nanovllm.runner.weight_update import ShardChecksums, WeightUpdate, weight_checksums
+from nanovllm.runner.weight_commands import WeightCommands
 from nanovllm.wire.sampling import StepScores, split_section
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
 from nanovllm.wire.step import dummy_step, packed_capacity
@@ -43,7 +42,7 @@ logger = logging.getLogger(__name__)
 _LAST_WAIT = 2.0  # seconds that close() gives a device after a failure
 
 
-class ModelRunner:
+class ModelRunner(WeightCommands):
     """The model, memory and graphs of one rank. Every rank runs the same steps in the same order."""
 
     def __init__(
@@ -308,70 +307,6 @@ class ModelRunner:
     def collect_logprobs(self) -> StepScores:
         """Those of the step last collected, where it has any; see OptionSampler.collect."""
         return self.option_sampler.collect()
-
-    # -- weights that change ------------------------------------------------------------------------------------
-
-    def begin_weight_update(self, partial: bool = False) -> None:
-        """All weights are to come anew, or with `partial` some of them."""
-        tied = self.model_config.tie_word_embeddings
-        self.weight_update = WeightUpdate(self.weights, tied, self._spelling, partial)
-
-    def open_weights(self, folder: Path) -> dict[str, TensorSource]:
-        """The tensors of a folder under the names of `weights`. Raises ValueError or FileNotFoundError where one is
-        missing, surplus or misshapen."""
-        tensors: dict[str, TensorSource] = dict(self._spelling.select(open_checkpoint(folder).items()))
-        check_names(self.weights, tensors, self.model_config.tie_word_embeddings)
-        if self.model_config.tie_word_embeddings:
-            tensors.pop(HEAD, None)
-        for weight in self.weights:
-            weight.check(tensors[weight.name])
-        return tensors
-
-    @torch.inference_mode()
-    def load_weight_folder(self, folder: Path) -> None:
-        """Copies this rank's share of a folder's tensors into its parameters, in place."""
-        with self.io.stream_context():
-            load_checkpoint(self.weights, self.open_weights(folder), self.device, self._progress)
-        self.weight_update.expect_no_more()
-
-    @torch.inference_mode()
-    def weight_checksums(self) -> dict[str, list[ShardChecksums]]:
-        """Of what this rank holds: runner/weight_update.py."""
-        self.io.synchronize()
-        return weight_checksums(self.weights, self._progress)
-
-    @torch.inference_mode()
-    def update_weights(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Copies whole tensors, which weight_update has checked, into this rank's parameters, in place."""
-        self.io.synchronize()  # the caller may have computed them a moment ago, in a stream that ours does not wait for
-        with self.io.stream_context():
-            self.weight_update.load(tensors)
-        self.io.synchronize()
-
-    def refresh_weights(self) -> None:
-        """Copies what a live module cannot share."""
-        assert self.live_module is not None
-        self.io.synchronize()  # as in update_weights
-        with self.io.stream_context():
-            self.live_module.refresh()
-        self.io.synchronize()
-
-    @torch.inference_mode()
-    def sleep(self, tags: tuple[str, ...], keep_weights: bool) -> int:
-        """Gives the memory of "weights" and "kv_cache" back; returns the bytes."""
-        self.io.synchronize()
-        if self.sleepable is None:
-            return 0
-        freed = self.sleepable.sleep(tags, keep_weights)
-        self.memory.release_cached()
-        return freed
-
-    @torch.inference_mode()
-    def wake_up(self, tags: tuple[str, ...]) -> None:
-        """Takes it again, at the same addresses."""
-        self.memory.release_cached()
-        if self.sleepable is not None:
-            self.sleepable.wake(tags)
 
     # -- the rest -----------------------------------------------------------------------------------------------
 

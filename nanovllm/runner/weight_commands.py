@@ -1,0 +1,93 @@
+"""A rank's commands on its weights: replaced in place, refreshed, compared, put to sleep."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from nanovllm.layers.weights import CheckpointWeight, TensorSource
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.checkpoint import HEAD, check_names, load_checkpoint, open_checkpoint
+from nanovllm.models.live_module import LiveModule
+from nanovllm.models.names import CheckpointNames
+from nanovllm.runner.device_io import DeviceIO
+from nanovllm.runner.kv_cache import MemoryProbe
+from nanovllm.runner.sleep import SleepableMemory
+from nanovllm.runner.weight_update import ShardChecksums, WeightUpdate, weight_checksums
+
+
+class WeightCommands:
+    """The part of ModelRunner that changes parameters. What it works on is ModelRunner's."""
+
+    device: torch.device
+    io: DeviceIO
+    live_module: LiveModule | None
+    memory: MemoryProbe
+    model_config: ModelConfig
+    sleepable: SleepableMemory | None
+    weights: list[CheckpointWeight]
+    weight_update: WeightUpdate
+    _progress: Callable[[], None]
+    _spelling: CheckpointNames
+
+    def begin_weight_update(self, partial: bool = False) -> None:
+        """All weights are to come anew, or with `partial` some of them."""
+        tied = self.model_config.tie_word_embeddings
+        self.weight_update = WeightUpdate(self.weights, tied, self._spelling, partial)
+
+    def open_weights(self, folder: Path) -> dict[str, TensorSource]:
+        """The tensors of a folder under the names of `weights`. Raises ValueError or FileNotFoundError where one is
+        missing, surplus or misshapen."""
+        tensors: dict[str, TensorSource] = dict(self._spelling.select(open_checkpoint(folder).items()))
+        check_names(self.weights, tensors, self.model_config.tie_word_embeddings)
+        if self.model_config.tie_word_embeddings:
+            tensors.pop(HEAD, None)
+        for weight in self.weights:
+            weight.check(tensors[weight.name])
+        return tensors
+
+    @torch.inference_mode()
+    def load_weight_folder(self, folder: Path) -> None:
+        """Copies this rank's share of a folder's tensors into its parameters, in place."""
+        with self.io.stream_context():
+            load_checkpoint(self.weights, self.open_weights(folder), self.device, self._progress)
+        self.weight_update.expect_no_more()
+
+    @torch.inference_mode()
+    def weight_checksums(self) -> dict[str, list[ShardChecksums]]:
+        """Of what this rank holds: runner/weight_update.py."""
+        self.io.synchronize()
+        return weight_checksums(self.weights, self._progress)
+
+    @torch.inference_mode()
+    def update_weights(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Copies whole tensors, which weight_update has checked, into this rank's parameters, in place."""
+        self.io.synchronize()  # the caller may have computed them a moment ago, in a stream that ours does not wait for
+        with self.io.stream_context():
+            self.weight_update.load(tensors)
+        self.io.synchronize()
+
+    def refresh_weights(self) -> None:
+        """Copies what a live module cannot share."""
+        assert self.live_module is not None
+        self.io.synchronize()  # as in update_weights
+        with self.io.stream_context():
+            self.live_module.refresh()
+        self.io.synchronize()
+
+    @torch.inference_mode()
+    def sleep(self, tags: tuple[str, ...], keep_weights: bool) -> int:
+        """Gives the memory of "weights" and "kv_cache" back; returns the bytes."""
+        self.io.synchronize()
+        if self.sleepable is None:
+            return 0
+        freed = self.sleepable.sleep(tags, keep_weights)
+        self.memory.release_cached()
+        return freed
+
+    @torch.inference_mode()
+    def wake_up(self, tags: tuple[str, ...]) -> None:
+        """Takes it again, at the same addresses."""
+        self.memory.release_cached()
+        if self.sleepable is not None:
+            self.sleepable.wake(tags)
