@@ -79,6 +79,7 @@ def test_concurrent_ranks_agree_with_float64_and_bit_for_bit(mode: str, world_si
         assert (tmp_path / f"block{rank}").read_bytes() == clean.numpy().tobytes(), "a place was left dirty"
 
 
+@pytest.mark.slow
 def test_addends_in_parts(tmp_path: Path) -> None:
     make_blocks(tmp_path, Layout(2, HIDDEN, 2, CAPACITY, CAPACITY, 300))
     run_ranks("parts", 2, tmp_path)

@@ -109,15 +109,21 @@ class Leftovers:
         self._mark = mark
         self._before = self._state()
 
-    def _state(self) -> dict[str, object]:
+    def _state(self) -> dict[str, set[object]]:
+        shared_memory = {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
         return {
-            "workers": marked_processes(self._mark),
-            "children": children(),
-            "files": len(open_files()),
-            "listening": listening_ports(),
-            "shared memory": sorted(name for name in os.listdir("/dev/shm") if not name.startswith("sem.")),
+            "workers": set(marked_processes(self._mark)),
+            "children": set(children()),
+            "files": set(range(len(open_files()))),  # their number: the same file may be open as another descriptor
+            "listening": set(listening_ports()),
+            "shared memory": set(shared_memory),
         }
 
+    def _new(self) -> dict[str, set[object]]:
+        """What was not there before. What was there and has gone may be from a test before this one."""
+        new = {kind: found - self._before[kind] for kind, found in self._state().items()}
+        return {kind: found for kind, found in new.items() if found}
+
     def assert_none(self) -> None:
-        wait_until(lambda: self._state() == self._before, seconds=3.0)
-        assert self._state() == self._before
+        wait_until(lambda: not self._new(), seconds=3.0)
+        assert self._new() == {}

@@ -398,6 +398,7 @@ def resources(server: Server) -> tuple[float, int]:
     return memory / 1024, descriptors
 
 
+@pytest.mark.slow
 def test_memory_stays_flat(server: Server) -> None:
     """Requests that are answered, refused and left by their clients leave nothing behind."""
     rng = random.Random(3)
