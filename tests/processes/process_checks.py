@@ -126,4 +126,5 @@ class Leftovers:
 
     def assert_none(self) -> None:
         wait_until(lambda: not self._new(), seconds=3.0)
-        assert self._new() == {}
+        new = self._new()
+        assert not new, new

@@ -22,7 +22,7 @@ def _prefetch(w_ptr, first_row, end_row, first_col, k, ROWS: tl.constexpr, COLUM
 
 
 @triton.jit
-def _multiply(x, w, acc, X_LEFT: tl.constexpr):
+def multiply(x, w, acc, X_LEFT: tl.constexpr):
     """acc + x @ w^T where x is the left operand, else its transpose."""
     if X_LEFT:
         return tl.dot(x, w.T, acc, input_precision="ieee")
@@ -65,9 +65,9 @@ def decode_gemm_kernel(
         up = tl.zeros(acc.shape, dtype=tl.float32)
     for step in tl.range(begin, end, num_stages=STAGES):
         x = X.load([first_row, step * BLOCK_K])
-        acc = _multiply(x, W.load([first_col, step * BLOCK_K]), acc, X_LEFT)
+        acc = multiply(x, W.load([first_col, step * BLOCK_K]), acc, X_LEFT)
         if GATED:
-            up = _multiply(x, W.load([n_out + first_col, step * BLOCK_K]), up, X_LEFT)
+            up = multiply(x, W.load([n_out + first_col, step * BLOCK_K]), up, X_LEFT)
 
     if GATED:
         acc = _silu_mul(acc, up, out_ptr.dtype.element_ty)

@@ -15,6 +15,7 @@ import torch
 
 from nanovllm.kernels.base.device import pdl_options, prefetch_lines, supports_tma
 from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.gemm.decode_kernel import multiply
 from nanovllm.kernels.moe.choice import GroupedConfig
 from nanovllm.kernels.moe.routing import Routing
 
@@ -29,15 +30,6 @@ class ExpertActivation:
 
     limit: float | None = None
     alpha: float = 1.0
-
-
-@triton.jit
-def _multiply(x, w, acc, X_LEFT: tl.constexpr):
-    """acc + x @ w^T where x is the left operand, else its transpose."""
-    if X_LEFT:
-        return tl.dot(x, w.T, acc, input_precision="ieee")
-    else:
-        return tl.dot(w, x.T, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -126,10 +118,10 @@ def _grouped_gemm_kernel(
         mask = live[:, None] if EVEN_K else live[:, None] & (cols < k)[None, :]
         x = tl.load(x_ptr + cols[None, :], mask=mask, other=0.0)
         w = _weight_tile(W, first_row, end_row, begin, k, BLOCK_N, BLOCK_K, EVEN_K, TMA)
-        acc = _multiply(x, w, acc, X_LEFT)
+        acc = multiply(x, w, acc, X_LEFT)
         if GATED:
             w = _weight_tile(W, n_out + first_row, n_out + end_row, begin, k, BLOCK_N, BLOCK_K, EVEN_K, TMA)
-            up = _multiply(x, w, up, X_LEFT)
+            up = multiply(x, w, up, X_LEFT)
 
     col = first_col + tl.arange(0, BLOCK_N)
     if BIAS is not None:
