@@ -79,3 +79,9 @@ class Executor(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends all ranks and frees what they hold. Does nothing the second time."""
+
+
+def to_send(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` on the CPU, in memory of its own: a view, pickled, takes along all that it is a view of."""
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.executor.base import Executor
+from nanovllm.executor.base import Executor, to_send
 from nanovllm.executor.processes import WorkerError, WorkerProcesses
 from nanovllm.executor.resolve import resolve
 from nanovllm.executor.store import WatchedStore, create_store_file, open_store
@@ -202,7 +202,7 @@ class LocalExecutor(Executor):
     def _send_weights(self, bucket: list[tuple[str, torch.Tensor]]) -> None:
         self.runner.weight_update.check(bucket)
         if self.config.tensor_parallel_size > 1:
-            bucket = [(name, _to_send(tensor)) for name, tensor in bucket]
+            bucket = [(name, to_send(tensor)) for name, tensor in bucket]
         self.call("update_weights", bucket)
 
     def weights_changed(self) -> bool:
@@ -252,12 +252,6 @@ def _dry_run(runner: ModelRunner, compiler: KernelCompiler) -> None:
         raise  # an option that cannot be served, found out early
     except Exception as error:
         compiler.failures.append(f"{type(error).__name__}: {error}")
-
-
-def _to_send(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` on the CPU, in memory of its own: a view, pickled, takes along all that it is a view of."""
-    tensor = tensor.detach().cpu().contiguous()
-    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def _forget_frames(error: BaseException | None) -> None:

@@ -12,12 +12,12 @@ _BUCKET_BYTES = 64 << 20  # of new weights in one message
 
 def buckets(weights: "Iterable[tuple[str, torch.Tensor]]") -> Iterable[bytes]:
     """(name, tensor) pairs, pickled, about _BUCKET_BYTES at a time."""
+    from nanovllm.executor.base import to_send  # torch comes in here, with the tensors
+
     bucket: list[Any] = []
     size = 0
     for name, tensor in weights:
-        copy = tensor.detach().cpu().contiguous()
-        if copy.untyped_storage().nbytes() > copy.nbytes:  # a view, pickled, takes along all that it is a view of
-            copy = copy.clone()
+        copy = to_send(tensor)
         bucket.append((name, copy))
         size += copy.nbytes
         if size >= _BUCKET_BYTES:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from near_ties import assert_parts_only_at_ties
 from observing import LogitRecorder
 from test_families import CASES, make_model, save
 
@@ -80,17 +81,4 @@ def test_a_family_in_bfloat16(kind: str, tmp_path: Path) -> None:
             rounds = [llm.generate(PROMPTS, GREEDY, use_tqdm=False) for _ in range(2)]
             alone = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in PROMPTS]
         for outputs in (*rounds, alone):
-            assert_parts_only_at_ties([output.token_ids for output in outputs], texts, ours, 2 * noise.abs().max())
-
-
-def assert_parts_only_at_ties(
-    found: list[list[int]], texts: list[list[int]], ours: torch.Tensor, bound: torch.Tensor
-) -> None:
-    """Each text is the eager one up to a token whose score is behind by at most `bound`; most tokens are compared."""
-    compared = 0
-    for tokens, text, scores in zip(found, texts, ours, strict=True):
-        part = next((n for n, (a, b) in enumerate(zip(tokens, text, strict=True)) if a != b), NUM_TOKENS)
-        compared += part
-        if part < NUM_TOKENS:
-            assert scores[part, text[part]] - scores[part, tokens[part]] <= bound
-    assert compared >= 0.2 * NUM_TOKENS * len(texts)
+            assert_parts_only_at_ties([output.token_ids for output in outputs], texts, ours, 2 * noise.abs().max(), 0.2)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from near_ties import assert_parts_only_at_ties
 from observing import LogitRecorder
 from test_families import Case, make_model, save
 
@@ -122,18 +123,6 @@ def test_a_shape_in_bfloat16(name: str, tmp_path: Path) -> None:
             rounds = [llm.generate(prompts, GREEDY, use_tqdm=False) for _ in range(2)]
             alone = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in prompts]
         assert rounds[1][-1].num_cached_tokens > 0
+        bound = 2 * noise.abs().max()
         for outputs in (*rounds, alone):
-            assert_parts_only_at_ties([output.token_ids for output in outputs], texts, ours, 2 * noise.abs().max())
-
-
-def assert_parts_only_at_ties(
-    found: list[list[int]], texts: list[list[int]], ours: torch.Tensor, bound: torch.Tensor
-) -> None:
-    """Each text is the eager one up to a token whose score is behind by at most `bound`; enough tokens are compared."""
-    compared = 0
-    for tokens, text, scores in zip(found, texts, ours, strict=True):
-        part = next((n for n, (a, b) in enumerate(zip(tokens, text, strict=True)) if a != b), NUM_TOKENS)
-        compared += part
-        if part < NUM_TOKENS:
-            assert scores[part, text[part]] - scores[part, tokens[part]] <= bound
-    assert compared >= COMPARED_SHARE * NUM_TOKENS * len(texts)
+            assert_parts_only_at_ties([output.token_ids for output in outputs], texts, ours, bound, COMPARED_SHARE)
