@@ -111,7 +111,8 @@ class Bench:
             print(f"{line}{produced} output tokens in {seconds:.2f} s: {produced / seconds:.0f} tok/s", flush=True)
         if self.limits is not None:
             budgets = self.llm.config.max_num_seqs, self.llm.config.max_num_batched_tokens
-            limit = self.limits.batch_seconds(work.prompt_lens, work.output_lens, *budgets)
+            share = slice(None, None, self.llm.config.data_parallel_size)  # of one replica, were they dealt out in turn
+            limit = self.limits.batch_seconds(work.prompt_lens[share], work.output_lens[share], *budgets)
         seconds = statistics.median(run["seconds"] for run in runs)
         speed = statistics.median(run["tokens_per_second"] for run in runs)
         print(f"throughput: {speed:.0f} tok/s, median of {len(runs)}{against(limit, seconds, 's', 1)}")
@@ -246,6 +247,7 @@ def make_parser() -> argparse.ArgumentParser:
     engine.add_argument("--model", default="0.6B", help=f"folder, hub id, or, for random weights, one of {SIZES}")
     engine.add_argument("--load-format", choices=("auto", "dummy"), help="default: dummy for a shape by name")
     engine.add_argument("--tensor-parallel-size", type=int, default=1)
+    engine.add_argument("--data-parallel-size", type=int, metavar="N", help="replicas behind a front; default: no front")
     engine.add_argument("--max-num-seqs", type=int)
     engine.add_argument("--options", nargs="+", default=[], metavar="KEY=VALUE", help="any other option of the engine")
     modes = parser.add_argument_group("modes (any number; default: --throughput)")
@@ -291,6 +293,8 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, dict[str
         "tensor_parallel_size": args.tensor_parallel_size,
         "skip_tokenizer_init": True,
     }
+    if args.data_parallel_size is not None:
+        options |= {"data_parallel_size": args.data_parallel_size, "data_parallel_backend": "local"}
     if args.max_num_seqs is not None:
         options["max_num_seqs"] = args.max_num_seqs
     try:

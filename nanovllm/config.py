@@ -72,6 +72,9 @@ class EngineConfig:
     data_parallel_size: int = 1
     """Replicas of the model, 1..1024, each with tensor_parallel_size ranks: replica i has the GPUs from
     i * tensor_parallel_size on."""
+    data_parallel_backend: str | None = None
+    """"local": replicas are processes of this host, behind a front, also a single one. None: the same where
+    data_parallel_size > 1, else an engine without a front."""
     share_gpus: bool = False
     """True: where there are fewer GPUs than ranks, ranks take turns on a GPU; to try more ranks, not to be fast. Needs
     num_kvcache_blocks."""
@@ -185,6 +188,10 @@ class EngineConfig:
         for option in (f.name for f in fields(self) if f.type is bool):
             _require(isinstance(getattr(self, option), bool), option, getattr(self, option), "True or False")
         object.__setattr__(self, "disable", _disabled(self.disable))
+        _require(
+            self.data_parallel_backend in (None, "local"), "data_parallel_backend", self.data_parallel_backend,
+            "None or 'local'",
+        )  # fmt: skip
         self._require_choice("device", "auto", "cuda", "cpu")
         self._require_choice("dtype", "auto", *DTYPES)
         self._require_choice("logprobs_mode", "raw", "processed")
@@ -211,6 +218,11 @@ class EngineConfig:
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise TypeError(f"unknown option {option!r}{hint}")
         return cls(model, **options)
+
+    @property
+    def has_front(self) -> bool:
+        """Whether requests go through a front of replicas."""
+        return self.data_parallel_size > 1 or self.data_parallel_backend is not None
 
     def uses(self, optimisation: str) -> bool:
         """Whether one of OPTIMISATIONS is in force."""

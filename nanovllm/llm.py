@@ -55,8 +55,8 @@ class LLM(LLMControl):
         config = EngineConfig.from_options(name, tokenizer=path, **options_of(module, options))
         if tokenizer is None and not config.skip_tokenizer_init:
             raise ValueError("tokenizer=None: must be given (or set skip_tokenizer_init)")
-        if config.data_parallel_size > 1:
-            raise ValueError(f"data_parallel_size={config.data_parallel_size}: must be 1 for a live module")
+        if config.has_front:
+            raise ValueError(f"data_parallel_size={config.data_parallel_size}: must be 1 for a live module, with no backend")
         llm = cls.__new__(cls)
         model_config = config_of(module, config.hf_overrides)
         llm._take_over(start_ranks(config, model_config, Tokenizer(config, None if path else tokenizer), module))
@@ -363,7 +363,7 @@ class LLM(LLMControl):
 
 def start_engine(config: EngineConfig) -> LLMEngine:
     """Loads the model of `config`; returns the engine over all of its ranks, or over all of its replicas."""
-    if config.data_parallel_size == 1:
+    if not config.has_front:
         return start_one(config)
     from nanovllm.replicas.start import start_replicas
 

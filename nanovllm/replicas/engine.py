@@ -59,7 +59,7 @@ class ReplicatedEngine(LLMEngine):
     ) -> None:  # fmt: skip
         """`ready`: of each link, which is this engine's to close from here on."""
         num_blocks = min(one.num_kvcache_blocks for one in ready)
-        config = replace(ready[0].config, data_parallel_size=len(links))
+        config = replace(ready[0].config, data_parallel_size=len(links), data_parallel_backend="local")
         super().__init__(_Ranks(config, num_blocks), model_config, tokenizer)  # type: ignore[arg-type]
         self._links: list[ReplicaLink | None] = list(links)
         self._starts, self._events = starts, inbox

@@ -27,7 +27,7 @@ def start_replicas(config: EngineConfig) -> ReplicatedEngine:
     num_threads = None
     if devices[0] is None:
         num_threads = max(1, len(os.sched_getaffinity(0)) // config.data_parallel_size)
-    one = replace(config, data_parallel_size=1)
+    one = replace(config, data_parallel_size=1, data_parallel_backend=None)
     starts = [Start(one, each, num_threads) for each in devices]
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     links: list[ReplicaLink] = []
