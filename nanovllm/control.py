@@ -65,7 +65,7 @@ class LLMControl:
             finally:
                 self._let_begin(in_flight)
 
-    def update(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
+    def update(self, weights: "Iterable[tuple[str, torch.Tensor]] | str | Path") -> None:
         """Some of the weights, as in load_weights. Raises ValueError naming one that is unknown, misshapen or was there
         already; those before it are written, and a corrected call can follow."""
         self._require_open()
@@ -114,6 +114,12 @@ class LLMControl:
                 if self.engine.lacks_weights or not self.engine.is_busy():
                     return
                 self._dispatch(self.engine.step())
+
+    def reset_prefix_cache(self) -> None:
+        """Requests that begin from here on find nothing in the prefix cache. Those that run keep their blocks."""
+        self._require_open()
+        with self._step_lock:
+            self.engine.reset_prefix_cache()
 
     # -- sleep --------------------------------------------------------------------------------------------------
 

@@ -43,10 +43,14 @@ def make_parser() -> Parser:
     )
     add_model(parser)
     parser.add_argument("--config", metavar="FILE", help="YAML with options by name; the command line wins")
-    add_fields(parser, ServeOptions, _SERVER_GROUPS, leave_out=["api_keys"])
+    add_fields(parser, ServeOptions, _SERVER_GROUPS, leave_out=["api_keys", "admin_api_keys"])
     parser.add_argument(
         "--api-key", action="append", default=[], metavar="KEY",
         help="a key, or @FILE with one a line; may be repeated; also NANOVLLM_API_KEY",
+    )  # fmt: skip
+    parser.add_argument(
+        "--admin-api-key", action="append", default=[], metavar="KEY",
+        help="opens the admin endpoints, to this key alone; forms as --api-key; also NANOVLLM_ADMIN_API_KEY",
     )  # fmt: skip
     add_fields(parser, EngineConfig, ENGINE_GROUPS, leave_out=["model"])
     for name in ("--disable-log-requests", "--enable-auto-tool-choice"):  # vLLM's: taken, not needed
@@ -69,9 +73,9 @@ def demo_model() -> str:
     return str(folder.resolve())
 
 
-def _api_keys(given: list[str]) -> tuple[str, ...]:
+def _api_keys(given: list[str], variable: str) -> tuple[str, ...]:
     keys: list[str] = []
-    for one in [*given, os.environ.get("NANOVLLM_API_KEY", "")]:
+    for one in [*given, os.environ.get(variable, "")]:
         keys += Path(one[1:]).read_text(encoding="utf-8").split() if one.startswith("@") else [one]
     return tuple(key for key in keys if key)
 
@@ -85,7 +89,8 @@ def run(parser: Parser, arguments: list[str]) -> int:
         model = demo_model()
         server.setdefault("served_model_name", ("demo",))
     EngineConfig.from_options(model, **engine)  # a mistake in an option is found before anything starts
-    options = ServeOptions(**server, api_keys=_api_keys(given.api_key))
+    admin = _api_keys(given.admin_api_key, "NANOVLLM_ADMIN_API_KEY")
+    options = ServeOptions(**server, api_keys=_api_keys(given.api_key, "NANOVLLM_API_KEY"), admin_api_keys=admin)
     from nanovllm.serve.lifecycle import serve
 
     return serve(model, engine, options)

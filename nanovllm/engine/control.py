@@ -62,10 +62,7 @@ class EngineControl:
         self._check_version(version)
         self.begin_update(in_flight, partial=False)
         self._error = _incomplete("load_weights did not finish")
-        if isinstance(weights, (str, Path)):
-            self._write_weights(lambda: self.executor.load_folder(Path(weights)))
-        else:
-            self._write_weights(lambda: self.executor.update_weights(weights))
+        self.update(weights)
         self.finish_update(version)
 
     def begin_update(self, in_flight: str, partial: bool) -> None:
@@ -85,10 +82,13 @@ class EngineControl:
         self._error = _incomplete("an update of the weights has begun and did not finish")
         self._write_weights(lambda: self.executor.begin_weight_update(partial))
 
-    def update(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
-        """Some of the weights: LLM.update."""
+    def update(self, weights: "Iterable[tuple[str, torch.Tensor]] | str | Path") -> None:
+        """Some of the weights, or a folder's: LLM.update."""
         self._require_update("update")
-        self._write_weights(lambda: self.executor.update_weights(weights))
+        if isinstance(weights, (str, Path)):
+            self._write_weights(lambda: self.executor.load_folder(Path(weights)))
+        else:
+            self._write_weights(lambda: self.executor.update_weights(weights))
 
     def finish_update(self, version: int | None) -> None:
         """All are there: LLM.finish_update."""
@@ -146,6 +146,11 @@ class EngineControl:
         self.settle()
         return self.executor.checksum()
 
+    def reset_prefix_cache(self) -> None:
+        """LLM.reset_prefix_cache."""
+        self.settle()
+        self.scheduler.block_manager.forget_cached()
+
     def settle(self) -> None:
         """Takes in what the device is still computing; the next step hands it out."""
         while self._launched:
@@ -153,8 +158,8 @@ class EngineControl:
 
     # -- sleep --------------------------------------------------------------------------------------------------
 
-    def sleep(self, level: int, tags: Iterable[str] | None) -> int:
-        """LLM.sleep."""
+    def check_sleep(self, level: int, tags: Iterable[str] | None) -> tuple[str, ...]:
+        """What is to sleep. Raises as `sleep` does, but for requests that run."""
         self._raise_failure()
         config = self.executor.config
         if not config.enable_sleep:
@@ -166,6 +171,11 @@ class EngineControl:
         wanted = self._tags(tags)
         if asleep := self.asleep.intersection(wanted):
             raise RuntimeError(f"sleep: {', '.join(sorted(asleep))} asleep already")
+        return wanted
+
+    def sleep(self, level: int, tags: Iterable[str] | None) -> int:
+        """LLM.sleep."""
+        wanted = self.check_sleep(level, tags)
         if self.scheduler.has_begun() and not self.is_paused:
             raise RuntimeError("sleep: requests are running: pause(), or abort_all(), first")
         self.settle()

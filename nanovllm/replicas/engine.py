@@ -348,7 +348,8 @@ class ReplicatedEngine(LLMEngine):
         self.scheduler.holds_new = False  # what a pause or an update would have begun with
         raise ValueError(f"data_parallel_size={len(self._links)}: must be 1 for this; load_weights works with replicas")
 
-    begin_update = update = finish_update = checksum = pause_steps = sleep = wake_up = _need_one_replica  # type: ignore[assignment]
+    begin_update = update = finish_update = checksum = _need_one_replica  # type: ignore[assignment]
+    pause_steps = check_sleep = sleep = wake_up = reset_prefix_cache = _need_one_replica  # type: ignore[assignment]
 
     def _send_all(self, message: Any) -> None:
         for number in range(len(self._links)):

@@ -17,6 +17,7 @@ from operator import add
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.serve import frames
+from nanovllm.serve.admin_calls import AdminCalls
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
@@ -42,6 +43,7 @@ class EngineProcess:
         self._link = link
         self._send_lock = threading.Lock()
         self._engine: LLMEngine | None = None
+        self._admin: AdminCalls | None = None
         self._work = threading.Event()
         self._leaving = False
         self._starts: queue.SimpleQueue[frames.Start] = queue.SimpleQueue()
@@ -58,9 +60,10 @@ class EngineProcess:
         start = self._starts.get()
         try:
             self._engine = self._load(start)
+            admin = self._admin = AdminCalls(self._engine, self._send)
             threading.Thread(target=self._compile, name="nanovllm-grammars", daemon=True).start()
             self._send(frames.Ready(describe(self._engine)))
-            self._serve(self._engine)
+            self._serve(self._engine, admin)
             return 0
         except BaseException as error:
             users = self._engine is None and isinstance(error, (ValueError, TypeError, FileNotFoundError))
@@ -84,9 +87,10 @@ class EngineProcess:
         self._send(frames.Progress("loading", 30))
         return start_engine(config)
 
-    def _serve(self, engine: "LLMEngine") -> None:
+    def _serve(self, engine: "LLMEngine", admin: AdminCalls) -> None:
         while not self._leaving:
-            if engine.has_unfinished_requests():
+            admin.advance()
+            if engine.is_busy():
                 gained = engine.step()
                 if len(gained):
                     self._send(self._step_frame(engine, gained))
@@ -160,16 +164,25 @@ class EngineProcess:
     def _handle(self, frame: frames.DownFrame) -> None:
         if isinstance(frame, frames.Start):
             self._starts.put(frame)
-        elif isinstance(frame, frames.Abort):
-            self._compiling.discard(frame.request_id)
-            assert self._engine is not None
-            self._engine.abort(frame.request_id)
+        elif isinstance(frame, frames.Control):
+            assert self._admin is not None
+            self._admin.put(frame)
             self._work.set()
+        elif isinstance(frame, frames.Abort):
+            self._abort(frame.request_id)
         elif "structured_outputs" in frame.params:
             self._compiling.add(frame.request_id)
             self._to_compile.put(frame)
         else:
             self._add(frame)
+
+    def _abort(self, request_id: int) -> None:
+        if request_id in self._compiling:
+            self._compiling.discard(request_id)
+            self._send(frames.Refused(request_id, "the request was aborted"))
+        assert self._engine is not None
+        self._engine.abort(request_id)
+        self._work.set()
 
     def _compile(self) -> None:
         while True:
@@ -190,6 +203,8 @@ class EngineProcess:
                 if frame.request_id not in self._compiling:
                     return
             engine.add_request(prompt, params, frame.request_id)
+            if params.structured_outputs is not None and frame.request_id not in self._compiling:
+                engine.abort(frame.request_id)  # which came between the last look and add_request
         except (ValueError, TypeError) as error:
             self._send(frames.Refused(frame.request_id, str(error)))
         except Exception:
@@ -233,6 +248,8 @@ def describe(engine: "LLMEngine") -> dict[str, Any]:
         "dtype": config.dtype,
         "device": config.device,
         "tensor_parallel_size": config.tensor_parallel_size,
+        "data_parallel_size": config.data_parallel_size,
+        "logprobs_mode": config.logprobs_mode,
         "pid": os.getpid(),
     }
 

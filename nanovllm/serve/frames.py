@@ -39,6 +39,14 @@ class Abort(Frame):
     request_id: int
 
 
+class Control(Frame):
+    """A call of admin_calls.py, between two steps."""
+
+    call_id: int
+    name: str
+    options: dict[str, Any]
+
+
 # -- up: to the front -----------------------------------------------------------------------------------------------
 
 
@@ -68,6 +76,27 @@ class Refused(Frame):
 
     request_id: int
     message: str | None
+
+
+class ControlState(msgspec.Struct, array_like=True):
+    """What calls have made of the engine."""
+
+    paused: bool = False
+    asleep: list[str] = []
+    level: int = 0
+    """Of the sleep."""
+    lacks_weights: bool = False
+    weight_version: int = 0
+
+
+class Answered(Frame):
+    """A Control is done. `status`: 200, or that of an error, which `message` explains (None: by a mistake of ours)."""
+
+    call_id: int
+    status: int
+    value: dict[str, Any]
+    message: str | None
+    state: ControlState
 
 
 class Finish(msgspec.Struct, array_like=True):
@@ -118,8 +147,8 @@ class Step(Frame):
     """In some of the frames."""
 
 
-DownFrame = Start | Add | Abort
-UpFrame = Progress | Ready | Failed | Refused | Step
+DownFrame = Start | Add | Abort | Control
+UpFrame = Progress | Ready | Failed | Refused | Answered | Step
 
 _encoder = msgspec.msgpack.Encoder()
 down_decoder = msgspec.msgpack.Decoder(DownFrame)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import nanovllm
 from nanovllm.serve import errors, frames, limits
-from nanovllm.serve.api import basics, chat, completions, dialects, page
+from nanovllm.serve.api import admin, basics, chat, completions, dialects, page
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.http.app import App, Handler, Route
 from nanovllm.serve.http.call import Call
@@ -71,6 +71,10 @@ class Front:
         """Sampling defaults for what requests leave open."""
         self.default_max_tokens: int | None = None
         self.link: EngineLink | None = None
+        self.control_state = frames.ControlState()
+        self._calls: dict[int, asyncio.Future[frames.Answered]] = {}
+        """Of `control`, not answered yet."""
+        self._num_calls = 0
         self.is_idle = asyncio.Event()
         """No request is in flight."""
         self.is_idle.set()
@@ -81,8 +85,10 @@ class Front:
         self._loop = asyncio.get_running_loop()
         self._sweeper: asyncio.TimerHandle | None = None
         self._last_totals = (self.now(), 0, 0)
-        routes: dict[Route, Handler] = {route: partial(handler, self) for route, handler in _HANDLERS.items()}
-        self.app = App(routes, options.api_keys, options.root_path, self.metrics)
+        admins = admin.HANDLERS if options.admin_api_keys else {}
+        handlers = {**_HANDLERS, **admins}
+        routes: dict[Route, Handler] = {route: partial(handler, self) for route, handler in handlers.items()}
+        self.app = App(routes, options, frozenset(path for _, path in admins), self.metrics)
 
     def now(self) -> float:
         """Seconds of the event loop's clock."""
@@ -113,6 +119,10 @@ class Front:
         elif isinstance(frame, frames.Refused):
             error = errors.server_error() if frame.message is None else errors.from_value_error(frame.message)
             self.streams.refuse(frame.request_id, error)
+        elif isinstance(frame, frames.Answered):
+            self.control_state = self.metrics.control = frame.state
+            if not (answered := self._calls.pop(frame.call_id)).done():  # else: its client has left
+                answered.set_result(frame)
 
     def _load_text(self, folder: str) -> None:
         """In the pool: tokenizer and sampling defaults, while the engine loads."""
@@ -152,12 +162,34 @@ class Front:
         """The engine's end of the link is closed: nothing that runs can be completed."""
         for request in list(self.streams.requests):
             self.streams.fail(request, errors.engine_dead())
+        while self._calls:
+            _, answered = self._calls.popitem()
+            if not answered.done():
+                answered.set_exception(errors.engine_dead())
         if self.state != "draining" or self.failure is not None:
             self.set_state("failed")
 
     def _abort(self, request_id: int) -> None:
         if self.link is not None:
             self.link.abort(request_id)
+
+    async def control(self, name: str, **options: Any) -> dict[str, Any]:
+        """What the engine answers to a call of admin_calls.py. Raises ApiError."""
+        if self.state != "ready":
+            self.admit()
+        assert self.link is not None
+        self._num_calls += 1
+        number, answered = self._num_calls, self._loop.create_future()
+        self._calls[number] = answered
+        self.link.control(number, name, options)
+        answer = await answered
+        if answer.status == 200:
+            return answer.value
+        if answer.message is None:
+            raise errors.server_error()
+        if answer.status == 400:
+            raise errors.from_value_error(answer.message)
+        raise ApiError(answer.status, answer.message, "wrong_state")
 
     def state_report(self) -> dict[str, Any]:
         """What /health says."""

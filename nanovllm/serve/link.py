@@ -88,6 +88,9 @@ class EngineLink(asyncio.Protocol):
     def abort(self, request_id: int) -> None:
         self._send(frames.Abort(request_id))
 
+    def control(self, call_id: int, name: str, options: dict[str, Any]) -> None:
+        self._send(frames.Control(call_id, name, options))
+
     def _send(self, frame: frames.Frame) -> None:
         if self._transport is not None:
             self._transport.write(frames.pack(frame))

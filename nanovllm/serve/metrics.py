@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.outputs import ITERATION_TOKENS
-from nanovllm.serve.frames import Done, Stats
+from nanovllm.serve.frames import ControlState, Done, Stats
 
 if TYPE_CHECKING:
     from nanovllm.serve.request import Completion, Request
@@ -64,6 +64,7 @@ class Metrics:
         self.http_seconds: dict[str, Histogram] = {}
         self.engine = Stats()
         """The engine's latest gauges and counters."""
+        self.control = ControlState()
         self.info: dict[str, Any] = {}
         """Of the engine, once it is ready."""
 
@@ -183,8 +184,10 @@ class _Collector:
     def _engine_state(self, core: Any) -> Iterator[Any]:
         names, values = list(self._labels), list(self._labels.values())
         sleep = core.GaugeMetricFamily("vllm:engine_sleep_state", "engine sleep state", labels=[*names, "sleep_state"])
-        for state in ("awake", "weights_offloaded", "discard_all"):
-            sleep.add_metric([*values, state], float(state == "awake"))
+        states = ("awake", "weights_offloaded", "discard_all")
+        now = states[self._metrics.control.level if self._metrics.control.asleep else 0]
+        for state in states:
+            sleep.add_metric([*values, state], float(state == now))
         yield sleep
         info = {name: str(value) for name, value in self._metrics.info.items() if isinstance(value, (str, int, float))}
         if info:

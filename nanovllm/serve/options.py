@@ -23,6 +23,7 @@ class ServeOptions:
     allowed_origins: tuple[str, ...] = ()
     """Origins of pages whose browsers may call; none by default."""
     api_keys: tuple[str, ...] = ()
+    admin_api_keys: tuple[str, ...] = ()
     served_model_name: tuple[str, ...] = ()
     """Names that requests may ask for; the first is the one shown. Default: the model's."""
     max_num_queued_reqs: int | None = None

@@ -77,7 +77,7 @@ class Request:
     """Tokens that a chunk waits for, but for the first and the last one."""
 
     def __init__(self, request_id: str, prompts: Sequence[list[int]], now: float) -> None:
-        self.id = request_id
+        self.id = self.call_id = request_id
         self.prompts = prompts
         self.completions: list[Completion] = []
         self.hidden_ids: frozenset[int] = frozenset()

@@ -86,7 +86,7 @@ class Streams:
         completion = self._rows.get(end.row)
         if completion is None:
             return
-        if end.reason == "abort":  # not by us: the engine could not go on, with a grammar say
+        if end.reason == "abort" and end.stop_reason is not None:  # it could not go on, with a grammar say
             self.fail(completion.request, ApiError(400, str(end.stop_reason), "generation_aborted"))
             return
         try:
@@ -145,6 +145,14 @@ class Streams:
                 if not request.is_streamed:
                     request.complete()
                 self._remove(request)
+
+    def abort_all(self, wanted: Callable[[Request], bool]) -> int:
+        """Ends requests with what they have, and not as mistakes; returns how many."""
+        found = [request for request in self.requests if wanted(request)]
+        for request in found:
+            for part in request.parts:
+                self._abort(part)
+        return len(found)
 
     # -- early ends ---------------------------------------------------------------------------------------------
 

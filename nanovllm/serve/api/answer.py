@@ -31,6 +31,7 @@ class Answer(Request):
     ) -> None:
         """`params`: fields of SamplingParams, for all prompts."""
         super().__init__(call.given_id or self.id_prefix + call.request_id, prompts, front.now())
+        self.call_id = call.request_id
         self.fields, self.front = fields, front
         self.is_streamed = bool(fields.stream)
         self.interval = front.options.stream_interval

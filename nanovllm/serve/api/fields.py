@@ -101,7 +101,7 @@ def read(kind: type[Fields], body: dict[str, Any], strict: bool) -> tuple[Fields
     try:
         fields = msgspec.convert({name: value for name, value in body.items() if value is not None}, kind)
     except msgspec.ValidationError as error:
-        raise _type_error(body, str(error)) from None
+        raise type_error(body, str(error)) from None
     _check(fields)
     return fields, unknown
 
@@ -118,7 +118,7 @@ def _refuse_unsupported(body: dict[str, Any]) -> None:
         raise bad_request("best_of: must be n; sampling more is not supported", "best_of", "unsupported_field")
 
 
-def _type_error(body: dict[str, Any], text: str) -> Exception:
+def type_error(body: dict[str, Any], text: str) -> Exception:
     """msgspec's message in our words: the field, what it must be, what it is."""
     if text.startswith("Object missing required field"):
         name = text.split("`")[1]

@@ -176,14 +176,14 @@ class ResponseWriter:
 
     def response(self, finish_reason: str | None, chat_usage: Mapping[str, Any] | None) -> dict[str, Any]:
         """The response object; `finish_reason` None: it goes on."""
-        status = {None: "in_progress", "length": "incomplete"}.get(finish_reason, "completed")
+        status = {None: "in_progress", "length": "incomplete", "abort": "incomplete"}.get(finish_reason, "completed")
         return {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if finish_reason == "length" else None,
             "output": [*self._items],
             **self._settings,
             "usage": None if chat_usage is None else usage(chat_usage),
@@ -209,7 +209,7 @@ class ResponseWriter:
         return events
 
     def finish(self, finish_reason: str, chat_usage: Mapping[str, Any]) -> list[Event]:
-        events = self._close("incomplete" if finish_reason == "length" else "completed")
+        events = self._close("incomplete" if finish_reason in ("length", "abort") else "completed")
         whole = self.response(finish_reason, chat_usage)
         return [*events, self._event(f"response.{whole['status']}", response=whole)]
 

@@ -1,5 +1,6 @@
 """The ASGI application: keys, routes, errors."""
 
+import base64
 import hmac
 import logging
 import time
@@ -9,6 +10,7 @@ from typing import Any
 from nanovllm.serve.errors import ApiError, server_error
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.metrics import Metrics
+from nanovllm.serve.options import ServeOptions
 
 logger = logging.getLogger("nanovllm.serve")
 Handler = Callable[[Call], Awaitable[None]]
@@ -25,15 +27,19 @@ class App:
     """Answers every path; what it does not know is a 404 in OpenAI's form."""
 
     def __init__(
-        self, routes: dict[Route, Handler], api_keys: tuple[str, ...], root_path: str, metrics: Metrics
+        self, routes: dict[Route, Handler], options: ServeOptions, admin_paths: frozenset[str], metrics: Metrics
     ) -> None:
-        """`routes`: by method and path; a path that ends in "/*" serves all below it."""
+        """`routes`: by method and path; a path that ends in "/*" serves all below it. `admin_paths`: those of them
+        that take an admin key and no other."""
         self._routes = routes
         self._methods: dict[str, set[str]] = {}
         for method, path in routes:
             self._methods.setdefault(path, set()).add(method)
-        self._keys = [key.encode() for key in api_keys]
-        self._root = root_path.rstrip("/")
+        self._admin_paths = admin_paths
+        self._admin_keys = [key.encode() for key in options.admin_api_keys]
+        keys = [key.encode() for key in options.api_keys]
+        self._keys = [*keys, *self._admin_keys] if keys else []
+        self._root = options.root_path.rstrip("/")
         self._metrics = metrics
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -63,13 +69,11 @@ class App:
 
     def _check_key(self, call: Call) -> None:
         """Raises ApiError (401). Looks at the path alone, before it is routed; nothing of the headers changes it."""
-        if not self._keys or call.path in _WITHOUT_KEY or call.scope["method"] == "OPTIONS":
+        keys = self._admin_keys if call.path in self._admin_paths else self._keys
+        if not keys or call.path in _WITHOUT_KEY or call.scope["method"] == "OPTIONS":
             return
-        scheme, _, given = (call.header(b"authorization") or "").partition(" ")
-        if scheme.lower() != "bearer":
-            given = call.header(b"x-api-key") or ""
-        sent = given.strip().encode("latin-1", "replace")
-        if sum(hmac.compare_digest(sent, key) for key in self._keys) == 0:  # all of them: in equal time
+        sent = _key_of(call)
+        if sum(hmac.compare_digest(sent, key) for key in keys) == 0:  # all of them: in equal time
             raise ApiError(401, "the API key is missing or wrong", "invalid_api_key")
 
     def _label(self, path: str) -> str:
@@ -98,6 +102,20 @@ class App:
             call.connection.give_up()
         else:
             await call.respond(error.body(), error.status, headers=error.headers())
+
+
+def _key_of(call: Call) -> bytes:
+    """The key that a request brings: as a bearer's, as the password of a URL (https://any:KEY@host), in x-api-key."""
+    scheme, _, given = (call.header(b"authorization") or "").partition(" ")
+    given = given.strip()
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(given, validate=True).partition(b":")[2]
+        except ValueError:
+            return b""
+    if scheme.lower() != "bearer":
+        given = (call.header(b"x-api-key") or "").strip()
+    return given.encode("latin-1", "replace")
 
 
 def _method(name: str) -> str:

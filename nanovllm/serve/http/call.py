@@ -39,8 +39,8 @@ class Call:
     def header(self, name: bytes) -> str | None:
         return next((value.decode("latin-1") for key, value in self.scope["headers"] if key == name), None)
 
-    async def json(self) -> dict[str, Any]:
-        """The object in the body. Raises ApiError."""
+    async def json(self, or_empty: bool = False) -> dict[str, Any]:
+        """The object in the body; `or_empty`: there may be no body. Raises ApiError."""
         pieces = []
         while True:
             message = await self._receive()
@@ -48,7 +48,8 @@ class Call:
                 raise ConnectionResetError
             pieces.append(message["body"])
             if not message["more_body"]:
-                return limits.parse_json(b"".join(pieces))
+                body = b"".join(pieces)
+                return {} if or_empty and not body else limits.parse_json(body)
 
     async def begin(self, status: int, content_type: bytes, headers: list[tuple[bytes, bytes]]) -> None:
         """Sends status and headers; the body follows. Raises ConnectionError where the client is gone, as `end`."""

@@ -1,0 +1,225 @@
+"""Calls of the admin endpoints in the engine's process: pauses, sleep, new weights, between two steps.
+
+A call is a generator that yields where steps must run before it can go on. Calls run one after the other; `resume`
+alone overtakes, and ends a call that still waits.
+"""
+
+import queue
+import traceback
+from collections import deque
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.errors import refuse, shown
+from nanovllm.serve import frames
+from nanovllm.serve.weight_feed import WeightFeed, open_feed
+
+if TYPE_CHECKING:
+    from nanovllm.engine.llm_engine import LLMEngine
+
+Steps = Generator[None, None, dict[str, Any]]
+"""A call at work; returns its answer."""
+MODES = ("abort", "wait", "keep")
+
+
+class AdminCalls:
+    """The calls on one engine. `put` from any thread, `advance` by the thread that steps."""
+
+    def __init__(self, engine: "LLMEngine", answer: Callable[[frames.Answered], None]) -> None:
+        self._engine, self._answer = engine, answer
+        self._incoming: queue.SimpleQueue[frames.Control] = queue.SimpleQueue()
+        self._waiting: deque[frames.Control] = deque()
+        self._running: tuple[frames.Control, Steps] | None = None
+        self._is_paused_by_call = self._keeps = False
+        self._level = 0
+        self._feed: WeightFeed | None = None
+
+    def put(self, call: frames.Control) -> None:
+        self._incoming.put(call)
+
+    def advance(self) -> None:
+        """Runs all calls that need no more steps. Raises what the engine cannot go on after."""
+        while self._running or self._waiting or not self._incoming.empty():
+            while not self._incoming.empty():
+                call = self._incoming.get()
+                if call.name == "resume":
+                    self._cut_short()
+                    self._running = call, self._resume()
+                    break
+                self._waiting.append(call)
+            if self._running is None:
+                call = self._waiting.popleft()
+                self._running = call, self._begin(call)
+            if not self._go_on(*self._running):
+                return
+            self._running = None
+
+    def _cut_short(self) -> None:
+        """Ends a call that waits for requests to end."""
+        if self._running is not None:
+            call, steps = self._running
+            steps.close()
+            self._end(call, 409, message=f"{call.name}: resumed before it was done")
+
+    def _begin(self, call: frames.Control) -> Steps:
+        method: Callable[..., Steps] = getattr(self, "_" + call.name)
+        return method(**call.options)
+
+    def _go_on(self, call: frames.Control, steps: Steps) -> bool:
+        """Whether the call is done."""
+        try:
+            next(steps)
+        except StopIteration as end:
+            self._end(call, 200, end.value)
+        except (ValueError, TypeError, OSError) as error:
+            self._end(call, 400, message=str(error))
+        except RuntimeError as error:
+            self._end(call, 409, message=str(error))
+            if self._engine.executor.failed:
+                raise
+        except Exception:
+            self._end(call, 500)
+            if self._engine.executor.failed:
+                raise
+            traceback.print_exc()
+        else:
+            return False
+        return True
+
+    def _end(self, call: frames.Control, status: int, value: Any = None, message: str | None = None) -> None:
+        """Lets steps run or not, as the engine is now, and answers."""
+        engine = self._engine
+        must_rest = self._is_paused_by_call or bool(engine.asleep) or engine.lacks_weights
+        if must_rest and not engine.is_paused:
+            engine.pause_steps()
+            engine.settle()
+        elif engine.is_paused and not must_rest:
+            engine.resume()
+        state = frames.ControlState(
+            self._is_paused_by_call, sorted(engine.asleep), self._level, engine.lacks_weights, engine.weight_version
+        )
+        self._answer(frames.Answered(call.call_id, status, value or {}, message, state))
+
+    # -- pauses and sleep ---------------------------------------------------------------------------------------
+
+    def _end_requests(self, mode: str) -> Generator[None, None, None]:
+        """Until no request that has begun is left; others do not begin meanwhile."""
+        engine = self._engine
+        if mode == "keep":
+            return
+        if mode == "abort":
+            engine.abort_all()
+        elif engine.is_paused and engine.scheduler.has_begun():
+            raise ValueError("mode='wait': requests that have begun do not end while the engine is paused")
+        engine.scheduler.holds_new = True
+        try:
+            while engine.is_busy():
+                yield
+        finally:
+            engine.scheduler.holds_new = False
+
+    def _pause(self, mode: str = "abort") -> Steps:
+        _check_mode(mode)
+        self._check_one_replica("pause")
+        yield from self._end_requests(mode)
+        self._is_paused_by_call, self._keeps = True, mode == "keep"
+        return {"status": "paused"}
+
+    def _resume(self) -> Steps:
+        yield from ()
+        self._is_paused_by_call = self._keeps = False
+        return {"status": "resumed"}
+
+    def _sleep(self, level: int = 1, mode: str = "abort", tags: list[str] | None = None) -> Steps:
+        """Requests that come meanwhile wait for `wake_up`."""
+        _check_mode(mode)
+        self._engine.check_sleep(level, tags)
+        yield from self._end_requests(mode)
+        if not self._engine.is_paused:
+            self._engine.pause_steps()
+            self._engine.settle()
+        freed = self._engine.sleep(level, tags)
+        self._level = level
+        return {"freed_bytes": freed}
+
+    def _wake_up(self, tags: list[str] | None = None) -> Steps:
+        yield from ()
+        self._engine.wake_up(tags)
+        return {}
+
+    def _reset_prefix_cache(self) -> Steps:
+        yield from ()
+        self._engine.reset_prefix_cache()
+        return {"success": True}
+
+    # -- new weights --------------------------------------------------------------------------------------------
+
+    def _init_weight_transfer(self, init_info: dict[str, Any]) -> Steps:
+        yield from ()
+        if self._feed is not None:
+            self._feed.close()
+            self._feed = None
+        self._feed = open_feed(self._engine, init_info)
+        return {"message": "weight transfer initialized"}
+
+    def _start_weight_update(self, in_flight: str | None = None, partial: bool = False) -> Steps:
+        """Requests of a pause by "keep" keep what they have computed, unless something else is asked for."""
+        in_flight = in_flight or ("keep" if self._keeps else "recompute")
+        if in_flight in MODES:
+            yield from self._end_requests(in_flight)
+        self._engine.begin_update(in_flight, partial)
+        return {"message": "weight update started"}
+
+    def _update_weights(self, update_info: dict[str, Any]) -> Steps:
+        yield from ()
+        if not self._engine.lacks_weights:
+            raise RuntimeError("update_weights: start_weight_update was not called")
+        folder = update_info.get("weight_dir")
+        if folder is not None:
+            self._engine.update(_folder(folder))
+        elif self._feed is None:
+            raise RuntimeError("update_weights: needs weight_dir, or init_weight_transfer_engine first")
+        else:
+            self._feed.update(update_info)
+        return {"message": "weights updated"}
+
+    def _finish_weight_update(self, weight_version: int | None = None) -> Steps:
+        yield from ()
+        self._engine.finish_update(weight_version)
+        return {"message": "weight update finished"}
+
+    def _load_weights(self, weight_dir: str, in_flight: str | None = None, weight_version: int | None = None) -> Steps:
+        """All weights of a folder, from start to finish."""
+        folder = _folder(weight_dir)
+        in_flight = in_flight or ("keep" if self._keeps else "recompute")
+        if in_flight in MODES:
+            yield from self._end_requests(in_flight)
+        self._engine.load_weights(folder, in_flight, weight_version)
+        return {"message": "weights updated"}
+
+    def _checksum(self) -> Steps:
+        yield from ()
+        return {"checksums": self._engine.checksum()}
+
+    def _info(self) -> Steps:
+        yield from ()
+        plain = (bool, int, float, str)
+        return {name: value if type(value) in plain else str(value) for name, value in self._engine.info().items()}
+
+    def _check_one_replica(self, call: str) -> None:
+        if (count := self._engine.config.data_parallel_size) > 1:
+            raise ValueError(f"{call}: data_parallel_size={count}: must be 1 for this")
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in MODES:
+        refuse("mode", mode, "one of " + ", ".join(map(repr, MODES)))
+
+
+def _folder(name: str) -> Path:
+    """Raises ValueError where it is none, before anything is begun."""
+    path = Path(name)
+    if not any(path.glob("*.safetensors")):
+        raise ValueError(f"weight_dir={shown(name)}: must be a folder with *.safetensors")
+    return path

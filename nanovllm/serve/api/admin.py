@@ -1,0 +1,193 @@
+"""The admin endpoints, by vLLM's names: pauses, sleep, aborts, new weights, what the server runs with.
+
+They are there where the server was given an admin key, and take that key and no other. Options come in the query or in
+the body, which may be empty.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from urllib.parse import parse_qs
+
+import msgspec
+
+from nanovllm.serve.api.fields import type_error
+from nanovllm.serve.errors import bad_request
+from nanovllm.serve.http.call import Call
+
+if TYPE_CHECKING:
+    from nanovllm.serve.front import Front
+
+Mode = Literal["abort", "wait", "keep"]
+InFlight = Literal["recompute", "keep", "wait", "abort"]
+Tag = Literal["weights", "kv_cache"]
+
+
+class Nothing(msgspec.Struct):
+    pass
+
+
+class Pause(msgspec.Struct):
+    mode: Mode = "abort"
+
+
+class Sleep(msgspec.Struct):
+    level: Literal[1, 2] = 1
+    mode: Mode = "abort"
+    tags: list[Tag] | None = None
+
+
+class WakeUp(msgspec.Struct):
+    tags: list[Tag] | None = None
+
+
+class InitWeightTransfer(msgspec.Struct):
+    init_info: dict[str, Any]
+
+
+class StartWeightUpdate(msgspec.Struct):
+    in_flight: InFlight | None = None
+    partial: bool = False
+
+
+class UpdateWeights(msgspec.Struct):
+    """`update_info` in an update that was started; `weight_dir` alone is one from start to finish."""
+
+    update_info: dict[str, Any] | None = None
+    weight_dir: str | None = None
+    in_flight: InFlight | None = None
+    weight_version: int | None = None
+
+
+class FinishWeightUpdate(msgspec.Struct):
+    weight_version: int | None = None
+
+
+class WeightChecker(msgspec.Struct):
+    action: Literal["checksum", "compare"]
+    baseline: dict[str, str] | None = None
+
+
+class AbortRequests(msgspec.Struct):
+    request_ids: list[str] | None = None
+
+
+class WorldSize(msgspec.Struct):
+    include_dp: bool = True
+
+
+Options = TypeVar("Options", bound=msgspec.Struct)
+
+
+async def _options(call: Call, kind: type[Options]) -> Options:
+    """The call's options. Raises ApiError (400) naming the one that is wrong."""
+    query = parse_qs(call.scope["query_string"].decode("latin-1"), keep_blank_values=True)
+    values: dict[str, Any] = {name: found if name == "tags" else found[-1] for name, found in query.items()}
+    if call.scope["method"] == "POST":
+        values = {**await call.json(or_empty=True), **values}
+    values = {name: value for name, value in values.items() if value is not None}
+    try:
+        return msgspec.convert(values, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise type_error(values, str(error)) from None
+
+
+async def _control(front: "Front", call: Call, kind: type[msgspec.Struct], name: str) -> None:
+    """A call that the engine answers."""
+    options = msgspec.structs.asdict(await _options(call, kind))
+    given = {key: value for key, value in options.items() if value is not None}
+    await call.respond_json(await front.control(name, **given))
+
+
+async def is_sleeping(front: "Front", call: Call) -> None:
+    await call.respond_json({"is_sleeping": bool(front.control_state.asleep)})
+
+
+async def is_paused(front: "Front", call: Call) -> None:
+    await call.respond_json({"is_paused": front.control_state.paused})
+
+
+async def weight_info(front: "Front", call: Call) -> None:
+    await call.respond_json({"weight_version": front.control_state.weight_version})
+
+
+async def world_size(front: "Front", call: Call) -> None:
+    """Ranks that a trainer has to count with."""
+    front.require_tokenizer()
+    options = await _options(call, WorldSize)
+    replicas = front.info["data_parallel_size"] if options.include_dp else 1
+    await call.respond_json({"world_size": front.info["tensor_parallel_size"] * replicas})
+
+
+async def abort_requests(front: "Front", call: Call) -> None:
+    """Ends requests with what they have: those of these ids, or all."""
+    ids = frozenset((await _options(call, AbortRequests)).request_ids or ())
+    count = front.streams.abort_all(lambda request: not ids or bool(ids & {request.id, request.call_id}))
+    await call.respond_json({"status": "aborted", "aborted": count})
+
+
+async def update_weights(front: "Front", call: Call) -> None:
+    given = await _options(call, UpdateWeights)
+    if (given.update_info is None) == (given.weight_dir is None):
+        raise bad_request("update_info, weight_dir: exactly one of them must be given", "update_info")
+    if given.update_info is not None:
+        await call.respond_json(await front.control("update_weights", update_info=given.update_info))
+        return
+    options = {name: value for name, value in msgspec.structs.asdict(given).items() if value is not None}
+    await call.respond_json(await front.control("load_weights", **options))
+
+
+async def weight_checker(front: "Front", call: Call) -> None:
+    """Checksums by name, or the names whose checksums are not those of `baseline`."""
+    given = await _options(call, WeightChecker)
+    if given.action == "compare" and given.baseline is None:
+        raise bad_request("baseline: is required where action is 'compare'", "baseline")
+    answer = await front.control("checksum")
+    if given.baseline is not None:
+        found, wanted = answer["checksums"], given.baseline
+        differ = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+        answer = {"match": not differ, "mismatches": differ}
+    await call.respond_json(answer)
+
+
+async def server_info(front: "Front", call: Call) -> None:
+    """What runs and with which options; keys are left out. vLLM's clients look below "vllm_config"."""
+    engine = await front.control("info")
+    options = {name: value for name, value in asdict(front.options).items() if not name.endswith("api_keys")}
+    config = {
+        "model_config": {
+            "model": front.model,
+            "dtype": front.info["dtype"],
+            "max_model_len": front.info["max_model_len"],
+            "logprobs_mode": front.info["logprobs_mode"],
+        },
+        "parallel_config": {name: front.info[name] for name in ("tensor_parallel_size", "data_parallel_size")},
+        "weight_transfer_config": {},
+    }
+    state = msgspec.structs.asdict(front.control_state)
+    await call.respond_json({"vllm_config": config, "engine": engine, "server": options, "state": state})
+
+
+def _engine_call(kind: type[msgspec.Struct], name: str) -> "Callable[[Front, Call], Awaitable[None]]":
+    return partial(_control, kind=kind, name=name)
+
+
+HANDLERS: "dict[tuple[str, str], Callable[[Front, Call], Awaitable[None]]]" = {
+    ("POST", "/pause"): _engine_call(Pause, "pause"),
+    ("POST", "/resume"): _engine_call(Nothing, "resume"),
+    ("GET", "/is_paused"): is_paused,
+    ("POST", "/sleep"): _engine_call(Sleep, "sleep"),
+    ("POST", "/wake_up"): _engine_call(WakeUp, "wake_up"),
+    ("GET", "/is_sleeping"): is_sleeping,
+    ("POST", "/abort_requests"): abort_requests,
+    ("POST", "/reset_prefix_cache"): _engine_call(Nothing, "reset_prefix_cache"),
+    ("POST", "/init_weight_transfer_engine"): _engine_call(InitWeightTransfer, "init_weight_transfer"),
+    ("POST", "/start_weight_update"): _engine_call(StartWeightUpdate, "start_weight_update"),
+    ("POST", "/update_weights"): update_weights,
+    ("POST", "/finish_weight_update"): _engine_call(FinishWeightUpdate, "finish_weight_update"),
+    ("GET", "/weight_info"): weight_info,
+    ("POST", "/weight_checker"): weight_checker,
+    ("GET", "/get_world_size"): world_size,
+    ("GET", "/server_info"): server_info,
+}

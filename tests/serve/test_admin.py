@@ -1,0 +1,304 @@
+"""The admin endpoints, over requests in flight: pauses, aborts, sleep, new weights, and who may call them."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from safetensors.torch import load_file, save_file
+from serving import DEMO, Server, events, user, wait_for
+
+KEY, USER_KEY = "the admin's", "a user's"
+LONG: dict[str, Any] = {
+    "messages": user("Once upon a time"), "max_tokens": 200, "ignore_eos": True, "temperature": 1.0, "seed": 1,
+}  # fmt: skip
+SHORT: dict[str, Any] = {"messages": user("What is the capital of Italy?"), "temperature": 0, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    keys = ("--admin-api-key", KEY, "--api-key", USER_KEY)
+    with Server(tmp_path_factory.mktemp("admin"), *keys, "--enable-sleep") as started:
+        started.wait_until_ready()
+        yield started
+
+
+@pytest.fixture
+def admin(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60, headers={"authorization": f"Bearer {KEY}"}) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as opened:
+        yield opened
+
+
+class Stream:
+    """A chat that is streamed into a thread."""
+
+    def __init__(self, admin: httpx.Client, pool: ThreadPoolExecutor, **changes: Any) -> None:
+        self.pieces: list[str] = []
+        self.id = ""
+        self.reason: str | None = None
+        self._begun = threading.Event()
+        self._end: Future[None] = pool.submit(self._read, admin, LONG | changes | {"stream": True})
+
+    def _read(self, admin: httpx.Client, body: dict[str, Any]) -> None:
+        with admin.stream("POST", "/v1/chat/completions", json=body) as response:
+            for chunk in events(response):
+                [choice] = chunk["choices"]
+                self.id, self.reason = chunk["id"], choice["finish_reason"]
+                self.pieces.append(choice["delta"].get("content", ""))
+                if len(self.pieces) > 3:
+                    self._begun.set()
+
+    def begun(self) -> "Stream":
+        assert self._begun.wait(30)
+        return self
+
+    @property
+    def is_over(self) -> bool:
+        return self._end.done()
+
+    def text(self) -> str:
+        """All of it, when it has ended."""
+        self._end.result(60)
+        return "".join(self.pieces)
+
+
+def ask(admin: httpx.Client, **changes: Any) -> str:
+    answer = admin.post("/v1/chat/completions", json=SHORT | changes)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def call(admin: httpx.Client, path: str, status: int = 200, **body: Any) -> dict[str, Any]:
+    answer = admin.post(path, json=body) if body else admin.post(path)
+    assert answer.status_code == status, answer.text
+    return dict(answer.json())
+
+
+@pytest.fixture(scope="module")
+def whole(server: Server, pool: ThreadPoolExecutor) -> str:
+    """LONG's text, when nothing interferes."""
+    with httpx.Client(base_url=server.url, timeout=60, headers={"x-api-key": KEY}) as client:
+        return Stream(client, pool).text()
+
+
+def test_the_admins_key_and_no_other(server: Server, admin: httpx.Client) -> None:
+    for headers in ({}, {"authorization": f"Bearer {USER_KEY}"}, {"x-api-key": KEY + "x"}):
+        for path in ("/pause", "/sleep", "/update_weights", "/abort_requests"):
+            assert httpx.post(server.url + path, headers=headers).status_code == 401
+        assert httpx.get(server.url + "/server_info", headers=headers).status_code == 401
+    assert httpx.get(server.url + "/v1/models").status_code == 401
+    assert admin.get("/v1/models").status_code == 200
+    in_url = server.url.replace("://", "://any:the%20admin's@")
+    assert httpx.get(in_url + "/is_paused").json() == {"is_paused": False}
+    assert httpx.get(server.url + "/is_paused", headers={"authorization": "Basic !"}).status_code == 401
+
+
+def test_pause_that_keeps(admin: httpx.Client, pool: ThreadPoolExecutor, whole: str) -> None:
+    stream = Stream(admin, pool).begun()
+    assert call(admin, "/pause?mode=keep") == {"status": "paused"}
+    assert admin.get("/is_paused").json() == {"is_paused": True}
+    later = pool.submit(ask, admin)
+    count = len(stream.pieces)
+    with pytest.raises(TimeoutError):
+        later.result(0.5)
+    assert not stream.is_over and len(stream.pieces) <= count + 1  # what was on its way
+    assert admin.get("/health").status_code == 200
+    call(admin, "/resume")
+    assert stream.text() == whole and stream.reason == "length"
+    assert later.result(30) == "The capital of Italy is Rome."
+    assert admin.get("/is_paused").json() == {"is_paused": False}
+
+
+def test_pause_that_aborts(admin: httpx.Client, pool: ThreadPoolExecutor, whole: str) -> None:
+    """Streams and answers end with what they have."""
+    stream = Stream(admin, pool, max_tokens=1900).begun()
+    unstreamed = pool.submit(admin.post, "/v1/chat/completions", json=LONG | {"n": 2, "max_tokens": 1900})
+    queued = pool.submit(admin.post, "/v1/chat/completions", json=LONG | {"n": 32, "max_tokens": 1900})
+    wait_for(lambda: admin.get("/load").json()["server_load"] == 35, "requests")
+    call(admin, "/pause")
+    text = stream.text()
+    assert text[: len(whole)] == whole[: len(text)] and stream.reason == "abort"
+    for answer, count in ((unstreamed, 2), (queued, 32)):
+        choices = answer.result(10).json()["choices"]
+        assert [choice["finish_reason"] for choice in choices] == ["abort"] * count
+    call(admin, "/resume")
+    assert ask(admin) == "The capital of Italy is Rome."
+
+
+def test_pause_that_waits_and_is_resumed(admin: httpx.Client, pool: ThreadPoolExecutor, whole: str) -> None:
+    stream = Stream(admin, pool).begun()
+    call(admin, "/pause?mode=wait")
+    assert stream.text() == whole
+    call(admin, "/resume")
+    long = Stream(admin, pool, max_tokens=1900).begun()
+    pause = pool.submit(call, admin, "/pause?mode=wait", 409)
+    with pytest.raises(TimeoutError):
+        pause.result(0.3)
+    later = pool.submit(ask, admin)
+    call(admin, "/resume")
+    assert pause.result(10)["error"]["code"] == "wrong_state"
+    assert later.result(10)
+    assert call(admin, "/abort_requests", request_ids=[long.id])["aborted"] == 1
+    long.text()
+    assert long.reason == "abort"
+
+
+def test_aborts_by_id_and_of_all(admin: httpx.Client, pool: ThreadPoolExecutor, whole: str) -> None:
+    first, second = Stream(admin, pool).begun(), Stream(admin, pool, max_tokens=1900).begun()
+    assert call(admin, "/abort_requests", request_ids=[second.id, "no-such"]) == {"status": "aborted", "aborted": 1}
+    second.text()
+    assert second.reason == "abort"
+    assert first.text() == whole
+    third = Stream(admin, pool, max_tokens=1900).begun()
+    assert call(admin, "/abort_requests")["aborted"] == 1
+    third.text()
+    assert third.reason == "abort"
+
+
+def sleep_state(admin: httpx.Client) -> list[str]:
+    return re.findall(r'sleep_state="(\w+)"[^}]*} 1\.0', admin.get("/metrics").text)
+
+
+def test_sleep_in_the_middle_of_a_stream(admin: httpx.Client, pool: ThreadPoolExecutor, whole: str) -> None:
+    stream = Stream(admin, pool).begun()
+    assert "level" in call(admin, "/sleep?level=3", 400)["error"]["message"]
+    assert "tags" in call(admin, "/sleep?tags=nothing", 400)["error"]["message"]
+    assert not stream.is_over, "a call that is refused changes nothing"
+    assert "freed_bytes" in call(admin, "/sleep?level=1&mode=keep")
+    assert admin.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert sleep_state(admin) == ["weights_offloaded"]
+    call(admin, "/sleep", 409)
+    later = pool.submit(ask, admin)
+    call(admin, "/resume")  # asleep all the same
+    with pytest.raises(TimeoutError):
+        later.result(0.3)
+    call(admin, "/wake_up?tags=weights")
+    assert admin.get("/is_sleeping").json() == {"is_sleeping": True}
+    call(admin, "/wake_up")
+    call(admin, "/wake_up", 409)
+    assert sleep_state(admin) == ["awake"]
+    assert stream.text() == whole
+    assert later.result(30)
+
+
+def test_weights_that_were_dropped_come_back_from_a_folder(admin: httpx.Client, pool: ThreadPoolExecutor) -> None:
+    call(admin, "/sleep?level=2")
+    call(admin, "/wake_up")
+    waits = pool.submit(ask, admin)
+    with pytest.raises(TimeoutError):
+        waits.result(0.3)
+    call(admin, "/update_weights", weight_dir=str(DEMO))
+    assert waits.result(30) == "The capital of Italy is Rome."
+
+
+def test_prefix_cache_is_emptied(admin: httpx.Client) -> None:
+    body = {"prompt": "the dog and the cat " * 20, "max_tokens": 1}
+
+    def cached() -> int:
+        usage = admin.post("/v1/completions", json=body).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    cached()
+    assert cached() > 0
+    assert call(admin, "/reset_prefix_cache") == {"success": True}
+    assert cached() == 0
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo checkpoint with other values."""
+    folder = tmp_path_factory.mktemp("other") / "checkpoint"
+    shutil.copytree(DEMO, folder)
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    weights["model.norm.weight"] = -weights["model.norm.weight"]
+    save_file(weights, path)
+    return folder
+
+
+def test_new_weights_from_a_folder(admin: httpx.Client, pool: ThreadPoolExecutor, other: Path, tmp_path: Path) -> None:
+    """Over a stream, in one call and in three; what is refused changes nothing."""
+    before = call(admin, "/weight_checker", action="checksum")["checksums"]
+    version = admin.get("/weight_info").json()["weight_version"]
+    for wrong in (str(tmp_path), "/no/such", 3):
+        assert call(admin, "/update_weights", 400, weight_dir=wrong)["error"]["param"] == "weight_dir"
+    assert ask(admin) == "The capital of Italy is Rome."
+    stream = Stream(admin, pool).begun()
+    call(admin, "/update_weights", weight_dir=str(other), in_flight="keep")
+    compared = call(admin, "/weight_checker", action="compare", baseline=before)
+    assert compared == {"match": False, "mismatches": ["model.norm.weight"]}
+    assert ask(admin) != "The capital of Italy is Rome."
+    stream.text()
+    assert stream.reason == "length"
+
+    call(admin, "/update_weights", 409, update_info={"weight_dir": str(DEMO)})  # none was started
+    call(admin, "/pause?mode=keep")
+    call(admin, "/start_weight_update")
+    call(admin, "/resume")
+    waits = pool.submit(ask, admin)
+    with pytest.raises(TimeoutError):
+        waits.result(0.3)
+    call(admin, "/finish_weight_update", 400)  # nothing has come
+    call(admin, "/update_weights", update_info={"weight_dir": str(DEMO)})
+    call(admin, "/finish_weight_update", 400, weight_version=0)
+    call(admin, "/finish_weight_update", weight_version=version + 7)
+    assert waits.result(30) == "The capital of Italy is Rome."
+    assert admin.get("/weight_info").json() == {"weight_version": version + 7}
+    assert call(admin, "/weight_checker", action="compare", baseline=before)["match"]
+
+
+def test_what_the_server_says_of_itself(admin: httpx.Client) -> None:
+    assert admin.get("/get_world_size?include_dp=false").json() == {"world_size": 1}
+    text = admin.get("/server_info?config_format=json").text
+    info = json.loads(text)
+    assert info["vllm_config"]["model_config"]["max_model_len"] == 2048
+    assert info["vllm_config"]["weight_transfer_config"] is not None
+    assert KEY not in text and USER_KEY not in text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/pause?mode=gently", {}, "mode"),
+        ("/pause", {"mode": 3}, "mode"),
+        ("/sleep?level=x", {}, "level"),
+        ("/start_weight_update", {"in_flight": "maybe"}, "in_flight"),
+        ("/update_weights", {}, "update_info"),
+        ("/update_weights", {"update_info": {}, "weight_dir": "x"}, "update_info"),
+        ("/init_weight_transfer_engine", {"init_info": []}, "init_info"),
+        ("/init_weight_transfer_engine", {"init_info": {"pigeon": 1}}, "init_info"),
+        ("/init_weight_transfer_engine", {}, "init_info"),
+        ("/weight_checker", {"action": "compare"}, "baseline"),
+        ("/abort_requests", {"request_ids": "all"}, "request_ids"),
+    ],
+)
+def test_mistakes_are_named(admin: httpx.Client, path: str, body: dict[str, Any], param: str) -> None:
+    assert call(admin, path, 400, **body)["error"]["param"] == param
+    assert admin.get("/is_paused").json() == {"is_paused": False}
+
+
+def test_a_call_ends_with_the_engine(server: Server, admin: httpx.Client, pool: ThreadPoolExecutor) -> None:
+    """The last one here: it ends the server."""
+    body = LONG | {"max_tokens": 1900, "n": 8}
+    pool.submit(admin.post, "/v1/chat/completions", json=body)
+    wait_for(lambda: admin.get("/load").json()["server_load"] == 8, "requests")
+    pause = pool.submit(admin.post, "/pause?mode=wait")
+    with pytest.raises(TimeoutError):
+        pause.result(0.2)
+    os.kill(server.engine, signal.SIGKILL)
+    assert pause.result(10).json()["error"]["code"] == "engine_dead"
+    assert server.process.wait(20) == 1
