@@ -29,6 +29,11 @@ class Executor(ABC):
     def failed(self) -> bool:
         """Whether every further call raises."""
 
+    def check(self) -> None:
+        """Raises where a rank has failed, and says how."""
+        if self.failed:
+            raise RuntimeError("a rank has failed")
+
     @abstractmethod
     def launch(self, packed: np.ndarray) -> None:
         """Starts a packed step on every rank (wire/step.py), without waiting for the device."""

@@ -109,6 +109,10 @@ class LocalExecutor(Executor):
         """Whether every further call raises."""
         return self._failed or self.processes.failed
 
+    def check(self) -> None:
+        with self._failures_explained():
+            pass
+
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         begin = time.perf_counter()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from nanovllm.outputs import StepColumns
 
 _EXIT_GRACE = 5.0  # seconds for an orderly end once the front is gone
+_IDLE_LOOK = 1.0  # seconds between two looks at the ranks, while there is no work
 _STATS_INTERVAL = 0.1  # seconds between two frames that carry counters, while the engine is busy
 
 
@@ -95,8 +96,10 @@ class EngineProcess:
                 if len(gained):
                     self._send(self._step_frame(engine, gained))
             else:
-                self._work.wait()
+                self._work.wait(_IDLE_LOOK)
                 self._work.clear()
+                if engine.executor.failed:
+                    engine.executor.check()  # raises
 
     def _step_frame(self, engine: "LLMEngine", gained: "StepColumns") -> frames.Step:
         if not gained.endings and not gained.logprobs:  # nearly every step
@@ -151,6 +154,9 @@ class EngineProcess:
                     self._handle(frames.down_decoder.decode(body))
         except OSError:
             pass
+        except Exception as error:  # a mistake of ours: without this thread nothing more would be taken in
+            traceback.print_exc()
+            self._send(frames.Failed(f"{type(error).__name__} in the thread that takes requests in", False))
         if self._engine is None:
             os._exit(1)  # still loading: workers end with this process
         self._leave()

@@ -5,8 +5,10 @@ import logging
 import os
 import signal
 import socket
+import stat
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from nanovllm.serve import errors
@@ -38,17 +40,20 @@ def bind(options: ServeOptions) -> socket.socket:
 
 
 def _bind_unix(path: str) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        listener.connect(path)
-    except OSError:
-        pass  # no server listens there; an earlier one may have left its file
-    else:
-        listener.close()
-        raise OSError(f"socket {path} is taken")
-    listener.close()
+    """An earlier server may have left its socket: it goes. A file of another kind stays."""
     if os.path.exists(path):
-        os.unlink(path)
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            raise OSError(f"{path} is there, and no socket")
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(1.0)
+            try:
+                probe.connect(path)
+            except ConnectionRefusedError:
+                os.unlink(path)
+            except OSError:  # its queue is full
+                raise OSError(f"socket {path} is taken") from None
+            else:
+                raise OSError(f"socket {path} is taken")
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(2048)
@@ -95,7 +100,7 @@ def serve(model: str, engine_options: dict[str, Any], options: ServeOptions, mod
         child.socket.close()
         child.wait()
         if options.uds is not None:
-            os.unlink(options.uds)
+            Path(options.uds).unlink(missing_ok=True)
 
 
 class _Life:

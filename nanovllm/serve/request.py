@@ -1,7 +1,7 @@
 """A request in flight: its completions, and the bytes that its client gets of them."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nanovllm.serve import frames, limits
@@ -108,6 +108,8 @@ class Request:
         """Ended, failed or left by its client."""
         self.has_left = False
         """Whether its client did."""
+        self.on_complete: Callable[[Request], None] = lambda request: None
+        """Called when all of it has been written, or is there to be answered with."""
 
     # -- what an API adds ---------------------------------------------------------------------------------------
 
@@ -137,10 +139,9 @@ class Request:
         return sum(each.num_tokens for each in self.completions)
 
     def open(self, connection: BoundedProtocol, now: float) -> None:
-        """The response has begun: from here on `flush` writes."""
+        """The response has begun: from here on `flush` writes, for the first time at once."""
         self.connection, self.last_write = connection, now
         connection.transport.set_write_buffer_limits(high=limits.WRITE_BUFFER)
-        connection.on_writable = lambda: self.flush(asyncio.get_running_loop().time())
         self.flush(now)
 
     def flush(self, now: float) -> None:
@@ -194,6 +195,7 @@ class Request:
         self.is_over = True
         if not self.done.done():
             self.done.set_result(None)
+        self.on_complete(self)
 
     def ping(self, now: float) -> None:
         """A comment, so that no proxy takes a silent stream for a dead one."""

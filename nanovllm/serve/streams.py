@@ -42,6 +42,7 @@ class Streams:
             request.parts[first] = index
             self._parts[first] = request
             ids.append(first)
+        request.on_complete = self._remove
         self.requests.add(request)
         self.num_rows += len(request.completions)
         return ids
@@ -125,7 +126,8 @@ class Streams:
             self._touched.append(request)
 
     def flush(self, now: float) -> None:
-        """Writes to every stream that has gained something; each turn begins with another one."""
+        """Writes to every stream that has gained something; each turn begins with another one. A stream stays in
+        `requests` until its client has taken its end."""
         requests, self._touched = self._touched, []
         if not requests:
             return
@@ -137,14 +139,16 @@ class Streams:
                 request.first_token = now
                 self._metrics.first_token.observe(now - request.arrival)
             if request.is_streamed:
-                try:
-                    request.flush(now)
-                except Exception:
-                    self._give_up(request)
-            if not request.parts:
-                if not request.is_streamed:
-                    request.complete()
-                self._remove(request)
+                self.write(request, now)
+            if not request.parts and not request.is_streamed:
+                request.complete()
+
+    def write(self, request: Request, now: float) -> None:
+        """Writes what a stream has to send, if its client reads."""
+        try:
+            request.flush(now)
+        except Exception:
+            self._give_up(request)
 
     def abort_all(self, wanted: Callable[[Request], bool]) -> int:
         """Ends requests with what they have, and not as mistakes; returns how many."""
@@ -167,8 +171,11 @@ class Streams:
         """Ends a request with an error."""
         if request in self.requests:
             self._forget_parts(request)
-            request.fail(error)
             self._remove(request, "error")
+            try:
+                request.fail(error)
+            except Exception:
+                self._give_up(request)
 
     def _give_up(self, request: Request) -> None:
         """A mistake of ours with one request is the end of that one alone."""

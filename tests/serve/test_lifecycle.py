@@ -17,6 +17,9 @@ import httpx
 import pytest
 from serving import DEMO, ROOT, Server, alive, events, user, wait_for
 
+from nanovllm.serve.lifecycle import bind
+from nanovllm.serve.options import ServeOptions
+
 LONG = {"messages": user("Once upon a time"), "max_tokens": 1900, "ignore_eos": True, "temperature": 1.0, "seed": 1}
 COMPLETIONS = "/v1/chat/completions"
 
@@ -283,3 +286,16 @@ def test_unix_socket(tmp_path: Path) -> None:
             assert client.get("/health").status_code == 200
         assert server.stop() == 0
         assert not path.exists()
+
+
+def test_unix_socket_of_others(tmp_path: Path) -> None:
+    """A socket that nobody listens at is taken over, and nothing else."""
+    path, options = tmp_path / "socket", ServeOptions(uds=str(tmp_path / "socket"))
+    path.write_text("letters")
+    with pytest.raises(OSError, match="no socket"):
+        bind(options)
+    assert path.read_text() == "letters"
+    path.unlink()
+    with bind(options), pytest.raises(OSError, match="taken"):
+        bind(options)
+    bind(options).close()

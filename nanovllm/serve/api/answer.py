@@ -180,6 +180,7 @@ async def answer(call: Call, request: Answer, params: dict[str, Any], max_tokens
             await request.opened
             if not request.has_left:
                 await call.begin(200, SSE, _SSE_HEADERS)
+                connection.on_writable = lambda: front.streams.write(request, front.now())
                 request.open(connection, front.now())
                 await request.done
                 await call.end()
@@ -189,6 +190,7 @@ async def answer(call: Call, request: Answer, params: dict[str, Any], max_tokens
                 await call.respond(request.response())
     finally:
         connection.on_disconnect = connection.on_writable = None
+        front.streams.leave(request)  # where it has not ended
         front.log_request(request)
 
 

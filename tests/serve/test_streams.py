@@ -1,0 +1,152 @@
+"""Streams and their clients, without sockets: who is still in flight, and what a mistake of ours leaves."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nanovllm.serve import frames, limits
+from nanovllm.serve.errors import engine_dead
+from nanovllm.serve.metrics import Metrics
+from nanovllm.serve.request import Completion, Request
+from nanovllm.serve.streams import Streams
+
+
+class Connection:
+    """A client that reads, until it is told not to."""
+
+    def __init__(self) -> None:
+        self.written, self.is_closed = b"", False
+        self.flow = SimpleNamespace(write_paused=False)
+        self.transport = self
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def abort(self) -> None:
+        self.is_closed = True
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def set_write_buffer_limits(self, high: int) -> None:
+        pass
+
+
+class Text:
+    def push(self, token: int) -> str:
+        return f"<{token}>"
+
+    def flush(self) -> str:
+        return ""
+
+
+class Stream(Request):
+    is_streamed = True
+    fails_at = -1
+
+    def chunk(self, completion: Completion, text: str) -> bytes:
+        if f"<{self.fails_at}>" in text:
+            raise ZeroDivisionError("a mistake of ours")
+        return text.encode()
+
+
+class Room:
+    """Streams, one request in them, and what the engine is told."""
+
+    def __init__(self, n: int = 1) -> None:
+        self.aborted: list[int] = []
+        self.streams = Streams(Metrics(), self.aborted.append)
+        self.request = Stream("id", [[1, 2]], 0.0)
+        self.request.completions = [Completion(self.request, index, 0, Text()) for index in range(n)]
+        self.streams.add(self.request)
+        self.connection = Connection()
+        self.request.open(self.connection, 0.0)  # type: ignore[arg-type]
+
+    def step(self, *tokens: int, ends: bool = False, now: float = 1.0) -> None:
+        rows = list(range(len(tokens)))
+        step = frames.Step([], [])
+        if ends:
+            step.finishes = [frames.Finish(row, token, "length", None) for row, token in enumerate(tokens)]
+            step.done = [frames.Done(0, 0, 0.0, 0.0, 0.0)]
+        else:
+            step.rows, step.tokens = rows, list(tokens)
+        self.streams.take(step, now)
+        self.streams.flush(now)
+
+    @property
+    def is_empty(self) -> bool:
+        streams = self.streams
+        return not streams.requests and not streams.num_rows and not streams._rows and not streams._parts
+
+
+def running(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+    def run() -> None:
+        asyncio.run(test())  # type: ignore[arg-type]
+
+    run.__name__ = test.__name__
+    return run
+
+
+@running
+async def test_stream() -> None:
+    room = Room(n=2)
+    room.step(5, 6)
+    room.step(7, 8, ends=True)
+    assert room.is_empty and not room.aborted
+    assert room.connection.written.endswith(b"<7><8>data: [DONE]\n\n\r\n")
+
+
+@running
+async def test_client_that_reads_late_gets_all() -> None:
+    room = Room()
+    room.connection.flow.write_paused = True
+    room.step(5)
+    room.step(6, ends=True)
+    assert room.streams.requests == {room.request} and room.streams.num_rows == 0
+    room.connection.flow.write_paused = False
+    room.streams.write(room.request, 2.0)
+    assert b"<5><6>data: [DONE]" in room.connection.written
+    assert room.is_empty
+
+
+@running
+async def test_client_that_never_reads_is_let_go_after_the_last_token_too() -> None:
+    room = Room()
+    room.connection.flow.write_paused = True
+    room.step(5, ends=True)
+    room.streams.sweep(1.0 + limits.SLOW_SECONDS / 2, None)
+    assert not room.connection.is_closed
+    room.streams.sweep(2.0 + limits.SLOW_SECONDS, None)
+    assert room.connection.is_closed and room.is_empty
+
+
+def at_a_step(room: Room) -> None:
+    room.step(5)
+
+
+def at_a_late_write(room: Room) -> None:
+    room.connection.flow.write_paused = True
+    room.step(5)
+    room.connection.flow.write_paused = False
+    room.streams.write(room.request, 2.0)
+
+
+def at_an_error(room: Room) -> None:
+    room.connection.flow.write_paused = True
+    room.step(5)
+    room.connection.flow.write_paused = False
+    room.streams.fail(room.request, engine_dead())
+
+
+@pytest.mark.parametrize("moment", [at_a_step, at_a_late_write, at_an_error])
+def test_mistake_of_ours_ends_one_request(moment: Any) -> None:
+    async def one() -> None:
+        room = Room()
+        room.request.fails_at = 5
+        moment(room)
+        assert room.is_empty and room.connection.is_closed and room.aborted == [0]
+
+    asyncio.run(one())
