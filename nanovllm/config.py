@@ -89,6 +89,8 @@ class EngineConfig:
     model_impl: str = "auto"
     """"native": our layers; "transformers": transformers' own module over our KV cache, on one rank and without CUDA
     graphs; "auto": native where there is one."""
+    quantization: str | None = None
+    """"fp8": linear layers hold weights in e4m3, made while they are loaded. None: as the checkpoint has them."""
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     """Replaces entries of config.json, for example {"rope_scaling": {...}}."""
 
@@ -194,6 +196,8 @@ class EngineConfig:
         )  # fmt: skip
         self._require_choice("device", "auto", "cuda", "cpu")
         self._require_choice("dtype", "auto", *DTYPES)
+        if self.quantization is not None:
+            self._require_choice("quantization", "fp8")
         self._require_choice("logprobs_mode", "raw", "processed")
         self._require_choice("load_format", "auto", "dummy")
         self._require_choice("model_impl", "auto", "native", "transformers")

@@ -40,6 +40,21 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class Quantization:
+    """How linear layers hold their weights in fewer bits (layers/quantized.py)."""
+
+    method: str = "fp8"
+    scales: str = "channel"
+    """Of weights in the checkpoint: of a "tensor", of each "channel" (row), or of each "block" of 128 x 128."""
+    scale_name: str = "weight_scale"
+    """Of the tensor beside "weight" that has them."""
+    static_inputs: bool = False
+    """The checkpoint has a scale of activations for each tensor, "input_scale"."""
+    while_loading: bool = False
+    """The checkpoint's weights are not quantised; ours are, with a scale for each channel."""
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """What may differ between the layers of one model."""
 
@@ -53,11 +68,20 @@ class LayerSpec:
     mlp: str = "dense"
     """Kind of MLP, a key of models/decoder.py's MLPS."""
     has_sinks: bool = False
+    quantization: Quantization | None = None
+    wide: frozenset[str] = frozenset()
+    """What is not quantised all the same: of "qkv", "o", "gate_up", "down", "experts", "shared_gate_up" and
+    "shared_down"."""
 
     @property
     def signature(self) -> Hashable:
         """Equal for layers that run the same kernels: tables of one size differ in values alone."""
-        return (self.head_dim, self.num_kv_heads, self.window, self.rope is None, self.mlp, self.has_sinks)
+        kinds = (self.mlp, self.has_sinks, self.quantization, self.wide)
+        return (self.head_dim, self.num_kv_heads, self.window, self.rope is None, *kinds)
+
+    def precision(self, part: str) -> Quantization | None:
+        """Of one of the parts that `wide` may name; None: the model's dtype."""
+        return None if part in self.wide else self.quantization
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from nanovllm.kernels.base.padded_rows import empty_rows
 from nanovllm.kernels.pointwise.rope import QKNormRope
 from nanovllm.layers.linear import HeadSplit, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
+from nanovllm.model_config import Quantization
 from nanovllm.parallel.group import TensorParallelGroup
 
 
@@ -85,21 +86,24 @@ class Attention(WeightedModule):
         self, hidden_size: int, heads: HeadSplit, options: AttentionOptions, cos_sin: torch.Tensor | None,
         group: TensorParallelGroup, kernels: Kernels, backend: AttentionBackend, dtype: torch.dtype,
         device: torch.device, query_scale: torch.Tensor | None = None,
+        precisions: tuple[Quantization | None, Quantization | None] = (None, None),
     ) -> None:  # fmt: skip
         """cos_sin: see cos_sin_table, one table for all layers that rotate alike; None where nothing is rotated.
-        query_scale float32 [max_position]: factor on the queries by position."""
+        query_scale float32 [max_position]: factor on the queries by position. precisions: of qkv, and of o."""
         super().__init__()
         self.heads, self.options, self.group = heads, options, group
         self.spec, self.norm_rope = options.spec(heads), options.norm_rope(heads)
         self.cos_sin, self.query_scale = cos_sin, query_scale
         self.kernels = kernels
         self.backend = backend
+        self._dtype, self._device = dtype, device
         head_dim = options.head_dim
         self.qkv_proj = QKVParallelLinear(
-            hidden_size, heads, head_dim, dtype, device, bias=options.qkv_bias, adds_bias=False
-        )
+            hidden_size, heads, head_dim, dtype, device, bias=options.qkv_bias, adds_bias=False,
+            precision=precisions[0],
+        )  # fmt: skip
         width = heads.num_heads * head_dim
-        switches = {"kind": "o", "bias": options.o_bias, "multiple": 1}
+        switches = {"kind": "o", "bias": options.o_bias, "pads": False, "precision": precisions[1]}
         self.o_proj = RowParallelLinear(width, hidden_size, group, dtype, device, **switches)  # type: ignore[arg-type]
         self.q_norm_weight = self.k_norm_weight = self.sinks = None
         if options.qk_norm is not None:
@@ -123,7 +127,7 @@ class Attention(WeightedModule):
     def unbind_cache(self) -> None:
         """Lets go of the KV cache; runner/kv_cache.py binds one: [num_blocks, kv heads, block_size, head_dim] each."""
         heads, head_dim = self.cache_shape
-        self.k_cache = self.v_cache = self.qkv_proj.weight.new_empty(0, heads, 1, head_dim)
+        self.k_cache = self.v_cache = torch.empty(0, heads, 1, head_dim, dtype=self._dtype, device=self._device)
 
     def forward(self, x: torch.Tensor, step: ForwardStep, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """`wanted` int [N]: the tokens whose result is read, [N, hidden]; all have their keys stored."""

@@ -8,7 +8,7 @@ is 0. So any width is served, and a rank's rows start where the hardware's copie
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +17,9 @@ from nanovllm.kernels import Kernels
 from nanovllm.kernels.gemm import decode, skinny
 from nanovllm.kernels.gemm.choice import LIBRARY, Gemm, GemmConfig
 from nanovllm.kernels.gemm.dispatch import matmul
-from nanovllm.layers.weights import CheckpointWeight, Shard, WeightedModule, parameter, whole
+from nanovllm.layers.quantized import FP8Matrix, column_multiple, quantized_matrix
+from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Shard, WeightedModule, parameter
+from nanovllm.model_config import Quantization
 from nanovllm.parallel.group import TensorParallelGroup
 
 
@@ -29,16 +31,25 @@ class ParallelLinear(WeightedModule):
     and take these where the layer has a bias or the choice for that number of rows cannot fuse.
     """
 
+    weight: torch.Tensor
+    """Of a layer that is not quantised, [out, in]."""
+
     def __init__(
         self, kind: str, rows: int, columns: int, dtype: torch.dtype, device: torch.device, *,
-        bias: bool = False, adds_bias: bool = True,
+        pieces: Iterable[Piece], bias: bool = False, adds_bias: bool = True, precision: Quantization | None = None,
     ) -> None:  # fmt: skip
-        """kind: one of choice.KINDS. weight [rows, columns], bias [rows]. adds_bias: False leaves `bias` to the
-        consumer of the result."""
+        """kind: one of choice.KINDS. rows, columns: of this rank's weight, of which `pieces` fill all but the padding.
+        bias [rows]. adds_bias: False leaves `bias` to the consumer of the result. precision: None: a weight of
+        `dtype`."""
         super().__init__()
-        self.kind = kind
-        self.weight = parameter(rows, columns, dtype=dtype, device=device)
+        self.kind, self.pieces = kind, tuple(pieces)
+        self.quantized: FP8Matrix | None = None
+        if precision is None:
+            self.weight = parameter(rows, columns, dtype=dtype, device=device)
+        else:
+            self.quantized = quantized_matrix(precision, rows, columns, self.pieces, device)
         self.bias = parameter(rows, dtype=dtype, device=device) if bias else None
+        self._zero_padding()
         self.adds_bias = adds_bias
         self.takes_parts = True
         """The consumer adds up sums over parts of K; where it is not a ReduceAddNorm the model says False."""
@@ -48,10 +59,18 @@ class ParallelLinear(WeightedModule):
         """Numbers of rows that a kernel of our own multiplies, after which PDL gains. One set for
         the layer's life: the norm that consumes its result holds it too."""
 
+    def _zero_padding(self) -> None:
+        cuts = [cut for piece in self.pieces for cut in piece.cuts]
+        by_columns = any(cut.dim for cut in cuts)
+        if self.quantized is None and sum(cut.length for cut in cuts) < self.weight.shape[by_columns]:
+            self.weight.zero_()
+        if self.bias is not None and not by_columns:
+            self.bias.zero_()
+
     def gemm(self, fused: bool) -> Gemm:
         """Its name in the GEMM table. fused: see Gemm."""
-        n, k = self.weight.shape
-        return Gemm(self.kind, n, k, str(self.weight.dtype).removeprefix("torch."), fused)
+        held = self.weight if self.quantized is None else self.quantized.weight
+        return Gemm(self.kind, held.shape[0], held.shape[1], str(held.dtype).removeprefix("torch."), fused)
 
     def use(self, configs: Mapping[int, GemmConfig]) -> None:
         """Takes what is chosen, by the number of rows; the library where the consumer takes no parts of a sum."""
@@ -63,7 +82,10 @@ class ParallelLinear(WeightedModule):
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in] @ weight^T: [T, out], or float32 [parts, T, out], sums over parts of `in`, where the choice says
         so: only layers whose result goes to a ReduceAddNorm have such a choice."""
-        return matmul(x, self.weight, self.configs.get(x.shape[0], LIBRARY))
+        config = self.configs.get(x.shape[0], LIBRARY)
+        if self.quantized is not None:
+            return self.quantized.matmul(x, config)
+        return matmul(x, self.weight, config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] -> [T, out], or float32 [parts, T, out] as `matmul`."""
@@ -71,6 +93,21 @@ class ParallelLinear(WeightedModule):
         if self.bias is not None and self.adds_bias:
             (y if y.dim() == 2 else y[0]).add_(self.bias)
         return y
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        for piece in self.pieces:
+            path = piece.path(prefix)
+            if self.quantized is not None:
+                yield from self.quantized.checkpoint_weights(path, piece.shape, piece.cuts)
+            else:
+                shards = tuple(cut.shard(self.weight) for cut in piece.cuts)
+                yield CheckpointWeight(f"{path}.weight", piece.shape, shards)
+            if self.bias is not None:
+                yield self._bias_weight(f"{path}.bias", self.bias, piece)
+
+    def _bias_weight(self, name: str, bias: torch.Tensor, piece: Piece) -> CheckpointWeight:
+        shards = (Shard(bias, 0, 0),) if any(cut.dim for cut in piece.cuts) else (cut.shard(bias) for cut in piece.cuts)
+        return CheckpointWeight(name, piece.shape[:1], tuple(shards))
 
     def fuses(self, rows: int) -> GemmConfig | None:
         """The choice for so many rows where it computes norm, activation and residual too."""
@@ -93,14 +130,13 @@ class ParallelLinear(WeightedModule):
             return skinny.linear_residual(x, self.weight, residual, config)
         if self.bias is not None and self.adds_bias:
             residual.add_(self.bias)
+        if self.quantized is not None:
+            y = self.matmul(x)
+            return residual.add_(y if y.dim() == 2 else y.sum(0))
         return residual.addmm_(x, self.weight.t())
 
 
-_ALIGNMENT = 8
-"""Elements; what our kernels ask of the inputs of a layer."""
-
-
-def part_of(width: int, group: TensorParallelGroup, multiple: int = _ALIGNMENT) -> tuple[int, int, int]:
+def part_of(width: int, group: TensorParallelGroup, multiple: int) -> tuple[int, int, int]:
     """A rank's part of a split width: its size (the same on all ranks, of this `multiple`), where it begins, how much
     of it is no padding."""
     size = -(-width // (group.size * multiple)) * multiple
@@ -116,15 +152,16 @@ class MergedColumnParallelLinear(ParallelLinear):
 
     def __init__(
         self, in_features: int, outputs: dict[str, int], group: TensorParallelGroup, dtype: torch.dtype,
-        device: torch.device, *, kind: str = "gate_up", bias: bool = False,
+        device: torch.device, *, kind: str = "gate_up", bias: bool = False, precision: Quantization | None = None,
     ) -> None:  # fmt: skip
         """`outputs`: name in the checkpoint -> whole number of outputs, in the order of the result's columns."""
-        self.outputs = outputs
-        self.parts = [part_of(width, group) for width in outputs.values()]
-        super().__init__(kind, sum(size for size, _, _ in self.parts), in_features, dtype, device, bias=bias)
-        for tensor in (self.weight, self.bias):
-            for target, (_, _, valid) in self._targets(tensor):
-                target[valid:].zero_()
+        pieces, rows = [], 0
+        for name, width in outputs.items():
+            size, begin, valid = part_of(width, group, column_multiple(precision))
+            pieces.append(Piece(name, (width, in_features), (Cut(0, rows, begin, valid),)))
+            rows += size
+        kinds = {"pieces": pieces, "bias": bias, "precision": precision}
+        super().__init__(kind, rows, in_features, dtype, device, **kinds)  # type: ignore[arg-type]
 
     def forward_normed_silu_mul(
         self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float, kernels: Kernels
@@ -138,24 +175,11 @@ class MergedColumnParallelLinear(ParallelLinear):
     def forward_silu_mul(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         """This layer as gate and up, SiLU(gate) * up: [T, in] -> [T, out / 2]."""
         config = self.configs.get(x.shape[0], LIBRARY)
-        if config.kernel == "decode" and self.bias is None:
-            return decode.linear_silu_mul(x, self.weight, config)
-        return kernels.silu_mul(self(x))
-
-    def _targets(self, tensor: torch.Tensor | None) -> Iterator[tuple[torch.Tensor, tuple[int, int, int]]]:
-        """Of weight or bias this rank's rows of each output, and which part they are."""
-        if tensor is not None:
-            yield from zip(tensor.split([size for size, _, _ in self.parts]), self.parts, strict=True)
-
-    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
-        for kind, tensor in (("weight", self.weight), ("bias", self.bias)):
-            if tensor is None:
-                continue
-            for (name, width), (target, (_, begin, valid)) in zip(
-                self.outputs.items(), self._targets(tensor), strict=True
-            ):
-                shape = (width, *target.shape[1:])
-                yield CheckpointWeight(f"{prefix}.{name}.{kind}", shape, (Shard(target[:valid], 0, begin),))
+        if config.kernel != "decode" or self.bias is not None:
+            return kernels.silu_mul(self(x))
+        if self.quantized is not None:
+            return self.quantized.linear_silu_mul(x, config)
+        return decode.linear_silu_mul(x, self.weight, config)
 
 
 @dataclass(frozen=True)
@@ -213,20 +237,26 @@ class HeadSplit:
         heads = [self.kv_head(local) for local in range(self.local_kv_heads)]
         return [head > held for head, held in zip(heads, [before, *heads], strict=False)]
 
+    def query_cuts(self, rows: int, place: int = 0) -> tuple[Cut, ...]:
+        """Of all query heads' rows, `rows` each, this rank's, which begin at its row `place`."""
+        return (Cut(0, place, self.first_head * rows, self.local_heads * rows),)
+
+    def kv_cuts(self, rows: int, place: int = 0) -> tuple[Cut, ...]:
+        """The same of key/value heads."""
+        runs = self.kv_head_runs()
+        return tuple(Cut(0, place + local * rows, head * rows, count * rows) for local, head, count in runs)
+
     def query_weight(self, name: str, target: torch.Tensor) -> CheckpointWeight:
         """A checkpoint tensor [rows of all query heads, ...], of which `target` holds this rank's heads."""
         rows = target.shape[0] // self.local_heads
         shape = (self.num_heads * rows, *target.shape[1:])
-        return CheckpointWeight(name, shape, (Shard(target, 0, self.first_head * rows),))
+        return CheckpointWeight(name, shape, tuple(cut.shard(target) for cut in self.query_cuts(rows)))
 
     def kv_weight(self, name: str, target: torch.Tensor) -> CheckpointWeight:
         """A checkpoint tensor [rows of all key/value heads, ...], of which `target` holds this rank's heads."""
         rows = target.shape[0] // self.local_kv_heads
-        shards = tuple(
-            Shard(target[local * rows : (local + count) * rows], 0, whole_head * rows)
-            for local, whole_head, count in self.kv_head_runs()
-        )
-        return CheckpointWeight(name, (self.num_kv_heads * rows, *target.shape[1:]), shards)
+        shape = (self.num_kv_heads * rows, *target.shape[1:])
+        return CheckpointWeight(name, shape, tuple(cut.shard(target) for cut in self.kv_cuts(rows)))
 
 
 class QKVParallelLinear(ParallelLinear):
@@ -235,22 +265,17 @@ class QKVParallelLinear(ParallelLinear):
 
     def __init__(
         self, in_features: int, heads: HeadSplit, head_dim: int, dtype: torch.dtype, device: torch.device, *,
-        bias: bool = False, adds_bias: bool = True,
+        bias: bool = False, adds_bias: bool = True, precision: Quantization | None = None,
     ) -> None:  # fmt: skip
-        rows = (heads.local_heads + 2 * heads.local_kv_heads) * head_dim
-        super().__init__("qkv", rows, in_features, dtype, device, bias=bias, adds_bias=adds_bias)
-        self.heads = heads
-        self.head_dim = head_dim
-
-    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
-        heads = self.heads
-        sizes = [count * self.head_dim for count in (heads.local_heads, heads.local_kv_heads, heads.local_kv_heads)]
-        for kind, rows in (("weight", self.weight), ("bias", self.bias)):
-            if rows is not None:
-                q, k, v = rows.split(sizes)
-                yield heads.query_weight(f"{prefix}.q_proj.{kind}", q)
-                yield heads.kv_weight(f"{prefix}.k_proj.{kind}", k)
-                yield heads.kv_weight(f"{prefix}.v_proj.{kind}", v)
+        q_rows, kv_rows = heads.local_heads * head_dim, heads.local_kv_heads * head_dim
+        q_shape, kv_shape = ((count * head_dim, in_features) for count in (heads.num_heads, heads.num_kv_heads))
+        pieces = (
+            Piece("q_proj", q_shape, heads.query_cuts(head_dim)),
+            Piece("k_proj", kv_shape, heads.kv_cuts(head_dim, q_rows)),
+            Piece("v_proj", kv_shape, heads.kv_cuts(head_dim, q_rows + kv_rows)),
+        )
+        switches = {"pieces": pieces, "bias": bias, "adds_bias": adds_bias, "precision": precision}
+        super().__init__("qkv", q_rows + 2 * kv_rows, in_features, dtype, device, **switches)  # type: ignore[arg-type]
 
 
 class RowParallelLinear(ParallelLinear):
@@ -259,16 +284,15 @@ class RowParallelLinear(ParallelLinear):
 
     def __init__(
         self, in_features: int, out_features: int, group: TensorParallelGroup, dtype: torch.dtype,
-        device: torch.device, *, kind: str = "down", bias: bool = False, multiple: int = _ALIGNMENT,
+        device: torch.device, *, kind: str = "down", bias: bool = False, pads: bool = True,
+        precision: Quantization | None = None,
     ) -> None:  # fmt: skip
-        """multiple: of which a rank's share of the inputs is; 1 where the ranks divide them and none may be padded."""
-        size, self.begin, self.valid = part_of(in_features, group, multiple)
-        super().__init__(kind, out_features, size, dtype, device, bias=bias, adds_bias=group.rank == 0)
-        self.in_features = in_features
-        self.weight[:, self.valid :].zero_()
-
-    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
-        shard = Shard(self.weight[:, : self.valid], 1, self.begin)
-        yield CheckpointWeight(f"{prefix}.weight", (self.weight.shape[0], self.in_features), (shard,))
-        if self.bias is not None:
-            yield whole(f"{prefix}.bias", self.bias)
+        """pads: a rank's share of the inputs may be padded; False: the ranks divide them."""
+        size, begin, valid = part_of(in_features, group, column_multiple(precision) if pads else 1)
+        if begin % column_multiple(precision) and precision is not None:
+            found = f"{kind}: {size} of {in_features} inputs for each rank"
+            bound = f"a multiple of {column_multiple(precision)} in {precision.method}"
+            raise ValueError(f"tensor_parallel_size={group.size}: {found}: must be {bound}")
+        pieces = (Piece("", (out_features, in_features), (Cut(1, 0, begin, valid),)),)
+        switches = {"pieces": pieces, "bias": bias, "adds_bias": group.rank == 0, "precision": precision}
+        super().__init__(kind, out_features, size, dtype, device, **switches)  # type: ignore[arg-type]

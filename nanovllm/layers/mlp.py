@@ -8,6 +8,7 @@ import torch
 from nanovllm.kernels import Kernels
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
+from nanovllm.model_config import Quantization
 from nanovllm.parallel.group import TensorParallelGroup
 
 
@@ -17,14 +18,15 @@ class MLP(WeightedModule):
     def __init__(
         self, hidden_size: int, intermediate_size: int, group: TensorParallelGroup, kernels: Kernels,
         dtype: torch.dtype, device: torch.device, *, activation: str = "silu", gated: bool = True,
-        bias: bool = False,
+        bias: bool = False, precisions: tuple[Quantization | None, Quantization | None] = (None, None),
     ) -> None:  # fmt: skip
-        """activation: one of kernels/pointwise/activation.py's KINDS."""
+        """activation: one of kernels/pointwise/activation.py's KINDS. precisions: of gate and up, and of down."""
         super().__init__()
         self.kernels, self.activation, self.gated = kernels, activation, gated
         outputs = dict.fromkeys(("gate_proj", "up_proj") if gated else ("up_proj",), intermediate_size)
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, outputs, group, dtype, device, bias=bias)
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, group, dtype, device, bias=bias)
+        kinds = (group, dtype, device)
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, outputs, *kinds, bias=bias, precision=precisions[0])
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, *kinds, bias=bias, precision=precisions[1])
 
     @property
     def can_fuse(self) -> bool:

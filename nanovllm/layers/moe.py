@@ -17,6 +17,7 @@ from nanovllm.kernels.moe.router import router_logits
 from nanovllm.kernels.moe.routing import TopK
 from nanovllm.layers.linear import part_of
 from nanovllm.layers.mlp import MLP
+from nanovllm.layers.quantized import column_multiple
 from nanovllm.layers.weights import CheckpointWeight, Shard, WeightedModule, parameter, whole
 from nanovllm.model_config import MoEConfig
 from nanovllm.parallel.group import TensorParallelGroup
@@ -67,7 +68,7 @@ class MoE(WeightedModule):
         super().__init__()
         self.config, self.kernels, self.group_size = config, kernels, group.size
         self.router = Router(hidden_size, config, dtype, device)
-        size, self.begin, self.valid = part_of(config.intermediate_size, group)
+        size, self.begin, self.valid = part_of(config.intermediate_size, group, column_multiple(None))
         count, kinds = config.num_experts, {"dtype": dtype, "device": device}
         self.gate_up = parameter(count, 2 * size, hidden_size, **kinds)  # type: ignore[arg-type]
         self.down = parameter(count, hidden_size, size, **kinds)  # type: ignore[arg-type]

@@ -3,14 +3,12 @@
 A vocabulary that the ranks do not divide is padded at its end; padded rows are zero and are never sampled.
 """
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels import Kernels
 from nanovllm.layers.linear import ParallelLinear
-from nanovllm.layers.weights import CheckpointWeight, Shard
+from nanovllm.layers.weights import Cut, Piece
 from nanovllm.parallel.group import TensorParallelGroup
 
 _ALIGNMENT = 16  # rows of a rank; keeps the head's GEMM on the fast tile sizes
@@ -29,13 +27,13 @@ class VocabParallelEmbedding(ParallelLinear):
     ) -> None:  # fmt: skip
         rows = -(-vocab_size // group.size)
         rows = -(-rows // _ALIGNMENT) * _ALIGNMENT if group.size > 1 else rows
-        super().__init__("head", rows, hidden_size, dtype, device)
-        self.vocab_size = vocab_size
+        start = rows * group.rank
+        valid = max(0, min(rows, vocab_size - start))
+        cuts = (Cut(0, 0, start, valid),) if valid else ()
+        super().__init__("head", rows, hidden_size, dtype, device, pieces=[Piece("", (vocab_size, hidden_size), cuts)])
         self.group_size = group.size
         self.kernels = kernels
-        self.vocab_start = rows * group.rank
-        self.num_valid = max(0, min(rows, vocab_size - self.vocab_start))
-        self.weight[self.num_valid :].zero_()
+        self.vocab_start, self.num_valid = start, valid
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.group_size == 1:
@@ -44,8 +42,3 @@ class VocabParallelEmbedding(ParallelLinear):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self(hidden)
-
-    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
-        shape = (self.vocab_size, self.weight.shape[1])
-        shards = (Shard(self.weight[: self.num_valid], 0, self.vocab_start),) if self.num_valid else ()
-        yield CheckpointWeight(f"{prefix}.weight", shape, shards)

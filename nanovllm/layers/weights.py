@@ -5,11 +5,13 @@ parameters. Loading, checking for missing or surplus names, dummy weights and li
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
+
+from nanovllm.kernels.fp8.reference import BLOCK, quantize_blocks, quantize_channels
 
 PIECE_BYTES = 4 << 20
 """Copied between two reports of progress. 32 readers of one disk (4 ranks) pass 128 MB before the first of them has
@@ -22,7 +24,48 @@ class TensorSource(Protocol):
     @property
     def shape(self) -> torch.Size: ...
 
+    @property
+    def dtype(self) -> torch.dtype: ...
+
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor: ...
+
+
+class Cut(NamedTuple):
+    """Which range of a checkpoint's matrix [out, in] a rank keeps, and where in its own."""
+
+    dim: int
+    place: int
+    """Where the range begins in the rank's matrix, along `dim`."""
+    start: int
+    """Where it begins in the whole one."""
+    length: int
+
+    def shard(self, matrix: torch.Tensor, scales: "Scales | None" = None) -> "Shard":
+        """Of the rank's matrix."""
+        return Shard(matrix.narrow(self.dim, self.place, self.length), self.dim, self.start, scales)
+
+
+class Piece(NamedTuple):
+    """A matrix of the checkpoint of which a layer's is made."""
+
+    name: str
+    """Its module, below the layer's path; "": the layer itself."""
+    shape: tuple[int, int]
+    cuts: tuple[Cut, ...]
+
+    def path(self, prefix: str) -> str:
+        return f"{prefix}.{self.name}" if self.name else prefix
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The scales of the rows of a quantised target, to be made where its source is not quantised."""
+
+    values: torch.Tensor
+    """float32 [rows / rows_each, columns / 128], or [..., 1] for whole rows; dimensions of rows are the target's."""
+    rows_each: int = 1
+    in_blocks: bool = False
+    """A scale is that of a block of 128 x 128 of the whole matrix; False: of a row."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +79,7 @@ class Shard:
     target: torch.Tensor
     dim: int
     start: int
+    scales: Scales | None = None
 
     def length(self, num_dims: int) -> int:
         """Of the range, in a checkpoint tensor with `num_dims` dimensions."""
@@ -47,11 +91,18 @@ def deinterleaved(shard: Shard, head_dim: int, rotary_dim: int) -> Iterator[Shar
     """The same for rows of whole heads that a checkpoint rotates in pairs (2i, 2i + 1), one shard after the other: the
     first elements of a head's pairs land before the second ones, as our rotation pairs i with i + rotary_dim / 2."""
     for first in range(0, shard.target.shape[0], head_dim):
-        head = shard.target[first : first + head_dim]
-        pairs = head[:rotary_dim].unflatten(0, (2, -1)).transpose(0, 1)
-        yield Shard(pairs, 0, shard.start + first)
+        rotated, rest = slice(first, first + rotary_dim), slice(first + rotary_dim, first + head_dim)
+        scales = None if shard.scales is None else shard.scales.values
+        of_pairs = None if scales is None else Scales(_pairs(scales[rotated]))
+        yield Shard(_pairs(shard.target[rotated]), 0, shard.start + first, of_pairs)
         if rotary_dim < head_dim:
-            yield Shard(head[rotary_dim:], 0, shard.start + first + rotary_dim)
+            of_rest = None if scales is None else Scales(scales[rest])
+            yield Shard(shard.target[rest], 0, shard.start + first + rotary_dim, of_rest)
+
+
+def _pairs(rows: torch.Tensor) -> torch.Tensor:
+    """[2n, ...] -> a view [n, 2, ...]: row i beside row i + n."""
+    return rows.unflatten(0, (2, -1)).transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -63,12 +114,28 @@ class CheckpointWeight:
     shards: tuple[Shard, ...]
     offset: float = 0.0
     """What is added after the copy: 1 where a checkpoint holds weight - 1."""
+    scaled_by: tuple[str, ...] = ()
+    """Names of the tensors that a quantised checkpoint brings with this one. Where this comes wide, they do not."""
+    is_scale: bool = False
+    """Positive numbers; a dimension of 1 at the end of their shape may be missing."""
 
     def check(self, source: TensorSource) -> None:
-        """Raises ValueError where the shape is not the one the configuration gives."""
-        if tuple(source.shape) != self.shape:
-            found = tuple(source.shape)
-            raise ValueError(f"weight {self.name!r} has shape {found}, the configuration needs {self.shape}")
+        """Raises ValueError where shape or type are not what the configuration gives, or a scale is no scale."""
+        found, wanted = tuple(source.shape), self.shape
+        if found != wanted and not (self.is_scale and _core(found) == _core(wanted)):
+            raise ValueError(f"weight {self.name!r} has shape {found}, the configuration needs {wanted}")
+        if self.is_scale:
+            values = _all_of(source).float()
+            bad = values[~(values > 0) | values.isinf()]
+            if bad.numel():
+                raise ValueError(f"weight {self.name!r} holds {bad[0].item()}: scales must be finite and > 0")
+        elif source.dtype.itemsize == 1 and self.shards and source.dtype != self.shards[0].target.dtype:
+            bound = "a quantization_config that says so is missing"
+            raise ValueError(f"weight {self.name!r} has type {source.dtype}: {bound}")
+
+    def is_wide(self, source: TensorSource) -> bool:
+        """Whether this is to be quantised on its way."""
+        return any(shard.scales is not None for shard in self.shards) and source.dtype.itemsize > 1
 
     def parts(self, source: TensorSource) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """This rank's targets in pieces of about PIECE_BYTES, each with its range of `source`; after `check`."""
@@ -101,12 +168,73 @@ class CheckpointWeight:
         stage: Callable[[torch.Tensor], torch.Tensor] = lambda piece: piece,
     ) -> None:
         """Copies this rank's parts, after `check`; each piece passes through `stage`. `progress`: called after each."""
-        for target, piece in self.parts(source):
-            target.copy_(stage(piece), non_blocking=True)
-            progress()
+        if self.is_scale and not _core(self.shape):
+            self.check(source)
+            for shard in self.shards:
+                shard.target.copy_(_all_of(source).flatten())
+        elif self.is_wide(source):
+            self.check(source)
+            for shard in self.shards:
+                _quantize(shard, source, progress, stage)
+        else:
+            for target, piece in self.parts(source):
+                target.copy_(stage(piece), non_blocking=True)
+                progress()
         if self.offset:
             for shard in self.shards:
                 shard.target.add_(self.offset)
+
+
+def _core(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Without the dimensions of 1 at its end."""
+    while shape and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
+
+
+def _all_of(source: TensorSource) -> torch.Tensor:
+    """The whole tensor, of which a scalar is [1]."""
+    if isinstance(source, torch.Tensor):
+        return source.reshape(source.shape or 1)
+    return source.narrow(0, 0, source.shape[0] if source.shape else 1)
+
+
+def _quantize(
+    shard: Shard, source: TensorSource, progress: Callable[[], None], stage: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Fills target and scales from whole rows of a wide `source`: a scale depends on all columns, of which other ranks
+    may hold some."""
+    target, scales = shard.target, shard.scales
+    assert scales is not None
+    if len(source.shape) == 3:
+        for index in range(source.shape[0]):
+            of_one = replace(scales, values=scales.values[index])
+            one = Shard(target[index], shard.dim - 1, shard.start, of_one)
+            _quantize(one, source.narrow(0, index, 1)[0], progress, stage)
+        return
+    rows = source.shape[0]
+    length = shard.length(2)
+    first, end = (shard.start, shard.start + length) if shard.dim == 0 else (0, rows)
+    begin = first // BLOCK * BLOCK
+    wide = source.narrow(0, begin, min(rows, -(-end // BLOCK) * BLOCK) - begin)
+    is_flat = target.dim() == 2  # else rows land in another order, all at once
+    step = max(BLOCK, PIECE_BYTES // wide[0].nbytes // BLOCK * BLOCK) if is_flat else len(wide)
+    for at in range(begin, begin + len(wide), step):
+        piece = stage(wide[at - begin : at - begin + step]).to(target.device)
+        low, high = max(first, at), min(end, at + len(piece))
+        values, found = (quantize_blocks if scales.in_blocks else quantize_channels)(piece)
+        values = values[low - at : high - at]
+        found = found[torch.arange(low - at, high - at, scales.rows_each) // (BLOCK if scales.in_blocks else 1)]
+        if shard.dim == 1:
+            values = values.narrow(1, shard.start, length)
+            found = found.narrow(1, shard.start // BLOCK, -(-length // BLOCK)) if scales.in_blocks else found
+        if is_flat:
+            target[low - first : high - first].copy_(values)
+            scales.values[(low - first) // scales.rows_each :][: len(found)].copy_(found)
+        else:
+            target.copy_(values.view(target.shape))
+            scales.values.copy_(found.view(scales.values.shape))
+        progress()
 
 
 def whole(name: str, parameter: torch.Tensor, offset: float = 0.0) -> CheckpointWeight:

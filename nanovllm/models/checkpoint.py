@@ -15,7 +15,7 @@ import torch
 from nanovllm.layers.weights import CheckpointWeight, TensorSource
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-FILE_DTYPES = {**DTYPES, "U8": torch.uint8}
+FILE_DTYPES = {**DTYPES, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}
 """Those of files; bytes are parts of quantised tensors."""
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _READ_THREADS = 8
@@ -34,9 +34,10 @@ class FileTensor:
 
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
         data = self.file[self.begin : self.end]
+        shape = self.shape or (1,)
         if data.storage_offset() % self.dtype.itemsize:  # written without the padding that newer files have
             data = data.clone()
-        return data.view(self.dtype).view(self.shape).narrow(dim, start, length)
+        return data.view(self.dtype).view(shape).narrow(dim, start, length)
 
 
 def read_safetensors(path: Path) -> dict[str, FileTensor]:
@@ -130,7 +131,11 @@ def load_checkpoint(
 
     @torch.inference_mode()  # the caller's does not reach the pool's threads
     def load(weight: CheckpointWeight) -> None:
-        weight.load(sources[weight.name], progress, stage)
+        source = sources[weight.name]
+        if weight.scaled_by and weight.is_wide(source):
+            found = f"has type {source.dtype}, but config.json has a quantization_config"
+            raise ValueError(f"weight {weight.name!r} {found}: must be of type {torch.float8_e4m3fn}")
+        weight.load(source, progress, stage)
 
     largest_first = sorted(weights, key=lambda weight: -torch.Size(weight.shape).numel())
     by_name = {weight.name: weight for weight in weights}
@@ -201,5 +206,8 @@ def load_dummy(
 ) -> None:
     """Random weights: matrices and biases from N(0, 0.02), norm scales from N(1, 0.1). `progress`: called after each
     piece."""
+    made = {name for weight in weights for name in weight.scaled_by}
     for weight in weights:
+        if weight.name in made:
+            continue
         weight.load(DummySource(weight.name, torch.Size(weight.shape), dtype, device, seed, weight.offset), progress)

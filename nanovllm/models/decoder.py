@@ -93,20 +93,21 @@ class PositionTables:
         return cls({name: cos_sin_table(rope, *args) for name, rope in config.ropes.items()}, scale)
 
 
-def dense_mlp(context: ModelContext) -> MLP:
+def dense_mlp(context: ModelContext, spec: LayerSpec) -> MLP:
     config = context.config
     parts = (context.group, context.kernels, context.dtype, context.device)
     switches = {"activation": config.activation, "gated": config.gated_mlp, "bias": config.mlp_bias}
+    switches["precisions"] = (spec.precision("gate_up"), spec.precision("down"))
     return MLP(config.hidden_size, config.intermediate_size, *parts, **switches)  # type: ignore[arg-type]
 
 
-def moe_mlp(context: ModelContext) -> MoE:
+def moe_mlp(context: ModelContext, spec: LayerSpec) -> MoE:
     assert context.config.moe is not None
     parts = (context.group, context.kernels, context.dtype, context.device)
     return MoE(context.config.hidden_size, context.config.moe, *parts)
 
 
-MLPS: dict[str, Callable[[ModelContext], Any]] = {"dense": dense_mlp, "moe": moe_mlp}
+MLPS: dict[str, Callable[[ModelContext, LayerSpec], Any]] = {"dense": dense_mlp, "moe": moe_mlp}
 """What builds a layer's MLP, by LayerSpec.mlp: [T, hidden] -> [T, hidden], a partial sum."""
 
 
@@ -134,10 +135,11 @@ class DecoderLayer(WeightedModule):
             config.hidden_size, heads_of(config, spec, context.group.rank, context.group.size),
             attention_options(config, spec), None if spec.rope is None else tables.cos_sin[spec.rope], context.group,
             context.kernels, context.backend, context.dtype, context.device, tables.query_scale,
+            (spec.precision("qkv"), spec.precision("o")),
         )  # fmt: skip
         if not self.is_parallel:
             self.post_attention_layernorm = context.joint(get("mlp_norm"), get("attention_out_norm"))
-        self.mlp: Any = MLPS[spec.mlp](context)
+        self.mlp: Any = MLPS[spec.mlp](context, spec)
         if self.is_parallel:
             for module in self.modules():
                 if isinstance(module, RowParallelLinear):

@@ -27,6 +27,8 @@ class WidenedTensor:
     scales: FileTensor
     device: torch.device
 
+    dtype = torch.bfloat16
+
     @property
     def shape(self) -> torch.Size:
         experts, rows, groups, _ = self.blocks.shape

@@ -44,6 +44,13 @@ class CheckpointNames:
         """The checkpoint's name of the tensor that our layers call `name`, without what is stripped."""
         return ".".join(self.parts.get(part, part) for part in name.split("."))
 
+    def module(self, path: str) -> str:
+        """The checkpoint's module, without what is stripped, that has the weight of the one that our layers call
+        `path`."""
+        name = self.of(f"{path}.weight")
+        into = self.fused_into(name)
+        return (name if into is None else into[0]).removesuffix(".weight")
+
     def fused_into(self, name: str) -> tuple[str, int] | None:
         """The checkpoint's tensor that holds `name` (one of its own names), and which part of it this is; None where
         it has a tensor of its own."""

@@ -16,6 +16,8 @@ from nanovllm.models.config_reader import ConfigReader, refuse
 from nanovllm.models.families import gemma, llama, moe, olmo, others, phi, qwen
 from nanovllm.models.family import Family
 from nanovllm.models.published import PUBLISHED_SHAPES
+from nanovllm.models.quantization import check as check_quantization
+from nanovllm.models.quantization import quantized_layers, read_quantization
 
 if TYPE_CHECKING:
     from nanovllm.models.decoder import DecoderForCausalLM
@@ -42,15 +44,25 @@ def decoder_class(architecture: str) -> "type[DecoderForCausalLM]":
     return getattr(import_module(module), name)
 
 
-def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+def parse_config(
+    raw: dict[str, Any], generation: dict[str, Any] | None = None, quantization: str | None = None
+) -> ModelConfig:
     """`raw`: config.json, whose `text_config`, where it has one, is the language model's; `generation`:
-    generation_config.json, whose end-of-text ids win. Raises ValueError naming what is wrong or not served."""
+    generation_config.json, whose end-of-text ids win; `quantization`: EngineConfig.quantization. Raises ValueError
+    naming what is wrong or not served."""
     architectures = raw.get("architectures") or []
     if len(architectures) != 1:
         raise refuse("architectures", architectures, "exactly one architecture in config.json")
     found = family(architectures[0])
     config = ConfigReader({**found.defaults, **_text_config(raw)})
     fields = found.read(config, generation or {})
+    if "quantization_config" not in config.was_read:
+        how, skipped = read_quantization(config.get("quantization_config"), quantization)
+        if how is not None:
+            check_quantization(fields, how)
+            fields["layers"] = quantized_layers(fields, how, skipped, found.names)
+    elif quantization is not None:
+        raise refuse("quantization", quantization, f"None for {architectures[0]}")
     config.finish()
     return ModelConfig(architecture=architectures[0], **fields)
 
@@ -80,7 +92,7 @@ def read_model_config(config: EngineConfig) -> ModelConfig:
         from nanovllm.models.transformers_model import read_transformers_config
 
         return read_transformers_config({**raw, **config.hf_overrides}, generation)
-    return parse_config(*override(raw, generation, config.hf_overrides))
+    return parse_config(*override(raw, generation, config.hf_overrides), config.quantization)
 
 
 def _is_for_transformers(raw: dict[str, Any], config: EngineConfig) -> bool:

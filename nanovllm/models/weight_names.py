@@ -42,8 +42,12 @@ def _deinterleaved(weight: CheckpointWeight, config: ModelConfig) -> CheckpointW
 def _stacked(name: str, parts: list[CheckpointWeight]) -> CheckpointWeight:
     """One tensor of which `parts` are the rows, in this order."""
     shards: list[Shard] = []
+    first = parts[0]
+    if not first.shape:  # the scale of the whole
+        return replace(first, name=name, shards=tuple(shard for part in parts for shard in part.shards))
     rows = 0
     for part in parts:
         shards += (replace(shard, start=shard.start + rows) for shard in part.shards)
         rows += part.shape[0]
-    return CheckpointWeight(name, (rows, *parts[0].shape[1:]), tuple(shards), parts[0].offset)
+    beside = tuple(f"{name.rpartition('.')[0]}.{scale.rpartition('.')[2]}" for scale in first.scaled_by)
+    return replace(first, name=name, shape=(rows, *first.shape[1:]), shards=tuple(shards), scaled_by=beside)

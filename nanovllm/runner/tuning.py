@@ -41,7 +41,7 @@ def chosen(model: nn.Module, table: GemmTable, fused: bool, max_rows: int) -> Ch
     """What the table says for the captured decode steps of up to `max_rows` rows."""
     choices: Choices = {}
     for gemm, linear in gemms(model, fused).items():
-        tma = supports_tma(linear.weight.device)
+        tma = supports_tma(next(linear.parameters()).device)
         by_rows = {rows: table.lookup(gemm, rows, tma) for rows in decode_buckets(max_rows)}
         choices[gemm] = {rows: config for rows, config in by_rows.items() if config != LIBRARY}
     return choices
@@ -68,6 +68,6 @@ def apply(model: DecoderForCausalLM, choices: Choices, fused: bool) -> None:
 
 def _merge_first_rows(o_proj: ParallelLinear) -> frozenset[int]:
     """What AttentionBackend.merge_first_rows is: where a skinny kernel multiplies next and fetches its weight early."""
-    num_bytes = o_proj.weight.numel() * o_proj.weight.element_size()
+    num_bytes = sum(parameter.nbytes for parameter in o_proj.parameters())
     rows_of_skinny = (rows for rows, config in o_proj.configs.items() if config.is_skinny)
     return frozenset(rows for rows in rows_of_skinny if merges_before(rows, num_bytes))

@@ -50,17 +50,24 @@ class WeightUpdate:
                 continue
             if name not in self._awaited or name in names:
                 raise ValueError(f"load_weights: surplus weight {name!r}")
-            if tensor.dtype not in DTYPES.values():
+            if tensor.dtype not in DTYPES.values() and tensor.dtype not in self._held_as(name):
                 known = ", ".join(DTYPES)
                 raise ValueError(f"load_weights: weight {name!r} has type {tensor.dtype}: must be one of {known}")
             self._awaited[name].check(tensor)
             names.add(name)
 
+    def _held_as(self, name: str) -> set[torch.dtype]:
+        return {shard.target.dtype for shard in self._awaited[name].shards}
+
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Copies whole tensors, which `check` has seen, into the rank's parameters, in place."""
         for name, tensor in self._spelling.select(tensors):
             if name in self._awaited:  # not the copy of a tied head
-                self._awaited.pop(name).load(tensor)
+                weight = self._awaited.pop(name)
+                if weight.is_wide(tensor):
+                    for scale in weight.scaled_by:
+                        self._awaited.pop(scale, None)
+                weight.load(tensor)
 
     def expect_no_more(self) -> None:
         """All came another way."""
@@ -95,13 +102,17 @@ def weight_checksums(
             for piece in lines.split(max(1, PIECE_BYTES // max(1, lines[0].nbytes))):
                 numbers.append(_mixed(piece).cpu())
                 progress()
+            if shard.scales is not None and not weight.scaled_by:  # a checkpoint's own are there by name
+                scales = shard.scales.values.reshape(-1, 1)
+                first = shard.start if shard.dim == 0 else 0
+                found.setdefault(f"{weight.name}_scale", []).append((0, first, _mixed(scales).cpu().numpy()))
             found[weight.name].append((shard.dim, shard.start, torch.cat(numbers).numpy()))
     return found
 
 
 def _mixed(lines: torch.Tensor) -> torch.Tensor:
     """int64 by line: a sum of hashes of bits and place (steps of splitmix64, Steele et al., OOPSLA 2014)."""
-    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[lines.element_size()]
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[lines.element_size()]
     x = lines.contiguous().view(kind).long() + torch.arange(lines.shape[1], device=lines.device) * -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor

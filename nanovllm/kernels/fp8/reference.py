@@ -1,0 +1,81 @@
+"""FP8 products as one definition, and its plain twin; the kernels of this room compute the same.
+
+Numbers are e4m3 (Micikevicius et al., arXiv 2209.05433), whose largest is 448. A row of activations is cut into groups
+of 128 columns. Each group has a scale, its largest magnitude / 448 (or one that the checkpoint gives), and is rounded
+to e4m3 after the division by it. A product is
+
+    y[t, n] = sum over groups g, in order, of  sx[t, g] * sw[n, g] * sum over k in g of xq[t, k] * wq[n, k]
+
+in float32. A weight has a scale for each block of 128 x 128 or for each row. So a row of the result depends on no other
+row, and ranks that cut columns at multiples of 128 add up the same terms.
+"""
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0
+SMALLEST_MAXIMUM = 1e-10
+"""A group's largest magnitude counts as at least this much: scales are never zero."""
+GROUP = 128
+"""Columns that share a scale of activations."""
+BLOCK = 128
+"""Rows and columns of a block of weights that share a scale."""
+
+
+def _rounded(x: Tensor, scale: Tensor) -> Tensor:
+    return (x / scale).clamp_(-LARGEST, LARGEST).to(FP8)
+
+
+def _scale(magnitudes: Tensor, dim: tuple[int, ...]) -> Tensor:
+    return magnitudes.amax(dim, keepdim=True).clamp_min(SMALLEST_MAXIMUM) / LARGEST
+
+
+def _groups(x: Tensor) -> Tensor:
+    """[T, K] -> [T, groups, 128], zeros behind the last column."""
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+
+
+def quantize_channels(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [N, K] -> e4m3 [N, K], float32 scales [N, 1] of the rows."""
+    wide = weight.float()
+    scale = _scale(wide.abs(), (1,))
+    return _rounded(wide, scale), scale
+
+
+def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [N, K] -> e4m3 [N, K], float32 scales [N / 128, K / 128], rounded up, of blocks from the first element
+    on."""
+    rows, columns = weight.shape
+    wide = torch.nn.functional.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = wide.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [N / 128, 128, K / 128, 128]
+    scale = _scale(blocks.abs(), (1, 3))
+    values = _rounded(blocks, scale).flatten(2, 3).flatten(0, 1)[:rows, :columns]
+    return values.contiguous(), scale[:, 0, :, 0]
+
+
+def quantize_rows_reference(x: Tensor, input_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x [T, K] -> e4m3 [T, K], float32 scales [T, groups of 128]. input_scale float32 [any]: the largest of them is the
+    scale of every group."""
+    wide = x.float()
+    grouped = _groups(wide)
+    if input_scale is None:
+        scale = _scale(grouped.abs(), (2,))
+    else:
+        scale = input_scale.max().expand(*grouped.shape[:2], 1)
+    return _rounded(grouped, scale).flatten(1)[:, : x.shape[1]].contiguous(), scale[..., 0].contiguous()
+
+
+def linear_reference(xq: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, rows_each: int = 1) -> Tensor:
+    """xq e4m3 [T, K] with scales [T, groups], weight e4m3 [N, K] with scale float32 [N / rows_each, groups or 1] ->
+    float32 [T, N]; see the head of this file.
+
+    A group's sum of products is exact in float64, so the number of rows does not change how it is rounded.
+    """
+    exact = torch.einsum("tgk,ngk->gtn", _groups(xq.double()), _groups(weight.double())).float()
+    of_rows = scale.repeat_interleave(rows_each, 0)[: weight.shape[0]]
+    total = torch.zeros(xq.shape[0], weight.shape[0], dtype=torch.float32, device=xq.device)
+    for group, products in enumerate(exact):
+        factor = x_scale[:, group, None]
+        total += products * (factor if scale.shape[1] == 1 else factor * of_rows[:, group])
+    return total * of_rows[:, 0] if scale.shape[1] == 1 else total

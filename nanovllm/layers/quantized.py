@@ -1,0 +1,106 @@
+"""Weights in fewer bits than the model's dtype: how a linear layer holds them, and how a checkpoint brings them."""
+
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from nanovllm.kernels.fp8 import gemm
+from nanovllm.kernels.fp8.reference import BLOCK, FP8
+from nanovllm.kernels.gemm.choice import GemmConfig
+from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Scales, Shard, parameter
+from nanovllm.model_config import Quantization
+
+_ALIGNMENT = 8
+"""Elements; what our kernels ask of the inputs of a layer."""
+
+
+def column_multiple(quantization: Quantization | None) -> int:
+    """Of which a rank's share of a layer's inputs is: ranks that cut within a group of columns would round others."""
+    return _ALIGNMENT if quantization is None else BLOCK
+
+
+class FP8Matrix(nn.Module):
+    """A weight [rows, columns] in e4m3 with float32 scales; x @ weight^T is what kernels/fp8/reference.py says."""
+
+    def __init__(
+        self, quantization: Quantization, rows: int, columns: int, cuts: Iterable[Cut], num_inputs: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        """cuts: all ranges that the checkpoint brings. num_inputs: of its tensors, each with a scale of activations
+        where these are static. Where nothing is loaded the weight is zero."""
+        super().__init__()
+        self.quantization = quantization
+        self.in_blocks = quantization.scales == "block"
+        self.rows_each = 1
+        """Rows that share scales: a whole block, or less where ranges begin elsewhere."""
+        if self.in_blocks:
+            self.rows_each = math.gcd(BLOCK, *(n for cut in cuts if cut.dim == 0 for n in (cut.place, cut.start)))
+        groups = -(-columns // BLOCK) if self.in_blocks else 1
+        self.weight = parameter(rows, columns, dtype=FP8, device=device)
+        self.weight.view(torch.uint8).zero_()
+        self.scale = parameter(-(-rows // self.rows_each), groups, dtype=torch.float32, device=device)
+        self.scale.fill_(1.0)
+        self.input_scale: nn.Parameter | None = None
+        if quantization.static_inputs:
+            self.input_scale = parameter(num_inputs, dtype=torch.float32, device=device)
+            self.input_scale.fill_(1.0)
+
+    def checkpoint_weights(
+        self, path: str, shape: tuple[int, int], cuts: tuple[Cut, ...], input_index: int = 0
+    ) -> Iterator[CheckpointWeight]:
+        """Of the module `path`, a matrix of this shape, of which `cuts` are kept."""
+        made, kind = self.quantization, self.quantization.scales
+        held = ((cut, Scales(self._scales_of(cut), self.rows_each, self.in_blocks)) for cut in cuts)
+        shards = tuple(cut.shard(self.weight, scales) for cut, scales in held)
+        if made.while_loading:
+            yield CheckpointWeight(f"{path}.weight", shape, shards)
+            return
+        name = f"{path}.{made.scale_name}"
+        of_inputs = (f"{path}.input_scale",) if self.input_scale is not None else ()
+        yield CheckpointWeight(f"{path}.weight", shape, shards, scaled_by=(name, *of_inputs))
+        if kind == "tensor":
+            yield CheckpointWeight(name, (), tuple(Shard(self._scales_of(cut), 0, 0) for cut in cuts), is_scale=True)
+        elif kind == "channel":
+            rows = tuple(Shard(self._scales_of(cut), 0, cut.start if cut.dim == 0 else 0) for cut in cuts)
+            yield CheckpointWeight(name, (shape[0], 1), rows, is_scale=True)
+        else:
+            blocks = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
+            yield CheckpointWeight(name, blocks, tuple(self._block_shards(cuts)), is_scale=True)
+        if self.input_scale is not None:
+            shard = Shard(self.input_scale[input_index : input_index + 1], 0, 0)
+            yield CheckpointWeight(f"{path}.input_scale", (), (shard,), is_scale=True)
+
+    def _scales_of(self, cut: Cut) -> torch.Tensor:
+        """Those of the range of our matrix."""
+        if cut.dim == 0:
+            first = cut.place // self.rows_each
+            return self.scale[first : first + -(-cut.length // self.rows_each)]
+        first = cut.place // BLOCK
+        return self.scale[:, first : first + -(-cut.length // BLOCK)] if self.in_blocks else self.scale
+
+    def _block_shards(self, cuts: tuple[Cut, ...]) -> Iterator[Shard]:
+        """Of the checkpoint's scales of blocks, where several of ours may take one's value."""
+        for cut in cuts:
+            if cut.dim == 1 or self.rows_each == BLOCK:
+                yield Shard(self._scales_of(cut), cut.dim, cut.start // BLOCK)
+            else:
+                for index, line in enumerate(self._scales_of(cut)):
+                    yield Shard(line[None], 0, (cut.start + index * self.rows_each) // BLOCK)
+
+    def matmul(self, x: torch.Tensor, config: GemmConfig) -> torch.Tensor:
+        """x [T, columns] -> x @ weight^T [T, rows], or float32 [config.parts, T, rows], sums over parts of columns."""
+        return gemm.linear(x, self.weight, self.scale, self.rows_each, self.input_scale, config)
+
+    def linear_silu_mul(self, x: torch.Tensor, config: GemmConfig) -> torch.Tensor:
+        """silu(gate) * up of x [T, columns], where gates are the first half of the rows: [T, rows / 2]."""
+        return gemm.linear_silu_mul(x, self.weight, self.scale, self.rows_each, self.input_scale, config)
+
+
+def quantized_matrix(
+    quantization: Quantization, rows: int, columns: int, pieces: tuple[Piece, ...], device: torch.device
+) -> FP8Matrix:
+    """An empty weight of a linear layer."""
+    cuts = [cut for piece in pieces for cut in piece.cuts]
+    return FP8Matrix(quantization, rows, columns, cuts, len(pieces), device)

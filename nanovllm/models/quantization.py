@@ -1,0 +1,131 @@
+"""How a checkpoint says that its weights are quantised (`quantization_config`), and what of it is served. No torch."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from nanovllm.model_config import LayerSpec, MoEConfig, Quantization
+from nanovllm.models.config_reader import refuse
+from nanovllm.models.names import CheckpointNames
+
+PARTS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""What is quantised together (LayerSpec.wide) -> its modules in a layer."""
+_BLOCK = [128, 128]
+
+
+def _option(value: Any, name: str, *known: Any) -> Any:
+    if value not in known:
+        raise refuse(f"quantization_config: {name}", value, "one of " + ", ".join(map(repr, known)))
+    return value
+
+
+def _read_fp8(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
+    """quant_method "fp8"."""
+    _option(raw.get("fmt", "e4m3"), "fmt", "e4m3")
+    static = _option(raw.get("activation_scheme", "dynamic"), "activation_scheme", "dynamic", "static") == "static"
+    block = _option(raw.get("weight_block_size"), "weight_block_size", None, _BLOCK)
+    kind, name = ("block", "weight_scale_inv") if block else ("tensor", "weight_scale")
+    return Quantization("fp8", kind, name, static), raw.get("modules_to_not_convert") or []
+
+
+def _read_compressed(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
+    """quant_method "compressed-tensors"."""
+    groups = raw.get("config_groups")
+    if not isinstance(groups, dict) or len(groups) != 1:
+        raise refuse("quantization_config: config_groups", groups, "one group")
+    if raw.get("kv_cache_scheme") is not None:
+        raise refuse("quantization_config: kv_cache_scheme", raw["kv_cache_scheme"], "absent")
+    [group] = groups.values()
+    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    _option(group.get("targets", ["Linear"]), "targets", ["Linear"])
+    for name, part in (("weights", weights), ("input_activations", inputs)):
+        part = part or {}
+        _option(part.get("num_bits"), f"{name}.num_bits", 8)
+        _option(part.get("type", "float"), f"{name}.type", "float")
+    assert inputs is not None
+    kind = _option(weights.get("strategy"), "weights.strategy", "tensor", "channel", "block")
+    if kind == "block":
+        _option(weights.get("block_structure"), "weights.block_structure", _BLOCK)
+    static = not inputs.get("dynamic", False)
+    strategy = inputs.get("strategy")
+    _option(strategy, "input_activations.strategy", *(("tensor",) if static else ("token", "tensor", "group")))
+    return Quantization("fp8", kind, "weight_scale", static), raw.get("ignore") or []
+
+
+METHODS = {"fp8": _read_fp8, "compressed-tensors": _read_compressed}
+"""quant_method -> what reads the entry: how weights are held, and the names of modules that are not."""
+
+
+def read_quantization(raw: dict[str, Any] | None, wanted: str | None) -> tuple[Quantization | None, list[str]]:
+    """(how weights are held, names of modules that are not). raw: config.json's quantization_config; wanted:
+    EngineConfig.quantization. Raises ValueError for what is not served."""
+    if raw is None:
+        return (Quantization(wanted, while_loading=True), []) if wanted is not None else (None, [])
+    if not isinstance(raw, dict) or raw.get("quant_method") not in METHODS:
+        raise refuse("quantization_config", raw, "absent, or with quant_method " + " or ".join(map(repr, METHODS)))
+    found, names = METHODS[raw["quant_method"]](raw)
+    if wanted not in (None, found.method):
+        raise refuse("quantization", wanted, f"None or {found.method!r}, as the checkpoint has it")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise refuse("quantization_config: modules that are not converted", names, "a list of names")
+    return found, names
+
+
+class _Named:
+    """What a list such as modules_to_not_convert or ignore names: paths, whole parts of paths, and patterns ("re:...")
+    that the beginning of a path matches."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._patterns = [re.compile(name.removeprefix("re:")) for name in names if name.startswith("re:")]
+        self._parts = {name for name in names if not name.startswith("re:")}
+
+    def __contains__(self, module: str) -> bool:
+        parts = module.split(".")
+        ranges = (".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1))
+        return not self._parts.isdisjoint(ranges) or any(pattern.match(module) for pattern in self._patterns)
+
+
+def _modules(layer: str, spec: LayerSpec, moe: MoEConfig | None) -> Iterator[tuple[str, list[str]]]:
+    """(part of LayerSpec.wide, its modules) of the layer with this path."""
+    for part, modules in PARTS.items():
+        if spec.mlp == "dense" or part in ("qkv", "o"):
+            yield part, [f"{layer}.{module}" for module in modules]
+    if spec.mlp == "moe" and moe is not None:
+        names = ("gate_proj", "up_proj", "down_proj")
+        yield "experts", [f"{layer}.mlp.experts.{i}.{name}" for i in range(moe.num_experts) for name in names]
+        if moe.shared_size:
+            shared = f"{layer}.mlp.{moe.shared_name}"
+            yield "shared_gate_up", [f"{shared}.gate_proj", f"{shared}.up_proj"]
+            yield "shared_down", [f"{shared}.down_proj"]
+
+
+def quantized_layers(fields: dict[str, Any], found: Quantization, names: list[str], spelling: CheckpointNames) -> Any:
+    """`layers` of a ModelConfig's `fields`, with what is quantised in each. Raises ValueError where a part of a matrix
+    that we hold as one is quantised and another is not."""
+    moe, layers = fields.get("moe"), []
+    named = _Named([name.replace(spelling.stripped, "") if spelling.stripped else name for name in names])
+    for index, spec in enumerate(fields["layers"]):
+        wide = set()
+        for part, modules in _modules(f"model.layers.{index}", spec, moe):
+            spelt = {spelling.module(module) for module in modules}
+            skipped = [module for module in sorted(spelt) if module in named]
+            if 0 < len(skipped) < len(spelt):
+                bound = f"all or none of {', '.join(sorted(spelt)[:3])}, which are one matrix here"
+                raise refuse("quantization_config: modules that are not converted", skipped[0], bound)
+            wide |= {part} if skipped else set()
+        layers.append(replace(spec, quantization=found, wide=frozenset(wide)))
+    return tuple(layers)
+
+
+def check(fields: dict[str, Any], found: Quantization) -> None:
+    """Raises ValueError where a model's layers cannot be quantised so."""
+    if fields.get("moe") is not None:
+        raise ValueError(f"quantization={found.method!r}: not with a mixture of experts")
+    if fields.get("interleaved_rope") and found.scales == "block":
+        raise ValueError("quantization_config: weight_block_size: must be absent where a family's rope is interleaved")
