@@ -155,7 +155,7 @@ class AdminCalls:
 
     # -- new weights --------------------------------------------------------------------------------------------
 
-    def _init_weight_transfer(self, init_info: dict[str, Any]) -> Steps:
+    def _init_weight_transfer_engine(self, init_info: dict[str, Any]) -> Steps:
         yield from ()
         if self._feed is not None:
             self._feed.close()

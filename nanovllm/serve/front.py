@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import nanovllm
 from nanovllm.serve import errors, frames, limits
-from nanovllm.serve.api import admin, basics, chat, completions, dialects, page
+from nanovllm.serve.api import admin, basics, chat, completions, dialects, openapi, page
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.http.app import App, Handler, Route
 from nanovllm.serve.http.call import Call
@@ -46,6 +46,7 @@ _HANDLERS = {
     ("GET", "/version"): basics.version,
     ("GET", "/load"): basics.load,
     ("GET", "/metrics"): basics.metrics,
+    ("GET", "/openapi.json"): openapi.openapi,
     ("GET", "/"): page.page,
 }
 

@@ -6,13 +6,12 @@ the body, which may be empty.
 
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import parse_qs
 
 import msgspec
 
-from nanovllm.serve.api.fields import type_error
+from nanovllm.serve.api.fields import Struct, convert
 from nanovllm.serve.errors import bad_request
 from nanovllm.serve.http.call import Call
 
@@ -77,27 +76,22 @@ class WorldSize(msgspec.Struct):
     include_dp: bool = True
 
 
-Options = TypeVar("Options", bound=msgspec.Struct)
-
-
-async def _options(call: Call, kind: type[Options]) -> Options:
+async def _options(call: Call, kind: type[Struct]) -> Struct:
     """The call's options. Raises ApiError (400) naming the one that is wrong."""
     query = parse_qs(call.scope["query_string"].decode("latin-1"), keep_blank_values=True)
     values: dict[str, Any] = {name: found if name == "tags" else found[-1] for name, found in query.items()}
     if call.scope["method"] == "POST":
         values = {**await call.json(or_empty=True), **values}
-    values = {name: value for name, value in values.items() if value is not None}
-    try:
-        return msgspec.convert(values, kind, strict=False)
-    except msgspec.ValidationError as error:
-        raise type_error(values, str(error)) from None
+    return convert(kind, values, strict=False)
 
 
-async def _control(front: "Front", call: Call, kind: type[msgspec.Struct], name: str) -> None:
-    """A call that the engine answers."""
+async def _control(front: "Front", call: Call) -> None:
+    """A call that the engine answers as it is."""
+    kind = OPTIONS[call.scope["method"], call.path]
+    assert kind is not None
     options = msgspec.structs.asdict(await _options(call, kind))
     given = {key: value for key, value in options.items() if value is not None}
-    await call.respond_json(await front.control(name, **given))
+    await call.respond_json(await front.control(call.path[1:], **given))
 
 
 async def is_sleeping(front: "Front", call: Call) -> None:
@@ -169,25 +163,35 @@ async def server_info(front: "Front", call: Call) -> None:
     await call.respond_json({"vllm_config": config, "engine": engine, "server": options, "state": state})
 
 
-def _engine_call(kind: type[msgspec.Struct], name: str) -> "Callable[[Front, Call], Awaitable[None]]":
-    return partial(_control, kind=kind, name=name)
-
-
+OPTIONS: dict[tuple[str, str], type[msgspec.Struct] | None] = {
+    ("POST", "/pause"): Pause,
+    ("POST", "/resume"): Nothing,
+    ("GET", "/is_paused"): None,
+    ("POST", "/sleep"): Sleep,
+    ("POST", "/wake_up"): WakeUp,
+    ("GET", "/is_sleeping"): None,
+    ("POST", "/abort_requests"): AbortRequests,
+    ("POST", "/reset_prefix_cache"): Nothing,
+    ("POST", "/init_weight_transfer_engine"): InitWeightTransfer,
+    ("POST", "/start_weight_update"): StartWeightUpdate,
+    ("POST", "/update_weights"): UpdateWeights,
+    ("POST", "/finish_weight_update"): FinishWeightUpdate,
+    ("GET", "/weight_info"): None,
+    ("POST", "/weight_checker"): WeightChecker,
+    ("GET", "/get_world_size"): None,
+    ("GET", "/server_info"): None,
+}
+"""What the calls take."""
+_IN_FRONT = {
+    "/is_paused": is_paused,
+    "/is_sleeping": is_sleeping,
+    "/abort_requests": abort_requests,
+    "/update_weights": update_weights,
+    "/weight_info": weight_info,
+    "/weight_checker": weight_checker,
+    "/get_world_size": world_size,
+    "/server_info": server_info,
+}
 HANDLERS: "dict[tuple[str, str], Callable[[Front, Call], Awaitable[None]]]" = {
-    ("POST", "/pause"): _engine_call(Pause, "pause"),
-    ("POST", "/resume"): _engine_call(Nothing, "resume"),
-    ("GET", "/is_paused"): is_paused,
-    ("POST", "/sleep"): _engine_call(Sleep, "sleep"),
-    ("POST", "/wake_up"): _engine_call(WakeUp, "wake_up"),
-    ("GET", "/is_sleeping"): is_sleeping,
-    ("POST", "/abort_requests"): abort_requests,
-    ("POST", "/reset_prefix_cache"): _engine_call(Nothing, "reset_prefix_cache"),
-    ("POST", "/init_weight_transfer_engine"): _engine_call(InitWeightTransfer, "init_weight_transfer"),
-    ("POST", "/start_weight_update"): _engine_call(StartWeightUpdate, "start_weight_update"),
-    ("POST", "/update_weights"): update_weights,
-    ("POST", "/finish_weight_update"): _engine_call(FinishWeightUpdate, "finish_weight_update"),
-    ("GET", "/weight_info"): weight_info,
-    ("POST", "/weight_checker"): weight_checker,
-    ("GET", "/get_world_size"): world_size,
-    ("GET", "/server_info"): server_info,
+    route: _IN_FRONT.get(route[1], _control) for route in OPTIONS
 }

@@ -56,30 +56,28 @@ async def tokenize(front: "Front", call: Call) -> None:
     """Token ids of a text ("prompt") or of a chat ("messages"), as vLLM's endpoint of this name."""
     front.require_tokenizer()
     body = await call.json()
-    front.check_model(body.get("model"))
+    fields: api.TokenizeChatFields | api.TokenizeFields
     if "messages" in body:
-        fields, _ = api.read(api.ChatFields, body, False)
-        _, ids = await encode(front, fields)
+        fields = chat = api.read(api.TokenizeChatFields, body, False)[0]
+        _, ids = await encode(front, chat)
     else:
-        text = body.get("prompt", body.get("text"))
-        if not isinstance(text, str):
-            raise bad_request("prompt: is required and must be a text", "prompt")
+        fields = api.convert(api.TokenizeFields, body)
+        text, special = fields.prompt, fields.add_special_tokens is not False
         check_characters(front, len(text), "prompt")
-        special = body.get("add_special_tokens") is not False
-        ids = await front.in_pool(lambda: front.tokenizer.encode(text, special))
+        ids = await front.in_pool(lambda: front.tokenizer.encode(text, special), len(text))
+    front.check_model(fields.model)
     answer = {"count": len(ids), "max_model_len": front.info["max_model_len"], "tokens": ids, "token_strs": None}
-    if body.get("return_token_strs"):
+    if fields.return_token_strs:
         answer["token_strs"] = [front.tokenizer.token_bytes(each).decode("utf-8", "replace") for each in ids]
     await call.respond_json(answer)
 
 
 async def detokenize(front: "Front", call: Call) -> None:
     front.require_tokenizer()
-    body = await call.json()
-    front.check_model(body.get("model"))
-    ids = body.get("tokens")
-    vocab = front.info["vocab_size"]
-    if not isinstance(ids, list) or not all(type(each) is int and 0 <= each < vocab for each in ids):
+    fields = api.convert(api.DetokenizeFields, await call.json())
+    front.check_model(fields.model)
+    ids, vocab = fields.tokens, front.info["vocab_size"]
+    if max(ids, default=0) >= vocab:
         raise bad_request(f"tokens: must be a list of token ids in 0..{vocab - 1}", "tokens")
     if len(ids) > front.info["max_model_len"]:
         raise bad_request(f"tokens: must have at most {front.info['max_model_len']} items", "tokens")

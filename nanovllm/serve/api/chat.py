@@ -134,20 +134,9 @@ def _message(found: list[Delta]) -> dict[str, Any]:
     return message | ({"tool_calls": calls} if calls else {})
 
 
-def _max_tokens(fields: api.ChatFields | api.CompletionFields, least: int) -> int | None:
-    for name in ("max_completion_tokens", "max_tokens"):
-        if (value := getattr(fields, name)) is not None:
-            if value < least:
-                raise bad_request(f"{name}={value}: must be >= {least}", name)
-            return int(value)
-    return None
-
-
 def _check(fields: api.ChatFields) -> None:
     if fields.top_logprobs is not None and not fields.logprobs and fields.top_logprobs != 0:
         raise bad_request("top_logprobs: needs logprobs=true", "top_logprobs")
-    if fields.top_logprobs is not None and not 0 <= fields.top_logprobs <= 20:
-        raise bad_request(f"top_logprobs={fields.top_logprobs}: must be in 0..20", "top_logprobs")
 
 
 def template_kwargs(front: "Front", fields: api.ChatFields) -> dict[str, Any]:
@@ -213,7 +202,7 @@ async def prepare(front: "Front", call: Call, body: dict[str, Any]) -> Prepared:
     front.note_ignored(call, ignored)
     front.check_model(fields.model)
     _check(fields)
-    asked = _max_tokens(fields, 1)
+    asked = api.max_tokens(fields)
     k = None if not fields.logprobs else fields.top_logprobs or 0
     choice = _tool_choice(fields)
     wanted = api.structured(fields)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.serve import limits
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api.answer import Answer, answer, check_characters, fit
-from nanovllm.serve.api.chat import _max_tokens
 from nanovllm.serve.api.logprobs import completion_logprobs
 from nanovllm.serve.errors import bad_request
 from nanovllm.serve.http.call import Call
@@ -101,8 +100,6 @@ def _token_ids(front: "Front", prompt: Any) -> list[int]:
 
 
 def _check(fields: api.CompletionFields) -> None:
-    if fields.logprobs is not None and not 0 <= fields.logprobs <= 20:
-        raise bad_request(f"logprobs={fields.logprobs}: must be in 0..20", "logprobs")
     if fields.echo and fields.stream and fields.logprobs is not None:
         raise bad_request("echo: not together with stream and logprobs", "echo")
 
@@ -113,10 +110,11 @@ async def completions(front: "Front", call: Call) -> None:
     front.note_ignored(call, ignored)
     front.check_model(fields.model)
     _check(fields)
-    asked = _max_tokens(fields, 0 if fields.echo else 1)
-    asked = _DEFAULT_MAX_TOKENS if asked is None else asked
-    most = max(asked, 1, fields.min_tokens or 0)
-    params = api.sampling_fields(fields, front.defaults, most, fields.logprobs, api.structured(fields))
+    asked = _DEFAULT_MAX_TOKENS if (most := api.max_tokens(fields)) is None else most
+    if asked == 0 and not fields.echo:
+        raise bad_request("max_tokens=0: must be >= 1, or come with echo=true", "max_tokens")
+    longest = max(asked, 1, fields.min_tokens or 0)
+    params = api.sampling_fields(fields, front.defaults, longest, fields.logprobs, api.structured(fields))
     if fields.echo and fields.logprobs is not None:
         params.setdefault("prompt_logprobs", fields.logprobs)
     fitted = [fit(front, prompt, fields, max(asked, 1)) for prompt in await _prompts(front, fields)]

@@ -86,6 +86,7 @@ class MessagesAnswer(ChatAnswer):
 async def create_response(front: "Front", call: Call) -> None:
     front.admit()
     body = await call.json()
+    api.convert(api.ResponsesFields, body)
     ready = await prepare(front, call, responses.chat_request(body))
     request = ready.answer_as(ResponsesAnswer, front, call)
     name = ready.fields.model or front.name
@@ -97,7 +98,9 @@ async def create_message(front: "Front", call: Call) -> None:
     """Errors are in Anthropic's own envelope."""
     try:
         front.admit()
-        ready = await prepare(front, call, anthropic.chat_request(await call.json()))
+        body = await call.json()
+        api.convert(api.MessagesFields, body)
+        ready = await prepare(front, call, anthropic.chat_request(body))
         request = ready.answer_as(MessagesAnswer, front, call)
         request.writer = anthropic.MessageWriter(request.id, ready.fields.model or front.name)
         await answer(call, request, ready.params, [ready.max_tokens])
@@ -109,6 +112,7 @@ async def count_tokens(front: "Front", call: Call) -> None:
     try:
         front.admit()
         body = await call.json()
+        api.convert(api.CountFields, body)
         fields, _ = api.read(api.ChatFields, anthropic.chat_request({"max_tokens": 1, **body}), False)
         front.check_model(fields.model)
         _, ids = await encode(front, fields)

@@ -1,13 +1,30 @@
 """The fields of chat and completion requests, and what they ask of the engine. Null means absent."""
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 
+from nanovllm import sampling_params as bounds
+from nanovllm.errors import shown
 from nanovllm.sampling_params import SamplingParams, StructuredOutput
 from nanovllm.serve.errors import bad_request, from_value_error
-from nanovllm.serve.limits import LOGPROBS
+from nanovllm.serve.limits import LOGPROBS, MESSAGES
+from nanovllm.serve.parsers.tools import MAX_TOOLS
+
+Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
+Likeliest = Annotated[int, Meta(ge=0, le=LOGPROBS)]
+Temperature = Annotated[float, Meta(ge=0, le=bounds.MAX_FLOAT32)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Text = Annotated[str, Meta(min_length=1, max_length=bounds.MAX_TEXT)]
+Stop = Text | Annotated[list[Text], Meta(max_length=bounds.MAX_STOP)]
+TokenIds = Annotated[list[Count], Meta(max_length=bounds.MAX_IDS)]
+Bias = Annotated[float, Meta(ge=-bounds.MAX_BIAS, le=bounds.MAX_BIAS)]
+Tools = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_TOOLS)]
+Messages = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MESSAGES)]
 
 
 class StreamOptions(msgspec.Struct):
@@ -20,28 +37,28 @@ class CommonFields(msgspec.Struct, kw_only=True):
     """What /v1/chat/completions and /v1/completions share."""
 
     model: str | None = None
-    n: int | None = None
+    n: Annotated[int, Meta(ge=1, le=bounds.MAX_N)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
+    max_tokens: Count | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=1e-6, le=1e6)] | None = None
+    min_tokens: Count | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
-    logit_bias: dict[str, float] | None = None
-    prompt_logprobs: int | None = None
+    stop: Stop | None = None
+    stop_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[Text], Meta(max_length=bounds.MAX_BAD_WORDS)] | None = None
+    allowed_token_ids: Annotated[list[Count], Meta(max_length=bounds.MAX_ALLOWED_IDS)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=bounds.MAX_IDS)] | None = None
+    prompt_logprobs: Likeliest | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -49,18 +66,19 @@ class CommonFields(msgspec.Struct, kw_only=True):
     guided_choice: list[str] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None
-    cache_salt: str | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=bounds.MAX_SALT)] | None = None
 
 
 class ChatFields(CommonFields, kw_only=True):
-    messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
+    messages: Messages
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    top_logprobs: Likeliest | None = None
+    tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template: str | None = None
@@ -72,9 +90,66 @@ class ChatFields(CommonFields, kw_only=True):
 
 class CompletionFields(CommonFields, kw_only=True):
     prompt: Any
-    max_completion_tokens: int | None = None
-    logprobs: int | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: Likeliest | None = None
     echo: bool | None = None
+
+
+class ResponsesFields(msgspec.Struct):
+    """Of /v1/responses; what they mean for a chat is told by responses.py."""
+
+    input: str | Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MESSAGES)]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: Positive | None = None
+    stream: bool | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class CountFields(msgspec.Struct, kw_only=True):
+    """Of /v1/messages/count_tokens."""
+
+    messages: Messages
+    model: str | None = None
+    system: str | list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+
+
+class MessagesFields(CountFields, kw_only=True):
+    """Of /v1/messages; what they mean for a chat is told by anthropic.py."""
+
+    max_tokens: Positive
+    stream: bool | None = None
+    stop_sequences: Annotated[list[Text], Meta(max_length=bounds.MAX_STOP)] | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class TokenizeFields(msgspec.Struct):
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatFields(ChatFields, kw_only=True):
+    return_token_strs: bool | None = None
+
+
+class DetokenizeFields(msgspec.Struct):
+    tokens: list[Count]
+    model: str | None = None
 
 
 _IGNORED = frozenset(
@@ -86,9 +161,10 @@ _IGNORED = frozenset(
 _UNSUPPORTED = ("suffix", "use_beam_search", "functions", "audio", "prompt_embeds", "web_search_options")
 _NAMES: dict[type, frozenset[str]] = {
     kind: frozenset(kind.__struct_fields__) | _IGNORED | {*_UNSUPPORTED, "modalities", "function_call"}
-    for kind in (ChatFields, CompletionFields)
+    for kind in (ChatFields, CompletionFields, TokenizeChatFields)
 }
-Fields = TypeVar("Fields", ChatFields, CompletionFields)
+Fields = TypeVar("Fields", bound=CommonFields)
+Struct = TypeVar("Struct", bound=msgspec.Struct)
 
 
 def read(kind: type[Fields], body: dict[str, Any], strict: bool) -> tuple[Fields, list[str]]:
@@ -98,12 +174,19 @@ def read(kind: type[Fields], body: dict[str, Any], strict: bool) -> tuple[Fields
     if unknown and strict:
         raise bad_request(f"{unknown[0]}: unknown field (--strict-fields)", unknown[0], "unknown_field")
     _refuse_unsupported(body)
-    try:
-        fields = msgspec.convert({name: value for name, value in body.items() if value is not None}, kind)
-    except msgspec.ValidationError as error:
-        raise type_error(body, str(error)) from None
+    fields = convert(kind, body)
     _check(fields)
     return fields, unknown
+
+
+def convert(kind: type[Struct], body: dict[str, Any], strict: bool = True) -> Struct:
+    """The fields of `kind` in a body, other ones left out. Raises ApiError (400) naming field, value and bound.
+    `strict` False: numbers may be texts."""
+    given = {name: value for name, value in body.items() if value is not None}
+    try:
+        return msgspec.convert(given, kind, strict=strict)
+    except msgspec.ValidationError as error:
+        raise _type_error(body, str(error)) from None
 
 
 def _refuse_unsupported(body: dict[str, Any]) -> None:
@@ -118,7 +201,7 @@ def _refuse_unsupported(body: dict[str, Any]) -> None:
         raise bad_request("best_of: must be n; sampling more is not supported", "best_of", "unsupported_field")
 
 
-def type_error(body: dict[str, Any], text: str) -> Exception:
+def _type_error(body: dict[str, Any], text: str) -> Exception:
     """msgspec's message in our words: the field, what it must be, what it is."""
     if text.startswith("Object missing required field"):
         name = text.split("`")[1]
@@ -126,10 +209,9 @@ def type_error(body: dict[str, Any], text: str) -> Exception:
     what, _, where = text.partition(" - at `$.")
     path = where.rstrip("`")
     name = path.partition("[")[0].partition(".")[0]
-    value = repr(body.get(name))
-    shown = value if len(value) <= 100 else value[:97] + "..."
     wanted = what.removeprefix("Expected ").replace("`", "").replace(" | null", "")
-    return bad_request(f"{path}={shown}: must be {wanted}", name or None, "invalid_type")
+    code = "invalid_type" if ", got " in wanted else "invalid_value"
+    return bad_request(f"{path}={shown(body.get(name))}: must be {wanted}", name or None, code)
 
 
 def _check(fields: CommonFields) -> None:
@@ -139,8 +221,11 @@ def _check(fields: CommonFields) -> None:
         raise bad_request("prompt_logprobs: not with stream=true", "prompt_logprobs")
     if fields.priority:
         raise bad_request(f"priority={fields.priority}: must be 0; there are no others yet", "priority")
-    if fields.truncate_prompt_tokens is not None and fields.truncate_prompt_tokens < -1:
-        raise bad_request(f"truncate_prompt_tokens={fields.truncate_prompt_tokens}: must be >= -1")
+
+
+def max_tokens(fields: "ChatFields | CompletionFields") -> int | None:
+    """The newer name counts first."""
+    return fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
 
 
 _SAMPLING = (
@@ -166,9 +251,6 @@ def sampling_fields(
     found["max_tokens"] = max_tokens
     if logprobs is not None:
         found["logprobs"] = logprobs
-    for name in ("logprobs", "prompt_logprobs"):
-        if not 0 <= found.get(name, 0) <= LOGPROBS:
-            raise bad_request(f"{name}={found[name]}: must be in 0..{LOGPROBS}", name)
     try:
         SamplingParams(**found, structured_outputs=structured)
     except (ValueError, TypeError) as error:

@@ -31,7 +31,7 @@ class App:
     ) -> None:
         """`routes`: by method and path; a path that ends in "/*" serves all below it. `admin_paths`: those of them
         that take an admin key and no other."""
-        self._routes = routes
+        self._routes, self.routes = routes, frozenset(routes)
         self._methods: dict[str, set[str]] = {}
         for method, path in routes:
             self._methods.setdefault(path, set()).add(method)

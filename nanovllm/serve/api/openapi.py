@@ -1,0 +1,133 @@
+"""GET /openapi.json: the paths that are served, made from the types that read requests and from those of answers."""
+
+from collections.abc import Iterable
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import orjson
+
+import nanovllm
+from nanovllm.serve.api import admin, shapes
+from nanovllm.serve.api import fields as api
+from nanovllm.serve.http.call import Call
+
+if TYPE_CHECKING:
+    from nanovllm.serve.front import Front
+
+Schema = dict[str, Any]
+
+
+class Operation(NamedTuple):
+    summary: str
+    request: Any = None
+    """The type of the body, or several; of an admin call, also of the query."""
+    answer: Any = None
+    """The type of a JSON answer; a text: the media type of another one."""
+    chunk: Any = None
+    """The type of a stream's events, where the answer may be one."""
+
+
+_HEALTH = Operation("200 when requests are served, else 503", None, shapes.Health)
+OPERATIONS: dict[tuple[str, str], Operation] = {
+    ("POST", "/v1/chat/completions"): Operation(
+        "Answers a chat", api.ChatFields, shapes.ChatCompletion, shapes.ChatCompletionChunk
+    ),
+    ("POST", "/v1/completions"): Operation(
+        "Continues prompts", api.CompletionFields, shapes.Completion, shapes.CompletionChunk
+    ),
+    ("POST", "/v1/responses"): Operation(
+        "Answers a chat, in the form of OpenAI's Responses", api.ResponsesFields, shapes.ResponseObject, dict[str, Any]
+    ),
+    ("POST", "/v1/messages"): Operation(
+        "Answers a chat, in Anthropic's form", api.MessagesFields, shapes.AnthropicMessage, dict[str, Any]
+    ),
+    ("POST", "/v1/messages/count_tokens"): Operation("Tokens of a chat", api.CountFields, shapes.InputTokens),
+    ("GET", "/v1/models"): Operation("The names that are served", None, shapes.Models),
+    ("GET", "/v1/models/*"): Operation("One of them", None, shapes.Model),
+    ("POST", "/tokenize"): Operation(
+        "Token ids of a text or a chat", (api.TokenizeFields, api.TokenizeChatFields), shapes.Tokens
+    ),
+    ("POST", "/detokenize"): Operation("The text of token ids", api.DetokenizeFields, shapes.Prompt),
+    ("GET", "/health"): _HEALTH,
+    ("GET", "/ready"): _HEALTH,
+    ("GET", "/ping"): _HEALTH,
+    ("POST", "/ping"): _HEALTH,
+    ("GET", "/version"): Operation("The server's version", None, shapes.Version),
+    ("GET", "/load"): Operation("Requests in flight, and the KV cache's use", None, shapes.Load),
+    ("GET", "/metrics"): Operation("Prometheus' text", None, "text/plain"),
+    ("GET", "/"): Operation("A chat page", None, "text/html"),
+    ("GET", "/openapi.json"): Operation("This document", None, dict[str, Any]),
+    **{
+        route: Operation(f"Admin call: {route[1][1:].replace('_', ' ')}", kind, dict[str, Any])
+        for route, kind in admin.OPTIONS.items()
+    },
+}
+_ERRORS = {
+    "400": "a field is wrong",
+    "401": "the key is missing or wrong",
+    "404": "there is no such path or model",
+    "503": "the server is loading, full or shutting down; retry-after says when to ask again",
+}
+
+
+def document(routes: Iterable[tuple[str, str]], name: str) -> Schema:
+    """The OpenAPI document of these routes, (method, path)."""
+    described = {route: OPERATIONS[route] for route in routes}
+    kinds = [kind for each in described.values() for kind in (*_requests(each), each.answer, each.chunk) if kind]
+    used = [shapes.ErrorAnswer, *dict.fromkeys(kind for kind in kinds if not isinstance(kind, str))]
+    schemas, components = msgspec.json.schema_components(used, ref_template="#/components/schemas/{name}")
+    schema_of = dict(zip(used, schemas, strict=True))
+    paths: dict[str, Schema] = {}
+    for (method, path), operation in described.items():
+        entry = _entry(operation, schema_of, components)
+        if path.endswith("/*"):
+            path = path[:-1] + "{id}"
+            entry["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+        paths.setdefault(path, {})[method.lower()] = entry
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": f"nanovllm: {name}", "version": nanovllm.__version__},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}, {}],
+    }
+
+
+def _entry(operation: Operation, schema_of: dict[Any, Schema], components: Schema) -> Schema:
+    answer = operation.answer
+    content: Schema = {answer: {"schema": {"type": "string"}}} if isinstance(answer, str) else _json(schema_of[answer])
+    if operation.chunk is not None:
+        content["text/event-stream"] = {"schema": schema_of[operation.chunk]}
+    failure = _json(schema_of[shapes.ErrorAnswer])
+    responses = {"200": {"description": "done", "content": content}}
+    responses |= {status: {"description": why, "content": failure} for status, why in _ERRORS.items()}
+    if operation is _HEALTH:
+        responses["503"] = {"description": "not yet, or no longer", "content": content}
+    entry: Schema = {"summary": operation.summary, "responses": responses}
+    if requests := _requests(operation):
+        needed = all(components[kind.__name__]["required"] for kind in requests)
+        found = [schema_of[kind] for kind in requests]
+        entry["requestBody"] = {"required": needed, "content": _json(found[0] if len(found) == 1 else {"anyOf": found})}
+    return entry
+
+
+def _requests(operation: Operation) -> tuple[Any, ...]:
+    kinds = operation.request
+    return kinds if isinstance(kinds, tuple) else () if kinds is None else (kinds,)
+
+
+def _json(schema: Schema) -> Schema:
+    return {"application/json": {"schema": schema}}
+
+
+@cache
+def _bytes(routes: frozenset[tuple[str, str]], name: str) -> bytes:
+    return orjson.dumps(document(sorted(routes), name))
+
+
+async def openapi(front: "Front", call: Call) -> None:
+    await call.respond(_bytes(front.app.routes, front.name))

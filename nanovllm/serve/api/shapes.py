@@ -1,0 +1,228 @@
+"""What the endpoints answer, as types: for /openapi.json, and for the tests, which read answers by them."""
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+FinishReason = Literal["stop", "length", "tool_calls", "abort"]
+
+
+class Shape(msgspec.Struct, forbid_unknown_fields=True):
+    """An object with these fields and no other; those that may be left out are UNSET."""
+
+
+class Error(Shape):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(Shape):
+    error: Error
+
+
+class PromptDetails(Shape):
+    cached_tokens: int
+
+
+class OutputDetails(Shape):
+    reasoning_tokens: int
+
+
+class Usage(Shape):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: OutputDetails | UnsetType = UNSET
+
+
+class Function(Shape, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCall(Shape, kw_only=True):
+    index: int | UnsetType = UNSET
+    """Of a chunk's."""
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: Function
+
+
+class Token(Shape):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ContentToken(Token):
+    top_logprobs: list[Token]
+
+
+class ChatLogprobs(Shape):
+    content: list[ContentToken]
+    refusal: None
+
+
+class TextLogprobs(Shape):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float | None] | None]
+
+
+class PromptToken(Shape):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+class Delta(Shape):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class Message(Delta, kw_only=True):
+    refusal: None
+
+
+class Choice(Shape, kw_only=True):
+    """What all choices have."""
+
+    index: int
+    finish_reason: FinishReason | None
+    stop_reason: int | str | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class WholeChoice(Choice, kw_only=True):
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, PromptToken] | None] | UnsetType = UNSET
+
+
+class ChatChoice(WholeChoice, kw_only=True):
+    message: Message
+    logprobs: ChatLogprobs | None
+
+
+class ChatChunkChoice(Choice, kw_only=True):
+    delta: Delta
+    logprobs: ChatLogprobs | None
+
+
+class TextChoice(WholeChoice, kw_only=True):
+    text: str
+    logprobs: TextLogprobs | None
+
+
+class TextChunkChoice(Choice, kw_only=True):
+    text: str
+    logprobs: TextLogprobs | None
+
+
+class Head(Shape):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+class ChatCompletion(Head):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatCompletionChunk(Head, kw_only=True):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType = UNSET
+
+
+class Completion(Head):
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+    usage: Usage
+
+
+class CompletionChunk(Head, kw_only=True):
+    object: Literal["text_completion"]
+    choices: list[TextChunkChoice]
+    usage: Usage | UnsetType = UNSET
+
+
+class Model(Shape):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int | None
+
+
+class Models(Shape):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokens(Shape):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Prompt(Shape):
+    prompt: str
+
+
+class Health(Shape):
+    status: Literal["loading", "ok", "draining", "failed"]
+    stage: str | UnsetType = UNSET
+    percent: int | UnsetType = UNSET
+
+
+class Load(Shape):
+    server_load: int
+    running: int
+    waiting: int
+    kv_cache_usage: float
+
+
+class Version(Shape):
+    version: str
+
+
+class InputTokens(Shape):
+    input_tokens: int
+
+
+class ResponseObject(msgspec.Struct):
+    """OpenAI's object of this name; the fields that are always there."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any] | None
+
+
+class AnthropicMessage(Shape):
+    """Anthropic's object of this name."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: dict[str, Any]
