@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-Kernel = Literal["library", "split", "fma", "stream", "decode"]
+Kernel = Literal["library", "split", "fma", "stream", "decode", "int4"]
 
 SKINNY_ROWS = 16
 """Most rows of the skinny kernels, "fma" and "stream"."""
@@ -51,7 +51,8 @@ class GemmConfig:
     """What multiplies, and how it cuts the work. Plain data: it goes to other ranks and into files.
 
     kernel: "library": cuBLAS. "split": cuBLAS over split_k equal parts of K, whose float32 sums go to the consumer.
-    "fma", "stream": skinny.py. "decode": decode.py; its consumer too gets split_k sums where there are several.
+    "fma", "stream": skinny.py. "decode": decode.py; its consumer too gets split_k sums where there are several. "int4":
+    int4.py, for weights of 4 bits.
     block_n: weight rows of a tile (for "decode" with the activation: gates, and as many ups). block_m: rows of x of a
     tile. block_k: columns of a step. stages: steps in flight. split_k: parts of K that are computed side by side.
 
@@ -75,7 +76,7 @@ class GemmConfig:
     @property
     def is_own(self) -> bool:
         """A kernel of our own, which lets the next kernel start before it ends (PDL)."""
-        return self.is_skinny or self.kernel == "decode"
+        return self.is_skinny or self.kernel in ("decode", "int4")
 
     @property
     def parts(self) -> int:

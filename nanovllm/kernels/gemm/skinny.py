@@ -100,7 +100,7 @@ def _check(x: Tensor, weight: Tensor, residual: Tensor | None, n_out: int, paire
 
 
 @cache
-def _workspace(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
+def workspace(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
     """Split-K partial sums and arrival counters, shared by the launches of one stream: they are ordered by it."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("run each split-K shape once before capturing it: the workspace must outlive the graph")
@@ -120,7 +120,7 @@ def _launch(
     steps = triton.cdiv(k, config.block_k * config.split_k)
     scratch = counters = out
     if config.split_k > 1:
-        scratch, counters = _workspace(x.device, torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0)
+        scratch, counters = workspace(x.device, torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0)
         if config.split_k * SKINNY_ROWS * tiles * config.block_n > SCRATCH_FLOATS or tiles > _COUNTERS:
             raise ValueError(f"{config} needs more scratch than there is for a weight {list(weight.shape)}")
     fixed: dict[str, Any] = {

@@ -1,0 +1,221 @@
+"""Products by 4-bit weights (W4A16): a weight is (q - zero) * scale, q and zero of 4 bits, one scale and zero for each
+group of columns.
+
+One definition at every number of rows: scales have the dtype of x, and the product is rounded to it; from there on the
+weight is an ordinary one. The kernel widens in registers, so that memory is read at 4 bits a weight. For many rows a
+range of weight rows at a time is widened into scratch memory that stays in the L2 cache, and the library multiplies.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.kernels.base.device import pdl_options
+from nanovllm.kernels.base.padded_rows import empty_rows
+from nanovllm.kernels.base.triton_import import triton
+from nanovllm.kernels.gemm.choice import SCRATCH_FLOATS, GemmConfig
+from nanovllm.kernels.gemm.int4_kernel import int4_gemm_kernel, int4_widen_kernel
+from nanovllm.kernels.gemm.skinny import workspace
+from nanovllm.kernels.pointwise.activation import silu_mul_reference
+
+SPAN = 128
+"""Columns of a block of the layout; the last one is padded."""
+WORDS = 32
+ZERO = 8
+"""What stands for 0 where a weight has no zeros of its own."""
+SMALLEST_GROUP = 32
+WIDENED_BYTES = 32 << 20
+"""Of weights widened at a time: what is written is read again from the L2 cache."""
+
+
+@dataclass(frozen=True)
+class Int4Weight:
+    """A weight [n, k].
+
+    words: int16 [ceil(k / 128), n, 32]; word i of a block has the columns i, i + 32, i + 64, i + 96, the first in its
+    lowest bits. groups: [number of groups, n, 2], scale and zero in the dtype of x; group: columns of one, 32, 64 or a
+    multiple of 128, or 0: one for all. There are as many groups as the padded columns have. has_zeros: some zero may
+    be another than 8.
+    """
+
+    words: Tensor
+    groups: Tensor
+    group: int
+    has_zeros: bool
+    k: int
+
+    @classmethod
+    def empty(
+        cls, n: int, k: int, group: int, has_zeros: bool, dtype: torch.dtype, device: torch.device
+    ) -> "Int4Weight":
+        """One of zeros."""
+        check_group(group)
+        blocks = -(-k // SPAN)
+        groups = torch.zeros(-(-blocks * SPAN // group) if group else 1, n, 2, dtype=dtype, device=device)
+        groups[..., 1] = ZERO
+        return cls(torch.zeros(blocks, n, WORDS, dtype=torch.int16, device=device), groups, group, has_zeros, k)
+
+    @property
+    def n(self) -> int:
+        return self.words.shape[1]
+
+
+def check_group(group: int) -> None:
+    """Raises ValueError for a size of groups that the kernels do not take."""
+    if group not in (0, 32, 64) and (group < 0 or group % SPAN):
+        raise ValueError(f"groups of {group} columns: must be of 32, 64, a multiple of 128, or one for all (0)")
+
+
+def pack(codes: Tensor) -> Tensor:
+    """uint8 [n, k], numbers of 4 bits -> words [ceil(k / 128), n, 32]; padding is 0."""
+    n, k = codes.shape
+    blocks = -(-k // SPAN)
+    planes = F.pad(codes, (0, blocks * SPAN - k)).view(n, blocks, 4, WORDS).int()
+    words = planes[:, :, 0] | planes[:, :, 1] << 4 | planes[:, :, 2] << 8 | planes[:, :, 3] << 12
+    return words.to(torch.int16).transpose(0, 1).contiguous()
+
+
+def unpack(words: Tensor, k: int) -> Tensor:
+    """What `pack` was given: uint8 [n, k]."""
+    wide = words.transpose(0, 1).int()
+    planes = torch.stack([wide >> shift & 15 for shift in (0, 4, 8, 12)], dim=2)
+    return planes.flatten(1)[:, :k].to(torch.uint8)
+
+
+def widen_reference(weight: Int4Weight) -> Tensor:
+    """The weight [n, k] in the dtype of its scales, by plain PyTorch."""
+    dtype = weight.groups.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    by_column = weight.groups.to(wide).repeat_interleave(weight.group or weight.k, dim=0)[: weight.k]
+    scales, zeros = by_column.permute(2, 1, 0)
+    return ((unpack(weight.words, weight.k).to(wide) - zeros) * scales).to(dtype)
+
+
+def widen(weight: Int4Weight, first: int, end: int, out: Tensor) -> Tensor:
+    """Rows [first, end) of the weight into out [end - first, k]; returns out."""
+    block_n = 64
+    grid = (triton.cdiv(end - first, block_n), weight.words.shape[0])
+    int4_widen_kernel[grid](
+        weight.words, weight.groups, out, first, end, weight.n, weight.k,
+        BLOCK_N=block_n, GROUP=weight.group, HAS_ZEROS=weight.has_zeros, PTX=out.is_cuda,
+    )  # fmt: skip
+    return out
+
+
+def linear_widened(x: Tensor, weight: Int4Weight) -> Tensor:
+    """x [M, k] @ weight^T -> [M, n] by the library, a range of weight rows at a time."""
+    if not x.is_cuda:
+        return F.linear(x, widen_reference(weight))
+    n, k = weight.n, weight.k
+    scratch = _widened(x.device, torch.cuda.current_stream(x.device).cuda_stream, x.dtype)
+    rows = max(SPAN, scratch.numel() // k // SPAN * SPAN)
+    if rows * k > scratch.numel():
+        raise ValueError(f"4-bit weight [{n}, {k}]: {SPAN} rows of it must fit into {WIDENED_BYTES} bytes")
+    out = x.new_empty(x.shape[0], n)
+    for first in range(0, n, rows):
+        end = min(n, first + rows)
+        part = widen(weight, first, end, scratch[: (end - first) * k].view(end - first, k))
+        torch.mm(x, part.T, out=out[:, first:end])
+    return out
+
+
+@cache
+def _widened(device: torch.device, stream: int, dtype: torch.dtype) -> Tensor:
+    """Shared by the launches of one stream, which are ordered by it."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("multiply by a widened weight once before capturing it: its memory must outlive the graph")
+    return torch.empty(WIDENED_BYTES // dtype.itemsize, dtype=dtype, device=device)
+
+
+def linear(x: Tensor, weight: Int4Weight, config: GemmConfig, *, pdl: bool = True) -> Tensor:
+    """x [M, k] @ weight^T -> [M, n]; with config.split_k > 1 float32 [split_k, M, n], sums over parts of k."""
+    rows, n = x.shape[0], weight.n
+    parts = config.split_k > 1
+    out = x.new_empty(config.split_k, rows, n, dtype=torch.float32) if parts else x.new_empty(rows, n)
+    return _launch(x, weight, n, config, out, parts=parts, pdl=pdl)
+
+
+def linear_whole(x: Tensor, weight: Int4Weight, config: GemmConfig, *, pdl: bool = True) -> Tensor:
+    """The same, where the last program of a tile adds up the parts: [M, n]."""
+    return _launch(x, weight, weight.n, config, x.new_empty(x.shape[0], weight.n), pdl=pdl)
+
+
+def linear_silu_mul(x: Tensor, weight: Int4Weight, config: GemmConfig, *, pdl: bool = True) -> Tensor:
+    """silu(gate) * up of x [M, k] for gates and ups [2 I, k], gates first -> [M, I]. Rounds as the product and the
+    activation by themselves do."""
+    size = weight.n // 2
+    return _launch(x, weight, size, config, empty_rows(x.shape[0], size, x.dtype, x.device), paired=True, pdl=pdl)
+
+
+def norm_linear(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Int4Weight, config: GemmConfig, *, pdl: bool = True
+) -> Tensor:
+    """rms_norm(x) @ weight^T for x [M, k], norm_weight [k] -> [M, n]."""
+    return _launch(x, weight, weight.n, config, x.new_empty(x.shape[0], weight.n), norm=(norm_weight, eps), pdl=pdl)
+
+
+def norm_linear_silu_mul(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Int4Weight, config: GemmConfig, *, pdl: bool = True
+) -> Tensor:
+    """silu(gate) * up of rms_norm(x) [M, k] for gates and ups [2 I, k], gates first -> [M, I]."""
+    size = weight.n // 2
+    out = x.new_empty(x.shape[0], size)
+    return _launch(x, weight, size, config, out, norm=(norm_weight, eps), paired=True, pdl=pdl)
+
+
+def linear_residual(
+    x: Tensor, weight: Int4Weight, residual: Tensor, config: GemmConfig, *, pdl: bool = True
+) -> Tensor:
+    """residual [M, n] += x [M, k] @ weight^T in place, rounded once; returns residual."""
+    return _launch(x, weight, weight.n, config, residual, residual=residual, pdl=pdl)
+
+
+def linear_reference(x: Tensor, weight: Int4Weight) -> Tensor:
+    """Plain twin of `linear_whole` and `linear_widened`."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (x.to(wide) @ widen_reference(weight).to(wide).T).to(x.dtype)
+
+
+def linear_silu_mul_reference(x: Tensor, weight: Int4Weight) -> Tensor:
+    """Plain twin of `linear_silu_mul`."""
+    return silu_mul_reference(linear_reference(x, weight))
+
+
+def _launch(
+    x: Tensor, weight: Int4Weight, n_out: int, config: GemmConfig, out: Tensor, *, pdl: bool,
+    norm: tuple[Tensor, float] | None = None, residual: Tensor | None = None, paired: bool = False, parts: bool = False,
+) -> Tensor:  # fmt: skip
+    """Fills and returns `out`."""
+    rows, k = x.shape
+    if k != weight.k or x.dtype != weight.groups.dtype or not x.is_contiguous():
+        found = f"x {list(x.shape)} of {x.dtype}, strides {x.stride()}"
+        raise ValueError(f"4-bit weight [{weight.n}, {weight.k}] of {weight.groups.dtype} does not fit {found}")
+    blocks = weight.words.shape[0]
+    if config.split_k > blocks:
+        raise ValueError(f"{config} leaves a split without columns, K = {k}")
+    outputs = config.block_n // 2 if paired else config.block_n
+    grid = (triton.cdiv(rows, config.block_m), triton.cdiv(n_out, outputs), config.split_k)
+    scratch = counters = out
+    if config.split_k > 1 and not parts:
+        scratch, counters = workspace(x.device, torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0)
+        needed = config.split_k * grid[0] * config.block_m * grid[1] * config.block_n
+        if needed > SCRATCH_FLOATS or grid[0] * grid[1] > counters.numel():
+            raise ValueError(f"{config} needs more scratch than there is for {rows} rows of a weight [{weight.n}, {k}]")
+    fixed: dict[str, Any] = {
+        "ROWS": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.stages, "GROUP": weight.group,
+        "HAS_ZEROS": weight.has_zeros, "NORM": norm is not None, "PAIRED": paired, "PARTS": parts,
+        "RESIDUAL": residual is not None, "SPLIT_K": config.split_k, "EVEN_K": k % SPAN == 0,
+        "EVEN_N": n_out % outputs == 0, "PTX": x.is_cuda, "num_warps": config.num_warps,
+        "PREFETCH": triton.next_power_of_2(triton.cdiv(blocks, config.split_k)), **pdl_options(x.device, pdl),
+    }  # fmt: skip
+    gain, eps = (x, 0.0) if norm is None else norm
+    int4_gemm_kernel[grid](
+        x, weight.words, weight.groups, gain, out,
+        out if residual is None else residual, scratch, counters,
+        rows=rows, n=weight.n, n_out=n_out, k=k, eps=eps, **fixed,
+    )  # fmt: skip
+    return out

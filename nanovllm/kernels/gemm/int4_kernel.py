@@ -1,0 +1,232 @@
+"""y = x @ W^T with 4-bit weights, widened in registers: the kernels; int4.py has the layout, and launches them.
+
+Weights are the left operand of a matrix instruction: a thread's words, as they lie in memory, already are its part of
+that operand. So a weight costs about two instructions: three shifts, four masks, four subtractions and four products
+for eight weights. Up to 8 rows of x multiply by instructions of one warp, more rows by those of four warps.
+
+A row's sum over K goes in an order that the shapes and the choice alone decide, and does not depend on the other rows.
+"""
+
+from nanovllm.kernels.base.device import prefetch_lines
+from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.gemm.epilogue import arrive_last, load_residual, store_tile, sum_splits, weight_rows
+
+SPAN: tl.constexpr = tl.constexpr(128)
+"""Columns of a block: 32 words of 16 bits for each weight row, of which word i has the columns i, i + 32, i + 64 and
+i + 96, the first in the lowest bits."""
+WORDS: tl.constexpr = tl.constexpr(32)
+
+# Two words of 16 bits at a time. Put into the low bits of 128 (bfloat16) or 1024 (float16), a number of 4 bits is added
+# to it, without rounding.
+_UNPACK = """{
+.reg .b32 t;
+lop3.b32 $0, $4, 0x000f000f, OFFSETS, 0xea;
+shr.u32 t, $4, 4;
+lop3.b32 $1, t, 0x000f000f, OFFSETS, 0xea;
+shr.u32 t, $4, 8;
+lop3.b32 $2, t, 0x000f000f, OFFSETS, 0xea;
+shr.u32 t, $4, 12;
+lop3.b32 $3, t, 0x000f000f, OFFSETS, 0xea;
+}"""
+_UNPACK_BF16: tl.constexpr = tl.constexpr(_UNPACK.replace("OFFSETS", "0x43004300"))
+_UNPACK_FP16: tl.constexpr = tl.constexpr(_UNPACK.replace("OFFSETS", "0x64006400"))
+
+
+@triton.jit
+def _unpacked(words, dtype: tl.constexpr, PTX: tl.constexpr):
+    """The four columns of each word, plus an offset (see _offset), in `dtype`."""
+    if PTX and dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            _UNPACK_BF16, "=r,=r,=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    elif PTX and dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            _UNPACK_FP16, "=r,=r,=r,=r,r", [words], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        first, second = (words & 15).to(dtype), ((words >> 4) & 15).to(dtype)
+        return first, second, ((words >> 8) & 15).to(dtype), ((words >> 12) & 15).to(dtype)
+
+
+@triton.jit
+def _offset(dtype: tl.constexpr, PTX: tl.constexpr):
+    if PTX and dtype == tl.bfloat16:
+        return 128
+    elif PTX and dtype == tl.float16:
+        return 1024
+    else:
+        return 0
+
+
+@triton.jit
+def _scale_and_zero(groups_ptr, at, live, dtype: tl.constexpr, HAS_ZEROS: tl.constexpr, PTX: tl.constexpr):
+    """Of one group of the weight rows at `at`: the factor, and what stands for 0 in _unpacked. A pair of 16 bits each
+    is read as one number of 32, the least that a pipelined copy takes."""
+    if dtype == tl.float32:
+        scale = tl.load(groups_ptr + 2 * at, mask=live, other=0.0)
+        stored = tl.load(groups_ptr + 2 * at + 1, mask=live, other=0.0)
+    else:
+        pair = tl.load(groups_ptr.to(tl.pointer_type(tl.int32)) + at, mask=live, other=0)
+        scale = pair.to(tl.int16).to(dtype, bitcast=True)
+        stored = (pair >> 16).to(tl.int16).to(dtype, bitcast=True)
+    if HAS_ZEROS:
+        zero = (stored + _offset(dtype, PTX)).to(dtype)
+    else:
+        zero = tl.full(at.shape, 8 + _offset(dtype, PTX), dtype)
+    return scale[:, None], zero[:, None]
+
+
+@triton.jit
+def row_scales(x_ptr, rows, k, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """1 / rms of ROWS rows of x [rows, k], float32 [ROWS]."""
+    row = tl.arange(0, ROWS)[:, None]
+    total = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
+    for first in tl.range(0, k, WIDTH):
+        cols = first + tl.arange(0, WIDTH)[None, :]
+        x = tl.load(x_ptr + row * k + cols, mask=(row < rows) & (cols < k), other=0.0).to(tl.float32)
+        total += x * x
+    return tl.rsqrt(tl.sum(total, axis=1) / k + eps)
+
+
+@triton.jit
+def _silu_mul(y, ROWS: tl.constexpr, WIDTH: tl.constexpr, dtype: tl.constexpr):
+    """silu(gate) * up from float32 [ROWS, 2 WIDTH] of pairs (gate, up), rounded as a GEMM and the activation kernel
+    (pointwise/activation.py) would, but for the last rounding."""
+    gate, up = tl.split(tl.reshape(y, [ROWS, WIDTH, 2]))
+    gate = gate.to(dtype).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    return silu * up.to(dtype).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows", "eps"])
+def int4_gemm_kernel(
+    x_ptr, w_ptr, groups_ptr, norm_ptr, out_ptr, res_ptr, scratch_ptr, counter_ptr, rows, n, n_out, k, eps,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    NORM: tl.constexpr, PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, PARTS: tl.constexpr, SPLIT_K: tl.constexpr,
+    PREFETCH: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of rows, tiles of weights, SPLIT_K); x [rows, k], weights int16 [blocks of k, n, 32], groups
+    [groups of k, n, 2] (scale, zero). GROUP: columns of a group; 0: all. out [rows, n_out]; with PARTS float32
+    [SPLIT_K, rows, n_out]. PREFETCH: blocks to bring into L2 before x may be read, a power of two."""
+    dtype = x_ptr.dtype.element_ty
+    first_row = tl.program_id(0) * ROWS
+    pid, split = tl.program_id(1), tl.program_id(2)
+    blocks = tl.cdiv(k, SPAN)
+    begin, end = blocks * split // SPLIT_K, blocks * (split + 1) // SPLIT_K
+    w_rows, live = weight_rows(tl.arange(0, BLOCK_N), pid, n_out, BLOCK_N, PAIRED)
+    if EVEN_N:
+        live = w_rows >= 0
+    word = tl.arange(0, WORDS)
+    w_ptrs = w_ptr + tl.where(live, w_rows, 0)[:, None] * WORDS + word[None, :]
+    if PDL:
+        ahead = tl.minimum(begin + tl.arange(0, PREFETCH), end - 1)
+        lines, _ = weight_rows(tl.arange(0, BLOCK_N), pid, n_out, BLOCK_N, PAIRED)
+        prefetch_lines(w_ptr + (ahead[:, None] * n + tl.minimum(lines, n - 1)[None, :]) * WORDS)
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+    row = tl.arange(0, ROWS)
+    x_ptr += first_row.to(tl.int64) * k
+    rows -= first_row
+    if NORM:
+        norm_scale = row_scales(x_ptr, rows, k, eps, ROWS, 512)[:, None]
+    acc = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
+    for block in tl.range(begin, end, num_stages=STAGES):
+        at = block * n
+        if EVEN_N:
+            words = tl.load(w_ptrs + at * WORDS)
+        else:
+            words = tl.load(w_ptrs + at * WORDS, mask=live[:, None], other=0)
+        planes = _unpacked(words, dtype, PTX)
+        if GROUP == 0:
+            scale, zero = _scale_and_zero(groups_ptr, w_rows, live, dtype, HAS_ZEROS, PTX)
+        elif GROUP >= SPAN:
+            group_at = (block // (GROUP // SPAN)) * n + w_rows
+            scale, zero = _scale_and_zero(groups_ptr, group_at, live, dtype, HAS_ZEROS, PTX)
+        for plane in tl.static_range(4):
+            if GROUP > 0 and GROUP < SPAN and plane * WORDS % GROUP == 0:
+                group_at = (block * (SPAN // GROUP) + plane * WORDS // GROUP) * n + w_rows
+                scale, zero = _scale_and_zero(groups_ptr, group_at, live, dtype, HAS_ZEROS, PTX)
+            cols = block * SPAN + plane * WORDS + word
+            x_live = (row < rows)[:, None]
+            if not EVEN_K:
+                x_live = x_live & (cols < k)[None, :]
+            x = tl.load(x_ptr + row[:, None] * k + cols[None, :], mask=x_live, other=0.0)
+            if NORM:
+                gain = tl.load(norm_ptr + cols, mask=cols < k, other=0.0)[None, :].to(tl.float32)
+                unit = (x.to(tl.float32) * norm_scale).to(dtype).to(tl.float32)
+                x = (unit * gain).to(dtype)
+            weights = (planes[plane] - zero) * scale
+            acc = tl.dot(weights, tl.trans(x), acc, input_precision="ieee")
+
+    _finish(
+        tl.trans(acc), out_ptr, res_ptr, scratch_ptr, counter_ptr, first_row, rows, n_out,
+        ROWS, BLOCK_N, SPLIT_K, PAIRED, RESIDUAL, PARTS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _finish(
+    y, out_ptr, res_ptr, scratch_ptr, counter_ptr, first_row, rows, n_out,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, PAIRED: tl.constexpr, RESIDUAL: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Stores y float32 [ROWS, BLOCK_N], or adds up the splits and stores the sum. rows: those from first_row on.
+    Scratch is float32 [SPLIT_K, tiles of rows, ROWS, tiles of weights x BLOCK_N]."""
+    tile, pid, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, lane = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_N)[None, :]
+    if SPLIT_K == 1 or PARTS:
+        out_ptr += split.to(tl.int64) * (rows + first_row) * n_out
+        _store(y, out_ptr, res_ptr, row, lane, first_row, rows, pid, n_out, ROWS, BLOCK_N, PAIRED, RESIDUAL)
+    else:
+        width = tl.num_programs(1) * BLOCK_N
+        at = (tile * ROWS + row) * width + pid * BLOCK_N + lane
+        slab = tl.num_programs(0) * ROWS * width
+        tl.store(scratch_ptr + split * slab + at, y)
+        if arrive_last(counter_ptr + tile * tl.num_programs(1) + pid, SPLIT_K):
+            y = sum_splits(scratch_ptr, at, slab, SPLIT_K)
+            _store(y, out_ptr, res_ptr, row, lane, first_row, rows, pid, n_out, ROWS, BLOCK_N, PAIRED, RESIDUAL)
+
+
+@triton.jit
+def _store(
+    y, out_ptr, res_ptr, row, lane, first_row, rows, pid, n_out,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PAIRED: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    out_ptr += first_row.to(tl.int64) * n_out
+    if PAIRED:
+        y = _silu_mul(y, ROWS, BLOCK_N // 2, out_ptr.dtype.element_ty)
+        out_lane = tl.arange(0, BLOCK_N // 2)[None, :]
+        store_tile(y, 0.0, out_lane, row, out_ptr, rows, pid, n_out, BLOCK_N // 2, False)
+    else:
+        res_ptr += first_row.to(tl.int64) * n_out
+        residual = load_residual(res_ptr, lane, row, rows, pid, n_out, BLOCK_N, RESIDUAL)
+        store_tile(y, residual, lane, row, out_ptr, rows, pid, n_out, BLOCK_N, False)
+
+
+@triton.jit
+def int4_widen_kernel(
+    w_ptr, groups_ptr, out_ptr, first, end, n, k,
+    BLOCK_N: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of the weight rows [first, end), blocks of k): those rows in out's dtype, [end - first, k]."""
+    dtype = out_ptr.dtype.element_ty
+    block = tl.program_id(1)
+    local = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    w_rows, word = first + local, tl.arange(0, WORDS)
+    live = w_rows < end
+    words = tl.load(
+        w_ptr + (block * n + w_rows[:, None]) * WORDS + word[None, :], mask=live[:, None], other=0
+    )
+    planes = _unpacked(words, dtype, PTX)
+    for plane in tl.static_range(4):
+        if GROUP == 0:
+            group_at = w_rows
+        else:
+            group_at = (block * SPAN + plane * WORDS) // GROUP * n + w_rows
+        scale, zero = _scale_and_zero(groups_ptr, group_at, live, dtype, HAS_ZEROS, PTX)
+        cols = block * SPAN + plane * WORDS + word
+        at = local.to(tl.int64)[:, None] * k + cols[None, :]
+        tl.store(out_ptr + at, (planes[plane] - zero) * scale, mask=live[:, None] & (cols < k)[None, :])

@@ -1,0 +1,196 @@
+"""The kernels of 4-bit weights against float64: interpreted in float32 and float16 on a CPU, on a GPU in bfloat16 and
+float16."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from nanovllm.kernels.gemm import int4
+from nanovllm.kernels.gemm.choice import GemmConfig
+from nanovllm.kernels.gemm.int4 import Int4Weight
+
+EPS = 1e-6
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+SMALL = GemmConfig("int4", 16, 8, 128, 3, num_warps=1)
+GPU_CONFIGS = [
+    SMALL, GemmConfig("int4", 64, 8, 128, 6), GemmConfig("int4", 128, 16, 128, 4), GemmConfig("int4", 64, 64, 128, 4),
+    GemmConfig("int4", 128, 128, 128, 3, num_warps=8),
+]  # fmt: skip
+OPS = ("linear", "linear_whole", "linear_silu_mul", "norm_linear", "norm_linear_silu_mul", "linear_residual")
+
+
+def made(
+    n: int, k: int, group: int, has_zeros: bool, dtype: torch.dtype, seed: int = 0
+) -> tuple[Int4Weight, torch.Tensor]:
+    """A random weight, and its values float64 [n, k], rounded to `dtype` once, from codes, scales and zeros alone."""
+    make = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (n, k), generator=make)
+    weight = Int4Weight.empty(n, k, group, has_zeros, dtype, DEVICE)
+    count = weight.groups.shape[0]
+    scales = (torch.rand(count, n, generator=make) / k**0.5 + 0.01).to(dtype)
+    zeros = torch.randint(0, 16, (count, n), generator=make) if has_zeros else torch.full((count, n), 8)
+    weight.words.copy_(int4.pack(codes.to(torch.uint8)))
+    weight.groups.copy_(torch.stack([scales, zeros.to(dtype)], dim=-1))
+    of_column = torch.arange(k) // (group or k)
+    values = (codes - zeros.T[:, of_column]).double() * scales.double().T[:, of_column]
+    return weight, values.to(dtype).double().to(DEVICE)
+
+
+def inputs(rows: int, k: int, dtype: torch.dtype, seed: int = 1) -> torch.Tensor:
+    return torch.randn(rows, k, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def normed(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype) * gain
+
+
+def run(op: str, x: torch.Tensor, weight: Int4Weight, config: GemmConfig, pdl: bool = True) -> torch.Tensor:
+    gain, residual = inputs(1, weight.k, x.dtype, 2)[0], inputs(x.shape[0], weight.n, x.dtype, 3)
+    call = getattr(int4, op)
+    if op.startswith("norm"):
+        return call(x, gain, EPS, weight, config, pdl=pdl)
+    if op == "linear_residual":
+        return call(x, weight, residual, config, pdl=pdl)
+    y = call(x, weight, config, pdl=pdl)
+    return y.sum(0) if y.dim() == 3 else y
+
+
+def exact(op: str, x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    (n, k), dtype = values.shape, x.dtype
+    y = (normed(x, inputs(1, k, dtype, 2)[0]) if op.startswith("norm") else x).double() @ values.T
+    if op.endswith("silu_mul"):
+        gate, up = y.to(dtype).double().chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate).to(dtype).double() * up
+    return y + inputs(x.shape[0], n, dtype, 3).double() if op == "linear_residual" else y
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+def test_a_word_has_columns_32_apart() -> None:
+    codes = torch.arange(2 * 200, dtype=torch.int64).mul(7).bitwise_and(15).view(2, 200)
+    words = int4.pack(codes.to(torch.uint8))
+    assert words.shape == (2, 2, 32)
+    bits = words.int() & 0xFFFF
+    for row, column in ((0, 0), (1, 31), (0, 32), (1, 100), (0, 127), (1, 199)):
+        block, inside = divmod(column, 128)
+        assert bits[block, row, inside % 32] >> 4 * (inside // 32) & 15 == codes[row, column]
+    assert torch.equal(int4.unpack(words, 200), codes.to(torch.uint8))
+
+
+@given(
+    st.sampled_from(OPS), st.sampled_from([torch.float32, torch.float16]), st.integers(1, 20), st.integers(1, 30),
+    st.integers(1, 40), st.sampled_from([0, 32, 64, 128, 256]), st.booleans(), st.integers(1, 3),
+)  # fmt: skip
+@settings(max_examples=20, deadline=None)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted")
+def test_any_shape_matches_float64(
+    op: str, dtype: torch.dtype, rows: int, half_n: int, k_over_8: int, group: int, has_zeros: bool, split_k: int
+) -> None:
+    k = 8 * k_over_8
+    weight, values = made(2 * half_n, k, group, has_zeros, dtype)
+    assert torch.equal(int4.widen_reference(weight).double(), values)
+    config = replace(SMALL, split_k=min(split_k, weight.words.shape[0]))
+    x = inputs(rows, k, dtype)
+    assert relative_error(run(op, x, weight, config), exact(op, x, values)) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("config", GPU_CONFIGS, ids=str)
+def test_matches_float64_on_gpu(config: GemmConfig, dtype: torch.dtype) -> None:
+    cases = ((512, 2048, 128, False, 1), (304, 1000, 32, True, 1), (512, 2048, 64, True, 3), (256, 2048, 0, True, 2))
+    for n, k, group, has_zeros, split_k in cases:
+        weight, values = made(n, k, group, has_zeros, dtype)
+        for op in OPS:
+            x = inputs(config.block_m + 3, k, dtype)
+            error = relative_error(run(op, x, weight, replace(config, split_k=split_k)), exact(op, x, values))
+            assert error < TOLERANCE[dtype], (op, n, k, group, error)
+
+
+@pytest.mark.parametrize("dtype", [
+    torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("group", "has_zeros"), [(0, True), (32, True), (64, False), (128, True), (256, False)])
+def test_widening_gives_the_twin_to_the_bit(dtype: torch.dtype, group: int, has_zeros: bool) -> None:
+    if torch.cuda.is_available() == (dtype == torch.float32):
+        pytest.skip("the other device's")
+    weight, values = made(72, 520, group, has_zeros, dtype)
+    out = torch.empty(50, 520, dtype=dtype, device=DEVICE)
+    assert torch.equal(int4.widen(weight, 10, 60, out).double(), values[10:60])
+
+
+@pytest.mark.gpu
+def test_widened_ranges_make_the_whole_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, values = made(1000, 512, 128, True, torch.bfloat16)
+    monkeypatch.setattr(int4, "WIDENED_BYTES", 512 * 300 * 2)
+    int4._widened.cache_clear()
+    x = inputs(77, 512, torch.bfloat16)
+    assert relative_error(int4.linear_widened(x, weight), exact("linear", x, values)) < TOLERANCE[torch.bfloat16]
+    int4._widened.cache_clear()
+
+
+@pytest.mark.parametrize("split_k", [1, 2])
+def test_row_does_not_depend_on_its_neighbours(split_k: int) -> None:
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    weight, _ = made(72, 300, 128, True, dtype)
+    x, config = inputs(20, 300, dtype), replace(SMALL, split_k=split_k)
+    together = run("linear", x, weight, config)
+    x[1:] = 1e4
+    assert torch.equal(run("linear", x, weight, config)[0], together[0])
+    assert torch.equal(run("linear", x[:1].clone(), weight, config)[0], together[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", GPU_CONFIGS[:3], ids=str)
+def test_dependent_launch_in_a_graph_gives_the_same_bits(config: GemmConfig) -> None:
+    """30 dependent layers, each reading what the one before wrote: a missing wait would show as a difference."""
+    start = inputs(config.block_m, 1024, torch.bfloat16)
+    gate_up, _ = made(2048, 1024, 128, False, torch.bfloat16)
+    down, _ = made(1024, 1024, 128, False, torch.bfloat16, 5)
+    gain = torch.ones_like(start[0])
+
+    def chain(pdl: bool) -> torch.Tensor:
+        hidden = start.clone()
+
+        def layers() -> None:
+            for _ in range(30):
+                x = int4.norm_linear_silu_mul(hidden, gain, EPS, gate_up, config, pdl=pdl)
+                int4.linear_residual(x, down, hidden, replace(config, split_k=2), pdl=pdl)
+
+        layers()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            layers()
+        hidden.copy_(start)
+        graph.replay()
+        return hidden.clone()
+
+    plain = chain(pdl=False)
+    assert plain.isfinite().all()
+    for _ in range(3):
+        assert torch.equal(chain(pdl=True), plain)
+
+
+@pytest.mark.parametrize("group", [-1, 16, 48, 96, 160])
+def test_other_groups_are_refused(group: int) -> None:
+    with pytest.raises(ValueError, match=f"groups of {group} columns: must be of 32, 64, a multiple of 128"):
+        Int4Weight.empty(8, 256, group, False, torch.float32, DEVICE)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    weight, _ = made(8, 256, 128, False, torch.float32)
+    with pytest.raises(ValueError, match=r"4-bit weight \[8, 256\] of torch.float32 does not fit x \[3, 128\]"):
+        int4.linear(torch.zeros(3, 128, device=DEVICE), weight, SMALL)
+    with pytest.raises(ValueError, match="without columns"):
+        int4.linear(torch.zeros(3, 256, device=DEVICE), weight, replace(SMALL, split_k=3))
