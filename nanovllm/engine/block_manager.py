@@ -3,13 +3,17 @@
 A block is free (in `_free`, oldest first), or owned by `ref_count` rows. A free block keeps its hash until it is handed
 out again, so that a later prompt with the same prefix revives it: freed blocks are hits until reused, least recently
 used first.
+
+Where a text leaves a cached one in the middle of a block, its row gets a copy of that block and goes on from there.
 """
 
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import xxhash
 
 from nanovllm.engine.sequence import Sequence
@@ -23,8 +27,29 @@ class Block:
     """Chained hash: of the hash of the block before and of this block's tokens. None: not in the prefix cache."""
     content: bytes = b""
     """The block's tokens and its parent's hash, compared on a hit: a colliding hash is a miss, not another's text."""
+    opening: bytes | None = None
+    """Key of the opening that leads to this block."""
 
 
+class Opening(NamedTuple):
+    """How a block begins, as far as its tokens are known."""
+
+    key: bytes
+    """The hash of the block before, and the first tokens: with another key there is too little in common."""
+    tokens: bytes
+    """int32, all that are known."""
+
+    def num_common(self, other: "Opening") -> int:
+        """First tokens that are equal, of two openings with one key."""
+        length = min(len(self.tokens), len(other.tokens))
+        if self.tokens[:length] == other.tokens[:length]:
+            return length // 4
+        ours, theirs = (np.frombuffer(opening.tokens[:length], np.int32) for opening in (self, other))
+        return int((ours != theirs).argmax())
+
+
+_MOST_KEY_TOKENS = 16
+"""In the key of an opening: fewer tokens are computed sooner than copied. In small blocks it is half a block."""
 _ROOT_OF_SALT = b"cache_salt="
 
 
@@ -62,6 +87,9 @@ class BlockManager:
         self._blocks = [Block(i) for i in range(num_blocks)]
         self._free: OrderedDict[int, None] = OrderedDict((i, None) for i in range(num_blocks))
         self._block_of_hash: dict[bytes, int] = {}
+        self._openings: dict[bytes, tuple[int, Opening]] = {}
+        """By key: a block that begins so, and what is written there."""
+        self._num_key_tokens = min(_MOST_KEY_TOKENS, -(-block_size // 2))
 
     @property
     def num_free_blocks(self) -> int:
@@ -91,13 +119,19 @@ class BlockManager:
                 parent = digest
         return hits, parent
 
-    def next_block(self, seq: Sequence, num_blocks: int, parent_hash: bytes, num_tokens: int) -> bytes | None:
-        """Hash of the block that follows the first `num_blocks` of a row; parent_hash is the hash of those. None where
-        the row's first `num_tokens` do not fill it, and without a prefix cache."""
-        begin, end = num_blocks * self.block_size, (num_blocks + 1) * self.block_size
-        if not self.enable_prefix_caching or end > num_tokens:
+    def opening(self, seq: Sequence, num_blocks: int, parent_hash: bytes, num_tokens: int) -> Opening | None:
+        """That of the block after the first `num_blocks` of a row, whose hash is parent_hash, within the row's first
+        `num_tokens`. None where these are too few, and without a prefix cache."""
+        begin, end = num_blocks * self.block_size, min((num_blocks + 1) * self.block_size, num_tokens)
+        if not self.enable_prefix_caching or end - begin < self._num_key_tokens:
             return None
-        return xxhash.xxh3_128_digest(_content(parent_hash, seq.token_ids[begin:end]))
+        tokens = array("i", seq.token_ids[begin:end]).tobytes()
+        return Opening(parent_hash + tokens[: 4 * self._num_key_tokens], tokens)
+
+    def match_opening(self, opening: Opening | None) -> tuple[int, int]:
+        """A block whose copy serves a row that goes on with `opening`, and for how many tokens; (-1, 0): none."""
+        found = self._openings.get(opening.key) if opening is not None else None
+        return (-1, 0) if found is None or opening is None else (found[0], opening.num_common(found[1]))
 
     def num_in_use(self, hits: list[int]) -> int:
         """How many of these blocks some row owns."""
@@ -129,19 +163,36 @@ class BlockManager:
         return block_id
 
     def publish(self, seq: Sequence, num_written_tokens: int) -> None:
-        """Makes the row's full blocks below `num_written_tokens` hits: their data is written and their tokens known."""
+        """Makes the row's full blocks below `num_written_tokens` hits: their data is written and their tokens known.
+        What is left may be copied."""
         if not self.enable_prefix_caching or seq.is_stale:
             return
-        size = self.block_size
-        for index in range(seq.num_hashed_blocks, min(num_written_tokens, seq.num_tokens) // size):
+        size, num_tokens = self.block_size, min(num_written_tokens, seq.num_tokens)
+        for index in range(seq.num_hashed_blocks, num_tokens // size):
+            block = self._blocks[seq.block_table[index]]
+            self._note_opening(block, self.opening(seq, index, seq.parent_hash, num_tokens))
             content = _content(seq.parent_hash, seq.token_ids[index * size : (index + 1) * size])
             digest = xxhash.xxh3_128_digest(content)
-            block = self._blocks[seq.block_table[index]]
             assert block.hash is None and block.ref_count > 0, block
             if digest not in self._block_of_hash:  # else: computed twice at the same time; the first copy stays the hit
                 block.hash, block.content = digest, content
                 self._block_of_hash[digest] = block.block_id
             seq.num_hashed_blocks, seq.parent_hash = index + 1, digest
+        if num_tokens > seq.num_hashed_blocks * size:
+            block = self._blocks[seq.block_table[seq.num_hashed_blocks]]
+            self._note_opening(block, self.opening(seq, seq.num_hashed_blocks, seq.parent_hash, num_tokens))
+
+    def _note_opening(self, block: Block, opening: Opening | None) -> None:
+        """The block's data is written so far. Of blocks with one key, the fullest is found, of equals the newest."""
+        if opening is None:
+            return
+        known = self._openings.get(opening.key)
+        if known is not None:
+            if len(known[1].tokens) > len(opening.tokens):
+                return
+            self._blocks[known[0]].opening = None
+        self._openings[opening.key] = block.block_id, opening
+        block.opening = opening.key
 
     def release(self, seq: Sequence) -> None:
         """Takes the row's blocks back. Its tail is reused first: the front of a prompt is the likelier hit."""
@@ -161,8 +212,9 @@ class BlockManager:
     def forget_cached(self) -> None:
         """Empties the prefix cache (the weights have changed). Rows keep their blocks."""
         self._block_of_hash.clear()
+        self._openings.clear()
         for block in self._blocks:
-            block.hash, block.content = None, b""
+            block.hash, block.content, block.opening = None, b"", None
 
     def _take(self) -> int:
         block_id, _ = self._free.popitem(last=False)
@@ -171,6 +223,9 @@ class BlockManager:
         if block.hash is not None:
             del self._block_of_hash[block.hash]
             block.hash, block.content = None, b""
+        if block.opening is not None:
+            del self._openings[block.opening]
+            block.opening = None
         block.ref_count = 1
         return block_id
 
@@ -185,3 +240,5 @@ class BlockManager:
                 assert xxhash.xxh3_128_digest(block.content) == block.hash, block
         assert len(self._free) + sum(1 for n in counted.values() if n > 0) == self.num_blocks
         assert all(self._blocks[i].hash == digest for digest, i in self._block_of_hash.items())
+        openings = {block.opening: block.block_id for block in self._blocks if block.opening is not None}
+        assert openings == {key: block_id for key, (block_id, _) in self._openings.items()}

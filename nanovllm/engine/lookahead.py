@@ -78,11 +78,12 @@ class Lookahead:
         manager = self._block_manager
         size = manager.block_size
         total = np.array([seq.num_tokens + seq.num_inflight_tokens for seq in running], np.int64)
-        cached = np.array([seq.num_cached_tokens for seq in running], np.int64)
-        # Blocks of a cached prefix belong to no single row: they may outlive the row that wrote them.
-        own_blocks = sum([len(seq.block_table) for seq in running]) - int((cached // size).sum())
+        # Whole blocks of a cached prefix belong to no single row: they may outlive the row that wrote them.
+        cached_blocks = np.array([seq.num_cached_tokens for seq in running], np.int64) // size
+        own_blocks = sum([len(seq.block_table) for seq in running]) - int(cached_blocks.sum())
         shared_blocks = max(0, manager.num_blocks - manager.num_free_blocks - own_blocks)
-        return Forecast(manager.num_blocks - shared_blocks, size, total - cached, self.num_tokens_to_come(running))
+        held = total - cached_blocks * size
+        return Forecast(manager.num_blocks - shared_blocks, size, held, self.num_tokens_to_come(running))
 
     def check_integrity(self, running: list[Sequence]) -> None:
         assert self._most_blocks == sum(map(self._most_blocks_of, running))

@@ -9,14 +9,15 @@ on the device counts as an inflight token, and its value is needed only to see w
 turns out to have ended computed one token too many in the step already launched; it is dropped when it arrives.
 """
 
-from collections import deque
 from collections.abc import Iterable
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.lookahead import Forecast, Lookahead
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.sharing import CachedPrefix, StepSharing
 from nanovllm.engine.step_plan import StepPlan
+from nanovllm.engine.waiting import WaitingQueues, has_begun
 from nanovllm.wire.shapes import fitting_chunk
 from nanovllm.wire.step import most_block_updates
 
@@ -33,12 +34,9 @@ class Scheduler:
         self.config = config
         self.block_manager = BlockManager(num_blocks, block_size, config.enable_prefix_caching)
         self.lookahead = Lookahead(self.block_manager)
-        self.long_threshold = config.long_prefill_threshold
         self.running: list[Sequence] = []
         """Oldest first; preemption takes from the end."""
-        self.waiting_short: deque[Sequence] = deque()
-        self.waiting_long: deque[Sequence] = deque()
-        self.num_waiting_tokens = 0
+        self.waiting = WaitingQueues(config.long_prefill_threshold)
         self._last_plan: StepPlan | None = None
         self.num_preemptions = 0
         """Rows that lost their blocks to older ones."""
@@ -46,8 +44,6 @@ class Scheduler:
         """Of all requests that have begun; each prompt counts once."""
         self.num_prompt_cached_tokens = 0
         """Those of them that the prefix cache had."""
-        self.holds_new = False
-        """Whether requests that have not begun wait, whatever room there is."""
         self._num_added = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
 
@@ -55,7 +51,16 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting_short) + len(self.waiting_long)
+        return len(self.waiting)
+
+    @property
+    def holds_new(self) -> bool:
+        """Whether requests that have not begun wait, whatever room there is."""
+        return self.waiting.holds_new
+
+    @holds_new.setter
+    def holds_new(self, value: bool) -> None:
+        self.waiting.holds_new = value
 
     @property
     def capacity_tokens(self) -> int:
@@ -63,11 +68,11 @@ class Scheduler:
         return self.block_manager.num_blocks * self.block_manager.block_size
 
     def has_unfinished(self) -> bool:
-        return bool(self.running or self.waiting_short or self.waiting_long)
+        return bool(self.running or self.waiting)
 
     def has_begun(self) -> bool:
         """Whether any unfinished row was admitted once."""
-        return bool(self.running) or any(map(_has_begun, self.waiting_short)) or any(map(_has_begun, self.waiting_long))
+        return bool(self.running) or any(map(has_begun, self.waiting))
 
     def add(self, seq: Sequence) -> None:
         """Queues `seq`. One that was aborted before it came here is left out."""
@@ -77,15 +82,13 @@ class Scheduler:
         assert seq.num_tokens < seq.max_total_tokens <= self.capacity_tokens + 1, seq  # the last token needs no KV
         seq.arrival = self._num_added
         self._num_added += 1
-        self._queue_of(seq).append(seq)
-        self.num_waiting_tokens += seq.num_tokens
+        self.waiting.append(seq)
 
     def abort(self, seq: Sequence) -> None:
         """Ends `seq` wherever it is; tokens of it that are still on the device are dropped when they arrive."""
         if seq.status is SequenceStatus.WAITING:
             if seq.arrival is not None:
-                self._queue_of(seq).remove(seq)
-                self.num_waiting_tokens -= seq.num_tokens
+                self.waiting.remove(seq)
             seq.status, seq.finish_reason = SequenceStatus.FINISHED, "abort"
         elif seq.status is SequenceStatus.RUNNING:
             self._finish(seq, "abort")
@@ -103,13 +106,6 @@ class Scheduler:
         for seq in self.running:
             seq.is_stale = True
         self.block_manager.forget_cached()
-
-    def _is_long(self, num_remaining_tokens: int) -> bool:
-        return 0 < self.long_threshold < num_remaining_tokens
-
-    def _queue_of(self, seq: Sequence) -> deque[Sequence]:
-        # By the length that never changes, so that a row is found again where it was put.
-        return self.waiting_long if self._is_long(seq.num_prompt_tokens) else self.waiting_short
 
     # -- one step -----------------------------------------------------------------------------------------------
 
@@ -177,7 +173,7 @@ class Scheduler:
         if self.config.max_num_prefill_tokens_with_decodes is not None:
             return self.config.max_num_prefill_tokens_with_decodes
         low, high = self.PREFILL_TOKENS_WITH_DECODES
-        share = max(low, self.num_waiting_tokens // 8)
+        share = max(low, self.waiting.num_tokens // 8)
         chunk = min(high, 1 << (share.bit_length() - 1))
         return fitting_chunk(num_decode_rows, chunk, self.config.max_num_seqs)
 
@@ -186,7 +182,8 @@ class Scheduler:
         partial: list[tuple[Sequence, int]],
     ) -> int:  # fmt: skip
         """Prompts that an earlier step began, in order of their admission."""
-        short_waits = bool(self.waiting_short) or any(not self._is_long(seq.num_tokens_to_compute) for seq in prompts)
+        waiting = self.waiting
+        short_waits = bool(waiting.short) or any(not waiting.is_long(seq.num_tokens_to_compute) for seq in prompts)
         for seq in prompts:
             if budget == 0:
                 break
@@ -197,9 +194,9 @@ class Scheduler:
 
     def _chunk(self, num_remaining_tokens: int, budget: int, short_waits: bool) -> int:
         count = min(num_remaining_tokens, budget)
-        if short_waits and self._is_long(num_remaining_tokens):
+        if short_waits and self.waiting.is_long(num_remaining_tokens):
             # Leave room for the short prompts after it, also where the budget itself is below the threshold.
-            count = min(count, self.long_threshold, max(1, budget // 2))
+            count = min(count, self.config.long_prefill_threshold, max(1, budget // 2))
         return count
 
     def _admit(
@@ -211,72 +208,57 @@ class Scheduler:
         A row is admitted only where all its known tokens fit, and gets their blocks at once. So a chunk never waits for
         memory, and with nothing running every request fits: admission cannot deadlock. And only where the step has room
         to announce its blocks, which the first always has; and where, beside others, it is expected to keep them.
+
+        A request that begins with what a row is computing now waits for it, and lets others pass.
         """
         forecast: Forecast | None = None
         most_updates = most_block_updates(self.block_manager.num_blocks, self.config.max_num_seqs)
-        computed_now = {self._block_to_come(seq) for seq in prompts} - {None}
+        sharing, size = StepSharing(self.block_manager, prompts), self.block_manager.block_size
         num_partial = len(prompts) - len(finishing)
-        num_long = sum(1 for seq in prompts if self._is_long(seq.num_tokens_to_compute))
+        num_long = sum(1 for seq in prompts if self.waiting.is_long(seq.num_tokens_to_compute))
         while budget > 0 and self._free_slots and self.block_manager.num_free_blocks:
-            queue = self._next_queue(long_allowed=num_long < self.config.max_long_partial_prefills)
-            if queue is None or queue[0].num_inflight_tokens:  # preempted, and its last token is not known yet
+            seq = self.waiting.next(long_allowed=num_long < self.config.max_long_partial_prefills)
+            if seq is None or seq.num_inflight_tokens:  # preempted, and its last token is not known yet
                 break
-            seq = queue[0]
-            hits, parent_hash = self.block_manager.match_prefix(seq, _most_cached_tokens(seq))
-            if computed_now and self._shared_block(seq, hits, parent_hash) in computed_now:
-                break  # a row is computing what this one begins with: it waits a step, and shares it
-            remaining = seq.num_tokens - len(hits) * self.block_manager.block_size
-            count = self._chunk(remaining, budget, short_waits=bool(self.waiting_short))
+            prefix = sharing.prefix_for(seq)
+            if prefix is None:
+                if not sharing.hold(seq, self.waiting):
+                    break
+                continue
+            hits = prefix.hits
+            remaining = seq.num_tokens - prefix.num_tokens(size)
+            count = self._chunk(remaining, budget, short_waits=bool(self.waiting.short))
             if not self.block_manager.can_admit(seq, hits):
                 break
             if self.config.uses("lookahead") and self.running and not self.lookahead.surely_fits(seq):
                 forecast = forecast or self.lookahead.forecast(self.running)
-                held = seq.num_tokens - self.block_manager.num_in_use(hits) * self.block_manager.block_size
+                held = seq.num_tokens - self.block_manager.num_in_use(hits) * size
                 if not forecast.add_if_it_fits(held, int(self.lookahead.num_tokens_to_come([seq])[0])):
                     break
             if len(plan.block_updates) // 3 + self.block_manager.num_blocks_for(seq.num_tokens) > most_updates:
                 break
             if count < remaining and num_partial >= self.config.max_num_partial_prefills:
                 break
-            queue.popleft()
-            self.num_waiting_tokens -= seq.num_tokens
-            self._start(plan, seq, hits, parent_hash)
-            if (to_come := self._block_to_come(seq)) is not None:
-                computed_now.add(to_come)
-            num_long += self._is_long(remaining)
+            self.waiting.remove(seq)
+            self._start(plan, seq, prefix)
+            sharing.note(seq)
+            num_long += self.waiting.is_long(remaining)
             budget -= count
             if count == remaining:
                 finishing.append((seq, count))
             else:
                 partial.append((seq, count))
                 num_partial += 1
+        sharing.put_back(self.waiting)
 
-    def _block_to_come(self, seq: Sequence) -> bytes | None:
-        """Hash of the first block that a row with an unfinished prompt has not computed, where others may share it."""
-        if seq.is_stale:
-            return None
-        return self.block_manager.next_block(seq, seq.num_hashed_blocks, seq.parent_hash, seq.num_tokens)
-
-    def _shared_block(self, seq: Sequence, hits: list[int], parent_hash: bytes) -> bytes | None:
-        """Hash of the first block that a waiting row does not find in the prefix cache now, but may share later."""
-        return self.block_manager.next_block(seq, len(hits), parent_hash, _most_cached_tokens(seq))
-
-    def _next_queue(self, long_allowed: bool) -> deque[Sequence] | None:
-        """The queue whose head came first; the short one where a long prompt must not hold it back."""
-        short, long = self.waiting_short, self.waiting_long
-        if self.holds_new:
-            begun = [queue for queue in (short, long) if queue and _has_begun(queue[0])]
-            return min(begun, key=lambda queue: _arrival(queue[0]), default=None)
-        if not short or not long:
-            return short or long or None
-        return long if long_allowed and _arrival(long[0]) < _arrival(short[0]) else short
-
-    def _start(self, plan: StepPlan, seq: Sequence, hits: list[int], parent_hash: bytes) -> None:
-        self.block_manager.admit(seq, hits, parent_hash)
+    def _start(self, plan: StepPlan, seq: Sequence, prefix: CachedPrefix) -> None:
+        self.block_manager.admit(seq, prefix.hits, prefix.parent_hash)
         seq.status = SequenceStatus.RUNNING
         seq.slot = self._free_slots.pop()
         seq.last_token_on_device = False
-        seq.num_computed_tokens = seq.num_cached_tokens = len(hits) * self.block_manager.block_size
+        seq.num_computed_tokens = seq.num_cached_tokens = prefix.num_tokens(self.block_manager.block_size)
+        if prefix.num_copied:
+            plan.block_copies += (prefix.source, seq.block_table[len(prefix.hits)])
         if seq.num_prompt_cached_tokens is None:
             seq.num_prompt_cached_tokens = seq.num_cached_tokens
             if seq.index == 0:
@@ -328,7 +310,7 @@ class Scheduler:
                 if seq.params.max_tokens == 0:
                     seq.drop_output()
             elif seq.status is waiting:
-                self.num_waiting_tokens += 1
+                self.waiting.num_tokens += 1
         return gained
 
     def _publish_written(self, plan: StepPlan, rows: Iterable[int]) -> None:
@@ -343,8 +325,8 @@ class Scheduler:
             self.running.remove(seq)
             self._release(seq)
         else:  # preempted while its last token was on the device
-            self._queue_of(seq).remove(seq)
-            self.num_waiting_tokens -= seq.num_tokens - 1
+            self.waiting.remove(seq)
+            self.waiting.num_tokens += 1
         seq.status, seq.finish_reason = SequenceStatus.FINISHED, reason
         if reason != "abort" and seq.params.max_tokens:
             self.lookahead.note_end(seq)
@@ -356,8 +338,7 @@ class Scheduler:
         self._release(seq)
         seq.num_computed_tokens = seq.num_cached_tokens = 0
         seq.status = SequenceStatus.WAITING
-        self._queue_of(seq).appendleft(seq)
-        self.num_waiting_tokens += seq.num_tokens
+        self.waiting.append_left(seq)
 
     def _release(self, seq: Sequence) -> None:
         # Safe while a launched step still writes there: the next owner of the slot or a block runs in a later step.
@@ -369,31 +350,14 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Asserts that queues, lengths, slots and blocks agree. For tests and idle moments."""
-        waiting = [*self.waiting_short, *self.waiting_long]
+        waiting = [*self.waiting]
         for seq in [*self.running, *waiting]:
             seq.check()
         assert all(seq.status is SequenceStatus.RUNNING and seq.slot >= 0 for seq in self.running)
         assert all(seq.status is SequenceStatus.WAITING and not seq.block_table for seq in waiting)
         slots = sorted([seq.slot for seq in self.running] + self._free_slots)
         assert slots == list(range(self.config.max_num_seqs)), slots
-        assert self.num_waiting_tokens == sum(seq.num_tokens for seq in waiting)
+        assert self.waiting.num_tokens == sum(seq.num_tokens for seq in waiting)
         assert len({seq.request_id for seq in [*self.running, *waiting]}) == len(self.running) + len(waiting)
         self.lookahead.check_integrity(self.running)
         self.block_manager.check_integrity(self.running)
-
-
-def _most_cached_tokens(seq: Sequence) -> int:
-    """Tokens of a row that may come from the prefix cache: all but the last, whose step is the one that samples, and
-    none of those whose log-probabilities are wanted, since these come with computing."""
-    if seq.sampling is not None and seq.sampling.num_prompt_logprobs_missing:
-        return seq.sampling.prompt_logprob_start - 1
-    return seq.num_tokens - 1
-
-
-def _has_begun(seq: Sequence) -> bool:
-    return seq.num_prompt_cached_tokens is not None
-
-
-def _arrival(seq: Sequence) -> int:
-    assert seq.arrival is not None, seq
-    return seq.arrival

@@ -27,6 +27,8 @@ class StepPlan:
     num_tokens: int = 0
     block_updates: list[int] = field(default_factory=list)
     """Flat triples slot, index in the block table, block."""
+    block_copies: list[int] = field(default_factory=list)
+    """Flat pairs source, destination: blocks that are copied one after another before anything is computed."""
     new_slots: list[Sequence] = field(default_factory=list)
     """Rows that took a slot in this step: their sampling parameters travel along."""
     host_token_ids: list[int] = field(default_factory=list)
@@ -47,5 +49,5 @@ class StepPlan:
             num_decode_rows=self.num_decode_rows, num_sample_rows=self.num_sample_rows, num_tokens=self.num_tokens,
             block_updates=self.block_updates,
             slot_records=[(seq.slot, seq.params.temperature, seq.seed) for seq in self.new_slots],
-            token_ids=self.host_token_ids,
+            token_ids=self.host_token_ids, block_copies=self.block_copies,
         )  # fmt: skip

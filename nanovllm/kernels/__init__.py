@@ -23,6 +23,7 @@ _MODULES = {
     "sampling.kept": "sample_kept",
     "sampling.logprobs": "token_logprobs",
     "step.input": "apply_deltas expand_rows prepare_decode",
+    "step.blocks": "copy_blocks",
     "step.mailbox": "publish_tokens",
 }
 
@@ -48,6 +49,7 @@ class Kernels:
     apply_deltas: Callable[..., None]
     expand_rows: Callable[..., None]
     prepare_decode: Callable[..., None]
+    copy_blocks: Callable[..., None]
     publish_tokens: Callable[..., None]
     edit_logits: Callable[..., torch.Tensor]
     sample_filtered: Callable[..., torch.Tensor | None]

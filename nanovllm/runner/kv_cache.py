@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import torch
 
+from nanovllm.kernels.step.blocks import BlockTensors
 from nanovllm.layers.attention import Attention
 from nanovllm.runner.sleep import SleepableMemory
 
@@ -69,6 +70,11 @@ def bind_kv_cache(
             layer.k_cache, layer.v_cache = part.view(2, num_blocks, block_size, heads, head_dim).transpose(2, 3)
         else:
             layer.k_cache, layer.v_cache = part.view(2, num_blocks, heads, block_size, head_dim)
+
+
+def block_tensors(layers: list[Attention]) -> BlockTensors:
+    """Everything that a block is made of, in all layers."""
+    return BlockTensors.of([cache for layer in layers for cache in (layer.k_cache, layer.v_cache)])
 
 
 class MemoryProbe:

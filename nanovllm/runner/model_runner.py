@@ -280,11 +280,13 @@ class ModelRunner(WeightCommands):
                 if self.io.mailbox is not None and not shape.chunk_tokens:
                     posted = self.io.post(packed)
                 else:
-                    self.io.upload(packed)
+                    work.copy_blocks(self.io.upload(packed), packed)
                 self.graphs.replay(shape)
                 first_chunk_row = shape.decode_rows
             else:
-                logits, hidden = work.run_exact(self.io.upload(packed), packed, keep_hidden)
+                step = self.io.upload(packed)
+                work.copy_blocks(step, packed)
+                logits, hidden = work.run_exact(step, packed, keep_hidden)
                 first_chunk_row = num_decode_rows
             if section is not None:
                 if shape is not None:

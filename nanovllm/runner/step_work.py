@@ -11,9 +11,10 @@ from nanovllm.kernels.step.input import DeviceState, StepBuffers
 from nanovllm.layers.attention import ForwardStep, wanted_rows
 from nanovllm.models.decoder import ModelContext
 from nanovllm.runner.device_io import DeviceIO
+from nanovllm.runner.kv_cache import block_tensors
 from nanovllm.runner.sampler import LogitsView
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
-from nanovllm.wire.step import HEADER_SIZE
+from nanovllm.wire.step import HEADER_SIZE, block_copies
 
 
 class StepWork:
@@ -33,10 +34,17 @@ class StepWork:
         """Where the graph of each shape leaves the logits that it drew from."""
 
     def allocate(self, max_rows: int, max_tokens: int) -> None:
-        """The requests' state by slot, anew, and the buffers of steps of at most so many rows and tokens."""
+        """The requests' state by slot, anew, and the buffers of steps of at most so many rows and tokens. The KV cache
+        is there already."""
         max_blocks = -(-self._max_model_len // self._block_size)
         self.state = DeviceState.allocate(self._max_num_seqs, max_blocks, self._device)
         self.buffers = StepBuffers.allocate(max_rows, max_tokens, self._device)
+        self._blocks = block_tensors(self._model.attention_layers())
+
+    def copy_blocks(self, step: torch.Tensor, packed: np.ndarray) -> None:
+        """A step's block copies, which come before all else; outside of graphs, as most steps have none."""
+        if (where := block_copies(packed)) is not None:
+            self._kernels.copy_blocks(step[where], self._blocks)
 
     def run_exact(
         self, step: torch.Tensor, packed: np.ndarray, keep_hidden: bool = False

@@ -59,6 +59,7 @@ def _run_largest(runner: "ModelRunner", packed: np.ndarray) -> None:
     step = runner.io.upload(packed)
     work, buffers = runner.work, runner.work.buffers.narrow(num_rows, num_tokens)
     expand_rows_reference(step, runner.config.max_num_seqs, work.state, runner.block_size, buffers, num_decode_rows)
+    work.copy_blocks(step, packed)
     work.run_exact(step, packed)
 
 

@@ -7,8 +7,12 @@
     | counts     | per row      | 1st position  | tokens      | U x (slot, index, | N x 8 words      | rows that are no
     |            | S words      | S words       | S words     |      block)       |                  | decodes
 
+    ... | block copies             |   These happen first of all, one after another; a step of decodes alone has none.
+        | C x (source, destination)|
+
     header: 0 rows R, 1 decode rows, 2 rows that sample a token, 3 tokens, 4 block updates U, 5 slot records N,
-            6 most tokens of a row, 7 words of the sampling section after all this (wire/sampling.py), 8.. reserved
+            6 most tokens of a row, 7 words of the sampling section after all this (wire/sampling.py),
+            8 block copies C, 9.. reserved
     slot record: slot, temperature (float32 bits), seed low word, seed high word, 4 reserved
 
 Decode rows come first and have one token. Its id is not in the array: it is the token that the slot sampled last, which
@@ -17,14 +21,16 @@ only the device need know. Within a step each (slot, index) and each slot record
 
 import struct
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 HEADER_SIZE = 16
 """Words, as all sizes here."""
 SECTION_WORD = 7
+COPIES_WORD = 8
 UPDATE_SIZE = 3
+COPY_SIZE = 2
 RECORD_SIZE = 8
 _RECORD = struct.Struct("<ifq16x")
 assert _RECORD.size == 4 * RECORD_SIZE
@@ -38,19 +44,22 @@ def most_block_updates(num_blocks: int, max_num_seqs: int) -> int:
 
 def packed_capacity(num_blocks: int, max_num_seqs: int, max_num_batched_tokens: int) -> int:
     """int32 words of the largest packed step, without its sampling section."""
-    fixed = HEADER_SIZE + (3 + RECORD_SIZE) * max_num_seqs
+    fixed = HEADER_SIZE + (3 + RECORD_SIZE + COPY_SIZE) * max_num_seqs
     return fixed + UPDATE_SIZE * most_block_updates(num_blocks, max_num_seqs) + max_num_batched_tokens
 
 
 def pack_step(
     max_num_seqs: int, *, slots: list[int], starts: list[int], counts: list[int], num_decode_rows: int,
     num_sample_rows: int, num_tokens: int, block_updates: list[int], slot_records: Iterable[tuple[int, float, int]],
-    token_ids: list[int],
+    token_ids: list[int], block_copies: Sequence[int] = (),
 ) -> np.ndarray:  # fmt: skip
-    """The int32 array of the drawing. slot_records: (slot, temperature, seed) of each row that took a slot."""
+    """The int32 array of the drawing. slot_records: (slot, temperature, seed) of each row that took a slot;
+    block_copies: flat pairs."""
     records = [_RECORD.pack(*record) for record in slot_records]
-    header = (len(slots), num_decode_rows, num_sample_rows, num_tokens, len(block_updates) // UPDATE_SIZE, len(records))
-    packed = array("i", (*header, max(counts, default=0)))  # an array takes lists in several times faster than numpy
+    num_updates, num_copies = len(block_updates) // UPDATE_SIZE, len(block_copies) // COPY_SIZE
+    header = (len(slots), num_decode_rows, num_sample_rows, num_tokens, num_updates, len(records))
+    # An array takes lists in several times faster than numpy.
+    packed = array("i", (*header, max(counts, default=0), 0, num_copies))
     packed.fromlist([0] * (HEADER_SIZE - len(packed)))
     padding = [0] * (max_num_seqs - len(slots))
     for column in (slots, starts, counts):
@@ -59,13 +68,21 @@ def pack_step(
     packed.fromlist(block_updates)
     packed.frombytes(b"".join(records))
     packed.fromlist(token_ids)
+    packed.extend(block_copies)
     return np.frombuffer(packed, dtype=np.int32)
+
+
+def block_copies(packed: np.ndarray) -> slice | None:
+    """Where in a packed step (without a section) its block copies are; None: it has none."""
+    num_words = COPY_SIZE * int(packed[COPIES_WORD])
+    return slice(packed.size - num_words, packed.size) if num_words else None
 
 
 def dummy_step(max_num_seqs: int, num_tokens: int, max_model_len: int) -> np.ndarray:
     """The largest step, packed: `num_tokens` prompt tokens (id 0) over as many rows as can be, all sampled.
 
-    No blocks are handed out: every row reads and writes what its slot's block table happens to hold.
+    No blocks are handed out: every row reads and writes what its slot's block table happens to hold; and the first is
+    copied to itself.
     """
     num_rows = min(max_num_seqs, num_tokens)
     counts = np.full(num_rows, num_tokens // num_rows)
@@ -75,4 +92,5 @@ def dummy_step(max_num_seqs: int, num_tokens: int, max_model_len: int) -> np.nda
     return pack_step(
         max_num_seqs, slots=list(range(num_rows)), starts=[0] * num_rows, counts=counts.tolist(), num_decode_rows=0,
         num_sample_rows=num_rows, num_tokens=total, block_updates=[], slot_records=(), token_ids=[0] * total,
+        block_copies=(0, 0),
     )  # fmt: skip

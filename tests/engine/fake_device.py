@@ -11,7 +11,7 @@ import zlib
 
 import numpy as np
 
-from nanovllm.wire.step import HEADER_SIZE, RECORD_SIZE
+from nanovllm.wire.step import HEADER_SIZE, RECORD_SIZE, block_copies
 
 VOCAB_SIZE = 16
 ROOT = 0  # the empty text
@@ -69,6 +69,10 @@ class FakeDevice:
         for record in range(num_records):
             self._take_record(packed[at + record * RECORD_SIZE :][:RECORD_SIZE])
         prompt_tokens = data[at + num_records * RECORD_SIZE :]
+        if (where := block_copies(packed)) is not None:
+            del prompt_tokens[-len(data[where]) :]
+            for source, destination in zip(data[where][::2], data[where][1::2], strict=True):
+                self.kv[destination] = list(self.kv[source])
 
         slots, starts, counts = columns
         assert len(set(slots)) == num_rows, "two rows in one slot"

@@ -166,7 +166,7 @@ class Simulation:
             assert request.seq.status is SequenceStatus.FINISHED
             self._check_outcome(request)
         assert self.scheduler.block_manager.num_free_blocks == self.scheduler.block_manager.num_blocks
-        assert self.scheduler.num_waiting_tokens == 0
+        assert self.scheduler.waiting.num_tokens == 0
         return steps
 
     # -- what always holds --------------------------------------------------------------------------------------
@@ -222,28 +222,38 @@ class Simulation:
             assert seq.num_total_tokens <= seq.max_total_tokens, "sampled past the end"
         half_computed = [seq for seq in self.scheduler.running if not seq.last_token_on_device]
         assert len(half_computed) <= config.max_num_partial_prefills
-        if any(not self._is_long(seq) for seq in self._with_status(SequenceStatus.WAITING)):
+        if any(not self._is_long(seq) for seq in self._waiting_for_room(plan)):
             for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
                 if self._is_long(seq) and seq.num_tokens - start > config.long_prefill_threshold:
                     assert count <= config.long_prefill_threshold
+
+    def _waiting_for_room(self, plan: StepPlan) -> list[Sequence]:
+        """Those that wait, without those that may wait to share what this step computes."""
+        beginnings = [seq.token_ids[: start + 1] for seq, start in zip(plan.seqs, plan.starts, strict=True)]
+        return [
+            seq
+            for seq in self._with_status(SequenceStatus.WAITING)
+            if not any(seq.token_ids[: len(known)] == known for known in beginnings)
+        ]
 
     def _is_long(self, seq: Sequence) -> bool:
         return 0 < self.config.long_prefill_threshold < seq.num_prompt_tokens
 
     def _check_order_of_admission(self, plan: StepPlan) -> None:
         """First come, first served among short and among long prompts. A long one never overtakes a short one; a short
-        one overtakes a long one only where as many long ones are in progress as may be."""
+        one overtakes a long one only where as many long ones are in progress as may be. Whoever begins with a token
+        that this step computes may be overtaken: it waits to share that. A preempted row comes back before those that
+        it passed."""
         for seq in plan.new_slots:
-            assert seq.num_cached_tokens % self.scheduler.block_manager.block_size == 0
             assert seq.num_cached_tokens < seq.num_tokens
-        waiting = self._with_status(SequenceStatus.WAITING)
+        waiting = self._waiting_for_room(plan)
         start_of = dict(zip(plan.seqs, plan.starts, strict=True))
         threshold = self.config.long_prefill_threshold
         num_long = sum(
             0 < threshold < seq.num_tokens - start_of.get(seq, seq.num_computed_tokens)
             for seq in self.scheduler.running
         )
-        for admitted in plan.new_slots:
+        for admitted in [seq for seq in plan.new_slots if seq.epoch == 0]:
             for left in waiting:
                 if left.request_id < admitted.request_id:
                     assert self._is_long(left) and not self._is_long(admitted), f"{admitted} overtook {left}"

@@ -221,12 +221,13 @@ def test_a_second_request_computes_only_what_is_not_cached() -> None:
     simulation.run_to_end()
 
 
-def test_an_exact_multiple_of_the_block_computes_its_last_block() -> None:
+def test_an_exact_multiple_of_the_block_computes_its_last_token() -> None:
+    """That is where it samples; the last block is its own, a copy."""
     simulation = Simulation(block_size=4)
     for _ in range(2):
         simulation.add([1, 2, 3, 4, 5, 6, 7, 8])
         simulation.run_to_end()
-    assert simulation.requests[1].seq.num_prompt_cached_tokens == 4
+    assert simulation.requests[1].seq.num_prompt_cached_tokens == 7
 
 
 def test_outputs_are_hits_too() -> None:
@@ -292,20 +293,51 @@ def test_an_abort_may_come_before_its_request() -> None:
     assert other.gained == other.output_alone()[0] and early.output_token_ids == []
 
 
+def num_computed(simulation: Simulation) -> int:
+    """Steps to the end; returns the prompt tokens that they computed."""
+    computed = 0
+    while simulation.scheduler.has_unfinished():
+        plan = simulation.step()
+        computed += plan.num_prefill_tokens if plan is not None else 0
+    simulation.run_to_end()
+    return computed
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("budget", [4096, 64])
-def test_equal_prompts_are_computed_once(depth: int, apart: bool, budget: int) -> None:
-    """Eight copies, at once or a step apart, whole or in chunks: all but the last tokens are computed by one."""
-    simulation = Simulation(num_blocks=400, block_size=16, depth=depth, max_num_batched_tokens=budget)
-    prompt, computed = [number % 7 for number in range(500)], 0
+@pytest.mark.parametrize(("block_size", "length"), [(16, 500), (128, 500), (128, 512), (128, 60)])
+def test_equal_prompts_are_computed_once(depth: int, apart: bool, budget: int, block_size: int, length: int) -> None:
+    """Eight copies, at once or a step apart, whole or in chunks: all but the last few tokens are computed by one."""
+    simulation = Simulation(num_blocks=400, block_size=block_size, depth=depth, max_num_batched_tokens=budget)
+    prompt, computed = [number % 7 for number in range(length)], 0
     for _ in range(8):
         simulation.add(prompt, max_tokens=3)
         if apart:
             plan = simulation.step()
             computed += plan.num_prefill_tokens if plan is not None else 0
-    while simulation.scheduler.has_unfinished():
-        plan = simulation.step()
-        computed += plan.num_prefill_tokens if plan is not None else 0
+    computed += num_computed(simulation)
+    few = length % block_size if 0 < length % block_size <= min(16, block_size // 2) else 1
+    assert computed == length + 7 * few
+
+
+def test_prompts_that_part_within_a_block_share_up_to_there() -> None:
+    """Four answers to one question; the first of them has ended when the others come, or has not."""
+    simulation = Simulation(num_blocks=60, block_size=128)
+    question = [number % 11 for number in range(1000)]
+    for answer in range(4):
+        simulation.add([*question, 12, *[answer] * 4], max_tokens=1)
+    assert num_computed(simulation) == 1005 + 3 * 4
+    simulation.add([*question, 12, *[7] * 4], max_tokens=1)
+    assert num_computed(simulation) == 4
+
+
+def test_groups_begin_together() -> None:
+    """Copies of one prompt wait for it, and the first of other groups pass them."""
+    simulation = Simulation(num_blocks=200, block_size=16)
+    for number in range(32):
+        simulation.add([number // 8, *range(40)], max_tokens=2)
+    assert rows(simulation.launch()) == [(number, 0, 41) for number in (0, 8, 16, 24)]
+    plan = simulation.launch()
+    assert plan is not None and plan.num_rows == 32 and plan.num_prefill_tokens <= 28 * 9
     simulation.run_to_end()
-    assert computed == 500 + 7 * 4

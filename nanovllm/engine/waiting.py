@@ -1,0 +1,67 @@
+"""Requests that have not begun, or were preempted: those with short prompts, and those with long ones."""
+
+from collections import deque
+from collections.abc import Iterator
+
+from nanovllm.engine.sequence import Sequence
+
+
+class WaitingQueues:
+    """Each in order of arrival; rows that come back go to the head."""
+
+    def __init__(self, long_threshold: int) -> None:
+        """long_threshold: prompts with more tokens are long; 0: none is."""
+        self._long_threshold = long_threshold
+        self.short: deque[Sequence] = deque()
+        self.long: deque[Sequence] = deque()
+        self.num_tokens = 0
+        """Of all that wait."""
+        self.holds_new = False
+        """Whether requests that have not begun wait, whatever room there is."""
+
+    def __len__(self) -> int:
+        return len(self.short) + len(self.long)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self.short
+        yield from self.long
+
+    def is_long(self, num_remaining_tokens: int) -> bool:
+        return 0 < self._long_threshold < num_remaining_tokens
+
+    def _queue_of(self, seq: Sequence) -> deque[Sequence]:
+        # By the length that never changes, so that a row is found again where it was put.
+        return self.long if self.is_long(seq.num_prompt_tokens) else self.short
+
+    def append(self, seq: Sequence) -> None:
+        self._queue_of(seq).append(seq)
+        self.num_tokens += seq.num_tokens
+
+    def append_left(self, seq: Sequence) -> None:
+        self._queue_of(seq).appendleft(seq)
+        self.num_tokens += seq.num_tokens
+
+    def remove(self, seq: Sequence) -> None:
+        queue = self._queue_of(seq)
+        if queue[0] is seq:
+            queue.popleft()
+        else:
+            queue.remove(seq)
+        self.num_tokens -= seq.num_tokens
+
+    def next(self, long_allowed: bool) -> Sequence | None:
+        """The head that came first; the short one where a long prompt must not hold it back."""
+        heads = [queue[0] for queue in (self.short, self.long) if queue and (not self.holds_new or has_begun(queue[0]))]
+        if len(heads) == 2 and not long_allowed:
+            return heads[0]
+        return min(heads, key=_arrival, default=None)
+
+
+def has_begun(seq: Sequence) -> bool:
+    """Whether it was admitted once."""
+    return seq.num_prompt_cached_tokens is not None
+
+
+def _arrival(seq: Sequence) -> int:
+    assert seq.arrival is not None, seq
+    return seq.arrival
