@@ -33,11 +33,11 @@ class ExpertConfigs:
 _ALONE = ExpertConfigs(GroupedConfig(16, 32, 128, 4), GroupedConfig(16, 64, 128, 4))
 """So few choices that narrow tiles are needed to occupy all processors."""
 _BY_AVERAGE = (
-    (6.0, ExpertConfigs(GroupedConfig(16, 64, 64, 5), GroupedConfig(16, 128, 64, 4))),
-    (24.0, ExpertConfigs(GroupedConfig(32, 64, 64, 4), GroupedConfig(32, 128, 64, 4))),
+    (6.0, ExpertConfigs(GroupedConfig(16, 64, 128, 3), GroupedConfig(16, 64, 128, 3))),
+    (24.0, ExpertConfigs(GroupedConfig(32, 128, 128, 3), GroupedConfig(32, 64, 128, 3))),
     (64.0, ExpertConfigs(GroupedConfig(64, 64, 64, 4), GroupedConfig(64, 128, 64, 4))),
 )
-_CROWDED = ExpertConfigs(GroupedConfig(128, 128, 64, 3, 8), GroupedConfig(128, 256, 64, 3, 8))
+_CROWDED = ExpertConfigs(GroupedConfig(128, 128, 64, 3, 8), GroupedConfig(128, 256, 64, 4, 8))
 
 
 def expert_configs(num_choices: int, num_experts: int, item_size: int = 2) -> ExpertConfigs:

@@ -15,7 +15,12 @@ from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.moe.choice import max_tiles
 
 _TILE_ELEMENTS = 8192
-"""Of the matrix tokens x experts that one program holds."""
+"""Of the matrix tokens x experts that one program holds at most."""
+_FEW_ROWS, _PROGRAMS = 4, 128
+"""Tokens of a program, as long as no more than so many programs are needed: a token's experts are found one after the
+other, which many programs do side by side."""
+_COUNTED_BLOCKS = 32
+"""Whose counts _sort_kernel reads at once."""
 _LOWEST = -3e38
 """Below all logits; a logit that is not a number counts as this, so that every token has k different experts."""
 
@@ -184,7 +189,8 @@ def _route_kernel(
 @triton.jit(do_not_specialize=["rows", "max_tiles"])
 def _sort_kernel(
     IDS, COUNTS, ORDER, TILES, rows, max_tiles,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, COUNTED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Places the choices of the ROWS tokens from `program_id` * ROWS on; see _route_kernel."""
     if PDL:
@@ -194,8 +200,8 @@ def _sort_kernel(
     expert = tl.arange(0, BLOCK)
     totals = tl.zeros([BLOCK], dtype=tl.int32)
     before = tl.zeros([BLOCK], dtype=tl.int32)
-    for begin in range(0, blocks, 8):
-        block = begin + tl.arange(0, 8)[:, None]
+    for begin in range(0, blocks, COUNTED):
+        block = begin + tl.arange(0, COUNTED)[:, None]
         counts = tl.load(COUNTS + block * BLOCK + expert[None, :], mask=block < blocks, other=0)
         totals += tl.sum(counts, axis=0)
         before += tl.sum(tl.where(block < pid, counts, 0), axis=0)
@@ -221,7 +227,7 @@ def route(
     top_k, experts, device = options.top_k, options.num_experts, logits.device
     block = triton.next_power_of_2(experts)
     most = max(1, _TILE_ELEMENTS // block)
-    block_rows = next(size for size in (1, min(16, most), most) if rows <= size or size == most)
+    block_rows = 1 if rows == 1 else min(most, max(_FEW_ROWS, triton.next_power_of_2(triton.cdiv(rows, _PROGRAMS))))
     blocks = triton.cdiv(rows, block_rows)
     num_tiles = max_tiles(rows * top_k, experts, block_m)
     weights = torch.empty(rows, top_k, dtype=torch.float32, device=device)
@@ -240,7 +246,10 @@ def route(
         LOWEST=_LOWEST, SINGLE=blocks == 1, **shared, **launch,
     )  # fmt: skip
     if blocks > 1:
-        _sort_kernel[(blocks,)](ids, counts, order, tiles, rows, num_tiles, **shared, **launch)
+        launch["num_warps"] = 8 if elements > 4096 else 4
+        _sort_kernel[(blocks,)](
+            ids, counts, order, tiles, rows, num_tiles, COUNTED=_COUNTED_BLOCKS, **shared, **launch
+        )  # fmt: skip
     return Routing(weights, order, tiles, top_k)
 
 
