@@ -6,6 +6,7 @@ import ctypes
 import torch
 
 from nanovllm.parallel.peer.driver import DeviceBytes, Driver
+from nanovllm.parallel.peer.pinned_memory import PinnedMemory
 
 _GRANULARITY = 2 << 20  # bytes; of every device since Volta
 _PINNED, _DEVICE, _READ_WRITE = 1, 1, 3
@@ -43,7 +44,8 @@ class VirtualMemory:
         )  # fmt: skip
         self.address: int = address.value
         self._handle: ctypes.c_ulonglong | None = None
-        self._kept: torch.Tensor | None = None
+        self._host: PinnedMemory | None = None
+        self._is_kept = False
         self.map()
         self.bytes = torch.as_tensor(DeviceBytes(self.address, self.nbytes), device=driver.device)
         """uint8 [nbytes]; not to be touched while nothing is mapped."""
@@ -67,23 +69,26 @@ class VirtualMemory:
             self._driver.call("cuMemRelease", handle)
 
     def sleep(self, keep: bool) -> None:
-        """Gives the memory back; `keep`: its content waits in pinned host memory."""
+        """Gives the memory back; `keep`: its content waits in pinned host memory, which stays for the next time."""
         if keep:
-            self._kept = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).copy_(self.bytes)
+            self._host = self._host or PinnedMemory(self._driver, self.nbytes)
+            self._host.bytes.copy_(self.bytes)
+        self._is_kept = keep
         torch.cuda.synchronize(self._driver.device)
         self.unmap()
 
     def wake(self) -> None:
         """Memory again, with what `sleep` kept, or else zeros."""
         self.map()
-        if self._kept is None:
-            self.bytes.zero_()
+        if self._is_kept and self._host is not None:
+            self.bytes.copy_(self._host.bytes)
         else:
-            self.bytes.copy_(self._kept)
-            self._kept = None
+            self.bytes.zero_()
         torch.cuda.synchronize(self._driver.device)
 
     def free(self) -> None:
         """Gives memory and addresses back; nothing may use them any more."""
         self.unmap()
+        if self._host is not None:
+            self._host.free()
         self._driver.call("cuMemAddressFree", ctypes.c_uint64(self.address), ctypes.c_size_t(self.nbytes))

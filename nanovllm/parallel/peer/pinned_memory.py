@@ -1,0 +1,39 @@
+"""Host memory that a device copies to and from at full speed. Torch's own takes the next power of two of bytes, and
+one thread to fill in its pages."""
+
+import contextlib
+import ctypes
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from nanovllm.parallel.peer.driver import Driver
+
+_PIECE = 256 << 20  # bytes that a thread fills in at a time
+_MAX_THREADS = 16
+
+
+class PinnedMemory:
+    """`nbytes` of page-locked memory, private to this process."""
+
+    def __init__(self, driver: Driver, nbytes: int) -> None:
+        """Raises MemoryError or OSError where the host does not have it."""
+        self._driver = driver
+        self._mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a hint, which some kernels do not know
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        """uint8 [nbytes], on the CPU."""
+        with ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
+            for _ in pool.map(torch.Tensor.zero_, self.bytes.split(_PIECE)):  # the first touch makes the pages
+                pass
+        address, size = ctypes.c_void_p(self.bytes.data_ptr()), ctypes.c_size_t(nbytes)
+        driver.call("cuMemHostRegister_v2", address, size, ctypes.c_uint(0))
+
+    def free(self) -> None:
+        """No copy may be under way."""
+        self._driver.call("cuMemHostUnregister", ctypes.c_void_p(self.bytes.data_ptr()))
+        del self.bytes
+        self._mapping.close()
