@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import nanovllm
 from nanovllm.serve import errors, frames, limits
@@ -24,6 +24,10 @@ from nanovllm.serve.parsers import OutputParser
 from nanovllm.serve.request import Request
 from nanovllm.serve.streams import Streams
 from nanovllm.serve.text import FrontTokenizer
+
+if TYPE_CHECKING:
+    from nanovllm.serve.api.answer import Answer
+    from nanovllm.serve.tracing import RequestTracer
 
 logger = logging.getLogger("nanovllm.serve")
 Result = TypeVar("Result")
@@ -60,6 +64,7 @@ class Front:
         self.created = int(time.time())
         self.fingerprint = f"nanovllm-{nanovllm.__version__}"
         self.metrics = Metrics()
+        self.tracer = _tracer(options.otlp_traces_endpoint)
         self.streams = Streams(self.metrics, self._abort)
         self.streams.on_end = self._note_end
         self.state = "loading"
@@ -199,6 +204,10 @@ class Front:
             return {"status": "loading", "stage": stage, "percent": percent}
         return {"status": "ok" if self.state == "ready" else self.state}
 
+    def close(self) -> None:
+        if self.tracer is not None:
+            self.tracer.close()
+
     # -- for handlers -------------------------------------------------------------------------------------------
 
     def admit(self) -> None:
@@ -270,8 +279,10 @@ class Front:
 
     # -- the log ------------------------------------------------------------------------------------------------
 
-    def log_request(self, request: Request) -> None:
-        """One line when a request is over."""
+    def log_request(self, request: "Answer") -> None:
+        """One line when a request is over, and its span."""
+        if self.tracer is not None:
+            self.tracer.record(request, self.now())
         if not logger.isEnabledFor(logging.INFO):
             return
         seconds = max(self.now() - request.arrival, 1e-9)
@@ -302,3 +313,11 @@ class Front:
             *((stats.prompt_tokens - prompts) / seconds, max(0, generated - outputs) / seconds),
         )
         self._last_totals = (self.now(), stats.prompt_tokens, generated)
+
+
+def _tracer(endpoint: str | None) -> "RequestTracer | None":
+    if endpoint is None:
+        return None
+    from nanovllm.serve.tracing import RequestTracer
+
+    return RequestTracer(endpoint)

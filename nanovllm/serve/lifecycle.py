@@ -135,6 +135,7 @@ class _Life:
         finally:
             await http.stop()
             link.close()
+            front.close()
 
     def _on_signal(self) -> None:
         self._num_signals += 1

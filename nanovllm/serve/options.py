@@ -1,7 +1,11 @@
 """What the server can be told, beside the engine's options."""
 
+import importlib.util
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
+
+from nanovllm.errors import shown
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class ServeOptions:
     """"auto": by the chat template; "none"; or "think"."""
     strict_fields: bool = False
     """True: unknown fields of a request are an error."""
+    otlp_traces_endpoint: str | None = None
+    """A span of each request goes to this OpenTelemetry collector, as http://localhost:4318; needs the extra otel."""
     log_format: str = "text"
     """"text" or "json"."""
     log_prompts: bool = False
@@ -70,7 +76,20 @@ class ServeOptions:
             raise ValueError(f"max_num_queued_reqs={self.max_num_queued_reqs}: must be >= 1")
         if self.stream_interval < 1:
             raise ValueError(f"stream_interval={self.stream_interval}: must be >= 1")
+        if self.otlp_traces_endpoint is not None:
+            _check_collector(self.otlp_traces_endpoint)
         if self.log_format not in ("text", "json"):
             raise ValueError(f"log_format={self.log_format!r}: must be 'text' or 'json'")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("ssl_keyfile and ssl_certfile: must be given together")
+
+
+def _check_collector(url: str) -> None:
+    if urlsplit(url).scheme not in ("http", "https"):
+        raise ValueError(f"otlp_traces_endpoint={shown(url)}: must be the http URL of a collector")
+    try:
+        found = importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http")
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise ValueError("otlp_traces_endpoint: needs pip install 'nanovllm[otel]'")

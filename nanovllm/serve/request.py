@@ -101,8 +101,8 @@ class Request:
         self.arrival = self.last_write = now
         self.first_token: float | None = None
         self.paused_since: float | None = None
-        self.queued = 0.0
-        """Seconds until the first prompt was scheduled, once it is known."""
+        self.queued = self.prefill = self.decode = 0.0
+        """Seconds that a prompt waited, then until its first token, then to its end; the longest of all prompts."""
         self.error: ApiError | None = None
         self.is_over = False
         """Ended, failed or left by its client."""

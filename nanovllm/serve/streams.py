@@ -119,7 +119,8 @@ class Streams:
         index = request.parts.pop(part.request_id)
         request.num_cached_tokens += part.num_cached_tokens
         request.prompt_lines[index] = part.prompt_logprobs
-        request.queued = max(request.queued, part.queued)
+        request.queued, request.prefill = max(request.queued, part.queued), max(request.prefill, part.prefill)
+        request.decode = max(request.decode, part.decode)
         self._metrics.count_part(part, request, len(request.prompts[index]), now)
         if not request.is_touched:
             request.is_touched = True

@@ -59,7 +59,8 @@ class Server:
             patches = "; ".join(f"limits.{name} = {value}" for name, value in limits.items())
             code = f"import sys; from nanovllm.serve import limits; {patches}; from nanovllm.cli.main import main"
             command[1:3] = ["-c", f"{code}; sys.exit(main())"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})}
         self.began = time.monotonic()
         with open(self.log_file, "wb") as log:
             self.process = subprocess.Popen(

@@ -64,7 +64,7 @@ def test_start(tmp_path: Path) -> None:
 def test_front_imports_neither_torch_nor_transformers() -> None:
     code = (
         "import sys, nanovllm.serve.front, nanovllm.serve.lifecycle, nanovllm.serve.http.server;"
-        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+        "print([name for name in ('torch', 'transformers', 'opentelemetry') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

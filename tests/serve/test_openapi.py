@@ -83,7 +83,7 @@ def test_bounds_are_those_that_are_kept(kind: Any) -> None:
     """Values at a bound are taken, also by SamplingParams; values beyond it are refused, by SamplingParams too."""
     count = 0
     [_], components = msgspec.json.schema_components([kind])
-    of_engine = {option for option in SamplingParams.__dataclass_fields__}
+    of_engine = set(SamplingParams.__dataclass_fields__)
     for name, schema in components[kind.__name__]["properties"].items():
         for form in bounded(schema):
             good, bad = values_at(form)

@@ -32,7 +32,10 @@ class Answer(Request):
         """`params`: fields of SamplingParams, for all prompts."""
         super().__init__(call.given_id or self.id_prefix + call.request_id, prompts, front.now())
         self.call_id = call.request_id
-        self.fields, self.front = fields, front
+        self.fields, self.front, self.params = fields, front, params
+        self.trace_headers = call.trace_headers if front.tracer is not None else {}
+        self.max_tokens = 0
+        """Of the prompt that may be continued by most."""
         self.is_streamed = bool(fields.stream)
         self.interval = front.options.stream_interval
         options = fields.stream_options
@@ -172,6 +175,7 @@ class Answer(Request):
 async def answer(call: Call, request: Answer, params: dict[str, Any], max_tokens: list[int]) -> None:
     """Sends a request to the engine and its answer to the client. `max_tokens`: of each prompt."""
     front = request.front
+    request.max_tokens = max(max_tokens)
     front.submit(request, params, max_tokens)
     connection = call.connection
     connection.on_disconnect = lambda: front.streams.leave(request)

@@ -39,6 +39,12 @@ class Call:
     def header(self, name: bytes) -> str | None:
         return next((value.decode("latin-1") for key, value in self.scope["headers"] if key == name), None)
 
+    @property
+    def trace_headers(self) -> dict[str, str]:
+        """Those of W3C Trace Context."""
+        found = {name: self.header(name.encode()) for name in ("traceparent", "tracestate")}
+        return {name: value for name, value in found.items() if value is not None}
+
     async def json(self, or_empty: bool = False) -> dict[str, Any]:
         """The object in the body; `or_empty`: there may be no body. Raises ApiError."""
         pieces = []
