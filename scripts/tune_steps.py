@@ -29,6 +29,7 @@ from bench import parse_assignments
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.gemm.choice import (
     DECODE_ROWS,
+    FP8,
     LIBRARY,
     SKINNY_ROWS,
     Choices,
@@ -57,11 +58,19 @@ _DECODE_GATED = [
     (64, 32, 128, 5, 4), (32, 64, 128, 6, 4), (64, 64, 128, 4, 4), (128, 64, 64, 5, 8), (64, 128, 64, 6, 8),
     (64, 32, 64, 5, 4),
 ]  # fmt: skip
+_FP8 = [
+    (64, 16, 6, 4), (64, 32, 6, 4), (32, 64, 6, 4), (64, 64, 5, 4), (128, 64, 4, 8), (64, 128, 4, 4), (128, 128, 4, 8),
+]  # fmt: skip
+_FP8_GATED = [(64, 16, 5, 4), (64, 32, 5, 4), (32, 64, 5, 4), (64, 64, 4, 4), (128, 64, 4, 8), (64, 128, 4, 8)]
 
 
 def contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
     """What is worth timing for `rows` rows of a GEMM; the library first, then our skinny kernels."""
     found = [LIBRARY]
+    if gemm.dtype == FP8:
+        for n, m, stages, warps in _FP8_GATED if gemm.kind == "gate_up" else _FP8:
+            found += [GemmConfig("decode", n, m, 128, stages, split_k, warps) for split_k in (1, 2, 4)]
+        return [config for config in found if not misfit(gemm, config)]
     if rows <= SKINNY_ROWS:
         if rows <= 4:
             for n, k, stages, warps in _FMA_ONE_ROW if rows == 1 else _FMA_TWO_ROWS:

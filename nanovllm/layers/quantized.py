@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.fp8 import gemm
+from nanovllm.kernels.fp8.gemm import FP8Weight
 from nanovllm.kernels.fp8.reference import BLOCK, FP8
 from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Scales, Shard, parameter
@@ -89,13 +90,16 @@ class FP8Matrix(nn.Module):
                 for index, line in enumerate(self._scales_of(cut)):
                     yield Shard(line[None], 0, (cut.start + index * self.rows_each) // BLOCK)
 
+    def for_kernel(self) -> FP8Weight:
+        return FP8Weight(self.weight, self.scale, self.rows_each, self.input_scale)
+
     def matmul(self, x: torch.Tensor, config: GemmConfig) -> torch.Tensor:
         """x [T, columns] -> x @ weight^T [T, rows], or float32 [config.parts, T, rows], sums over parts of columns."""
-        return gemm.linear(x, self.weight, self.scale, self.rows_each, self.input_scale, config)
+        return (gemm.linear if x.is_cuda else gemm.linear_twin)(x, self.for_kernel(), config)
 
     def linear_silu_mul(self, x: torch.Tensor, config: GemmConfig) -> torch.Tensor:
         """silu(gate) * up of x [T, columns], where gates are the first half of the rows: [T, rows / 2]."""
-        return gemm.linear_silu_mul(x, self.weight, self.scale, self.rows_each, self.input_scale, config)
+        return (gemm.linear_silu_mul if x.is_cuda else gemm.linear_silu_mul_twin)(x, self.for_kernel(), config)
 
 
 def quantized_matrix(

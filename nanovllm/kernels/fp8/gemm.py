@@ -1,22 +1,125 @@
-"""x @ W^T in FP8, as kernels/fp8/reference.py defines it: what quantises x, and what multiplies."""
+"""x @ W^T in FP8, as reference.py defines it: what quantises x, and what multiplies."""
 
+from functools import cache
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
-from nanovllm.kernels.fp8.reference import linear_reference, quantize_rows_reference
+from nanovllm.kernels.base.device import pdl_options
+from nanovllm.kernels.base.padded_rows import empty_rows, rows_in_memory
+from nanovllm.kernels.base.triton_import import triton
+from nanovllm.kernels.fp8.gemm_kernel import fp8_gemm_kernel
+from nanovllm.kernels.fp8.quantize import quantize_rows
+from nanovllm.kernels.fp8.reference import BLOCK, GROUP, linear_reference, quantize_rows_reference
 from nanovllm.kernels.gemm.choice import GemmConfig
-from nanovllm.kernels.pointwise.activation import silu_mul_reference
+from nanovllm.kernels.pointwise.activation import silu_mul, silu_mul_reference
+
+MANY_ROWS = GemmConfig("decode", 128, 128, GROUP, 4, num_warps=8)
+"""Where the library should multiply and cannot."""
+PREFETCH_BYTES = 64 << 10
+"""Of a program's weights, to bring into L2 before it may start."""
 
 
-def linear(
-    x: Tensor, weight: Tensor, scale: Tensor, rows_each: int, input_scale: Tensor | None, config: GemmConfig
-) -> Tensor:
-    """x [T, K], weight e4m3 [N, K] with scale float32 [N / rows_each, groups of K or 1], input_scale float32 or None:
-    made here -> [T, N]; with config.parts > 1 float32 [parts, T, N], sums over parts of K."""
-    return linear_reference(*quantize_rows_reference(x, input_scale), weight, scale, rows_each).to(x.dtype)
+class FP8Weight(NamedTuple):
+    """A weight that x is multiplied by."""
+
+    values: Tensor
+    """e4m3 [N, K]"""
+    scale: Tensor
+    """float32 [N / rows_each, groups of K], or [N, 1]."""
+    rows_each: int = 1
+    input_scale: Tensor | None = None
+    """float32 [count]: the largest is the scale of all activations; None: these are measured."""
+
+    @property
+    def in_blocks(self) -> bool:
+        """Scales change along K."""
+        return self.scale.shape[1] > 1 or self.rows_each > 1
 
 
-def linear_silu_mul(
-    x: Tensor, weight: Tensor, scale: Tensor, rows_each: int, input_scale: Tensor | None, config: GemmConfig
-) -> Tensor:
-    """silu(gate) * up of `linear`, whose first N / 2 columns are gates: [T, N / 2]."""
-    return silu_mul_reference(linear(x, weight, scale, rows_each, input_scale, config))
+def linear(x: Tensor, weight: FP8Weight, config: GemmConfig, *, pdl: bool = True) -> Tensor:
+    """x [T, K] @ weight^T -> [T, N] in x's dtype; with config.parts > 1 float32 [parts, T, N], sums over parts of K."""
+    rows, n = x.shape[0], weight.values.shape[0]
+    xq, x_scale = quantize_rows(x, weight.input_scale)
+    if config.kernel == "library":
+        if library_takes(weight):
+            return library_linear(xq, x_scale, weight, x.dtype)
+        config = MANY_ROWS
+    parts = config.split_k > 1
+    out = x.new_empty(config.split_k, rows, n, dtype=torch.float32) if parts else x.new_empty(rows, n)
+    return launch(xq, x_scale, weight, n, config, out, gated=False, pdl=pdl)
+
+
+def linear_silu_mul(x: Tensor, weight: FP8Weight, config: GemmConfig, *, pdl: bool = True) -> Tensor:
+    """silu(gate) * up of `linear`, where gates are the first N / 2 columns: [T, N / 2]."""
+    if config.kernel == "library":
+        return silu_mul(linear(x, weight, config))
+    xq, x_scale = quantize_rows(x, weight.input_scale)
+    size = weight.values.shape[0] // 2
+    out = empty_rows(x.shape[0], size, x.dtype, x.device)
+    return launch(xq, x_scale, weight, size, config, out, gated=True, pdl=pdl)
+
+
+@cache
+def _has_library(device: torch.device) -> bool:
+    """cuBLAS multiplies groups of 128 with their scales: on compute capability 9.0 from CUDA 12.9 on."""
+    version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    return torch.cuda.get_device_capability(device) == (9, 0) and version >= (12, 9)
+
+
+def library_takes(weight: FP8Weight) -> bool:
+    """Whether cuBLAS multiplies by it, which asks for sizes of whole 16 bytes."""
+    n, k = weight.values.shape
+    return n % 16 == 0 and k % 16 == 0 and _has_library(weight.values.device)
+
+
+def library_linear(xq: Tensor, x_scale: Tensor, weight: FP8Weight, dtype: torch.dtype) -> Tensor:
+    """By cuBLAS: xq e4m3 [T, K], x_scale [T, groups], both with memory for a multiple of 4 rows -> [T, N]."""
+    (rows, k), (n, groups) = xq.shape, (weight.values.shape[0], x_scale.shape[1])
+    padded = x_scale.stride(1)
+    xq, x_scale = xq.as_strided((padded, k), (k, 1)), x_scale.as_strided((padded, groups), (1, padded))
+    scale = weight.scale.t()
+    if weight.rows_each != BLOCK:  # a scale for each row
+        scale = scale.repeat_interleave(weight.rows_each, 1)[:, :n].expand(groups, n).contiguous()
+    out = torch._scaled_mm(xq, weight.values.t(), scale_a=x_scale, scale_b=scale, out_dtype=dtype)
+    return out[:rows]
+
+
+def linear_twin(x: Tensor, weight: FP8Weight, config: GemmConfig) -> Tensor:
+    """Plain twin of `linear`, but for parts of K."""
+    xq, x_scale = quantize_rows_reference(x, weight.input_scale)
+    return linear_reference(xq, x_scale, weight.values, weight.scale, weight.rows_each).to(x.dtype)
+
+
+def linear_silu_mul_twin(x: Tensor, weight: FP8Weight, config: GemmConfig) -> Tensor:
+    """Plain twin of `linear_silu_mul`."""
+    return silu_mul_reference(linear_twin(x, weight, config))
+
+
+def launch(
+    xq: Tensor, x_scale: Tensor, weight: FP8Weight, n_out: int, config: GemmConfig, out: Tensor, *, gated: bool,
+    pdl: bool = True,
+) -> Tensor:  # fmt: skip
+    """Fills and returns `out` [T, n_out] or float32 [split_k, T, n_out]."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    (rows, k), values = xq.shape, weight.values
+    if values.shape[1] != k or k % 16 or not (xq.is_contiguous() and values.is_contiguous()):
+        raise ValueError(f"weight {list(values.shape)} does not fit x {list(xq.shape)}, or K is no multiple of 16")
+    if config.block_k != GROUP or config.split_k > triton.cdiv(k, GROUP):
+        raise ValueError(f"{config}: must take steps of {GROUP} columns, and some for each of its parts, K = {k}")
+    columns = PREFETCH_BYTES // (config.block_n * (2 if gated else 1))
+    grid = (triton.cdiv(rows, config.block_m), triton.cdiv(n_out, config.block_n), config.split_k)
+    readable = min(rows_in_memory(xq), grid[0] * config.block_m)
+    fp8_gemm_kernel[grid](
+        TensorDescriptor(xq, [readable, k], [k, 1], [config.block_m, GROUP]), x_scale,
+        TensorDescriptor(values, list(values.shape), [k, 1], [config.block_n, GROUP]),
+        values, weight.scale, out, rows=rows, scale_stride=x_scale.stride(1), n_out=n_out, k=k,
+        groups=weight.scale.shape[1], BLOCK_N=config.block_n, BLOCK_M=config.block_m, STAGES=config.stages,
+        ROWS_EACH=weight.rows_each, IN_BLOCKS=weight.in_blocks, GATED=gated, PARTS=config.split_k > 1,
+        X_LEFT=config.block_n < 64 or config.block_m >= 128,
+        PREFETCH=max(BLOCK, min(columns, triton.next_power_of_2(k))), num_warps=config.num_warps,
+        **pdl_options(xq.device, pdl and rows <= 256),
+    )  # fmt: skip
+    return out

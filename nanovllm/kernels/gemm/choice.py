@@ -26,8 +26,9 @@ SUMMED = ("o", "down")
 SCRATCH_FLOATS = 1 << 21
 """Room for the partial sums of a skinny kernel with split_k > 1, in float32."""
 
+FP8 = "float8_e4m3fn"
 _ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Dtypes that our kernels take, and their bytes."""
+"""Dtypes that our kernels take, and their bytes; FP8 has kernels of its own (kernels/fp8/)."""
 _SHIPPED = Path(__file__).parent / "tuned"
 _SMALL_WEIGHT_BYTES = 16 << 20
 _PROCESSORS = 132  # of an H100 or H200; only the fallback depends on it
@@ -96,11 +97,13 @@ def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True) -> str:
     n, k = gemm.n, gemm.k
     if config.kernel == "library":
         return ""
+    if gemm.dtype == FP8 and (config.kernel != "decode" or config.block_k != 128 or k % 16):
+        return f"K={k} by {config.kernel!r}: FP8 kernels are 'decode', with steps of 128 and K a multiple of 16"
     if config.parts > 1 and gemm.kind not in SUMMED:
         return f"the consumer of {gemm.kind} takes no parts of a sum"
     if config.kernel == "split":
         return "" if config.split_k > 1 and k % config.split_k == 0 else f"K={k} has no {config.split_k} equal parts"
-    if gemm.dtype not in _ITEM_SIZES or k % 8:
+    if gemm.dtype != FP8 and (gemm.dtype not in _ITEM_SIZES or k % 8):
         return f"dtype {gemm.dtype} and K={k}: our kernels take {', '.join(_ITEM_SIZES)} and multiples of 8"
     if config.kernel == "decode":
         if config.split_k > -(-k // config.block_k):
@@ -126,6 +129,8 @@ _ONE_ROW_DEFAULT = GemmConfig("fma", 8, block_k=1024, stages=3)
 def fallback(gemm: Gemm, rows: int) -> GemmConfig:
     """For what no table has: our skinny kernels for one row, and where the weight is so small that the library cannot
     keep the memory busy. With the norm inside, gate and up gain by it up to 4 rows."""
+    if gemm.dtype == FP8:
+        return _fp8_fallback(gemm, rows)
     item_size = _ITEM_SIZES.get(gemm.dtype)
     if item_size is None or gemm.k % 8:
         return LIBRARY
@@ -135,6 +140,18 @@ def fallback(gemm: Gemm, rows: int) -> GemmConfig:
     if rows > most or gemm.n * gemm.k * item_size > _SMALL_WEIGHT_BYTES:
         return LIBRARY
     return GemmConfig("fma", 16, block_k=512, stages=1) if rows == 2 else stream_config(gemm.n, gemm.k, 3)
+
+
+def _fp8_fallback(gemm: Gemm, rows: int) -> GemmConfig:
+    """Tiles that hold all rows; as many parts of K as keep all processors busy, where the consumer takes parts."""
+    if rows > DECODE_ROWS:
+        return LIBRARY
+    block_m = next(size for size in (16, 32, 64, 128, 256) if rows <= size)
+    tiles = -(-gemm.n // 64) * -(-rows // min(block_m, 64))
+    parts = 1
+    while gemm.kind in SUMMED and parts < 4 and tiles * parts * 2 <= 3 * _PROCESSORS and gemm.k >= 512 * parts:
+        parts *= 2
+    return GemmConfig("decode", 64, min(block_m, 64), 128, 6 if block_m <= 32 else 4, parts)
 
 
 def stream_config(n: int, k: int, stages: int) -> GemmConfig:

@@ -1,0 +1,112 @@
+"""y = x @ W^T in FP8 on tensor cores: the kernel; gemm.py launches it.
+
+Products are summed by the tensor cores over one group of 128 columns, since these keep some 14 bits while they add
+(DeepSeek-V3, arXiv 2412.19437, section 3.5.2); the sums times their scales are added in float32. Operands come by
+tensor descriptors, and the weights are the left one where tiles of x are narrow, as in gemm/decode_kernel.py.
+"""
+
+from nanovllm.kernels.base.device import prefetch_lines
+from nanovllm.kernels.base.triton_import import tl, triton
+
+
+@triton.jit
+def _prefetch(w_ptr, first_row, end_row, first_col, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Brings a part of a weight tile into L2, one 128-byte line for each element; past the ends, the first line."""
+    row = first_row + tl.arange(0, ROWS)[:, None]
+    col = first_col + tl.arange(0, COLUMNS // 128)[None, :] * 128
+    inside = (row < end_row) & (col < k)
+    prefetch_lines(w_ptr + tl.where(inside, row.to(tl.int64) * k + col, 0))
+
+
+@triton.jit
+def _products(x, w, X_LEFT: tl.constexpr):
+    """Sums over a group: float32 x @ w^T, or its transpose."""
+    return tl.dot(x, w.T, out_dtype=tl.float32) if X_LEFT else tl.dot(w, x.T, out_dtype=tl.float32)
+
+
+@triton.jit
+def _add_group(
+    acc, x, w, x_scale, SCALE, first, end, group, groups,
+    BLOCK_N: tl.constexpr, ROWS_EACH: tl.constexpr, IN_BLOCKS: tl.constexpr, X_LEFT: tl.constexpr,
+):  # fmt: skip
+    """acc plus the products of a group times both scales; weights are rows `first` and on, before `end`."""
+    products = _products(x, w, X_LEFT)
+    if IN_BLOCKS:
+        if ROWS_EACH % BLOCK_N == 0:
+            x_scale *= tl.load(SCALE + first // ROWS_EACH * groups + group)
+        else:
+            row = tl.minimum(first + tl.arange(0, BLOCK_N), end - 1)
+            scale = tl.load(SCALE + row // ROWS_EACH * groups + group)
+            products *= scale[None, :] if X_LEFT else scale[:, None]
+    return acc + products * (x_scale[:, None] if X_LEFT else x_scale[None, :])
+
+
+@triton.jit
+def _times_rows(acc, SCALE, first, end, BLOCK_N: tl.constexpr, X_LEFT: tl.constexpr):
+    """acc times the scales of the weights' rows."""
+    scale = tl.load(SCALE + tl.minimum(first + tl.arange(0, BLOCK_N), end - 1))
+    return acc * (scale[None, :] if X_LEFT else scale[:, None])
+
+
+@triton.jit
+def _silu_mul(gate, up, dtype: tl.constexpr):
+    """The activation kernel's result (pointwise/activation.py) from float32 sums, with its roundings but the last."""
+    gate = gate.to(dtype).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    return silu * up.to(dtype).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows", "scale_stride"])
+def fp8_gemm_kernel(
+    X, X_SCALE, W, w_ptr, SCALE, out_ptr, rows, scale_stride, n_out, k, groups,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, ROWS_EACH: tl.constexpr,
+    IN_BLOCKS: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr, X_LEFT: tl.constexpr, PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of rows, tiles of weights, splits of K). X, W: descriptors of x [rows, k] and of the weights [n_out,
+    k], or [2 n_out, k] where GATED: then a program has BLOCK_N gates and the BLOCK_N ups that belong to them. X_SCALE
+    [groups, scale_stride]; SCALE [weight rows / ROWS_EACH, groups] where IN_BLOCKS, else [weight rows].
+    out [rows, n_out]; with PARTS float32 [splits, rows, n_out], a sum for each split.
+    """
+    split, splits = tl.program_id(2), tl.num_programs(2)
+    first_row, first_col = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
+    steps = tl.cdiv(k, 128)
+    begin, end = steps * split // splits, steps * (split + 1) // splits
+    if PDL:
+        _prefetch(w_ptr, first_col, n_out, begin * 128, k, BLOCK_N, PREFETCH)
+        if GATED:
+            _prefetch(w_ptr, n_out + first_col, 2 * n_out, begin * 128, k, BLOCK_N, PREFETCH)
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+    row = first_row + tl.arange(0, BLOCK_M)
+    acc = tl.zeros([BLOCK_M, BLOCK_N] if X_LEFT else [BLOCK_N, BLOCK_M], dtype=tl.float32)
+    if GATED:
+        up = tl.zeros(acc.shape, dtype=tl.float32)
+    for step in tl.range(begin, end, num_stages=STAGES):
+        x = X.load([first_row, step * 128])
+        x_scale = tl.load(X_SCALE + step * scale_stride + row, mask=row < rows, other=0.0)
+        w = W.load([first_col, step * 128])
+        acc = _add_group(
+            acc, x, w, x_scale, SCALE, first_col, n_out, step, groups, BLOCK_N, ROWS_EACH, IN_BLOCKS, X_LEFT
+        )
+        if GATED:
+            w = W.load([n_out + first_col, step * 128])
+            up = _add_group(
+                up, x, w, x_scale, SCALE, n_out + first_col, 2 * n_out, step, groups,
+                BLOCK_N, ROWS_EACH, IN_BLOCKS, X_LEFT,
+            )  # fmt: skip
+
+    if not IN_BLOCKS:
+        acc = _times_rows(acc, SCALE, first_col, n_out, BLOCK_N, X_LEFT)
+        if GATED:
+            up = _times_rows(up, SCALE, n_out + first_col, 2 * n_out, BLOCK_N, X_LEFT)
+    if GATED:
+        acc = _silu_mul(acc, up, out_ptr.dtype.element_ty)
+    if not X_LEFT:
+        acc = tl.trans(acc)
+    col = first_col + tl.arange(0, BLOCK_N)
+    at = row[:, None].to(tl.int64) * n_out + col[None, :]
+    if PARTS:
+        at += split.to(tl.int64) * rows * n_out
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(row < rows)[:, None] & (col < n_out)[None, :])

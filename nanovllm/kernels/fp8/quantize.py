@@ -1,0 +1,81 @@
+"""Activations to e4m3, a scale for each token and 128 columns; reference.py says what is computed."""
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.base.device import pdl_options
+from nanovllm.kernels.base.padded_rows import padded_rows
+from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.fp8.reference import FP8, GROUP, LARGEST, SMALLEST_MAXIMUM
+
+_LARGEST: tl.constexpr = tl.constexpr(LARGEST)
+_SMALLEST_MAXIMUM: tl.constexpr = tl.constexpr(SMALLEST_MAXIMUM)
+_ROWS_MULTIPLE = 4
+"""Of the memory of a group's scales, so that they may be copied by 16 bytes."""
+
+
+@triton.jit
+def group_scales(x):
+    """float32 [..., 128] -> the scales of groups [...]."""
+    return tl.div_rn(tl.maximum(tl.max(tl.abs(x), axis=-1), _SMALLEST_MAXIMUM), _LARGEST)
+
+
+@triton.jit
+def rounded(x, scale):
+    """float32 / scale as e4m3, within its range."""
+    y = tl.div_rn(x, scale)
+    return tl.minimum(tl.maximum(y, -_LARGEST), _LARGEST).to(tl.float8e4nv)
+
+
+@triton.jit
+def static_scale(INPUT_SCALE, COUNT: tl.constexpr):
+    """The largest of COUNT scales."""
+    scale = tl.load(INPUT_SCALE)
+    for index in tl.static_range(1, COUNT):
+        scale = tl.maximum(scale, tl.load(INPUT_SCALE + index))
+    return scale
+
+
+@triton.jit(do_not_specialize=["scale_stride"])
+def _quantize_kernel(
+    X, INPUT_SCALE, OUT, SCALES, x_stride, scale_stride,
+    K: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Columns `program_id(1)` * BLOCK and on of row `program_id(0)`. SCALES [groups, scale_stride], rows first."""
+    row = tl.program_id(0).to(tl.int64)
+    GROUPS: tl.constexpr = BLOCK // 128
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    cols = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(X + row * x_stride + cols, mask=cols < K, other=0.0).to(tl.float32)
+    if COUNT > 0:
+        scale = tl.zeros([GROUPS], dtype=tl.float32) + static_scale(INPUT_SCALE, COUNT)
+    else:
+        scale = group_scales(x)
+    tl.store(OUT + row * K + cols, rounded(x, scale[:, None]), mask=cols < K)
+    tl.store(SCALES + group * scale_stride + row, scale, mask=group * 128 < K)
+
+
+def empty_quantized(rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Room for what quantize_rows gives, and for more rows after them."""
+    padded = -(-rows // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
+    scales = torch.empty(-(-columns // GROUP), padded, dtype=torch.float32, device=device)
+    values = torch.empty(max(padded, padded_rows(rows)), columns, dtype=FP8, device=device)
+    return values[:rows], scales[:, :rows].t()
+
+
+def quantize_rows(x: Tensor, input_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x [T, K], rows may be strided -> e4m3 [T, K], float32 scales [T, groups of 128], a group's side by side in
+    memory. input_scale float32 [count]: the largest is the scale of every group."""
+    rows, columns = x.shape
+    out, scales = empty_quantized(rows, columns, x.device)
+    block = min(1024, triton.next_power_of_2(max(columns, GROUP)))
+    count = 0 if input_scale is None else input_scale.numel()
+    if rows:
+        _quantize_kernel[(rows, triton.cdiv(columns, block))](
+            x, x if input_scale is None else input_scale, out, scales, x.stride(0), scales.stride(1),
+            K=columns, BLOCK=block, COUNT=count, num_warps=4, **pdl_options(x.device, rows <= 256),
+        )  # fmt: skip
+    return out, scales

@@ -1,0 +1,98 @@
+"""FP8 products against the definition in float64: interpreted on a CPU, compiled on a GPU."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from nanovllm.kernels.fp8 import gemm
+from nanovllm.kernels.fp8.gemm import FP8Weight
+from nanovllm.kernels.fp8.quantize import quantize_rows
+from nanovllm.kernels.fp8.reference import FP8, linear_reference, quantize_rows_reference
+from nanovllm.kernels.gemm.choice import GemmConfig
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = 1e-3 if DEVICE == "cuda" else 1e-6
+"""Of the largest result: tensor cores keep some 14 bits within a group of 128."""
+WEIGHTS_LEFT = GemmConfig("decode", 64, 16, 128, 3)
+X_LEFT = GemmConfig("decode", 32, 64, 128, 3)
+
+
+def inputs(rows: int, k: int, seed: int = 0) -> torch.Tensor:
+    """Rows and groups of magnitudes far apart, a group of zeros among them."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, k, generator=draw) * torch.exp(2 * torch.randn(rows, 1, generator=draw))
+    x[:, : k // 2] *= 30
+    x[rows // 2, :128] = 0
+    return x.to(DEVICE)
+
+
+def weights(n: int, k: int, rows_each: int, in_blocks: bool, input_scale: list[float] | None = None) -> FP8Weight:
+    draw = torch.Generator().manual_seed(n + k)
+    values = (torch.randn(n, k, generator=draw) * 60).to(FP8)
+    scale = torch.rand(-(-n // rows_each), -(-k // 128) if in_blocks else 1, generator=draw) / 100 + 1e-3
+    static = None if input_scale is None else torch.tensor(input_scale, device=DEVICE)
+    return FP8Weight(values.to(DEVICE), scale.to(DEVICE), rows_each, static)
+
+
+def exact(xq: torch.Tensor, x_scale: torch.Tensor, weight: FP8Weight) -> torch.Tensor:
+    """Widened by their scales, multiplied in float64."""
+    n, k = weight.values.shape
+    x = xq.double() * x_scale.double().repeat_interleave(128, 1)[:, :k]
+    scale = weight.scale.double().repeat_interleave(weight.rows_each, 0)[:n]
+    scale = scale.repeat_interleave(128, 1)[:, :k] if scale.shape[1] > 1 else scale
+    return x @ (weight.values.double() * scale).T
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    bound = TOLERANCE * want.abs().amax(1, keepdim=True)
+    assert ((got.double() - want).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("k", [128, 320, 1280])
+@pytest.mark.parametrize("input_scale", [None, [0.01, 0.3]])
+def test_activations_are_quantised_by_token_and_group(k: int, input_scale: list[float] | None) -> None:
+    static = None if input_scale is None else torch.tensor(input_scale, device=DEVICE)
+    x = inputs(5, k)
+    if DEVICE == "cpu":  # the interpreter does not round to e4m3 as a GPU does: numbers that need no rounding
+        values, scale = quantize_rows_reference(x, static)
+        x = values.float() * scale.repeat_interleave(128, 1)[:, :k]
+    got, scale = quantize_rows(x, static)
+    want, want_scale = quantize_rows_reference(x, static)
+    torch.testing.assert_close(scale, want_scale, rtol=1e-7, atol=0)
+    assert torch.equal(got.float(), want.float())
+    if DEVICE == "cuda" and static is None:
+        error = (got.float() * scale.repeat_interleave(128, 1)[:, :k] - x).abs()
+        assert (error <= 2**-4 * x.abs() + scale.repeat_interleave(128, 1)[:, :k] * 2**-10).all()
+
+
+@pytest.mark.parametrize("config", [WEIGHTS_LEFT, X_LEFT], ids=["weights left", "x left"])
+@pytest.mark.parametrize(
+    ("n", "k", "rows_each", "in_blocks"), [(192, 320, 128, True), (96, 256, 32, True), (80, 272, 1, False)]
+)
+def test_products_times_both_scales(config: GemmConfig, n: int, k: int, rows_each: int, in_blocks: bool) -> None:
+    """By the kernel, in parts of K, and by the twin."""
+    weight = weights(n, k, rows_each, in_blocks)
+    xq, x_scale = quantize_rows(inputs(19, k))
+    want = exact(xq, x_scale, weight)
+    assert_close(linear_reference(xq, x_scale, weight.values, weight.scale, rows_each), want)
+    out = torch.full((19, n), torch.nan, device=DEVICE)
+    assert_close(gemm.launch(xq, x_scale, weight, n, config, out, gated=False), want)
+    parts = torch.full((2, 19, n), torch.nan, device=DEVICE)
+    halves = GemmConfig(config.kernel, config.block_n, config.block_m, 128, 3, split_k=2)
+    assert_close(gemm.launch(xq, x_scale, weight, n, halves, parts, gated=False).sum(0), want)
+    one = torch.full((1, n), torch.nan, device=DEVICE)
+    first = quantize_rows(inputs(19, k)[:1])
+    assert torch.equal(gemm.launch(*first, weight, n, config, one, gated=False)[0], out[0]), "alone as among others"
+
+
+def test_gate_and_up() -> None:
+    weight = weights(256, 320, 128, True)
+    xq, x_scale = quantize_rows(inputs(3, 320) / 1000)
+    gate, up = exact(xq, x_scale, weight).chunk(2, 1)
+    out = torch.full((3, 128), torch.nan, device=DEVICE)
+    gemm.launch(xq, x_scale, weight, 128, WEIGHTS_LEFT, out, gated=True)
+    assert_close(out, torch.nn.functional.silu(gate) * up)
