@@ -218,14 +218,14 @@ class LLM(LLMControl):
         )
 
     def _completion(self, seq: "Row") -> CompletionOutput:
-        ids, logprobs = seq.output_token_ids, self.engine.logprobs(seq)
+        ids, rows = seq.output_token_ids, None if seq.sampling is None else seq.sampling.logprob_rows
         return CompletionOutput(
             seq.index,
             self._text(seq),
             ids,
             seq.finish_reason,
             seq.stop_reason,
-            logprobs,
+            None if rows is None else rows.view(),
             seq.metrics,
             None if seq.sampling is None else seq.sampling.kept_ids,
             seq.weight_versions,

@@ -18,7 +18,7 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.engine.trace import Trace
 from nanovllm.errors import QueueFull, shown
-from nanovllm.logprobs import LogprobsList
+from nanovllm.logprobs import LogprobRows
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import ITERATION_TOKENS, Ending, EngineStats, RequestMetrics, StepColumns
 from nanovllm.sampling_params import SamplingParams
@@ -366,10 +366,10 @@ class LLMEngine(EngineControl):
             seq.weight_versions,
         )  # fmt: skip
 
-    def logprobs(self, seq: Sequence) -> LogprobsList | None:
-        """A completion's log-probabilities by output token, where it asked for them."""
-        rows = seq.sampling.logprob_rows if seq.sampling is not None else None
-        return None if rows is None else rows.view()
+    def prompt_logprobs(self, request_id: int) -> LogprobRows | None:
+        """Of a known request that asked for them; all are there from its first token on."""
+        first = self._completions[request_id][0]
+        return None if first.sampling is None else first.sampling.prompt_logprob_rows
 
     def _drain_inbox(self, columns: StepColumns) -> None:
         """Takes in what other threads asked for; adds the completions that were aborted to `columns`."""

@@ -51,6 +51,8 @@ class EngineProcess:
         self._to_compile: queue.SimpleQueue[frames.Add] = queue.SimpleQueue()
         self._compiling: set[int] = set()
         """Requests whose grammar is not compiled yet; an abort takes them out."""
+        self._prompts_due: set[int] = set()
+        """Requests whose prompts' log-probabilities are to be sent."""
         self._stats_sent = 0.0
 
     # -- the main thread ----------------------------------------------------------------------------------------
@@ -115,6 +117,8 @@ class EngineProcess:
                 lines, position = found
                 if (words := lines.words(position)) is not None:
                     frame.logprobs.append((row, words.tobytes()))
+                if request_id in self._prompts_due:
+                    self._send_prompt(engine, request_id, frame)
             if (ending := gained.endings.get(entry)) is None:
                 frame.rows.append(row)
                 frame.tokens.append(token)
@@ -122,9 +126,20 @@ class EngineProcess:
             last = token if token >= 0 else None
             frame.finishes.append(frames.Finish(row, last, ending.reason, ending.stop_reason))
             if engine.knows(request_id) and engine.is_finished(request_id):  # the last of n reports it
+                if request_id in self._prompts_due:
+                    self._send_prompt(engine, request_id, frame, in_full=False)
                 frame.done.append(_done(request_id, engine.forget(request_id)[0]))
         frame.stats = self._stats()
         return frame
+
+    def _send_prompt(self, engine: "LLMEngine", request_id: int, frame: frames.Step, in_full: bool = True) -> None:
+        """The prompt's log-probabilities; with `in_full` only where all are there."""
+        rows = engine.prompt_logprobs(request_id)
+        words = [] if rows is None else [rows.words(position) for position in range(len(rows))]
+        if in_full and (not words or words[-1] is None):
+            return  # of replicas: they come with the end
+        frame.prompts.append((request_id, [None if each is None else each.tobytes() for each in words]))
+        self._prompts_due.discard(request_id)
 
     def _stats(self) -> frames.Stats | None:
         """Now and then, and at the end of all work."""
@@ -208,6 +223,8 @@ class EngineProcess:
                 engine.check_request(prompt, params)  # compiles its grammar
                 if frame.request_id not in self._compiling:
                     return
+            if params.prompt_logprobs is not None:
+                self._prompts_due.add(frame.request_id)
             engine.add_request(prompt, params, frame.request_id)
             if params.structured_outputs is not None and frame.request_id not in self._compiling:
                 engine.abort(frame.request_id)  # which came between the last look and add_request
@@ -224,17 +241,12 @@ def _done(request_id: int, seq: Any) -> frames.Done:
     metrics = seq.metrics
     begin = metrics.first_scheduled_time or metrics.finished_time
     first = metrics.first_token_time or metrics.finished_time
-    prompt = None
-    if seq.sampling is not None and (lines := seq.sampling.prompt_logprob_rows) is not None:
-        words = [lines.words(position) for position in range(len(lines))]
-        prompt = [None if each is None else each.tobytes() for each in words]
     return frames.Done(
         request_id,
         seq.num_prompt_cached_tokens or 0,
         queued=begin - metrics.arrival_time,
         prefill=first - begin,
         decode=metrics.finished_time - first,
-        prompt_logprobs=prompt,
     )
 
 

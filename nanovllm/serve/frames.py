@@ -116,8 +116,6 @@ class Done(msgspec.Struct, array_like=True):
     queued: float
     prefill: float
     decode: float
-    prompt_logprobs: list[bytes | None] | None = None
-    """A line of LogprobRows for each prompt position."""
 
 
 class Stats(msgspec.Struct, array_like=True):
@@ -143,6 +141,8 @@ class Step(Frame):
     done: list[Done] = []
     logprobs: list[tuple[int, bytes]] = []
     """(row, line of LogprobRows), in the order of the row's tokens."""
+    prompts: list[tuple[int, list[bytes | None]]] = []
+    """(request, a line of LogprobRows for each position of its prompt), once, at the latest with its Done."""
     stats: Stats | None = None
     """In some of the frames."""
 

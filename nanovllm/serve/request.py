@@ -73,6 +73,8 @@ class Request:
 
     is_streamed = False
     include_usage = False
+    needs_prompt_lines = False
+    """Whether its chunks begin with the prompt's log-probabilities."""
     interval = 1
     """Tokens that a chunk waits for, but for the first and the last one."""
 
@@ -159,7 +161,11 @@ class Request:
             return
         self.paused_since = None
         out = []
-        for completion in self.ready:
+        ready, self.ready = self.ready, []
+        for completion in ready:
+            if self.needs_prompt_lines and self.prompt_lines[completion.prompt_index] is None and self.error is None:
+                self.ready.append(completion)
+                continue
             completion.is_touched = False
             if self.interval > 1 and self._waits(completion):
                 continue
@@ -171,7 +177,6 @@ class Request:
                 out.append(self.head(completion))
             if text or completion.finish_reason is not None or completion.ids or completion.lines:
                 out.append(self.chunk(completion, text))
-        self.ready.clear()
         if not self.parts:
             out.append(self._end())
         data = b"".join(out)

@@ -56,6 +56,9 @@ class Streams:
         for row, line in step.logprobs:
             if (completion := rows.get(row)) is not None and completion.lines is not None:
                 completion.lines.append(line)
+        for request_id, lines in step.prompts:
+            if (request := self._parts.get(request_id)) is not None:
+                request.prompt_lines[request.parts[request_id]] = lines
         for row, token in zip(step.rows, step.tokens, strict=True):
             completion = rows.get(row)
             if completion is None:
@@ -118,7 +121,6 @@ class Streams:
             return
         index = request.parts.pop(part.request_id)
         request.num_cached_tokens += part.num_cached_tokens
-        request.prompt_lines[index] = part.prompt_logprobs
         request.queued, request.prefill = max(request.queued, part.queued), max(request.prefill, part.prefill)
         request.decode = max(request.decode, part.decode)
         self._metrics.count_part(part, request, len(request.prompts[index]), now)

@@ -146,6 +146,52 @@ def test_prompt_logprobs(client: httpx.Client) -> None:
             assert shown["logprob"] == pytest.approx(one.logprob, abs=1e-4)
 
 
+def joined(chunks: list[dict[str, Any]], index: int) -> tuple[str, dict[str, list[Any]]]:
+    """Text and log-probabilities of one choice of a stream."""
+    text, logprobs = "", {name: [] for name in ("text_offset", "token_logprobs", "tokens", "top_logprobs")}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index):
+        text += choice["text"]
+        for name, found in logprobs.items():
+            found.extend((choice["logprobs"] or {}).get(name, []))
+    return text, logprobs
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"max_tokens": 6}, {"max_tokens": 0}, {"max_tokens": 5, "prompt_logprobs": 0, "stream": False},
+        {"max_tokens": 9, "stop": ["9"]}, {"max_tokens": 3, "truncate_prompt_tokens": 4},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_echo_with_logprobs_streamed_as_unstreamed(client: httpx.Client, more: dict[str, Any]) -> None:
+    prompts = ["1 2 3 4 5", "The capital of France is é"]
+    body = {"prompt": prompts, "n": 2, "echo": True, "logprobs": 3, "temperature": 0} | more
+    whole = client.post(COMPLETIONS, json=body)
+    assert whole.status_code == 200, whole.text
+    if more.get("stream") is False:  # as without another number for the prompt
+        del body["prompt_logprobs"]
+    with client.stream("POST", COMPLETIONS, json=body | {"stream": True}) as response:
+        chunks = list(events(response))
+    for index, choice in enumerate(whole.json()["choices"]):
+        text, logprobs = joined(chunks, index)
+        assert (text, logprobs["tokens"]) == (choice["text"], choice["logprobs"]["tokens"])
+        assert logprobs["text_offset"] == choice["logprobs"]["text_offset"]
+        for one, other in zip(logprobs["top_logprobs"], choice["logprobs"]["top_logprobs"], strict=True):
+            assert one == (None if other is None else pytest.approx(other, abs=1e-4))
+        if "truncate_prompt_tokens" not in more:
+            assert text.startswith(prompts[index // 2])
+        if more["max_tokens"] == 0:
+            assert text == prompts[index // 2] and whole.json()["usage"]["completion_tokens"] == 0
+
+
+def test_a_prompt_as_long_as_the_context_can_be_scored(client: httpx.Client) -> None:
+    body = {"prompt": [5, 6] * 1024, "echo": True, "logprobs": 0}
+    assert client.post(COMPLETIONS, json=body | {"max_tokens": 1}).status_code == 400
+    choice = client.post(COMPLETIONS, json=body | {"max_tokens": 0}).json()["choices"][0]
+    assert len(choice["logprobs"]["tokens"]) == 2048
+
+
 def test_unknown_fields_are_named(client: httpx.Client) -> None:
     answer = client.post(CHAT, json=ASK | {"no_such": 1, "user": "me", "evil\r\nname": 2})
     assert answer.status_code == 200

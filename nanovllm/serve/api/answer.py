@@ -205,7 +205,7 @@ def fit(front: "Front", prompt: list[int], fields: api.CommonFields, asked: int 
         prompt = prompt[-(limit - 1 if keep == -1 else max(1, keep)) :]
     if not prompt:
         raise bad_request("the prompt is empty", "prompt")
-    if len(prompt) + 1 > limit:
+    if len(prompt) + (asked != 0) > limit:
         more = f"{asked} in the completion" if asked is not None else "at least 1 in the completion"
         message = (
             f"This model's maximum context length is {limit} tokens. However, your request has {len(prompt)} tokens "

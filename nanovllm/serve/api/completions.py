@@ -1,6 +1,6 @@
 """POST /v1/completions."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.serve import limits
@@ -23,8 +23,6 @@ class CompletionAnswer(Answer):
     fast_suffix = b',"logprobs":null,"finish_reason":null}]}\n\n'
 
     fields: api.CompletionFields
-    drops_tokens = False
-    """max_tokens=0: one token is computed, for the prompt's log-probabilities, and not shown."""
     echoes: list[str] | None = None
     """The prompts' texts, where they are to be shown."""
 
@@ -34,45 +32,38 @@ class CompletionAnswer(Answer):
     def head(self, completion: Completion) -> bytes:
         if self.echoes is None:
             return b""
-        text = self.echoes[completion.prompt_index]
+        text, logprobs = self.echoes[completion.prompt_index], None
         completion.state = len(text)
-        return self._event({"index": completion.index, "text": text, "logprobs": None, "finish_reason": None})
+        if completion.lines is not None:
+            logprobs = self._logprobs(completion, self.prompt_lines[completion.prompt_index] or [], 0)
+        return self._event({"index": completion.index, "text": text, "logprobs": logprobs, "finish_reason": None})
 
     def delta(self, completion: Completion, text: str) -> dict[str, Any]:
-        offset = completion.state or 0
-        completion.state = offset + len(text)
         logprobs = None
         if completion.lines is not None:
-            logprobs = completion_logprobs(completion.lines, (), self.k or 0, self.show, offset)
+            logprobs = self._logprobs(completion, completion.lines, completion.state or 0)
         return {"text": text, "logprobs": logprobs}
 
+    def _logprobs(self, completion: Completion, lines: Sequence[bytes | None], offset: int) -> dict[str, list[Any]]:
+        """Of tokens that follow `offset` characters; the next ones follow where these end."""
+        ids = self.prompts[completion.prompt_index]
+        found = completion_logprobs(lines, ids, self.k or 0, self.show, offset)
+        completion.state = offset + sum(map(len, found["tokens"]))
+        return found
+
     def choice(self, completion: Completion, text: str) -> dict[str, Any]:
-        if self.drops_tokens:
-            text, completion.lines = "", None if completion.lines is None else []
         lines: list[bytes | None] | None = None if completion.lines is None else [*completion.lines]
         if self.echoes is not None:
             text = self.echoes[completion.prompt_index] + text
             if lines is not None:
                 lines = [*(self.prompt_lines[completion.prompt_index] or []), *lines]
-        logprobs = None
-        if lines is not None:
-            ids = self.prompts[completion.prompt_index]
-            logprobs = completion_logprobs(lines, ids, self.k or 0, self.show, 0)
+        logprobs = None if lines is None else self._logprobs(completion, lines, 0)
         return {"text": text, "logprobs": logprobs, **self.of_prompt(completion.prompt_index)}
-
-    @property
-    def num_output_tokens(self) -> int:
-        return 0 if self.drops_tokens else super().num_output_tokens
-
-    def finish_reason(self, completion: Completion) -> str | None:
-        return "length" if self.drops_tokens else super().finish_reason(completion)
 
 
 async def _prompts(front: "Front", fields: api.CompletionFields) -> list[list[int]]:
     """The prompts as token ids. Raises ApiError."""
-    given = fields.prompt
-    if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
-        given = [given]
+    given = _as_list(fields.prompt)
     if not isinstance(given, list) or not given:
         raise bad_request("prompt: must be a text, a list of token ids, or a list of such", "prompt")
     count = len(given) * (fields.n or 1)  # n is checked by now
@@ -99,33 +90,31 @@ def _token_ids(front: "Front", prompt: Any) -> list[int]:
     return prompt
 
 
-def _check(fields: api.CompletionFields) -> None:
-    if fields.echo and fields.stream and fields.logprobs is not None:
-        raise bad_request("echo: not together with stream and logprobs", "echo")
-
-
 async def completions(front: "Front", call: Call) -> None:
     front.admit()
     fields, ignored = api.read(api.CompletionFields, await call.json(), front.options.strict_fields)
     front.note_ignored(call, ignored)
     front.check_model(fields.model)
-    _check(fields)
     asked = _DEFAULT_MAX_TOKENS if (most := api.max_tokens(fields)) is None else most
     if asked == 0 and not fields.echo:
         raise bad_request("max_tokens=0: must be >= 1, or come with echo=true", "max_tokens")
     longest = max(asked, 1, fields.min_tokens or 0)
     params = api.sampling_fields(fields, front.defaults, longest, fields.logprobs, api.structured(fields))
     if fields.echo and fields.logprobs is not None:
-        params.setdefault("prompt_logprobs", fields.logprobs)
-    fitted = [fit(front, prompt, fields, max(asked, 1)) for prompt in await _prompts(front, fields)]
+        params["prompt_logprobs"] = max(fields.logprobs, fields.prompt_logprobs or 0)
+    fitted = [fit(front, prompt, fields, asked) for prompt in await _prompts(front, fields)]
     request = CompletionAnswer(front, call, fields, [prompt for prompt, _ in fitted], params)
-    request.drops_tokens = asked == 0
     if fields.echo:
-        given = fields.prompt if isinstance(fields.prompt, list) else [fields.prompt]
+        request.needs_prompt_lines = fields.logprobs is not None
+        whole = fields.truncate_prompt_tokens is None
         request.echoes = [
-            text if isinstance(text, str) else front.tokenizer.decode(prompt, False)
-            for text, prompt in zip(
-                given if isinstance(given[0], (str, list)) else [given], request.prompts, strict=True
-            )
+            text if whole and isinstance(text, str) else front.tokenizer.decode(ids, False)
+            for text, ids in zip(_as_list(fields.prompt), request.prompts, strict=True)
         ]
     await answer(call, request, params, [count for _, count in fitted])
+
+
+def _as_list(given: Any) -> Any:
+    """One prompt or several as several."""
+    is_one = isinstance(given, str) or (isinstance(given, list) and bool(given) and type(given[0]) is int)
+    return [given] if is_one else given
