@@ -249,6 +249,7 @@ def make_parser() -> argparse.ArgumentParser:
     engine.add_argument("--tensor-parallel-size", type=int, default=1)
     engine.add_argument("--data-parallel-size", type=int, metavar="N", help="replicas behind a front; default: no front")
     engine.add_argument("--max-num-seqs", type=int)
+    engine.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), help="type of keys and values")
     engine.add_argument("--options", nargs="+", default=[], metavar="KEY=VALUE", help="any other option of the engine")
     modes = parser.add_argument_group("modes (any number; default: --throughput)")
     modes.add_argument("--throughput", action="store_true", help="all requests at once")
@@ -297,6 +298,8 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, dict[str
         options |= {"data_parallel_size": args.data_parallel_size, "data_parallel_backend": "local"}
     if args.max_num_seqs is not None:
         options["max_num_seqs"] = args.max_num_seqs
+    if args.kv_cache_dtype is not None:
+        options["kv_cache_dtype"] = args.kv_cache_dtype
     try:
         options |= parse_assignments(args.options)
         if args.decode_stall is not None:
@@ -316,7 +319,10 @@ def find_limits(llm: Any, info: dict[str, Any], args: argparse.Namespace) -> Roo
     if not bandwidth or not flops:
         return None
     figures = DeviceFigures(bandwidth, flops, link) if link else DeviceFigures(bandwidth, flops)
-    return Roofline(llm.model_config, llm.config.tensor_parallel_size, figures, 4 if "32" in info["dtype"] else 2)
+    model = llm.model_config
+    # A head of a token has a scale of two bytes.
+    kv_bytes = 1 + 2 / model.head_dim if llm.config.kv_cache_dtype == "fp8" else None
+    return Roofline(model, llm.config.tensor_parallel_size, figures, 4 if "32" in info["dtype"] else 2, kv_bytes)
 
 
 def print_engine(name: str, values: dict[str, Any]) -> None:

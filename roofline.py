@@ -70,11 +70,13 @@ class Roofline:
     """Limits of one model on `tensor_parallel_size` equal devices."""
 
     def __init__(
-        self, model: ModelConfig, tensor_parallel_size: int, figures: DeviceFigures, element_bytes: int = 2
-    ) -> None:
-        """`element_bytes`: size of a weight and of a KV element."""
+        self, model: ModelConfig, tensor_parallel_size: int, figures: DeviceFigures, element_bytes: int = 2,
+        kv_element_bytes: float | None = None,
+    ) -> None:  # fmt: skip
+        """`element_bytes`: size of a weight, and where `kv_element_bytes` is None of a KV element."""
         size, hidden = tensor_parallel_size, model.hidden_size
         self.figures, self.element_bytes, self.tensor_parallel_size = figures, element_bytes, size
+        self.kv_element_bytes = element_bytes if kv_element_bytes is None else kv_element_bytes
         self.num_layers, self.hidden = model.num_hidden_layers, hidden
         # Per rank. KV heads are replicated where ranks exceed them.
         kv_widths = [math.ceil(layer.num_kv_heads / size) * layer.head_dim for layer in model.layers]
@@ -104,8 +106,9 @@ class Roofline:
         seconds = self._stage(self.layer_weights, 2.0 * self.layer_weights * work.tokens)
         seconds += self._experts_seconds(work.tokens)
         seconds += self._stage(self.head_weights if work.sampled else 0, 2.0 * self.head_weights * work.sampled)
-        seconds += self._stage(self.kv_elements_per_token * work.decode_context, pair_flops * work.decode_context)
-        seconds += self._stage(self.kv_elements_per_token * work.prompt_context, pair_flops * work.prompt_pairs)
+        kv_elements = self.kv_elements_per_token * self.kv_element_bytes / self.element_bytes  # of element_bytes each
+        seconds += self._stage(kv_elements * work.decode_context, pair_flops * work.decode_context)
+        seconds += self._stage(kv_elements * work.prompt_context, pair_flops * work.prompt_pairs)
         return seconds + self._wire_seconds(work.tokens)
 
     def _experts_seconds(self, tokens: int) -> float:

@@ -121,6 +121,8 @@ class EngineConfig:
     """Tokens of a KV block; a multiple of 16. Default 128 on a GPU, 16 on a CPU."""
     cpu_kvcache_gib: float = 0.5
     """KV cache of each rank on a CPU, in GiB, where num_kvcache_blocks is not given."""
+    kv_cache_dtype: str = "auto"
+    """"auto": keys and values of the model's dtype; "fp8": e4m3 with a scale for each token and head, half the size."""
     enable_prefix_caching: bool = True
     """Share the KV blocks of equal prompt prefixes, also with finished requests while their blocks last."""
 
@@ -201,6 +203,7 @@ class EngineConfig:
         self._require_choice("logprobs_mode", "raw", "processed")
         self._require_choice("load_format", "auto", "dummy")
         self._require_choice("model_impl", "auto", "native", "transformers")
+        self._require_choice("kv_cache_dtype", "auto", "fp8")
         self._require_choice("attention_backend", "auto", "flash", "triton", "torch", "flex")
         for option in ("score_mod", "mask_mod"):
             if (value := getattr(self, option)) is not None:

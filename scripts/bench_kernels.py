@@ -35,6 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, default=1, help="ranks that share the model")
     parser.add_argument("--rows", type=int, nargs="+", help="rows, or tokens of a prompt step; default: by case")
     parser.add_argument("--batches", nargs="+", help="of attention: ROWSxKEYS, or ROWSxragged (100 to 1,800 keys)")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="of attention")
     parser.add_argument("--against", nargs="+", default=[], metavar="KEY=VALUE", help="options that steps run without")
     parser.add_argument("--most", type=int, default=4, help="contenders shown in a line")
     parser.add_argument("--limit", type=float, default=170.0, help="seconds after which ranks are ended")

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from nanovllm.errors import refuse
 
 __all__ = ["BACKENDS", "AttentionBackend", "AttentionMetadata", "AttentionSpec", "Selection", "select_backend"]
 
@@ -18,6 +19,9 @@ BACKENDS: dict[str, tuple[str, str]] = {
     "flex": ("nanovllm.attention.flex_backend", "FlexBackend"),
 }
 
+FP8_CAPABILITY = (8, 9)
+"""Of the first GPUs that convert e4m3."""
+
 
 class Selection(NamedTuple):
     backend: type[AttentionBackend]
@@ -27,21 +31,27 @@ class Selection(NamedTuple):
 
 
 def select_backend(name: str, specs: Sequence[AttentionSpec], *, device: torch.device | str, dtype: torch.dtype,
-                   block_size: int) -> Selection:
+                   block_size: int, kv_dtype: torch.dtype | None = None) -> Selection:
     """The backend called `name`, or for "auto" the fastest one that is installed and that can serve all `specs`.
+    kv_dtype: of the KV cache, where it is not dtype.
 
     A backend asked for by name is used or refused with ValueError, never replaced.
     """
+    is_cuda = torch.device(device).type == "cuda"
+    has_fp8 = kv_dtype == torch.float8_e4m3fn
+    if has_fp8 and is_cuda and (capability := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
+        needed, found = (".".join(map(str, version)) for version in (FP8_CAPABILITY, capability))
+        refuse("kv_cache_dtype", "fp8", f"'auto' on a device of compute capability {found}; FP8 needs {needed}")
     if name != "auto":
         backend = _load(name)
-        backend.check(specs, block_size, dtype, device)
+        backend.check(specs, block_size, dtype, device, kv_dtype)
         return Selection(backend, "asked for")
     refusals = []
-    candidates = ("flash", "triton", "torch") if torch.device(device).type == "cuda" else ("torch",)
+    candidates = (("triton", "torch") if has_fp8 else ("flash", "triton", "torch")) if is_cuda else ("torch",)
     for candidate in candidates:
         try:
             backend = _load(candidate)
-            backend.check(specs, block_size, dtype, device)
+            backend.check(specs, block_size, dtype, device, kv_dtype)
         except ValueError as error:
             refusals.append(str(error))
             continue

@@ -82,17 +82,18 @@ class AttentionBackend(ABC):
     the kernels' choices (runner/tuning.py)."""
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int, max_num_seqs: int, max_model_len: int,
-                 device: torch.device | str, dtype: torch.dtype) -> None:
-        """specs: the kinds of the model's layers, each once; max_model_len in tokens."""
-        self.check(specs, block_size, dtype, device)
+                 device: torch.device | str, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> None:
+        """specs: the kinds of the model's layers, each once; max_model_len in tokens; kv_dtype: of the caches, where it
+        is not dtype."""
+        self.check(specs, block_size, dtype, device, kv_dtype)
         self.specs = tuple(dict.fromkeys(specs))
         self.block_size, self.max_num_seqs, self.max_model_len = block_size, max_num_seqs, max_model_len
-        self.device, self.dtype = torch.device(device), dtype
+        self.device, self.dtype, self.kv_dtype = torch.device(device), dtype, kv_dtype or dtype
 
     @classmethod
     @abstractmethod
     def check(cls, specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype,
-              device: torch.device | str) -> None:
+              device: torch.device | str, kv_dtype: torch.dtype | None = None) -> None:
         """Raises ValueError naming option, value and bound where this backend cannot serve them."""
 
     @abstractmethod
@@ -107,13 +108,17 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata,
-                out: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None) -> torch.Tensor:
+                out: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None,
+                kv_scales: torch.Tensor | None = None) -> torch.Tensor:
         """Writes attention of q [T, Hq, D] (any token and head stride) into out [T, Hq, D] and returns out.
 
-        spec: one of those that the backend was built with. sinks: [Hq], where spec.has_sinks. The step's own keys and
-        values are in the cache already. Rows of padding leave their part of out as it was.
+        spec: one of those that the backend was built with. sinks: [Hq], where spec.has_sinks. kv_scales bfloat16
+        [num_blocks, num_kv_heads, block_size, 2]: where the caches are e4m3, what each token's key and value are
+        multiplied with; q may be float16 then beside an out of bfloat16. The step's own keys and values are in the
+        cache already. Rows of padding leave their part of out as it was.
         """
 
-    def warmup(self, k_cache: torch.Tensor, v_cache: torch.Tensor, spec: AttentionSpec) -> None:  # noqa: B027 (a backend may have nothing to compile)
+    def warmup(self, k_cache: torch.Tensor, v_cache: torch.Tensor, spec: AttentionSpec,  # noqa: B027 (a backend may have nothing to compile)
+               kv_scales: torch.Tensor | None = None) -> None:
         """Compiles every kernel variant that a step can need for layers of `spec`, so that none is compiled during
         capture or serving. Reads the caches (any contents), writes nothing of them."""

@@ -13,6 +13,7 @@ import torch
 from nanovllm.attention import flash_import
 from nanovllm.attention.base import AttentionMetadata, AttentionSpec
 from nanovllm.attention.triton_backend import PrefillRows, TritonBackend
+from nanovllm.errors import refuse
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +47,11 @@ class FlashBackend(TritonBackend):
 
     @classmethod
     def check(cls, specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype,
-              device: torch.device | str) -> None:
-        super().check(specs, block_size, dtype, device)
+              device: torch.device | str, kv_dtype: torch.dtype | None = None) -> None:
+        super().check(specs, block_size, dtype, device, kv_dtype)
         where = f"attention_backend={cls.name!r}"
+        if kv_dtype not in (None, dtype):
+            refuse("kv_cache_dtype", "fp8", f"'auto' with {where}")
         if torch.device(device).type != "cuda":
             raise ValueError(f"device={str(device)!r}: {where} needs a CUDA device")
         if dtype not in (torch.bfloat16, torch.float16):
@@ -87,10 +90,10 @@ class FlashBackend(TritonBackend):
 
     def _forward_prefill(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
                          metadata: AttentionMetadata, out: torch.Tensor, spec: AttentionSpec,
-                         sinks: torch.Tensor | None) -> None:
+                         sinks: torch.Tensor | None, kv_scales: torch.Tensor | None) -> None:
         rows = metadata.workspace
         if isinstance(rows, PrefillRows):
-            return super()._forward_prefill(q, k_cache, v_cache, metadata, out, spec, sinks)
+            return super()._forward_prefill(q, k_cache, v_cache, metadata, out, spec, sinks, kv_scales)
         # As FlashAttention names it, [blocks, tokens, heads, head_dim]: the same memory under other strides.
         k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
         if rows.cu_seqlens_k is not None:

@@ -15,6 +15,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from nanovllm.errors import refuse
 
 _QUERY_BLOCK = 128  # of a BlockMask; a tile is one
 _CPU_TILE = 32
@@ -66,19 +67,21 @@ class FlexBackend(AttentionBackend):
     takes_functions = token_major_cache = True
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int, max_num_seqs: int, max_model_len: int,
-                 device: torch.device | str, dtype: torch.dtype, score_mod: Mod | None = None,
-                 mask_mod: Mod | None = None) -> None:
+                 device: torch.device | str, dtype: torch.dtype, kv_dtype: torch.dtype | None = None,
+                 score_mod: Mod | None = None, mask_mod: Mod | None = None) -> None:
         """score_mod(score, slot, head, query position, key position) -> score, after the model's own soft-cap;
         mask_mod(slot, head, query position, key position) -> bool, together with what the model itself can see. Both
         are of tensors without dimensions, as flex_attention has them."""
-        super().__init__(specs, block_size, max_num_seqs, max_model_len, device, dtype)
+        super().__init__(specs, block_size, max_num_seqs, max_model_len, device, dtype, kv_dtype)
         self._score_mod, self._mask_mod = score_mod, mask_mod
         self._on_cpu = self.device.type == "cpu"
 
     @classmethod
     def check(cls, specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype,
-              device: torch.device | str) -> None:
+              device: torch.device | str, kv_dtype: torch.dtype | None = None) -> None:
         where = "attention_backend='flex'"
+        if kv_dtype not in (None, dtype):
+            refuse("kv_cache_dtype", "fp8", f"'auto' with {where}")
         if torch.device(device).type == "cuda" and block_size % 128:
             raise ValueError(f"kvcache_block_size={block_size}: {where} takes multiples of 128 on a GPU")
         for spec in specs:
@@ -130,7 +133,8 @@ class FlexBackend(AttentionBackend):
         return _Tiles(size, tokens, is_real, slots, first, ends, table, numbers)
 
     def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata,
-                out: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None) -> torch.Tensor:
+                out: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None,
+                kv_scales: torch.Tensor | None = None) -> torch.Tensor:
         self.ensure_prepared(q, metadata)
         work: _Work = metadata.workspace
         if work.pages is not None:

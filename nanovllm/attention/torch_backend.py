@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
-from nanovllm.kernels.attention.reference import attend_reference
+from nanovllm.kernels.attention.reference import attend_reference, keys_and_values
 
 
 class _Row(NamedTuple):
@@ -31,7 +31,7 @@ class TorchBackend(AttentionBackend):
 
     @classmethod
     def check(cls, specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype,
-              device: torch.device | str) -> None:
+              device: torch.device | str, kv_dtype: torch.dtype | None = None) -> None:
         if block_size < 1:
             raise ValueError(f"kvcache_block_size={block_size}: must be >= 1")
         if not dtype.is_floating_point:
@@ -64,11 +64,12 @@ class TorchBackend(AttentionBackend):
         return _Row(tokens, slice(first - offset, context - offset), table[first_block:end_block].long(), mask)
 
     def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata,
-                out: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None) -> torch.Tensor:
+                out: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None,
+                kv_scales: torch.Tensor | None = None) -> torch.Tensor:
         self.ensure_prepared(q, metadata)
         for row in metadata.workspace[spec.window, spec.group_size]:
-            k, v = (cache[row.blocks].transpose(0, 1).flatten(1, 2)[:, row.keys] for cache in (k_cache, v_cache))
-            out[row.tokens] = self._attend(q[row.tokens], k, v, row.mask, spec, sinks)
+            k, v = keys_and_values(k_cache, v_cache, row.blocks, row.keys, kv_scales)
+            out[row.tokens] = self._attend(q[row.tokens].to(k.dtype), k, v, row.mask, spec, sinks)
         return out
 
     @staticmethod

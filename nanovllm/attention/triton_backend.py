@@ -31,15 +31,16 @@ class TritonBackend(AttentionBackend):
     name = "triton"
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int, max_num_seqs: int, max_model_len: int,
-                 device: torch.device | str, dtype: torch.dtype) -> None:
-        super().__init__(specs, block_size, max_num_seqs, max_model_len, device, dtype)
+                 device: torch.device | str, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> None:
+        super().__init__(specs, block_size, max_num_seqs, max_model_len, device, dtype, kv_dtype)
         if max_num_seqs > MAX_NUM_SEQS:
             raise ValueError(
                 f"max_num_seqs={max_num_seqs}: attention_backend={self.name!r} takes at most {MAX_NUM_SEQS}")
         plans: dict[tuple[int, int, int | None], DecodePlan] = {}
         for spec in self.specs:
             kind = (spec.num_kv_heads, spec.head_dim, spec.window)
-            plans.setdefault(kind, DecodePlan(*kind, max_num_seqs, max_model_len, self.device))
+            fp8 = self.kv_dtype == torch.float8_e4m3fn
+            plans.setdefault(kind, DecodePlan(*kind, max_num_seqs, max_model_len, self.device, fp8=fp8))
         self.plans = {spec: plans[spec.num_kv_heads, spec.head_dim, spec.window] for spec in self.specs}
         scratch = DecodeScratch.for_specs(self.plans, max_num_seqs, self.device)
         self.decode = {spec: DecodeAttention(spec, block_size, plan, scratch) for spec, plan in self.plans.items()}
@@ -50,7 +51,7 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def check(cls, specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype,
-              device: torch.device | str) -> None:
+              device: torch.device | str, kv_dtype: torch.dtype | None = None) -> None:
         where = f"attention_backend={cls.name!r}"
         if torch.device(device).type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError(f"device={str(device)!r}: {where} needs a CUDA device")
@@ -70,14 +71,15 @@ class TritonBackend(AttentionBackend):
         metadata.workspace = self._prepare_prefill(metadata) if metadata.num_prefill_rows else ()
 
     def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata,
-                out: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None) -> torch.Tensor:
+                out: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None,
+                kv_scales: torch.Tensor | None = None) -> torch.Tensor:
         self.ensure_prepared(q, metadata)
         n = metadata.num_decode_rows
         if n:
             self.decode[spec](q[:n], k_cache, v_cache, metadata.block_table, metadata.max_context_len, out[:n], sinks,
-                              merge_first=n in self.merge_first_rows)
+                              merge_first=n in self.merge_first_rows, kv_scales=kv_scales)
         if metadata.num_prefill_rows:
-            self._forward_prefill(q, k_cache, v_cache, metadata, out, spec, sinks)
+            self._forward_prefill(q, k_cache, v_cache, metadata, out, spec, sinks, kv_scales)
         return out
 
     def _prepare_prefill(self, metadata: AttentionMetadata) -> Any:
@@ -90,20 +92,21 @@ class TritonBackend(AttentionBackend):
 
     def _forward_prefill(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
                          metadata: AttentionMetadata, out: torch.Tensor, spec: AttentionSpec,
-                         sinks: torch.Tensor | None) -> None:
+                         sinks: torch.Tensor | None, kv_scales: torch.Tensor | None) -> None:
         rows: PrefillRows = metadata.workspace
         prefill = self.prefill[spec]
         prefill(q, k_cache, v_cache, metadata.block_table, rows.row_slot, rows.cu_seqlens_q, rows.context_lens,
-                rows.tiles[prefill.config.block_m], out, sinks)
+                rows.tiles[prefill.config.block_m], out, sinks, kv_scales)
 
-    def warmup(self, k_cache: torch.Tensor, v_cache: torch.Tensor, spec: AttentionSpec) -> None:
+    def warmup(self, k_cache: torch.Tensor, v_cache: torch.Tensor, spec: AttentionSpec,
+               kv_scales: torch.Tensor | None = None) -> None:
         """Both kernels, and every size class of the decode plan."""
         for rows in self.plans[spec].size_classes():
-            self._warmup_step(k_cache, v_cache, spec, num_decode=rows, num_prefill=0)
-        self._warmup_step(k_cache, v_cache, spec, num_decode=0, num_prefill=1)
+            self._warmup_step(k_cache, v_cache, spec, kv_scales, num_decode=rows, num_prefill=0)
+        self._warmup_step(k_cache, v_cache, spec, kv_scales, num_decode=0, num_prefill=1)
 
-    def _warmup_step(self, k_cache: torch.Tensor, v_cache: torch.Tensor, spec: AttentionSpec, num_decode: int,
-                     num_prefill: int) -> None:
+    def _warmup_step(self, k_cache: torch.Tensor, v_cache: torch.Tensor, spec: AttentionSpec,
+                     kv_scales: torch.Tensor | None, num_decode: int, num_prefill: int) -> None:
         rows = num_decode + num_prefill
         integers: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
         max_blocks = -(-self.max_model_len // self.block_size)
@@ -114,7 +117,9 @@ class TritonBackend(AttentionBackend):
             max_context_len=self.max_model_len)
         # As the layers pass it: a view into the packed query, key and value projections.
         heads = spec.num_heads + 2 * spec.num_kv_heads
-        qkv = torch.zeros(rows, heads, spec.head_dim, dtype=self.dtype, device=self.device)
+        narrow = kv_scales is not None and self.dtype == torch.bfloat16
+        q_dtype = torch.float16 if narrow else self.dtype
+        qkv = torch.zeros(rows, heads, spec.head_dim, dtype=q_dtype, device=self.device)
         out = torch.empty(rows, spec.num_heads, spec.head_dim, dtype=self.dtype, device=self.device)
         sinks = torch.zeros(spec.num_heads, dtype=self.dtype, device=self.device) if spec.has_sinks else None
-        self.forward(qkv[:, : spec.num_heads], k_cache, v_cache, metadata, out, spec, sinks)
+        self.forward(qkv[:, : spec.num_heads], k_cache, v_cache, metadata, out, spec, sinks, kv_scales)

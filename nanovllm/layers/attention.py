@@ -125,9 +125,11 @@ class Attention(WeightedModule):
         return self.spec.num_kv_heads, self.spec.head_dim
 
     def unbind_cache(self) -> None:
-        """Lets go of the KV cache; runner/kv_cache.py binds one: [num_blocks, kv heads, block_size, head_dim] each."""
+        """Lets go of the KV cache; runner/kv_cache.py binds one: [num_blocks, kv heads, block_size, head_dim] each, and
+        where they are e4m3 kv_scales bfloat16 [num_blocks, kv heads, block_size, 2]."""
         heads, head_dim = self.cache_shape
         self.k_cache = self.v_cache = torch.empty(0, heads, 1, head_dim, dtype=self._dtype, device=self._device)
+        self.kv_scales: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor, step: ForwardStep, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """`wanted` int [N]: the tokens whose result is read, [N, hidden]; all have their keys stored."""
@@ -139,10 +141,11 @@ class Attention(WeightedModule):
             qkv, self.norm_rope, step.positions, step.slot_mapping, self.k_cache, self.v_cache, cos_sin=self.cos_sin,
             q_norm_weight=self.q_norm_weight, k_norm_weight=self.k_norm_weight,
             mean_squares=self._mean_squares(qkv) if self.options.qk_norm == "width" else None, bias=self.qkv_proj.bias,
-            query_scale=self.query_scale,
+            query_scale=self.query_scale, kv_scales=self.kv_scales,
         )  # fmt: skip
-        out = empty_rows(q.shape[0], q.shape[1] * q.shape[2], q.dtype, q.device).view(q.shape)
-        self.backend.forward(q, self.k_cache, self.v_cache, step.attention, out, self.spec, self.sinks)
+        out = empty_rows(q.shape[0], q.shape[1] * q.shape[2], qkv.dtype, q.device).view(q.shape)
+        caches = (self.k_cache, self.v_cache)
+        self.backend.forward(q, *caches, step.attention, out, self.spec, self.sinks, self.kv_scales)
         return out.view(out.shape[0], -1)
 
     def _mean_squares(self, qkv: torch.Tensor) -> torch.Tensor:

@@ -60,6 +60,7 @@ class PagedAttention:
     spec: AttentionSpec
     k_cache: torch.Tensor
     v_cache: torch.Tensor
+    kv_scales: torch.Tensor | None = None
 
     @property
     def cache_shape(self) -> tuple[int, int]:
@@ -68,6 +69,7 @@ class PagedAttention:
 
     def unbind_cache(self) -> None:
         """Lets go of the KV cache; runner/kv_cache.py binds one."""
+        self.kv_scales = None
         self.k_cache = self.v_cache = self.k_cache.new_empty(0, self.cache_shape[0], 1, self.cache_shape[1])
 
 
@@ -118,9 +120,11 @@ class TransformersModel(WeightedModule):
             assert layer.spec == spec and self.backend is not None
             qkv = torch.cat((q, k, v), dim=1).flatten(1)
             how = QKNormRope(spec.num_heads, spec.num_kv_heads, spec.head_dim, rotary_dim=0)
-            caches = (layer.k_cache, layer.v_cache)
-            q = self.kernels.qk_norm_rope_store(qkv, how, step.positions, step.slot_mapping, *caches)
-            return self.backend.forward(q, *caches, step.attention, torch.empty_like(q), spec, sinks)
+            caches, scales, out = (layer.k_cache, layer.v_cache), layer.kv_scales, torch.empty_like(q)
+            q = self.kernels.qk_norm_rope_store(
+                qkv, how, step.positions, step.slot_mapping, *caches, kv_scales=scales
+            )
+            return self.backend.forward(q, *caches, step.attention, out, spec, sinks, scales)
 
         rows = {} if wanted is None or not self._takes_rows else {"logits_to_keep": wanted}
         with self._attending(attend):

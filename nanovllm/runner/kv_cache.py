@@ -12,6 +12,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.runner.sleep import SleepableMemory
 
 GIB = 1 << 30
+_SCALE = torch.bfloat16
 _MIB = 1 << 20
 
 
@@ -23,8 +24,10 @@ def _size(num_bytes: int) -> str:
 
 
 def block_bytes(layers: list[Attention], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block on one rank: keys and values of all layers."""
-    return sum(2 * math.prod(layer.cache_shape) * block_size * dtype.itemsize for layer in layers)
+    """Bytes of one block on one rank: keys and values of all layers, and the scales of e4m3."""
+    per_head = 2 * (_SCALE.itemsize if dtype == torch.float8_e4m3fn else 0)
+    return sum(layer.cache_shape[0] * block_size * (2 * layer.cache_shape[1] * dtype.itemsize + per_head)
+               for layer in layers)
 
 
 def blocks_that_fit(budget_bytes: int, bytes_per_block: int, option: str) -> int:
@@ -53,19 +56,22 @@ def bind_kv_cache(
     token_major: bool = False,
     memory: SleepableMemory | None = None,
 ) -> None:
-    """Allocates the cache, in `memory` where there is one, and gives every layer its part; token_major: see
-    AttentionBackend.
+    """Allocates the cache, in `memory` where there is one, and gives every layer its part: keys, values and, of e4m3,
+    scales. token_major: see AttentionBackend.
 
     Zeros, because attention kernels load a row's whole last block and mask afterwards: what was never written must be
     finite.
     """
+    nbytes = num_blocks * block_bytes(layers, block_size, dtype)
+    cache = torch.zeros(nbytes, dtype=torch.uint8, device=device) if memory is None else memory.take("kv_cache", nbytes)
     sizes = [2 * num_blocks * block_size * math.prod(layer.cache_shape) for layer in layers]
-    if memory is None:
-        cache = torch.zeros(sum(sizes), dtype=dtype, device=device)
-    else:
-        cache = memory.take("kv_cache", sum(sizes) * dtype.itemsize).view(dtype)
-    for layer, part in zip(layers, cache.split(sizes), strict=True):
+    elements, scales = cache.split((sum(sizes) * dtype.itemsize, nbytes - sum(sizes) * dtype.itemsize))
+    scales = scales.view(_SCALE)
+    for layer, part in zip(layers, elements.view(dtype).split(sizes), strict=True):
         heads, head_dim = layer.cache_shape
+        if len(scales):
+            own, scales = scales.tensor_split((num_blocks * heads * block_size * 2,))
+            layer.kv_scales = own.view(num_blocks, heads, block_size, 2)
         if token_major:
             layer.k_cache, layer.v_cache = part.view(2, num_blocks, block_size, heads, head_dim).transpose(2, 3)
         else:

@@ -61,6 +61,7 @@ class ModelRunner(WeightCommands):
         self.block_size: int = config.kvcache_block_size
         self.max_model_len: int = config.max_model_len
         self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else self.dtype
         self.device = torch.device("cpu")
         if config.device == "cuda":
             self.device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -92,17 +93,17 @@ class ModelRunner(WeightCommands):
         foreign = self._load_foreign() if model.implementation == "transformers" else None
         specs = foreign.specs if foreign else attention_specs(model, rank, config.tensor_parallel_size)
         backend_class, self.backend_reason, is_fallback = select_backend(
-            config.attention_backend, specs, device=self.device, dtype=self.dtype, block_size=self.block_size
-        )
+            config.attention_backend, specs, device=self.device, dtype=self.dtype, block_size=self.block_size,
+            kv_dtype=self.kv_dtype,
+        )  # fmt: skip
         if rank == 0:
             level = logging.WARNING if is_fallback else logging.INFO
             logger.log(level, "attention backend: %s (%s)", backend_class.name, self.backend_reason)
         functions: Any = {}
         if backend_class.takes_functions:
             functions = {"score_mod": config.score_mod, "mask_mod": config.mask_mod}
-        self.backend = backend_class(
-            specs, self.block_size, config.max_num_seqs, self.max_model_len, self.device, self.dtype, **functions
-        )
+        sizes = (self.block_size, config.max_num_seqs, self.max_model_len)
+        self.backend = backend_class(specs, *sizes, self.device, self.dtype, self.kv_dtype, **functions)
         self.no_graphs_because = why_no_graphs(self.device, config.enforce_eager, self.kernels, self.backend)
         if foreign:
             self.no_graphs_because = "transformers computes the model"
@@ -159,7 +160,7 @@ class ModelRunner(WeightCommands):
     def measure_kv_cache(self) -> int:
         """Blocks that fit beside the weights, the largest step and the graphs; that step runs here, on one block."""
         config = self.config
-        per_block = block_bytes(self.model.attention_layers(), self.block_size, self.dtype)
+        per_block = block_bytes(self.model.attention_layers(), self.block_size, self.kv_dtype)
         if self.device.type == "cpu":
             if config.num_kvcache_blocks is None:
                 option, budget = f"cpu_kvcache_gib={config.cpu_kvcache_gib}", int(config.cpu_kvcache_gib * GIB)
@@ -188,7 +189,7 @@ class ModelRunner(WeightCommands):
     def warm_up_attention(self) -> None:
         """Compiles what the backend needs for each kind of attention layer."""
         for layer in {layer.spec: layer for layer in self.model.attention_layers()}.values():
-            self.backend.warmup(layer.k_cache, layer.v_cache, layer.spec)
+            self.backend.warmup(layer.k_cache, layer.v_cache, layer.spec, layer.kv_scales)
 
     def _blocks_asked_for(self, fits: int) -> int:
         """num_kvcache_blocks, or all that fit."""
@@ -207,7 +208,7 @@ class ModelRunner(WeightCommands):
         self.memory.release_cached()
         with self.io.stream_context():
             token_major = self.backend.token_major_cache
-            args = (layers, num_blocks, self.block_size, self.dtype, self.device, token_major)
+            args = (layers, num_blocks, self.block_size, self.kv_dtype, self.device, token_major)
             bind_kv_cache(*args, self.sleepable)
             rows = config.max_num_seqs + MAX_PREFILL_ROWS
             self.work.allocate(rows, config.max_num_batched_tokens + rows)
@@ -318,6 +319,7 @@ class ModelRunner(WeightCommands):
         return {
             "device": torch.cuda.get_device_name(self.device) if cuda else "cpu",
             "dtype": self.config.dtype,
+            "kv_cache_dtype": str(self.kv_dtype).removeprefix("torch."),
             "model_impl": self.model_config.implementation,
             "attention_backend": self.backend.name,
             "attention_backend_reason": self.backend.fallen_back_from or self.backend_reason,

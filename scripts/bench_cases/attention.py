@@ -10,6 +10,7 @@ from bench_cases.harness import Line, Point, Setup, compare
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch, decode_attention_reference
 from nanovllm.kernels.attention.decode_plan import DecodeConfig, DecodePlan, tuning
 from nanovllm.kernels.attention.spec import AttentionSpec
+from nanovllm.kernels.pointwise.kv_store import quantised_reference
 
 BATCHES = ("1x576", "16xragged", "64xragged", "128xragged", "256xragged", "256x560")
 SHORTEST, LONGEST = 100, 1800
@@ -25,6 +26,7 @@ class Batch:
     k_cache: torch.Tensor
     """[blocks, Hkv, page, D], as v_cache."""
     v_cache: torch.Tensor
+    kv_scales: torch.Tensor | None
     tables: list[torch.Tensor]
     """Each int32 [rows, pages]."""
     row_slot: torch.Tensor
@@ -57,7 +59,8 @@ def make_batch(setup: Setup, text: str, heads: int, kv_heads: int, page: int) ->
         lens = torch.randint(SHORTEST // 10 if setup.dry else SHORTEST, longest + 1, (rows,), generator=host).int()
     else:
         lens = torch.full((rows,), int(keys), dtype=torch.int32)
-    nbytes = 2 * int(lens.sum()) * kv_heads * head_dim * setup.dtype.itemsize
+    fp8 = setup.options.kv_cache_dtype == "fp8"
+    nbytes = 2 * int(lens.sum()) * kv_heads * (head_dim + 2 if fp8 else head_dim * setup.dtype.itemsize)
     pages, num_sets = -(-lens // page), setup.sets(nbytes)
     blocks = torch.randperm(num_sets * int(pages.sum()), generator=host).int()
     tables = []
@@ -67,13 +70,17 @@ def make_batch(setup: Setup, text: str, heads: int, kv_heads: int, page: int) ->
         tables.append(table.to(setup.device))
     k_cache, v_cache = (setup.randn(len(blocks), kv_heads, page, head_dim, seed=seed) for seed in (1, 2))
     q = setup.randn(rows, heads + 2 * kv_heads, head_dim)[:, :heads]
-    row_slot = torch.arange(rows, dtype=torch.int32, device=setup.device)
-    return Batch(q, k_cache, v_cache, tables, row_slot, lens.to(setup.device), nbytes)
+    row_slot, kv_scales = torch.arange(rows, dtype=torch.int32, device=setup.device), None
+    if fp8:
+        (k_cache, k_scales), (v_cache, v_scales) = (quantised_reference(x) for x in (k_cache, v_cache))
+        kv_scales = torch.stack((k_scales, v_scales), dim=-1)
+        q = q if setup.dry else q.to(torch.float16)
+    return Batch(q, k_cache, v_cache, kv_scales, tables, row_slot, lens.to(setup.device), nbytes)
 
 
 def make_point(setup: Setup, text: str, batch: Batch) -> Point:
     heads, kv_heads = batch.q.shape[1], batch.k_cache.shape[1]
-    classes = tuning(kv_heads, batch.q.shape[-1])
+    classes = tuning(kv_heads, batch.q.shape[-1], batch.kv_scales is not None)
     chosen = next(config for most, config in classes if most is None or len(batch.q) <= most)
     configs = dict.fromkeys([chosen, *(config for _, config in classes)])
     contenders = {name_of(config): partial(attend, batch, planned(setup, batch, config)) for config in configs}
@@ -93,7 +100,7 @@ def make_point(setup: Setup, text: str, batch: Batch) -> Point:
 def planned(setup: Setup, batch: Batch, config: DecodeConfig) -> DecodeAttention:
     """The kernel with the batch's plan, which the engine makes once a step."""
     rows, spec = len(batch.q), batch.spec
-    plan = DecodePlan(spec.num_kv_heads, spec.head_dim, None, rows, MAX_MODEL_LEN, setup.device, config)
+    plan = DecodePlan(spec.num_kv_heads, spec.head_dim, None, rows, MAX_MODEL_LEN, setup.device, config=config)
     plan.make(batch.row_slot, batch.context_lens, rows)
     scratch = DecodeScratch.for_specs({spec: plan}, rows, setup.device)
     return DecodeAttention(spec, batch.k_cache.shape[2], plan, scratch)
@@ -101,12 +108,14 @@ def planned(setup: Setup, batch: Batch, config: DecodeConfig) -> DecodeAttention
 
 def attend(batch: Batch, kernel: DecodeAttention, index: int) -> torch.Tensor:
     out = torch.empty(batch.q.shape, dtype=batch.q.dtype, device=batch.q.device)
-    return kernel(batch.q, batch.k_cache, batch.v_cache, batch.tables[index], MAX_MODEL_LEN, out)
+    args = (batch.q, batch.k_cache, batch.v_cache, batch.tables[index], MAX_MODEL_LEN, out)
+    return kernel(*args, kv_scales=batch.kv_scales)
 
 
 def reference(batch: Batch, index: int) -> torch.Tensor:
-    lens, table = batch.context_lens, batch.tables[index]
-    return decode_attention_reference(batch.q, batch.k_cache, batch.v_cache, batch.row_slot, lens, table, batch.spec)
+    caches, table = (batch.k_cache, batch.v_cache), batch.tables[index]
+    args = (batch.q, *caches, batch.row_slot, batch.context_lens, table, batch.spec)
+    return decode_attention_reference(*args, kv_scales=batch.kv_scales)
 
 
 def name_of(config: DecodeConfig) -> str:

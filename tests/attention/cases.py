@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.attention import AttentionMetadata, AttentionSpec
+from nanovllm.kernels.pointwise.kv_store import quantised_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -22,6 +23,7 @@ class Case:
     expected: torch.Tensor
     spec: AttentionSpec
     sinks: torch.Tensor | None
+    kv_scales: torch.Tensor | None = None
 
     def error_of(self, out: torch.Tensor) -> float:
         """Relative error over the tokens of real rows; infinite if one is missing or a padding token is written."""
@@ -35,9 +37,10 @@ class Case:
 def make_case(query_lens: list[int], context_lens: list[int], num_decode_rows: int, *, num_q_heads: int,
               num_kv_heads: int, head_dim: int = 32, block_size: int = 16, seed: int = 0, padding_tokens: int = 0,
               max_num_seqs: int | None = None, spare_blocks: int = 2, window: int | None = None,
-              softcap: float | None = None, has_sinks: bool = False) -> Case:
+              softcap: float | None = None, has_sinks: bool = False, fp8: bool = False) -> Case:
     """A row of context length 0 is padding. Slots and pages are permuted, blocks that no row owns hold NaN, owned
-    blocks hold large numbers past their row's end, and unused entries of the table name a NaN block."""
+    blocks hold large numbers past their row's end, and unused entries of the table name a NaN block. fp8: keys and
+    values are e4m3, of very different sizes; no value is NaN."""
     scale = head_dim**-0.5 * (4 if softcap else 1)  # large scores: a cap must show
     spec = AttentionSpec(num_q_heads, num_kv_heads, head_dim, scale, window, softcap, has_sinks)
     rng = torch.Generator().manual_seed(seed)
@@ -65,7 +68,16 @@ def make_case(query_lens: list[int], context_lens: list[int], num_decode_rows: i
     tokens = int(starts[-1]) + padding_tokens
     # The layers pass a view into the packed projections.
     qkv = torch.randn(tokens, num_q_heads + 2 * num_kv_heads, head_dim, generator=rng, dtype=torch.float64)
-    qkv, k, v = (x.to(DTYPE) for x in (qkv, k, v))
+    scales = None
+    if fp8:
+        sizes = 10 ** (torch.rand(2, *shape[:3], 1, generator=rng) * 4 - 3)
+        k8, k_scales = quantised_reference(k * sizes[0] ** 0.2)
+        v8, v_scales = quantised_reference(v.nan_to_num(1e4) * sizes[1])
+        scales = torch.stack((k_scales, v_scales), dim=-1)
+        k, v = (x.double() * scale[..., None].double() for x, scale in ((k8, k_scales), (v8, v_scales)))
+    else:
+        k, v = k.to(DTYPE), v.to(DTYPE)
+    qkv = qkv.to(torch.float16 if fp8 and torch.bfloat16 == DTYPE else DTYPE)
     sinks = torch.randn(num_q_heads, generator=rng).to(DTYPE) if has_sinks else None
     expected = _attention(qkv[:, :num_q_heads], k, v, starts.tolist(), context_lens, table, row_slot, spec, sinks)
     metadata = AttentionMetadata(
@@ -74,7 +86,9 @@ def make_case(query_lens: list[int], context_lens: list[int], num_decode_rows: i
         block_table=table.to(DEVICE), max_seqlen_q=max(query_lens), max_context_len=max_blocks * block_size)
     sinks = None if sinks is None else sinks.to(DEVICE)
     q = qkv.to(DEVICE)[:, :num_q_heads]
-    return Case(q, k.to(DEVICE), v.to(DEVICE), metadata, expected.to(DEVICE), spec, sinks)
+    if scales is not None:
+        k, v, scales = k8, v8, scales.to(DEVICE)
+    return Case(q, k.to(DEVICE), v.to(DEVICE), metadata, expected.to(DEVICE), spec, sinks, scales)
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: list[int], context_lens: list[int],

@@ -139,6 +139,56 @@ def test_a_token_does_not_depend_on_its_step(dtype: torch.dtype, device: torch.d
             assert torch.equal(alone.k_cache[place], case.k_cache[place])
 
 
+def with_fp8_cache(case: Case) -> Case:
+    k_cache, v_cache = (torch.zeros_like(x, dtype=torch.uint8).view(torch.float8_e4m3fn) for x in (case.k_cache,) * 2)
+    blocks, kv_heads, block_size, _ = k_cache.shape
+    scales = torch.zeros(blocks, kv_heads, block_size, 2, dtype=torch.bfloat16, device=case.qkv.device)
+    return replace(case, k_cache=k_cache, v_cache=v_cache, options={**case.options, "kv_scales": scales})
+
+
+@pytest.mark.parametrize(
+    ("shape", "rules"), [((7, 6, 2, 128, 16), {}), ((5, 20, 3, 80, 16), {"rotary_dim": 24, "bias": True}),
+                         ((3, 4, 2, 8, 16), {"norm": None, "rotary_dim": 0})]
+)  # fmt: skip
+def test_an_fp8_cache_equals_its_twins(
+    shape: tuple[int, ...], rules: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> None:
+    """To a step of e4m3 (of the interpreter, which rounds some to a half, nearly all)."""
+    case = make_case(*shape, dtype, device, **rules)
+    twin, case = with_fp8_cache(case.clone()), with_fp8_cache(case)
+    q, expected = case.run(qk_norm_rope_store), twin.run(qk_norm_rope_store_reference)
+    assert q.dtype == expected.dtype == (torch.float16 if dtype == torch.bfloat16 else dtype)
+    assert_close(q, expected)
+    for number, (cache, of_twin) in enumerate(((case.k_cache, twin.k_cache), (case.v_cache, twin.v_cache))):
+        scale, twin_scale = (x.options["kv_scales"][..., number, None].float() for x in (case, twin))
+        torch.testing.assert_close(scale, twin_scale, rtol=2**-7, atol=0)
+        stored, wanted = cache.float() * scale, of_twin.float() * twin_scale
+        step = wanted.abs() / 8 + twin_scale * (2**-9 if device.type == "cuda" else 2**-6)
+        assert ((stored - wanted).abs() <= 1.1 * step).float().mean() > (0.99999 if device.type == "cuda" else 0.995)
+        if device.type == "cuda":
+            assert (stored == wanted).float().mean() > (0.98 if number == 0 else 0.999999)
+
+
+@pytest.mark.parametrize("function", [qk_norm_rope_store, qk_norm_rope_store_reference])
+def test_an_fp8_cache_is_as_near_as_e4m3_allows(function: Any, device: torch.device) -> None:
+    """Of values of any size; what is not finite is in the key's scale, and zeros stay zeros."""
+    case = with_fp8_cache(make_case(6, 4, 2, 64, 16, torch.float32, device))
+    case.slots[:] = torch.arange(6, dtype=torch.int32)
+    values = case.how.heads(case.qkv)[:, 6:]
+    values *= (10.0 ** torch.tensor([-9, -3, 0, 3, 9, 0], device=device))[:, None, None]
+    values[2, 0], values[5, 1, 3] = 0, float("inf")
+    case.run(function)
+    scales = case.options["kv_scales"][0, :, :6].float()
+    stored = (case.v_cache[0, :, :6].float() * scales[..., 1:]).transpose(0, 1)
+    half_step = values.abs() / 16 + values.abs().amax(-1, keepdim=True) / 448 * 2**-9
+    is_near = ((stored - values).abs() <= half_step)[:5]
+    rounds = device.type == "cuda" or function is qk_norm_rope_store_reference
+    assert is_near.all() if rounds else is_near.float().mean() > 0.3
+    assert not stored[2, 0].any() and stored.isfinite().all()
+    assert scales[..., 1].isfinite().all()
+    assert scales[..., 0].isnan().nonzero().tolist() == [[1, 5]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_twin_equals_hugging_face(dtype: torch.dtype) -> None:
     qwen3 = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")

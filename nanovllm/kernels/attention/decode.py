@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.attention.decode_plan import DecodePlan
+from nanovllm.kernels.attention.e4m3 import attend_e4m3, load_scales
 from nanovllm.kernels.attention.reference import attend_reference, keys_and_values
 from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims, soft_cap
 from nanovllm.kernels.attention.spec import AttentionSpec
@@ -69,14 +70,13 @@ def _prefetch_tile(CACHE, kv_head, block, start, strides, D: tl.constexpr, PAGE:
 
 
 @triton.jit
-def _attend(q, k, v, m, sums, acc, scale_log2, start, first, end, BLOCK_N: tl.constexpr, CAP: tl.constexpr,
-            WINDOWED: tl.constexpr):
+def _attend(q, k, v, m, sums, acc, scale_log2, visible, CAP: tl.constexpr):
     """One tile of online softmax, in units of log2: running maximum m [H], running sums [H, BLOCK_N] of each column of
-    the tiles (added up once a chunk, not once a tile), unnormalised output acc [H, D]."""
+    the tiles (added up once a chunk, not once a tile), unnormalised output acc [H, D]; visible bool [1, BLOCK_N]."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
     if CAP is not None:
         scores = soft_cap(scores, CAP)
-    scores = tl.where(_visible(start, first, end, BLOCK_N, WINDOWED)[None, :], scores, float("-inf"))
+    scores = tl.where(visible, scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, 1))
     p = tl.exp2(scores - m_new[:, None])
     alpha = tl.exp2(m - m_new)
@@ -127,7 +127,7 @@ def _finish_chunk(m, sums, acc, OUT, PARTIAL, LSE, SINKS, row, kv_head, chunk_of
                   G: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr, MAX_SPLITS: tl.constexpr):
     """Stores a chunk's result: where it is its row's only one, the row's."""
     heads = tl.arange(0, BLOCK_H)
-    dims = tl.arange(0, padded_dims(D))
+    dims = tl.arange(0, acc.shape[1])
     mask = (heads < G)[:, None] & (dims < D)[None, :]
     chunk = chunk_of & 0xFFFF
     total = tl.sum(sums, 1)
@@ -182,23 +182,24 @@ def _empty_chunk(BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, DIMS: tl.constexp
 
 
 @triton.jit(do_not_specialize=["table_stride"])
-def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, SINKS, OUT, TABLE, WORK, NUM_WORK, PARTIAL, LSE, scale_log2,
-                            q_strides, k_strides, v_strides, table_stride, out_strides, HKV: tl.constexpr,
+def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TABLE, WORK, NUM_WORK, PARTIAL, LSE,
+                            scale_log2, q_strides, k_strides, v_strides, table_stride, out_strides, HKV: tl.constexpr,
                             G: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
                             BLOCK_N: tl.constexpr, TMA: tl.constexpr, MAX_SPLITS: tl.constexpr, CAP: tl.constexpr,
                             WINDOWED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr):
     """See decode_attention_reference. An item of work is one chunk of one row for one key head and its G query heads. A
     program runs the tiles of all its items in one loop, so that the next item's keys are on their way while this one's
     result is stored. K and V are tensor descriptors with TMA, else K_CACHE and V_CACHE themselves. CAP: the soft-cap in
-    units of log2, or None; SINKS may be None. WINDOWED: chunks may begin within a tile.
+    units of log2, or None; SINKS may be None. WINDOWED: chunks may begin within a tile. KV_SCALES: None, or int32 (see
+    load_scales); then K is e4m3, and V and V_CACHE are int16, two values each.
 
     With PDL the way to the first tile is gone before the queries are there. What it reads is the plan's, and between
     the plan and this kernel there are ordinary ones (the embedding), so it is complete. EARLY: the next kernel may come
     at once; else when this one begins to work, which spares it programs that only wait (0.3 % of a step)."""
-    DIMS: tl.constexpr = padded_dims(D)
+    DV: tl.constexpr = D if KV_SCALES is None else D // 2
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    heads, dims = tl.arange(0, BLOCK_H), tl.arange(0, DIMS)
+    heads, dims = tl.arange(0, BLOCK_H), tl.arange(0, padded_dims(D))
     num_items = tl.load(NUM_WORK) * HKV
     item, step = tl.program_id(0), tl.num_programs(0)
     # The first entry is read before it is known to be one, which it is in all but the smallest batches.
@@ -209,11 +210,13 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, SINKS, OUT, TABLE, WORK, 
     next_row_and_slot, next_start, next_end, next_chunk_of = _load_item(WORK, item + step, item + step < num_items,
                                                                         0, 0, 0, 0, HKV)
     block = _look_up(TABLE + (row_and_slot >> 16).to(tl.int64) * table_stride, n, end, PAGE, BLOCK_N)
-    m, sums, acc = _empty_chunk(BLOCK_H, BLOCK_N, DIMS)
+    m, sums, acc = _empty_chunk(BLOCK_H, BLOCK_N, padded_dims(DV))
+    if KV_SCALES is not None:
+        odd = tl.zeros_like(acc)  # acc has the even dimensions
     if PDL:
         if PAGE % BLOCK_N == 0:
             _prefetch_tile(K_CACHE, item % HKV, block, n, k_strides, D, PAGE, BLOCK_N)
-            _prefetch_tile(V_CACHE, item % HKV, block, n, v_strides, D, PAGE, BLOCK_N)
+            _prefetch_tile(V_CACHE, item % HKV, block, n, v_strides, DV, PAGE, BLOCK_N)
         tl.extra.cuda.gdc_wait()
         if not EARLY:
             tl.extra.cuda.gdc_launch_dependents()
@@ -221,15 +224,24 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, SINKS, OUT, TABLE, WORK, 
         row = (row_and_slot & 0xFFFF).to(tl.int64)
         kv_head = item % HKV
         k = _load_tile(K, kv_head, block, n, first, end, k_strides, D, PAGE, BLOCK_N, TMA, WINDOWED)
-        v = _load_tile(V, kv_head, block, n, first, end, v_strides, D, PAGE, BLOCK_N, TMA, WINDOWED)
+        v = _load_tile(V, kv_head, block, n, first, end, v_strides, DV, PAGE, BLOCK_N, TMA, WINDOWED)
         q = tl.load(Q + row * q_strides[0] + (kv_head * G + heads[:, None]) * q_strides[1] + dims[None, :],
                     mask=(heads < G)[:, None] & (dims < D)[None, :], other=0.0)
-        m, sums, acc = _attend(q, k, v, m, sums, acc, scale_log2, n, first, end, BLOCK_N, CAP, WINDOWED)
+        visible = _visible(n, first, end, BLOCK_N, WINDOWED)[None, :]
+        if KV_SCALES is None:
+            m, sums, acc = _attend(q, k, v, m, sums, acc, scale_log2, visible, CAP)
+        else:
+            scales = load_scales(KV_SCALES, block, kv_head, n, HKV, PAGE, BLOCK_N)
+            m, sums, acc, odd = attend_e4m3(q, k, v, scales, m, sums, acc, odd, scale_log2, visible, CAP)
         is_last = n + BLOCK_N >= end
         if is_last:
+            if KV_SCALES is not None:
+                acc = tl.join(acc, odd).reshape(BLOCK_H, 2 * padded_dims(DV))
             _finish_chunk(m, sums, acc, OUT, PARTIAL, LSE, SINKS, row, kv_head, chunk_of, out_strides, HKV, G, BLOCK_H,
                           D, MAX_SPLITS)
-            m, sums, acc = _empty_chunk(BLOCK_H, BLOCK_N, DIMS)
+            m, sums, acc = _empty_chunk(BLOCK_H, BLOCK_N, padded_dims(DV))
+            if KV_SCALES is not None:
+                odd = tl.zeros_like(acc)
         # The next tile's whereabouts, all looked up an iteration or more before they are needed.
         n = tl.where(is_last, _first_tile(next_start, BLOCK_N, WINDOWED), n + BLOCK_N)
         if WINDOWED:
@@ -246,12 +258,14 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, SINKS, OUT, TABLE, WORK, 
 
 def decode_attention_reference(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, row_slot: torch.Tensor,
                                context_lens: torch.Tensor, block_table: torch.Tensor, spec: AttentionSpec,
-                               sinks: torch.Tensor | None = None) -> torch.Tensor:
+                               sinks: torch.Tensor | None = None,
+                               kv_scales: torch.Tensor | None = None) -> torch.Tensor:
     """Attention of q [R, Hq, D] over each row's first context_lens[r] keys, of which spec.window may leave the last
     few, in float32 (float64 for float64 input).
 
     k_cache, v_cache [blocks, Hkv, block_size, D]; row_slot, context_lens int32 [R], with slot -1 or no keys the row
-    comes out as zeros; block_table int32 [slots, max_blocks]; sinks [Hq]. Returns [R, Hq, D].
+    comes out as zeros; block_table int32 [slots, max_blocks]; sinks [Hq]; kv_scales bfloat16 [blocks, Hkv, block_size,
+    2]: what e4m3 keys and values are multiplied with. Returns [R, Hq, D].
     """
     out = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     heads = None if sinks is None else sinks.view(spec.num_kv_heads, spec.group_size)
@@ -259,7 +273,8 @@ def decode_attention_reference(q: torch.Tensor, k_cache: torch.Tensor, v_cache: 
         if slot < 0 or length == 0:
             continue
         first = max(0, length - spec.window) if spec.window else 0
-        k, v = (x[:, first:] for x in keys_and_values(k_cache, v_cache, block_table[slot], length))
+        blocks = block_table[slot, : -(-length // k_cache.shape[2])].long()
+        k, v = keys_and_values(k_cache, v_cache, blocks, slice(first, length), kv_scales)
         grouped = q[r].view(spec.num_kv_heads, spec.group_size, -1)
         out[r] = attend_reference(grouped, k, v, spec.scale, None, spec.softcap, heads).flatten(0, 1)
     return out
@@ -296,19 +311,22 @@ class DecodeAttention:
 
     def __call__(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
                  max_context_len: int, out: torch.Tensor, sinks: torch.Tensor | None = None,
-                 merge_first: bool = False) -> torch.Tensor:
+                 merge_first: bool = False, kv_scales: torch.Tensor | None = None) -> torch.Tensor:
         """q and out [num_rows, Hq, D]: the rows of the last plan. max_context_len: any bound on their lengths.
         merge_first: where chunks are merged, no later kernel may start before they are."""
         num_rows, spec, plan, scratch = q.shape[0], self.spec, self.plan, self.scratch
         c, splits = plan.config(num_rows), plan.max_splits(plan.config(num_rows))
         most_chunks = plan.most_chunks(num_rows, max_context_len)
+        scales = None
+        if kv_scales is not None:
+            scales, v_cache = kv_scales.view(torch.int32), v_cache.view(torch.int16)
         use_tma = c.use_tma and self.has_tma and self.block_size % c.block_n == 0
         k, v = (paged_descriptor(x, c.block_n) if use_tma else x for x in (k_cache, v_cache))
         programs = min(self.num_sms * c.programs_per_sm, num_rows * spec.num_kv_heads * most_chunks)
         decode_attention_kernel[(programs,)](
-            q, k, v, k_cache, v_cache, sinks, out, block_table, plan.work, plan.num_work, scratch.partial, scratch.lse,
-            spec.scale * LOG2_E, q.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3], block_table.stride(0),
-            out.stride()[:2], HKV=spec.num_kv_heads, G=spec.group_size,
+            q, k, v, k_cache, v_cache, scales, sinks, out, block_table, plan.work, plan.num_work, scratch.partial,
+            scratch.lse, spec.scale * LOG2_E, q.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3],
+            block_table.stride(0), out.stride()[:2], HKV=spec.num_kv_heads, G=spec.group_size,
             BLOCK_H=max(16, triton.next_power_of_2(spec.group_size)), D=spec.head_dim, PAGE=self.block_size,
             BLOCK_N=c.block_n, TMA=use_tma, MAX_SPLITS=splits, CAP=spec.softcap and spec.softcap * LOG2_E,
             WINDOWED=spec.window is not None, num_warps=c.num_warps, num_stages=c.num_stages, maxnreg=c.max_registers,

@@ -54,14 +54,16 @@ TUNING: tuple[tuple[int | None, DecodeConfig], ...] = (
 with many it is busy whichever way they are cut, and each further chunk is one more result to write and merge."""
 
 
-def tuning(num_kv_heads: int, head_dim: int) -> tuple[tuple[int | None, DecodeConfig], ...]:
+def tuning(num_kv_heads: int, head_dim: int, fp8: bool = False) -> tuple[tuple[int | None, DecodeConfig], ...]:
     """TUNING for a rank that holds so many key heads. What there is to share out is rows x heads: under tensor
     parallelism more rows still count as few, or the longest row of an uncut batch would decide. Tiles of wide heads
-    are shorter, so that as many bytes are in flight."""
-    found = ((most and most * TUNED_KV_HEADS // num_kv_heads, config) for most, config in TUNING)
-    if head_dim <= TUNED_HEAD_DIM:
-        return tuple(found)
-    return tuple((most, replace(config, block_n=32, num_stages=2, num_warps=4)) for most, config in found)
+    are shorter, and those of e4m3 longer, so that as many bytes are in flight."""
+    found = [(most and most * TUNED_KV_HEADS // num_kv_heads, config) for most, config in TUNING]
+    if head_dim > TUNED_HEAD_DIM:
+        found = [(most, replace(config, block_n=32, num_stages=2, num_warps=4)) for most, config in found]
+    if fp8:
+        found = [(most, replace(config, block_n=min(2 * config.block_n, config.min_chunk))) for most, config in found]
+    return tuple(found)
 
 
 @triton.jit
@@ -151,10 +153,10 @@ class DecodePlan:
     construction."""
 
     def __init__(self, num_kv_heads: int, head_dim: int, window: int | None, max_num_seqs: int, max_model_len: int,
-                 device: torch.device, config: DecodeConfig | None = None) -> None:
+                 device: torch.device, config: DecodeConfig | None = None, fp8: bool = False) -> None:
         """config: in place of the tuned ones, for all batch sizes."""
         self.window, self.max_num_seqs, self.max_model_len = window, max_num_seqs, max_model_len
-        self.tuning = tuning(num_kv_heads, head_dim) if config is None else ((None, config),)
+        self.tuning = tuning(num_kv_heads, head_dim, fp8) if config is None else ((None, config),)
         self.most_splits = max(self.max_splits(config) for _, config in self.tuning)
         self.work = torch.zeros(max_num_seqs * self.most_splits, 4, dtype=torch.int32, device=device)
         self.num_work = torch.zeros(1, dtype=torch.int32, device=device)

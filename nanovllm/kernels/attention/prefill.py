@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.attention.e4m3 import key_scales, load_scales, value_scales
 from nanovllm.kernels.attention.reference import attend_reference, keys_and_values
 from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims, soft_cap
 from nanovllm.kernels.attention.spec import AttentionSpec
@@ -89,18 +90,26 @@ def plan_prefill_reference(cu_seqlens_q: torch.Tensor, context_lens: torch.Tenso
 
 
 @triton.jit
+def _look_up(TABLE_ROW, start, first, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The block of the tile at key `start`, or of each of its keys where tiles do not divide pages."""
+    if PAGE % BLOCK_N == 0:
+        return tl.load(TABLE_ROW + start // PAGE).to(tl.int64)
+    else:
+        tokens = start + tl.arange(0, BLOCK_N)
+        return tl.load(TABLE_ROW + tokens // PAGE, mask=(tokens >= first) & (tokens < end), other=0).to(tl.int64)
+
+
+@triton.jit
 def _load_tile(CACHE, TABLE_ROW, kv_head, start, first, end, strides, D: tl.constexpr, PAGE: tl.constexpr,
                BLOCK_N: tl.constexpr, TMA: tl.constexpr):
     """Keys (or values) start .. start + BLOCK_N of a row as [BLOCK_N, D up to a power of two]. What is outside of
     first .. end may be anything."""
-    tokens = start + tl.arange(0, BLOCK_N)
     DIMS: tl.constexpr = padded_dims(D)
     dims = tl.arange(0, DIMS)[None, :]
+    block = _look_up(TABLE_ROW, start, first, end, PAGE, BLOCK_N)
     if TMA:
-        block = tl.load(TABLE_ROW + start // PAGE)
-        return CACHE.load([block, kv_head, start % PAGE, 0]).reshape(BLOCK_N, D)
+        return CACHE.load([block.to(tl.int32), kv_head, start % PAGE, 0]).reshape(BLOCK_N, D)
     elif PAGE % BLOCK_N == 0:  # a tile never leaves its page
-        block = tl.load(TABLE_ROW + start // PAGE).to(tl.int64)
         tile = CACHE + block * strides[0] + kv_head * strides[1] + start % PAGE * strides[2]
         pointers = tile + (tl.arange(0, BLOCK_N) * strides[2])[:, None] + dims
         if D == DIMS:
@@ -108,23 +117,31 @@ def _load_tile(CACHE, TABLE_ROW, kv_head, start, first, end, strides, D: tl.cons
         else:
             return tl.load(pointers, mask=dims < D, other=0.0)
     else:
+        tokens = start + tl.arange(0, BLOCK_N)
         known = (tokens >= first) & (tokens < end)
-        block = tl.load(TABLE_ROW + tokens // PAGE, mask=known, other=0).to(tl.int64)
         rows = CACHE + block * strides[0] + kv_head * strides[1] + (tokens % PAGE) * strides[2]
         return tl.load(rows[:, None] + dims, mask=known[:, None] & (dims < D), other=0.0)
 
 
 @triton.jit
-def _attend(q, m, sums, acc, K, V, TABLE_ROW, kv_head, start, first, end, position, scale_log2, window, k_strides,
-            v_strides, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, CAP: tl.constexpr,
-            WINDOWED: tl.constexpr, MASKED: tl.constexpr):
+def _attend(q, m, sums, acc, K, V, KV_SCALES, TABLE_ROW, kv_head, start, first, end, position, scale_log2, window,
+            k_strides, v_strides, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+            TMA: tl.constexpr, CAP: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr):
     """One tile of online softmax; the query at `position` sees the keys up to itself, of its window if it has one. Keys
     first .. end are all that any query of the tile sees."""
     k = _load_tile(K, TABLE_ROW, kv_head, start, first, end, k_strides, D, PAGE, BLOCK_N, TMA)
     v = _load_tile(V, TABLE_ROW, kv_head, start, first, end, v_strides, D, PAGE, BLOCK_N, TMA)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+    if KV_SCALES is not None:
+        block = _look_up(TABLE_ROW, start, first, end, PAGE, BLOCK_N)
+        scales = load_scales(KV_SCALES, block, kv_head, start, HKV, PAGE, BLOCK_N)
+        scores *= key_scales(scales)[None, :]
     if CAP is not None:
         scores = soft_cap(scores * scale_log2, CAP)
+        scale_log2 = 1.0
+    if KV_SCALES is not None:
+        exponent, inverse, remainder = value_scales(scales)
+        scores = scores * scale_log2 + exponent[None, :]
         scale_log2 = 1.0
     if MASKED:
         keys = start + tl.arange(0, BLOCK_N)
@@ -135,19 +152,24 @@ def _attend(q, m, sums, acc, K, V, TABLE_ROW, kv_head, start, first, end, positi
     m_new = tl.maximum(m, tl.max(scores, 1) * scale_log2)
     p = tl.exp2(scores * scale_log2 - m_new[:, None])
     alpha = tl.exp2(m - m_new)
-    sums = sums * alpha + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    if KV_SCALES is None:
+        sums = sums * alpha + tl.sum(p, 1)
+    else:
+        sums = sums * alpha + tl.sum(p * inverse[None, :], 1)
+        p *= remainder[None, :]
+    acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision="ieee")
     return m_new, sums, acc
 
 
 @triton.jit(do_not_specialize=["ROW_SLOT", "CU_SEQLENS", "CONTEXT_LENS", "table_stride", "window"])
-def prefill_attention_kernel(Q, K, V, SINKS, OUT, TABLE, ROW_SLOT, CU_SEQLENS, CONTEXT_LENS, TILES, scale_log2, window,
-                             q_strides, k_strides, v_strides, table_stride, out_strides, HQ: tl.constexpr,
-                             G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr,
-                             BLOCK_N: tl.constexpr, CAP: tl.constexpr, WINDOWED: tl.constexpr, TMA: tl.constexpr):
+def prefill_attention_kernel(Q, K, V, KV_SCALES, SINKS, OUT, TABLE, ROW_SLOT, CU_SEQLENS, CONTEXT_LENS, TILES,
+                             scale_log2, window, q_strides, k_strides, v_strides, table_stride, out_strides,
+                             HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+                             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAP: tl.constexpr, WINDOWED: tl.constexpr,
+                             TMA: tl.constexpr):
     """See prefill_attention_reference. A program computes one tile of queries of one head; the heads of a tile run side
     by side, so that those which share keys find them in the L2 cache. K and V are tensor descriptors with TMA. CAP: the
-    soft-cap in units of log2, or None; SINKS may be None."""
+    soft-cap in units of log2, or None; SINKS may be None, and KV_SCALES where K and V are not e4m3."""
     tile = tl.program_id(0) // HQ
     head = tl.program_id(0) % HQ
     row = tl.load(TILES + tile * 2)
@@ -180,14 +202,17 @@ def prefill_attention_kernel(Q, K, V, SINKS, OUT, TABLE, ROW_SLOT, CU_SEQLENS, C
         begin = first // BLOCK_N * BLOCK_N
         begin_full = tl.maximum(end - window + BLOCK_N - 1, 0) // BLOCK_N * BLOCK_N
         for n in range(begin, tl.minimum(begin_full, end), BLOCK_N):
-            m, sums, acc = _attend(q, m, sums, acc, K, V, TABLE_ROW, kv_head, n, first, end, position, scale_log2,
-                                   window, k_strides, v_strides, D, PAGE, BLOCK_N, TMA, CAP, WINDOWED, True)
+            m, sums, acc = _attend(q, m, sums, acc, K, V, KV_SCALES, TABLE_ROW, kv_head, n, first, end, position,
+                                   scale_log2, window, k_strides, v_strides, HQ // G, D, PAGE, BLOCK_N, TMA, CAP,
+                                   WINDOWED, True)
     for n in range(begin_full, end_full, BLOCK_N):
-        m, sums, acc = _attend(q, m, sums, acc, K, V, TABLE_ROW, kv_head, n, first, end, position, scale_log2,
-                               window, k_strides, v_strides, D, PAGE, BLOCK_N, TMA, CAP, WINDOWED, False)
+        m, sums, acc = _attend(q, m, sums, acc, K, V, KV_SCALES, TABLE_ROW, kv_head, n, first, end, position,
+                               scale_log2, window, k_strides, v_strides, HQ // G, D, PAGE, BLOCK_N, TMA, CAP, WINDOWED,
+                               False)
     for n in range(tl.maximum(begin_full, end_full), end, BLOCK_N):
-        m, sums, acc = _attend(q, m, sums, acc, K, V, TABLE_ROW, kv_head, n, first, end, position, scale_log2,
-                               window, k_strides, v_strides, D, PAGE, BLOCK_N, TMA, CAP, WINDOWED, True)
+        m, sums, acc = _attend(q, m, sums, acc, K, V, KV_SCALES, TABLE_ROW, kv_head, n, first, end, position,
+                               scale_log2, window, k_strides, v_strides, HQ // G, D, PAGE, BLOCK_N, TMA, CAP, WINDOWED,
+                               True)
     if SINKS is not None:
         sums += exp_of_sink(SINKS, head, True, m)
     acc = acc / sums[:, None]
@@ -197,13 +222,14 @@ def prefill_attention_kernel(Q, K, V, SINKS, OUT, TABLE, ROW_SLOT, CU_SEQLENS, C
 
 def prefill_attention_reference(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, row_slot: torch.Tensor,
                                 cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor, block_table: torch.Tensor,
-                                spec: AttentionSpec, sinks: torch.Tensor | None = None) -> torch.Tensor:
+                                spec: AttentionSpec, sinks: torch.Tensor | None = None,
+                                kv_scales: torch.Tensor | None = None) -> torch.Tensor:
     """Causal attention of q [T, Hq, D], in float32 (float64 for float64 input). A row's last query sees context_lens[r]
     keys, the one before it one less; of these spec.window may leave the last few. Tokens of no row come out as zeros.
 
     k_cache, v_cache [blocks, Hkv, block_size, D]; row_slot int32 [R], -1 for padding; cu_seqlens_q int32 [R + 1], where
-    each row's tokens start; context_lens int32 [R]; block_table int32 [slots, max_blocks]; sinks [Hq]. Returns [T, Hq,
-    D].
+    each row's tokens start; context_lens int32 [R]; block_table int32 [slots, max_blocks]; sinks [Hq];
+    kv_scales: see decode_attention_reference. Returns [T, Hq, D].
     """
     out = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     starts = cu_seqlens_q.tolist()
@@ -211,7 +237,8 @@ def prefill_attention_reference(q: torch.Tensor, k_cache: torch.Tensor, v_cache:
         tokens, count = slice(starts[r], starts[r + 1]), starts[r + 1] - starts[r]
         if slot < 0 or context == 0 or count == 0:
             continue
-        pages = keys_and_values(k_cache, v_cache, block_table[slot], context)
+        blocks = block_table[slot, : -(-context // k_cache.shape[2])].long()
+        pages = keys_and_values(k_cache, v_cache, blocks, slice(context), kv_scales)
         k, v = (x.repeat_interleave(spec.group_size, 0) for x in pages)
         visible = torch.ones(count, context, dtype=torch.bool, device=q.device).tril(context - count)
         if spec.window:
@@ -246,12 +273,14 @@ class PrefillAttention:
 
     def __call__(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
                  row_slot: torch.Tensor, cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor, tiles: torch.Tensor,
-                 out: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+                 out: torch.Tensor, sinks: torch.Tensor | None = None,
+                 kv_scales: torch.Tensor | None = None) -> torch.Tensor:
         """q and out [T, Hq, D], tokens numbered as in cu_seqlens_q."""
         c, spec = self.config, self.spec
         k, v = (paged_descriptor(x, c.block_n) if self.use_tma else x for x in (k_cache, v_cache))
+        scales = None if kv_scales is None else kv_scales.view(torch.int32)
         prefill_attention_kernel[(tiles.shape[0] * spec.num_heads,)](
-            q, k, v, sinks, out, block_table, row_slot, cu_seqlens_q, context_lens, tiles, spec.scale * LOG2_E,
+            q, k, v, scales, sinks, out, block_table, row_slot, cu_seqlens_q, context_lens, tiles, spec.scale * LOG2_E,
             spec.window or 0, q.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3], block_table.stride(0),
             out.stride()[:2], HQ=spec.num_heads, G=spec.group_size, D=spec.head_dim, PAGE=self.block_size,
             BLOCK_M=c.block_m, BLOCK_N=c.block_n, CAP=spec.softcap and spec.softcap * LOG2_E,

@@ -3,13 +3,15 @@
 import torch
 
 
-def keys_and_values(k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, context: int
-                    ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A row's keys and values as [Hkv, context, D], of caches [blocks, Hkv, block_size, D] and its line of the block
-    table."""
-    blocks = table[: -(-context // k_cache.shape[2])].long()
-    k, v = (cache[blocks].transpose(0, 1).flatten(1, 2)[:, :context] for cache in (k_cache, v_cache))
-    return k, v
+def keys_and_values(k_cache: torch.Tensor, v_cache: torch.Tensor, blocks: torch.Tensor, keys: slice,
+                    kv_scales: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """A row's keys and values as [Hkv, K, D]: of its int64 `blocks` in caches [blocks, Hkv, block_size, D], laid end to
+    end, the slice `keys`. In float32, and so exact, where kv_scales bfloat16 [blocks, Hkv, block_size, 2] are there."""
+    found = [cache[blocks].transpose(0, 1).flatten(1, 2)[:, keys] for cache in (k_cache, v_cache)]
+    if kv_scales is not None:
+        scales = kv_scales[blocks].transpose(0, 1).flatten(1, 2)[:, keys].float()
+        found = [x.float() * scale for x, scale in zip(found, scales.split(1, dim=-1), strict=True)]
+    return found[0], found[1]
 
 
 def attend_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, visible: torch.Tensor | None,

@@ -15,6 +15,7 @@ import torch
 
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.pointwise.kv_store import store_cached, store_heads, store_kv_reference
 
 PDL_TOKENS = 512
 """Up to so many tokens, the time between kernels is worth saving."""
@@ -148,6 +149,12 @@ def _scaled(x, scale):
 
 
 @triton.jit
+def _saturated(x):
+    """What float16 can hold of x: its largest value in place of larger ones, NaN as it is."""
+    return tl.clamp(x.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _finite(x):
     return tl.where(tl.abs(x) < float("inf"), x, 0.0)
 
@@ -163,29 +170,16 @@ def _finite_values(parts, D: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def _store_heads(ROW, head_stride, parts, heads, count, D: tl.constexpr, HALF: tl.constexpr):
-    first, second, rest = parts
-    cols = tl.arange(0, triton.next_power_of_2(HALF))
-    mask = (heads < count)[:, None] & (cols < HALF)[None, :]
-    pointers = ROW + heads[:, None] * head_stride + cols[None, :]
-    tl.store(pointers, first, mask=mask)
-    tl.store(pointers + HALF, second, mask=mask)
-    if 2 * HALF < D:
-        cols = 2 * HALF + tl.arange(0, triton.next_power_of_2(D - 2 * HALF))
-        mask = (heads < count)[:, None] & (cols < D)[None, :]
-        tl.store(ROW + heads[:, None] * head_stride + cols[None, :], rest, mask=mask)
-
-
-@triton.jit
 def _qk_norm_rope_store_kernel(
-    QKV, BIAS, Q_WEIGHT, K_WEIGHT, MEAN_SQUARES, COS_SIN, QUERY_SCALE, POSITIONS, K_CACHE, V_CACHE, SLOT_MAPPING,
-    qkv_stride, k_strides, v_strides, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+    QKV, QUERIES, BIAS, Q_WEIGHT, K_WEIGHT, MEAN_SQUARES, COS_SIN, QUERY_SCALE, POSITIONS, K_CACHE, V_CACHE, KV_SCALES,
+    SLOT_MAPPING, qkv_stride, k_strides, v_strides, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
     HALF: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, AFTER: tl.constexpr, NORM_FLOAT32: tl.constexpr,
     ROPE_FLOAT32: tl.constexpr, BLOCK_SIZE: tl.constexpr, Q_GROUPS: tl.constexpr, HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Token `program_id(0)`; `program_id(1)` counts Q_GROUPS groups of HEADS query heads, then groups of as many
-    key/value heads. What is None is not there: BIAS, norms, COS_SIN (no rotation), QUERY_SCALE."""
+    key/value heads. What is None is not there: BIAS, norms, COS_SIN (no rotation), QUERY_SCALE,
+    KV_SCALES. QUERIES: QKV, or the same memory as float16."""
     ROPE: tl.constexpr = COS_SIN is not None
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
@@ -219,7 +213,9 @@ def _qk_norm_rope_store_kernel(
         if QUERY_SCALE is not None:
             scale = tl.load(QUERY_SCALE + position).to(QKV.dtype.element_ty).to(tl.float32)
             first, second, rest = _scaled(first, scale), _scaled(second, scale), _scaled(rest, scale)
-        _store_heads(row, D, (first, second, rest), heads, Q_HEADS, D, HALF)
+        if QUERIES.dtype.element_ty != QKV.dtype.element_ty:
+            first, second, rest = _saturated(first), _saturated(second), _saturated(rest)
+        store_heads(QUERIES + token * qkv_stride, D, (first, second, rest), heads, Q_HEADS, D, HALF)
     else:
         if slot >= 0:
             heads = (group - Q_GROUPS) * HEADS + tl.arange(0, HEADS)
@@ -230,20 +226,24 @@ def _qk_norm_rope_store_kernel(
             parts = _load_parts(keys, K_BIAS, heads, KV_HEADS, D, HALF)
             v_parts = _load_parts(values, V_BIAS, heads, KV_HEADS, D, HALF)
             block, offset = (slot // BLOCK_SIZE).to(tl.int64), slot % BLOCK_SIZE
+            K_SCALES, V_SCALES = None, None
+            if KV_SCALES is not None:
+                K_SCALES = KV_SCALES + (block * KV_HEADS * BLOCK_SIZE + offset) * 2
+                V_SCALES = K_SCALES + 1
             v_parts, spoil = _finite_values(v_parts, D, HALF)
             v_row = V_CACHE + block * v_strides[0] + offset * v_strides[2]
-            _store_heads(v_row, v_strides[1], v_parts, heads, KV_HEADS, D, HALF)
+            store_cached(v_row, v_strides[1], V_SCALES, BLOCK_SIZE * 2, v_parts, heads, KV_HEADS, D, HALF)
             parts = _norm_rope(parts, spoil, K_WEIGHT, k_mean_square, weight_first, weight_second, cos, sin, heads,
                                KV_HEADS, D, HALF, NORM, EPS, AFTER, NORM_FLOAT32, ROPE, ROPE_FLOAT32)
             k_row = K_CACHE + block * k_strides[0] + offset * k_strides[2]
-            _store_heads(k_row, k_strides[1], parts, heads, KV_HEADS, D, HALF)
+            store_cached(k_row, k_strides[1], K_SCALES, BLOCK_SIZE * 2, parts, heads, KV_HEADS, D, HALF)
 
 
 def qk_norm_rope_store(
     qkv: torch.Tensor, how: QKNormRope, positions: torch.Tensor, slot_mapping: torch.Tensor, k_cache: torch.Tensor,
     v_cache: torch.Tensor, *, cos_sin: torch.Tensor | None = None, q_norm_weight: torch.Tensor | None = None,
     k_norm_weight: torch.Tensor | None = None, mean_squares: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None, query_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, query_scale: torch.Tensor | None = None, kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Normalises and rotates queries in place and keys on their way into the cache; values go there as they are. A
     value that is not finite is stored as 0 and makes its key NaN (a part of it at least).
@@ -253,23 +253,32 @@ def qk_norm_rope_store(
     strides but the last. cos_sin float32 [max_position, rotary_dim]: cosines of the rotary_dim / 2 angles, then sines.
     Norm weights [D], for norm="width" [heads * D], with mean_squares float32 [T, 2] of queries and of keys. bias [(Hq +
     2 Hkv) * D]: added first. query_scale float32 [max_position]: factor on the queries by position, applied last.
-    Returns the queries, a view [T, Hq, D] of qkv. Rows of qkv may be strided.
+    kv_scales: see store_kv_reference. Returns the queries, a view [T, Hq, D] of qkv: as float16 with kv_scales and
+    bfloat16 qkv (kernels/attention/e4m3.py says why), cut at +-65504. Rows of qkv may be strided.
     """
     num_tokens, half = qkv.shape[0], (how.rotary_dim or how.head_dim) // 2
+    queries = _queries(qkv, how, kv_scales)
     queries_change = how.norm or how.rotary_dim or bias is not None or query_scale is not None
+    queries_change = queries_change or queries.dtype != qkv.dtype
     q_groups = triton.cdiv(how.num_heads, HEADS_PER_PROGRAM) if queries_change else 0
     pdl = pdl_options(qkv.device, num_tokens <= PDL_TOKENS)
     if num_tokens:
         _qk_norm_rope_store_kernel[(num_tokens, q_groups + triton.cdiv(how.num_kv_heads, HEADS_PER_PROGRAM))](
-            qkv, bias, q_norm_weight, k_norm_weight, mean_squares, cos_sin if how.rotary_dim else None, query_scale,
-            positions, k_cache, v_cache, slot_mapping, qkv.stride(0), k_cache.stride()[:3], v_cache.stride()[:3],
-            Q_HEADS=how.num_heads, KV_HEADS=how.num_kv_heads, D=how.head_dim, HALF=half,
+            qkv, queries, bias, q_norm_weight, k_norm_weight, mean_squares, cos_sin if how.rotary_dim else None,
+            query_scale, positions, k_cache, v_cache, kv_scales, slot_mapping, qkv.stride(0), k_cache.stride()[:3],
+            v_cache.stride()[:3], Q_HEADS=how.num_heads, KV_HEADS=how.num_kv_heads, D=how.head_dim, HALF=half,
             NORM=how.norm, EPS=how.eps, AFTER=how.norm_after_rope, NORM_FLOAT32=how.norm_in_float32,
             ROPE_FLOAT32=how.rope_in_float32, BLOCK_SIZE=k_cache.shape[2], Q_GROUPS=q_groups,
             HEADS=HEADS_PER_PROGRAM, num_warps=4, **pdl, **({"maxnreg": PDL_REGISTERS} if pdl["PDL"] else {}),
             enable_fp_fusion=False,  # or products would not be rounded before their sum
         )  # fmt: skip
-    return how.heads(qkv)[:, : how.num_heads]
+    return queries
+
+
+def _queries(qkv: torch.Tensor, how: QKNormRope, kv_scales: torch.Tensor | None) -> torch.Tensor:
+    """Where the queries go, in the type that they have there."""
+    queries = how.heads(qkv)[:, : how.num_heads]
+    return queries if kv_scales is None or qkv.dtype != torch.bfloat16 else queries.view(torch.float16)
 
 
 @triton.jit
@@ -312,7 +321,7 @@ def qk_norm_rope_store_reference(
     qkv: torch.Tensor, how: QKNormRope, positions: torch.Tensor, slot_mapping: torch.Tensor, k_cache: torch.Tensor,
     v_cache: torch.Tensor, *, cos_sin: torch.Tensor | None = None, q_norm_weight: torch.Tensor | None = None,
     k_norm_weight: torch.Tensor | None = None, mean_squares: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None, query_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, query_scale: torch.Tensor | None = None, kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Plain twin of `qk_norm_rope_store`."""
     biased = qkv if bias is None else qkv + bias
@@ -323,11 +332,11 @@ def qk_norm_rope_store_reference(
     k = _norm_rope_reference(k, how, k_norm_weight, k_mean, cos_sin)
     if query_scale is not None:
         q = q * query_scale[positions.long()].to(q.dtype)[:, None, None]
-    queries = how.heads(qkv)[:, : how.num_heads]
-    queries.copy_(q)
+    queries = _queries(qkv, how, kv_scales)
+    queries.copy_(q if queries.dtype == q.dtype else q.float().clamp(-65504, 65504))
     finite = v.isfinite()
     k = k.masked_fill(~finite.all(-1, keepdim=True), float("nan"))
-    store_kv_reference(k, v.where(finite, 0), k_cache, v_cache, slot_mapping)
+    store_kv_reference(k, v.where(finite, 0), k_cache, v_cache, slot_mapping, kv_scales)
     return queries
 
 
@@ -364,16 +373,3 @@ def qk_mean_squares_reference(
     squares = how.heads(biased).float().square().sum(-1)
     q, k = squares[:, : how.num_heads], squares[:, how.num_heads : how.num_heads + how.num_kv_heads]
     return torch.stack((q.sum(1) * q_share, (k * k_shares).sum(1)), dim=1)
-
-
-def store_kv_reference(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
-    """Writes k, v [T, Hkv, D] to the slots slot_mapping int32 [T] (block * block_size + offset; -1: nowhere) of
-    k_cache, v_cache [blocks, Hkv, block_size, D]."""
-    block_size = k_cache.shape[2]
-    tokens = (slot_mapping >= 0).nonzero().squeeze(1)
-    slots = slot_mapping[tokens].long()
-    blocks, offsets = slots // block_size, slots % block_size
-    k_cache[blocks, :, offsets] = k[tokens]
-    v_cache[blocks, :, offsets] = v[tokens]

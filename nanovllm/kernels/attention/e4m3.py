@@ -1,0 +1,86 @@
+"""How attention reads keys and values in e4m3 with a scale for each token and head (kernels/pointwise/kv_store.py).
+
+Tensor cores of compute capability 9.0 multiply e4m3 with e4m3 alone, and queries stay 16 bits wide. One instruction
+widens two e4m3 to float16, bfloat16 takes four: so queries are float16 (qk_norm_rope_store makes them), and the weights
+of values too. The scales of keys go onto the scores. Those of values, 2 ** e * r with 1 <= r < 2, take part in the
+exponents: the running maximum is that of score + e, so that weights fill float16's range however large or small a
+model's values are.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.attention.scores import soft_cap
+from nanovllm.kernels.pointwise.kv_store import LEAST_SCALE
+
+_LEAST_EXPONENT = tl.constexpr(127 + int(math.log2(LEAST_SCALE)))
+
+
+@triton.jit
+def load_scales(KV_SCALES, block, kv_head, start, HKV: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Scales of the keys start .. start + BLOCK_N and of their values, int32 [BLOCK_N], the key's bfloat16 in the lower
+    half. block: one, or one for each token where tiles do not divide pages."""
+    tokens = tl.arange(0, BLOCK_N)
+    of_head = (block.to(tl.int64) * HKV + kv_head) * PAGE
+    if PAGE % BLOCK_N == 0:
+        return tl.load(KV_SCALES + (of_head + start % PAGE) + tokens)
+    else:
+        return tl.load(KV_SCALES + of_head + (start + tokens) % PAGE)
+
+
+@triton.jit
+def key_scales(scales):
+    """float32, of what load_scales gave."""
+    return (scales << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def value_scales(scales):
+    """Of what load_scales gave: e, 2 ** -e and r, float32. bfloat16 has float32's exponent, and the sign is 0."""
+    exponent = tl.maximum(scales >> 23, _LEAST_EXPONENT)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    remainder = ((scales & 0x7F0000) | 0x3F800000).to(tl.float32, bitcast=True)
+    return (exponent - 127).to(tl.float32), inverse, remainder
+
+
+@triton.jit
+def _widened_pairs(pairs, DTYPE: tl.constexpr):
+    """int16 [.., n], each of two e4m3 -> the lower ones and the upper ones, of DTYPE [.., n] each. Pairs, because the
+    operand of a product is laid out in units of 16 bits: single bytes would be loaded one by one."""
+    if tl.float16 == DTYPE:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sorted;
+            .reg .b16 lower, upper;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {lower, upper}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, lower;
+            cvt.rn.f16x2.e4m3x2 $1, upper;
+            }""", "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
+    else:
+        lower = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        upper = ((pairs >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        return lower.to(DTYPE), upper.to(DTYPE)
+
+
+@triton.jit
+def attend_e4m3(q, k, v_pairs, scales, m, sums, even, odd, scale_log2, visible, CAP: tl.constexpr):
+    """One tile of online softmax, as decode's _attend. q [H, D]; k e4m3 [N, D]; v_pairs int16 [N, D / 2]; scales: of
+    load_scales; m [H]: running maximum of score + e; sums [H, N] of 2 ** (score - m); even and odd [H, D / 2]: the
+    unnormalised output's dimensions; visible bool [1, N]."""
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * (key_scales(scales) * scale_log2)[None, :]
+    if CAP is not None:
+        scores = soft_cap(scores, CAP)
+    exponent, inverse, remainder = value_scales(scales)
+    scores = tl.where(visible, scores + exponent[None, :], float("-inf"))
+    m_new = tl.maximum(m, tl.max(scores, 1))
+    p = tl.exp2(scores - m_new[:, None])
+    alpha = tl.exp2(m - m_new)[:, None]
+    sums = sums * alpha + p * inverse[None, :]
+    p = (p * remainder[None, :]).to(q.dtype)
+    v_even, v_odd = _widened_pairs(v_pairs, q.dtype)
+    even = tl.dot(p, v_even, even * alpha, input_precision="ieee")
+    odd = tl.dot(p, v_odd, odd * alpha, input_precision="ieee")
+    return m_new, sums, even, odd

@@ -1,0 +1,108 @@
+"""Keys and values in e4m3: attention of what the cache holds, in float64, with everything that a layer may ask for."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases import DEVICE, DTYPE, TOLERANCE, Case, make_case, nan_like
+
+from nanovllm.attention import AttentionBackend, AttentionSpec, select_backend
+from nanovllm.kernels.attention.prefill import prefill_attention_reference
+
+FP8 = torch.float8_e4m3fn
+SPEC = AttentionSpec(4, 2, 64, scale=0.125)
+# Decode rows (one of them padding), a prompt, a chunk behind a prefix, padding.
+STEP: tuple[list[int], list[int], int] = ([1, 1, 1, 20, 37, 0], [50, 0, 300, 20, 90, 0], 3)
+FEATURES: list[dict[str, Any]] = [
+    {"head_dim": 64, "block_size": 128},
+    {"head_dim": 8, "num_q_heads": 3, "num_kv_heads": 1},
+    {"head_dim": 72, "num_q_heads": 7, "num_kv_heads": 1, "window": 50},
+    {"head_dim": 96, "softcap": 5.0, "has_sinks": True, "block_size": 64},
+    {"head_dim": 32, "window": 150, "has_sinks": True, "block_size": 48},
+]
+
+
+def make_backend(name: str, case: Case) -> AttentionBackend:
+    block_size = case.k_cache.shape[2]
+    options: dict[str, Any] = {"device": DEVICE, "dtype": DTYPE, "block_size": block_size, "kv_dtype": FP8}
+    backend = select_backend(name, [case.spec], **options).backend
+    slots, max_blocks = case.metadata.block_table.shape
+    return backend([case.spec], block_size, slots, max_blocks * block_size, DEVICE, DTYPE, FP8)
+
+
+def run(case: Case, backend: AttentionBackend) -> torch.Tensor:
+    case.metadata.workspace = None
+    out = nan_like(case.q)
+    return backend.forward(
+        case.q, case.k_cache, case.v_cache, case.metadata, out, case.spec, case.sinks, case.kv_scales
+    )
+
+
+def fp8_case(step: tuple[list[int], list[int], int] = STEP, **options: Any) -> Case:
+    shape = {"num_q_heads": 4, "num_kv_heads": 2, **options}
+    return make_case(*step, padding_tokens=2, fp8=True, **shape)
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("options", FEATURES)
+def test_mixed_step_matches_float64(name: str, options: dict[str, Any]) -> None:
+    if name == "triton":
+        pytest.importorskip("triton")
+    case = fp8_case(**options)
+    assert case.error_of(run(case, make_backend(name, case))) < TOLERANCE
+
+
+def test_tensor_descriptors_and_split_rows_match_float64() -> None:
+    pytest.importorskip("triton")
+    case = fp8_case(([1, 1, 33], [300, 40, 65], 2), head_dim=64, block_size=64)
+    backend: Any = make_backend("triton", case)
+    backend.decode[case.spec].has_tma = backend.prefill[case.spec].use_tma = True  # the interpreter has them too
+    assert case.error_of(run(case, backend)) < TOLERANCE
+    assert backend.plans[case.spec].most_chunks(2, 300) > 1
+
+
+def test_the_reference_is_exact() -> None:
+    case = fp8_case(window=30, has_sinks=True)
+    m = case.metadata
+    out = prefill_attention_reference(
+        case.q.double(), case.k_cache, case.v_cache, m.row_slot, m.cu_seqlens_q, m.context_lens, m.block_table,
+        case.spec, case.sinks, case.kv_scales,
+    )  # fmt: skip
+    real = ~case.expected.isnan().flatten(1).any(1)
+    assert torch.allclose(out[real], case.expected[real], rtol=1e-9)
+
+
+def test_a_value_of_zeros_that_takes_most_of_the_weight() -> None:
+    """Its scale is 0, or as small as scales are, beside values of any size."""
+    pytest.importorskip("triton")
+    case = fp8_case(([1, 5], [40, 30], 1), head_dim=32, block_size=64)
+    assert case.kv_scales is not None
+    case.kv_scales[..., 3, 1] = 0
+    case.kv_scales[..., 7, 1] = 2.0**-60
+    case.kv_scales[..., 8, 1] = 2.0**60
+    m = case.metadata
+    expected = prefill_attention_reference(
+        case.q.double(), case.k_cache, case.v_cache, m.row_slot, m.cu_seqlens_q, m.context_lens, m.block_table,
+        case.spec, kv_scales=case.kv_scales,
+    )  # fmt: skip
+    expected[case.expected.isnan()] = float("nan")
+    assert replace(case, expected=expected).error_of(run(case, make_backend("triton", case))) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["flash", "flex"])
+def test_backends_without_it_say_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "flash":
+        pytest.importorskip("triton")
+        from nanovllm.attention import flash_import
+
+        monkeypatch.setattr(flash_import, "installed", lambda: (flash_import.FLASH4,))
+        monkeypatch.setattr("nanovllm.attention.triton_backend.TritonBackend.check", classmethod(lambda *_: None))
+    with pytest.raises(ValueError, match=f"kv_cache_dtype='fp8': must be 'auto' with attention_backend='{name}'"):
+        select_backend(name, [SPEC], device=DEVICE, dtype=DTYPE, block_size=128, kv_dtype=FP8)
+
+
+def test_a_device_without_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    with pytest.raises(ValueError, match=r"kv_cache_dtype='fp8': .* compute capability 8\.0; FP8 needs 8\.9"):
+        select_backend("auto", [SPEC], device="cuda", dtype=torch.bfloat16, block_size=128, kv_dtype=FP8)
