@@ -1,6 +1,7 @@
 """Reasoning and tool calls: held to by a grammar, read from the text as it comes. One module for each family."""
 
-from nanovllm.serve.parsers.output import OutputParser, Plan
+from nanovllm.serve.parsers.output import OutputParser
+from nanovllm.serve.parsers.plan import Plan
 from nanovllm.serve.parsers.reader import Delta, Reader, joined
 from nanovllm.serve.parsers.tools import ToolChoice, check_schema, check_tools
 

@@ -1,20 +1,18 @@
-"""The plan for one answer: which grammar the engine holds it to, and how its text is read."""
+"""From a chat template to plans: which grammar the engine holds an answer to, and how its text is read."""
 
-import json
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 from nanovllm.sampling_params import StructuredOutput
 from nanovllm.serve.parsers.family import ToolFamily
+from nanovllm.serve.parsers.harmony import Harmony, HarmonyDetokenizer
 from nanovllm.serve.parsers.hermes import Hermes
 from nanovllm.serve.parsers.llama import Llama
 from nanovllm.serve.parsers.mistral import MistralList, MistralNamed
+from nanovllm.serve.parsers.plan import Plan, ReasoningState, term
 from nanovllm.serve.parsers.qwen_coder import QwenCoder
-from nanovllm.serve.parsers.reader import Output, Reader, Source, Steps, new_call_id
-from nanovllm.serve.parsers.tags import MarkedDetokenizer, Tag, Tags
-from nanovllm.serve.parsers.tools import ToolChoice, json_term
+from nanovllm.serve.parsers.reader import Output, Source, Steps
+from nanovllm.serve.parsers.tags import Tags
+from nanovllm.serve.parsers.tools import ToolChoice
 from nanovllm.serve.text import FrontTokenizer
 
 TOOL_FAMILIES: dict[str, ToolFamily] = {
@@ -24,7 +22,10 @@ TOOL_FAMILIES: dict[str, ToolFamily] = {
     "mistral_list": MistralList(),
     "llama3_json": Llama(),
 }
+HARMONY = "harmony"
+"""Tools and reasoning of gpt-oss, which are one."""
 _MARKS_OF_FAMILY = (  # the first whose text is in a template
+    ("<|channel|>", HARMONY),
     ("<function=", "qwen3_coder"),
     ("<tool_call>", "hermes"),
     ("[ARGS]", "mistral"),
@@ -36,9 +37,6 @@ REASONING_TAGS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/TH
 
 _TEXT = r"TEXT: /(.|\n)*/"
 
-ReasoningState = Literal["none", "open", "optional"]
-"""Whether an answer begins within reasoning, may begin with it, or has none."""
-
 
 def tool_family_of(template: str) -> str | None:
     """The family whose calls a chat template writes."""
@@ -47,38 +45,9 @@ def tool_family_of(template: str) -> str | None:
 
 def reasoning_of(template: str) -> str | None:
     """The kind of reasoning that a chat template knows."""
+    if tool_family_of(template) == HARMONY:
+        return HARMONY
     return next((kind for kind, (_, closing) in REASONING_TAGS.items() if closing in template), None)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How one answer is made and read. Readers and detokenizers are made for each completion."""
-
-    structured: StructuredOutput | None
-    """For SamplingParams.structured_outputs."""
-    reasoning: ReasoningState
-    choice: ToolChoice | None
-    marks: tuple[Tag, ...]
-    thinks: tuple[Tag, ...]
-    tokenizer: FrontTokenizer
-    program: Callable[[Source, Output], Steps] | None
-
-    def detokenizer(self, skip_special_tokens: bool = True) -> MarkedDetokenizer:
-        inner = self.tokenizer.detokenizer(skip_special_tokens)
-        return MarkedDetokenizer(inner, self.marks, self.thinks, self.reasoning == "open")
-
-    def reader(self, new_id: Callable[[], str] = new_call_id) -> Reader | None:
-        """None where the text is content and nothing else."""
-        if self.program is None:
-            return None
-        stand_ins = {ord(tag.text): tag.name for tag in self.marks if tag.token_id is not None}
-        return Reader(self.program, Output(new_id, stand_ins))
-
-    def finish_reason(self, engine_reason: str, reader: Reader | None) -> str:
-        """OpenAI's: "tool_calls" only where the model ended by itself after whole calls that it chose to make."""
-        if engine_reason != "stop" or self.choice is None or reader is None or self.choice.mode == "named":
-            return engine_reason
-        return "tool_calls" if reader.num_calls and reader.calls_complete else "stop"
 
 
 class OutputParser:
@@ -93,11 +62,14 @@ class OutputParser:
         self.tool_family, self.reasoning = tool_family_of(template), reasoning_of(template)
         """The names of the parsers in use, None for none."""
         if tool_call_parser != "auto":
-            self.tool_family = _known("tool_call_parser", tool_call_parser, [*TOOL_FAMILIES])
+            self.tool_family = _known("tool_call_parser", tool_call_parser, [*TOOL_FAMILIES, HARMONY])
         if reasoning_parser != "auto":
-            self.reasoning = _known("reasoning_parser", reasoning_parser, [*REASONING_TAGS])
-        self._family = TOOL_FAMILIES[self.tool_family] if self.tool_family is not None else None
-        names = REASONING_TAGS[self.reasoning] if self.reasoning is not None else ()
+            self.reasoning = _known("reasoning_parser", reasoning_parser, [*REASONING_TAGS, HARMONY])
+        if (self.tool_family == HARMONY) != (self.reasoning == HARMONY):
+            raise ValueError("tool_call_parser, reasoning_parser: 'harmony' must be both of them or none")
+        self._harmony = Harmony(self._tags) if self.reasoning == HARMONY else None
+        self._family = TOOL_FAMILIES.get(self.tool_family or "")
+        names = REASONING_TAGS.get(self.reasoning or "", ())
         self._thinks = tuple(self._tags[name] for name in names)
         self._left_to_model = self._thinks != () and not self._template_opens(self._thinks[0].name)
 
@@ -114,6 +86,8 @@ class OutputParser:
     def plan(self, prompt: str, choice: ToolChoice | None = None, structured: StructuredOutput | None = None) -> Plan:
         """For the answer to a rendered chat. Raises ValueError where the model's family has no tools or what is asked
         for does not go together."""
+        if self._harmony is not None:
+            return self._harmony_plan(self._harmony, prompt, choice, structured)
         if choice is not None and self._family is None:
             raise ValueError("tools: this model's chat template has no tool calls that the server knows")
         state = self._state(prompt)
@@ -129,6 +103,22 @@ class OutputParser:
             self._thinks if state != "none" else (),
             self._tokenizer,
             partial(self._read, state, choice) if reads else None,
+        )
+
+    def _harmony_plan(
+        self, harmony: Harmony, prompt: str, choice: ToolChoice | None, structured: StructuredOutput | None
+    ) -> Plan:
+        if not harmony.begins_message(prompt):  # the prompt ends within a message: what follows is the rest of it
+            return Plan(structured, "none", choice, (), (), self._tokenizer, None)
+        return Plan(
+            harmony.grammar(choice, structured),
+            "optional",
+            choice,
+            harmony.marks,
+            (),
+            self._tokenizer,
+            partial(harmony.read, choice is not None),
+            HarmonyDetokenizer,
         )
 
     def _state(self, prompt: str) -> ReasoningState:
@@ -148,13 +138,13 @@ class OutputParser:
         if choice is None or self._family is None:
             if wanted is None or state == "none":
                 return wanted
-            return self._grammar(state, "answer", "gap ", f"answer: {_term(wanted)}")
+            return self._grammar(state, "answer", "gap ", f"answer: {term(wanted)}")
         is_free = choice.mode == "auto" and wanted is None
         calls = self._family.grammar(self._tags, choice.tools, choice.parallel, is_free)
         if is_free:
             return self._grammar(state, "body", "", calls)
         if choice.mode == "auto" and wanted is not None:
-            return self._grammar(state, "(answer | body)", "gap ", f"{calls}\nanswer: {_term(wanted)}")
+            return self._grammar(state, "(answer | body)", "gap ", f"{calls}\nanswer: {term(wanted)}")
         return self._grammar(state, "body", "gap ", calls)  # with calls alone there is no content to hold to `wanted`
 
     def _grammar(self, state: ReasoningState, answer: str, gap: str, rules: str) -> StructuredOutput:
@@ -188,19 +178,6 @@ class OutputParser:
         output.begin("reasoning", strips=True)
         if (yield from source.until([closing], output.text)):
             output.begin("content", strips=True)
-
-
-def _term(wanted: StructuredOutput) -> str:
-    """A constraint as a term of a Lark grammar."""
-    if wanted.json is not None:
-        return json_term(json.loads(wanted.json) if isinstance(wanted.json, str) else wanted.json)
-    if wanted.json_object:
-        return json_term({"type": "object"})
-    if wanted.choice is not None:
-        return "(" + " | ".join(json.dumps(each) for each in wanted.choice) + ")"
-    if wanted.regex is not None:
-        return "/" + wanted.regex.replace("/", r"\/") + "/"
-    raise ValueError("structured_outputs.grammar: cannot go with reasoning or tools")
 
 
 def _known(option: str, name: str, known: list[str]) -> str | None:

@@ -1,0 +1,60 @@
+"""The plan for one answer: what it is held to, and how its text is read."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from nanovllm.sampling_params import StructuredOutput
+from nanovllm.serve.parsers.reader import Output, Reader, Source, Steps, new_call_id
+from nanovllm.serve.parsers.tags import MarkedDetokenizer, Tag
+from nanovllm.serve.parsers.tools import ToolChoice, json_term
+from nanovllm.serve.text import FrontTokenizer
+
+ReasoningState = Literal["none", "open", "optional"]
+"""Whether an answer begins within reasoning, may begin with it, or has none."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one answer is made and read. Readers and detokenizers are made for each completion."""
+
+    structured: StructuredOutput | None
+    """For SamplingParams.structured_outputs."""
+    reasoning: ReasoningState
+    choice: ToolChoice | None
+    marks: tuple[Tag, ...]
+    thinks: tuple[Tag, ...]
+    tokenizer: FrontTokenizer
+    program: Callable[[Source, Output], Steps] | None
+    detokenizer_kind: type[MarkedDetokenizer] = MarkedDetokenizer
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> MarkedDetokenizer:
+        inner = self.tokenizer.detokenizer(skip_special_tokens)
+        return self.detokenizer_kind(inner, self.marks, self.thinks, self.reasoning == "open")
+
+    def reader(self, new_id: Callable[[], str] = new_call_id) -> Reader | None:
+        """None where the text is content and nothing else."""
+        if self.program is None:
+            return None
+        stand_ins = {ord(tag.text): tag.name for tag in self.marks if tag.token_id is not None}
+        return Reader(self.program, Output(new_id, stand_ins))
+
+    def finish_reason(self, engine_reason: str, reader: Reader | None) -> str:
+        """OpenAI's: "tool_calls" only where the model ended by itself after whole calls that it chose to make."""
+        if engine_reason != "stop" or self.choice is None or reader is None or self.choice.mode == "named":
+            return engine_reason
+        return "tool_calls" if reader.num_calls and reader.calls_complete else "stop"
+
+
+def term(wanted: StructuredOutput) -> str:
+    """A constraint as a term of a Lark grammar."""
+    if wanted.json is not None:
+        return json_term(json.loads(wanted.json) if isinstance(wanted.json, str) else wanted.json)
+    if wanted.json_object:
+        return json_term({"type": "object"})
+    if wanted.choice is not None:
+        return "(" + " | ".join(json.dumps(each) for each in wanted.choice) + ")"
+    if wanted.regex is not None:
+        return "/" + wanted.regex.replace("/", r"\/") + "/"
+    raise ValueError("structured_outputs.grammar: cannot go with reasoning or tools")
