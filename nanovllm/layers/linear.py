@@ -17,6 +17,7 @@ from nanovllm.kernels import Kernels
 from nanovllm.kernels.gemm import decode, skinny
 from nanovllm.kernels.gemm.choice import LIBRARY, Gemm, GemmConfig
 from nanovllm.kernels.gemm.dispatch import matmul
+from nanovllm.kernels.pointwise.norm import add_up
 from nanovllm.layers.quantized import FP8Matrix, column_multiple, quantized_matrix
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Shard, WeightedModule, parameter
 from nanovllm.model_config import Quantization
@@ -75,6 +76,8 @@ class ParallelLinear(WeightedModule):
     def use(self, configs: Mapping[int, GemmConfig]) -> None:
         """Takes what is chosen, by the number of rows; the library where the consumer takes no parts of a sum."""
         configs = {rows: config for rows, config in configs.items() if self.takes_parts or config.parts == 1}
+        if self.quantized is not None:
+            configs = {rows: config for rows, config in configs.items() if self.quantized.takes(config)}
         self.configs = configs
         self.pdl_rows.clear()
         self.pdl_rows.update(rows for rows, config in configs.items() if config.is_own)
@@ -95,10 +98,10 @@ class ParallelLinear(WeightedModule):
         return y
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
-        for piece in self.pieces:
+        for index, piece in enumerate(self.pieces):
             path = piece.path(prefix)
             if self.quantized is not None:
-                yield from self.quantized.checkpoint_weights(path, piece.shape, piece.cuts)
+                yield from self.quantized.checkpoint_weights(path, piece.shape, piece.cuts, index)
             else:
                 shards = tuple(cut.shard(self.weight) for cut in piece.cuts)
                 yield CheckpointWeight(f"{path}.weight", piece.shape, shards)
@@ -121,18 +124,22 @@ class ParallelLinear(WeightedModule):
         config = self.fuses(x.shape[0])
         if config is None:
             return self(kernels.rms_norm(x, norm_weight, eps))
+        if self.quantized is not None:
+            return self.quantized.few_rows.norm_linear(x, norm_weight, eps, self.quantized.for_kernel(), config)
         return skinny.norm_linear(x, norm_weight, eps, self.weight, config)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual [T, out] += this layer of x [T, in], in place; returns residual. For one rank alone."""
         config = self.fuses(x.shape[0])
+        if config is not None and self.quantized is not None:
+            return self.quantized.few_rows.linear_residual(x, self.quantized.for_kernel(), residual, config)
         if config is not None:
             return skinny.linear_residual(x, self.weight, residual, config)
         if self.bias is not None and self.adds_bias:
             residual.add_(self.bias)
         if self.quantized is not None:
             y = self.matmul(x)
-            return residual.add_(y if y.dim() == 2 else y.sum(0))
+            return residual.add_(y if y.dim() == 2 else add_up(y, residual.dtype))
         return residual.addmm_(x, self.weight.t())
 
 
@@ -170,6 +177,9 @@ class MergedColumnParallelLinear(ParallelLinear):
         config = self.fuses(x.shape[0])
         if config is None:
             return self.forward_silu_mul(kernels.rms_norm(x, norm_weight, eps), kernels)
+        if self.quantized is not None:
+            weight = self.quantized.for_kernel()
+            return self.quantized.few_rows.norm_linear_silu_mul(x, norm_weight, eps, weight, config)
         return skinny.norm_linear_silu_mul(x, norm_weight, eps, self.weight, config)
 
     def forward_silu_mul(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from nanovllm.kernels.fp8 import gemm
-from nanovllm.kernels.fp8.gemm import FP8Weight
+from nanovllm.kernels.fp8 import few_rows, gemm
 from nanovllm.kernels.fp8.reference import BLOCK, FP8
+from nanovllm.kernels.fp8.weight import FP8Weight
 from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Scales, Shard, parameter
 from nanovllm.model_config import Quantization
@@ -24,6 +24,9 @@ def column_multiple(quantization: Quantization | None) -> int:
 
 class FP8Matrix(nn.Module):
     """A weight [rows, columns] in e4m3 with float32 scales; x @ weight^T is what kernels/fp8/reference.py says."""
+
+    few_rows = few_rows
+    """Products of a few rows with what surrounds them, by `for_kernel`."""
 
     def __init__(
         self, quantization: Quantization, rows: int, columns: int, cuts: Iterable[Cut], num_inputs: int,
@@ -89,6 +92,10 @@ class FP8Matrix(nn.Module):
             else:
                 for index, line in enumerate(self._scales_of(cut)):
                     yield Shard(line[None], 0, (cut.start + index * self.rows_each) // BLOCK)
+
+    def takes(self, config: GemmConfig) -> bool:
+        """Whether a tile's rows share their scales, which the kernel for a few rows asks."""
+        return config.kernel != "fma" or not self.in_blocks or self.rows_each % config.block_n == 0
 
     def for_kernel(self) -> FP8Weight:
         return FP8Weight(self.weight, self.scale, self.rows_each, self.input_scale)

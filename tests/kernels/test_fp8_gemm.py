@@ -9,9 +9,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from nanovllm.kernels.fp8 import gemm
-from nanovllm.kernels.fp8.gemm import FP8Weight
 from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import FP8, linear_reference, quantize_rows_reference
+from nanovllm.kernels.fp8.weight import FP8Weight
 from nanovllm.kernels.gemm.choice import GemmConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

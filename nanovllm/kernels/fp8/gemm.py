@@ -1,7 +1,6 @@
 """x @ W^T in FP8, as reference.py defines it: what quantises x, and what multiplies."""
 
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,9 +8,11 @@ from torch import Tensor
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.padded_rows import empty_rows, rows_in_memory
 from nanovllm.kernels.base.triton_import import triton
+from nanovllm.kernels.fp8 import few_rows
 from nanovllm.kernels.fp8.gemm_kernel import fp8_gemm_kernel
 from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import BLOCK, GROUP, linear_reference, quantize_rows_reference
+from nanovllm.kernels.fp8.weight import FP8Weight
 from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.kernels.pointwise.activation import silu_mul, silu_mul_reference
 
@@ -21,26 +22,11 @@ PREFETCH_BYTES = 64 << 10
 """Of a program's weights, to bring into L2 before it may start."""
 
 
-class FP8Weight(NamedTuple):
-    """A weight that x is multiplied by."""
-
-    values: Tensor
-    """e4m3 [N, K]"""
-    scale: Tensor
-    """float32 [N / rows_each, groups of K], or [N, 1]."""
-    rows_each: int = 1
-    input_scale: Tensor | None = None
-    """float32 [count]: the largest is the scale of all activations; None: these are measured."""
-
-    @property
-    def in_blocks(self) -> bool:
-        """Scales change along K."""
-        return self.scale.shape[1] > 1 or self.rows_each > 1
-
-
 def linear(x: Tensor, weight: FP8Weight, config: GemmConfig, *, pdl: bool = True) -> Tensor:
     """x [T, K] @ weight^T -> [T, N] in x's dtype; with config.parts > 1 float32 [parts, T, N], sums over parts of K."""
     rows, n = x.shape[0], weight.values.shape[0]
+    if config.kernel == "fma":
+        return few_rows.linear(x, weight, config, pdl=pdl)
     xq, x_scale = quantize_rows(x, weight.input_scale)
     if config.kernel == "library":
         if library_takes(weight):

@@ -97,8 +97,10 @@ def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True) -> str:
     n, k = gemm.n, gemm.k
     if config.kernel == "library":
         return ""
-    if gemm.dtype == FP8 and (config.kernel != "decode" or config.block_k != 128 or k % 16):
-        return f"K={k} by {config.kernel!r}: FP8 kernels are 'decode', with steps of 128 and K a multiple of 16"
+    if gemm.dtype == FP8:
+        reason = _fp8_misfit(k, config)
+        if reason:
+            return reason
     if config.parts > 1 and gemm.kind not in SUMMED:
         return f"the consumer of {gemm.kind} takes no parts of a sum"
     if config.kernel == "split":
@@ -111,9 +113,19 @@ def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True) -> str:
         return "" if tma else "the device has no tensor copy engine"
     if config.split_k > 1 and config.split_k * SKINNY_ROWS * -(-n // config.block_n) * config.block_n > SCRATCH_FLOATS:
         return f"split_k={config.split_k} needs more scratch than there is for N={n}"
-    if config.kernel == "fma" and gemm.kind == "gate_up" and config.block_n < 2 * config.num_warps:
+    pairs = config.kernel == "fma" and gemm.kind == "gate_up" and gemm.dtype != FP8
+    if pairs and config.block_n < 2 * config.num_warps:
         return "a warp has one weight row; gate and up need two"
     return ""
+
+
+def _fp8_misfit(k: int, config: GemmConfig) -> str:
+    steps = {"decode": 128, "fma": 512}.get(config.kernel)
+    if steps is None or k % 16:
+        return f"K={k} by {config.kernel!r}: FP8 has 'decode' and 'fma', for multiples of 16"
+    if config.block_k % steps or (config.kernel == "decode" and config.block_k != steps) or 128 % config.block_n:
+        return f"block_k={config.block_k}, block_n={config.block_n}: must be steps of {steps}, and of rows in a block"
+    return "" if config.kernel == "decode" or config.split_k == 1 else "FP8 'fma' has no parts of K"
 
 
 # By projection for one row, where it is fused with what surrounds it.
@@ -144,8 +156,10 @@ def fallback(gemm: Gemm, rows: int) -> GemmConfig:
 
 def _fp8_fallback(gemm: Gemm, rows: int) -> GemmConfig:
     """Tiles that hold all rows; as many parts of K as keep all processors busy, where the consumer takes parts."""
-    if rows > DECODE_ROWS:
+    if rows > DECODE_ROWS or gemm.k % 16:
         return LIBRARY
+    if rows == 1:
+        return GemmConfig("fma", 8, block_k=1024, stages=2)
     block_m = next(size for size in (16, 32, 64, 128, 256) if rows <= size)
     tiles = -(-gemm.n // 64) * -(-rows // min(block_m, 64))
     parts = 1
