@@ -1,0 +1,145 @@
+"""New weights for an engine from a trainer elsewhere, call by call as vLLM's weight transfer has them."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from nanovllm.errors import refuse
+from nanovllm.transfer.buckets import NamedTensors, as_bytes, entries_of, grouped, unpacked
+from nanovllm.transfer.group import Broadcast, open_group
+from nanovllm.transfer.shared import MappedBuckets
+
+PACKED_BYTES = 1 << 30
+"""Tensors are broadcast together until their sum passes this, where neither side says otherwise."""
+
+
+class Updatable(Protocol):
+    """What an LLM, and the engine inside it, can do."""
+
+    weight_version: Any
+
+    def begin_update(self, in_flight: str, partial: bool) -> None: ...
+
+    def update(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None: ...
+
+    def finish_update(self, version: int | None) -> None: ...
+
+    def load_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]] | str | Path, in_flight: str, version: int | None
+    ) -> None: ...
+
+
+class WeightReceiver:
+    """The calls of vLLM's weight-transfer protocol on one engine. A server maps its routes to them:
+
+    | call | method |
+    |---|---|
+    | POST /init_weight_transfer_engine {"init_info": info} | `init(info)` |
+    | POST /start_weight_update | `start()` |
+    | POST /update_weights {"update_info": info} | `update(info)`, which returns when all has come |
+    | POST /update_weights {"weight_dir": folder} | `load_folder(folder)` |
+    | POST /finish_weight_update | `finish()`, returns the version |
+    | GET /get_world_size | `world_size` |
+
+    One thread at a time calls, the one that steps the engine or, for an LLM, any. The whole engine is one rank of the
+    trainer's group: its ranks and replicas get the weights from it.
+    """
+
+    world_size = 1
+
+    def __init__(self, engine: Updatable, device: torch.device | str, timeout: float = 300.0) -> None:
+        """`device`: of the engine's rank 0. `timeout`: seconds that a wait for the trainer may take."""
+        self._engine, self._device, self._timeout = engine, torch.device(device), timeout
+        self._group: Broadcast | None = None
+        self._store: dist.Store | None = None
+        self._init_info: dict[str, Any] = {}
+        self._buckets = MappedBuckets()
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        """Joins the trainer's group: master_address, master_port (or nccl_unique_id_b64), rank_offset, world_size,
+        packed, packed_buffer_size_bytes. With nothing, buckets of shared memory may come. Raises as open_group does."""
+        self.close()
+        if init_info:
+            rank = init_info.get("rank_offset", 1)
+            if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+                refuse("rank_offset", rank, "an integer >= 1, as rank 0 is the trainer's")
+            self._group, self._store = open_group(init_info, rank, self._device, self._timeout)
+        self._init_info = dict(init_info)
+
+    def start(self, in_flight: str = "recompute", partial: bool = False) -> None:
+        """LLM.begin_update."""
+        self._engine.begin_update(in_flight, partial)
+
+    def update(self, update_info: dict[str, Any]) -> None:
+        """Takes in the tensors names, dtype_names, shapes: from a SharedBucket, where its message says so, else by
+        broadcast. Raises ValueError naming what is wrong; RuntimeError where the trainer does not send in time, or no
+        group was joined."""
+        if "ipc_handle" in update_info or "shared_memory" in update_info:
+            self._engine.update(self._buckets.tensors(update_info))
+            return
+        if self._group is None:
+            raise RuntimeError("update_weights: no group was joined: call init_weight_transfer_engine first")
+        settings = {**self._init_info, **update_info}
+        limit = int(settings.get("packed_buffer_size_bytes") or PACKED_BYTES) if settings.get("packed") else -1
+        for group in grouped(entries_of(update_info), limit):
+            self._engine.update(self._received(sum(entry.nbytes for entry in group), group))
+
+    def _received(self, nbytes: int, entries: list[Any]) -> NamedTensors:
+        assert self._group is not None
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        if nbytes:
+            self._group.broadcast(memory, 0)
+        return unpacked(memory, entries)
+
+    def load_folder(self, folder: str, in_flight: str = "recompute", version: int | None = None) -> int:
+        """LLM.load_weights of a folder; returns the version."""
+        self._engine.load_weights(Path(folder), in_flight, version)
+        return int(self._engine.weight_version)
+
+    def finish(self, version: int | None = None) -> int:
+        """LLM.finish_update; returns the version."""
+        self._engine.finish_update(version)
+        self._buckets.close()
+        return int(self._engine.weight_version)
+
+    def close(self) -> None:
+        """Leaves the group, and lets go of what is mapped."""
+        self._buckets.close()
+        group, self._group, self._store = self._group, None, None
+        if group is not None:
+            group.close()
+
+
+class WeightSender:
+    """A trainer's side of the group, for trainers without vLLM: rank 0, which must be on another GPU than engines."""
+
+    def __init__(self, init_info: dict[str, Any], device: torch.device | str, timeout: float = 300.0) -> None:
+        """Hosts the rendezvous at init_info's master_address and master_port, and waits there for the other ranks, at
+        most `timeout` seconds."""
+        self._group, self._store = open_group(init_info, 0, torch.device(device), timeout)
+        self._device, self._init_info = torch.device(device), init_info
+
+    def send(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Broadcasts all, in the order that the receivers' update_info names; DTensors are gathered."""
+        limit = self._init_info.get("packed_buffer_size_bytes") or PACKED_BYTES
+        limit = limit if self._init_info.get("packed") else -1
+        waiting: list[torch.Tensor] = []
+        for _, tensor in weights:
+            waiting.append(as_bytes(tensor).to(self._device))
+            if sum(map(torch.Tensor.numel, waiting)) > limit:
+                self._broadcast(waiting)
+        self._broadcast(waiting)
+
+    def _broadcast(self, waiting: list[torch.Tensor]) -> None:
+        if waiting:
+            memory = torch.cat(waiting)
+            waiting.clear()
+            if memory.numel():
+                self._group.broadcast(memory, 0)
+
+    def close(self) -> None:
+        self._group.close()
+        self._store = None

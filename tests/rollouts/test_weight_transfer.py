@@ -1,0 +1,163 @@
+"""Weights from another process: over a group that is made from an address, and through shared memory."""
+
+import ctypes
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_policy import Policy
+
+from nanovllm import LLM
+from nanovllm.transfer.buckets import Entry, described
+from nanovllm.transfer.group import read_unique_id
+from nanovllm.transfer.receiver import WeightReceiver, WeightSender
+from nanovllm.transfer.shared import SharedBucket
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def receiver(llm: LLM) -> Iterator[WeightReceiver]:
+    receiver = WeightReceiver(llm, "cpu", timeout=60)
+    yield receiver
+    receiver.close()
+
+
+def fields(policy: Policy) -> dict[str, Any]:
+    return described([Entry.of(name, tensor) for name, tensor in policy.weights.items()])
+
+
+def checksum_of(llm: LLM, policy: Policy) -> dict[str, str]:
+    llm.load_weights(policy.weights.items())
+    return llm.checksum()
+
+
+def init_info(**more: Any) -> dict[str, Any]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, **more}
+
+
+@pytest.mark.parametrize("packed", [{}, {"packed": True, "packed_buffer_size_bytes": 50_000}], ids=["single", "packed"])
+def test_a_trainer_broadcasts(
+    llm: LLM, receiver: WeightReceiver, policies: tuple[Policy, Policy], packed: dict[str, Any]
+) -> None:
+    before, info = checksum_of(llm, policies[0]), init_info(**packed)
+
+    def train() -> None:
+        sender = WeightSender(info, "cpu", timeout=60)
+        sender.send(policies[1].weights.items())
+        sender.close()
+
+    with ThreadPoolExecutor() as trainer:
+        sent = trainer.submit(train)
+        receiver.init(info)
+        version = llm.weight_version
+        receiver.start()
+        receiver.update(fields(policies[1]))
+        assert receiver.finish() == version + 1 == llm.weight_version
+        sent.result()
+    found = llm.checksum()
+    assert found != before and found == checksum_of(llm, policies[1])
+
+
+@pytest.mark.slow
+def test_a_trainer_in_another_process(llm: LLM, receiver: WeightReceiver, policies: tuple[Policy, Policy]) -> None:
+    """By a group and by a bucket."""
+    for kind, info in (("group", init_info()), ("bucket", {})):
+        llm.load_weights(policies[0].weights.items())
+        command = [sys.executable, str(Path(__file__).with_name("trainer_process.py")), kind, policies[1].folder]
+        trainer = subprocess.Popen(
+            [*command, json.dumps(info)], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        with trainer:
+            receiver.init(info)
+            receiver.start()
+            assert trainer.stdin is not None and trainer.stdout is not None
+            for line in trainer.stdout:
+                receiver.update(json.loads(line))
+                trainer.stdin.write("taken in\n")
+                trainer.stdin.flush()
+            receiver.finish()
+        assert trainer.returncode == 0
+        found = llm.checksum()
+        assert found == checksum_of(llm, policies[1])
+
+
+def test_a_bucket_is_shared(llm: LLM, receiver: WeightReceiver, policies: tuple[Policy, Policy]) -> None:
+    """Filled as often as it takes; every message goes through JSON."""
+    bucket = SharedBucket(max(tensor.nbytes for tensor in policies[1].weights.values()), "cpu")
+    receiver.start()
+    messages = [receiver.update(json.loads(json.dumps(one))) for one in bucket.messages(policies[1].weights.items())]
+    receiver.finish()
+    bucket.close()
+    assert len(messages) > 1
+    found = llm.checksum()
+    assert found == checksum_of(llm, policies[1])
+
+
+def test_a_tensor_must_fit_a_bucket() -> None:
+    bucket = SharedBucket(100, "cpu")
+    with pytest.raises(ValueError, match="nbytes=100: must be at least the 400 of 'wide'"):
+        list(bucket.messages([("wide", torch.zeros(100))]))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"names": None}, "names=None"),
+        ({"shapes": [[1]]}, "shapes="),
+        ({"dtype_names": ["float12", "float32"]}, "dtype_names='float12'"),
+        ({"nbytes": 3}, "nbytes=3: must be an integer >= 12"),
+        ({"shared_memory": "/etc/passwd"}, "shared_memory='/etc/passwd'"),
+        ({"ipc_handle": {"gpu_uuid": "none"}}, "gpu_uuid='none'"),
+    ],
+    ids=str,
+)
+def test_broken_messages(receiver: WeightReceiver, change: dict[str, Any], said: str) -> None:
+    message = {"names": ["a", "b"], "dtype_names": ["float32"] * 2, "shapes": [[1], [2]], "nbytes": 12}
+    with pytest.raises(ValueError, match=said):
+        receiver.update({"shared_memory": "/proc/1/fd/1", **message, **change})
+
+
+@pytest.mark.parametrize(
+    ("info", "said"),
+    [
+        ({"world_size": 1}, "world_size=1"),
+        ({"world_size": 2}, "master_address=None"),
+        ({"world_size": 2, "master_address": "127.0.0.1", "master_port": 0}, "master_port=0"),
+        ({"world_size": 2, "rank_offset": 0}, "rank_offset=0"),
+        ({"world_size": 2, "nccl_unique_id_b64": "AAAA"}, "128 bytes in base64"),
+    ],
+    ids=str,
+)
+def test_broken_groups(receiver: WeightReceiver, info: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        receiver.init(info)
+    with pytest.raises(RuntimeError, match="no group was joined"):
+        receiver.update({"names": [], "dtype_names": [], "shapes": []})
+
+
+class ncclUniqueId(ctypes.Structure):
+    _fields_ = [("internal", ctypes.c_byte * 128)]
+
+
+def test_an_id_is_read_and_nothing_else() -> None:
+    """Whatever module its class is from; a pickle that would run something is refused."""
+    token = bytes(range(128))
+    pickled = pickle.dumps(ncclUniqueId.from_buffer_copy(token))
+    assert read_unique_id(pickled.replace(b"test_weight_transfer", b"some_other_packages1")) == token
+    for other in (pickle.dumps(os.getcwd), pickle.dumps(b"short"), b"garbage"):
+        with pytest.raises(ValueError, match="not the pickle of a ncclUniqueId"):
+            read_unique_id(other)
