@@ -247,7 +247,7 @@ def make_parser() -> argparse.ArgumentParser:
     engine.add_argument("--model", default="0.6B", help=f"folder, hub id, or, for random weights, one of {SIZES}")
     engine.add_argument("--load-format", choices=("auto", "dummy"), help="default: dummy for a shape by name")
     engine.add_argument("--tensor-parallel-size", type=int, default=1)
-    engine.add_argument("--data-parallel-size", type=int, metavar="N", help="replicas behind a front; default: no front")
+    engine.add_argument("--data-parallel-size", type=int, metavar="N", help="replicas behind a front; default: none")
     engine.add_argument("--max-num-seqs", type=int)
     engine.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), help="type of keys and values")
     engine.add_argument("--options", nargs="+", default=[], metavar="KEY=VALUE", help="any other option of the engine")

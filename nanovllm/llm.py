@@ -56,7 +56,8 @@ class LLM(LLMControl):
         if tokenizer is None and not config.skip_tokenizer_init:
             raise ValueError("tokenizer=None: must be given (or set skip_tokenizer_init)")
         if config.has_front:
-            raise ValueError(f"data_parallel_size={config.data_parallel_size}: must be 1 for a live module, with no backend")
+            bound = "1 for a live module, with no backend"
+            raise ValueError(f"data_parallel_size={config.data_parallel_size}: must be {bound}")
         llm = cls.__new__(cls)
         model_config = config_of(module, config.hf_overrides)
         llm._take_over(start_ranks(config, model_config, Tokenizer(config, None if path else tokenizer), module))

@@ -80,7 +80,8 @@ def bind_kv_cache(
 
 def block_tensors(layers: list[Attention]) -> BlockTensors:
     """Everything that a block is made of, in all layers."""
-    return BlockTensors.of([cache for layer in layers for cache in (layer.k_cache, layer.v_cache)])
+    parts = ((layer.k_cache, layer.v_cache, layer.kv_scales) for layer in layers)
+    return BlockTensors.of([part for of_layer in parts for part in of_layer if part is not None])
 
 
 class MemoryProbe:
