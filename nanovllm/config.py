@@ -73,8 +73,11 @@ class EngineConfig:
     """Replicas of the model, 1..1024, each with tensor_parallel_size ranks: replica i has the GPUs from
     i * tensor_parallel_size on."""
     data_parallel_backend: str | None = None
-    """"local": replicas are processes of this host, behind a front, also a single one. None: the same where
-    data_parallel_size > 1, else an engine without a front."""
+    """"local": replicas are processes of this host, behind a front, also a single one; "ray": actors of a Ray cluster.
+    None: "local" where data_parallel_size > 1, else an engine without a front."""
+    ray_address: str | None = None
+    """With data_parallel_backend="ray": host:port of the cluster, or "auto" for the one that this host belongs to.
+    None: the program's own connection, else RAY_ADDRESS, else a Ray of this host, for as long as the engine lives."""
     share_gpus: bool = False
     """True: where there are fewer GPUs than ranks, ranks take turns on a GPU; to try more ranks, not to be fast. Needs
     num_kvcache_blocks."""
@@ -192,10 +195,14 @@ class EngineConfig:
         for option in (f.name for f in fields(self) if f.type is bool):
             _require(isinstance(getattr(self, option), bool), option, getattr(self, option), "True or False")
         object.__setattr__(self, "disable", _disabled(self.disable))
-        _require(
-            self.data_parallel_backend in (None, "local"), "data_parallel_backend", self.data_parallel_backend,
-            "None or 'local'",
-        )  # fmt: skip
+        if self.data_parallel_backend is not None:
+            self._require_choice("data_parallel_backend", "local", "ray")
+        if self.ray_address is not None:
+            _require(isinstance(self.ray_address, str), "ray_address", self.ray_address, "a text such as 'auto'")
+            _require(
+                self.data_parallel_backend == "ray", "ray_address", self.ray_address,
+                "None, or go with data_parallel_backend='ray'",
+            )  # fmt: skip
         self._require_choice("device", "auto", "cuda", "cpu")
         self._require_choice("dtype", "auto", *DTYPES)
         if self.quantization is not None:

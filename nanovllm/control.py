@@ -94,7 +94,7 @@ class LLMControl:
     def _let_end(self, in_flight: str) -> None:
         """Before new weights: requests that have begun end, or all do."""
         if in_flight == "wait":
-            if self.engine.is_paused and self.engine.scheduler.has_begun():
+            if self.engine.is_paused and self.engine.has_begun():
                 raise ValueError("in_flight='wait': requests that have begun do not end while the engine is paused")
             self._drain()
         elif in_flight == "abort":

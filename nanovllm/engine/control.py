@@ -27,7 +27,8 @@ class WeightsIncomplete(RuntimeError):
     """load_weights stopped half-way: until a call of it succeeds, there is no model to run."""
 
 
-def _incomplete(why: str) -> WeightsIncomplete:
+def incomplete(why: str) -> WeightsIncomplete:
+    """The error of every step until the weights are there."""
     return WeightsIncomplete(f"{why}: the weights are a mixture; call it again, or begin_update and finish_update")
 
 
@@ -43,6 +44,7 @@ class EngineControl:
     _launched: deque[Any]
     _unreported: StepColumns
     _error: BaseException | None
+    _closed: bool
     _work: threading.Condition
     _inbox: deque[tuple[str, list[Sequence]]]
     _completions: dict[int, list[Sequence]]
@@ -61,7 +63,7 @@ class EngineControl:
         """Replaces all weights in place, on the live engine: LLM.load_weights."""
         self._check_version(version)
         self.begin_update(in_flight, partial=False)
-        self._error = _incomplete("load_weights did not finish")
+        self._error = incomplete("load_weights did not finish")
         self.update(weights)
         self.finish_update(version)
 
@@ -79,7 +81,7 @@ class EngineControl:
             self.scheduler.keep_all()
         else:
             self.scheduler.preempt_all()
-        self._error = _incomplete("an update of the weights has begun and did not finish")
+        self._error = incomplete("an update of the weights has begun and did not finish")
         self._write_weights(lambda: self.executor.begin_weight_update(partial))
 
     def update(self, weights: "Iterable[tuple[str, torch.Tensor]] | str | Path") -> None:
@@ -156,6 +158,24 @@ class EngineControl:
         while self._launched:
             self._collect(self._unreported)
 
+    def take_unreported(self) -> StepColumns:
+        """What the next step would hand out beside what it gains itself."""
+        gained, self._unreported = self._unreported, StepColumns()
+        return gained
+
+    def check_can_step(self) -> None:
+        """Raises RuntimeError where a step would compute without weights or memory."""
+        if self._closed:
+            raise RuntimeError("this engine is closed")
+        if not self.is_paused:
+            self._require_awake(*TAGS)
+        if not (self.is_paused and self.lacks_weights):
+            self._raise_failure()
+
+    def has_begun(self) -> bool:
+        """Whether any unfinished request was computed in part."""
+        return self.scheduler.has_begun()
+
     # -- sleep --------------------------------------------------------------------------------------------------
 
     def check_sleep(self, level: int, tags: Iterable[str] | None) -> tuple[str, ...]:
@@ -176,14 +196,14 @@ class EngineControl:
     def sleep(self, level: int, tags: Iterable[str] | None) -> int:
         """LLM.sleep."""
         wanted = self.check_sleep(level, tags)
-        if self.scheduler.has_begun() and not self.is_paused:
+        if self.has_begun() and not self.is_paused:
             raise RuntimeError("sleep: requests are running: pause(), or abort_all(), first")
         self.settle()
         self.scheduler.preempt_all()
         freed = sum(self.executor.call("sleep", wanted, level == 1))
         self.asleep |= set(wanted)
         if level == 2 and "weights" in wanted:
-            self._error = _incomplete("sleep(level=2) has dropped the weights")
+            self._error = incomplete("sleep(level=2) has dropped the weights")
         return freed
 
     def wake_up(self, tags: Iterable[str] | None) -> None:

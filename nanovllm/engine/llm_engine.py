@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from nanovllm.engine.control import TAGS, EngineControl, WeightsIncomplete
+from nanovllm.engine.control import EngineControl, WeightsIncomplete
 from nanovllm.engine.sampling.plan import StepSampling, plan_sampling, take_logprobs
 from nanovllm.engine.sampling.requests import RequestSampling
 from nanovllm.engine.scheduler import Scheduler
@@ -202,9 +202,14 @@ class LLMEngine(EngineControl):
 
     def _check_queue(self) -> None:
         limit = self.config.max_queued_requests
-        waiting = self.scheduler.num_waiting + len(self._inbox)
+        waiting = self.num_waiting
         if limit is not None and waiting >= limit:
             raise QueueFull(f"max_queued_requests={limit}: {waiting} requests wait already")
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that do not run, up to completions of n > 1."""
+        return self.scheduler.num_waiting + len(self._inbox)
 
     def _max_total_tokens(self, num_prompt_tokens: int, max_tokens: int) -> int:
         if max_tokens == 0:
@@ -277,14 +282,9 @@ class LLMEngine(EngineControl):
 
     def step(self) -> StepColumns:
         """Launches a step if there is one, and takes in the results of the step before it."""
-        if self._closed:
-            raise RuntimeError("this engine is closed")
-        if not self.is_paused:
-            self._require_awake(*TAGS)
-        if not (self.is_paused and self.lacks_weights):
-            self._raise_failure()
+        self.check_can_step()
         try:
-            gained, self._unreported = self._unreported, StepColumns()
+            gained = self.take_unreported()
             self._drain_inbox(gained)
             plan = None if self.is_paused else self.scheduler.schedule()
             if plan is not None:

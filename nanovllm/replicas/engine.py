@@ -5,64 +5,53 @@ same tokens on any number of replicas, and goes on elsewhere when its replica is
 """
 
 import logging
-import os
 import queue
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
+from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import prefix_hashes
-from nanovllm.engine.control import IN_FLIGHT, WeightsIncomplete
-from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.errors import ReplicaError, refuse
+from nanovllm.engine.sequence import Sequence as Row
+from nanovllm.engine.sequence import SequenceStatus
+from nanovllm.errors import ReplicaError
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import EngineStats, StepColumns
+from nanovllm.replicas.control import WAKE, ReplicaControl
 from nanovllm.replicas.link import Lost, ReplicaLink, close_links
-from nanovllm.replicas.messages import Completed, Gained, Loaded, Ready, Refused, Start
+from nanovllm.replicas.messages import Answer, Completed, Gained, Ready, Refused
+from nanovllm.replicas.ranks import ReplicaRanks
 from nanovllm.replicas.request import RequestState
 from nanovllm.replicas.router import Load, Router
-from nanovllm.replicas.weights import buckets
 from nanovllm.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    import torch
-
-    from nanovllm.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
 MOST_RESTARTS = 3  # of each replica that was lost; then the others go on without it
-_WAKE = (None, None)  # an event that lets a step look that waits
 _LOOK_SECONDS = 0.1  # the longest that a step waits for any replica
 
 
-class _Ranks:
-    """In place of an executor: what the engine asks of one, of all replicas."""
-
-    shares_weights = failed = False
-
-    def __init__(self, config: "EngineConfig", num_kvcache_blocks: int) -> None:
-        self.config, self.num_kvcache_blocks = config, num_kvcache_blocks
-        self.owner = os.getpid()
-
-
-class ReplicatedEngine(LLMEngine):
+class ReplicatedEngine(ReplicaControl):
     """LLMEngine's interface over replicas. One thread at a time may step; add_request and abort from any."""
 
     def __init__(
-        self, links: list[ReplicaLink], starts: list[Start], inbox: "queue.SimpleQueue[Any]", ready: list[Ready],
-        model_config: ModelConfig, tokenizer: Tokenizer,
+        self, links: Sequence[ReplicaLink], restart: Callable[[int, int], ReplicaLink],
+        inbox: "queue.SimpleQueue[Any]", ready: Sequence[Ready], config: EngineConfig, model_config: ModelConfig,
+        tokenizer: Tokenizer,
     ) -> None:  # fmt: skip
-        """`ready`: of each link, which is this engine's to close from here on."""
+        """`ready`: of each link, which is this engine's to close from here on. `restart`: (number, num_kvcache_blocks)
+        -> a new link to a replica that was lost. `config`: as the user gave it."""
         num_blocks = min(one.num_kvcache_blocks for one in ready)
-        config = replace(ready[0].config, data_parallel_size=len(links), data_parallel_backend="local")
-        super().__init__(_Ranks(config, num_blocks), model_config, tokenizer)  # type: ignore[arg-type]
+        resolved = replace(
+            ready[0].config, data_parallel_size=len(links), ray_address=config.ray_address,
+            data_parallel_backend=config.data_parallel_backend or "local",
+        )  # fmt: skip
+        super().__init__(ReplicaRanks(resolved, num_blocks, self._ask), model_config, tokenizer)  # type: ignore[arg-type]
+        config = resolved
         self._links: list[ReplicaLink | None] = list(links)
-        self._starts, self._events = starts, inbox
+        self._restart, self._events = restart, inbox
         self._infos = [one.info for one in ready]
         self._num_restarts = [0] * len(links)
         assert config.kvcache_block_size
@@ -74,20 +63,24 @@ class ReplicatedEngine(LLMEngine):
         """The last of each link, those of lost ones too: counters go on."""
         self._computed: dict[ReplicaLink, tuple[int, int]] = {}
         self._weights_replaced = False
-        self._answers: dict[ReplicaLink, Loaded] = {}
+        self._num_calls = 0
+        self._answers: dict[ReplicaLink, Answer] = {}
+        """To the last call."""
+        self._lost_asleep: list[int] = []
+        """Replicas to start again when the others wake up."""
 
     # -- requests -----------------------------------------------------------------------------------------------
 
     def add_request(self, *args: Any, **options: Any) -> int:
         """See LLMEngine.add_request."""
         request_id = super().add_request(*args, **options)
-        self._events.put(_WAKE)
+        self._events.put(WAKE)
         return request_id
 
     def abort(self, request_id: int) -> None:
         """See LLMEngine.abort."""
         super().abort(request_id)
-        self._events.put(_WAKE)
+        self._events.put(WAKE)
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has anything to do or to report."""
@@ -95,14 +88,27 @@ class ReplicatedEngine(LLMEngine):
 
     def is_busy(self) -> bool:
         """See LLMEngine.is_busy."""
-        if not self.scheduler.holds_new:
-            return self.has_unfinished_requests()
-        bound = any(request.replica is not None for request in self._live.values())
-        return bool(self._inbox or self._unreported.request_ids or bound)
+        if self._inbox or self._unreported.request_ids or not self._events.empty():
+            return True
+        return not self.is_paused and (self.has_begun() if self.scheduler.holds_new else bool(self._live))
+
+    def has_begun(self) -> bool:
+        """Whether any unfinished request was sent to a replica."""
+        return any(request.replica is not None for request in list(self._live.values()))
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that do not run, as far as replicas have said."""
+        stats = [self._stats[link] for link in list(self._links) if link in self._stats]  # type: ignore[index]
+        return sum(one.num_waiting for one in stats) + self._router.num_waiting + len(self._inbox)
 
     def _drain_inbox(self, columns: StepColumns) -> None:
         while self._inbox:
             kind, seqs = self._inbox.popleft()
+            if kind == "resume":
+                if not self.is_paused:
+                    self._send_all(("resume",))
+                continue
             request_id = seqs[0].parent_id
             if kind == "add":
                 self._live[request_id] = RequestState(seqs, seqs[0].num_tokens - seqs[0].num_prompt_tokens)
@@ -118,13 +124,14 @@ class ReplicatedEngine(LLMEngine):
             else:
                 self._send(request.replica, ("abort", request_id))
 
-    def _queue(self, request_id: int, seqs: list[Sequence]) -> None:
-        first = seqs[0]
-        prompt = first.token_ids[: first.num_prompt_tokens]
-        most = max(seq.max_total_tokens - first.num_prompt_tokens for seq in seqs)
-        self._router.add(Load(request_id, self._hashes(first, prompt), len(prompt), most, len(seqs)))
+    def _queue(self, request_id: int, seqs: list[Row], first: bool = False) -> None:
+        """`first`: before all that wait."""
+        seq, goes_on = seqs[0], self._live[request_id].goes_on
+        known = seq.token_ids[: seq.num_tokens if goes_on else seq.num_prompt_tokens]
+        most = max(each.max_total_tokens - len(known) for each in seqs)
+        self._router.add(Load(request_id, self._hashes(seq, known), len(known), most, len(seqs)), first)
 
-    def _hashes(self, seq: Sequence, token_ids: list[int]) -> list[bytes]:
+    def _hashes(self, seq: Row, token_ids: list[int]) -> list[bytes]:
         if not self.config.enable_prefix_caching:
             return []
         assert self.config.kvcache_block_size
@@ -132,34 +139,31 @@ class ReplicatedEngine(LLMEngine):
 
     def _bind(self) -> None:
         """Sends what replicas have room for."""
-        if self.scheduler.holds_new:
+        if self.scheduler.holds_new or self.is_paused:
             return
         for number, request_id in self._router.bind():
             request = self._live[request_id]  # type: ignore[index]
             seqs = request.seqs
             first = seqs[0]
             request.replica, request.bound_at = number, time.perf_counter()
-            goes_on = len(seqs) == 1 and not first.params.sampling_mask
-            known = first.output_token_ids if goes_on else first.output_token_ids[: request.num_given]
+            known = first.output_token_ids if request.goes_on else first.output_token_ids[: request.num_given]
             request.to_skip = [seq.num_tokens - seq.num_prompt_tokens - len(known) for seq in seqs]
             prompt = array("i", first.token_ids[: first.num_prompt_tokens]).tobytes()
-            self._send(number, ("add", request_id, prompt, first.params, known))
-
-    def _send(self, number: int, message: Any) -> None:
-        link = self._links[number]
-        if link is not None:
-            link.send(message)
+            params, most = first.params, first.max_total_tokens - first.num_prompt_tokens
+            if most < params.max_tokens:  # the replica's KV cache may hold more than that of others
+                params = replace(params, max_tokens=most, min_tokens=min(most, params.min_tokens))
+            self._send(number, ("add", request_id, prompt, params, known))
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
     def step(self) -> StepColumns:
         """Takes in what replicas have gained; waits a moment where that is nothing."""
-        self._raise_failure()
+        self.check_can_step()
         try:
-            gained, self._unreported = self._unreported, StepColumns()
+            gained = self.take_unreported()
             self._drain_inbox(gained)
             self._bind()
-            waits = not len(gained) and bool(self._live)
+            waits = not len(gained) and bool(self._live) and not self.is_paused
             while (event := self._next_event(waits)) is not None:
                 waits = False
                 self._take_in(event, gained)
@@ -190,7 +194,7 @@ class ReplicatedEngine(LLMEngine):
             self._router.join(link.number)
         elif isinstance(message, Refused):
             self._refuse(message, columns)
-        elif isinstance(message, Loaded):
+        elif isinstance(message, Answer) and message.number == self._num_calls:
             self._answers[link] = message
 
     def _take_gained(self, link: ReplicaLink, message: Gained, columns: StepColumns) -> None:
@@ -224,7 +228,7 @@ class ReplicatedEngine(LLMEngine):
             if completed is not None:
                 self._complete(columns, new, request, seq, completed, now)
 
-    def _gain(self, seq: Sequence, token_id: int, words: Any, now: float) -> None:
+    def _gain(self, seq: Row, token_id: int, words: Any, now: float) -> None:
         metrics = seq.metrics
         if metrics.first_token_time is None:
             metrics.first_token_time = now
@@ -240,7 +244,7 @@ class ReplicatedEngine(LLMEngine):
             row.text.push(token_id, watch=seq.num_tokens - seq.num_prompt_tokens >= seq.params.min_tokens)
 
     def _complete(
-        self, columns: StepColumns, entry: int, request: RequestState, seq: Sequence, completed: Completed, now: float
+        self, columns: StepColumns, entry: int, request: RequestState, seq: Row, completed: Completed, now: float
     ) -> None:
         """A completion has ended, and with the last of them the request."""
         seq.finish_reason, seq.stop_reason = completed.reason, completed.stop_reason
@@ -256,7 +260,7 @@ class ReplicatedEngine(LLMEngine):
                         row.take_prompt_logprobs(position, words[None], [0])
         self._finish(columns, entry, request, seq, now)
 
-    def _finish(self, columns: StepColumns, entry: int, request: RequestState, seq: Sequence, now: float) -> None:
+    def _finish(self, columns: StepColumns, entry: int, request: RequestState, seq: Row, now: float) -> None:
         seq.status = SequenceStatus.FINISHED
         columns.endings[entry] = self._end(seq, now)
         if any(each.status is not SequenceStatus.FINISHED for each in request.seqs):
@@ -283,8 +287,11 @@ class ReplicatedEngine(LLMEngine):
 
     # -- replicas that are lost ---------------------------------------------------------------------------------
 
+    def _start_again(self, number: int) -> None:
+        self._links[number] = self._restart(number, self.executor.num_kvcache_blocks)
+
     def _lose(self, link: ReplicaLink, reason: str, columns: StepColumns) -> None:
-        """Its requests go on elsewhere, behind the tokens that they have."""
+        """Its requests go on elsewhere, behind the tokens that they have, before all that wait."""
         number = link.number
         self._links[number] = None
         link.close(patience=0)
@@ -292,74 +299,23 @@ class ReplicatedEngine(LLMEngine):
         if not self._weights_replaced and self._num_restarts[number] < MOST_RESTARTS and not self._closed:
             self._num_restarts[number] += 1
             logger.warning("replica %d was lost and is started again: %s", number, reason)
-            self._links[number] = ReplicaLink(number, self._starts[number], self._events)
+            if self.asleep:
+                self._lost_asleep.append(number)
+            else:
+                self._start_again(number)
         else:
             logger.warning("replica %d was lost, and the others go on without it: %s", number, reason)
-        if not any(self._links):
+        if not any(self._links) and not self._lost_asleep:
             raise ReplicaError(f"no replica is left: replica {number}: {reason}")
-        for request_id in bound:
+        for request_id in reversed(bound):
             request = self._live[request_id]  # type: ignore[index]
             request.replica = None
             if request.is_aborted:
                 self._drop(columns, request.seqs[0].parent_id, request)
             else:
-                self._queue(request.seqs[0].parent_id, request.seqs)
+                self._queue(request.seqs[0].parent_id, request.seqs, first=True)
 
     # -- the rest -----------------------------------------------------------------------------------------------
-
-    def load_weights(
-        self, weights: "Iterable[tuple[str, torch.Tensor]] | str | Path", in_flight: str, version: int | None
-    ) -> None:
-        """See LLM.load_weights. A replica that is lost from here on is not started again: its checkpoint is another."""
-        self._check_version(version)
-        if in_flight not in IN_FLIGHT:
-            refuse("in_flight", in_flight, "one of " + ", ".join(map(repr, IN_FLIGHT)))
-        if not self.lacks_weights:
-            self._raise_failure()
-        self._weights_replaced = True
-        self._router.forget_cached()
-        self._answers = {}
-        self._error = WeightsIncomplete("load_weights did not finish: the weights are a mixture; call it again")
-        if isinstance(weights, (str, Path)):
-            self._send_all(("load_weights", in_flight, str(weights)))
-            self._await_answers()
-        else:
-            self._send_all(("load_weights", in_flight, None))
-            self._send_buckets(weights)
-        for answer in self._answers.values():
-            if answer.kind is not None:
-                raise answer.kind(answer.text)
-        self._error = None
-        self._note_version(version)
-
-    def _send_buckets(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
-        """To all replicas; waits for their answers."""
-        try:
-            for bucket in buckets(weights):
-                self._send_all(("bucket", bucket, None))
-        except BaseException as error:
-            self._send_all(("bucket", None, f"the weights ended: {type(error).__name__}"))
-            self._await_answers()
-            raise
-        self._send_all(("bucket", None, None))
-        self._await_answers()
-
-    def _need_one_replica(self, *_: object) -> NoReturn:
-        self.scheduler.holds_new = False  # what a pause or an update would have begun with
-        raise ValueError(f"data_parallel_size={len(self._links)}: must be 1 for this; load_weights works with replicas")
-
-    begin_update = update = finish_update = checksum = _need_one_replica  # type: ignore[assignment]
-    pause_steps = check_sleep = sleep = wake_up = reset_prefix_cache = _need_one_replica  # type: ignore[assignment]
-
-    def _send_all(self, message: Any) -> None:
-        for number in range(len(self._links)):
-            self._send(number, message)
-
-    def _await_answers(self) -> None:
-        """Of all replicas that are there; what they gain meanwhile is handed out by the next step."""
-        while any(link is not None and link not in self._answers for link in self._links):
-            if (event := self._next_event(True)) is not None:
-                self._take_in(event, self._unreported)
 
     def stats(self) -> EngineStats:
         """The sum over replicas; kv_cache_usage is their mean."""
@@ -373,7 +329,7 @@ class ReplicatedEngine(LLMEngine):
         return EngineStats(**{
             **total,
             "num_running": sum(one.num_running for one in now),
-            "num_waiting": sum(one.num_waiting for one in now) + self._router.num_waiting + len(self._inbox),
+            "num_waiting": self.num_waiting,
             "kv_cache_usage": sum(one.kv_cache_usage for one in now) / max(1, len(now)),
             "generation_tokens": self._num_generated,
             "finished": dict(self._num_finished),

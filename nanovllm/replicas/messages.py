@@ -1,7 +1,7 @@
 """What a replica and its front say to each other; pickled, over a socket that only they hold."""
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from nanovllm.config import EngineConfig
@@ -18,6 +18,10 @@ class Start:
     """CUDA_VISIBLE_DEVICES of the replica; None: as inherited."""
     num_threads: int | None
     """Of torch, for all ranks of a replica on a CPU together; None: as torch says."""
+
+    def with_blocks(self, num_blocks: int | None) -> "Start":
+        """With as many KV blocks as were counted on, where the replica takes the place of one that was lost."""
+        return self if num_blocks is None else replace(self, config=replace(self.config, num_kvcache_blocks=num_blocks))
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,14 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """load_weights is over."""
+class Answer:
+    """A call is over, and all that was gained before has been sent."""
 
-    kind: type[Exception] | None
-    """None: the weights are the new ones."""
-    text: str
+    number: int
+    """That of the call."""
+    value: Any
+    error: type[Exception] | None = None
+    text: str = ""
 
 
 class Completed(NamedTuple):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.replicas.messages import Completed, Failed, Gained, Loaded, Ready, Refused, Start
+from nanovllm.replicas.messages import Answer, Completed, Failed, Gained, Ready, Refused, Start
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _LIFE_SECONDS = 1.0
 _LOOK_SECONDS = 0.5
+_KINDS = (ValueError, TypeError, FileNotFoundError)  # mistakes of the user, which the front raises again
 _BUCKETS_AHEAD = 2  # of new weights, taken in before the ranks have those before them
 
 
@@ -36,9 +37,10 @@ class Replica:
         self._engine: LLMEngine | None = None
         self._work = threading.Event()
         self._leaving = False
-        self._loads: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[int, str, tuple[Any, ...], bool]] = queue.SimpleQueue()
+        self._waits_for_others = False
+        """An update of the weights has begun that other replicas may not have finished."""
         self._buckets: queue.Queue[list[Any] | str | None] = queue.Queue(_BUCKETS_AHEAD)
-        self._lacks_weights = False
 
     def run(self, start: Start) -> None:
         """Serves until the front says that it may leave; tells it what ends it otherwise."""
@@ -55,7 +57,7 @@ class Replica:
             self._send(Ready(engine.config, engine.scheduler.block_manager.num_blocks, engine.info()))
             self._serve(engine)
         except BaseException as error:
-            kinds = (ValueError, TypeError, FileNotFoundError) if self._engine is None else ()
+            kinds = _KINDS if self._engine is None else ()
             kind = next((kind for kind in kinds if isinstance(error, kind)), None)
             self._send(Failed(kind, str(error) or type(error).__name__))
         finally:
@@ -82,9 +84,17 @@ class Replica:
         assert self._engine is not None
         self._engine.abort(request_id)
 
-    def load_weights(self, in_flight: str, folder: str | None) -> None:
-        """Buckets follow where there is no folder."""
-        self._loads.put((in_flight, folder))
+    def call(self, number: int, method: str, args: tuple[Any, ...], takes_weights: bool) -> None:
+        """Calls a method of the engine between two steps. Buckets follow where it takes weights."""
+        self._calls.put((number, method, args, takes_weights))
+
+    def go_on(self) -> None:
+        """All replicas have the new weights."""
+        self._waits_for_others = False
+
+    def resume(self) -> None:
+        assert self._engine is not None
+        self._engine.resume()
 
     def bucket(self, pickled: bytes | None, error: str | None) -> None:
         """Some weights, or why there are no more of them, or neither at their end."""
@@ -97,29 +107,38 @@ class Replica:
 
     def _serve(self, engine: "LLMEngine") -> None:
         while not self._leaving:
-            if not self._loads.empty():
-                self._load(engine, *self._loads.get())
-            elif engine.has_unfinished_requests() and not self._lacks_weights:
-                gained = engine.step()
-                if len(gained):
-                    self._send(self._message(engine, gained))
+            if not self._calls.empty():
+                self._send(self._answer(engine, *self._calls.get()))
+            elif engine.is_busy() and not self._waits_for_others and not engine.lacks_weights:
+                self._send_gained(engine, engine.step())
             else:
                 self._work.wait()
                 self._work.clear()
 
-    def _load(self, engine: "LLMEngine", in_flight: str, folder: str | None) -> None:
-        buckets = _Weights(self._buckets)
-        self._lacks_weights = True
+    def _answer(
+        self, engine: "LLMEngine", number: int, method: str, args: tuple[Any, ...], takes_weights: bool
+    ) -> Answer:
+        weights = _Weights(self._buckets)
         try:
-            engine.load_weights(folder or buckets, in_flight, None)
-            self._lacks_weights = False
-            self._send(Loaded(None, ""))
+            if method == "begin_update":
+                self._waits_for_others = True
+            if takes_weights:
+                args = (*args, weights)
+            value = getattr(engine, method)(*args)
+            engine.settle()
+            self._send_gained(engine, engine.take_unreported())
+            return Answer(number, value)
         except Exception as error:
             if engine.executor.failed:
                 raise
-            if folder is None:
-                buckets.skip()
-            self._send(Loaded(ValueError if isinstance(error, ValueError) else RuntimeError, str(error)))
+            if takes_weights:
+                weights.skip()
+            kind = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
+            return Answer(number, None, kind, str(error))
+
+    def _send_gained(self, engine: "LLMEngine", gained: "StepColumns") -> None:
+        if len(gained):
+            self._send(self._message(engine, gained))
 
     def _message(self, engine: "LLMEngine", gained: "StepColumns") -> Gained:
         scores = {entry: rows.words(position) for entry, (rows, position) in gained.logprobs.items()}
@@ -157,7 +176,7 @@ class _Weights:
                 continue
             self._ended = True
             if bucket is not None:
-                raise RuntimeError(bucket)
+                raise RuntimeError(bucket)  # the front raises why
 
     def skip(self) -> None:
         """Takes in what is left, for nothing."""

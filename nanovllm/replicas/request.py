@@ -17,3 +17,8 @@ class RequestState:
     """By completion: tokens that a replica computes again, after another was lost."""
     bound_at: float = 0.0
     is_aborted: bool = False
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another replica goes on behind the tokens so far; else it computes them again."""
+        return len(self.seqs) == 1 and not self.seqs[0].params.sampling_mask

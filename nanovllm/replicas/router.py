@@ -104,18 +104,18 @@ class Router:
             self.add(load)
         return bound
 
-    def add(self, load: Load) -> None:
-        """Queues a request."""
+    def add(self, load: Load, first: bool = False) -> None:
+        """Queues a request; `first`: before all others there, since it had begun."""
         load.num_tokens = load.num_prompt_tokens + load.num_rows * self._expected_output(load)
         there = [replica for replica in self._replicas if replica.is_there]
         if not there:
-            self._homeless.append(load)
+            (self._homeless.appendleft if first else self._homeless.append)(load)
             return
         costs = [self._cost(replica, load) for replica in there]
         best = min(range(len(there)), key=lambda n: costs[n] + there[n].load)
         load.cost = costs[best]
         there[best].load += load.cost
-        there[best].queue.append(load)
+        (there[best].queue.appendleft if first else there[best].queue.append)(load)
         there[best].held.touch(load.hashes)
 
     def _expected_output(self, load: Load) -> int:

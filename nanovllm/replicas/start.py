@@ -1,53 +1,80 @@
-"""All replicas of a configuration, started at once."""
+"""All replicas of a configuration, started at once: here as processes of this host."""
 
 import os
 import queue
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ReplicaError
+from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import read_model_config, resolve_model_folder
 from nanovllm.replicas.devices import devices_of_replicas
 from nanovllm.replicas.engine import ReplicatedEngine
-from nanovllm.replicas.link import Lost, ReplicaLink
+from nanovllm.replicas.link import Lost, ProcessLink, ReplicaLink
 from nanovllm.replicas.messages import Failed, Ready, Start
 from nanovllm.tokenizer import Tokenizer
 
 
 def start_replicas(config: EngineConfig) -> ReplicatedEngine:
     """The engine over all replicas of `config`. Raises what the first one raises that cannot start."""
-    begin = time.perf_counter()
     config = resolve_model_folder(config)
-    model_config = read_model_config(config)
-    model_config.check_tensor_parallel(config.tensor_parallel_size)
+    model_config = check_model(config)
     devices = devices_of_replicas(config)
-    tokenizer = Tokenizer(config)
     num_threads = None
     if devices[0] is None:
         num_threads = max(1, len(os.sched_getaffinity(0)) // config.data_parallel_size)
-    one = replace(config, data_parallel_size=1, data_parallel_backend=None)
-    starts = [Start(one, each, num_threads) for each in devices]
+    starts = [Start(of_one_replica(config), each, num_threads) for each in devices]
+
+    def link(number: int, num_blocks: int | None, inbox: "queue.SimpleQueue[Any]") -> ReplicaLink:
+        return ProcessLink(number, starts[number].with_blocks(num_blocks), inbox)
+
+    return start_links(config, model_config, link)
+
+
+def check_model(config: EngineConfig) -> ModelConfig:
+    """What the model's folder says. Raises ValueError where its ranks cannot share it."""
+    model_config = read_model_config(config)
+    model_config.check_tensor_parallel(config.tensor_parallel_size)
+    return model_config
+
+
+def of_one_replica(config: EngineConfig) -> EngineConfig:
+    return replace(config, data_parallel_size=1, data_parallel_backend=None, ray_address=None)
+
+
+def start_links(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    link: Callable[..., ReplicaLink],
+) -> ReplicatedEngine:
+    """The engine over config.data_parallel_size replicas. `link`: (number, num_kvcache_blocks, inbox) -> the hold on a
+    replica that starts."""
+    begin = time.perf_counter()
+    tokenizer = Tokenizer(config)
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     links: list[ReplicaLink] = []
     ready: dict[int, Ready] = {}
     try:
-        for number, start in enumerate(starts):
-            links.append(ReplicaLink(number, start, inbox))
+        for number in range(config.data_parallel_size):
+            links.append(link(number, None, inbox=inbox))
         while len(ready) < len(links):
-            link, message = inbox.get()
+            sender, message = inbox.get()
             if isinstance(message, Failed) and message.kind is not None:
                 raise message.kind(message.text)
             if isinstance(message, Lost):
-                raise ReplicaError(f"replica {link.number} could not start: {message}")
+                raise ReplicaError(f"replica {sender.number} could not start: {message}")
             if isinstance(message, Ready):
-                ready[link.number] = message
+                ready[sender.number] = message
         found = [ready[number] for number in range(len(links))]
-        engine = ReplicatedEngine(links, starts, inbox, found, model_config, tokenizer)
+        restart = partial(link, inbox=inbox)
+        engine = ReplicatedEngine(links, restart, inbox, found, config, model_config, tokenizer)
     except BaseException:
-        for link in links:
-            link.close(patience=0)
+        for each in links:
+            each.close(patience=0)
         raise
     engine.startup_seconds = time.perf_counter() - begin
     return engine

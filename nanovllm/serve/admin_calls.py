@@ -110,7 +110,7 @@ class AdminCalls:
             return
         if mode == "abort":
             engine.abort_all()
-        elif engine.is_paused and engine.scheduler.has_begun():
+        elif engine.is_paused and engine.has_begun():
             raise ValueError("mode='wait': requests that have begun do not end while the engine is paused")
         engine.scheduler.holds_new = True
         try:
@@ -121,7 +121,6 @@ class AdminCalls:
 
     def _pause(self, mode: str = "abort") -> Steps:
         _check_mode(mode)
-        self._check_one_replica("pause")
         yield from self._end_requests(mode)
         self._is_paused_by_call, self._keeps = True, mode == "keep"
         return {"status": "paused"}
@@ -206,10 +205,6 @@ class AdminCalls:
         yield from ()
         plain = (bool, int, float, str)
         return {name: value if type(value) in plain else str(value) for name, value in self._engine.info().items()}
-
-    def _check_one_replica(self, call: str) -> None:
-        if (count := self._engine.config.data_parallel_size) > 1:
-            raise ValueError(f"{call}: data_parallel_size={count}: must be 1 for this")
 
 
 def _check_mode(mode: str) -> None:

@@ -13,11 +13,11 @@ import pytest
 import torch
 from processes.process_checks import marked_processes
 from replica_workload import DEMO, OPTIONS, batch, facts
-from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.replicas import engine as front
+from nanovllm.replicas import link
 from nanovllm.replicas.devices import devices_of_replicas
 
 
@@ -45,9 +45,9 @@ def killing(find: Any, after: float) -> Iterator[None]:
         thread.join()
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_tokens_do_not_depend_on_the_number_of_replicas(count: int, expected: list[Any], mark: str) -> None:
-    with replicated(count) as llm:
+    with replicated(count, data_parallel_backend="local") as llm:
         assert facts(llm.generate(*batch(60), use_tqdm=False)) == expected
         info = llm.engine_info()
         assert info["num_replicas"] == len(info["replicas"]) == count
@@ -77,7 +77,7 @@ def test_own_loop_and_abort(mark: str) -> None:
         assert not llm.engine._live  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_replica_killed_in_mid_generation(
     seed: int, expected: list[Any], mark: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -116,23 +116,6 @@ def test_fewer_replicas_and_then_none(
             llm.generate([[5] * 9] * 64, long, use_tqdm=False)
 
 
-def test_new_weights_reach_every_replica(mark: str) -> None:
-    prompts, params = batch(12)
-    with LLM(DEMO, **OPTIONS, load_format="dummy") as llm:
-        weights = load_file(f"{DEMO}/model.safetensors")
-        llm.load_weights(weights.items())
-        expected = facts(llm.generate(prompts, params, use_tqdm=False))
-    with replicated(2, load_format="dummy") as llm:
-        llm.load_weights(weights.items())
-        assert facts(llm.generate(prompts, params, use_tqdm=False)) == expected
-        with pytest.raises(ValueError, match="surplus"):
-            llm.load_weights([*weights.items(), ("surplus", next(iter(weights.values())))])
-        llm.load_weights(weights.items())
-        with pytest.raises(ValueError, match="data_parallel_size=2: must be 1"):
-            llm.pause("wait")
-        llm.generate(prompts, params, use_tqdm=False)
-
-
 def test_bad_options_are_refused_before_anything_starts(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="data_parallel_size=0: must be an integer in 1"):
         replicated(0)
@@ -148,6 +131,20 @@ def test_bad_options_are_refused_before_anything_starts(mark: str, monkeypatch: 
     assert devices_of_replicas(config) == ["5", "7"]
     shared = EngineConfig("model", data_parallel_size=3, share_gpus=True, num_kvcache_blocks=8)
     assert devices_of_replicas(shared) == ["5", "7", "5"]
+
+
+@pytest.mark.slow
+def test_a_replica_that_stops_is_noticed(
+    mark: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while the front waits for it to read: what is sent here is more than a socket takes."""
+    monkeypatch.setattr(link, "SILENCE", 3.0)
+    longer = {"max_model_len": 4100, "hf_overrides": {"max_position_embeddings": 4100}, "num_kvcache_blocks": 8192}
+    with replicated(2, **longer) as llm:
+        os.kill(pids(llm)[0], signal.SIGSTOP)
+        outputs = llm.generate([[5] * 4000] * 40, SamplingParams(max_tokens=1), use_tqdm=False)
+        assert [len(output.token_ids) for output in outputs] == [1] * 40
+    assert "gave no sign of life for 3 s" in caplog.text
 
 
 def test_a_replica_that_cannot_start_says_why(mark: str) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +28,25 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Policy, Policy]:
     return Policy(tmp_path_factory.mktemp("first"), seed=3), Policy(tmp_path_factory.mktemp("second"), seed=4)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+ENGINES: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "two ranks": {"tensor_parallel_size": 2},
+    "two replicas": {"data_parallel_size": 2},
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Replicas where weights or pauses are the subject. They step by themselves, past the tokens of `started`."""
+    if "engine" in metafunc.fixturenames:
+        of_replicas = metafunc.module.__name__ in ("test_live_weights", "test_pause")
+        of_replicas &= "started" not in metafunc.fixturenames
+        names = [name for name in ENGINES if name != "two replicas" or of_replicas]
+        metafunc.parametrize("engine", names, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def engine(request: pytest.FixtureRequest, policies: tuple[Policy, Policy]) -> Iterator[LLM]:
-    with LLM(policies[0].folder, tensor_parallel_size=request.param, **OPTIONS) as llm:
+    with LLM(policies[0].folder, **ENGINES[request.param], **OPTIONS) as llm:
         yield llm
 
 

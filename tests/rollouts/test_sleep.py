@@ -12,9 +12,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[1, 2, 3], list(range(40))]
 
 
-@pytest.fixture(scope="module")
-def sleeper(policies: tuple[Policy, Policy]) -> Iterator[LLM]:
-    with LLM(policies[0].folder, enable_sleep=True, **OPTIONS) as llm:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one engine", "two replicas"])
+def sleeper(request: pytest.FixtureRequest, policies: tuple[Policy, Policy]) -> Iterator[LLM]:
+    with LLM(policies[0].folder, enable_sleep=True, data_parallel_size=request.param, **OPTIONS) as llm:
         yield llm
 
 

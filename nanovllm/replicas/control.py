@@ -1,0 +1,135 @@
+"""What a trainer does to several replicas as one: the part of ReplicatedEngine that asks all of them."""
+
+import queue
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.engine.control import IN_FLIGHT, incomplete
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.errors import refuse
+from nanovllm.outputs import StepColumns
+from nanovllm.replicas.link import ReplicaLink
+from nanovllm.replicas.messages import Answer
+from nanovllm.replicas.router import Router
+from nanovllm.replicas.weights import buckets
+
+if TYPE_CHECKING:
+    import torch
+
+WAKE = (None, None)
+"""An event that lets a step look that waits."""
+
+
+class ReplicaControl(LLMEngine):
+    """Between two steps, by the thread that may step; but abort_all, pause_steps and resume from any thread."""
+
+    _links: list[ReplicaLink | None]
+    _events: "queue.SimpleQueue[Any]"
+    _router: Router
+    _num_calls: int
+    _answers: dict[ReplicaLink, Answer]
+    """To the last call."""
+    _weights_replaced: bool
+    _lost_asleep: list[int]
+    """Replicas to start again when the others wake up."""
+
+    def _take_in(self, event: Any, columns: StepColumns) -> None:
+        raise NotImplementedError
+
+    def _next_event(self, waits: bool) -> Any:
+        raise NotImplementedError
+
+    def _start_again(self, number: int) -> None:
+        raise NotImplementedError
+
+    def _send(self, number: int, message: Any) -> None:
+        link = self._links[number]
+        if link is not None:
+            link.send(link.pack(message))
+
+    def _send_all(self, message: Any) -> None:
+        links = [link for link in self._links if link is not None]
+        packed = links[0].pack(message) if links else None
+        for link in links:
+            link.send(packed)
+
+    def _ask(self, method: str, *args: Any, weights: "Iterable[tuple[str, torch.Tensor]] | None" = None) -> list[Any]:
+        """Calls a method of every replica's engine; returns what they return. What they gain until then is handed out
+        by the next step. Raises what the first raises that does."""
+        asked = [link for link in self._links if link is not None]
+        self._num_calls += 1
+        self._answers = {}
+        self._send_all(("call", self._num_calls, method, args, weights is not None))
+        try:
+            for bucket in buckets(weights) if weights is not None else ():
+                self._send_all(("bucket", bucket, None))
+        except BaseException as error:
+            self._send_all(("bucket", None, f"the weights ended: {type(error).__name__}"))
+            self._await_answers(asked)
+            raise
+        if weights is not None:
+            self._send_all(("bucket", None, None))
+        self._await_answers(asked)
+        answers = [self._answers[link] for link in asked if link in self._answers]
+        for answer in answers:
+            if answer.error is not None:
+                raise answer.error(answer.text)
+        return [answer.value for answer in answers]
+
+    def _await_answers(self, asked: list[ReplicaLink]) -> None:
+        while any(link in self._links and link not in self._answers for link in asked):
+            if (event := self._next_event(True)) is not None:
+                self._take_in(event, self._unreported)
+
+    def begin_update(self, in_flight: str, partial: bool) -> None:
+        """A replica that is lost from here on is not started again: its checkpoint holds other weights."""
+        self._require_awake("weights")
+        if in_flight not in IN_FLIGHT:
+            refuse("in_flight", in_flight, "one of " + ", ".join(map(repr, IN_FLIGHT)))
+        if not self.lacks_weights:
+            self._raise_failure()
+        self._weights_replaced = True
+        self._router.forget_cached()
+        self._error = incomplete("an update of the weights has begun and did not finish")
+        self._ask("begin_update", in_flight, partial)
+
+    def finish_update(self, version: int | None) -> None:
+        """None computes with the new weights before all have them."""
+        super().finish_update(version)
+        self._send_all(("go_on",))
+
+    def settle(self) -> None:
+        """In a pause: takes in what replicas are still computing."""
+        if self.is_paused:
+            self._ask("pause_steps")
+
+    def reset_prefix_cache(self) -> None:
+        """See LLM.reset_prefix_cache."""
+        self._ask("reset_prefix_cache")
+        self._router.forget_cached()
+
+    def resume(self) -> None:
+        """See EngineControl.resume."""
+        super().resume()
+        self._inbox.append(("resume", []))
+        self._events.put(WAKE)
+        self.wake()
+
+    def abort_all(self) -> list[int]:
+        """See EngineControl.abort_all."""
+        ids = super().abort_all()
+        self._events.put(WAKE)
+        return ids
+
+    def sleep(self, level: int, tags: Iterable[str] | None) -> int:
+        """See LLM.sleep; the bytes of all replicas."""
+        freed = super().sleep(level, tags)
+        self._router.forget_cached()
+        return freed
+
+    def wake_up(self, tags: Iterable[str] | None) -> None:
+        """See LLM.wake_up."""
+        super().wake_up(tags)
+        if not self.asleep:
+            while self._lost_asleep:
+                self._start_again(self._lost_asleep.pop())

@@ -1,0 +1,86 @@
+"""What a trainer or a server does to several replicas as one; the rest is in tests/rollouts, which has replicas too."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from replica_workload import DEMO, OPTIONS
+from safetensors.torch import load_file
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.errors import QueueFull
+
+LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+PROMPTS = [[5 + n, 9, 3] for n in range(8)]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(DEMO, data_parallel_size=2, max_queued_requests=20, **OPTIONS) as llm:
+        yield llm
+
+
+def step_until_tokens(llm: LLM) -> None:
+    before = llm.stats().generation_tokens
+    while llm.stats().generation_tokens == before:
+        llm.step()
+
+
+def finish(llm: LLM, ids: list[int]) -> list[Any]:
+    rows = [llm.engine._completions[request_id][0] for request_id in ids]
+    while llm.has_unfinished_requests():
+        llm.step()
+    return [llm._completion(row) for row in rows]
+
+
+def test_versions_tell_which_weights_a_token_comes_from(llm: LLM) -> None:
+    """New weights under running requests: each token is that of the weights whose version it bears."""
+    name = "model.norm.weight"
+    old = load_file(f"{DEMO}/model.safetensors")[name]
+    new = old * old.new_tensor([1.0, -0.5]).repeat(len(old) // 2)
+    ids = [llm.add_request(prompt, LONG) for prompt in PROMPTS]
+    step_until_tokens(llm)
+    for version, weights in ((3, new), (4, old)):
+        llm.begin_update(partial=True)
+        llm.update([(name, weights)])
+        llm.finish_update(version)
+        step_until_tokens(llm)
+    outputs = finish(llm, ids)
+    assert {version for output in outputs for version, *_ in output.weight_versions} == {0, 3, 4}
+    with LLM(DEMO, **OPTIONS) as one:
+        for version, weights in ((0, old), (3, new), (4, old)):
+            one.begin_update(partial=True)
+            one.update([(name, weights)])
+            one.finish_update()
+            spans = [
+                (output.token_ids, prompt, start, end)
+                for prompt, output in zip(PROMPTS, outputs, strict=True)
+                for found, start, end in output.weight_versions
+                if found == version
+            ]
+            ids = [one.add_request(prompt, LONG, tokens[:start] or None) for tokens, prompt, start, _ in spans]
+            for alone, (tokens, _, _, end) in zip(finish(one, ids), spans, strict=True):
+                assert alone.token_ids[:end] == tokens[:end]
+
+
+def test_replicas_that_differ_are_told_apart(llm: LLM) -> None:
+    sums = llm.checksum()
+    with LLM(DEMO, **OPTIONS) as one:
+        assert one.checksum() == sums
+    asked = llm.engine._ask  # type: ignore[attr-defined]
+    llm.engine.executor._ask = lambda *args: [each | {"model.norm.weight": n} for n, each in enumerate(asked(*args))]  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match=r"replicas hold different values of model.norm.weight"):
+        llm.checksum()
+    llm.engine.executor._ask = asked  # type: ignore[attr-defined]
+
+
+def test_a_full_queue_refuses(llm: LLM) -> None:
+    ids = []
+    with pytest.raises(QueueFull, match="max_queued_requests=20"):
+        for n in range(100):
+            ids.append(llm.add_request([3, n], LONG))
+            llm.step()
+    assert len(ids) >= 20
+    assert sorted(llm.abort_all()) == ids
+    while llm.has_unfinished_requests():
+        llm.step()
