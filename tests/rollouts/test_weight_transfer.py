@@ -4,25 +4,20 @@ import ctypes
 import json
 import os
 import pickle
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiny_policy import Policy
+from trainer import init_info, take_in
 
 from nanovllm import LLM
 from nanovllm.transfer.buckets import Entry, described
 from nanovllm.transfer.group import read_unique_id
 from nanovllm.transfer.receiver import WeightReceiver, WeightSender
 from nanovllm.transfer.shared import SharedBucket
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -39,13 +34,6 @@ def fields(policy: Policy) -> dict[str, Any]:
 def checksum_of(llm: LLM, policy: Policy) -> dict[str, str]:
     llm.load_weights(policy.weights.items())
     return llm.checksum()
-
-
-def init_info(**more: Any) -> dict[str, Any]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, **more}
 
 
 @pytest.mark.parametrize("packed", [{}, {"packed": True, "packed_buffer_size_bytes": 50_000}], ids=["single", "packed"])
@@ -72,27 +60,14 @@ def test_a_trainer_broadcasts(
 
 
 @pytest.mark.slow
-def test_a_trainer_in_another_process(llm: LLM, receiver: WeightReceiver, policies: tuple[Policy, Policy]) -> None:
-    """By a group and by a bucket."""
-    for kind, info in (("group", init_info()), ("bucket", {})):
-        llm.load_weights(policies[0].weights.items())
-        command = [sys.executable, str(Path(__file__).with_name("trainer_process.py")), kind, policies[1].folder]
-        trainer = subprocess.Popen(
-            [*command, json.dumps(info)], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
-        with trainer:
-            receiver.init(info)
-            receiver.start()
-            assert trainer.stdin is not None and trainer.stdout is not None
-            for line in trainer.stdout:
-                receiver.update(json.loads(line))
-                trainer.stdin.write("taken in\n")
-                trainer.stdin.flush()
-            receiver.finish()
-        assert trainer.returncode == 0
-        found = llm.checksum()
-        assert found == checksum_of(llm, policies[1])
+@pytest.mark.parametrize("kind", ["group", "bucket"])
+def test_a_trainer_in_another_process(
+    llm: LLM, receiver: WeightReceiver, policies: tuple[Policy, Policy], kind: str
+) -> None:
+    llm.load_weights(policies[0].weights.items())
+    take_in(receiver, kind, policies[1].folder, init_info() if kind == "group" else {}, "cpu")
+    found = llm.checksum()
+    assert found == checksum_of(llm, policies[1])
 
 
 def test_a_bucket_is_shared(llm: LLM, receiver: WeightReceiver, policies: tuple[Policy, Policy]) -> None:

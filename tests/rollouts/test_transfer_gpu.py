@@ -1,0 +1,43 @@
+"""Weights from a trainer in another process, on the engine's GPU by CUDA IPC, or on another one by NCCL."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from trainer import init_info, take_in
+
+from nanovllm import LLM
+from nanovllm.transfer.receiver import WeightReceiver
+
+pytestmark = pytest.mark.gpu
+DEMO = str(Path(__file__).resolve().parents[2] / "assets" / "demo-qwen3")
+
+
+@pytest.mark.parametrize("kind", ["bucket", "group"])
+def test_weights_come_from_another_process(kind: str) -> None:
+    if kind == "group" and torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    with LLM(DEMO, num_kvcache_blocks=64, max_num_seqs=8, max_num_batched_tokens=256) as llm:
+        expected = llm.checksum()
+        llm.begin_update(partial=True)
+        with torch.inference_mode():
+            for parameter in llm.engine.executor.runner.model.parameters():  # type: ignore[attr-defined]
+                parameter.zero_()
+        llm.finish_update()
+        assert llm.checksum() != expected
+        receiver = WeightReceiver(llm, "cuda:0", timeout=60)
+        info, device = (init_info(packed=True), "cuda:1") if kind == "group" else ({}, "cuda:0")
+        take_in(receiver, kind, DEMO, info, device)
+        receiver.close()
+        assert llm.checksum() == expected
+
+
+def test_a_communicator_of_one() -> None:
+    """Where there is one GPU: an id of our own, joined, summed over, broadcast over."""
+    from nanovllm.transfer.nccl import Communicator, new_unique_id
+
+    communicator = Communicator(1, 0, new_unique_id(), torch.device("cuda", 0), timeout=30)
+    memory = torch.arange(200, dtype=torch.uint8, device="cuda")
+    communicator.broadcast(memory, 0)
+    assert memory.cpu().equal(torch.arange(200, dtype=torch.uint8))
+    communicator.close()

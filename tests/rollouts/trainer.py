@@ -1,0 +1,39 @@
+"""Starts tests/rollouts/trainer_process.py and does what it says."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from nanovllm.transfer.receiver import WeightReceiver
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def init_info(**more: Any) -> dict[str, Any]:
+    """Of a trainer and one engine on this host."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, **more}
+
+
+def take_in(receiver: WeightReceiver, kind: str, folder: str, info: dict[str, Any], device: str) -> None:
+    """The weights of a folder, which a trainer on `device` sends."""
+    script = str(Path(__file__).with_name("trainer_process.py"))
+    command = [sys.executable, script, kind, folder, json.dumps(info), device]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as trainer:
+        receiver.init(info)
+        receiver.start()
+        assert trainer.stdin is not None and trainer.stdout is not None
+        for line in trainer.stdout:
+            receiver.update(json.loads(line))
+            trainer.stdin.write("taken in\n")
+            trainer.stdin.flush()
+        receiver.finish()
+    assert trainer.returncode == 0
