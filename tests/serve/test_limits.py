@@ -18,6 +18,9 @@ import httpx
 import pytest
 from serving import Server, events, user, wait_for
 
+from nanovllm.serve import limits
+from nanovllm.serve.errors import ApiError
+
 CHAT = "/v1/chat/completions"
 OPENING = b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\n"
 ASK = {"messages": user("What is the capital of France?"), "max_tokens": 4, "temperature": 0}
@@ -149,6 +152,43 @@ def test_body_that_is_no_request(client: httpx.Client, body: bytes) -> None:
     answer = client.post(CHAT, content=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "invalid_json"
+
+
+def any_json(rng: random.Random, depth: int = 0) -> Any:
+    kind = rng.random()
+    if depth > 3 or kind < 0.4:
+        text = "".join(rng.choices('a],}{["\\é, 1', k=rng.randint(0, 9)))
+        return rng.choice([rng.randint(-5, 99999), rng.random(), True, None, text])
+    if kind < 0.75:
+        return [any_json(rng, depth + 1) for _ in range(rng.randint(0, 7))]
+    return {f"a],{i}": any_json(rng, depth + 1) for i in range(rng.randint(0, 5))}
+
+
+def result(parse: Any, body: bytes) -> Any:
+    try:
+        return parse(body)
+    except ApiError as error:
+        return str(error)
+
+
+def test_large_bodies_are_read_as_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces, wherever these are cut; also where a byte is wrong."""
+    monkeypatch.setattr(limits, "PIECE", 8)
+    rng = random.Random(1)
+    for _ in range(500):
+        value = {str(key): any_json(rng) for key in range(rng.randint(0, 4))}
+        body = json.dumps(value, indent=rng.choice([None, 1]), ensure_ascii=rng.random() < 0.5).encode()
+        assert limits.parse_large_json(body) == value
+        at = rng.randrange(len(body))
+        body = body[:at] + rng.choice([b"", b",", b"]", b"[", b"1", b'"']) + body[at + 1 :]
+        assert result(limits.parse_large_json, body) == result(limits.parse_json, body)
+
+
+def test_large_body(client: httpx.Client) -> None:
+    """Many prompts as token ids: some 2 MB."""
+    body = {"prompt": [[5] * 1000] * 1024, "max_tokens": 0, "echo": True}
+    assert client.post("/v1/completions", json=body | {"n": 2}).status_code == 400
+    assert client.post("/v1/completions", json=body | {"prompt": "a", "user": "a" * 2_000_000}).status_code == 200
 
 
 def test_brackets_in_texts_are_not_depth(client: httpx.Client) -> None:

@@ -1,0 +1,189 @@
+#!/usr/bin/env python
+"""Many short requests to the server, a third of them refused or left by their clients: does anything stay behind?
+
+    python scripts/soak_server.py --requests 100000
+
+Starts `nanovllm serve` with the demo checkpoint on the CPU. Prints, every --every requests, the resident memory of the front
+and of the engine, and their open descriptors. Exits with 1 where memory grew by 20 MB after the first 5,000 requests, where a
+descriptor was left, or where a request got an answer that it should not have.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import string
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO = ROOT / "assets" / "demo-qwen3"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MOST_GROWTH = 20.0  # MB
+SETTLED = 5_000  # requests
+_HEAD = "POST {path} HTTP/1.1\r\nhost: soak\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
+
+
+class Ask(NamedTuple):
+    """A request, and what it should get. `status` None: the client leaves before the answer is there."""
+
+    path: str
+    body: bytes
+    status: int | None
+
+
+def draw(rng: random.Random) -> Ask:
+    text = "".join(rng.choices(string.ascii_lowercase + " ", k=rng.randint(1, 40)))
+    body: dict[str, Any] = {"prompt": text, "max_tokens": rng.randint(1, 3), "seed": rng.randrange(1 << 30)}
+    chat = {"messages": [{"role": "user", "content": text}], "max_tokens": rng.randint(1, 3)}
+    kind = rng.random()
+    if kind < 0.12:
+        more = {"ignore_eos": True, "max_tokens": 500, "stream": rng.random() < 0.5, "n": rng.choice((1, 1, 2))}
+        return Ask(COMPLETIONS, json.dumps(body | more).encode(), None)
+    if kind < 0.33:
+        wrong = rng.choice(({"top_p": 7}, {"n": 1000}, {"prompt": []}, {"prompt": "a b " * 3000}, {"stop": [""]}))
+        bad = rng.choice((json.dumps(body | wrong).encode(), b"{", json.dumps(body).encode()[:-1]))
+        return Ask(COMPLETIONS, bad, 400)
+    if kind < 0.36:
+        return Ask(COMPLETIONS, json.dumps(body | {"model": "another"}).encode(), 404)
+    if kind < 0.38:
+        schema = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [text]}}}}
+        return Ask(CHAT, json.dumps(chat | schema).encode(), 200)
+    if kind < 0.6:
+        return Ask(CHAT, json.dumps(chat | {"stream": rng.random() < 0.5}).encode(), 200)
+    more = {"stream": rng.random() < 0.5, "logprobs": rng.choice((None, None, 3)), "n": rng.choice((1, 1, 1, 3))}
+    return Ask(COMPLETIONS, json.dumps(body | more).encode(), 200)
+
+
+async def answer(reader: asyncio.StreamReader) -> int:
+    """Reads one response; returns its status."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    if length := re.search(rb"content-length: (\d+)", head):
+        await reader.readexactly(int(length[1]))
+    else:
+        while (size := int(await reader.readline(), 16)) > 0:
+            await reader.readexactly(size + 2)
+        await reader.readline()
+    return int(head.split(b" ", 2)[1])
+
+
+class Soak:
+    """The server, and its clients."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self._given, self._rng = given, random.Random(given.seed)
+        self._left, self._done = given.requests, 0
+        self.statuses: Counter[str] = Counter()
+        self.mistakes: list[str] = []
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (the server goes on writing to it)
+        command = [sys.executable, "-m", "nanovllm", "serve", str(DEMO), "--port", "0", "--device", "cpu"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self.server = subprocess.Popen(
+            [*command, "--num-kvcache-blocks", "4096"], stderr=self._log, cwd=ROOT, env=environment
+        )
+        self._port = int(self._wait_for(r"ready: http://[\d.]+:(\d+)"))
+
+    def _wait_for(self, pattern: str) -> str:
+        while not (found := re.search(pattern, self.log)):
+            if self.server.poll() is not None:
+                raise SystemExit(self.log)
+            time.sleep(0.1)
+        return found[1]
+
+    @property
+    def log(self) -> str:
+        self._log.seek(0)
+        return self._log.read()
+
+    def resources(self) -> tuple[list[float], int]:
+        """MB resident in front and engine; open descriptors of both."""
+        front = self.server.pid
+        engine = int(Path(f"/proc/{front}/task/{front}/children").read_text().split()[0])
+        memory, descriptors = [], 0
+        for process in (front, engine):
+            status = Path(f"/proc/{process}/status").read_text()
+            memory.append(int(status.split("VmRSS:")[1].split()[0]) * 1024 / 1e6)
+            descriptors += len(os.listdir(f"/proc/{process}/fd"))
+        return memory, descriptors
+
+    async def _client(self) -> None:
+        connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        while self._left > 0:
+            self._left -= 1
+            ask = draw(self._rng)
+            reader, writer = connection = connection or await asyncio.open_connection("127.0.0.1", self._port)
+            writer.write(_HEAD.format(path=ask.path, length=len(ask.body)).encode() + ask.body)
+            if ask.status is None:
+                await asyncio.sleep(self._rng.random() * 0.05)
+                writer.close()
+                connection = None
+                self.statuses["left"] += 1
+            else:
+                status = await asyncio.wait_for(answer(reader), 120)
+                self.statuses[str(status)] += 1
+                if status != ask.status:
+                    self.mistakes.append(f"{status}, not {ask.status}: {ask.path} {ask.body[:200]!r}")
+            self._done += 1
+        if connection is not None:
+            connection[1].close()
+
+    async def run(self) -> bool:
+        """All requests; returns whether all is well."""
+        _, at_first = self.resources()
+        begin = time.monotonic()
+        clients = [asyncio.create_task(self._client()) for _ in range(self._given.clients)]
+        settled: list[float] = []
+        shown = 0
+        while not all(client.done() for client in clients):
+            await asyncio.sleep(0.2)
+            memory, descriptors = self.resources()
+            if not settled and self._done >= SETTLED:
+                settled = memory
+            if self._done >= shown + self._given.every:
+                shown = self._done // self._given.every * self._given.every
+                rate = self._done / (time.monotonic() - begin)
+                print(
+                    f"{shown} requests, {rate:.0f} a second: front {memory[0]:.1f} MB, engine {memory[1]:.1f} MB, "
+                    f"{descriptors} descriptors",
+                    flush=True,
+                )
+        for client in clients:
+            client.result()
+        while json.load(urllib.request.urlopen(f"http://127.0.0.1:{self._port}/load", timeout=10))["server_load"]:
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(2)
+        memory, descriptors = self.resources()
+        growth = [now - then for now, then in zip(memory, settled or memory, strict=True)]
+        print(
+            f"{self._done} requests in {time.monotonic() - begin:.0f} s {dict(self.statuses)}: grown by {growth[0]:.1f} MB "
+            f"(front) and {growth[1]:.1f} MB (engine); descriptors {at_first} before, {descriptors} after"
+        )
+        for mistake in self.mistakes[:10]:
+            print(mistake)
+        return max(growth) < MOST_GROWTH and descriptors <= at_first and not self.mistakes and "Traceback" not in self.log
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--clients", type=int, default=48, help="at a time")
+    parser.add_argument("--every", type=int, default=5_000)
+    parser.add_argument("--seed", type=int, default=0)
+    soak = Soak(parser.parse_args())
+    try:
+        return 0 if asyncio.run(soak.run()) else 1
+    finally:
+        soak.server.terminate()
+        soak.server.wait(40)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
