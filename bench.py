@@ -321,7 +321,7 @@ def find_limits(llm: Any, info: dict[str, Any], args: argparse.Namespace) -> Roo
     figures = DeviceFigures(bandwidth, flops, link) if link else DeviceFigures(bandwidth, flops)
     model = llm.model_config
     # A head of a token has a scale of two bytes.
-    kv_bytes = 1 + 2 / model.head_dim if llm.config.kv_cache_dtype == "fp8" else None
+    kv_bytes = 1 + 2 / model.head_dim if info.get("kv_cache_dtype") == "float8_e4m3fn" else None
     return Roofline(model, llm.config.tensor_parallel_size, figures, 4 if "32" in info["dtype"] else 2, kv_bytes)
 
 
