@@ -4,7 +4,7 @@ Every rank holds a range of the width of every expert, as of a dense MLP: the re
 all-reduce, no token goes to another rank, and no rank waits for the one with the popular experts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 
 import torch
@@ -17,9 +17,9 @@ from nanovllm.kernels.moe.router import router_logits
 from nanovllm.kernels.moe.routing import TopK
 from nanovllm.layers.linear import part_of
 from nanovllm.layers.mlp import MLP
-from nanovllm.layers.quantized import column_multiple
-from nanovllm.layers.weights import CheckpointWeight, Shard, WeightedModule, parameter, whole
-from nanovllm.model_config import MoEConfig
+from nanovllm.layers.quantized import FP8Matrix, column_multiple
+from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Shard, WeightedModule, parameter, whole
+from nanovllm.model_config import MoEConfig, Quantization
 from nanovllm.parallel.group import TensorParallelGroup
 
 
@@ -63,27 +63,28 @@ class MoE(WeightedModule):
 
     def __init__(
         self, hidden_size: int, config: MoEConfig, group: TensorParallelGroup, kernels: Kernels, dtype: torch.dtype,
-        device: torch.device,
+        device: torch.device, precision: Callable[[str], Quantization | None] = lambda part: None,
     ) -> None:  # fmt: skip
+        """precision: of "experts", "shared_gate_up" and "shared_down"."""
         super().__init__()
         self.config, self.kernels, self.group_size = config, kernels, group.size
+        self.hidden_size = hidden_size
         self.router = Router(hidden_size, config, dtype, device)
-        size, self.begin, self.valid = part_of(config.intermediate_size, group, column_multiple(None))
-        count, kinds = config.num_experts, {"dtype": dtype, "device": device}
-        self.gate_up = parameter(count, 2 * size, hidden_size, **kinds)  # type: ignore[arg-type]
-        self.down = parameter(count, hidden_size, size, **kinds)  # type: ignore[arg-type]
-        self.gate_up_bias = self.down_bias = None
-        if config.bias:
-            self.gate_up_bias = parameter(count, 2 * size, **kinds)  # type: ignore[arg-type]
-            self.down_bias = parameter(count, hidden_size, **kinds)  # type: ignore[arg-type]
-        for tensor in (self.gate_up, self.gate_up_bias):
-            if tensor is not None:
-                tensor.view(count, 2, size, -1)[:, :, self.valid :].zero_()
-        self.down[:, :, self.valid :].zero_()
+        how = precision("experts")
+        self.size, self.begin, self.valid = part_of(config.intermediate_size, group, column_multiple(how))
+        count = config.num_experts
+        self.quantized: tuple[FP8Matrix, FP8Matrix] | None = None
+        self.gate_up_bias: torch.Tensor | None = None
+        self.down_bias: torch.Tensor | None = None
+        if how is not None:
+            self._quantize(how, device)
+        else:
+            self._allocate(dtype, device)
         self.adds_bias = group.rank == 0
         self.shared: MLP | None = None
         if config.shared_size:
-            self.shared = MLP(hidden_size, config.shared_size, group, kernels, dtype, device)
+            precisions = (precision("shared_gate_up"), precision("shared_down"))
+            self.shared = MLP(hidden_size, config.shared_size, group, kernels, dtype, device, precisions=precisions)
             self.shared.down_proj.takes_parts = False  # combine adds it
         self.top_k = TopK(
             count, config.top_k, config.scoring == "sigmoid", config.renormalise, config.num_groups,
@@ -91,18 +92,51 @@ class MoE(WeightedModule):
         )  # fmt: skip
         self.activation = ExpertActivation(config.activation_limit, config.activation_alpha)
 
+    def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        count, size, kinds = self.config.num_experts, self.size, {"dtype": dtype, "device": device}
+        self.gate_up = parameter(count, 2 * size, self.hidden_size, **kinds)  # type: ignore[arg-type]
+        self.down = parameter(count, self.hidden_size, size, **kinds)  # type: ignore[arg-type]
+        if self.config.bias:
+            self.gate_up_bias = parameter(count, 2 * size, **kinds)  # type: ignore[arg-type]
+            self.down_bias = parameter(count, self.hidden_size, **kinds)  # type: ignore[arg-type]
+        for tensor in (self.gate_up, self.gate_up_bias):
+            if tensor is not None:
+                tensor.view(count, 2, size, -1)[:, :, self.valid :].zero_()
+        self.down[:, :, self.valid :].zero_()
+
+    def _quantize(self, how: Quantization, device: torch.device) -> None:
+        experts = (self.config.num_experts,)
+        gate_up = FP8Matrix(how, 2 * self.size, self.hidden_size, self.gate_up_cuts, 2, device, experts)
+        down = FP8Matrix(how, self.hidden_size, self.size, (self.down_cut,), 1, device, experts)
+        self.gate_up_matrix, self.down_matrix = self.quantized = (gate_up, down)
+
+    @property
+    def gate_up_cuts(self) -> tuple[Cut, Cut]:
+        """This rank's ranges of an expert's gate and up, in its matrix of both."""
+        return Cut(0, 0, self.begin, self.valid), Cut(0, self.size, self.begin, self.valid)
+
+    @property
+    def down_cut(self) -> Cut:
+        return Cut(1, 0, self.begin, self.valid)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kernels, rows = self.kernels, x.shape[0]
-        configs = expert_configs(rows * self.top_k.top_k, self.top_k.num_experts, x.element_size())
+        item_size = x.element_size() if self.quantized is None else 1
+        configs = expert_configs(rows * self.top_k.top_k, self.top_k.num_experts, item_size)
         logits = self.router(x)
         routing = kernels.route(logits, self.top_k, configs.block_m, self.router.bias, self.router.correction)
         shared = self.shared(x) if self.shared is not None else None
-        h = kernels.expert_gate_up(x, self.gate_up, routing, configs.gate_up, self.activation, self.gate_up_bias)
         # Parts of many rows are large: they are rounded, as a dense MLP's results are.
         few = rows <= DECODE_ROWS
         part_dtype = torch.float32 if few else x.dtype
-        down_bias = self.down_bias if self.adds_bias else None
-        parts = kernels.expert_down(h, self.down, routing, configs.down, part_dtype, down_bias)
+        if self.quantized is not None:
+            gate_up, down = self.quantized
+            h = gate_up.expert_gate_up(x, routing, configs.gate_up)
+            parts = down.expert_down(h, routing, configs.down, part_dtype)
+        else:
+            h = kernels.expert_gate_up(x, self.gate_up, routing, configs.gate_up, self.activation, self.gate_up_bias)
+            down_bias = self.down_bias if self.adds_bias else None
+            parts = kernels.expert_down(h, self.down, routing, configs.down, part_dtype, down_bias)
         if few and shared is None and self.group_size == 1 and self.top_k.top_k > 1:
             return parts
         gate = logits if self.config.shared_gate else None
@@ -122,14 +156,21 @@ class MoE(WeightedModule):
 
 def _experts(moe: MoE, prefix: str) -> Iterator[CheckpointWeight]:
     """A tensor for each expert and projection: "experts.7.gate_proj.weight"."""
-    size, hidden = moe.config.intermediate_size, moe.down.shape[1]
-    gate_up, down = moe.gate_and_up(moe.gate_up), moe.down[:, :, : moe.valid]
+    size, hidden = moe.config.intermediate_size, moe.hidden_size
+    gate, up = moe.gate_up_cuts
+    pieces = (
+        Piece("gate_proj", (size, hidden), (gate,)),
+        Piece("up_proj", (size, hidden), (up,)),
+        Piece("down_proj", (hidden, size), (moe.down_cut,)),
+    )
     for index in range(moe.config.num_experts):
-        name = f"{prefix}.experts.{index}"
-        for half, projection in enumerate(("gate_proj", "up_proj")):
-            shards = (Shard(gate_up[index, half], 0, moe.begin),)
-            yield CheckpointWeight(f"{name}.{projection}.weight", (size, hidden), shards)
-        yield CheckpointWeight(f"{name}.down_proj.weight", (hidden, size), (Shard(down[index], 1, moe.begin),))
+        for number, piece in enumerate(pieces):
+            path = piece.path(f"{prefix}.experts.{index}")
+            if moe.quantized is not None:
+                yield from moe.quantized[number // 2].checkpoint_weights(path, piece.shape, piece.cuts, expert=index)
+            else:
+                shards = tuple(cut.shard((moe.gate_up, moe.down)[number // 2][index]) for cut in piece.cuts)
+                yield CheckpointWeight(f"{path}.weight", piece.shape, shards)
 
 
 def _stacked(moe: MoE, gate_up_name: str, down_name: str) -> Iterator[CheckpointWeight]:

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from nanovllm.kernels.fp8 import few_rows, gemm
+from nanovllm.kernels.fp8 import experts, few_rows, gemm
 from nanovllm.kernels.fp8.reference import BLOCK, FP8
 from nanovllm.kernels.fp8.weight import FP8Weight
 from nanovllm.kernels.gemm.choice import GemmConfig
+from nanovllm.kernels.moe.choice import GroupedConfig
+from nanovllm.kernels.moe.routing import Routing
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Scales, Shard, parameter
 from nanovllm.model_config import Quantization
 
@@ -30,10 +32,11 @@ class FP8Matrix(nn.Module):
 
     def __init__(
         self, quantization: Quantization, rows: int, columns: int, cuts: Iterable[Cut], num_inputs: int,
-        device: torch.device,
+        device: torch.device, stack: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         """cuts: all ranges that the checkpoint brings. num_inputs: of its tensors, each with a scale of activations
-        where these are static. Where nothing is loaded the weight is zero."""
+        where these are static. stack: (number of experts,) where there is a matrix for each. Where nothing is loaded
+        the weight is zero."""
         super().__init__()
         self.quantization = quantization
         self.in_blocks = quantization.scales == "block"
@@ -42,9 +45,9 @@ class FP8Matrix(nn.Module):
         if self.in_blocks:
             self.rows_each = math.gcd(BLOCK, *(n for cut in cuts if cut.dim == 0 for n in (cut.place, cut.start)))
         groups = -(-columns // BLOCK) if self.in_blocks else 1
-        self.weight = parameter(rows, columns, dtype=FP8, device=device)
+        self.weight = parameter(*stack, rows, columns, dtype=FP8, device=device)
         self.weight.view(torch.uint8).zero_()
-        self.scale = parameter(-(-rows // self.rows_each), groups, dtype=torch.float32, device=device)
+        self.scale = parameter(*stack, -(-rows // self.rows_each), groups, dtype=torch.float32, device=device)
         self.scale.fill_(1.0)
         self.input_scale: nn.Parameter | None = None
         if quantization.static_inputs:
@@ -52,12 +55,13 @@ class FP8Matrix(nn.Module):
             self.input_scale.fill_(1.0)
 
     def checkpoint_weights(
-        self, path: str, shape: tuple[int, int], cuts: tuple[Cut, ...], input_index: int = 0
+        self, path: str, shape: tuple[int, int], cuts: tuple[Cut, ...], input_index: int = 0, expert: int | None = None
     ) -> Iterator[CheckpointWeight]:
-        """Of the module `path`, a matrix of this shape, of which `cuts` are kept."""
+        """Of the module `path`, a matrix of this shape, of which `cuts` are kept; of one expert, where there are."""
         made, kind = self.quantization, self.quantization.scales
-        held = ((cut, Scales(self._scales_of(cut), self.rows_each, self.in_blocks)) for cut in cuts)
-        shards = tuple(cut.shard(self.weight, scales) for cut, scales in held)
+        weight, scale = (held if expert is None else held[expert] for held in (self.weight, self.scale))
+        of_cuts = [(cut, self._scales_of(scale, cut)) for cut in cuts]
+        shards = tuple(cut.shard(weight, Scales(scales, self.rows_each, self.in_blocks)) for cut, scales in of_cuts)
         if made.while_loading:
             yield CheckpointWeight(f"{path}.weight", shape, shards)
             return
@@ -65,32 +69,32 @@ class FP8Matrix(nn.Module):
         of_inputs = (f"{path}.input_scale",) if self.input_scale is not None else ()
         yield CheckpointWeight(f"{path}.weight", shape, shards, scaled_by=(name, *of_inputs))
         if kind == "tensor":
-            yield CheckpointWeight(name, (), tuple(Shard(self._scales_of(cut), 0, 0) for cut in cuts), is_scale=True)
+            yield CheckpointWeight(name, (), tuple(Shard(scales, 0, 0) for _, scales in of_cuts), is_scale=True)
         elif kind == "channel":
-            rows = tuple(Shard(self._scales_of(cut), 0, cut.start if cut.dim == 0 else 0) for cut in cuts)
+            rows = tuple(Shard(scales, 0, cut.start if cut.dim == 0 else 0) for cut, scales in of_cuts)
             yield CheckpointWeight(name, (shape[0], 1), rows, is_scale=True)
         else:
             blocks = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
-            yield CheckpointWeight(name, blocks, tuple(self._block_shards(cuts)), is_scale=True)
+            yield CheckpointWeight(name, blocks, tuple(self._block_shards(of_cuts)), is_scale=True)
         if self.input_scale is not None:
             shard = Shard(self.input_scale[input_index : input_index + 1], 0, 0)
             yield CheckpointWeight(f"{path}.input_scale", (), (shard,), is_scale=True)
 
-    def _scales_of(self, cut: Cut) -> torch.Tensor:
-        """Those of the range of our matrix."""
+    def _scales_of(self, scale: torch.Tensor, cut: Cut) -> torch.Tensor:
+        """Of a matrix's scales those of a range."""
         if cut.dim == 0:
             first = cut.place // self.rows_each
-            return self.scale[first : first + -(-cut.length // self.rows_each)]
+            return scale[first : first + -(-cut.length // self.rows_each)]
         first = cut.place // BLOCK
-        return self.scale[:, first : first + -(-cut.length // BLOCK)] if self.in_blocks else self.scale
+        return scale[:, first : first + -(-cut.length // BLOCK)] if self.in_blocks else scale
 
-    def _block_shards(self, cuts: tuple[Cut, ...]) -> Iterator[Shard]:
+    def _block_shards(self, of_cuts: Iterable[tuple[Cut, torch.Tensor]]) -> Iterator[Shard]:
         """Of the checkpoint's scales of blocks, where several of ours may take one's value."""
-        for cut in cuts:
+        for cut, scales in of_cuts:
             if cut.dim == 1 or self.rows_each == BLOCK:
-                yield Shard(self._scales_of(cut), cut.dim, cut.start // BLOCK)
+                yield Shard(scales, cut.dim, cut.start // BLOCK)
             else:
-                for index, line in enumerate(self._scales_of(cut)):
+                for index, line in enumerate(scales):
                     yield Shard(line[None], 0, (cut.start + index * self.rows_each) // BLOCK)
 
     def takes(self, config: GemmConfig) -> bool:
@@ -107,6 +111,18 @@ class FP8Matrix(nn.Module):
     def linear_silu_mul(self, x: torch.Tensor, config: GemmConfig) -> torch.Tensor:
         """silu(gate) * up of x [T, columns], where gates are the first half of the rows: [T, rows / 2]."""
         return (gemm.linear_silu_mul if x.is_cuda else gemm.linear_silu_mul_twin)(x, self.for_kernel(), config)
+
+    def expert_gate_up(self, x: torch.Tensor, routing: Routing, config: GroupedConfig) -> torch.Tensor:
+        """What kernels/moe/experts.py has by this name, of a matrix for each expert."""
+        call = experts.expert_gate_up if x.is_cuda else experts.expert_gate_up_reference
+        return call(x, self.for_kernel(), routing, config)
+
+    def expert_down(
+        self, h: torch.Tensor, routing: Routing, config: GroupedConfig, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Likewise."""
+        call = experts.expert_down if h.is_cuda else experts.expert_down_reference
+        return call(h, self.for_kernel(), routing, config, out_dtype)
 
 
 def quantized_matrix(

@@ -104,7 +104,7 @@ def dense_mlp(context: ModelContext, spec: LayerSpec) -> MLP:
 def moe_mlp(context: ModelContext, spec: LayerSpec) -> MoE:
     assert context.config.moe is not None
     parts = (context.group, context.kernels, context.dtype, context.device)
-    return MoE(context.config.hidden_size, context.config.moe, *parts)
+    return MoE(context.config.hidden_size, context.config.moe, *parts, spec.precision)
 
 
 MLPS: dict[str, Callable[[ModelContext, LayerSpec], Any]] = {"dense": dense_mlp, "moe": moe_mlp}

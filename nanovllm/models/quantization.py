@@ -125,7 +125,9 @@ def quantized_layers(fields: dict[str, Any], found: Quantization, names: list[st
 
 def check(fields: dict[str, Any], found: Quantization) -> None:
     """Raises ValueError where a model's layers cannot be quantised so."""
-    if fields.get("moe") is not None:
-        raise ValueError(f"quantization={found.method!r}: not with a mixture of experts")
+    moe = fields.get("moe")
+    if moe is not None and (moe.layout != "experts" or moe.bias or found.static_inputs):
+        kinds = "experts that are stacked in the checkpoint, have a bias, or static scales of activations"
+        raise ValueError(f"quantization={found.method!r}: not with {kinds}")
     if fields.get("interleaved_rope") and found.scales == "block":
         raise ValueError("quantization_config: weight_block_size: must be absent where a family's rope is interleaved")

@@ -8,11 +8,15 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from nanovllm.kernels.fp8 import experts as fp8_experts
 from nanovllm.kernels.fp8 import gemm
 from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import FP8, linear_reference, quantize_rows_reference
 from nanovllm.kernels.fp8.weight import FP8Weight
 from nanovllm.kernels.gemm.choice import GemmConfig
+from nanovllm.kernels.moe.choice import GroupedConfig
+from nanovllm.kernels.moe.experts import experts_of
+from nanovllm.kernels.moe.routing import TopK, route_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 1e-3 if DEVICE == "cuda" else 1e-6
@@ -87,6 +91,36 @@ def test_products_times_both_scales(config: GemmConfig, n: int, k: int, rows_eac
     one = torch.full((1, n), torch.nan, device=DEVICE)
     first = quantize_rows(inputs(19, k)[:1])
     assert torch.equal(gemm.launch(*first, weight, n, config, one, gated=False)[0], out[0]), "alone as among others"
+
+
+@pytest.mark.parametrize("block_m", [16, 64])
+def test_products_of_experts(block_m: int) -> None:
+    """Tokens that chose experts, by the kernels that round x themselves and those after the kernel that does, and by
+    the twins."""
+    rows, hidden, width, experts = 5, 192, 128, 3
+    parts = [weights(2 * width, hidden, 64, True) for _ in range(experts)]
+    scales = [part.scale * (index + 1) for index, part in enumerate(parts)]
+    up = FP8Weight(torch.stack([part.values for part in parts]), torch.stack(scales), 64)
+    parts = [weights(hidden, width, 1, False) for _ in range(experts)]
+    scales = [part.scale * (index + 1) for index, part in enumerate(parts)]
+    down = FP8Weight(torch.stack([part.values for part in parts]), torch.stack(scales))
+    logits = torch.randn(1, rows, experts, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    routing = route_reference(logits, TopK(experts, 2), block_m)
+    config = GroupedConfig(block_m, 64, 128, 2)
+    values, scale = quantize_rows_reference(inputs(rows, hidden) / 500)  # numbers that the interpreter rounds as a GPU
+    x = values.float() * scale.repeat_interleave(128, 1)[:, :hidden]
+    want = fp8_experts.expert_gate_up_reference(x, up, routing, config)
+    assert_close(fp8_experts.expert_gate_up(x, up, routing, config), want.double())
+    values, scale = quantize_rows_reference(want)
+    h = values.float() * scale.repeat_interleave(128, 1)[:, :width]
+    want = fp8_experts.expert_down_reference(h, down, routing, config, torch.float32)
+    got = fp8_experts.expert_down(h, down, routing, config, torch.float32)
+    assert_close(got.flatten(0, 1), want.flatten(0, 1).double())
+    for expert, first, end in experts_of(routing):
+        choices = routing.order[first:end].long()
+        one = FP8Weight(down.values[expert], down.scale[expert])
+        exactly = exact(*quantize_rows_reference(h[first:end]), one) * routing.weights.flatten()[choices, None]
+        assert_close(want[choices % 2, choices // 2], exactly)
 
 
 def test_gate_and_up() -> None:

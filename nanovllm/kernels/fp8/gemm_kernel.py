@@ -7,6 +7,7 @@ tensor descriptors, and the weights are the left one where tiles of x are narrow
 
 from nanovllm.kernels.base.device import prefetch_lines
 from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.gemm.decode_kernel import silu_mul
 
 
 @triton.jit
@@ -25,7 +26,7 @@ def _products(x, w, X_LEFT: tl.constexpr):
 
 
 @triton.jit
-def _add_group(
+def add_group(
     acc, x, w, x_scale, SCALE, first, end, group, groups,
     BLOCK_N: tl.constexpr, ROWS_EACH: tl.constexpr, IN_BLOCKS: tl.constexpr, X_LEFT: tl.constexpr,
 ):  # fmt: skip
@@ -42,18 +43,10 @@ def _add_group(
 
 
 @triton.jit
-def _times_rows(acc, SCALE, first, end, BLOCK_N: tl.constexpr, X_LEFT: tl.constexpr):
+def times_rows(acc, SCALE, first, end, BLOCK_N: tl.constexpr, X_LEFT: tl.constexpr):
     """acc times the scales of the weights' rows."""
     scale = tl.load(SCALE + tl.minimum(first + tl.arange(0, BLOCK_N), end - 1))
     return acc * (scale[None, :] if X_LEFT else scale[:, None])
-
-
-@triton.jit
-def _silu_mul(gate, up, dtype: tl.constexpr):
-    """The activation kernel's result (pointwise/activation.py) from float32 sums, with its roundings but the last."""
-    gate = gate.to(dtype).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    return silu * up.to(dtype).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["rows", "scale_stride"])
@@ -87,22 +80,22 @@ def fp8_gemm_kernel(
         x = X.load([first_row, step * 128])
         x_scale = tl.load(X_SCALE + step * scale_stride + row, mask=row < rows, other=0.0)
         w = W.load([first_col, step * 128])
-        acc = _add_group(
+        acc = add_group(
             acc, x, w, x_scale, SCALE, first_col, n_out, step, groups, BLOCK_N, ROWS_EACH, IN_BLOCKS, X_LEFT
         )
         if GATED:
             w = W.load([n_out + first_col, step * 128])
-            up = _add_group(
+            up = add_group(
                 up, x, w, x_scale, SCALE, n_out + first_col, 2 * n_out, step, groups,
                 BLOCK_N, ROWS_EACH, IN_BLOCKS, X_LEFT,
             )  # fmt: skip
 
     if not IN_BLOCKS:
-        acc = _times_rows(acc, SCALE, first_col, n_out, BLOCK_N, X_LEFT)
+        acc = times_rows(acc, SCALE, first_col, n_out, BLOCK_N, X_LEFT)
         if GATED:
-            up = _times_rows(up, SCALE, n_out + first_col, 2 * n_out, BLOCK_N, X_LEFT)
+            up = times_rows(up, SCALE, n_out + first_col, 2 * n_out, BLOCK_N, X_LEFT)
     if GATED:
-        acc = _silu_mul(acc, up, out_ptr.dtype.element_ty)
+        acc = silu_mul(acc, up, out_ptr.dtype.element_ty)
     if not X_LEFT:
         acc = tl.trans(acc)
     col = first_col + tl.arange(0, BLOCK_N)

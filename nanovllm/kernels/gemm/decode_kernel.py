@@ -31,7 +31,7 @@ def multiply(x, w, acc, X_LEFT: tl.constexpr):
 
 
 @triton.jit
-def _silu_mul(gate, up, dtype: tl.constexpr):
+def silu_mul(gate, up, dtype: tl.constexpr):
     """The activation kernel's result (activation.py) from float32 sums, with its roundings but the last."""
     gate = gate.to(dtype).to(tl.float32)
     silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
@@ -70,7 +70,7 @@ def decode_gemm_kernel(
             up = multiply(x, W.load([n_out + first_col, step * BLOCK_K]), up, X_LEFT)
 
     if GATED:
-        acc = _silu_mul(acc, up, out_ptr.dtype.element_ty)
+        acc = silu_mul(acc, up, out_ptr.dtype.element_ty)
     if not X_LEFT:
         acc = tl.trans(acc)
     row = first_row + tl.arange(0, BLOCK_M)

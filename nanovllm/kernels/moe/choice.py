@@ -40,9 +40,19 @@ _BY_AVERAGE = (
 _CROWDED = ExpertConfigs(GroupedConfig(128, 128, 64, 3, 8), GroupedConfig(128, 256, 64, 4, 8))
 
 
+_FP8_BY_AVERAGE = (
+    (6.0, ExpertConfigs(GroupedConfig(16, 64, 128, 4), GroupedConfig(16, 64, 128, 5))),
+    (24.0, ExpertConfigs(GroupedConfig(32, 64, 128, 4), GroupedConfig(32, 64, 128, 5))),
+    (64.0, ExpertConfigs(GroupedConfig(64, 64, 128, 4), GroupedConfig(64, 128, 128, 4))),
+)
+_FP8_CROWDED = ExpertConfigs(GroupedConfig(128, 64, 128, 3, 8), GroupedConfig(128, 128, 128, 3, 8))
+
+
 def expert_configs(num_choices: int, num_experts: int, item_size: int = 2) -> ExpertConfigs:
     """For `num_choices` (tokens x experts of each) over so many experts. item_size: bytes of a weight."""
     average = num_choices / num_experts
+    if item_size == 1:
+        return next((configs for most, configs in _FP8_BY_AVERAGE if average <= most), _FP8_CROWDED)
     if num_choices <= 16:
         found = _ALONE
     else:

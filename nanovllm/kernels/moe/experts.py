@@ -187,7 +187,7 @@ def _launch(
     return out
 
 
-def _of_experts(routing: Routing) -> list[tuple[int, int, int]]:
+def experts_of(routing: Routing) -> list[tuple[int, int, int]]:
     """(expert, first position, end) of each expert that has rows."""
     found: dict[int, tuple[int, int]] = {}
     for expert, first, end in routing.tiles.tolist():
@@ -203,7 +203,7 @@ def expert_gate_up_reference(
     """Plain twin of `expert_gate_up`."""
     out = x.new_empty(routing.order.shape[0], weight.shape[1] // 2)
     tokens = routing.order.long() // routing.top_k
-    for expert, first, end in _of_experts(routing):
+    for expert, first, end in experts_of(routing):
         y = x[tokens[first:end]].float() @ weight[expert].float().T
         y = (y if bias is None else y + bias[expert].float()).to(x.dtype)
         gate, up = y.chunk(2, dim=-1)
@@ -223,7 +223,7 @@ def expert_down_reference(
     """Plain twin of `expert_down`."""
     out = h.new_empty(routing.num_tokens, routing.top_k, weight.shape[1], dtype=out_dtype).flatten(0, 1)
     weights = routing.weights.flatten()
-    for expert, first, end in _of_experts(routing):
+    for expert, first, end in experts_of(routing):
         y = h[first:end].float() @ weight[expert].float().T
         y = y if bias is None else y + bias[expert].float()
         choices = routing.order[first:end].long()

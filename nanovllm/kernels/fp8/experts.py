@@ -1,0 +1,176 @@
+"""The experts' GEMMs in FP8; as moe/experts.py, by the products of reference.py.
+
+Where a tile holds few rows it rounds them to e4m3 itself, so that no kernel comes before; of many rows that would be
+done over again for each tile of weights.
+"""
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.base.device import pdl_options, prefetch_lines
+from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.fp8.gemm_kernel import add_group, times_rows
+from nanovllm.kernels.fp8.quantize import group_scales, quantize_rows, rounded
+from nanovllm.kernels.fp8.reference import GROUP, linear_reference, quantize_rows_reference
+from nanovllm.kernels.fp8.weight import FP8Weight
+from nanovllm.kernels.gemm.decode_kernel import silu_mul
+from nanovllm.kernels.moe.choice import GroupedConfig
+from nanovllm.kernels.moe.experts import experts_of
+from nanovllm.kernels.moe.routing import Routing
+from nanovllm.kernels.pointwise.activation import silu_mul_reference
+
+PREFETCH_BYTES = 32 << 10
+"""Of a program's weights, brought into L2 while the kernel before still runs."""
+_WIDE_ROWS = 32
+"""Most rows of a tile that rounds them itself."""
+
+
+@triton.jit
+def _prefetch_weights(w_ptr, first_row, end_row, k, BLOCK_N: tl.constexpr, PREFETCH: tl.constexpr):
+    """Has the L2 cache fetch the first PREFETCH columns of a tile of weights."""
+    row = tl.minimum(first_row + tl.arange(0, BLOCK_N), end_row - 1).to(tl.int64)
+    line = tl.minimum(tl.arange(0, PREFETCH // 128) * 128, k - 1)
+    prefetch_lines(w_ptr + row[:, None] * k + line[None, :])
+
+
+@triton.jit
+def _load_group(x_ptrs, scale_ptrs, live, step, k, scale_stride, EVEN_K: tl.constexpr, WIDE: tl.constexpr):
+    """A group of rows of x in e4m3 [rows, 128], and its scales [rows]."""
+    cols = step * 128 + tl.arange(0, 128)
+    mask = live[:, None] if EVEN_K else live[:, None] & (cols < k)[None, :]
+    x = tl.load(x_ptrs + cols[None, :], mask=mask, other=0.0)
+    if WIDE:
+        x = x.to(tl.float32)
+        scale = group_scales(x)
+        x = rounded(x, scale[:, None])
+    else:
+        scale = tl.load(scale_ptrs + step * scale_stride, mask=live, other=0.0)
+    return x, scale
+
+
+@triton.jit(do_not_specialize=["tokens", "scale_stride"])
+def _grouped_fp8_kernel(
+    X, X_SCALE, W, w_ptr, SCALE, TILES, ORDER, WEIGHTS, OUT, tokens, scale_stride, n_out, k, groups, scale_rows,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    ROWS_EACH: tl.constexpr, IN_BLOCKS: tl.constexpr, WIDE: tl.constexpr, X_LEFT: tl.constexpr, EVEN_K: tl.constexpr,
+    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid and operands as moe/experts.py's kernel, with W a descriptor of e4m3 and its SCALE [experts, scale_rows,
+    groups]. WIDE: X is in the model's dtype; else in e4m3 with X_SCALE [groups of k, scale_stride]."""
+    if PDL and GATED:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    tile = TILES + 3 * tl.program_id(1)
+    expert, first_position, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    if expert < 0:
+        return
+    first_col = tl.program_id(0) * BLOCK_N
+    width = n_out * 2 if GATED else n_out
+    first_row, end_row = expert * width + first_col, expert * width + n_out
+    if PDL and not GATED:
+        _prefetch_weights(w_ptr, first_row, end_row, k, BLOCK_N, PREFETCH)
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    position = first_position + tl.arange(0, BLOCK_M)
+    live = position < end
+    choice = tl.load(ORDER + position, mask=live, other=0)
+    row = choice // TOP_K if GATED else position
+    x_ptrs, scale_ptrs = X + row.to(tl.int64)[:, None] * k, X_SCALE + row
+    of_expert = SCALE + expert * scale_rows * groups
+
+    acc = tl.zeros([BLOCK_M, BLOCK_N] if X_LEFT else [BLOCK_N, BLOCK_M], dtype=tl.float32)
+    if GATED:
+        up = tl.zeros(acc.shape, dtype=tl.float32)
+    for step in tl.range(0, tl.cdiv(k, 128), num_stages=STAGES):
+        x, x_scale = _load_group(x_ptrs, scale_ptrs, live, step, k, scale_stride, EVEN_K, WIDE)
+        w = W.load([first_row, step * 128])
+        acc = add_group(
+            acc, x, w, x_scale, of_expert, first_col, n_out, step, groups, BLOCK_N, ROWS_EACH, IN_BLOCKS, X_LEFT
+        )
+        if GATED:
+            w = W.load([n_out + first_row, step * 128])
+            up = add_group(
+                up, x, w, x_scale, of_expert, n_out + first_col, 2 * n_out, step, groups,
+                BLOCK_N, ROWS_EACH, IN_BLOCKS, X_LEFT,
+            )  # fmt: skip
+    if not IN_BLOCKS:
+        acc = times_rows(acc, of_expert, first_col, n_out, BLOCK_N, X_LEFT)
+        if GATED:
+            up = times_rows(up, of_expert, n_out + first_col, 2 * n_out, BLOCK_N, X_LEFT)
+    if GATED:
+        acc = silu_mul(acc, up, OUT.dtype.element_ty)
+    if not X_LEFT:
+        acc = tl.trans(acc)
+    out_row = position
+    if not GATED:
+        acc *= tl.load(WEIGHTS + choice, mask=live, other=0.0)[:, None]
+        out_row = choice % TOP_K * tokens + choice // TOP_K
+    col = first_col + tl.arange(0, BLOCK_N)
+    at = OUT + out_row.to(tl.int64)[:, None] * n_out + col[None, :]
+    tl.store(at, acc.to(OUT.dtype.element_ty), mask=live[:, None] & (col < n_out)[None, :])
+
+
+def expert_gate_up(x: Tensor, weight: FP8Weight, routing: Routing, config: GroupedConfig) -> Tensor:
+    """x [T, H], weight of values [E, 2 I, H] (gates first) and scales [E, ...] -> silu(gate) * up of every choice, [T *
+    k, I] in routing's order."""
+    out = x.new_empty(routing.order.shape[0], weight.values.shape[1] // 2)
+    return _launch(x, weight, routing, config, out, gated=True)
+
+
+def expert_down(
+    h: Tensor, weight: FP8Weight, routing: Routing, config: GroupedConfig, out_dtype: torch.dtype
+) -> Tensor:
+    """h [T * k, I] in routing's order, weight of values [E, H, I] -> out_dtype [k, T, H], every choice's result times
+    its weight, by slot."""
+    out = h.new_empty(routing.top_k, routing.num_tokens, weight.values.shape[1], dtype=out_dtype)
+    return _launch(h, weight, routing, config, out, gated=False)
+
+
+def _launch(
+    x: Tensor, weight: FP8Weight, routing: Routing, config: GroupedConfig, out: Tensor, gated: bool
+) -> Tensor:
+    """Fills and returns `out`."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    values, scale, n_out = weight.values, weight.scale, out.shape[-1]
+    k, wide = values.shape[2], config.block_m <= _WIDE_ROWS
+    if x.shape[1] != k or k % 16 or not (x.is_contiguous() and values.is_contiguous()):
+        raise ValueError(f"x {list(x.shape)}: must be contiguous and fit weights {list(values.shape)}, K of 16s")
+    (x, x_scale) = (x, x) if wide else quantize_rows(x)
+    rows = values.view(-1, k)
+    _grouped_fp8_kernel[(triton.cdiv(n_out, config.block_n), routing.tiles.shape[0])](
+        x, x_scale, TensorDescriptor(rows, list(rows.shape), [k, 1], [config.block_n, GROUP]), rows, scale,
+        routing.tiles, routing.order, routing.weights, out, routing.num_tokens, 0 if wide else x_scale.stride(1),
+        n_out, k, scale.shape[2], scale.shape[1],
+        TOP_K=routing.top_k, GATED=gated, BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.stages,
+        ROWS_EACH=weight.rows_each, IN_BLOCKS=weight.in_blocks, WIDE=wide,
+        X_LEFT=config.block_m > 32 or config.block_n < 64, EVEN_K=k % GROUP == 0,
+        PREFETCH=max(GROUP, PREFETCH_BYTES // config.block_n), num_warps=config.num_warps, **pdl_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+def _products(x: Tensor, weight: FP8Weight, expert: int) -> Tensor:
+    values, scale = weight.values[expert], weight.scale[expert]
+    return linear_reference(*quantize_rows_reference(x), values, scale, weight.rows_each)
+
+
+def expert_gate_up_reference(x: Tensor, weight: FP8Weight, routing: Routing, config: GroupedConfig) -> Tensor:
+    """Plain twin of `expert_gate_up`."""
+    out = x.new_empty(routing.order.shape[0], weight.values.shape[1] // 2)
+    tokens = routing.order.long() // routing.top_k
+    for expert, first, end in experts_of(routing):
+        out[first:end] = silu_mul_reference(_products(x[tokens[first:end]], weight, expert).to(x.dtype))
+    return out
+
+
+def expert_down_reference(
+    h: Tensor, weight: FP8Weight, routing: Routing, config: GroupedConfig, out_dtype: torch.dtype
+) -> Tensor:
+    """Plain twin of `expert_down`."""
+    out = h.new_empty(routing.num_tokens, routing.top_k, weight.values.shape[1], dtype=out_dtype).flatten(0, 1)
+    weights = routing.weights.flatten()
+    for expert, first, end in experts_of(routing):
+        choices = routing.order[first:end].long()
+        out[choices] = (_products(h[first:end], weight, expert) * weights[choices, None]).to(out_dtype)
+    return out.unflatten(0, (routing.num_tokens, routing.top_k)).transpose(0, 1).contiguous()
