@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from nanovllm.engine.sequence import Sequence as Row
+    from nanovllm.executor.base import Report
 
 _Gained = TypeVar("_Gained")
 
@@ -362,10 +363,11 @@ class LLM(LLMControl):
         self.close()
 
 
-def start_engine(config: EngineConfig) -> LLMEngine:
-    """Loads the model of `config`; returns the engine over all of its ranks, or over all of its replicas."""
+def start_engine(config: EngineConfig, report: "Report | None" = None) -> LLMEngine:
+    """Loads the model of `config`; returns the engine over all of its ranks, or over all of its replicas. `report`: see
+    LocalExecutor; replicas report nothing."""
     if not config.has_front:
-        return start_one(config)
+        return start_one(config, report)
     from nanovllm.replicas.start import start_replicas
 
     return start_replicas(config)

@@ -14,17 +14,24 @@ from nanovllm.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import torch
 
+    from nanovllm.executor.base import Report
 
-def start_one(config: EngineConfig) -> LLMEngine:
-    """Loads the model of `config` on all ranks of one replica; returns the engine over them."""
+
+def start_one(config: EngineConfig, report: "Report | None" = None) -> LLMEngine:
+    """Loads the model of `config` on all ranks of one replica; returns the engine over them. `report`: see
+    LocalExecutor."""
     config = resolve_model_folder(config)
     model_config = read_model_config(config)
     model_config.check_tensor_parallel(config.tensor_parallel_size)
-    return start_ranks(config, model_config, Tokenizer(config))  # which loads in a thread of its own
+    return start_ranks(config, model_config, Tokenizer(config), report=report)  # which loads in a thread of its own
 
 
 def start_ranks(
-    config: EngineConfig, model_config: ModelConfig, tokenizer: Tokenizer, module: "torch.nn.Module | None" = None
+    config: EngineConfig,
+    model_config: ModelConfig,
+    tokenizer: Tokenizer,
+    module: "torch.nn.Module | None" = None,
+    report: "Report | None" = None,
 ) -> LLMEngine:
     """The engine over the ranks of `config`. module: see ModelRunner."""
     begin = time.perf_counter()
@@ -33,7 +40,7 @@ def start_ranks(
     try:
         from nanovllm.executor.local import LocalExecutor  # torch comes in here, while the tokenizer is loading
 
-        executor = LocalExecutor(config, model_config, compiler, module)
+        executor = LocalExecutor(config, model_config, compiler, module, report or (lambda stage, share: None))
     finally:
         if compiler is not None:
             compiler.close()

@@ -1,7 +1,7 @@
 """The contract between the engine and what runs its steps: all ranks as one object, wherever they are."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,10 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.wire.sampling import StepScores
+
+Report = Callable[[str, float], None]
+"""Takes a stage of the start and the share of it that is done: "load", "compile", "warm-up", "choose kernels" or
+"capture", in this order, not all of them on every device."""
 
 
 class Executor(ABC):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.executor.base import Executor, to_send
+from nanovllm.executor.base import Executor, Report, to_send
 from nanovllm.executor.processes import WorkerError, WorkerProcesses
 from nanovllm.executor.resolve import resolve
 from nanovllm.executor.store import WatchedStore, create_store_file, open_store
@@ -38,12 +38,14 @@ class LocalExecutor(Executor):
         model: ModelConfig,
         compiler: KernelCompiler | None = None,
         module: torch.nn.Module | None = None,
+        report: Report = lambda stage, share: None,
     ) -> None:
         """`compiler`: compiles the kernels, where there is one; it is the caller's to close. `module`: see
-        ModelRunner."""
+        ModelRunner. `report`: called as stages of the start begin, and as the first goes on."""
         # Workers first: they import while options are resolved. NVLink multicast is never used.
         forbid_multicast()
         self.seconds: dict[str, float] = {}
+        self._report = report
         self._runner: ModelRunner | None = None
         self._store: WatchedStore | None = None
         self._store_fd = -1
@@ -81,6 +83,7 @@ class LocalExecutor(Executor):
                 self.processes.on_failure = self._runner.group.abort
                 if compiler is not None:
                     _dry_run(self._runner, compiler)
+                self._runner.on_share = lambda share: self._report("load", share)
                 self._runner.load()
             self.processes.replies()
         if compiler is not None:
@@ -116,6 +119,7 @@ class LocalExecutor(Executor):
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         begin = time.perf_counter()
+        self._report(name, 0.0)
         yield
         self.seconds[name] = time.perf_counter() - begin
 

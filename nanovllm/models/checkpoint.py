@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +124,11 @@ def load_checkpoint(
     sources: Mapping[str, TensorSource],
     device: torch.device,
     progress: Callable[[], None] = lambda: None,
+    on_share: Callable[[float], None] = lambda share: None,
 ) -> None:
     """Copies every weight from its source; reads overlap, since copying releases the interpreter. `progress`: called
-    after each piece of a few MB, from several threads. Raises ValueError for a tied model whose head, where one is
-    there, is another."""
+    after each piece of a few MB, from several threads; `on_share`: with the share that is there, after each weight.
+    Raises ValueError for a tied model whose head, where one is there, is another."""
     stage = _pinned if device.type == "cuda" else lambda tensor: tensor
 
     @torch.inference_mode()  # the caller's does not reach the pool's threads
@@ -142,8 +144,9 @@ def load_checkpoint(
     with ThreadPoolExecutor(_READ_THREADS) as pool:
         is_tied = EMBEDDING in by_name and HEAD not in by_name and HEAD in sources
         head = pool.submit(_check_tied_head, by_name[EMBEDDING], sources, progress) if is_tied else None
-        for _ in pool.map(load, largest_first):
-            pass
+        ends = [*accumulate(torch.Size(weight.shape).numel() for weight in largest_first)]
+        for end, _ in zip(ends, pool.map(load, largest_first), strict=True):
+            on_share(end / ends[-1])
         if head is not None:
             head.result()
     if device.type == "cuda":

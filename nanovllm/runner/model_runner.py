@@ -67,6 +67,8 @@ class ModelRunner(WeightCommands):
             self.device = torch.device("cuda", rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
             threading.Thread(target=hash_triton, name="nanovllm-hash", daemon=True).start()  # or the first kernel waits
+        self.on_share: Callable[[float], None] = lambda share: None
+        """Called with the share of the weights that are loaded."""
         self.memory = MemoryProbe(self.device)
         size = config.tensor_parallel_size
         overlap = config.uses("two_batch_overlap")
@@ -154,7 +156,7 @@ class ModelRunner(WeightCommands):
             found = open_checkpoint(Path(self.config.model))
             tensors = widened(dict(self._spelling.select(found.items())), self.device)
             check_names(self.weights, tensors, self.model_config.tie_word_embeddings)
-            load_checkpoint(self.weights, tensors, self.device, self._progress)
+            load_checkpoint(self.weights, tensors, self.device, self._progress, self.on_share)
 
     @torch.inference_mode()
     def measure_kv_cache(self) -> int:

@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 
 _EXIT_GRACE = 5.0  # seconds for an orderly end once the front is gone
 _IDLE_LOOK = 1.0  # seconds between two looks at the ranks, while there is no work
+_STAGES = {
+    "load": ("loading weights", 20, 60),
+    "compile": ("compiling kernels", 61, 75),
+    "warm-up": ("warming up", 76, 80),
+    "choose kernels": ("choosing kernels", 81, 84),
+    "capture": ("capturing graphs", 85, 100),
+}
+"""Of an executor's start, as they are told, with their percents."""
 _STATS_INTERVAL = 0.1  # seconds between two frames that carry counters, while the engine is busy
 
 
@@ -87,8 +95,18 @@ class EngineProcess:
         self._send(frames.Progress("importing", 10, config.tokenizer or config.model))
         from nanovllm.llm import start_engine
 
-        self._send(frames.Progress("loading", 30))
-        return start_engine(config)
+        shown = 0
+
+        def report(stage: str, share: float) -> None:
+            nonlocal shown
+            name, begin, end = _STAGES[stage]
+            percent = begin + int(share * (end - begin))
+            if percent > shown:
+                shown = percent
+                self._send(frames.Progress(name, percent))
+
+        report("load", 0.0)
+        return start_engine(config, report)
 
     def _serve(self, engine: "LLMEngine", admin: AdminCalls) -> None:
         while not self._leaving:

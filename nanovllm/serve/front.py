@@ -70,6 +70,7 @@ class Front:
         self.state = "loading"
         """"loading", "ready", "draining" or "failed"."""
         self.progress: tuple[str, int] = ("starting", 0)
+        self.on_progress: Callable[[str, int], None] = lambda stage, percent: None
         self.failure: frames.Failed | None = None
         self.info: dict[str, Any] = {}
         """What the engine says of itself (engine_process.describe)."""
@@ -114,6 +115,7 @@ class Front:
         """Whatever the engine says beside its steps."""
         if isinstance(frame, frames.Progress):
             self.progress = (frame.stage, frame.percent)
+            self.on_progress(frame.stage, frame.percent)
             if frame.folder:
                 self._pool.submit(self._load_text, frame.folder)
         elif isinstance(frame, frames.Ready):

@@ -13,6 +13,7 @@ from typing import Any
 
 from nanovllm.serve import errors
 from nanovllm.serve.link import EngineChild
+from nanovllm.serve.loading import Loading
 from nanovllm.serve.log import set_up_logging
 from nanovllm.serve.options import ServeOptions
 
@@ -130,9 +131,12 @@ class _Life:
         http = HttpServer(front.app, self._options, self._listener)
         await http.start()
         logger.info("%s answers; the model is loading", self._url())
+        self._loading = Loading(self._options.log_format)
+        front.on_progress = self._loading.show
         try:
             return await self._live()
         finally:
+            self._loading.close()
             await http.stop()
             link.close()
             front.close()
@@ -150,6 +154,7 @@ class _Life:
                 await asyncio.wait((stop, change), return_when=asyncio.FIRST_COMPLETED)
                 change.cancel()
                 front.changed.clear()
+                self._loading.close()
                 if front.state == "failed":
                     return await self._report_failure()
                 if front.state == "ready" and not stop.done():

@@ -2,6 +2,8 @@
 
 import json
 import os
+import pty
+import select
 import signal
 import socket
 import subprocess
@@ -48,17 +50,38 @@ def test_start(tmp_path: Path) -> None:
             time.sleep(0.05)
         assert seen
         assert [percent for _, percent in seen] == sorted(percent for _, percent in seen)
+        assert {stage for stage, _ in seen} & {"loading weights", "warming up"}
         server.wait_until_ready()
         assert server.health().json() == {"status": "ok"}
         lines = server.log.splitlines()
         assert len(lines) <= 12
         [ready] = [line for line in lines if " ready: " in line]
+        stages = [line.split(" info ")[1] for line in lines if "ing " in line and ":" not in line.split(" info ")[1]]
+        assert "importing" in server.log and "loading weights" in stages and "\x1b" not in server.log
         assert "context 2048 tokens" in ready and server.url in ready
         status = Path(f"/proc/{server.process.pid}/status").read_text()
         memory = int(status.split("VmRSS:")[1].split()[0])
         assert memory < 120_000, "the front's memory in KiB"
         assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
         assert server.stop() == 0
+
+
+def test_bar_on_a_terminal(tmp_path: Path) -> None:
+    """Taken away when the model is there; log lines stand above it."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "nanovllm", "serve", str(DEMO), "--port", "0", "--device", "cpu"]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*command, "--num-kvcache-blocks", "64"], cwd=ROOT, stderr=theirs, env=environment)
+    os.close(theirs)
+    shown = b""
+    while b" ready: " not in shown and select.select([ours], [], [], 60)[0]:
+        shown += os.read(ours, 4096)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+    os.close(ours)
+    assert b"loading weights" in shown and "━".encode() in shown and b"%" in shown
+    assert shown.count(b"\x1b[?25l") == shown.count(b"\x1b[?25h") == 1, "the cursor is hidden, and shown again"
+    assert shown.rindex(b"answers; the model is loading") < shown.rindex(b"\x1b[?25h") < shown.rindex(b" ready: ")
 
 
 def test_front_imports_neither_torch_nor_transformers() -> None:
