@@ -206,7 +206,7 @@ class EngineConfig:
         self._require_choice("device", "auto", "cuda", "cpu")
         self._require_choice("dtype", "auto", *DTYPES)
         if self.quantization is not None:
-            self._require_choice("quantization", "fp8")
+            self._require_choice("quantization", "fp8", "int4")
         self._require_choice("logprobs_mode", "raw", "processed")
         self._require_choice("load_format", "auto", "dummy")
         self._require_choice("model_impl", "auto", "native", "transformers")

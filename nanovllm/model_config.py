@@ -52,6 +52,12 @@ class Quantization:
     """The checkpoint has a scale of activations for each tensor, "input_scale"."""
     while_loading: bool = False
     """The checkpoint's weights are not quantised; ours are, with a scale for each channel."""
+    layout: str = ""
+    """Of packed 4-bit weights: "compressed-tensors", "awq", "gptq" or "gptq_v2"."""
+    group: int = 0
+    """Columns that share a scale of 4-bit weights; 0: all."""
+    has_zeros: bool = False
+    """Groups of 4-bit weights have zeros of their own."""
 
 
 @dataclass(frozen=True)

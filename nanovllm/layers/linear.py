@@ -18,6 +18,7 @@ from nanovllm.kernels.gemm import decode, skinny
 from nanovllm.kernels.gemm.choice import LIBRARY, Gemm, GemmConfig
 from nanovllm.kernels.gemm.dispatch import matmul
 from nanovllm.kernels.pointwise.norm import add_up
+from nanovllm.layers.int4 import Int4Matrix
 from nanovllm.layers.quantized import FP8Matrix, column_multiple, quantized_matrix
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Shard, WeightedModule, parameter
 from nanovllm.model_config import Quantization
@@ -44,11 +45,11 @@ class ParallelLinear(WeightedModule):
         `dtype`."""
         super().__init__()
         self.kind, self.pieces = kind, tuple(pieces)
-        self.quantized: FP8Matrix | None = None
+        self.quantized: FP8Matrix | Int4Matrix | None = None
         if precision is None:
             self.weight = parameter(rows, columns, dtype=dtype, device=device)
         else:
-            self.quantized = quantized_matrix(precision, rows, columns, self.pieces, device)
+            self.quantized = quantized_matrix(precision, rows, columns, self.pieces, dtype, device)
         self.bias = parameter(rows, dtype=dtype, device=device) if bias else None
         self._zero_padding()
         self.adds_bias = adds_bias
@@ -70,8 +71,10 @@ class ParallelLinear(WeightedModule):
 
     def gemm(self, fused: bool) -> Gemm:
         """Its name in the GEMM table. fused: see Gemm."""
-        held = self.weight if self.quantized is None else self.quantized.weight
-        return Gemm(self.kind, held.shape[0], held.shape[1], str(held.dtype).removeprefix("torch."), fused)
+        if self.quantized is not None:
+            return Gemm(self.kind, *self.quantized.table_key, fused)
+        n, k = self.weight.shape
+        return Gemm(self.kind, n, k, str(self.weight.dtype).removeprefix("torch."), fused)
 
     def use(self, configs: Mapping[int, GemmConfig]) -> None:
         """Takes what is chosen, by the number of rows; the library where the consumer takes no parts of a sum."""
@@ -185,7 +188,7 @@ class MergedColumnParallelLinear(ParallelLinear):
     def forward_silu_mul(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         """This layer as gate and up, SiLU(gate) * up: [T, in] -> [T, out / 2]."""
         config = self.configs.get(x.shape[0], LIBRARY)
-        if config.kernel != "decode" or self.bias is not None:
+        if config.kernel not in ("decode", "int4") or self.bias is not None:
             return kernels.silu_mul(self(x))
         if self.quantized is not None:
             return self.quantized.linear_silu_mul(x, config)

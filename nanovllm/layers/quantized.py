@@ -12,6 +12,7 @@ from nanovllm.kernels.fp8.weight import FP8Weight
 from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.kernels.moe.choice import GroupedConfig
 from nanovllm.kernels.moe.routing import Routing
+from nanovllm.layers.int4 import Int4Matrix
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Scales, Shard, parameter
 from nanovllm.model_config import Quantization
 
@@ -104,6 +105,11 @@ class FP8Matrix(nn.Module):
     def for_kernel(self) -> FP8Weight:
         return FP8Weight(self.weight, self.scale, self.rows_each, self.input_scale)
 
+    @property
+    def table_key(self) -> tuple[int, int, str]:
+        """(rows, columns, type) of its products in the GEMM table."""
+        return (*self.weight.shape, str(self.weight.dtype).removeprefix("torch."))  # type: ignore[return-value]
+
     def matmul(self, x: torch.Tensor, config: GemmConfig) -> torch.Tensor:
         """x [T, columns] -> x @ weight^T [T, rows], or float32 [config.parts, T, rows], sums over parts of columns."""
         return (gemm.linear if x.is_cuda else gemm.linear_twin)(x, self.for_kernel(), config)
@@ -126,8 +132,11 @@ class FP8Matrix(nn.Module):
 
 
 def quantized_matrix(
-    quantization: Quantization, rows: int, columns: int, pieces: tuple[Piece, ...], device: torch.device
-) -> FP8Matrix:
-    """An empty weight of a linear layer."""
+    quantization: Quantization, rows: int, columns: int, pieces: tuple[Piece, ...], dtype: torch.dtype,
+    device: torch.device,
+) -> FP8Matrix | Int4Matrix:  # fmt: skip
+    """An empty weight of a linear layer of `dtype`."""
+    if quantization.method == "int4":
+        return Int4Matrix(quantization, rows, columns, dtype, device)
     cuts = [cut for piece in pieces for cut in piece.cuts]
     return FP8Matrix(quantization, rows, columns, cuts, len(pieces), device)

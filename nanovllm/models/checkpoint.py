@@ -16,8 +16,11 @@ import torch
 from nanovllm.layers.weights import CheckpointWeight, TensorSource
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-FILE_DTYPES = {**DTYPES, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}
-"""Those of files; bytes are parts of quantised tensors."""
+FILE_DTYPES = {
+    **DTYPES, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32,
+    "I64": torch.int64,
+}  # fmt: skip
+"""Those of files; integers are parts of quantised tensors."""
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _READ_THREADS = 8
 
@@ -193,7 +196,13 @@ class DummySource:
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(self.name.encode()) ^ self.seed)
         values = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        if len(self.shape) == 1 and self.name.endswith("weight"):  # of a norm
+        if not self.dtype.is_floating_point:  # packed numbers
+            values.random_(-(1 << 15), 1 << 15, generator=generator)
+        elif self.name.endswith("_zero_point"):
+            values.random_(0, 16, generator=generator)
+        elif self.name.endswith("_scale"):
+            values.uniform_(0.003, 0.006, generator=generator)
+        elif len(self.shape) == 1 and self.name.endswith("weight"):  # of a norm
             values.normal_(1.0 - self.offset, 0.1, generator=generator)
         else:
             values.normal_(0.0, 0.02, generator=generator)
@@ -213,4 +222,5 @@ def load_dummy(
     for weight in weights:
         if weight.name in made:
             continue
-        weight.load(DummySource(weight.name, torch.Size(weight.shape), dtype, device, seed, weight.offset), progress)
+        kind = torch.int16 if weight.shards and weight.shards[0].target.dtype == torch.int16 else dtype
+        weight.load(DummySource(weight.name, torch.Size(weight.shape), kind, device, seed, weight.offset), progress)

@@ -7,6 +7,7 @@ from typing import Any
 
 from nanovllm.model_config import LayerSpec, MoEConfig, Quantization
 from nanovllm.models.config_reader import refuse
+from nanovllm.models.int4_config import GROUP, read_awq, read_gptq, read_packed
 from nanovllm.models.names import CheckpointNames
 
 PARTS = {
@@ -44,6 +45,8 @@ def _read_compressed(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
     [group] = groups.values()
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
     _option(group.get("targets", ["Linear"]), "targets", ["Linear"])
+    if weights.get("type", "float") == "int":
+        return read_packed(weights, inputs, group.get("format") or raw.get("format")), raw.get("ignore") or []
     for name, part in (("weights", weights), ("input_activations", inputs)):
         part = part or {}
         _option(part.get("num_bits"), f"{name}.num_bits", 8)
@@ -58,7 +61,7 @@ def _read_compressed(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
     return Quantization("fp8", kind, "weight_scale", static), raw.get("ignore") or []
 
 
-METHODS = {"fp8": _read_fp8, "compressed-tensors": _read_compressed}
+METHODS = {"fp8": _read_fp8, "compressed-tensors": _read_compressed, "awq": read_awq, "gptq": read_gptq}
 """quant_method -> what reads the entry: how weights are held, and the names of modules that are not."""
 
 
@@ -66,7 +69,8 @@ def read_quantization(raw: dict[str, Any] | None, wanted: str | None) -> tuple[Q
     """(how weights are held, names of modules that are not). raw: config.json's quantization_config; wanted:
     EngineConfig.quantization. Raises ValueError for what is not served."""
     if raw is None:
-        return (Quantization(wanted, while_loading=True), []) if wanted is not None else (None, [])
+        group = GROUP if wanted == "int4" else 0
+        return (Quantization(wanted, while_loading=True, group=group), []) if wanted is not None else (None, [])
     if not isinstance(raw, dict) or raw.get("quant_method") not in METHODS:
         raise refuse("quantization_config", raw, "absent, or with quant_method " + " or ".join(map(repr, METHODS)))
     found, names = METHODS[raw["quant_method"]](raw)

@@ -15,6 +15,7 @@ from nanovllm.kernels import select_kernels
 from nanovllm.kernels.base.compile_keys import hash_triton, resolve_keys
 from nanovllm.models.checkpoint import check_names, load_checkpoint, load_dummy, open_checkpoint
 from nanovllm.models.decoder import ModelContext, attention_specs
+from nanovllm.models.int4_tensors import reader_for
 from nanovllm.models.live_module import LiveModule
 from nanovllm.models.mxfp4 import widened
 from nanovllm.models.names import CheckpointNames
@@ -130,6 +131,7 @@ class ModelRunner(WeightCommands):
             self.sleepable.adopt("weights", self.model)
             self.memory.release_cached()
         self.weights = list(self.model.checkpoint_weights())
+        self.int4_reader = reader_for(model, self.weights, self.dtype, self.device)
         self.work = StepWork(config, self.model, context, self.io)
         self.option_sampler = OptionSampler(self.kernels, self.group, self.io, self.device, model.vocab_size)
 
@@ -155,6 +157,8 @@ class ModelRunner(WeightCommands):
         else:
             found = open_checkpoint(Path(self.config.model))
             tensors = widened(dict(self._spelling.select(found.items())), self.device)
+            if self.int4_reader is not None:
+                tensors = dict(self.int4_reader.read(tensors.items(), wide=False))
             check_names(self.weights, tensors, self.model_config.tie_word_embeddings)
             load_checkpoint(self.weights, tensors, self.device, self._progress, self.on_share)
 

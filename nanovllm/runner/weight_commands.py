@@ -8,6 +8,7 @@ import torch
 from nanovllm.layers.weights import CheckpointWeight, TensorSource
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.checkpoint import HEAD, check_names, load_checkpoint, open_checkpoint
+from nanovllm.models.int4_tensors import Int4Reader
 from nanovllm.models.live_module import LiveModule
 from nanovllm.models.names import CheckpointNames
 from nanovllm.runner.device_io import DeviceIO
@@ -20,6 +21,7 @@ class WeightCommands:
     """The part of ModelRunner that changes parameters. What it works on is ModelRunner's."""
 
     device: torch.device
+    int4_reader: Int4Reader | None
     io: DeviceIO
     live_module: LiveModule | None
     memory: MemoryProbe
@@ -33,12 +35,14 @@ class WeightCommands:
     def begin_weight_update(self, partial: bool = False) -> None:
         """All weights are to come anew, or with `partial` some of them."""
         tied = self.model_config.tie_word_embeddings
-        self.weight_update = WeightUpdate(self.weights, tied, self._spelling, partial)
+        self.weight_update = WeightUpdate(self.weights, tied, self._spelling, partial, self.int4_reader)
 
     def open_weights(self, folder: Path) -> dict[str, TensorSource]:
         """The tensors of a folder under the names of `weights`. Raises ValueError or FileNotFoundError where one is
         missing, surplus or misshapen."""
         tensors: dict[str, TensorSource] = dict(self._spelling.select(open_checkpoint(folder).items()))
+        if self.int4_reader is not None:
+            tensors = dict(self.int4_reader.read(tensors.items()))
         check_names(self.weights, tensors, self.model_config.tie_word_embeddings)
         if self.model_config.tie_word_embeddings:
             tensors.pop(HEAD, None)

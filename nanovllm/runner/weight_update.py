@@ -6,8 +6,9 @@ from hashlib import sha256
 import numpy as np
 import torch
 
-from nanovllm.layers.weights import PIECE_BYTES, CheckpointWeight
+from nanovllm.layers.weights import PIECE_BYTES, CheckpointWeight, TensorSource
 from nanovllm.models.checkpoint import DTYPES
+from nanovllm.models.int4_tensors import Int4Reader
 from nanovllm.models.names import CheckpointNames
 
 
@@ -34,9 +35,12 @@ class WeightUpdate:
     """
 
     def __init__(
-        self, weights: Iterable[CheckpointWeight], head_is_tied: bool, spelling: CheckpointNames, partial: bool = False
-    ) -> None:
-        """spelling: of the names that come. partial: some may not come."""
+        self, weights: Iterable[CheckpointWeight], head_is_tied: bool, spelling: CheckpointNames, partial: bool = False,
+        int4_reader: Int4Reader | None = None,
+    ) -> None:  # fmt: skip
+        """spelling: of the names that come. partial: some may not come. int4_reader: what translates 4-bit matrices and
+        those that are to be."""
+        self._int4_reader = int4_reader
         self._partial = partial
         self._spelling = spelling
         self._awaited = {weight.name: weight for weight in weights}
@@ -45,7 +49,7 @@ class WeightUpdate:
     def check(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Raises ValueError for an unknown or repeated name, a shape or a type that cannot be loaded."""
         names = set()
-        for name, tensor in self._spelling.select(tensors):
+        for name, tensor in self._read(tensors):
             if name == "lm_head.weight" and self._head_is_tied:
                 continue
             if name not in self._awaited or name in names:
@@ -56,12 +60,16 @@ class WeightUpdate:
             self._awaited[name].check(tensor)
             names.add(name)
 
+    def _read(self, tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str, TensorSource]]:
+        pairs: list[tuple[str, TensorSource]] = list(self._spelling.select(tensors))
+        return pairs if self._int4_reader is None else self._int4_reader.read(pairs)
+
     def _held_as(self, name: str) -> set[torch.dtype]:
         return {shard.target.dtype for shard in self._awaited[name].shards}
 
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Copies whole tensors, which `check` has seen, into the rank's parameters, in place."""
-        for name, tensor in self._spelling.select(tensors):
+        for name, tensor in self._read(tensors):
             if name in self._awaited:  # not the copy of a tied head
                 weight = self._awaited.pop(name)
                 if weight.is_wide(tensor):

@@ -90,7 +90,7 @@ def test_a_word_has_columns_32_apart() -> None:
 
 @given(
     st.sampled_from(OPS), st.sampled_from([torch.float32, torch.float16]), st.integers(1, 20), st.integers(1, 30),
-    st.integers(1, 40), st.sampled_from([0, 32, 64, 128, 256]), st.booleans(), st.integers(1, 3),
+    st.integers(1, 40), st.sampled_from([0, 32, 64, 128]), st.booleans(), st.integers(1, 3),
 )  # fmt: skip
 @settings(max_examples=20, deadline=None)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted")
@@ -120,7 +120,7 @@ def test_matches_float64_on_gpu(config: GemmConfig, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [
     torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize(("group", "has_zeros"), [(0, True), (32, True), (64, False), (128, True), (256, False)])
+@pytest.mark.parametrize(("group", "has_zeros"), [(0, True), (32, True), (64, False), (128, True)])
 def test_widening_gives_the_twin_to_the_bit(dtype: torch.dtype, group: int, has_zeros: bool) -> None:
     if torch.cuda.is_available() == (dtype == torch.float32):
         pytest.skip("the other device's")
@@ -182,9 +182,9 @@ def test_dependent_launch_in_a_graph_gives_the_same_bits(config: GemmConfig) -> 
         assert torch.equal(chain(pdl=True), plain)
 
 
-@pytest.mark.parametrize("group", [-1, 16, 48, 96, 160])
+@pytest.mark.parametrize("group", [-1, 16, 96, 256])
 def test_other_groups_are_refused(group: int) -> None:
-    with pytest.raises(ValueError, match=f"groups of {group} columns: must be of 32, 64, a multiple of 128"):
+    with pytest.raises(ValueError, match=f"groups of {group} columns: must be of 32, 64 or 128"):
         Int4Weight.empty(8, 256, group, False, torch.float32, DEVICE)
 
 

@@ -27,6 +27,12 @@ SCRATCH_FLOATS = 1 << 21
 """Room for the partial sums of a skinny kernel with split_k > 1, in float32."""
 
 FP8 = "float8_e4m3fn"
+INT4 = "int4"
+"""Dtype, in this table, of weights of 4 bits (int4.py)."""
+INT4_ROWS = 512
+"""Most rows of the kernel "int4"; for more rows weights are widened."""
+_INT4_TILES = ((64, 8, 6), (64, 16, 6), (128, 32, 4), (128, 64, 3))
+"""(weight rows, rows of x, stages)."""
 _ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Dtypes that our kernels take, and their bytes; FP8 has kernels of its own (kernels/fp8/)."""
 _SHIPPED = Path(__file__).parent / "tuned"
@@ -97,6 +103,8 @@ def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True) -> str:
     n, k = gemm.n, gemm.k
     if config.kernel == "library":
         return ""
+    if (gemm.dtype == INT4) != (config.kernel == "int4"):
+        return f"{config.kernel!r} does not multiply by weights of {gemm.dtype}"
     if gemm.dtype == FP8:
         reason = _fp8_misfit(k, config)
         if reason:
@@ -105,6 +113,9 @@ def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True) -> str:
         return f"the consumer of {gemm.kind} takes no parts of a sum"
     if config.kernel == "split":
         return "" if config.split_k > 1 and k % config.split_k == 0 else f"K={k} has no {config.split_k} equal parts"
+    if gemm.dtype == INT4:
+        left_out = config.split_k > -(-k // 128)
+        return f"split_k={config.split_k} leaves a part without columns, K={k}" if left_out else ""
     if gemm.dtype != FP8 and (gemm.dtype not in _ITEM_SIZES or k % 8):
         return f"dtype {gemm.dtype} and K={k}: our kernels take {', '.join(_ITEM_SIZES)} and multiples of 8"
     if config.kernel == "decode":
@@ -143,6 +154,8 @@ def fallback(gemm: Gemm, rows: int) -> GemmConfig:
     keep the memory busy. With the norm inside, gate and up gain by it up to 4 rows."""
     if gemm.dtype == FP8:
         return _fp8_fallback(gemm, rows)
+    if gemm.dtype == INT4:
+        return int4_config(gemm, rows)
     item_size = _ITEM_SIZES.get(gemm.dtype)
     if item_size is None or gemm.k % 8:
         return LIBRARY
@@ -166,6 +179,17 @@ def _fp8_fallback(gemm: Gemm, rows: int) -> GemmConfig:
     while gemm.kind in SUMMED and parts < 4 and tiles * parts * 2 <= 3 * _PROCESSORS and gemm.k >= 512 * parts:
         parts *= 2
     return GemmConfig("decode", 64, min(block_m, 64), 128, 6 if block_m <= 32 else 4, parts)
+
+
+def int4_config(gemm: Gemm, rows: int) -> GemmConfig:
+    """For 4-bit weights: tiles that hold all rows up to 64, and parts of K as for FP8."""
+    if rows > INT4_ROWS:
+        return LIBRARY
+    block_n, block_m, stages = next(tile for tile in _INT4_TILES if rows <= tile[1] or tile is _INT4_TILES[-1])
+    programs, parts = -(-gemm.n // block_n) * -(-rows // block_m), 1
+    while gemm.kind in SUMMED and parts < 8 and programs * parts < 2 * _PROCESSORS and gemm.k >= 1024 * parts:
+        parts *= 2
+    return GemmConfig("int4", block_n, block_m, 128, stages, parts, 4)
 
 
 def stream_config(n: int, k: int, stages: int) -> GemmConfig:
@@ -269,7 +293,7 @@ def _checked(gemm: Gemm, most: int, config: GemmConfig) -> GemmConfig:
     if config.kernel not in get_args(Kernel):
         raise ValueError(f"{gemm}: kernel {config.kernel!r} is none of {get_args(Kernel)}")
     numbers = [getattr(config, field.name) for field in fields(config) if field.name != "kernel"]
-    bounds = {"fma": SKINNY_ROWS, "stream": SKINNY_ROWS, "decode": DECODE_ROWS}
+    bounds = {"fma": SKINNY_ROWS, "stream": SKINNY_ROWS, "decode": DECODE_ROWS, "int4": INT4_ROWS}
     sizes = [config.block_n, config.block_k, config.stages] if config.is_own else []
     if any(type(number) is not int or number < 0 for number in numbers) or not all([*sizes, config.num_warps]):
         raise ValueError(f"{gemm}: {config} has sizes that are no positive integers")

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.padded_rows import empty_rows
-from nanovllm.kernels.base.triton_import import triton
-from nanovllm.kernels.gemm.choice import SCRATCH_FLOATS, GemmConfig
+from nanovllm.kernels.base.triton_import import HAS_TRITON, triton
+from nanovllm.kernels.gemm.choice import INT4, INT4_ROWS, SCRATCH_FLOATS, Gemm, GemmConfig, int4_config
 from nanovllm.kernels.gemm.int4_kernel import int4_gemm_kernel, int4_widen_kernel
 from nanovllm.kernels.gemm.skinny import workspace
 from nanovllm.kernels.pointwise.activation import silu_mul_reference
@@ -27,7 +27,6 @@ SPAN = 128
 WORDS = 32
 ZERO = 8
 """What stands for 0 where a weight has no zeros of its own."""
-SMALLEST_GROUP = 32
 WIDENED_BYTES = 32 << 20
 """Of weights widened at a time: what is written is read again from the L2 cache."""
 
@@ -37,8 +36,8 @@ class Int4Weight:
     """A weight [n, k].
 
     words: int16 [ceil(k / 128), n, 32]; word i of a block has the columns i, i + 32, i + 64, i + 96, the first in its
-    lowest bits. groups: [number of groups, n, 2], scale and zero in the dtype of x; group: columns of one, 32, 64 or a
-    multiple of 128, or 0: one for all. There are as many groups as the padded columns have. has_zeros: some zero may
+    lowest bits. groups: [number of groups, n, 2], scale and zero in the dtype of x; group: columns of one, 32, 64 or
+    128, or 0: one for all. There are as many groups as the padded columns have. has_zeros: some zero may
     be another than 8.
     """
 
@@ -66,8 +65,8 @@ class Int4Weight:
 
 def check_group(group: int) -> None:
     """Raises ValueError for a size of groups that the kernels do not take."""
-    if group not in (0, 32, 64) and (group < 0 or group % SPAN):
-        raise ValueError(f"groups of {group} columns: must be of 32, 64, a multiple of 128, or one for all (0)")
+    if group not in (0, 32, 64, SPAN):
+        raise ValueError(f"groups of {group} columns: must be of 32, 64 or 128, or one for all (0)")
 
 
 def pack(codes: Tensor) -> Tensor:
@@ -84,6 +83,18 @@ def unpack(words: Tensor, k: int) -> Tensor:
     wide = words.transpose(0, 1).int()
     planes = torch.stack([wide >> shift & 15 for shift in (0, 4, 8, 12)], dim=2)
     return planes.flatten(1)[:, :k].to(torch.uint8)
+
+
+def quantize(wide: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """wide [n, k] rounded to 4 bits around a zero of 8, as compressed-tensors does where it is symmetric: codes uint8
+    [n, k], scales [n, groups] in `dtype`, a group's largest magnitude / 7.5 (1 where that is 0)."""
+    k = wide.shape[1]
+    each = group or k
+    grouped = F.pad(wide.float(), (0, -k % each)).unflatten(1, (-1, each))
+    scales = (grouped.abs().amax(2) / 7.5).to(dtype)
+    scales[scales == 0] = 1
+    codes = (grouped / scales.float().unsqueeze(2)).round().clamp(-8, 7) + ZERO
+    return codes.to(torch.uint8).flatten(1)[:, :k], scales
 
 
 def widen_reference(weight: Int4Weight) -> Tensor:
@@ -108,7 +119,7 @@ def widen(weight: Int4Weight, first: int, end: int, out: Tensor) -> Tensor:
 
 def linear_widened(x: Tensor, weight: Int4Weight) -> Tensor:
     """x [M, k] @ weight^T -> [M, n] by the library, a range of weight rows at a time."""
-    if not x.is_cuda:
+    if not x.is_cuda or not HAS_TRITON:
         return F.linear(x, widen_reference(weight))
     n, k = weight.n, weight.k
     scratch = _widened(x.device, torch.cuda.current_stream(x.device).cuda_stream, x.dtype)
@@ -129,6 +140,16 @@ def _widened(device: torch.device, stream: int, dtype: torch.dtype) -> Tensor:
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("multiply by a widened weight once before capturing it: its memory must outlive the graph")
     return torch.empty(WIDENED_BYTES // dtype.itemsize, dtype=dtype, device=device)
+
+
+def multiply(x: Tensor, weight: Int4Weight, config: GemmConfig) -> Tensor:
+    """x [M, k] @ weight^T -> [M, n] by what `config` names, or where that is the library by what suits the number of
+    rows; with config.parts > 1 float32 [config.parts, M, n], sums over parts of k."""
+    if config.kernel == "int4":
+        return linear(x, weight, config)
+    if not x.is_cuda or not HAS_TRITON or x.shape[0] > INT4_ROWS:
+        return linear_widened(x, weight)
+    return linear(x, weight, int4_config(Gemm("", weight.n, weight.k, INT4, False), x.shape[0]))
 
 
 def linear(x: Tensor, weight: Int4Weight, config: GemmConfig, *, pdl: bool = True) -> Tensor:

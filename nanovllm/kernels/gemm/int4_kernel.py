@@ -142,8 +142,8 @@ def int4_gemm_kernel(
         planes = _unpacked(words, dtype, PTX)
         if GROUP == 0:
             scale, zero = _scale_and_zero(groups_ptr, w_rows, live, dtype, HAS_ZEROS, PTX)
-        elif GROUP >= SPAN:
-            group_at = (block // (GROUP // SPAN)) * n + w_rows
+        elif GROUP == SPAN:
+            group_at = block * n + w_rows
             scale, zero = _scale_and_zero(groups_ptr, group_at, live, dtype, HAS_ZEROS, PTX)
         for plane in tl.static_range(4):
             if GROUP > 0 and GROUP < SPAN and plane * WORDS % GROUP == 0:

@@ -1,0 +1,76 @@
+"""4-bit weights of a linear layer: what it holds, and where a checkpoint's parts go."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from nanovllm.kernels.gemm import int4
+from nanovllm.kernels.gemm.choice import GemmConfig
+from nanovllm.kernels.gemm.int4 import SPAN, WORDS, Int4Weight
+from nanovllm.layers.weights import CheckpointWeight, Cut, Shard
+from nanovllm.model_config import Quantization
+
+SCALES, ZEROS = "weight_scale", "weight_zero_point"
+"""Names beside "weight" of what models/int4_tensors.py makes of a checkpoint's tensors."""
+
+
+class Int4Matrix(nn.Module):
+    """A weight [rows, columns] of 4 bits; x @ weight^T is what kernels/gemm/int4.py says.
+
+    To a checkpoint it is words int16 [rows, blocks of 128 columns, 32], scales and zeros [rows, groups]
+    (models/int4_tensors.py makes these of every layout). Where nothing is loaded the weight is zero.
+    """
+
+    def __init__(
+        self, quantization: Quantization, rows: int, columns: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.quantization, self.group = quantization, min(quantization.group, SPAN)
+        held = Int4Weight.empty(rows, columns, self.group, quantization.has_zeros, dtype, device)
+        self.words = nn.Parameter(held.words, requires_grad=False)
+        self.groups = nn.Parameter(held.groups, requires_grad=False)
+        self.rows, self.columns = rows, columns
+
+    @property
+    def weight(self) -> Int4Weight:
+        return Int4Weight(self.words, self.groups, self.group, self.quantization.has_zeros, self.columns)
+
+    def checkpoint_weights(
+        self, path: str, shape: tuple[int, int], cuts: tuple[Cut, ...], input_index: int = 0
+    ) -> Iterator[CheckpointWeight]:
+        """Of the module `path`, a matrix of this shape, of which `cuts` are kept; along columns they begin at multiples
+        of 128."""
+        rows, columns = shape
+        scales, zeros = self.groups.unbind(-1)
+        parts = [("weight", self.words.transpose(0, 1), SPAN), (SCALES, scales.T, self.group)]
+        if self.quantization.has_zeros:
+            parts.append((ZEROS, zeros.T, self.group))
+        for name, held, each in parts:
+            count = -(-columns // each) if each else 1
+            whole = (rows, count, WORDS) if name == "weight" else (rows, count)
+            shards = tuple(_shard(held, cut, each, count) for cut in cuts)
+            yield CheckpointWeight(f"{path}.{name}", whole, shards, is_scale=name == SCALES)
+
+    @property
+    def table_key(self) -> tuple[int, int, str]:
+        """(rows, columns, type) of its products in the GEMM table."""
+        return self.rows, self.columns, "int4"
+
+    def matmul(self, x: torch.Tensor, config: GemmConfig) -> torch.Tensor:
+        """x [T, columns] -> x @ weight^T [T, rows], or float32 [config.parts, T, rows], sums over parts of columns."""
+        return int4.multiply(x, self.weight, config)
+
+    def linear_silu_mul(self, x: torch.Tensor, config: GemmConfig) -> torch.Tensor:
+        """silu(gate) * up of x [T, columns], where gates are the first half of the rows: [T, rows / 2]."""
+        return int4.linear_silu_mul(x, self.weight, config)
+
+
+def _shard(held: torch.Tensor, cut: Cut, each: int, count: int) -> Shard:
+    """Of a part [rows, columns / each, ...], of `count` in the whole, or [rows, 1] where `each` is 0, the range of a
+    cut of the matrix."""
+    if cut.dim == 0:
+        return Shard(held[cut.place : cut.place + cut.length, :count], 0, cut.start)
+    if not each:
+        return Shard(held, 0, 0)
+    return Shard(held.narrow(1, cut.place // each, -(-cut.length // each)), 1, cut.start // each)

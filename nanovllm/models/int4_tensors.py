@@ -1,0 +1,233 @@
+"""A checkpoint's 4-bit matrices in the one form that layers/int4.py takes, whichever way they are packed.
+
+A module's matrix [out, in] becomes "weight", words int16 [out, blocks of 128 columns, 32]; "weight_scale" and
+"weight_zero_point" [out, groups]. Numbers of 4 bits lie eight in an int32, the first in its lowest bits:
+
+layout              of numbers                          of zeros
+compressed-tensors  weight_packed [out, in / 8]         weight_zero_point [out / 8, groups]
+awq                 qweight [in, out / 8], interleaved  qzeros [groups, out / 8], interleaved
+gptq, gptq_v2       qweight [in / 8, out]               qzeros [groups, out / 8]; in gptq less 1
+
+Scales are weight_scale [out, groups], else scales [groups, out]. Each tensor is translated by itself, and packed anew
+in the range that is asked for.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.kernels.gemm import int4
+from nanovllm.kernels.gemm.int4 import SPAN, WORDS, ZERO
+from nanovllm.layers.int4 import SCALES, ZEROS
+from nanovllm.layers.weights import CheckpointWeight, TensorSource
+from nanovllm.model_config import ModelConfig, Quantization
+
+_INTERLEAVED = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where AWQ puts each of eight numbers in an int32."""
+_AT_ONCE = 4 << 20
+"""Numbers that are unpacked at a time."""
+
+
+def _nibbles(packed: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+    """int32 [..., n] -> its numbers uint8 [..., 8 n]."""
+    shifts = torch.tensor(_INTERLEAVED if interleaved else range(8), device=packed.device, dtype=torch.int32) * 4
+    return (packed.unsqueeze(-1) >> shifts & 15).to(torch.uint8).flatten(-2)
+
+
+def _range(source: TensorSource, dim: int, start: int, end: int) -> torch.Tensor:
+    return source.narrow(dim, start, end - start)
+
+
+@dataclass(frozen=True)
+class PackedWords:
+    """A packed matrix as words, made on `device` from what is narrowed to."""
+
+    packed: TensorSource
+    layout: str
+    device: torch.device
+    dtype = torch.int16
+
+    @property
+    def _size(self) -> tuple[int, int]:
+        """Of the matrix, rounded up to eight where it is packed."""
+        first, second = self.packed.shape
+        return {"compressed-tensors": (first, 8 * second), "awq": (8 * second, first)}.get(
+            self.layout, (second, 8 * first)
+        )
+
+    @property
+    def shape(self) -> torch.Size:
+        rows, columns = self._size
+        return torch.Size((rows, -(-columns // SPAN), WORDS))
+
+    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
+        rows, blocks, _ = self.shape
+        first, end = (start, start + length) if dim == 0 else (0, rows)
+        begin, stop = (start, start + length) if dim == 1 else (0, blocks)
+        columns = begin * SPAN, min(stop * SPAN, self._size[1])
+        out = torch.empty(end - first, stop - begin, WORDS, dtype=torch.int16, device=self.device)
+        step = max(8, _AT_ONCE // max(1, (stop - begin) * SPAN) // 8 * 8)
+        for at in range(first, end, step):
+            codes = self._codes(at, min(end, at + step), *columns)
+            out[at - first : at - first + len(codes)] = int4.pack(codes).transpose(0, 1)
+        return out
+
+    def _codes(self, first: int, end: int, begin: int, stop: int) -> torch.Tensor:
+        """Rows [first, end), columns [begin, stop): uint8."""
+        rows, columns = slice(first // 8, -(-end // 8)), slice(begin // 8, -(-stop // 8))
+        if self.layout == "compressed-tensors":
+            return _nibbles(_range(self.packed, 0, first, end)[:, columns].to(self.device))[:, : stop - begin]
+        if self.layout == "awq":
+            part = _nibbles(_range(self.packed, 0, begin, stop)[:, rows].to(self.device), interleaved=True)
+            return part.T[first % 8 : first % 8 + end - first]
+        part = _range(self.packed, 0, columns.start, columns.stop)[:, first:end].to(self.device)
+        return _nibbles(part.T.contiguous())[:, : stop - begin]
+
+
+@dataclass(frozen=True)
+class WideWords:
+    """A matrix in a wide type as words of numbers in -8..7, rounded to a group's scale."""
+
+    wide: TensorSource
+    group: int
+    kind: torch.dtype
+    """Of the scales."""
+    device: torch.device
+    dtype = torch.int16
+
+    @property
+    def shape(self) -> torch.Size:
+        rows, columns = self.wide.shape
+        return torch.Size((rows, -(-columns // SPAN), WORDS))
+
+    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
+        first, end = (start, start + length) if dim == 0 else (0, self.shape[0])
+        out = torch.cat([int4.pack(codes).transpose(0, 1) for codes, _ in self._quantized(first, end)])
+        return out if dim == 0 else out.narrow(dim, start, length)
+
+    def scales(self) -> torch.Tensor:
+        return torch.cat([scales for _, scales in self._quantized(0, self.shape[0])])
+
+    def _quantized(self, first: int, end: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Codes and scales of rows [first, end), a part at a time."""
+        step = max(1, _AT_ONCE // self.wide.shape[1])
+        for at in range(first, end, step):
+            part = _range(self.wide, 0, at, min(end, at + step)).to(self.device)
+            yield int4.quantize(part, self.group, self.kind)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A small tensor that is computed when it is asked for."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    make: Callable[[], torch.Tensor]
+
+    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
+        return self.make().narrow(dim, start, length)
+
+
+def _all_of(source: TensorSource) -> torch.Tensor:
+    return source.narrow(0, 0, source.shape[0])
+
+
+def reader_for(
+    config: ModelConfig, weights: Iterable[CheckpointWeight], dtype: torch.dtype, device: torch.device
+) -> "Int4Reader | None":
+    """None where no layer is held in 4 bits."""
+    made = next((spec.quantization for spec in config.layers if spec.quantization is not None), None)
+    return Int4Reader(weights, made, dtype, device) if made is not None and made.method == "int4" else None
+
+
+class Int4Reader:
+    """What translates tensors for a model of which some matrices are held in 4 bits."""
+
+    def __init__(
+        self, weights: Iterable[CheckpointWeight], quantization: Quantization, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """dtype: of the scales in the model."""
+        self.quantization, self.dtype, self.device = quantization, dtype, device
+        held = [weight for weight in weights if weight.shards and weight.shards[0].target.dtype == torch.int16]
+        self._rows = {weight.name: weight.shape[0] for weight in held}
+        self._has_bias = {name for weight in weights if (name := weight.name).endswith(".bias")}
+
+    def read(self, tensors: Iterable[tuple[str, TensorSource]], wide: bool = True) -> list[tuple[str, TensorSource]]:
+        """A checkpoint's (name, tensor) pairs by the names of `weights`. wide: matrices in a wide type are quantised;
+        else they raise ValueError."""
+        wide = wide or self.quantization.while_loading
+        return [found for name, tensor in tensors for found in self._translated(name, tensor, wide)]
+
+    def _translated(self, name: str, tensor: TensorSource, wide: bool) -> Iterator[tuple[str, TensorSource]]:
+        path, _, kind = name.rpartition(".")
+        weight = f"{path}.weight"
+        if weight not in self._rows:
+            yield name, tensor
+        elif kind == "weight":
+            yield from self._quantized(path, tensor, wide)
+        elif kind == "g_idx" or kind == "weight_g_idx":
+            self._check_order(name, tensor)
+        elif kind in ("qweight", "weight_packed"):
+            self._check_type(name, tensor, torch.int32)
+            yield weight, PackedWords(tensor, self.quantization.layout, self.device)
+        elif kind in ("scales", SCALES):
+            by_group = kind == "scales"
+            size = (*reversed(tensor.shape),) if by_group else (*tensor.shape,)
+            yield f"{path}.{SCALES}", self._of_groups(size, tensor.dtype, lambda: self._scales(tensor, by_group))
+        elif kind in ("qzeros", ZEROS):
+            size = (self._rows[weight], tensor.shape[1 if kind == ZEROS else 0])
+            yield f"{path}.{ZEROS}", self._of_groups(size, torch.float32, lambda: self._zeros(name, tensor, size[0]))
+        elif kind == "bias" and name not in self._has_bias and not _all_of(tensor).any():
+            return  # some tools write zeros where a layer has none
+        elif kind != "weight_shape":
+            yield name, tensor
+
+    def _check_type(self, name: str, tensor: TensorSource, wanted: torch.dtype) -> None:
+        if tensor.dtype != wanted or len(tensor.shape) != 2:
+            found = f"has type {tensor.dtype} and shape {tuple(tensor.shape)}"
+            raise ValueError(f"weight {name!r} {found}: must be a matrix of {wanted}")
+
+    def _check_order(self, name: str, tensor: TensorSource) -> None:
+        """Columns must be in the order of their groups."""
+        index = _all_of(tensor).long()
+        group = self.quantization.group or len(index)
+        wanted = torch.arange(len(index), device=index.device) // group
+        if not torch.equal(index, wanted):
+            at = int((index != wanted).nonzero()[0])
+            found = f"puts column {at} into group {index[at].item()}"
+            raise ValueError(f"weight {name!r} {found}: must be {wanted[at].item()} (desc_act is not served)")
+
+    def _quantized(self, path: str, tensor: TensorSource, wide: bool) -> Iterator[tuple[str, TensorSource]]:
+        if not wide or not tensor.dtype.is_floating_point or len(tensor.shape) != 2:
+            found = f"has type {tensor.dtype} and shape {tuple(tensor.shape)}, and quantization_config says 4 bits"
+            raise ValueError(f"weight '{path}.weight' {found}: must be packed")
+        group = min(self.quantization.group, SPAN)
+        made = WideWords(tensor, group, self.dtype, self.device)
+        rows, columns = tensor.shape
+        shape = torch.Size((rows, -(-columns // group) if group else 1))
+        yield f"{path}.weight", made
+        yield f"{path}.{SCALES}", Made(shape, self.dtype, made.scales)
+        if self.quantization.has_zeros:
+            yield f"{path}.{ZEROS}", Made(shape, torch.float32, lambda: torch.full(shape, float(ZERO)))
+
+    def _of_groups(self, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], torch.Tensor]) -> TensorSource:
+        """What `make` gives, with a column for each group that layers hold: at most 128 columns of the matrix."""
+        times = max(1, self.quantization.group // SPAN)
+        held = torch.Size((shape[0], shape[1] * times)) if len(shape) == 2 else torch.Size(shape)
+        return Made(held, dtype, lambda: make().repeat_interleave(times, dim=-1))
+
+    def _scales(self, tensor: TensorSource, by_group: bool) -> torch.Tensor:
+        values = _all_of(tensor)
+        return values.T if by_group else values
+
+    def _zeros(self, name: str, tensor: TensorSource, rows: int) -> torch.Tensor:
+        """float32 [rows, groups]."""
+        values, layout = _all_of(tensor).to(self.device), self.quantization.layout
+        if values.dtype == torch.int8:  # of old compressed-tensors: not packed
+            return values.float() + ZERO
+        by_rows = values if layout != "compressed-tensors" else values.T.contiguous()
+        zeros = _nibbles(by_rows, interleaved=layout == "awq").T.int()
+        if not 0 <= zeros.shape[0] - rows < 8:
+            raise ValueError(f"weight {name!r} has shape {tuple(tensor.shape)}: must have zeros of {rows} outputs")
+        return (zeros + 1 & 15 if layout == "gptq" else zeros)[:rows].float()

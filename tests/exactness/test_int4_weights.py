@@ -1,0 +1,188 @@
+"""4-bit weights: every packing gives the tokens of the checkpoint that it stands for, widened, alone or in a crowd, in
+chunks, preempted, from the cache and on two ranks."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import make_model, read_json, save, write_json
+from comparing import Expected, assert_mostly_sure
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from int4_checkpoints import FILE, Quantized, is_quantized, quantize_folder, quantized, save_packed, tensors_of
+from safetensors.torch import load_file, save_file
+from workload import BLOCK, LONGEST, ROOMY, assert_outputs, make_requests, run, run_alone
+
+from nanovllm import LLM
+from nanovllm.kernels.gemm import int4
+from nanovllm.layers.weights import CheckpointWeight, Shard
+from nanovllm.model_config import Quantization
+from nanovllm.models.int4_tensors import Int4Reader
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+}  # fmt: skip
+"""A hidden size and a width that 128 does not divide."""
+LAYOUTS = ("compressed-tensors", "awq", "gptq", "gptq_v2")
+GROUP = 64
+REQUESTS = make_requests()
+CHUNKS = {"num_kvcache_blocks": LONGEST // BLOCK, "disable": ("lookahead",), "max_num_batched_tokens": BLOCK}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "compressed-tensors": {"tensor_parallel_size": 2, "max_num_batched_tokens": 64}, "awq": CHUNKS, "gptq": {},
+    "gptq_v2": {},
+}  # fmt: skip
+"""Of one packing each."""
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Quantized]]:
+    folder = save(make_model(seed=3, **SHAPE), tmp_path_factory.mktemp("int4") / "wide")
+    return folder, quantize_folder(folder, GROUP)
+
+
+@pytest.fixture(scope="module")
+def expected(wide: tuple[Path, dict[str, Quantized]]) -> list[Expected]:
+    plain = {"disable": ("async_scheduling",), "enable_prefix_caching": False, "max_num_seqs": 2}
+    with LLM(str(wide[0]), **{**ROOMY, **plain}) as llm:
+        found = run_alone(llm, REQUESTS)
+    assert_mostly_sure(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder_of(wide: tuple[Path, dict[str, Quantized]]) -> Callable[[str], Path]:
+    folder, matrices = wide
+
+    def make(layout: str) -> Path:
+        target = folder.parent / layout
+        return target if target.is_dir() else save_packed(folder, target, matrices, layout)
+
+    return make
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_packing_gives_the_widened_checkpoints_tokens(
+    folder_of: Callable[[str], Path], expected: list[Expected], layout: str
+) -> None:
+    chosen = slice(4) if layout.startswith("gptq") else slice(None)
+    with LLM(str(folder_of(layout)), **{**ROOMY, **SETTINGS[layout]}) as llm:
+        assert_outputs(run(llm, REQUESTS[chosen]), REQUESTS[chosen], expected[chosen], layout)
+        if layout == "compressed-tensors":
+            assert_outputs(run(llm, REQUESTS[::-1]), REQUESTS[::-1], expected[::-1], (layout, "later, from the cache"))
+
+
+def test_new_weights_packed_or_wide(
+    wide: tuple[Path, dict[str, Quantized]], folder_of: Callable[[str], Path], expected: list[Expected]
+) -> None:
+    """A wide matrix is rounded as compressed-tensors rounds symmetrically."""
+    folder, matrices = wide
+    others = {name: value for name, value in load_file(folder / FILE).items() if not is_quantized(name)}
+    folder_packed, packed = folder_of("compressed-tensors"), {}
+    for path, matrix in matrices.items():
+        symmetric = quantized(matrix.widened(), GROUP, symmetric=True, scale_type=np.float32)
+        packed |= tensors_of(path, symmetric, "compressed-tensors")
+    with LLM(str(folder_packed), **ROOMY) as llm:
+        before = llm.checksum()
+        llm.load_weights({**others, **packed}.items())
+        changed = llm.checksum()
+        llm.load_weights(load_file(folder_packed / FILE).items())
+        assert llm.checksum() == before != changed
+        assert_outputs(run(llm, REQUESTS[:4]), REQUESTS[:4], expected[:4], "loaded anew")
+        llm.load_weights(load_file(folder / FILE).items())
+        assert llm.checksum() == changed
+        with pytest.raises(ValueError, match=r"weight 'model.layers.0.mlp.down_proj.weight' has shape"):
+            llm.load_weights([("model.layers.0.mlp.down_proj.weight", torch.zeros(192, 10))])
+
+
+@given(
+    st.sampled_from([*LAYOUTS, "symmetric"]), st.integers(1, 4), st.integers(1, 50), st.sampled_from([0, 32, 128, 256]),
+    st.integers(0, 1), st.data(),
+)  # fmt: skip
+@settings(max_examples=25, deadline=None)
+def test_any_range_of_a_packed_matrix(
+    layout: str, rows_over_8: int, columns_over_8: int, group: int, dim: int, data: st.DataObject
+) -> None:
+    rows, columns = 8 * rows_over_8, 8 * columns_over_8
+    group = group if columns % max(1, group) == 0 else 0
+    made = np.random.default_rng(rows * columns).normal(size=(rows, columns)).astype(np.float32)
+    matrix, symmetric = quantized(made, group, layout == "symmetric"), layout == "symmetric"
+    layout = "compressed-tensors" if symmetric else layout
+    how = Quantization("int4", layout=layout, group=group, has_zeros=not symmetric)
+    held = torch.empty(rows, -(-columns // 128), 32, dtype=torch.int16)
+    weights = [CheckpointWeight("a.weight", tuple(held.shape), (Shard(held, 0, 0),))]
+    reader = Int4Reader(weights, how, torch.float32, torch.device("cpu"))
+    found = dict(reader.read(tensors_of("a", matrix, layout, symmetric).items(), wide=False))
+    assert set(found) == {"a.weight", "a.weight_scale"} | (set() if symmetric else {"a.weight_zero_point"})
+    assert tuple(found["a.weight"].shape) == tuple(held.shape)
+
+    start = data.draw(st.integers(0, held.shape[dim] - 1))
+    words = found["a.weight"].narrow(dim, start, data.draw(st.integers(1, held.shape[dim] - start)))
+    codes = int4.unpack(words.transpose(0, 1), words.shape[1] * 128).numpy()
+    whole = np.pad(matrix.codes, [(0, 0), (0, -columns % 128)])
+    first = 128 * start if dim else 0
+    assert (codes == (whole[start:] if dim == 0 else whole)[: len(codes), first : first + codes.shape[1]]).all()
+
+    each = min(group, 128) or columns
+    of_column = np.arange(columns) // (group or columns)
+    for name, values in (("a.weight_scale", matrix.scales), ("a.weight_zero_point", matrix.zeros)):
+        if name in found:
+            got = found[name].narrow(0, 0, rows)
+            assert got.shape == found[name].shape
+            assert (got.float().numpy()[:, np.arange(columns) // each] == values[:, of_column]).all(), name
+
+
+def test_made_while_loading(wide: tuple[Path, dict[str, Quantized]], tmp_path: Path) -> None:
+    """As if compressed-tensors had rounded the checkpoint symmetrically, in groups of 128."""
+    folder, matrices = wide
+    rounded = {path: quantized(matrix.widened(), 128, symmetric=True) for path, matrix in matrices.items()}
+    packed = save_packed(folder, tmp_path / "packed", rounded, "compressed-tensors", symmetric=True)
+    names = load_file(packed / FILE)
+    scales = {name: value.half().float() for name, value in names.items() if name.endswith("_scale")}
+    save_file({**names, **scales}, packed / FILE)
+    with LLM(str(folder), quantization="int4", **{**ROOMY, "dtype": "float16"}) as llm:
+        made = llm.checksum()
+    with LLM(str(packed), **{**ROOMY, "dtype": "float16"}) as llm:
+        assert llm.checksum() == made
+
+
+BAD: dict[str, tuple[str, dict[str, Any], str]] = {
+    "bits": ("awq", {"bits": 8}, r"quantization_config: bits=8: must be 4"),
+    "version": ("awq", {"version": "gemv"}, r"quantization_config: version='gemv': must be one of 'gemm'"),
+    "desc_act": ("gptq", {"desc_act": True}, r"quantization_config: desc_act=True: must be one of False"),
+    "group": ("gptq", {"group_size": 48}, r"quantization_config: group_size=48: must be -1, 32, 64 or a multiple"),
+    "form": ("compressed-tensors", {"format": "marlin-24"}, r"format='marlin-24': must be one of 'pack-quantized'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", list(BAD))
+def test_what_is_not_served_is_refused_by_name(folder_of: Callable[[str], Path], tmp_path: Path, case: str) -> None:
+    layout, change, message = BAD[case]
+    config = read_json(folder_of(layout) / "config.json")
+    quantization = {**config["quantization_config"], **change}
+    write_json(tmp_path / "config.json", {**config, "quantization_config": quantization})
+    with pytest.raises(ValueError, match=message):
+        LLM(str(tmp_path), load_format="dummy", **ROOMY)
+
+
+SPOILT: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor | None], str]] = {
+    "no zeros": ("qzeros", lambda t: None, r"missing weight: model.layers.0.mlp.up_proj.weight_zero_point"),
+    "order": ("g_idx", lambda t: t.flip(0), r"up_proj.g_idx' puts column 0 into group 2: must be 0"),
+    "scale": ("scales", lambda t: -t, r"up_proj.weight_scale' holds -.*: scales must be finite and > 0"),
+    "shape": ("qweight", lambda t: t[:, :64], r"up_proj.weight' has shape \(64, 2, 32\), the configuration needs"),
+    "type": ("qweight", lambda t: t.float(), r"up_proj.qweight' has type torch.float32 .*: must be a matrix of"),
+}
+
+
+@pytest.mark.parametrize("case", list(SPOILT))
+def test_spoilt_checkpoints_are_refused_by_name(folder_of: Callable[[str], Path], tmp_path: Path, case: str) -> None:
+    kind, spoil, message = SPOILT[case]
+    name = f"model.layers.0.mlp.up_proj.{kind}"
+    tensors = load_file(folder_of("gptq") / FILE)
+    spoilt = spoil(tensors.pop(name))
+    save_file({**tensors, **({} if spoilt is None else {name: spoilt.contiguous()})}, tmp_path / FILE)
+    write_json(tmp_path / "config.json", read_json(folder_of("gptq") / "config.json"))
+    with pytest.raises(ValueError, match=message):
+        LLM(str(tmp_path), **ROOMY)
