@@ -22,6 +22,9 @@ class Int4Matrix(nn.Module):
     (models/int4_tensors.py makes these of every layout). Where nothing is loaded the weight is zero.
     """
 
+    few_rows = int4
+    """Has the products that compute norm, activation and residual too."""
+
     def __init__(
         self, quantization: Quantization, rows: int, columns: int, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -32,8 +35,11 @@ class Int4Matrix(nn.Module):
         self.groups = nn.Parameter(held.groups, requires_grad=False)
         self.rows, self.columns = rows, columns
 
-    @property
-    def weight(self) -> Int4Weight:
+    def takes(self, config: GemmConfig) -> bool:
+        """Whether it can be multiplied by what `config` names."""
+        return True
+
+    def for_kernel(self) -> Int4Weight:
         return Int4Weight(self.words, self.groups, self.group, self.quantization.has_zeros, self.columns)
 
     def checkpoint_weights(
@@ -59,11 +65,11 @@ class Int4Matrix(nn.Module):
 
     def matmul(self, x: torch.Tensor, config: GemmConfig) -> torch.Tensor:
         """x [T, columns] -> x @ weight^T [T, rows], or float32 [config.parts, T, rows], sums over parts of columns."""
-        return int4.multiply(x, self.weight, config)
+        return int4.multiply(x, self.for_kernel(), config)
 
     def linear_silu_mul(self, x: torch.Tensor, config: GemmConfig) -> torch.Tensor:
         """silu(gate) * up of x [T, columns], where gates are the first half of the rows: [T, rows / 2]."""
-        return int4.linear_silu_mul(x, self.weight, config)
+        return int4.linear_silu_mul(x, self.for_kernel(), config)
 
 
 def _shard(held: torch.Tensor, cut: Cut, each: int, count: int) -> Shard:
