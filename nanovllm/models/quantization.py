@@ -130,6 +130,8 @@ def quantized_layers(fields: dict[str, Any], found: Quantization, names: list[st
 def check(fields: dict[str, Any], found: Quantization) -> None:
     """Raises ValueError where a model's layers cannot be quantised so."""
     moe = fields.get("moe")
+    if moe is not None and found.method == "int4":
+        raise ValueError("quantization='int4': not with a mixture of experts")
     if moe is not None and (moe.layout != "experts" or moe.bias or found.static_inputs):
         kinds = "experts that are stacked in the checkpoint, have a bias, or static scales of activations"
         raise ValueError(f"quantization={found.method!r}: not with {kinds}")
