@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import refuse, shown
 from nanovllm.serve import frames
-from nanovllm.serve.weight_feed import WeightFeed, open_feed
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
+    from nanovllm.transfer.receiver import WeightReceiver
 
 Steps = Generator[None, None, dict[str, Any]]
 """A call at work; returns its answer."""
@@ -33,7 +33,7 @@ class AdminCalls:
         self._running: tuple[frames.Control, Steps] | None = None
         self._is_paused_by_call = self._keeps = False
         self._level = 0
-        self._feed: WeightFeed | None = None
+        self._made: WeightReceiver | None = None
 
     def put(self, call: frames.Control) -> None:
         self._incoming.put(call)
@@ -154,12 +154,18 @@ class AdminCalls:
 
     # -- new weights --------------------------------------------------------------------------------------------
 
+    @property
+    def _receiver(self) -> "WeightReceiver":
+        if self._made is None:
+            from nanovllm.transfer.receiver import WeightReceiver  # torch is there by now
+
+            self._made = WeightReceiver(self._engine, self._engine.config.device)
+        return self._made
+
     def _init_weight_transfer_engine(self, init_info: dict[str, Any]) -> Steps:
+        """Returns when all ranks of the trainer's group are there; no step runs meanwhile."""
         yield from ()
-        if self._feed is not None:
-            self._feed.close()
-            self._feed = None
-        self._feed = open_feed(self._engine, init_info)
+        self._receiver.init(init_info)
         return {"message": "weight transfer initialized"}
 
     def _start_weight_update(self, in_flight: str | None = None, partial: bool = False) -> Steps:
@@ -177,15 +183,13 @@ class AdminCalls:
         folder = update_info.get("weight_dir")
         if folder is not None:
             self._engine.update(_folder(folder))
-        elif self._feed is None:
-            raise RuntimeError("update_weights: needs weight_dir, or init_weight_transfer_engine first")
         else:
-            self._feed.update(update_info)
+            self._receiver.update(update_info)
         return {"message": "weights updated"}
 
     def _finish_weight_update(self, weight_version: int | None = None) -> Steps:
         yield from ()
-        self._engine.finish_update(weight_version)
+        self._receiver.finish(weight_version)
         return {"message": "weight update finished"}
 
     def _load_weights(self, weight_dir: str, in_flight: str | None = None, weight_version: int | None = None) -> Steps:

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +16,10 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 from serving import DEMO, Server, events, user, wait_for
+
+from nanovllm.transfer.buckets import Entry, described
+from nanovllm.transfer.receiver import WeightSender
+from nanovllm.transfer.shared import SharedBucket
 
 KEY, USER_KEY = "the admin's", "a user's"
 LONG: dict[str, Any] = {
@@ -261,8 +266,47 @@ def test_new_weights_from_a_folder(admin: httpx.Client, pool: ThreadPoolExecutor
     assert call(admin, "/weight_checker", action="compare", baseline=before)["match"]
 
 
-def test_what_the_server_says_of_itself(admin: httpx.Client) -> None:
+def test_a_trainer_broadcasts_and_shares_memory(
+    admin: httpx.Client, pool: ThreadPoolExecutor, other: Path
+) -> None:
+    """The calls of vLLM's weight transfer, with its fields: over a group, then in a bucket, under a stream."""
+    before = call(admin, "/weight_checker", action="checksum")["checksums"]
     assert admin.get("/get_world_size?include_dp=false").json() == {"world_size": 1}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "packed": True}
+    weights = load_file(other / "model.safetensors")
+    joined = pool.submit(call, admin, "/init_weight_transfer_engine", init_info=info)
+    sender = WeightSender(info, "cpu", timeout=60)
+    joined.result(30)
+    stream = Stream(admin, pool, max_tokens=60).begun()
+    call(admin, "/pause?mode=keep")
+    call(admin, "/start_weight_update")
+    named = described([Entry.of(*pair) for pair in weights.items()])
+    sent = pool.submit(sender.send, weights.items())
+    call(admin, "/update_weights", update_info=named)
+    sent.result(30)
+    call(admin, "/finish_weight_update")
+    call(admin, "/resume")
+    stream.text()
+    sender.close()
+    compared = call(admin, "/weight_checker", action="compare", baseline=before)
+    assert compared == {"match": False, "mismatches": ["model.norm.weight"]}
+
+    bucket = SharedBucket(1 << 21, "cpu")
+    call(admin, "/init_weight_transfer_engine", init_info={})
+    call(admin, "/start_weight_update")
+    for message in bucket.messages(load_file(DEMO / "model.safetensors").items()):
+        call(admin, "/update_weights", update_info=message)
+    call(admin, "/update_weights", 400, update_info={**named, "shared_memory": "/etc/passwd", "nbytes": 1 << 30})
+    call(admin, "/finish_weight_update")
+    bucket.close()
+    assert call(admin, "/weight_checker", action="compare", baseline=before)["match"]
+    assert ask(admin) == "The capital of Italy is Rome."
+
+
+def test_what_the_server_says_of_itself(admin: httpx.Client) -> None:
     text = admin.get("/server_info?config_format=json").text
     info = json.loads(text)
     assert info["vllm_config"]["model_config"]["max_model_len"] == 2048
@@ -280,7 +324,7 @@ def test_what_the_server_says_of_itself(admin: httpx.Client) -> None:
         ("/update_weights", {}, "update_info"),
         ("/update_weights", {"update_info": {}, "weight_dir": "x"}, "update_info"),
         ("/init_weight_transfer_engine", {"init_info": []}, "init_info"),
-        ("/init_weight_transfer_engine", {"init_info": {"pigeon": 1}}, "init_info"),
+        ("/init_weight_transfer_engine", {"init_info": {"pigeon": 1}}, "world_size"),
         ("/init_weight_transfer_engine", {}, "init_info"),
         ("/weight_checker", {"action": "compare"}, "baseline"),
         ("/abort_requests", {"request_ids": "all"}, "request_ids"),

@@ -72,10 +72,6 @@ class AbortRequests(msgspec.Struct):
     request_ids: list[str] | None = None
 
 
-class WorldSize(msgspec.Struct):
-    include_dp: bool = True
-
-
 async def _options(call: Call, kind: type[Struct]) -> Struct:
     """The call's options. Raises ApiError (400) naming the one that is wrong."""
     query = parse_qs(call.scope["query_string"].decode("latin-1"), keep_blank_values=True)
@@ -107,11 +103,8 @@ async def weight_info(front: "Front", call: Call) -> None:
 
 
 async def world_size(front: "Front", call: Call) -> None:
-    """Ranks that a trainer has to count with."""
-    front.require_tokenizer()
-    options = await _options(call, WorldSize)
-    replicas = front.info["data_parallel_size"] if options.include_dp else 1
-    await call.respond_json({"world_size": front.info["tensor_parallel_size"] * replicas})
+    """Ranks of a trainer's group that the server is: its own ranks and replicas get weights from the first."""
+    await call.respond_json({"world_size": 1})
 
 
 async def abort_requests(front: "Front", call: Call) -> None:
