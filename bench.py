@@ -250,6 +250,7 @@ def make_parser() -> argparse.ArgumentParser:
     engine.add_argument("--data-parallel-size", type=int, metavar="N", help="replicas behind a front; default: none")
     engine.add_argument("--max-num-seqs", type=int)
     engine.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), help="type of keys and values")
+    engine.add_argument("--quantization", choices=("fp8", "int4"), help="of linear layers, made while loading")
     engine.add_argument("--options", nargs="+", default=[], metavar="KEY=VALUE", help="any other option of the engine")
     modes = parser.add_argument_group("modes (any number; default: --throughput)")
     modes.add_argument("--throughput", action="store_true", help="all requests at once")
@@ -296,6 +297,8 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, dict[str
     }
     if args.data_parallel_size is not None:
         options |= {"data_parallel_size": args.data_parallel_size, "data_parallel_backend": "local"}
+    if args.quantization is not None:
+        options["quantization"] = args.quantization
     if args.max_num_seqs is not None:
         options["max_num_seqs"] = args.max_num_seqs
     if args.kv_cache_dtype is not None:

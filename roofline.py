@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nanovllm.model_config import ModelConfig
+from nanovllm.model_config import ModelConfig, Quantization
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,13 @@ class StepWork:
         self.prompt_pairs += count * computed + count * (count + 1) // 2
 
 
+def bytes_of_weight(held: Quantization | None, element_bytes: int) -> float:
+    """Of a linear layer, scales included. held: how the layer holds it; None: not quantised."""
+    if held is None:
+        return element_bytes
+    return 1.0 if held.method == "fp8" else 0.5 + (2 / held.group if held.group else 0)
+
+
 class Roofline:
     """Limits of one model on `tensor_parallel_size` equal devices."""
 
@@ -73,7 +80,7 @@ class Roofline:
         self, model: ModelConfig, tensor_parallel_size: int, figures: DeviceFigures, element_bytes: int = 2,
         kv_element_bytes: float | None = None,
     ) -> None:  # fmt: skip
-        """`element_bytes`: size of a weight, and where `kv_element_bytes` is None of a KV element."""
+        """`element_bytes`: of a weight that is not quantised, and where `kv_element_bytes` is None of a KV element."""
         size, hidden = tensor_parallel_size, model.hidden_size
         self.figures, self.element_bytes, self.tensor_parallel_size = figures, element_bytes, size
         self.kv_element_bytes = element_bytes if kv_element_bytes is None else kv_element_bytes
@@ -81,34 +88,43 @@ class Roofline:
         # Per rank. KV heads are replicated where ranks exceed them.
         kv_widths = [math.ceil(layer.num_kv_heads / size) * layer.head_dim for layer in model.layers]
         query_widths = [model.num_attention_heads * layer.head_dim // size for layer in model.layers]
-        attention = sum(2 * hidden * (q + kv) for q, kv in zip(query_widths, kv_widths, strict=True))
-        mlp = (3 if model.gated_mlp else 2) * hidden * model.intermediate_size // size
+        mlp = hidden * model.intermediate_size // size
+        parts: list[tuple[int, Quantization | None]] = []
+        for layer, q, kv in zip(model.layers, query_widths, kv_widths, strict=True):
+            parts.append((hidden * (q + 2 * kv), layer.precision("qkv")))
+            parts.append((hidden * q, layer.precision("o")))
+            if layer.mlp != "moe":
+                gate_up = (1 + model.gated_mlp) * mlp
+                parts += [(gate_up, layer.precision("gate_up")), (mlp, layer.precision("down"))]
         self.moe, num_moe = model.moe, sum(layer.mlp == "moe" for layer in model.layers)
-        self.layer_weights = attention + (self.num_layers - num_moe) * mlp
-        self.expert_weights = 0
-        """Elements of one expert, in all layers together."""
+        self.expert_weights, self.expert_bytes = 0, 0.0
+        """Of one expert, in all layers together."""
         if self.moe is not None:
             self.expert_weights = num_moe * 3 * hidden * self.moe.intermediate_size // size
+            held = next(layer.precision("experts") for layer in model.layers if layer.mlp == "moe")
+            self.expert_bytes = self.expert_weights * bytes_of_weight(held, element_bytes)
             router = self.moe.num_experts * hidden
-            self.layer_weights += num_moe * (router + 3 * hidden * self.moe.shared_size // size)
+            parts.append((num_moe * (router + 3 * hidden * self.moe.shared_size // size), None))
+        self.layer_weights = sum(count for count, _ in parts)
+        self.layer_bytes = sum(count * bytes_of_weight(held, element_bytes) for count, held in parts)
         self.head_weights = hidden * math.ceil(model.vocab_size / size)
         self.kv_elements_per_token = 2 * sum(kv_widths)
         self.query_elements = sum(query_widths)
 
-    def _stage(self, elements: float, flops: float) -> float:
-        reading = elements * self.element_bytes / self.figures.read_bytes_per_second
-        return max(reading, flops / self.figures.flops_per_second)
+    def _stage(self, num_bytes: float, flops: float) -> float:
+        return max(num_bytes / self.figures.read_bytes_per_second, flops / self.figures.flops_per_second)
 
     def step_seconds(self, work: StepWork) -> float:
         """Least seconds of one step."""
         # A pair costs two dot products (scores, values) of head_dim multiply-adds for each query head.
         pair_flops = 4.0 * self.query_elements
-        seconds = self._stage(self.layer_weights, 2.0 * self.layer_weights * work.tokens)
+        seconds = self._stage(self.layer_bytes, 2.0 * self.layer_weights * work.tokens)
         seconds += self._experts_seconds(work.tokens)
-        seconds += self._stage(self.head_weights if work.sampled else 0, 2.0 * self.head_weights * work.sampled)
-        kv_elements = self.kv_elements_per_token * self.kv_element_bytes / self.element_bytes  # of element_bytes each
-        seconds += self._stage(kv_elements * work.decode_context, pair_flops * work.decode_context)
-        seconds += self._stage(kv_elements * work.prompt_context, pair_flops * work.prompt_pairs)
+        head_bytes = self.head_weights * self.element_bytes if work.sampled else 0
+        seconds += self._stage(head_bytes, 2.0 * self.head_weights * work.sampled)
+        kv_bytes = self.kv_elements_per_token * self.kv_element_bytes
+        seconds += self._stage(kv_bytes * work.decode_context, pair_flops * work.decode_context)
+        seconds += self._stage(kv_bytes * work.prompt_context, pair_flops * work.prompt_pairs)
         return seconds + self._wire_seconds(work.tokens)
 
     def _experts_seconds(self, tokens: int) -> float:
@@ -117,7 +133,7 @@ class Roofline:
             return 0.0
         count, chosen = self.moe.num_experts, self.moe.top_k
         hit = count * (1 - (1 - chosen / count) ** tokens)
-        return self._stage(hit * self.expert_weights, 2.0 * chosen * self.expert_weights * tokens)
+        return self._stage(hit * self.expert_bytes, 2.0 * chosen * self.expert_weights * tokens)
 
     def _wire_seconds(self, tokens: int) -> float:
         """Two all-reduces of [tokens, hidden] in each layer; a ring sends each element 2 (n - 1) / n times."""
