@@ -249,6 +249,7 @@ def make_parser() -> argparse.ArgumentParser:
     engine.add_argument("--tensor-parallel-size", type=int, default=1)
     engine.add_argument("--data-parallel-size", type=int, metavar="N", help="replicas behind a front; default: none")
     engine.add_argument("--max-num-seqs", type=int)
+    engine.add_argument("--exact-bits", choices=("batch", "tp"), help="one order of sums for all steps")
     engine.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), help="type of keys and values")
     engine.add_argument("--quantization", choices=("fp8", "int4"), help="of linear layers, made while loading")
     engine.add_argument("--options", nargs="+", default=[], metavar="KEY=VALUE", help="any other option of the engine")
@@ -301,8 +302,9 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, dict[str
         options["quantization"] = args.quantization
     if args.max_num_seqs is not None:
         options["max_num_seqs"] = args.max_num_seqs
-    if args.kv_cache_dtype is not None:
-        options["kv_cache_dtype"] = args.kv_cache_dtype
+    for name in ("kv_cache_dtype", "exact_bits"):
+        if getattr(args, name) is not None:
+            options[name] = getattr(args, name)
     try:
         options |= parse_assignments(args.options)
         if args.decode_stall is not None:

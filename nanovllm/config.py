@@ -94,6 +94,9 @@ class EngineConfig:
     graphs; "auto": native where there is one."""
     quantization: str | None = None
     """"fp8": linear layers hold weights in e4m3, made while they are loaded. None: as the checkpoint has them."""
+    exact_bits: str | None = None
+    """"batch": log-probabilities of a request equal to the last bit whatever runs beside it and however its steps are
+    cut; "tp": on 1, 2, 4 and 8 ranks too. None: up to the order of sums."""
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     """Replaces entries of config.json, for example {"rope_scaling": {...}}."""
 
@@ -207,6 +210,8 @@ class EngineConfig:
         self._require_choice("dtype", "auto", *DTYPES)
         if self.quantization is not None:
             self._require_choice("quantization", "fp8", "int4")
+        if self.exact_bits is not None:
+            self._require_choice("exact_bits", "batch", "tp")
         self._require_choice("logprobs_mode", "raw", "processed")
         self._require_choice("load_format", "auto", "dummy")
         self._require_choice("model_impl", "auto", "native", "transformers")

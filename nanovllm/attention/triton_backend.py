@@ -29,6 +29,8 @@ class TritonBackend(AttentionBackend):
     """Needs a GPU (or TRITON_INTERPRET=1). Block sizes that are multiples of 64 run fastest."""
 
     name = "triton"
+    _plan, _scratch, _decode, _prefill = DecodePlan, DecodeScratch, DecodeAttention, PrefillAttention
+    _prefill_config = staticmethod(prefill_config)
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int, max_num_seqs: int, max_model_len: int,
                  device: torch.device | str, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> None:
@@ -40,12 +42,13 @@ class TritonBackend(AttentionBackend):
         for spec in self.specs:
             kind = (spec.num_kv_heads, spec.head_dim, spec.window)
             fp8 = self.kv_dtype == torch.float8_e4m3fn
-            plans.setdefault(kind, DecodePlan(*kind, max_num_seqs, max_model_len, self.device, fp8=fp8))
+            plans.setdefault(kind, self._plan(*kind, max_num_seqs, max_model_len, self.device, fp8=fp8))
         self.plans = {spec: plans[spec.num_kv_heads, spec.head_dim, spec.window] for spec in self.specs}
-        scratch = DecodeScratch.for_specs(self.plans, max_num_seqs, self.device)
-        self.decode = {spec: DecodeAttention(spec, block_size, plan, scratch) for spec, plan in self.plans.items()}
+        scratch = self._scratch.for_specs(self.plans, max_num_seqs, self.device)
+        self.decode = {spec: self._decode(spec, block_size, plan, scratch) for spec, plan in self.plans.items()}
         self.prefill = {
-            spec: PrefillAttention(spec, block_size, max_num_seqs, self.device, prefill_config(spec.head_dim, dtype))
+            spec: self._prefill(
+                spec, block_size, max_num_seqs, self.device, self._prefill_config(spec.head_dim, dtype))
             for spec in self.specs
         }
 

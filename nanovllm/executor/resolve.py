@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from nanovllm.config import EngineConfig
+from nanovllm.executor.exact_bits import check_exact_bits
 from nanovllm.model_config import ModelConfig
 
 
@@ -25,7 +26,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     longest = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ValueError(f"max_model_len={config.max_model_len}: must be at most max_position_embeddings={longest}")
-    return replace(
+    resolved = replace(
         config,
         device=device,
         dtype=dtype,
@@ -33,6 +34,8 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         max_model_len=config.max_model_len or longest,
         kvcache_block_size=config.kvcache_block_size or (128 if device == "cuda" else 16),
     )
+    check_exact_bits(resolved, model)
+    return resolved
 
 
 def _shares_gpus(config: EngineConfig, count: int) -> bool:

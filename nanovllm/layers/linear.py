@@ -15,7 +15,7 @@ import torch
 
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.gemm import decode, skinny
-from nanovllm.kernels.gemm.choice import LIBRARY, Gemm, GemmConfig
+from nanovllm.kernels.gemm.choice import LIBRARY, Gemm, GemmConfig, Ranges
 from nanovllm.kernels.gemm.dispatch import matmul
 from nanovllm.kernels.pointwise.norm import add_up
 from nanovllm.layers.int4 import Int4Matrix
@@ -57,6 +57,8 @@ class ParallelLinear(WeightedModule):
         """The consumer adds up sums over parts of K; where it is not a ReduceAddNorm the model says False."""
         self.configs: Mapping[int, GemmConfig] = {}
         """Numbers of rows that have a choice of their own; all others go to the library."""
+        self.ranges: Ranges = ()
+        """Where it is not empty, the choices for all numbers of rows, in place of `configs`."""
         self.pdl_rows: set[int] = set()
         """Numbers of rows that a kernel of our own multiplies, after which PDL gains. One set for
         the layer's life: the norm that consumes its result holds it too."""
@@ -85,10 +87,16 @@ class ParallelLinear(WeightedModule):
         self.pdl_rows.clear()
         self.pdl_rows.update(rows for rows, config in configs.items() if config.is_own)
 
+    def choice(self, rows: int) -> GemmConfig:
+        """What multiplies so many rows."""
+        if self.ranges:
+            return next(config for most, config in self.ranges if rows <= most)
+        return self.configs.get(rows, LIBRARY)
+
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in] @ weight^T: [T, out], or float32 [parts, T, out], sums over parts of `in`, where the choice says
         so: only layers whose result goes to a ReduceAddNorm have such a choice."""
-        config = self.configs.get(x.shape[0], LIBRARY)
+        config = self.choice(x.shape[0])
         if self.quantized is not None:
             return self.quantized.matmul(x, config)
         return matmul(x, self.weight, config)
@@ -117,8 +125,8 @@ class ParallelLinear(WeightedModule):
 
     def fuses(self, rows: int) -> GemmConfig | None:
         """The choice for so many rows where it computes norm, activation and residual too."""
-        config = self.configs.get(rows)
-        if config is None or not config.is_skinny or (self.bias is not None and self.adds_bias):
+        config = self.choice(rows)
+        if not config.is_skinny or (self.bias is not None and self.adds_bias):
             return None
         return config
 
@@ -149,6 +157,8 @@ class ParallelLinear(WeightedModule):
 def part_of(width: int, group: TensorParallelGroup, multiple: int) -> tuple[int, int, int]:
     """A rank's part of a split width: its size (the same on all ranks, of this `multiple`), where it begins, how much
     of it is no padding."""
+    if multiple > 1:  # it may be padded
+        multiple = math.lcm(multiple, group.width_multiple)
     size = -(-width // (group.size * multiple)) * multiple
     begin = min(width, group.rank * size)
     return size, begin, min(size, width - begin)
@@ -187,7 +197,7 @@ class MergedColumnParallelLinear(ParallelLinear):
 
     def forward_silu_mul(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         """This layer as gate and up, SiLU(gate) * up: [T, in] -> [T, out / 2]."""
-        config = self.configs.get(x.shape[0], LIBRARY)
+        config = self.choice(x.shape[0])
         if config.kernel not in ("decode", "int4") or self.bias is not None:
             return kernels.silu_mul(self(x))
         if self.quantized is not None:

@@ -77,6 +77,8 @@ class ReduceAddNorm(WeightedModule):
         return self.norm.eps
 
     def forward(self, partial: torch.Tensor, residual: torch.Tensor | None) -> Normed:
+        if self.group.exact_bits == "tp" and self.group.size > 1:
+            return self.add_norm(self._nodes(partial, residual), residual)
         rows = partial.shape[-2]
         peers = self.group.fused_all_reduce(rows)
         if peers is not None and not self.is_plain:
@@ -88,6 +90,13 @@ class ReduceAddNorm(WeightedModule):
             assert residual is not None
             partial = add_up(partial, residual.dtype)
         return self.add_norm(self.group.all_reduce(partial), residual)
+
+    def _nodes(self, partial: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """The ranks' nodes of the tree that a row-parallel sum is, float32 [ranks, T, hidden]; at the start of the
+        model, where all addends but one are zero, their sum."""
+        if residual is None:
+            return self.group.all_reduce(partial)
+        return self.group.all_gather(add_up(partial, torch.float32))
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> Normed:
         """The same for x [T, hidden] (or in parts) that is complete."""

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from nanovllm.kernels.gemm.fixed_order import LEAF_MULTIPLE, LEAVES
+from nanovllm.kernels.pointwise.norm import add_up
 from nanovllm.parallel.two_batch import Overlap
 
 if TYPE_CHECKING:
@@ -29,15 +31,16 @@ class TensorParallelGroup:
 
     def __init__(
         self, rank: int, size: int, device: torch.device, store: dist.Store | None, overlap: bool = False,
-        share_gpus: bool = False,
+        share_gpus: bool = False, exact_bits: str | None = None,
     ) -> None:  # fmt: skip
         """`store`: where the ranks meet; None for one rank. Where it has an attribute `unwatched`, that is the same
         store without Python: NCCL's threads outlive the interpreter, so they must not call into it.
         `overlap`: large steps may all-reduce beside their GEMMs. `share_gpus`: ranks may sit on one GPU, which NCCL
-        refuses."""
+        refuses. `exact_bits`: see EngineConfig; sums then have one order, that of ranks or a tree."""
         self.rank = rank
         self.size = size
         self.device = device
+        self.exact_bits = exact_bits
         self._store = store
         self._share_gpus = share_gpus
         self._library = "nccl" if device.type == "cuda" and not share_gpus else "gloo"
@@ -75,7 +78,7 @@ class TensorParallelGroup:
             memory = PeerMemory(
                 *args, max_keys=max_keys, half_rows=half_rows, allow_shared_device=self._share_gpus
             )
-            self._peer = PeerAllReduce(memory)
+            self._peer = PeerAllReduce(memory, one_order=self.exact_bits is not None)
             if self.overlap is not None:
                 self.overlap.sums = CopyEngineSums(self._peer.memory)
         except PeerMemoryUnavailable as reason:
@@ -91,12 +94,21 @@ class TensorParallelGroup:
             return "none"
         return self._library if self._peer is None else f"peer memory, {self._library} for large sums"
 
+    @property
+    def width_multiple(self) -> int:
+        """What a rank's share of a width that may be padded is a multiple of: whole leaves (kernels/gemm)."""
+        return LEAVES * LEAF_MULTIPLE // self.size if self.exact_bits == "tp" else 1
+
     def fused_all_reduce(self, num_rows: int) -> "PeerAllReduce | None":
         """What sums, adds and normalises [num_rows, hidden] in one kernel; None where nothing does."""
-        return self._peer if self._peer is not None and self._peer.path(num_rows) != "nccl" else None
+        if self._peer is None or self.exact_bits == "tp":
+            return None
+        return self._peer if self._peer.takes(num_rows) else None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sums `x` over the ranks, in place; returns it. Every rank ends with the same bits."""
+        if self._group is not None and self.exact_bits is not None:
+            return x.copy_(add_up(self.all_gather(x).float(), x.dtype))
         if self._group is not None:
             self._group.allreduce([x]).wait()
         return x
@@ -115,6 +127,8 @@ class TensorParallelGroup:
         """Every rank's `x` [...], of one shape, to every rank: [ranks, ...]."""
         if self._group is None:
             return x.unsqueeze(0)
+        if self._library == "gloo" and x.is_cuda:  # ranks that share a GPU
+            return self.all_gather(x.cpu()).to(x.device)
         x = x.contiguous()
         out = x.new_empty(self.size, *x.shape)
         if self._library == "nccl":

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from nanovllm.attention import select_backend
 from nanovllm.kernels import select_kernels
 from nanovllm.kernels.base.compile_keys import hash_triton, resolve_keys
+from nanovllm.kernels.gemm.fixed_order import library_without_parts
+from nanovllm.kernels.row_by_row import row_by_row
 from nanovllm.models.checkpoint import check_names, load_checkpoint, load_dummy, open_checkpoint
 from nanovllm.models.decoder import ModelContext, attention_specs
 from nanovllm.models.int4_tensors import reader_for
@@ -72,8 +75,9 @@ class ModelRunner(WeightCommands):
         """Called with the share of the weights that are loaded."""
         self.memory = MemoryProbe(self.device)
         size = config.tensor_parallel_size
-        overlap = config.uses("two_batch_overlap")
-        self.group = TensorParallelGroup(rank, size, self.device, store, overlap, config.share_gpus)
+        overlap = config.uses("two_batch_overlap") and config.exact_bits is None
+        args = (rank, size, self.device, store, overlap, config.share_gpus, config.exact_bits)
+        self.group = TensorParallelGroup(*args)
         progress()
         if config.uses("peer_all_reduce") and self.device.type == "cuda" and self.group.size > 1:
             rows, keys = config.max_num_batched_tokens, config.max_num_seqs + MAX_PREFILL_ROWS
@@ -93,10 +97,14 @@ class ModelRunner(WeightCommands):
         self.kernels = select_kernels(self.device, config.uses("fused_kernels"), interpret)
         if self.kernels.fused and self.device.type == "cuda":
             resolve_keys()
+        backend = config.attention_backend
+        if config.exact_bits is not None:
+            backend = "fixed-order triton" if self.kernels.fused else "fixed-order torch"
+            self.kernels = self.kernels if self.kernels.fused else row_by_row(self.kernels)
         foreign = self._load_foreign() if model.implementation == "transformers" else None
         specs = foreign.specs if foreign else attention_specs(model, rank, config.tensor_parallel_size)
         backend_class, self.backend_reason, is_fallback = select_backend(
-            config.attention_backend, specs, device=self.device, dtype=self.dtype, block_size=self.block_size,
+            backend, specs, device=self.device, dtype=self.dtype, block_size=self.block_size,
             kv_dtype=self.kv_dtype,
         )  # fmt: skip
         if rank == 0:
@@ -108,6 +116,8 @@ class ModelRunner(WeightCommands):
         sizes = (self.block_size, config.max_num_seqs, self.max_model_len)
         self.backend = backend_class(specs, *sizes, self.device, self.dtype, self.kv_dtype, **functions)
         self.no_graphs_because = why_no_graphs(self.device, config.enforce_eager, self.kernels, self.backend)
+        if config.exact_bits == "tp" and config.share_gpus and self.group.size > 1:
+            self.no_graphs_because = "ranks that share a GPU gather their sums over the host"
         if foreign:
             self.no_graphs_because = "transformers computes the model"
         if rank == 0 and self.device.type == "cuda" and self.no_graphs_because and not config.enforce_eager:
@@ -125,6 +135,8 @@ class ModelRunner(WeightCommands):
             self.live_module.share(self.model, model.tie_word_embeddings)
             self.memory.release_cached()
         self.gemm_table = tuning.table_for(self.device, config.kernel_choices)
+        if config.exact_bits is not None and foreign is None:
+            tuning.fix_order(self.model, self.gemm_table, self.group)
         self.sleepable: SleepableMemory | None = None
         if config.enable_sleep and self.device.type == "cuda" and self.live_module is None:
             self.sleepable = SleepableMemory(self.device)
@@ -226,7 +238,12 @@ class ModelRunner(WeightCommands):
         """Kernels of our own may multiply."""
         config = self.config
         is_ours = self.model_config.implementation == "native"
+        is_ours &= config.exact_bits is None
         return is_ours and self.device.type == "cuda" and config.uses("gemm_kernels") and config.uses("fused_kernels")
+
+    @property
+    def _untuned(self) -> str:
+        return "library" if self.config.exact_bits is None else "one order of sums for all numbers of rows"
 
     @torch.inference_mode()
     def choose_kernels(self) -> "Choices":
@@ -242,7 +259,7 @@ class ModelRunner(WeightCommands):
             tuning.apply(self.model, choices, fused=self.group.size == 1)
         if self.no_graphs_because is not None:
             return 0
-        with self.io.stream_context():
+        with self.io.stream_context(), self._products():
             self.graphs, before = self._new_graphs(), self.memory.used_bytes()
             self.graphs.capture_all()
             self.memory.note_graphs(self.memory.used_bytes() - before)
@@ -264,6 +281,11 @@ class ModelRunner(WeightCommands):
             except ValueError:  # a kernel refuses its shape, on all ranks alike
                 return float("inf")
 
+    def _products(self) -> AbstractContextManager[None]:
+        """The settings that the library multiplies with."""
+        is_fixed = self.config.exact_bits is not None and self.device.type == "cuda"
+        return library_without_parts() if is_fixed else nullcontext()
+
     def _new_graphs(self) -> StepGraphs:
         assert self.io.stream is not None
         self.io.step_buffer.zero_()  # a step without rows: everything is padding
@@ -279,7 +301,7 @@ class ModelRunner(WeightCommands):
         num_rows, num_decode_rows, num_sample_rows, num_tokens = (int(n) for n in packed[:4])
         keep_hidden = section is not None and section.num_targets > 0
         work, shape, posted, hidden = self.work, None, None, None
-        with self.io.stream_context():
+        with self.io.stream_context(), self._products():
             if self.graphs is not None and not keep_hidden:
                 prefill_rows, chunk_tokens = num_rows - num_decode_rows, num_tokens - num_decode_rows
                 shape = self.graphs.shape_for(num_decode_rows, prefill_rows, chunk_tokens)
@@ -331,7 +353,8 @@ class ModelRunner(WeightCommands):
             "attention_backend_reason": self.backend.fallen_back_from or self.backend_reason,
             "block_size": self.block_size,
             "all_reduce": self.group.all_reduce_name,
-            "gemms": tuning.report(self.model, self.gemm_table, self.group.size == 1) if self._tunes else "library",
+            "gemms": tuning.report(self.model, self.gemm_table, self.group.size == 1) if self._tunes else self._untuned,
+            "exact_bits": self.config.exact_bits,
             "cuda_graphs": len(self.graphs) if self.graphs else 0,
             "no_cuda_graphs_because": self.no_graphs_because,
             **({} if self.live_module is None else self.live_module.report()),

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.base.device import supports_tma
+from nanovllm.kernels.gemm import fixed_order
 from nanovllm.kernels.gemm.choice import LIBRARY, Choices, Gemm, GemmTable, load, merges_before, shipped_table
 from nanovllm.layers.linear import ParallelLinear
 from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.wire.shapes import decode_buckets
 
 
@@ -71,3 +73,12 @@ def _merge_first_rows(o_proj: ParallelLinear) -> frozenset[int]:
     num_bytes = sum(parameter.nbytes for parameter in o_proj.parameters())
     rows_of_skinny = (rows for rows, config in o_proj.configs.items() if config.is_skinny)
     return frozenset(rows for rows in rows_of_skinny if merges_before(rows, num_bytes))
+
+
+def fix_order(model: nn.Module, table: GemmTable, group: TensorParallelGroup) -> None:
+    """Gives every linear layer choices for all numbers of rows that give a row the same bits (EngineConfig.exact_bits).
+    A rank decides for itself: no order depends on what else was chosen."""
+    for linear in linears(model):
+        gemm = linear.gemm(group.size == 1)
+        leaves = fixed_order.leaves_of(gemm.k * group.size) // group.size if group.exact_bits == "tp" else 0
+        linear.ranges = fixed_order.ranges(gemm, table, linear.takes_parts, leaves, group.device.type == "cpu")

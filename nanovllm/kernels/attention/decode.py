@@ -292,7 +292,7 @@ class DecodeScratch:
     @classmethod
     def for_specs(cls, plans: "dict[AttentionSpec, DecodePlan]", max_num_seqs: int, device: torch.device
                   ) -> "DecodeScratch":
-        rows = [(max_num_seqs * spec.num_heads * plan.most_splits, spec.head_dim) for spec, plan in plans.items()]
+        rows = [(spec.num_heads * plan.most_partials, spec.head_dim) for spec, plan in plans.items()]
         partial = torch.zeros(max(n * dim for n, dim in rows), dtype=torch.float32, device=device)
         return cls(partial, torch.zeros(max(n for n, _ in rows), dtype=torch.float32, device=device))
 

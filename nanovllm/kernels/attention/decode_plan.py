@@ -156,11 +156,18 @@ class DecodePlan:
                  device: torch.device, config: DecodeConfig | None = None, fp8: bool = False) -> None:
         """config: in place of the tuned ones, for all batch sizes."""
         self.window, self.max_num_seqs, self.max_model_len = window, max_num_seqs, max_model_len
-        self.tuning = tuning(num_kv_heads, head_dim, fp8) if config is None else ((None, config),)
+        self.tuning = self._tuned(num_kv_heads, head_dim, fp8) if config is None else ((None, config),)
         self.most_splits = max(self.max_splits(config) for _, config in self.tuning)
         self.work = torch.zeros(max_num_seqs * self.most_splits, 4, dtype=torch.int32, device=device)
         self.num_work = torch.zeros(1, dtype=torch.int32, device=device)
         self.num_chunks = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+
+    _tuned = staticmethod(tuning)
+
+    @property
+    def most_partials(self) -> int:
+        """Chunks of all rows together, in the step that has most."""
+        return self.max_num_seqs * self.most_splits
 
     def config(self, num_rows: int) -> DecodeConfig:
         return next(config for most, config in self.tuning if most is None or num_rows <= most)

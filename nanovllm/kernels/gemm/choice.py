@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-Kernel = Literal["library", "split", "fma", "stream", "decode", "int4"]
+Kernel = Literal["library", "split", "fma", "stream", "decode", "int4", "blocks"]
 
 SKINNY_ROWS = 16
 """Most rows of the skinny kernels, "fma" and "stream"."""
@@ -59,7 +59,7 @@ class GemmConfig:
 
     kernel: "library": cuBLAS. "split": cuBLAS over split_k equal parts of K, whose float32 sums go to the consumer.
     "fma", "stream": skinny.py. "decode": decode.py; its consumer too gets split_k sums where there are several. "int4":
-    int4.py, for weights of 4 bits.
+    int4.py, for weights of 4 bits. "blocks": fixed_order.py, a CPU's way to bits that do not depend on the rows.
     block_n: weight rows of a tile (for "decode" with the activation: gates, and as many ups). block_m: rows of x of a
     tile. block_k: columns of a step. stages: steps in flight. split_k: parts of K that are computed side by side.
 
@@ -74,6 +74,8 @@ class GemmConfig:
     stages: int = 0
     split_k: int = 1
     num_warps: int = 4
+    leaves: int = 1
+    """Parts of each of the split_k, for "decode" and "blocks": each is summed by itself, and then they are in pairs."""
 
     @property
     def is_skinny(self) -> bool:
@@ -221,11 +223,15 @@ class GemmTable:
     def is_tuned(self, gemm: Gemm) -> bool:
         return _measured_as(gemm) in self.entries
 
+    def measured(self, gemm: Gemm) -> Ranges:
+        """The entry of this very GEMM; empty where there is none."""
+        return self.entries.get(_measured_as(gemm), ())
+
     def lookup(self, gemm: Gemm, rows: int, tma: bool = True) -> GemmConfig:
         """What multiplies `rows` rows: the entry of this very GEMM, else `fallback`; only what the device (`tma`) and
         the weight allow."""
-        ranges = self.entries.get(_measured_as(gemm))
-        if ranges is None:
+        ranges = self.measured(gemm)
+        if not ranges:
             config = fallback(gemm, rows)
         else:
             config = next((config for most, config in ranges if rows <= most), LIBRARY)
@@ -290,7 +296,7 @@ def _parse(raw: dict[str, Any]) -> GemmTable:
 
 def _checked(gemm: Gemm, most: int, config: GemmConfig) -> GemmConfig:
     """`config`; ValueError where it cannot multiply `most` rows by this weight."""
-    if config.kernel not in get_args(Kernel):
+    if config.kernel not in get_args(Kernel) or config.kernel == "blocks":
         raise ValueError(f"{gemm}: kernel {config.kernel!r} is none of {get_args(Kernel)}")
     numbers = [getattr(config, field.name) for field in fields(config) if field.name != "kernel"]
     bounds = {"fma": SKINNY_ROWS, "stream": SKINNY_ROWS, "decode": DECODE_ROWS, "int4": INT4_ROWS}

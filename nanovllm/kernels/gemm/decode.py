@@ -21,6 +21,7 @@ from nanovllm.kernels.base.triton_import import triton
 from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.kernels.gemm.decode_kernel import decode_gemm_kernel
 from nanovllm.kernels.pointwise.activation import silu_mul_reference
+from nanovllm.kernels.pointwise.norm import add_up
 
 PREFETCH_BYTES = 64 << 10
 """Of a program's weights, to bring into L2 before it may start: about what its pipeline asks for first."""
@@ -64,6 +65,11 @@ def split_linear_reference(x: Tensor, weight: Tensor, splits: int) -> Tensor:
 
 def linear_reference(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
     """Plain twin of `linear`: the same columns in each part."""
+    if config.leaves > 1:
+        leaf = x.shape[1] // (config.leaves * config.split_k)
+        sums = _sums(x, weight, [*range(0, x.shape[1] + 1, leaf)]).unflatten(0, (config.split_k, config.leaves))
+        sums = torch.stack([add_up(part, torch.float32) for part in sums])
+        return sums if config.split_k > 1 else sums[0].to(x.dtype)
     steps = -(-x.shape[1] // config.block_k)
     sums = _sums(x, weight, [steps * part // config.split_k * config.block_k for part in range(config.split_k + 1)])
     return sums if config.split_k > 1 else sums[0].to(x.dtype)
@@ -87,6 +93,8 @@ def _launch(x: Tensor, weight: Tensor, n_out: int, config: GemmConfig, out: Tens
         raise ValueError(f"weight {list(weight.shape)} does not fit x {list(x.shape)}, or K is no multiple of 16 bytes")
     if not (x.is_contiguous() and weight.is_contiguous()) or x.dtype != weight.dtype:
         raise ValueError(f"contiguous tensors of one dtype expected, got {x.dtype} and {weight.dtype}")
+    if config.leaves > 1 and k % (config.leaves * config.split_k * config.block_k):
+        raise ValueError(f"{config}: K = {k} has no {config.leaves * config.split_k} parts of whole steps")
     if config.split_k > triton.cdiv(k, config.block_k):
         raise ValueError(f"{config} leaves a split without columns, K = {k}")
     columns = PREFETCH_BYTES // (config.block_n * (2 if gated else 1) * weight.element_size())
@@ -97,7 +105,7 @@ def _launch(x: Tensor, weight: Tensor, n_out: int, config: GemmConfig, out: Tens
         TensorDescriptor(weight, list(weight.shape), [k, 1], [config.block_n, config.block_k]),
         weight, out, rows=rows, n_out=n_out, k=k,
         BLOCK_N=config.block_n, BLOCK_M=config.block_m, BLOCK_K=config.block_k, STAGES=config.stages,
-        GATED=gated, PARTS=config.split_k > 1, X_LEFT=config.block_n < 64,
+        GATED=gated, PARTS=config.split_k > 1, LEAVES=config.leaves, X_LEFT=config.block_n < 64,
         PREFETCH=max(64, min(columns, triton.next_power_of_2(k))), num_warps=config.num_warps,
         **pdl_options(x.device, pdl),
     )  # fmt: skip

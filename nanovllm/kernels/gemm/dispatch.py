@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.gemm import decode, skinny
+from nanovllm.kernels.gemm import decode, fixed_order, skinny
 from nanovllm.kernels.gemm.choice import GemmConfig, Kernel
 
 
@@ -19,6 +19,7 @@ _BY_KERNEL: dict[Kernel, Callable[[Tensor, Tensor, GemmConfig], Tensor]] = {
     "fma": skinny.linear,
     "stream": skinny.linear,
     "decode": decode.linear,
+    "blocks": fixed_order.linear_in_blocks,
 }
 
 

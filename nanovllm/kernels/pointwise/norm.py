@@ -38,6 +38,21 @@ _NONE = Norm(None, 0.0)
 
 
 @triton.jit
+def in_pairs(parts):
+    """The sum of a tuple of up to 16 tiles: of neighbours, then of these sums, and so on, so that a group's sum is
+    the same whether its members come one by one or added up already. An odd one out joins a round later."""
+    for _ in tl.static_range(4):
+        sums = ()
+        for i in tl.static_range((len(parts) + 1) // 2):
+            if 2 * i + 1 < len(parts):
+                sums = sums + (parts[2 * i] + parts[2 * i + 1],)
+            else:
+                sums = sums + (parts[2 * i],)
+        parts = sums
+    return parts[0]
+
+
+@triton.jit
 def _load_row(POINTER, cols, mask):
     """A row of float32; where there is none, a number that is not used."""
     row = 0.0
@@ -81,10 +96,11 @@ def _norm_kernel(
         tl.extra.cuda.gdc_wait()
     x = tl.load(X + row * x_stride + cols, mask=mask, other=0.0)
     if PARTS > 1:
+        parts = (x,)
         for part in tl.static_range(1, PARTS):
             at = X + (part * tl.num_programs(0) + row) * HIDDEN + cols
-            x += tl.load(at, mask=mask, other=0.0)
-        x = x.to(OUT.dtype.element_ty)
+            parts = parts + (tl.load(at, mask=mask, other=0.0),)
+        x = in_pairs(parts).to(OUT.dtype.element_ty)
     if AFTER_WEIGHT is not None:
         x = _normed(x, after_weight, after_bias, after_eps, mask, HIDDEN, AFTER_KIND, AFTER_BIAS is not None)
     if ADD:
@@ -156,11 +172,11 @@ def rms_norm_reference(
 
 
 def add_up(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """float32 [parts, T, hidden] -> their sum, rounded once, [T, hidden]; parts are added in order."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total.to(dtype)
+    """float32 [parts, T, hidden] -> their sum, rounded once, [T, hidden]; added in pairs, as in_pairs does."""
+    sums = list(parts)
+    while len(sums) > 1:
+        sums = [sum(sums[i + 1 : i + 2], sums[i]) for i in range(0, len(sums), 2)]
+    return sums[0].to(dtype)
 
 
 def norm_reference(x: torch.Tensor, norm: Norm) -> torch.Tensor:

@@ -91,8 +91,11 @@ class PeerAllReduce:
     max_spins: rounds of a wait before it gives up and sets the abort word to 2.
     """
 
-    def __init__(self, memory: PeerMemory, max_spins: int = MAX_SPINS) -> None:
+    def __init__(self, memory: PeerMemory, max_spins: int = MAX_SPINS, one_order: bool = False) -> None:
+        """one_order: a row's bits do not depend on how many there are. Then no row is cut, whose squares would be
+        summed in parts, and sums that are too large for the block go through it in pieces."""
         self.memory = memory
+        self.one_order = one_order
         self.max_spins = max_spins
         layout = memory.layout
         self._hidden = layout.hidden_size
@@ -111,8 +114,22 @@ class PeerAllReduce:
             return "one_shot"
         return "two_shot" if rows <= min(layout.two_shot_rows, limits.peer_bytes // row) else "nccl"
 
+    def takes(self, rows: int) -> bool:
+        """Whether a sum of so many rows comes here, and not to the caller's communicator."""
+        return self.one_order or self.path(rows) != "nccl"
+
+    def _pieces(self, rows: int, path: Path | None) -> list[slice]:
+        """The rows of a sum, in pieces where it is too large for the block."""
+        if path is not None or not self.one_order or self.path(rows) != "nccl":
+            return [slice(0, rows)]
+        layout = self.memory.layout
+        most = min(layout.two_shot_rows, self.memory.limits.peer_bytes // (self._hidden * layout.itemsize))
+        return [slice(begin, min(begin + most, rows)) for begin in range(0, rows, most)]
+
     def plan_for(self, rows: int) -> TwoShotPlan | None:
         """Of a two-shot sum of so many rows; None: whole rows."""
+        if self.one_order:
+            return None
         layout, limits = self.memory.layout, self.memory.limits
         return CUT_IN_FOUR if rows <= limits.cut_rows(layout.world_size, self._hidden * layout.itemsize) else None
 
@@ -132,8 +149,9 @@ class PeerAllReduce:
         rows = self._check(partial, residual, weight)
         out = empty_rows(rows, self._hidden, weight.dtype, weight.device)
         residual_out = torch.empty_like(out) if residual is None else residual
-        operands = (partial, residual_out, weight, out)
-        self._launch(path, operands, eps, residual is not None, dependent)
+        for own in self._pieces(rows, path):
+            operands = (partial[..., own, :].contiguous(), residual_out[own], weight, out[own])
+            self._launch(path, operands, eps, residual is not None, dependent)
         return out, residual_out
 
     def all_reduce(self, partial: torch.Tensor, *, path: Path | None = None) -> torch.Tensor:
@@ -141,7 +159,9 @@ class PeerAllReduce:
         path: as above."""
         rows = self._check(partial, None, None)
         out = empty_rows(rows, self._hidden, self.memory.dtype, partial.device)
-        self._launch(path, (partial, out, out, out), 0.0, False, False, norm=False)
+        for own in self._pieces(rows, path):
+            part, total = partial[..., own, :].contiguous(), out[own]
+            self._launch(path, (part, total, total, total), 0.0, False, False, norm=False)
         return out
 
     def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,180 @@
+"""The work list of fixed-order decode attention, built on the device: which units of which rows there are.
+
+A unit is what one program computes and leaves for the merge: the first keys of a row, whose chunks it adds up itself,
+or one of the chunks after these (fixed_order.py). Few rows have short first units, so that the memory is busy; many
+rows long ones, so that little is written and merged. No bit depends on which it was.
+"""
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.attention.decode_plan import TUNED_HEAD_DIM, TUNED_KV_HEADS, UNBOUNDED, DecodeConfig, DecodePlan
+from nanovllm.kernels.attention.fixed_order import CHUNK, WIDE_CHUNK, WIDE_FROM
+
+_CHUNK, _WIDE_CHUNK, _WIDE_FROM = tl.constexpr(CHUNK), tl.constexpr(WIDE_CHUNK), tl.constexpr(WIDE_FROM)
+_CLASS = tl.constexpr(256)  # keys by which first units are sorted
+_LONG_CLASSES, _CLASSES = tl.constexpr(4), tl.constexpr(WIDE_FROM // 256)
+_AT_ONCE = tl.constexpr(16)
+ROWS_PER_PROGRAM = 16
+
+TUNING: tuple[tuple[int | None, DecodeConfig], ...] = (
+    (2, DecodeConfig(programs_per_sm=2, min_chunk=128, merge_heads=1)),
+    (16, DecodeConfig(num_stages=2, programs_per_sm=4, min_chunk=128, merge_heads=1)),
+    (40, DecodeConfig(programs_per_sm=3, min_chunk=512)),
+    (48, DecodeConfig(programs_per_sm=6, min_chunk=1024)),
+    (None, DecodeConfig(min_chunk=WIDE_FROM)),
+)
+"""As decode_plan.TUNING; min_chunk: keys of a row's first unit, a power of two from CHUNK to WIDE_FROM."""
+
+
+def unit_of(key: int, first_unit: int) -> int:
+    """Number of the unit that holds a key, where a row's first unit has `first_unit` keys."""
+    if key < WIDE_FROM:
+        return 0 if key < first_unit else 1 + (key - first_unit) // CHUNK
+    return 1 + (WIDE_FROM - first_unit) // CHUNK + (key - WIDE_FROM) // WIDE_CHUNK
+
+
+def unit_start(unit: int, first_unit: int) -> int:
+    """First key of a unit."""
+    narrow = 1 + (WIDE_FROM - first_unit) // CHUNK
+    if unit == 0:
+        return 0
+    return first_unit + (unit - 1) * CHUNK if unit < narrow else WIDE_FROM + (unit - narrow) * WIDE_CHUNK
+
+
+@triton.jit
+def _unit_of(key, FIRST: tl.constexpr):
+    narrow = tl.where(key < FIRST, 0, 1 + (key - FIRST) // _CHUNK)
+    wide = 1 + (_WIDE_FROM - FIRST) // _CHUNK + (key - _WIDE_FROM) // _WIDE_CHUNK
+    return tl.where(key < _WIDE_FROM, narrow, wide)
+
+
+@triton.jit
+def _unit_start(unit, FIRST: tl.constexpr):
+    NARROW: tl.constexpr = 1 + (_WIDE_FROM - FIRST) // _CHUNK
+    start = tl.where(unit < NARROW, FIRST + (unit - 1) * _CHUNK, _WIDE_FROM + (unit - NARROW) * _WIDE_CHUNK)
+    return tl.where(unit == 0, 0, start)
+
+
+@triton.jit
+def _place(here, placed):
+    """(where each row's `here` entries begin in the list, entries up to then)"""
+    return placed + tl.cumsum(here, 0) - here, placed + tl.sum(here, 0)
+
+
+@triton.jit
+def _store(WORK, at, row_and_slot, start, end, index_of, mask):
+    entry = WORK + at * 4
+    tl.store(entry, row_and_slot, mask=mask)
+    tl.store(entry + 1, start, mask=mask)
+    tl.store(entry + 2, end, mask=mask)
+    tl.store(entry + 3, index_of, mask=mask)
+
+
+@triton.jit(do_not_specialize=["ROW_SLOT", "CONTEXT_LENS", "num_rows", "window"])
+def fixed_order_plan_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, num_rows, window, FIRST: tl.constexpr,
+                            ROWS_PADDED: tl.constexpr, ROWS_PER_PROGRAM: tl.constexpr):
+    """See fixed_order_plan_reference. Every program ranks all rows and writes the entries of its own."""
+    NARROW: tl.constexpr = 1 + (_WIDE_FROM - FIRST) // _CHUNK
+    rows = tl.arange(0, ROWS_PADDED)
+    slot = tl.load(ROW_SLOT + rows, mask=rows < num_rows, other=-1)
+    length = tl.load(CONTEXT_LENS + rows, mask=rows < num_rows, other=0)
+    end = tl.where(slot >= 0, length, 0)
+    first = tl.maximum(end - window, 0)
+    has_any = end > 0
+    unit = _unit_of(first, FIRST)
+    units = tl.where(has_any, _unit_of(tl.maximum(end - 1, 0), FIRST) - unit + 1, 0)
+    narrow_end = unit + units  # numbers of narrow units but the row's first, then of wide ones
+    wide = tl.where(has_any, tl.maximum(narrow_end - tl.maximum(unit, NARROW), 0), 0)
+    has_first = has_any & (unit == 0)
+    narrow = units - wide - tl.where(has_first, 1, 0)
+    first_length = tl.minimum(end, FIRST) - first
+
+    placed = tl.sum(tl.zeros_like(length), 0)
+    at_first = tl.zeros_like(length)
+    at_wide = tl.zeros_like(length)
+    of_class = tl.minimum((first_length - 1) // _CLASS, _CLASSES - 1)
+    for step in tl.static_range(_CLASSES):
+        if step == _CLASSES - _LONG_CLASSES:
+            at_wide, placed = _place(wide, placed)
+        here = tl.where(has_first & (of_class == _CLASSES - 1 - step), 1, 0)
+        begin, placed = _place(here, placed)
+        at_first += here * begin
+    at_narrow, placed = _place(narrow, placed)
+
+    program = tl.program_id(0)
+    if program == 0:
+        tl.store(NUM_WORK, placed)
+    mine = (rows // ROWS_PER_PROGRAM == program) & (rows < num_rows)
+    row_and_slot = rows | (slot << 16)
+    tl.store(NUM_CHUNKS + rows, units, mask=mine)
+    _store(WORK, at_first, row_and_slot, first, tl.minimum(end, FIRST), units << 16, mine & has_first)
+    nothing = tl.zeros([1, _AT_ONCE], tl.int32)
+    for begin in range(0, tl.max(tl.where(mine, units, 0), 0), _AT_ONCE):
+        index = begin + tl.arange(0, _AT_ONCE)[None, :]
+        number = unit[:, None] + index
+        is_wide = number >= NARROW
+        there = mine[:, None] & (index < units[:, None]) & (number > 0)
+        of_wide = at_wide[:, None] + number - tl.maximum(unit, NARROW)[:, None]
+        of_narrow = at_narrow[:, None] + number - tl.maximum(unit, 1)[:, None]
+        start = tl.maximum(_unit_start(number, FIRST), first[:, None])
+        stop = tl.minimum(_unit_start(number + 1, FIRST), end[:, None])
+        _store(WORK, tl.where(is_wide, of_wide, of_narrow), row_and_slot[:, None] + nothing, start, stop,
+               index | (units[:, None] << 16), there)
+
+
+def fixed_order_plan_reference(row_slot: torch.Tensor, context_lens: torch.Tensor, first_unit: int,
+                               window: int | None = None) -> list[tuple[int, int, int, int, int, int]]:
+    """The work list as (row, slot, first key, end, index of the unit among the row's, units of the row), in the order
+    of rows; the kernel's is about that of lengths."""
+    items = []
+    for row, (slot, context) in enumerate(zip(row_slot.tolist(), context_lens.tolist(), strict=True)):
+        if slot < 0 or context == 0:
+            continue
+        first = max(0, context - window) if window else 0
+        numbers = range(unit_of(first, first_unit), unit_of(context - 1, first_unit) + 1)
+        for index, unit in enumerate(numbers):
+            start, end = (unit_start(number, first_unit) for number in (unit, unit + 1))
+            items.append((row, slot, max(start, first), min(end, context), index, len(numbers)))
+    return items
+
+
+def tuning(num_kv_heads: int, head_dim: int, fp8: bool = False) -> tuple[tuple[int | None, DecodeConfig], ...]:
+    """TUNING for a rank that holds so many key heads; see decode_plan.tuning. Not for e4m3."""
+    assert not fp8
+    found = ((most and most * TUNED_KV_HEADS // num_kv_heads, config) for most, config in TUNING)
+    if head_dim <= TUNED_HEAD_DIM:
+        return tuple(found)
+    return tuple((most, replace(config, num_stages=2)) for most, config in found)
+
+
+class FixedOrderPlan(DecodePlan):
+    """DecodePlan of units."""
+
+    _tuned = staticmethod(tuning)
+
+    def most_units(self, config: DecodeConfig, context_len: int) -> int:
+        """Units of the row that has most, among rows of up to so many tokens."""
+        units = unit_of(max(context_len, 1) - 1, config.min_chunk) + 1
+        return units if self.window is None else min(units, self.window // CHUNK + 2)
+
+    def max_splits(self, config: DecodeConfig) -> int:
+        return self.most_units(config, self.max_model_len)
+
+    @property
+    def most_partials(self) -> int:
+        """Units of all rows together, in the step that has most."""
+        return max(min(most or self.max_num_seqs, self.max_num_seqs) * self.max_splits(config)
+                   for most, config in self.tuning)
+
+    def most_chunks(self, num_rows: int, max_context_len: int) -> int:
+        return self.most_units(self.config(num_rows), min(max_context_len, self.max_model_len))
+
+    def make(self, row_slot: torch.Tensor, context_lens: torch.Tensor, num_rows: int) -> None:
+        fixed_order_plan_kernel[(triton.cdiv(num_rows, ROWS_PER_PROGRAM),)](
+            row_slot, context_lens, self.work, self.num_work, self.num_chunks, num_rows, self.window or UNBOUNDED,
+            FIRST=self.config(num_rows).min_chunk, ROWS_PADDED=max(16, triton.next_power_of_2(num_rows)),
+            ROWS_PER_PROGRAM=ROWS_PER_PROGRAM, num_warps=4)

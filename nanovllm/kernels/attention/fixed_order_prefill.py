@@ -1,0 +1,112 @@
+"""The prefill kernel whose queries get the bits that the decode kernel would give them; see fixed_order.py."""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.attention.fixed_order import attend, empty, ends_chunk, fold, tile_keys
+from nanovllm.kernels.attention.prefill import PrefillAttention, PrefillConfig, _load_tile
+from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims
+from nanovllm.kernels.base.device import paged_descriptor
+
+
+@triton.jit
+def _walk(q, state, row_state, begin, stop, K, V, TABLE_ROW, kv_head, first, end, position, scale_log2, window,
+          k_strides, v_strides, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, TMA: tl.constexpr,
+          CAP: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr):
+    """The tiles from key `begin` to `stop`, for queries at `position`; state and row_state: see `empty`. Keys first ..
+    end are all that any of the queries sees."""
+    m, sums, acc = state
+    top, total, out = row_state
+    for n in range(begin, stop, TILE):
+        k = _load_tile(K, TABLE_ROW, kv_head, n, first, end, k_strides, D, PAGE, TILE, TMA)
+        v = _load_tile(V, TABLE_ROW, kv_head, n, first, end, v_strides, D, PAGE, TILE, TMA)
+        visible = None
+        if MASKED:
+            keys = n + tl.arange(0, TILE)
+            visible = keys[None, :] <= position[:, None]
+            if WINDOWED:
+                visible = visible & (keys[None, :] > position[:, None] - window)
+        m, sums, acc = attend(q, k, v, m, sums, acc, visible, scale_log2, CAP)
+        if ends_chunk(n + TILE):
+            top, total, out = fold(m, sums, acc, top, total, out)
+            m, sums, acc = empty(acc.shape[0], acc.shape[1])
+    return (m, sums, acc), (top, total, out)
+
+
+@triton.jit(do_not_specialize=["ROW_SLOT", "CU_SEQLENS", "CONTEXT_LENS", "table_stride", "window"])
+def fixed_order_prefill_kernel(Q, K, V, SINKS, OUT, TABLE, ROW_SLOT, CU_SEQLENS, CONTEXT_LENS, TILES, scale_log2,
+                               window, q_strides, k_strides, v_strides, table_stride, out_strides, HQ: tl.constexpr,
+                               G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr,
+                               TILE: tl.constexpr, CAP: tl.constexpr, WINDOWED: tl.constexpr, TMA: tl.constexpr):
+    """Operands and grid are those of prefill.py's kernel."""
+    DIMS: tl.constexpr = padded_dims(D)
+    tile = tl.program_id(0) // HQ
+    head = tl.program_id(0) % HQ
+    row = tl.load(TILES + tile * 2)
+    if row < 0:
+        return
+    query = tl.load(TILES + tile * 2 + 1)
+    token = tl.load(CU_SEQLENS + row)
+    count = tl.load(CU_SEQLENS + row + 1) - token
+    context = tl.load(CONTEXT_LENS + row)
+    TABLE_ROW = TABLE + tl.load(ROW_SLOT + row).to(tl.int64) * table_stride
+
+    queries = query + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, DIMS)
+    position = context - count + queries
+    q_rows = (token + queries).to(tl.int64)
+    q_mask = (queries < count)[:, None] & (dims < D)[None, :]
+    q = tl.load(Q + q_rows[:, None] * q_strides[0] + head * q_strides[1] + dims[None, :], mask=q_mask, other=0.0)
+    kv_head = head // G
+    before = context - count + query  # the first query's position
+    first, begin, begin_full = 0, 0, 0
+    end = tl.minimum(context, before + BLOCK_M)
+    # Tiles that even the first query sees whole need no mask, if the last one's window reaches so far back.
+    end_full = (before + 1) // TILE * TILE
+    state, row_state = empty(BLOCK_M, DIMS), empty(BLOCK_M, DIMS)
+    if WINDOWED:
+        first = tl.maximum(before - window + 1, 0)
+        begin = first // TILE * TILE
+        begin_full = tl.maximum(end - window + TILE - 1, 0) // TILE * TILE
+        state, row_state = _walk(
+            q, state, row_state, begin, tl.minimum(begin_full, end), K, V, TABLE_ROW, kv_head, first, end, position,
+            scale_log2, window, k_strides, v_strides, D, PAGE, TILE, TMA, CAP, WINDOWED, True)
+    state, row_state = _walk(
+        q, state, row_state, begin_full, end_full, K, V, TABLE_ROW, kv_head, first, end, position, scale_log2, window,
+        k_strides, v_strides, D, PAGE, TILE, TMA, CAP, WINDOWED, False)
+    state, row_state = _walk(
+        q, state, row_state, tl.maximum(begin_full, end_full), end, K, V, TABLE_ROW, kv_head, first, end, position,
+        scale_log2, window, k_strides, v_strides, D, PAGE, TILE, TMA, CAP, WINDOWED, True)
+    top, sums, acc = fold(state[0], state[1], state[2], row_state[0], row_state[1], row_state[2])
+    total = tl.max(sums, 1)
+    if SINKS is not None:
+        total += exp_of_sink(SINKS, head, True, top)
+    out = OUT + q_rows[:, None] * out_strides[0] + head * out_strides[1] + dims[None, :]
+    tl.store(out, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=q_mask)
+
+
+def fixed_order_config(head_dim: int, dtype: torch.dtype) -> PrefillConfig:
+    """Two accumulators of a tile, and no pointers in registers beside them: 8 warps."""
+    wide = head_dim > 128 or head_dim != padded_dims(head_dim) or dtype.itemsize > 2
+    return PrefillConfig(block_m=64 if wide else 128, block_n=tile_keys(head_dim, dtype.itemsize), num_warps=8)
+
+
+class FixedOrderPrefill(PrefillAttention):
+    """PrefillAttention by the kernel above."""
+
+    def __call__(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
+                 row_slot: torch.Tensor, cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor, tiles: torch.Tensor,
+                 out: torch.Tensor, sinks: torch.Tensor | None = None,
+                 kv_scales: torch.Tensor | None = None) -> torch.Tensor:
+        assert kv_scales is None, "caches of e4m3 are refused"
+        c, spec = self.config, self.spec
+        k, v = (paged_descriptor(x, c.block_n) if self.use_tma else x for x in (k_cache, v_cache))
+        fixed_order_prefill_kernel[(tiles.shape[0] * spec.num_heads,)](
+            q, k, v, sinks, out, block_table, row_slot, cu_seqlens_q, context_lens, tiles, spec.scale * LOG2_E,
+            spec.window or 0, q.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3], block_table.stride(0),
+            out.stride()[:2], HQ=spec.num_heads, G=spec.group_size, D=spec.head_dim, PAGE=self.block_size,
+            BLOCK_M=c.block_m, TILE=c.block_n, CAP=spec.softcap and spec.softcap * LOG2_E,
+            WINDOWED=spec.window is not None, TMA=self.use_tma, num_warps=c.num_warps, num_stages=c.num_stages,
+            enable_fp_fusion=False)
+        return out

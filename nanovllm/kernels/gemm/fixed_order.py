@@ -1,0 +1,121 @@
+"""Which kernels multiply where a row's bits must not depend on its step (EngineConfig.exact_bits).
+
+Tensor cores add up products along K in one order, whatever the tile and the instruction (measured on compute capability
+9.0). So a kernel's bits follow from how it cuts K alone. For "batch" each kind of layer has one number of parts of K
+for all numbers of rows. For "tp" a row-parallel layer's whole K, of all ranks, is cut into leaves, whose float32 sums
+are added in pairs: a rank has a power of two of them, and its sum is a node of the one tree. FMA kernels, which have
+other orders, and cuBLAS's own parts of K are left out.
+
+On a CPU products are made in blocks of ROWS rows and COLUMNS columns of the result, in float32: all blocks are one
+shape, so the library computes all alike, and an element's bits depend on its place in its block at most, of which
+tests show that they do not.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.gemm.choice import (
+    DECODE_ROWS,
+    LIBRARY,
+    SUMMED,
+    Gemm,
+    GemmConfig,
+    GemmTable,
+    Ranges,
+    misfit,
+    ranges_of,
+)
+from nanovllm.kernels.pointwise.norm import add_up
+
+ROWS, COLUMNS = 16, 8
+ANY_ROWS = 1 << 40
+LEAVES, LEAF_MULTIPLE = 16, 16
+"""Of K of a row-parallel layer, and what a leaf's columns are a multiple of."""
+
+
+def leaves_of(width: int) -> int:
+    """Leaves that the inputs of a row-parallel layer are cut into, a power of two up to LEAVES; 1: they cannot be."""
+    return next(n for n in (16, 8, 4, 2, 1) if n == 1 or width % (n * LEAF_MULTIPLE) == 0)
+
+
+def ranges(gemm: Gemm, table: GemmTable, takes_parts: bool, leaves: int, on_cpu: bool) -> Ranges:
+    """What multiplies, for all numbers of rows. takes_parts: the consumer adds up sums over parts of K. leaves: of this
+    rank's K, in mode "tp"; 0: mode "batch"."""
+    if leaves and gemm.kind in SUMMED:
+        parts, each = 2, leaves // 2
+        if on_cpu:
+            return ((ANY_ROWS, GemmConfig("blocks", split_k=parts, leaves=each)),)
+        block_k = next(size for size in (128, 64, 32, 16) if gemm.k // leaves % size == 0)
+        return tuple((most, GemmConfig("decode", n, m, block_k, stages, parts, warps, each))
+                     for most, n, m, stages, warps in _TREE_TILES)  # fmt: skip
+    if on_cpu:
+        return ((ANY_ROWS, GemmConfig("blocks")),)
+    parts = 2 if gemm.kind == "down" and takes_parts and gemm.k % 256 == 0 else 1
+    many = GemmConfig("split", split_k=parts) if parts > 1 else LIBRARY
+    measured = table.measured(gemm)
+    ends = sorted({most for most, _ in (*measured, *_OWN[parts]) if most <= DECODE_ROWS})
+    return ranges_of([*((rows, _for_rows(gemm, rows, measured, parts, many)) for rows in ends), (ANY_ROWS, many)])
+
+
+def _for_rows(gemm: Gemm, rows: int, measured: Ranges, parts: int, otherwise: GemmConfig) -> GemmConfig:
+    """What was measured for so many rows, if it cuts K into so many parts; else what we have for few rows."""
+    config = next((config for most, config in measured if rows <= most), None)
+    if config is not None and config.kernel in ("library", "split", "decode") and config.parts == parts:
+        return config
+    own = next((config for most, config in _OWN[parts] if rows <= most), otherwise)
+    return otherwise if misfit(gemm, own) else own
+
+
+_OWN: dict[int, Ranges] = {
+    1: (
+        (16, GemmConfig("decode", 64, 16, 128, 6)),
+        (32, GemmConfig("decode", 64, 32, 128, 5)),
+        (64, GemmConfig("decode", 64, 64, 128, 4)),
+    ),
+    2: (
+        (16, GemmConfig("decode", 64, 16, 256, 4, 2)),
+        (32, GemmConfig("decode", 64, 32, 256, 4, 2)),
+        (64, GemmConfig("decode", 64, 64, 128, 6, 2)),
+    ),
+}
+"""By parts of K: what is launched for few rows, where the library leaves the memory idle."""
+_TREE_TILES = ((32, 64, 32, 5, 4), (256, 64, 64, 4, 8), (ANY_ROWS, 64, 128, 4, 8))
+"""Most rows; weight rows and rows of a tile, stages, warps."""
+
+
+@contextmanager
+def library_without_parts() -> Iterator[None]:
+    """Within it torch multiplies bfloat16 and float16 by cuBLASLt, which then takes no algorithm that cuts K. These are
+    settings of the process: other threads' products take the same way meanwhile."""
+    matmul = torch.backends.cuda.matmul
+    before = torch.backends.cuda.preferred_blas_library()
+    allowed = [torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+               torch._C._get_cublas_allow_fp16_reduced_precision_reduction()]  # fmt: skip
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    matmul.allow_fp16_reduced_precision_reduction = (False, False)
+    try:
+        yield
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = allowed
+        torch.backends.cuda.preferred_blas_library(before)
+
+
+def linear_in_blocks(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
+    """x [M, K] @ weight [N, K]^T -> [M, N] in x's dtype; with config.split_k > 1 float32 [split_k, M, N], sums over
+    parts of K, each of config.leaves."""
+    (rows, k), n, dtype, count = x.shape, weight.shape[0], x.dtype, config.split_k * config.leaves
+    x = torch.nn.functional.pad(x.float(), (0, 0, 0, -rows % ROWS))
+    weight = torch.nn.functional.pad(weight.float(), (0, 0, 0, -n % COLUMNS))
+    leaves = []
+    for x_leaf, weight_leaf in zip(x.chunk(count, 1), weight.chunk(count, 1), strict=True):
+        columns = weight_leaf.reshape(-1, COLUMNS, k // count).transpose(1, 2)
+        blocks = [torch.bmm(own.expand(len(columns), -1, -1), columns)
+                  for own in x_leaf.contiguous().view(-1, ROWS, k // count)]  # fmt: skip
+        leaves.append(torch.stack(blocks).transpose(1, 2).reshape(x.shape[0], -1)[:rows, :n])
+    parts = torch.stack(leaves).unflatten(0, (config.split_k, config.leaves))
+    sums = torch.stack([add_up(part, torch.float32) for part in parts])
+    return sums if config.split_k > 1 else sums[0].to(dtype)

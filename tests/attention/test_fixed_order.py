@@ -1,0 +1,97 @@
+"""Attention in one order of sums: right, and the same whoever computes which keys."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from cases import DEVICE, DTYPE, TOLERANCE, Case, make_case, nan_like
+
+from nanovllm.kernels.attention.decode_plan import DecodeConfig
+from nanovllm.kernels.attention.fixed_order import CHUNK, WIDE_FROM
+from nanovllm.kernels.attention.fixed_order_decode import FixedOrderDecode, FixedOrderScratch
+from nanovllm.kernels.attention.fixed_order_plan import FixedOrderPlan, fixed_order_plan_reference
+from nanovllm.kernels.attention.fixed_order_prefill import FixedOrderPrefill, fixed_order_config
+
+LENGTHS = [1, 64, 0, 65, 128, 300]
+FEATURES: list[dict[str, Any]] = [
+    {"head_dim": 64, "block_size": 128},
+    {"window": 100, "has_sinks": True, "num_q_heads": 3, "num_kv_heads": 1},
+    {"softcap": 5.0, "block_size": 48},
+]
+
+
+def case_of(query_lens: list[int], contexts: list[int], num_decode_rows: int, **options: Any) -> Case:
+    heads = {"num_q_heads": 4, "num_kv_heads": 2}
+    return make_case(query_lens, contexts, num_decode_rows, **{**heads, **options})
+
+
+def decode(case: Case, first_unit: int) -> torch.Tensor:
+    """By units whose first has so many keys."""
+    m, spec = case.metadata, case.spec
+    slots, blocks = m.block_table.shape
+    size, config = case.k_cache.shape[2], DecodeConfig(min_chunk=first_unit, num_stages=2)
+    kind = (spec.num_kv_heads, spec.head_dim, spec.window)
+    plan = FixedOrderPlan(*kind, slots, blocks * size, torch.device(DEVICE), config)
+    scratch = FixedOrderScratch.for_specs({spec: plan}, slots, torch.device(DEVICE))
+    plan.make(m.row_slot, m.context_lens, m.num_rows)
+    attention = FixedOrderDecode(spec, size, plan, scratch)
+    args = (case.q, case.k_cache, case.v_cache, m.block_table, m.max_context_len)
+    return attention(*args, nan_like(case.q), case.sinks)
+
+
+def prefill(case: Case) -> torch.Tensor:
+    m, config = case.metadata, fixed_order_config(case.spec.head_dim, DTYPE)
+    attention = FixedOrderPrefill(case.spec, case.k_cache.shape[2], 32, torch.device(DEVICE), config)
+    tiles = attention.plan(m.cu_seqlens_q, m.context_lens, case.q.shape[0])
+    rows = (m.row_slot, m.cu_seqlens_q, m.context_lens, tiles)
+    return attention(case.q, case.k_cache, case.v_cache, m.block_table, *rows, nan_like(case.q), case.sinks)
+
+
+@pytest.mark.parametrize("options", FEATURES)
+def test_decode_matches_float64_whoever_computes_which_keys(options: dict[str, Any]) -> None:
+    case = case_of([1] * len(LENGTHS), LENGTHS, len(LENGTHS), **options)
+    expected = decode(case, WIDE_FROM)
+    assert case.error_of(expected) < TOLERANCE
+    for first_unit in (CHUNK, 2 * CHUNK):
+        assert torch.equal(decode(case, first_unit).nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("options", FEATURES)
+def test_prefill_matches_float64(options: dict[str, Any]) -> None:
+    case = case_of([70, 33], [70, 290], 0, **options)
+    assert case.error_of(prefill(case)) < TOLERANCE
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter's products are the library's")
+@pytest.mark.parametrize("options", [{"head_dim": 128, "block_size": 128}, {"head_dim": 64, **FEATURES[1]}])
+def test_a_prompts_tokens_get_the_bits_of_decodes(options: dict[str, Any]) -> None:
+    context = 700
+    case = case_of([context], [context], 0, **options)
+    m, whole = case.metadata, prefill(case)
+    m.row_slot, m.context_lens = m.row_slot.repeat(context), torch.arange(1, context + 1, device=DEVICE).int()
+    m.num_rows = context
+    m.block_table = m.block_table.repeat(context, 1)  # so many slots
+    for first_unit in (CHUNK, WIDE_FROM):
+        assert torch.equal(decode(case, first_unit), whole)
+
+
+@pytest.mark.parametrize("window", [None, 150, 5000])
+def test_work_list_holds_every_unit_once(window: int | None) -> None:
+    rng = torch.Generator().manual_seed(7)
+    lengths = torch.randint(0, 9001, (37,), generator=rng).int()
+    slots = torch.randperm(40, generator=rng)[:37].int()
+    slots[3] = -1
+    for first_unit in (CHUNK, 512, WIDE_FROM):
+        config = DecodeConfig(min_chunk=first_unit)
+        plan = FixedOrderPlan(1, 32, window, 40, 9000, torch.device(DEVICE), config)
+        plan.make(slots.to(DEVICE), lengths.to(DEVICE), 37)
+        work = plan.work[: int(plan.num_work)].tolist()
+        items = [(a & 0xFFFF, a >> 16, start, end, c & 0xFFFF, c >> 16) for a, start, end, c in work]
+        expected = fixed_order_plan_reference(slots, lengths, first_unit, window)
+        assert sorted(items) == sorted(expected)
+        assert max(units for *_, units in expected) <= plan.max_splits(config)
+        covered = sum(end - start for _, _, start, end, _, _ in items)
+        assert covered == sum(min(int(n), window or 9000) for n, slot in zip(lengths, slots, strict=True) if slot >= 0)

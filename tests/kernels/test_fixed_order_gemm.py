@@ -1,0 +1,72 @@
+"""Products in one order of sums: the blocks of a CPU, leaves of K, and which kernels are chosen."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from nanovllm.kernels.gemm import decode
+from nanovllm.kernels.gemm.choice import Gemm, GemmConfig, shipped_table
+from nanovllm.kernels.gemm.fixed_order import LEAVES, leaves_of, linear_in_blocks, ranges
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TABLE = shipped_table("NVIDIA H200")
+SHAPES = [("qkv", 6144, 4096), ("o", 4096, 4096), ("gate_up", 24576, 4096), ("down", 4096, 12288), ("down", 896, 4864),
+          ("down", 1024, 3072), ("head", 151936, 1024), ("qkv", 1152, 900)]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_give_a_row_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(37, 96).to(dtype), torch.randn(43, 96).to(dtype)
+    whole = linear_in_blocks(x, weight, GemmConfig("blocks"))
+    torch.testing.assert_close(whole, (x.double() @ weight.double().T).to(dtype))
+    for rows in (slice(0, 1), slice(5, 6), slice(3, 36)):
+        assert torch.equal(linear_in_blocks(x[rows], weight, GemmConfig("blocks")), whole[rows])
+    assert torch.equal(linear_in_blocks(x, weight[8:24], GemmConfig("blocks")), whole[:, 8:24])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_a_rank_holds_a_node_of_the_one_tree(size: int) -> None:
+    torch.manual_seed(1)
+    x, weight = torch.randn(5, 512), torch.randn(24, 512)
+
+    def node(begin: int, end: int) -> torch.Tensor:
+        leaves = (end - begin) // (512 // LEAVES) // 2
+        parts = linear_in_blocks(x[:, begin:end], weight[:, begin:end], GemmConfig("blocks", split_k=2, leaves=leaves))
+        return parts[0] + parts[1]
+
+    nodes = [node(rank * 512 // size, (rank + 1) * 512 // size) for rank in range(size)]
+    while len(nodes) > 1:
+        nodes = [a + b for a, b in zip(nodes[::2], nodes[1::2], strict=True)]
+    assert torch.equal(nodes[0], node(0, 512))
+
+
+def test_leaves_in_the_decode_kernel() -> None:
+    torch.manual_seed(2)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    x, weight = (torch.randn(rows, 512).to(DEVICE, dtype) for rows in (5, 64))
+    config = GemmConfig("decode", 64, 16, 32, 3, split_k=2, leaves=8)
+    got, want = decode.linear(x, weight, config), decode.linear_reference(x, weight, config)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="parts of whole steps"):
+        decode.linear(x, weight, GemmConfig("decode", 64, 16, 128, 3, leaves=8))
+
+
+@pytest.mark.parametrize(("kind", "n", "k"), SHAPES)
+def test_k_is_cut_alike_for_all_numbers_of_rows(kind: str, n: int, k: int) -> None:
+    gemm = Gemm(kind, n, k, "bfloat16", True)
+    for takes_parts in (True, False):
+        chosen = [config for _, config in ranges(gemm, TABLE, takes_parts, 0, False)]
+        assert len({config.parts for config in chosen}) == 1
+        assert {config.kernel for config in chosen} <= {"library", "split", "decode"}
+        assert takes_parts or chosen[0].parts == 1
+    for size in (1, 2, 4, 8):
+        leaves = leaves_of(k) // size
+        if kind in ("o", "down") and leaves >= 2:
+            part = gemm._replace(k=k // size)
+            for _, config in ranges(part, TABLE, True, leaves, False):
+                assert config.parts * config.leaves == leaves and part.k % (leaves * config.block_k) == 0
