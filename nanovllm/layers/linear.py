@@ -89,7 +89,7 @@ class ParallelLinear(WeightedModule):
 
     def choice(self, rows: int) -> GemmConfig:
         """What multiplies so many rows."""
-        if self.ranges:
+        if self.ranges and rows:
             return next(config for most, config in self.ranges if rows <= most)
         return self.configs.get(rows, LIBRARY)
 
