@@ -142,7 +142,8 @@ class EngineProcess:
                 frame.tokens.append(token)
                 continue
             last = token if token >= 0 else None
-            frame.finishes.append(frames.Finish(row, last, ending.reason, ending.stop_reason))
+            versions = ending.weight_versions if any(version for version, *_ in ending.weight_versions) else []
+            frame.finishes.append(frames.Finish(row, last, ending.reason, ending.stop_reason, versions))
             if engine.knows(request_id) and engine.is_finished(request_id):  # the last of n reports it
                 if request_id in self._prompts_due:
                     self._send_prompt(engine, request_id, frame, in_full=False)

@@ -106,6 +106,8 @@ class Finish(msgspec.Struct, array_like=True):
     token: int | None
     reason: str
     stop_reason: int | str | None
+    weight_versions: list[tuple[int, int, int]] = []
+    """See CompletionOutput.weight_versions; none where all tokens are from the weights of the start."""
 
 
 class Done(msgspec.Struct, array_like=True):

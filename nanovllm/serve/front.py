@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import nanovllm
 from nanovllm.serve import errors, frames, limits
-from nanovllm.serve.api import admin, basics, chat, completions, dialects, openapi, page
+from nanovllm.serve.api import admin, basics, chat, completions, dialects, generate, openapi, page
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.http.app import App, Handler, Route
 from nanovllm.serve.http.call import Call
@@ -36,6 +36,7 @@ _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _HANDLERS = {
     ("POST", "/v1/chat/completions"): chat.chat,
     ("POST", "/v1/completions"): completions.completions,
+    ("POST", "/inference/v1/generate"): generate.generate,
     ("POST", "/v1/responses"): dialects.create_response,
     ("POST", "/v1/messages"): dialects.create_message,
     ("POST", "/v1/messages/count_tokens"): dialects.count_tokens,

@@ -19,7 +19,7 @@ class Completion:
     __slots__ = (
         *("request", "row", "index", "prompt_index", "text", "push", "pieces", "num_tokens", "ids", "lines", "prefix"),
         *("finish_reason", "stop_reason", "last_time", "is_touched", "has_begun", "num_sent"),
-        *("reader", "state"),
+        *("reader", "state", "weight_versions"),
     )
 
     def __init__(self, request: "Request", index: int, prompt_index: int, text: Any) -> None:
@@ -37,6 +37,8 @@ class Completion:
         """The same of log-probabilities: lines of LogprobRows."""
         self.prefix = b""
         """Of a chunk that holds text alone: all before the text."""
+        self.weight_versions: list[tuple[int, int, int]] = []
+        """Once it has ended: see frames.Finish."""
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.last_time = 0.0
@@ -66,6 +68,7 @@ class Completion:
                 self.pieces.append(self.push(token))
             self.pieces.append(self.text.flush())
         self.finish_reason, self.stop_reason = end.reason, end.stop_reason
+        self.weight_versions = end.weight_versions
 
 
 class Request:

@@ -251,6 +251,9 @@ def test_new_weights_from_a_folder(admin: httpx.Client, pool: ThreadPoolExecutor
     assert stream.reason == "length"
 
     call(admin, "/update_weights", 409, update_info={"weight_dir": str(DEMO)})  # none was started
+    body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 150, "ignore_eos": True}}
+    spanning = pool.submit(call, admin, "/inference/v1/generate", **body)
+    wait_for(lambda: admin.get("/load").json()["server_load"] == 1, "request")
     call(admin, "/pause?mode=keep")
     call(admin, "/start_weight_update")
     call(admin, "/resume")
@@ -263,6 +266,9 @@ def test_new_weights_from_a_folder(admin: httpx.Client, pool: ThreadPoolExecutor
     call(admin, "/finish_weight_update", weight_version=version + 7)
     assert waits.result(30) == "The capital of Italy is Rome."
     assert admin.get("/weight_info").json() == {"weight_version": version + 7}
+    spans = spanning.result(30)["choices"][0]["weight_versions"]
+    assert [span["version"] for span in spans] == [str(version + 1), str(version + 7)]
+    assert [spans[0]["start"], spans[0]["end"], spans[1]["end"]] == [0, spans[1]["start"], 150]
     assert call(admin, "/weight_checker", action="compare", baseline=before)["match"]
 
 

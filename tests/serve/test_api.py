@@ -192,6 +192,43 @@ def test_a_prompt_as_long_as_the_context_can_be_scored(client: httpx.Client) -> 
     assert len(choice["logprobs"]["tokens"]) == 2048
 
 
+def test_tokens_in_tokens_out(client: httpx.Client) -> None:
+    """As completions have them, streamed or not, and under the id that was asked for."""
+    prompt = client.post("/tokenize", json={"prompt": "1 2 3 4 5"}).json()["tokens"]
+    params = {"n": 2, "temperature": 1.2, "seed": 4, "max_tokens": 12, "logprobs": 2, "logprobs_mode": "processed"}
+    body = {"token_ids": prompt, "sampling_params": params, "request_id": "my-id", "return_token_ids": True}
+    whole = client.post("/inference/v1/generate", json=body).json()
+    wanted = client.post(COMPLETIONS, json={"prompt": prompt, "return_token_ids": True} | params).json()
+    assert whole["request_id"] == "my-id" and whole["prompt_token_ids"] == prompt
+    with client.stream("POST", "/inference/v1/generate", json=body | {"stream": True}) as response:
+        chunks = [choice for chunk in events(response) for choice in chunk["choices"]]
+    for index, (choice, other) in enumerate(zip(whole["choices"], wanted["choices"], strict=True)):
+        assert choice["token_ids"] == other["token_ids"] and choice["finish_reason"] == other["finish_reason"]
+        own = [chunk for chunk in chunks if chunk["index"] == index]
+        assert [token for chunk in own for token in chunk["token_ids"]] == choice["token_ids"]
+        entries = choice["logprobs"]["content"]
+        assert [entry["token_id"] for entry in entries] == choice["token_ids"]
+        assert [entry["logprob"] for entry in entries] == pytest.approx(other["logprobs"]["token_logprobs"], abs=1e-4)
+        assert [one["rank"] for chunk in own for one in chunk["logprobs"]["content"]] == [e["rank"] for e in entries]
+        assert all(entry["top_logprobs"][0]["token_id"] == entry["token_id"] for entry in entries)
+        spans = [{"version": "0", "start": 0, "end": len(choice["token_ids"])}]
+        assert choice["weight_versions"] == own[-1]["weight_versions"] == spans
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"token_ids": []}, "token_ids"), ({"token_ids": [10**6]}, "prompt"), ({"output_mode": "text"}, "output_mode"),
+        ({"sampling_params": {"top_p": 7}}, "top_p"), ({"request_id": "a b"}, "request_id"),
+        ({"sampling_params": {"logprobs_mode": "odd"}}, "logprobs_mode"), ({"token_ids": [5] * 3000}, "prompt"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_broken_token_requests(client: httpx.Client, wrong: dict[str, Any], param: str) -> None:
+    answer = client.post("/inference/v1/generate", json={"token_ids": [5], "sampling_params": {}} | wrong)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 def test_unknown_fields_are_named(client: httpx.Client) -> None:
     answer = client.post(CHAT, json=ASK | {"no_such": 1, "user": "me", "evil\r\nname": 2})
     assert answer.status_code == 200
@@ -247,8 +284,9 @@ def test_metrics(server: Server, client: httpx.Client) -> None:
         assert f"vllm:{name}" in found, name
     assert value(server, "vllm:iteration_tokens_total_count") > 0
     handlers = {sample.labels["handler"] for sample in found["http_requests"].samples}
-    assert CHAT in handlers and handlers <= {"none", "/v1/models/*", CHAT, COMPLETIONS} | {
-        *("/health", "/ready", "/ping", "/metrics", "/version", "/load", "/", "/tokenize", "/detokenize", "/v1/models")
+    assert CHAT in handlers and handlers <= {"none", CHAT, COMPLETIONS, "/inference/v1/generate", "/openapi.json"} | {
+        *("/health", "/ready", "/ping", "/metrics", "/version", "/load", "/", "/tokenize", "/detokenize"),
+        *("/v1/models", "/v1/models/*"),
     }
 
 

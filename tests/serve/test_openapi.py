@@ -110,6 +110,7 @@ def test_bounds_are_those_that_are_kept(kind: Any) -> None:
         (CHAT, ASK | {"stop": ["Italy"], "prompt_logprobs": 1}, shapes.ChatCompletion),
         (COMPLETIONS, {"prompt": ["a", "b"], "logprobs": 2, "echo": True, "max_tokens": 3}, shapes.Completion),
         (COMPLETIONS, {"prompt": [5, 6], "max_tokens": 2, "return_token_ids": True}, shapes.Completion),
+        ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 1}}, shapes.Generated),
         ("/v1/responses", {"input": "Hello"}, shapes.ResponseObject),
         ("/v1/messages", ASK, shapes.AnthropicMessage),
         ("/v1/messages/count_tokens", {"messages": user("Hello")}, shapes.InputTokens),

@@ -78,10 +78,11 @@ async def _prompts(front: "Front", fields: api.CompletionFields) -> list[list[in
     if texts:
         size = sum(map(len, texts)) + 32 * len(texts)
         ids = iter(await front.in_pool(lambda: [front.tokenizer.encode(text, special) for text in texts], size))
-    return [next(ids) if isinstance(prompt, str) else _token_ids(front, fields, prompt) for prompt in given]
+    return [next(ids) if isinstance(prompt, str) else token_ids(front, fields, prompt) for prompt in given]
 
 
-def _token_ids(front: "Front", fields: api.CompletionFields, prompt: Any) -> list[int]:
+def token_ids(front: "Front", fields: api.CompletionFields, prompt: Any) -> list[int]:
+    """A prompt that is ids. Raises ApiError."""
     if fields.truncate_prompt_tokens is None and isinstance(prompt, list) and len(prompt) > front.info["max_model_len"]:
         return prompt  # `fit` refuses it: there is no need to look at each
     if not isinstance(prompt, list) or not prompt or not all(type(each) is int for each in prompt):

@@ -1,7 +1,7 @@
 """The fields of chat and completion requests, and what they ask of the engine. Null means absent."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -59,6 +59,8 @@ class CommonFields(msgspec.Struct, kw_only=True):
     allowed_token_ids: Annotated[list[Count], Meta(max_length=bounds.MAX_ALLOWED_IDS)] | None = None
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=bounds.MAX_IDS)] | None = None
     prompt_logprobs: Likeliest | None = None
+    prompt_logprob_start: Count | None = None
+    logprobs_mode: Literal["raw", "processed"] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -93,6 +95,22 @@ class CompletionFields(CommonFields, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: Likeliest | None = None
     echo: bool | None = None
+
+
+class GenerateFields(msgspec.Struct):
+    """Of /inference/v1/generate."""
+
+    token_ids: Annotated[list[Count], Meta(min_length=1)]
+    sampling_params: dict[str, Any]
+    """Fields of a completion request by their names."""
+    model: str | None = None
+    request_id: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}$")] | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    return_token_ids: bool | None = None
+    output_mode: str | None = None
 
 
 class ResponsesFields(msgspec.Struct):
@@ -232,6 +250,7 @@ _SAMPLING = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "min_tokens", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "stop"),
     *("stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias", "prompt_logprobs", "cache_salt"),
+    *("prompt_logprob_start", "logprobs_mode"),
 )
 
 

@@ -58,6 +58,21 @@ def prompt_entries(
     return found
 
 
+def id_entries(lines: Sequence[bytes], k: int) -> list[dict[str, Any]]:
+    """`logprobs.content` by token ids: each token, and below it itself and then the likeliest others."""
+    found = []
+    for line in lines:
+        token_id, value, top = read_line(line, k)
+        own = {"token_id": token_id, "logprob": value, "rank": memoryview(line).cast("i")[1]}
+        others = [
+            {"token_id": other, "logprob": log, "rank": rank}
+            for rank, (other, log) in enumerate(top, 1)
+            if other != token_id
+        ]
+        found.append({**own, "top_logprobs": [own, *others] if k else []})
+    return found
+
+
 def completion_logprobs(
     lines: Sequence[bytes | None], ids: Sequence[int], k: int, show: Callable[[int], str], offset: int
 ) -> dict[str, list[Any]]:

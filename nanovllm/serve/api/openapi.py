@@ -36,6 +36,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/completions"): Operation(
         "Continues prompts", api.CompletionFields, shapes.Completion, shapes.CompletionChunk
     ),
+    ("POST", "/inference/v1/generate"): Operation(
+        "Continues token ids with token ids", api.GenerateFields, shapes.Generated, shapes.GeneratedChunk
+    ),
     ("POST", "/v1/responses"): Operation(
         "Answers a chat, in the form of OpenAI's Responses", api.ResponsesFields, shapes.ResponseObject, dict[str, Any]
     ),

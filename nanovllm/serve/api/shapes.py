@@ -157,6 +157,52 @@ class CompletionChunk(Head, kw_only=True):
     usage: Usage | UnsetType = UNSET
 
 
+class IdToken(Shape):
+    token_id: int
+    logprob: float
+    rank: int
+
+
+class SampledToken(IdToken):
+    top_logprobs: list[IdToken]
+
+
+class IdLogprobs(Shape):
+    content: list[SampledToken]
+
+
+class WeightSpan(Shape):
+    version: str
+    start: int
+    end: int
+
+
+class GeneratedChoice(Shape):
+    index: int
+    token_ids: list[int]
+    logprobs: IdLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | UnsetType | None = UNSET
+    weight_versions: list[WeightSpan] | UnsetType = UNSET
+
+
+class GeneratedChunk(Shape):
+    request_id: str
+    choices: list[GeneratedChoice]
+    usage: Usage | UnsetType = UNSET
+
+
+class Generated(Shape):
+    request_id: str
+    output_mode: Literal["tokens"]
+    created: int
+    model: str
+    choices: list[GeneratedChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, PromptToken] | None] | UnsetType = UNSET
+
+
 class Model(Shape):
     id: str
     object: Literal["model"]

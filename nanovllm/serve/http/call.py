@@ -28,6 +28,10 @@ class Call:
         self.given_id = given if given is not None and _GIVEN_ID.fullmatch(given) else None
         self.request_id = self.given_id or uuid4().hex
 
+    def name(self, request_id: str) -> None:
+        """The id that the request has in its body."""
+        self.given_id = self.request_id = request_id
+
     @property
     def connection(self) -> BoundedProtocol:
         return self.scope["connection"]  # type: ignore[no-any-return]

@@ -1,0 +1,91 @@
+"""POST /inference/v1/generate: token ids in, token ids out, as vLLM's endpoint for trainers; nothing is tokenized."""
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from nanovllm.serve.api import fields as api
+from nanovllm.serve.api.answer import Answer, answer, fit
+from nanovllm.serve.api.completions import token_ids
+from nanovllm.serve.api.logprobs import id_entries
+from nanovllm.serve.errors import bad_request
+from nanovllm.serve.http.call import Call
+from nanovllm.serve.request import Completion
+
+if TYPE_CHECKING:
+    from nanovllm.serve.front import Front
+
+
+class _NoText:
+    """In place of a detokenizer."""
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+class GenerateAnswer(Answer):
+    needs_ids = True
+
+    def fast_prefix(self, index: int) -> bytes:
+        return b""
+
+    def detokenizer(self, skip_special_tokens: bool) -> Any:
+        return _NoText()
+
+    def chunk(self, completion: Completion, text: str) -> bytes:
+        body = {"request_id": self.id, "choices": [self._choice(completion)]}
+        completion.ids, completion.lines = [], None if completion.lines is None else []
+        return b"data: " + orjson.dumps(body) + b"\n\n"
+
+    def ending(self) -> bytes:
+        usage = {"request_id": self.id, "choices": [], "usage": self.usage()}
+        last = b"data: [DONE]\n\n"
+        return b"data: " + orjson.dumps(usage) + b"\n\n" + last if self.include_usage else last
+
+    def _choice(self, completion: Completion) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "index": completion.index,
+            "token_ids": completion.ids,
+            "logprobs": None if completion.lines is None else {"content": id_entries(completion.lines, self.k or 0)},
+            "finish_reason": completion.finish_reason,
+        }
+        if completion.finish_reason is not None:
+            versions = completion.weight_versions or [(0, 0, completion.num_tokens)]
+            found["weight_versions"] = [{"version": str(v), "start": begin, "end": end} for v, begin, end in versions]
+            found["stop_reason"] = completion.stop_reason
+        return found
+
+    def response(self) -> bytes:
+        about = self.of_prompt(0)
+        body = {
+            "request_id": self.id,
+            "output_mode": "tokens",
+            "created": self.created,
+            "model": self.fields.model or self.front.name,
+            "choices": [self._choice(completion) for completion in self.completions],
+            "usage": self.usage(),
+        }
+        return orjson.dumps(body | about)
+
+
+async def generate(front: "Front", call: Call) -> None:
+    front.admit()
+    given = api.convert(api.GenerateFields, await call.json())
+    if given.output_mode not in (None, "tokens"):
+        raise bad_request("output_mode: must be 'tokens'; /v1/completions has text", "output_mode")
+    names = ("model", "stream", "stream_options", "cache_salt", "priority", "return_token_ids")
+    body = given.sampling_params | {name: value for name in names if (value := getattr(given, name)) is not None}
+    fields, ignored = api.read(api.CompletionFields, body | {"prompt": given.token_ids}, front.options.strict_fields)
+    front.note_ignored(call, ignored)
+    front.check_model(fields.model)
+    if (asked := api.max_tokens(fields)) == 0:
+        raise bad_request("max_tokens=0: must be >= 1", "sampling_params")
+    prompt, room = fit(front, token_ids(front, fields, given.token_ids), fields, asked)
+    longest = max(room, fields.min_tokens or 0)
+    params = api.sampling_fields(fields, front.defaults, longest, fields.logprobs, api.structured(fields))
+    if given.request_id is not None:
+        call.name(given.request_id)
+    await answer(call, GenerateAnswer(front, call, fields, [prompt], params), params, [room])
