@@ -26,11 +26,11 @@ class PinnedMemory:
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
         """uint8 [nbytes], on the CPU."""
+        address = self.bytes.data_ptr()
         with ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
-            for _ in pool.map(torch.Tensor.zero_, self.bytes.split(_PIECE)):  # the first touch makes the pages
-                pass
-        address, size = ctypes.c_void_p(self.bytes.data_ptr()), ctypes.c_size_t(nbytes)
-        driver.call("cuMemHostRegister_v2", address, size, ctypes.c_uint(0))
+            for begin in range(0, nbytes, _PIECE):  # the first touch makes the pages
+                pool.submit(ctypes.memset, address + begin, 0, min(_PIECE, nbytes - begin))
+        driver.call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_uint(0))
 
     def free(self) -> None:
         """No copy may be under way."""
