@@ -1,5 +1,5 @@
 """Every family of models against transformers, on tiny random checkpoints: logits, greedy tokens, and the same text
-alone, in a crowd, in chunks, from the cache and on two ranks."""
+alone, in a crowd, in chunks, from the cache, preempted and on several ranks."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from observing import LogitRecorder
+from observing import LogitRecorder, StepWitness
 from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -236,15 +236,19 @@ OPTIONS: dict[str, Any] = {
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
-def test_equals_transformers_alone_in_a_crowd_in_chunks_and_cached(case: Case, tmp_path: Path) -> None:
+TIGHT = {**OPTIONS, "num_kvcache_blocks": 5, "disable": ("async_scheduling", "lookahead")}
+"""Blocks of 16 tokens, of which the prompts and their texts need six."""
+
+
+def test_equals_transformers_alone_in_a_crowd_in_chunks_cached_and_preempted(case: Case, tmp_path: Path) -> None:
     """Steps of nine tokens cut the longest prompt into chunks; the second round finds it in the cache."""
     model = make_model(case)
-    with LLM(str(save(model, case, tmp_path)), **OPTIONS) as llm:
-        recorder = LogitRecorder(llm)
+    with LLM(str(save(model, case, tmp_path)), **TIGHT) as llm:
+        recorder, witness = LogitRecorder(llm), StepWitness().watch(llm)
         crowd = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         cached = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         alone = llm.generate(PROMPTS[1], GREEDY, use_tqdm=False)
-        assert cached[-1].num_cached_tokens >= 16
+        assert cached[-1].num_cached_tokens >= 16 and witness.num_rows_after_preemption > 0
     for prompt, *outputs in zip(PROMPTS, crowd, cached, strict=True):
         outputs += alone if prompt == PROMPTS[1] else []
         theirs = reference_logits(model, prompt, outputs[0].token_ids)
@@ -310,6 +314,15 @@ RANKS = (
 @pytest.mark.parametrize("name", RANKS)
 def test_two_ranks_give_the_tokens_of_one(name: str, tmp_path: Path) -> None:
     expect_tokens_of_transformers(CASES[name], tmp_path, tensor_parallel_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RANKS)
+def test_four_ranks_give_the_tokens_of_one(name: str, tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    expect_tokens_of_transformers(
+        replace(CASES[name], entries={**CASES[name].entries, **heads}), tmp_path, tensor_parallel_size=4
+    )
 
 
 def expect_tokens_of_transformers(case: Case, folder: Path, **options: Any) -> None:
