@@ -319,7 +319,7 @@ def test_two_ranks_give_the_tokens_of_one(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RANKS)
 def test_four_ranks_give_the_tokens_of_one(name: str, tmp_path: Path) -> None:
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64}
     expect_tokens_of_transformers(
         replace(CASES[name], entries={**CASES[name].entries, **heads}), tmp_path, tensor_parallel_size=4
     )
