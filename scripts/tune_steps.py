@@ -151,6 +151,15 @@ class Tuner:
         return best if now < before else starts[0]
 
 
+def fill_between(chosen: Choices, tuned: list[int]) -> Choices:
+    """`chosen`, where numbers of rows between two tuned ones take the choice of the larger."""
+    larger = {rows: min((most for most in tuned if most >= rows), default=rows) for rows in decode_buckets(DECODE_ROWS)}
+    return {
+        gemm: {rows: by_rows[larger[rows] if rows > min(tuned) else rows] for rows in by_rows}
+        for gemm, by_rows in chosen.items()
+    }
+
+
 def tune_all(llm: LLM, all_rows: list[int], budget: float) -> Choices:
     """The best choices for each number of rows, most first, as far as `budget` seconds go."""
     params = SamplingParams(temperature=0.6, max_tokens=4000, ignore_eos=True)
@@ -162,6 +171,7 @@ def tune_all(llm: LLM, all_rows: list[int], budget: float) -> Choices:
     chosen: Choices = {
         gemm: {rows: tuner.lookup(gemm, rows) for rows in decode_buckets(DECODE_ROWS)} for gemm in tuner.gemms
     }
+    tuned = []
     for rows in all_rows:
         while len(running) > rows:
             llm.abort(running.pop())
@@ -172,14 +182,15 @@ def tune_all(llm: LLM, all_rows: list[int], budget: float) -> Choices:
             break
         for gemm, by_rows in tuner.tune(rows, deadline).items():
             chosen = with_choice(chosen, gemm, rows, by_rows[rows])
-    return chosen
+        tuned.append(rows)
+    return fill_between(chosen, tuned) if tuned else chosen
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="Qwen3-8B", help="a folder, a hub id, or a size of Qwen3")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
-    parser.add_argument("--rows", type=int, nargs="+", help="default: those of captured decode steps up to 256")
+    parser.add_argument("--rows", type=int, nargs="+", help="default: those of captured decode steps up to 256; what is between two takes the larger's choice")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds of searching")
     parser.add_argument("--out", type=Path, help="where the table goes; one that is there is kept and added to")
     parser.add_argument("--options", nargs="+", default=[], metavar="KEY=VALUE", help="any other option of the engine")

@@ -67,6 +67,12 @@ def test_contenders_fit_and_have_the_library_among_them(tune_steps: Any, rows: i
                 assert any(config.is_skinny for config in found)
 
 
+def test_what_lies_between_tuned_rows_takes_the_larger(tune_steps: Any) -> None:
+    by_rows = {1: LIBRARY, 2: LIBRARY, 8: CONFIGS[0], 16: LIBRARY, 24: CONFIGS[1], 32: LIBRARY}
+    filled = tune_steps.fill_between({GEMMS[0]: by_rows}, [8, 24])
+    assert filled == {GEMMS[0]: {**by_rows, 16: CONFIGS[1]}}
+
+
 def test_a_table_is_added_to(tune_steps: Any, tmp_path: Path) -> None:
     """What was tuned replaces its like, and leaves other models' entries alone."""
     first, second = (Gemm(kind, 512, 512, "bfloat16", True) for kind in SUMMED)
