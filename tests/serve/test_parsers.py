@@ -21,11 +21,15 @@ DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo-qwen3"
 TAGS = {
     "hermes": ["<think>", "</think>", "<tool_call>", "</tool_call>"],
     "qwen3_coder": ["<think>", "</think>", "<tool_call>", "</tool_call>"],
+    "glm45": [
+        *("<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>"),
+        "</arg_value>",
+    ],
     "llama3_json": ["<|python_tag|>"],
     "mistral": ["[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]"],
     "mistral_list": ["[TOOL_CALLS]"],
 }
-REASONING = {"hermes": "think", "qwen3_coder": "think", "mistral": "mistral"}
+REASONING = {"hermes": "think", "qwen3_coder": "think", "glm45": "think", "mistral": "mistral"}
 MODELS = [*((family, True) for family in TAGS), ("hermes", False), ("qwen3_coder", False)]
 """Families; False: in a tokenizer that has no tokens for their tags."""
 
@@ -118,12 +122,21 @@ class Model:
             return "[TOOL_CALLS][" + ", ".join('{{"name": "{}", "arguments": {}}}'.format(*one) for one in named) + "]"
         if self.family == "llama3_json":
             return "; ".join('{{"name": "{}", "parameters": {}}}'.format(*one) for one in named)
+        if self.family == "glm45":
+            pair = "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
+            pairs = ["".join(pair.format(k, _shown(v)) for k, v in arguments.items()) for _, arguments in calls]
+            names = [name for name, _ in calls]
+            return "\n".join(f"<tool_call>{name}\n{one}</tool_call>" for name, one in zip(names, pairs, strict=True))
         blocks = []
         for name, arguments in calls:
-            values = {k: v if isinstance(v, str) else json.dumps(v) for k, v in arguments.items()}
+            values = {k: _shown(v) for k, v in arguments.items()}
             lines = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
             blocks.append(f"<tool_call>\n<function={name}>\n{lines}</function>\n</tool_call>")
         return "\n".join(blocks)
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 @dataclass
@@ -222,13 +235,16 @@ def test_text_that_is_no_call_stays_content(model: Model) -> None:
         assert read(plan, ids, [1]) == [Delta("content", text)]
 
 
+_ENDINGS = ('"', "}", "]", "\n</parameter>\n", "</parameter>", "</arg_value>")
+
+
 def random_output(model: Model, plan: Plan, seed: int, most: int = 400) -> tuple[list[int], bool]:
     """Tokens that a model of no sense writes under a grammar, and whether it came to an end."""
     rng = random.Random(seed)
     matcher, ids = model.matcher(plan), []
     words = (len(model.tokenizer) + 31) // 32
     mask = np.zeros((1, words), np.int32)
-    endings = [model.tokenizer.encode(text) for text in ('"', "}", "]", "\n</parameter>\n", "</parameter>")]
+    endings = [model.tokenizer.encode(text) for text in _ENDINGS]
     while len(ids) < most:
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, 4 * words)
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(model.tokenizer)])

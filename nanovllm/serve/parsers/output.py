@@ -4,6 +4,7 @@ from functools import partial
 
 from nanovllm.sampling_params import StructuredOutput
 from nanovllm.serve.parsers.family import ToolFamily
+from nanovllm.serve.parsers.glm import Glm
 from nanovllm.serve.parsers.harmony import Harmony, HarmonyDetokenizer
 from nanovllm.serve.parsers.hermes import Hermes
 from nanovllm.serve.parsers.llama import Llama
@@ -17,6 +18,7 @@ from nanovllm.serve.text import FrontTokenizer
 
 TOOL_FAMILIES: dict[str, ToolFamily] = {
     "qwen3_coder": QwenCoder(),
+    "glm45": Glm(),
     "hermes": Hermes(),
     "mistral": MistralNamed(),
     "mistral_list": MistralList(),
@@ -27,6 +29,7 @@ HARMONY = "harmony"
 _MARKS_OF_FAMILY = (  # the first whose text is in a template
     ("<|channel|>", HARMONY),
     ("<function=", "qwen3_coder"),
+    ("<arg_key>", "glm45"),
     ("<tool_call>", "hermes"),
     ("[ARGS]", "mistral"),
     ("[TOOL_CALLS]", "mistral_list"),

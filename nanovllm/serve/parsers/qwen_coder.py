@@ -57,7 +57,7 @@ class QwenCoder:
             yield from source.expect(">")
             output.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
             opening = ", "
-            yield from _value(_resolved(properties.get(key, {}), schema), source, output)
+            yield from _value(resolved(properties.get(key, {}), schema), source, output)
         output.arguments("}" if opening == ", " else "{}")
         output.calls_complete = True
         yield from source.until([tags[CLOSE].text], lambda _: None)
@@ -66,7 +66,7 @@ class QwenCoder:
 
 def _value(schema: Mapping[str, Any], source: Source, output: Output) -> Steps:
     """One parameter's text as JSON: a string piece by piece, anything else at its end."""
-    if _is_words(schema):
+    if is_words(schema):
         output.arguments('"')
         if not (yield from source.until([_END], _Words(output))):
             raise Malformed
@@ -75,12 +75,16 @@ def _value(schema: Mapping[str, Any], source: Source, output: Output) -> Steps:
     raw: list[str] = []
     if not (yield from source.until([_END], raw.append)):
         raise Malformed
-    text = "".join(raw).strip()
+    output.arguments(as_json("".join(raw)))
+
+
+def as_json(text: str) -> str:
+    """A parameter's text as JSON: as it is, or as a string where it is none."""
     try:
         json.loads(text)
     except ValueError:
-        text = json.dumps("".join(raw).removeprefix("\n"), ensure_ascii=False)
-    output.arguments(text)
+        return json.dumps(text.removeprefix("\n"), ensure_ascii=False)
+    return text.strip()
 
 
 class _Words:
@@ -112,15 +116,15 @@ def _parameters(tool: Tool) -> str:
 
 
 def _value_term(value: Any, tool: Tool) -> str:
-    value = _resolved(value, tool.parameters)
-    if not _is_words(value):
+    value = resolved(value, tool.parameters)
+    if not is_words(value):
         outer = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
         return rf'"\n" {json_term({**outer, **value}, lenient=tool.strict is None)} {json.dumps(_END)}'
     choices = [value["const"]] if "const" in value else value.get("enum")
     return "(" + " | ".join(json.dumps(f"\n{each}{_END}") for each in choices) + ")" if choices else "words"
 
 
-def _resolved(value: Any, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def resolved(value: Any, schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """A parameter's schema, a reference to one of the definitions replaced by it."""
     reference = value.get("$ref") if isinstance(value, Mapping) else None
     if isinstance(reference, str):
@@ -130,7 +134,7 @@ def _resolved(value: Any, schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _is_words(schema: Mapping[str, Any]) -> bool:
+def is_words(schema: Mapping[str, Any]) -> bool:
     """Whether a parameter's value is written as it is, and not as JSON."""
     fixed = [schema["const"]] if "const" in schema else schema.get("enum")
     if fixed:
