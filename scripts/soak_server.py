@@ -3,9 +3,9 @@
 
     python scripts/soak_server.py --requests 100000
 
-Starts `nanovllm serve` with the demo checkpoint on the CPU. Prints, every --every requests, the resident memory of the front
-and of the engine, and their open descriptors. Exits with 1 where memory grew by 20 MB after the first 5,000 requests, where a
-descriptor was left, or where a request got an answer that it should not have.
+Starts `nanovllm serve` with the demo checkpoint on the CPU. Prints, every --every requests, the resident memory of the
+front and of the engine, and their open descriptors. Exits with 1 where memory grew by 20 MB after the first 5,000
+requests, where a descriptor was left, or where a request got an answer that it should not have.
 """
 
 import argparse
@@ -163,12 +163,14 @@ class Soak:
         memory, descriptors = self.resources()
         growth = [now - then for now, then in zip(memory, settled or memory, strict=True)]
         print(
-            f"{self._done} requests in {time.monotonic() - begin:.0f} s {dict(self.statuses)}: grown by {growth[0]:.1f} MB "
-            f"(front) and {growth[1]:.1f} MB (engine); descriptors {at_first} before, {descriptors} after"
+            f"{self._done} requests in {time.monotonic() - begin:.0f} s {dict(self.statuses)}: "
+            f"grown by {growth[0]:.1f} MB (front) and {growth[1]:.1f} MB (engine); "
+            f"descriptors {at_first} before, {descriptors} after"
         )
         for mistake in self.mistakes[:10]:
             print(mistake)
-        return max(growth) < MOST_GROWTH and descriptors <= at_first and not self.mistakes and "Traceback" not in self.log
+        is_clean = not self.mistakes and "Traceback" not in self.log
+        return max(growth) < MOST_GROWTH and descriptors <= at_first and is_clean
 
 
 def main() -> int:

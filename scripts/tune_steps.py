@@ -190,7 +190,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="Qwen3-8B", help="a folder, a hub id, or a size of Qwen3")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
-    parser.add_argument("--rows", type=int, nargs="+", help="default: those of captured decode steps up to 256; what is between two takes the larger's choice")
+    rows = "default: those of captured decode steps up to 256; what is between two takes the larger's choice"
+    parser.add_argument("--rows", type=int, nargs="+", help=rows)
     parser.add_argument("--budget", type=float, default=300.0, help="seconds of searching")
     parser.add_argument("--out", type=Path, help="where the table goes; one that is there is kept and added to")
     parser.add_argument("--options", nargs="+", default=[], metavar="KEY=VALUE", help="any other option of the engine")
