@@ -91,6 +91,8 @@ class Executor(ABC):
 
 
 def to_send(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` on the CPU, in memory of its own: a view, pickled, takes along all that it is a view of."""
+    """`tensor` on the CPU, in memory of its own: a view, pickled, takes along all that it is a view of. Numbers of a
+    byte go as bytes, since torch does not read them back."""
     tensor = tensor.detach().cpu().contiguous()
+    tensor = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor

@@ -6,6 +6,7 @@ from hashlib import sha256
 import numpy as np
 import torch
 
+from nanovllm.kernels.fp8.reference import FP8
 from nanovllm.layers.weights import PIECE_BYTES, CheckpointWeight, TensorSource
 from nanovllm.models.checkpoint import DTYPES
 from nanovllm.models.int4_tensors import Int4Reader
@@ -54,6 +55,7 @@ class WeightUpdate:
                 continue
             if name not in self._awaited or name in names:
                 raise ValueError(f"load_weights: surplus weight {name!r}")
+            tensor = self._as_held(name, tensor)
             if tensor.dtype not in DTYPES.values() and tensor.dtype not in self._held_as(name):
                 known = ", ".join(DTYPES)
                 raise ValueError(f"load_weights: weight {name!r} has type {tensor.dtype}: must be one of {known}")
@@ -67,10 +69,17 @@ class WeightUpdate:
     def _held_as(self, name: str) -> set[torch.dtype]:
         return {shard.target.dtype for shard in self._awaited[name].shards}
 
+    def _as_held(self, name: str, tensor: TensorSource) -> TensorSource:
+        """Bytes as the e4m3 that they are where the weight is (executor/base.py's to_send)."""
+        if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.uint8 and FP8 in self._held_as(name):
+            return tensor.view(FP8)
+        return tensor
+
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Copies whole tensors, which `check` has seen, into the rank's parameters, in place."""
         for name, tensor in self._read(tensors):
             if name in self._awaited:  # not the copy of a tied head
+                tensor = self._as_held(name, tensor)
                 weight = self._awaited.pop(name)
                 if weight.is_wide(tensor):
                     for scale in weight.scaled_by:
