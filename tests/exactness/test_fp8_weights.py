@@ -196,7 +196,7 @@ def test_what_is_not_served_is_refused_by_name(config: dict[str, Any], message: 
 
 def test_ranks_that_would_cut_a_group_of_columns_are_refused() -> None:
     """The output projection of heads of 64; a width is padded instead."""
-    group: Any = SimpleNamespace(rank=1, size=4)
+    group: Any = SimpleNamespace(rank=1, size=4, width_multiple=1)
     layer = (256, 192, group, torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"tensor_parallel_size=4: o: 64 of 256 inputs.* must be a multiple of 128"):
         RowParallelLinear(*layer, kind="o", pads=False, precision=Quantization())

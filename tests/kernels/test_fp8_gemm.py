@@ -1,19 +1,21 @@
 """FP8 products against the definition in float64: interpreted on a CPU, compiled on a GPU."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.functional import silu
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from nanovllm.kernels.fp8 import experts as fp8_experts
-from nanovllm.kernels.fp8 import gemm
+from nanovllm.kernels.fp8 import few_rows, gemm
 from nanovllm.kernels.fp8.quantize import quantize_rows
-from nanovllm.kernels.fp8.reference import FP8, linear_reference, quantize_rows_reference
+from nanovllm.kernels.fp8.reference import FP8, quantize_rows_reference
 from nanovllm.kernels.fp8.weight import FP8Weight
-from nanovllm.kernels.gemm.choice import GemmConfig
+from nanovllm.kernels.gemm.choice import LIBRARY, GemmConfig
 from nanovllm.kernels.moe.choice import GroupedConfig
 from nanovllm.kernels.moe.experts import experts_of
 from nanovllm.kernels.moe.routing import TopK, route_reference
@@ -61,7 +63,7 @@ def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
 def test_activations_are_quantised_by_token_and_group(k: int, input_scale: list[float] | None) -> None:
     static = None if input_scale is None else torch.tensor(input_scale, device=DEVICE)
     x = inputs(5, k)
-    if DEVICE == "cpu":  # the interpreter does not round to e4m3 as a GPU does: numbers that need no rounding
+    if DEVICE == "cpu":
         values, scale = quantize_rows_reference(x, static)
         x = values.float() * scale.repeat_interleave(128, 1)[:, :k]
     got, scale = quantize_rows(x, static)
@@ -73,24 +75,50 @@ def test_activations_are_quantised_by_token_and_group(k: int, input_scale: list[
         assert (error <= 2**-4 * x.abs() + scale.repeat_interleave(128, 1)[:, :k] * 2**-10).all()
 
 
+def already_rounded(x: torch.Tensor) -> torch.Tensor:
+    """Numbers that e4m3 holds, times their scales: the interpreter does not round to e4m3 as a GPU does."""
+    values, scale = quantize_rows_reference(x)
+    return values.float() * scale.repeat_interleave(128, 1)[:, : x.shape[1]]
+
+
 @pytest.mark.parametrize("config", [WEIGHTS_LEFT, X_LEFT], ids=["weights left", "x left"])
 @pytest.mark.parametrize(
     ("n", "k", "rows_each", "in_blocks"), [(192, 320, 128, True), (96, 256, 32, True), (80, 272, 1, False)]
 )
 def test_products_times_both_scales(config: GemmConfig, n: int, k: int, rows_each: int, in_blocks: bool) -> None:
-    """By the kernel, in parts of K, and by the twin."""
-    weight = weights(n, k, rows_each, in_blocks)
-    xq, x_scale = quantize_rows(inputs(19, k))
-    want = exact(xq, x_scale, weight)
-    assert_close(linear_reference(xq, x_scale, weight.values, weight.scale, rows_each), want)
-    out = torch.full((19, n), torch.nan, device=DEVICE)
-    assert_close(gemm.launch(xq, x_scale, weight, n, config, out, gated=False), want)
-    parts = torch.full((2, 19, n), torch.nan, device=DEVICE)
-    halves = GemmConfig(config.kernel, config.block_n, config.block_m, 128, 3, split_k=2)
-    assert_close(gemm.launch(xq, x_scale, weight, n, halves, parts, gated=False).sum(0), want)
-    one = torch.full((1, n), torch.nan, device=DEVICE)
-    first = quantize_rows(inputs(19, k)[:1])
-    assert torch.equal(gemm.launch(*first, weight, n, config, one, gated=False)[0], out[0]), "alone as among others"
+    """By the kernel, in parts of K, and by the twin; of activations that it rounds itself, and that come rounded."""
+    weight, x = weights(n, k, rows_each, in_blocks), already_rounded(inputs(19, k))
+    want = exact(*quantize_rows_reference(x), weight)
+    assert_close(gemm.linear_twin(x, weight, config), want)
+    out = gemm.linear(x, weight, config)
+    assert_close(out, want)
+    assert_close(gemm.linear(x, weight, replace(config, split_k=2)).sum(0), want)
+    assert torch.equal(gemm.linear(x[:1].clone(), weight, config)[0], out[0]), "alone as among others"
+    static = weight._replace(input_scale=torch.tensor([0.5, 0.25], device=DEVICE))
+    if DEVICE == "cuda":
+        assert_close(gemm.linear(x, static, config), exact(*quantize_rows_reference(x, static.input_scale), static))
+    if DEVICE == "cuda" and gemm.library_takes(weight):
+        assert_close(gemm.linear(x, weight, LIBRARY), want)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_products_of_a_few_rows(gated: bool) -> None:
+    """On CUDA cores, with norm, activation and residual: the same results."""
+    config = GemmConfig("fma", 8, block_k=512, stages=2, num_warps=2)
+    for n, k, rows_each, in_blocks in ((64, 1040, 32, True), (64, 512, 1, False)):
+        weight, x = weights(n, k, rows_each, in_blocks), already_rounded(inputs(2, k) / 1000)
+        want = exact(*quantize_rows_reference(x), weight)
+        if gated:
+            gate, up = want.chunk(2, 1)
+            ones = torch.ones(k, device=DEVICE)
+            normed = already_rounded(x) / x.square().mean(1, keepdim=True).sqrt()
+            gate, up = exact(*quantize_rows_reference(normed), weight).chunk(2, 1)
+            if DEVICE == "cuda":
+                assert_close(few_rows.norm_linear_silu_mul(x, ones, 0.0, weight, config), silu(gate) * up)
+            continue
+        assert_close(few_rows.linear(x, weight, config), want)
+        residual = torch.randn(2, n, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+        assert_close(few_rows.linear_residual(x, weight, residual.clone(), config), want + residual.double())
 
 
 @pytest.mark.parametrize("block_m", [16, 64])
@@ -107,12 +135,10 @@ def test_products_of_experts(block_m: int) -> None:
     logits = torch.randn(1, rows, experts, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     routing = route_reference(logits, TopK(experts, 2), block_m)
     config = GroupedConfig(block_m, 64, 128, 2)
-    values, scale = quantize_rows_reference(inputs(rows, hidden) / 500)  # numbers that the interpreter rounds as a GPU
-    x = values.float() * scale.repeat_interleave(128, 1)[:, :hidden]
+    x = already_rounded(inputs(rows, hidden) / 500)
     want = fp8_experts.expert_gate_up_reference(x, up, routing, config)
     assert_close(fp8_experts.expert_gate_up(x, up, routing, config), want.double())
-    values, scale = quantize_rows_reference(want)
-    h = values.float() * scale.repeat_interleave(128, 1)[:, :width]
+    h = already_rounded(want)
     want = fp8_experts.expert_down_reference(h, down, routing, config, torch.float32)
     got = fp8_experts.expert_down(h, down, routing, config, torch.float32)
     assert_close(got.flatten(0, 1), want.flatten(0, 1).double())
@@ -124,9 +150,6 @@ def test_products_of_experts(block_m: int) -> None:
 
 
 def test_gate_and_up() -> None:
-    weight = weights(256, 320, 128, True)
-    xq, x_scale = quantize_rows(inputs(3, 320) / 1000)
-    gate, up = exact(xq, x_scale, weight).chunk(2, 1)
-    out = torch.full((3, 128), torch.nan, device=DEVICE)
-    gemm.launch(xq, x_scale, weight, 128, WEIGHTS_LEFT, out, gated=True)
-    assert_close(out, torch.nn.functional.silu(gate) * up)
+    weight, x = weights(256, 320, 128, True), already_rounded(inputs(3, 320) / 1000)
+    gate, up = exact(*quantize_rows_reference(x), weight).chunk(2, 1)
+    assert_close(gemm.linear_silu_mul(x, weight, WEIGHTS_LEFT), silu(gate) * up)

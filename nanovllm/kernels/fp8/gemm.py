@@ -18,6 +18,9 @@ from nanovllm.kernels.pointwise.activation import silu_mul, silu_mul_reference
 
 MANY_ROWS = GemmConfig("decode", 128, 128, GROUP, 4, num_warps=8)
 """Where the library should multiply and cannot."""
+WIDE_ROWS = 32
+"""Most rows of a tile that rounds them itself, so that no kernel comes before; of more that would be done over again
+for each tile of weights."""
 PREFETCH_BYTES = 64 << 10
 """Of a program's weights, to bring into L2 before it may start."""
 
@@ -27,24 +30,22 @@ def linear(x: Tensor, weight: FP8Weight, config: GemmConfig, *, pdl: bool = True
     rows, n = x.shape[0], weight.values.shape[0]
     if config.kernel == "fma":
         return few_rows.linear(x, weight, config, pdl=pdl)
-    xq, x_scale = quantize_rows(x, weight.input_scale)
     if config.kernel == "library":
         if library_takes(weight):
-            return library_linear(xq, x_scale, weight, x.dtype)
+            return library_linear(*quantize_rows(x, weight.input_scale), weight, x.dtype)
         config = MANY_ROWS
     parts = config.split_k > 1
     out = x.new_empty(config.split_k, rows, n, dtype=torch.float32) if parts else x.new_empty(rows, n)
-    return launch(xq, x_scale, weight, n, config, out, gated=False, pdl=pdl)
+    return _launch(x, weight, n, config, out, gated=False, pdl=pdl)
 
 
 def linear_silu_mul(x: Tensor, weight: FP8Weight, config: GemmConfig, *, pdl: bool = True) -> Tensor:
     """silu(gate) * up of `linear`, where gates are the first N / 2 columns: [T, N / 2]."""
     if config.kernel == "library":
         return silu_mul(linear(x, weight, config))
-    xq, x_scale = quantize_rows(x, weight.input_scale)
     size = weight.values.shape[0] // 2
     out = empty_rows(x.shape[0], size, x.dtype, x.device)
-    return launch(xq, x_scale, weight, size, config, out, gated=True, pdl=pdl)
+    return _launch(x, weight, size, config, out, gated=True, pdl=pdl)
 
 
 @cache
@@ -83,29 +84,31 @@ def linear_silu_mul_twin(x: Tensor, weight: FP8Weight, config: GemmConfig) -> Te
     return silu_mul_reference(linear_twin(x, weight, config))
 
 
-def launch(
-    xq: Tensor, x_scale: Tensor, weight: FP8Weight, n_out: int, config: GemmConfig, out: Tensor, *, gated: bool,
-    pdl: bool = True,
-) -> Tensor:  # fmt: skip
+def _launch(
+    x: Tensor, weight: FP8Weight, n_out: int, config: GemmConfig, out: Tensor, *, gated: bool, pdl: bool = True
+) -> Tensor:
     """Fills and returns `out` [T, n_out] or float32 [split_k, T, n_out]."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    (rows, k), values = xq.shape, weight.values
-    if values.shape[1] != k or k % 16 or not (xq.is_contiguous() and values.is_contiguous()):
-        raise ValueError(f"weight {list(values.shape)} does not fit x {list(xq.shape)}, or K is no multiple of 16")
+    (rows, k), values, static = x.shape, weight.values, weight.input_scale
+    if values.shape[1] != k or k % 16 or not values.is_contiguous():
+        raise ValueError(f"weight {list(values.shape)} does not fit x {list(x.shape)}, or K is no multiple of 16")
     if config.block_k != GROUP or config.split_k > triton.cdiv(k, GROUP):
         raise ValueError(f"{config}: must take steps of {GROUP} columns, and some for each of its parts, K = {k}")
+    wide = config.block_m <= WIDE_ROWS and x.is_contiguous()
+    x, x_scale = (x, x if static is None else static) if wide else quantize_rows(x, static)
     columns = PREFETCH_BYTES // (config.block_n * (2 if gated else 1))
     grid = (triton.cdiv(rows, config.block_m), triton.cdiv(n_out, config.block_n), config.split_k)
-    readable = min(rows_in_memory(xq), grid[0] * config.block_m)
+    readable = min(rows_in_memory(x), grid[0] * config.block_m)
     fp8_gemm_kernel[grid](
-        TensorDescriptor(xq, [readable, k], [k, 1], [config.block_m, GROUP]), x_scale,
+        TensorDescriptor(x, [readable, k], [k, 1], [config.block_m, GROUP]), x_scale,
         TensorDescriptor(values, list(values.shape), [k, 1], [config.block_n, GROUP]),
-        values, weight.scale, out, rows=rows, scale_stride=x_scale.stride(1), n_out=n_out, k=k,
+        values, weight.scale, out, rows=rows, scale_stride=0 if wide else x_scale.stride(1), n_out=n_out, k=k,
         groups=weight.scale.shape[1], BLOCK_N=config.block_n, BLOCK_M=config.block_m, STAGES=config.stages,
-        ROWS_EACH=weight.rows_each, IN_BLOCKS=weight.in_blocks, GATED=gated, PARTS=config.split_k > 1,
+        ROWS_EACH=weight.rows_each, IN_BLOCKS=weight.in_blocks, WIDE=wide,
+        COUNT=static.numel() if wide and static is not None else 0, GATED=gated, PARTS=config.split_k > 1,
         X_LEFT=config.block_n < 64 or config.block_m >= 128,
         PREFETCH=max(BLOCK, min(columns, triton.next_power_of_2(k))), num_warps=config.num_warps,
-        **pdl_options(xq.device, pdl and rows <= 256),
+        **pdl_options(x.device, pdl and rows <= 256),
     )  # fmt: skip
     return out

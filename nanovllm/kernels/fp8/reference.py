@@ -28,7 +28,8 @@ def _rounded(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _scale(magnitudes: Tensor, dim: tuple[int, ...]) -> Tensor:
-    return magnitudes.amax(dim, keepdim=True).clamp_min(SMALLEST_MAXIMUM) / LARGEST
+    largest = magnitudes.amax(dim, keepdim=True).clamp_min(SMALLEST_MAXIMUM)
+    return largest / torch.full_like(largest, LARGEST)  # on a GPU a number would be multiplied by its reciprocal
 
 
 def _groups(x: Tensor) -> Tensor:
