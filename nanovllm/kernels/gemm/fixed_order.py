@@ -2,7 +2,7 @@
 
 Tensor cores add up products along K in one order, whatever the tile and the instruction (measured on compute capability
 9.0). So a kernel's bits follow from how it cuts K alone. For "batch" each kind of layer has one number of parts of K
-for all numbers of rows. For "tp" a row-parallel layer's whole K, of all ranks, is cut into leaves, whose float32 sums
+for all numbers of rows: two where the consumer adds them up, as most of the measured choices have. For "tp" a row-parallel layer's whole K, of all ranks, is cut into leaves, whose float32 sums
 are added in pairs: a rank has a power of two of them, and its sum is a node of the one tree. FMA kernels, which have
 other orders, and cuBLAS's own parts of K are left out.
 
@@ -53,7 +53,9 @@ def ranges(gemm: Gemm, table: GemmTable, takes_parts: bool, leaves: int, on_cpu:
                      for most, n, m, stages, warps in _TREE_TILES)  # fmt: skip
     if on_cpu:
         return ((ANY_ROWS, GemmConfig("blocks")),)
-    parts = 2 if gemm.kind == "down" and takes_parts and gemm.k % 256 == 0 else 1
+    parts = 2 if gemm.kind in SUMMED and takes_parts else 1
+    if gemm.k % 16:
+        raise ValueError(f"exact_bits: {gemm.k} inputs of {gemm.kind}: must be a multiple of 16")
     many = GemmConfig("split", split_k=parts) if parts > 1 else LIBRARY
     measured = table.measured(gemm)
     ends = sorted({most for most, _ in (*measured, *_OWN[parts]) if most <= DECODE_ROWS})
@@ -66,22 +68,26 @@ def _for_rows(gemm: Gemm, rows: int, measured: Ranges, parts: int, otherwise: Ge
     if config is not None and config.kernel in ("library", "split", "decode") and config.parts == parts:
         return config
     own = next((config for most, config in _OWN[parts] if rows <= most), otherwise)
+    if gemm.kind == "gate_up" and own is not otherwise and rows <= 32:
+        own = _GATED
     return otherwise if misfit(gemm, own) else own
 
 
 _OWN: dict[int, Ranges] = {
     1: (
-        (16, GemmConfig("decode", 64, 16, 128, 6)),
+        (16, GemmConfig("decode", 64, 16, 256, 5)),
         (32, GemmConfig("decode", 64, 32, 128, 5)),
         (64, GemmConfig("decode", 64, 64, 128, 4)),
     ),
     2: (
-        (16, GemmConfig("decode", 64, 16, 256, 4, 2)),
+        (16, GemmConfig("decode", 64, 16, 256, 5, 2)),
         (32, GemmConfig("decode", 64, 32, 256, 4, 2)),
         (64, GemmConfig("decode", 64, 64, 128, 6, 2)),
     ),
 }
 """By parts of K: what is launched for few rows, where the library leaves the memory idle."""
+_GATED = GemmConfig("decode", 64, 32, 128, 5)
+"""The same for gate and up, of which a program has a tile each."""
 _TREE_TILES = ((32, 64, 32, 5, 4), (256, 64, 64, 4, 8), (ANY_ROWS, 64, 128, 4, 8))
 """Most rows; weight rows and rows of a tile, stages, warps."""
 
