@@ -1,10 +1,11 @@
 """Which kernels multiply where a row's bits must not depend on its step (EngineConfig.exact_bits).
 
-Tensor cores add up products along K in one order, whatever the tile and the instruction (measured on compute capability
-9.0). So a kernel's bits follow from how it cuts K alone. For "batch" each kind of layer has one number of parts of K
-for all numbers of rows: two where the consumer adds them up, as most of the measured choices have. For "tp" a row-parallel layer's whole K, of all ranks, is cut into leaves, whose float32 sums
-are added in pairs: a rank has a power of two of them, and its sum is a node of the one tree. FMA kernels, which have
-other orders, and cuBLAS's own parts of K are left out.
+Tensor cores add up products along K in one order, whatever the tile and the instruction (measured on compute
+capability 9.0). So a kernel's bits follow from how it cuts K alone. For "batch" each layer has one number of parts of
+K for all numbers of rows: two where the consumer adds them up, as most of the measured choices have, and K is long.
+For "tp" a row-parallel layer's whole K, of all ranks, is cut into leaves, whose float32 sums are added in pairs: a
+rank has a power of two of them, and its sum is a node of the one tree. FMA kernels, which have other orders, and
+cuBLAS's own parts of K are left out.
 
 On a CPU products are made in blocks of ROWS rows and COLUMNS columns of the result, in float32: all blocks are one
 shape, so the library computes all alike, and an element's bits depend on its place in its block at most, of which
@@ -53,19 +54,21 @@ def ranges(gemm: Gemm, table: GemmTable, takes_parts: bool, leaves: int, on_cpu:
                      for most, n, m, stages, warps in _TREE_TILES)  # fmt: skip
     if on_cpu:
         return ((ANY_ROWS, GemmConfig("blocks")),)
-    parts = 2 if gemm.kind in SUMMED and takes_parts else 1
-    if gemm.k % 16:
-        raise ValueError(f"exact_bits: {gemm.k} inputs of {gemm.kind}: must be a multiple of 16")
+    whole_steps = gemm.k % (2 * max(config.block_k for _, config in _OWN[2])) == 0  # all kernels cut K in the middle
+    parts = 2 if gemm.kind in SUMMED and takes_parts and whole_steps else 1
+    if gemm.k % 8:
+        raise ValueError(f"exact_bits: {gemm.k} inputs of {gemm.kind}: must be a multiple of 8")
     many = GemmConfig("split", split_k=parts) if parts > 1 else LIBRARY
     measured = table.measured(gemm)
-    ends = sorted({most for most, _ in (*measured, *_OWN[parts]) if most <= DECODE_ROWS})
+    ends = sorted({1} | {most for most, _ in (*measured, *_OWN[parts]) if most <= DECODE_ROWS})
     return ranges_of([*((rows, _for_rows(gemm, rows, measured, parts, many)) for rows in ends), (ANY_ROWS, many)])
 
 
 def _for_rows(gemm: Gemm, rows: int, measured: Ranges, parts: int, otherwise: GemmConfig) -> GemmConfig:
     """What was measured for so many rows, if it cuts K into so many parts; else what we have for few rows."""
     config = next((config for most, config in measured if rows <= most), None)
-    if config is not None and config.kernel in ("library", "split", "decode") and config.parts == parts:
+    kinds = ("library", "split", "decode") if rows > 1 else ("split", "decode")  # the library's for a vector differs
+    if config is not None and config.kernel in kinds and config.parts == parts:
         return config
     own = next((config for most, config in _OWN[parts] if rows <= most), otherwise)
     if gemm.kind == "gate_up" and own is not otherwise and rows <= 32:
