@@ -182,6 +182,7 @@ def test_no_such_model(tmp_path: Path) -> None:
         ({"hidden_size": None}, r"'hidden_size' is missing"),
         ({"vocab_size": -5}, r"vocab_size=-5: must be"),
         ({"num_key_value_heads": 3}, r"num_key_value_heads=3: must be a divisor of num_attention_heads"),
+        ({"head_dim": 7}, r"head_dim=7: must be even"),
         ({"hidden_act": "gelu"}, r"hidden_act='gelu': must be one of 'silu', "),
         ({"mlp_bias": True}, r"mlp_bias=True: must be False or absent"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantization_config=.*: must be absent"),

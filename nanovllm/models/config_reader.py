@@ -156,7 +156,10 @@ def read_heads(config: ConfigReader, head_dim: int | None = None) -> tuple[int, 
     kv_heads = config.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise refuse("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
-    return heads, kv_heads, config.integer("head_dim", head_dim or config.integer("hidden_size") // heads)
+    head_dim = config.integer("head_dim", head_dim or config.integer("hidden_size") // heads)
+    if head_dim % 2:
+        raise refuse("head_dim", head_dim, "even, for its halves are rotated")
+    return heads, kv_heads, head_dim
 
 
 def read_common(config: ConfigReader, generation: dict[str, Any], eps_name: str = "rms_norm_eps") -> dict[str, Any]:
