@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.executor.base import Executor, Report, to_send
+from nanovllm.executor.base import Executor, Report
 from nanovllm.executor.processes import WorkerError, WorkerProcesses
 from nanovllm.executor.resolve import resolve
 from nanovllm.executor.store import WatchedStore, create_store_file, open_store
@@ -24,9 +24,10 @@ from nanovllm.runner.weight_update import merged_checksums, named_tensor
 from nanovllm.startup.child import no_standard_numbers
 from nanovllm.startup.compile_pool import KernelCompiler
 from nanovllm.startup.dry_run import dry_run
+from nanovllm.transfer.shared import SharedBucket
 from nanovllm.wire.sampling import StepScores
 
-_BUCKET_BYTES = 256 << 20  # of new weights sent to the workers at a time
+_BUCKET_BYTES = 256 << 20  # of new weights that go to the other ranks at a time
 
 
 class LocalExecutor(Executor):
@@ -51,6 +52,8 @@ class LocalExecutor(Executor):
         self._store_fd = -1
         self._failed = False
         self.shares_weights = module is not None
+        self._bucket: SharedBucket | None = None
+        """In which new weights go to the other ranks."""
         self.owner = os.getpid()
         """The process whose workers, threads and locks these are."""
         if config.tensor_parallel_size > 1:
@@ -188,6 +191,7 @@ class LocalExecutor(Executor):
     def finish_weight_update(self) -> None:
         """Raises ValueError naming the weights that are missing."""
         self.runner.weight_update.finish()
+        self._free_bucket()
 
     def checksum(self) -> dict[str, str]:
         """A checksum of each checkpoint tensor, the same at every number of ranks. Raises RuntimeError where ranks hold
@@ -209,9 +213,25 @@ class LocalExecutor(Executor):
 
     def _send_weights(self, bucket: list[tuple[str, torch.Tensor]]) -> None:
         self.runner.weight_update.check(bucket)
-        if self.config.tensor_parallel_size > 1:
-            bucket = [(name, to_send(tensor)) for name, tensor in bucket]
-        self.call("update_weights", bucket)
+        if self.config.tensor_parallel_size == 1:
+            self.call("update_weights", bucket)
+            return
+        size = sum(tensor.nbytes for _, tensor in bucket)
+        if self._bucket is None or self._bucket.nbytes < size:
+            self._free_bucket()
+            self._bucket = SharedBucket(max(size, _BUCKET_BYTES), self.runner.device)
+        message = self._bucket.fill(bucket)
+        with self._failures_explained():
+            self.processes.send_call("update_from_bucket", message)
+            with self._share_of_threads():
+                self.runner.update_weights(bucket)
+            self.processes.replies()
+
+    def _free_bucket(self) -> None:
+        if self._bucket is not None:
+            self.call("forget_buckets")
+            self._bucket.close()
+            self._bucket = None
 
     def weights_changed(self) -> bool:
         return self.runner.live_module is not None and self.runner.live_module.has_changed()

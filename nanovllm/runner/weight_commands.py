@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.kv_cache import MemoryProbe
 from nanovllm.runner.sleep import SleepableMemory
 from nanovllm.runner.weight_update import ShardChecksums, WeightUpdate, weight_checksums
+from nanovllm.transfer.shared import MappedBuckets
 
 
 class WeightCommands:
@@ -29,6 +31,8 @@ class WeightCommands:
     sleepable: SleepableMemory | None
     weights: list[CheckpointWeight]
     weight_update: WeightUpdate
+    buckets: MappedBuckets | None = None
+    """Of new weights, that this rank has mapped."""
     _progress: Callable[[], None]
     _spelling: CheckpointNames
 
@@ -70,6 +74,19 @@ class WeightCommands:
         with self.io.stream_context():
             self.weight_update.load(tensors)
         self.io.synchronize()
+
+    @torch.inference_mode()
+    def update_from_bucket(self, message: dict[str, Any]) -> None:
+        """The same for what rank 0 has filled into a bucket: see transfer/shared.py."""
+        self.buckets = self.buckets or MappedBuckets(self.device)
+        with self.io.stream_context():
+            self.weight_update.load(list(self.buckets.tensors(message)))
+        self.io.synchronize()
+
+    def forget_buckets(self) -> None:
+        """Rank 0 is about to free what was mapped."""
+        if self.buckets is not None:
+            self.buckets.close()
 
     def refresh_weights(self) -> None:
         """Copies what a live module cannot share."""

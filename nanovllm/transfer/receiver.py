@@ -56,7 +56,7 @@ class WeightReceiver:
         self._group: Broadcast | None = None
         self._store: dist.Store | None = None
         self._init_info: dict[str, Any] = {}
-        self._buckets = MappedBuckets()
+        self._buckets = MappedBuckets(self._device)
 
     def init(self, init_info: dict[str, Any]) -> None:
         """Joins the trainer's group: master_address, master_port (or nccl_unique_id_b64), rank_offset, world_size,

@@ -1,5 +1,5 @@
-"""A bucket of memory that a trainer fills and an engine on the same host maps: of a GPU by CUDA's inter-process
-handles, of a CPU by a file without a name."""
+"""A bucket of memory that one process fills and others on the same host map: of a GPU by CUDA's inter-process handles,
+of a CPU by a file without a name. From a trainer to an engine, and from rank 0 of an engine to its other ranks."""
 
 import base64
 import binascii
@@ -16,11 +16,10 @@ from nanovllm.parallel.peer.driver import DeviceBytes, Driver
 from nanovllm.transfer.buckets import Entry, NamedTensors, as_bytes, described, entries_of, unpacked
 
 _FILE = re.compile(r"/proc/\d+/fd/\d+")
-_ALIGNMENT = 16  # bytes, so that any type can be viewed
 
 
 class SharedBucket:
-    """The trainer's side: `nbytes` of memory of its own on `device`, for any number of updates."""
+    """The side that fills it: `nbytes` of memory of its own on `device`, for any number of updates."""
 
     def __init__(self, nbytes: int, device: torch.device | str) -> None:
         self.device = torch.device(device)
@@ -38,30 +37,41 @@ class SharedBucket:
             self._memory = torch.frombuffer(mmap.mmap(self._file, nbytes), dtype=torch.uint8)
             self._where = {"shared_memory": f"/proc/{os.getpid()}/fd/{self._file}"}
 
-    def messages(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, Any]]:
-        """What a WeightReceiver's `update` takes, as JSON: one message for as many tensors as fit at a time. A message
-        must have been taken in before the next is asked for. Raises ValueError for a tensor that does not fit at all.
-        """
-        entries: list[Entry] = []
-        end = 0
-        for name, tensor in weights:
-            content = as_bytes(tensor)
-            if content.numel() > self._memory.numel():
-                bound = f"at least the {content.numel()} of {name!r}"
-                refuse("nbytes", self._memory.numel(), bound)
-            if end + content.numel() > self._memory.numel():
-                yield self._message(entries, end)
-                entries, end = [], 0
-            self._memory[end : end + content.numel()].copy_(content)
-            entries.append(Entry.of(name, tensor))
-            end += content.numel()
-        if entries:
-            yield self._message(entries, end)
+    @property
+    def nbytes(self) -> int:
+        return self._memory.numel()
 
-    def _message(self, entries: list[Entry], nbytes: int) -> dict[str, Any]:
+    def fill(self, tensors: list[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+        """Copies them in, and returns what says so, in JSON's types. What was filled in before must have been read.
+        Raises ValueError where they do not fit."""
+        contents = [as_bytes(tensor) for _, tensor in tensors]
+        needed = sum(map(torch.Tensor.numel, contents))
+        if needed > self.nbytes:
+            names = ", ".join(repr(name) for name, _ in tensors[:3])
+            refuse("nbytes", self.nbytes, f"at least the {needed} of {names}")
+        begin = 0
+        for content in contents:
+            self._memory[begin : begin + content.numel()].copy_(content)
+            begin += content.numel()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return {**described(entries), **self._where, "nbytes": self._memory.numel()}
+        entries = [Entry.of(name, tensor) for name, tensor in tensors]
+        return {**described(entries), **self._where, "nbytes": self.nbytes}
+
+    def messages(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, Any]]:
+        """`fill` for as many tensors as fit at a time: each message must have been taken in, by a WeightReceiver's
+        `update`, before the next is asked for."""
+        waiting: list[tuple[str, torch.Tensor]] = []
+        size = 0
+        for name, tensor in weights:
+            nbytes = Entry.of(name, tensor).nbytes
+            if waiting and size + nbytes > self.nbytes:
+                yield self.fill(waiting)
+                waiting, size = [], 0
+            waiting.append((name, tensor))
+            size += nbytes
+        if waiting:
+            yield self.fill(waiting)
 
     def close(self) -> None:
         """After the last update: the engine must not read it any more."""
@@ -73,42 +83,47 @@ class SharedBucket:
 
 
 class MappedBuckets:
-    """The engine's side: buckets that it has mapped, until `close`."""
+    """The other side: buckets that a process on `device` has mapped, until `close`."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._mapped: dict[str, torch.Tensor] = {}
-        self._opened: list[tuple[Driver, int]] = []
+        self._addresses: dict[str, int] = {}
+        """Of those on a GPU."""
 
     def tensors(self, message: dict[str, Any]) -> NamedTensors:
-        """The tensors of a SharedBucket's message, as views: to be copied before the trainer fills the bucket again.
-        Raises ValueError naming what is wrong with the message."""
+        """The tensors of a SharedBucket's message, as views: to be copied before the bucket is filled again. Raises
+        ValueError naming what is wrong with the message."""
         entries, nbytes = entries_of(message), message.get("nbytes")
         needed = sum(entry.nbytes for entry in entries)
         if not isinstance(nbytes, int) or nbytes < needed:
             refuse("nbytes", nbytes, f"an integer >= {needed}, the bytes of the tensors")
         if "ipc_handle" in message:
-            return unpacked(self._of_device(message["ipc_handle"], nbytes), entries)
+            return unpacked(self._of_device(message["ipc_handle"], nbytes, needed), entries)
         return unpacked(self._of_file(message.get("shared_memory"), nbytes), entries)
 
-    def _of_device(self, where: Any, nbytes: int) -> torch.Tensor:
+    def _of_device(self, where: Any, nbytes: int, needed: int) -> torch.Tensor:
+        """The bucket, or where it is on another GPU a copy of its first `needed` bytes: mapped or copied by this GPU,
+        so that none other is touched."""
         uuid, handle_b64 = (where.get("gpu_uuid"), where.get("handle_b64")) if isinstance(where, dict) else (None, None)
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else range(0)
-        known = {str(torch.cuda.get_device_properties(index).uuid): index for index in devices}
-        if not isinstance(uuid, str) or uuid not in known:
-            refuse("ipc_handle.gpu_uuid", uuid, f"a GPU that this engine sees: {sorted(known)}")
         try:
             handle = base64.b64decode(handle_b64 or "", validate=True)
         except (TypeError, binascii.Error):
             handle = b""
         if not isinstance(handle_b64, str) or len(handle) != 64:
             refuse("ipc_handle.handle_b64", handle_b64, "64 bytes in base64")
-        if handle_b64 not in self._mapped:
-            device = torch.device("cuda", known[uuid])
-            driver = Driver(device)
-            address = driver.open(handle)
-            self._opened.append((driver, address))
-            self._mapped[handle_b64] = torch.as_tensor(DeviceBytes(address, nbytes), device=device)
-        return self._mapped[handle_b64]
+        if self._device.type != "cuda":
+            refuse("ipc_handle.gpu_uuid", uuid, f"left out: this engine runs on {self._device}")
+        driver = Driver(self._device)
+        if handle_b64 not in self._addresses:
+            self._addresses[handle_b64] = driver.open(handle)
+        address = self._addresses[handle_b64]
+        if uuid == str(torch.cuda.get_device_properties(self._device).uuid):
+            return torch.as_tensor(DeviceBytes(address, nbytes), device=self._device)
+        memory = torch.empty(needed, dtype=torch.uint8, device=self._device)
+        stream = torch.cuda.current_stream(self._device)
+        driver.copy(memory.data_ptr(), address, needed, stream.cuda_stream)
+        return memory
 
     def _of_file(self, name: Any, nbytes: int) -> torch.Tensor:
         if not isinstance(name, str) or not _FILE.fullmatch(name):
@@ -124,6 +139,6 @@ class MappedBuckets:
     def close(self) -> None:
         """Lets go of all."""
         self._mapped.clear()
-        for driver, address in self._opened:
-            driver.close(address)
-        self._opened.clear()
+        for address in self._addresses.values():
+            Driver(self._device).close(address)
+        self._addresses.clear()

@@ -96,7 +96,8 @@ def test_a_tensor_must_fit_a_bucket() -> None:
         ({"dtype_names": ["float12", "float32"]}, "dtype_names='float12'"),
         ({"nbytes": 3}, "nbytes=3: must be an integer >= 12"),
         ({"shared_memory": "/etc/passwd"}, "shared_memory='/etc/passwd'"),
-        ({"ipc_handle": {"gpu_uuid": "none"}}, "gpu_uuid='none'"),
+        ({"ipc_handle": {"gpu_uuid": "none"}}, "handle_b64=None"),
+        ({"ipc_handle": {"gpu_uuid": "none", "handle_b64": "A" * 86 + "=="}}, "this engine runs on cpu"),
     ],
     ids=str,
 )
