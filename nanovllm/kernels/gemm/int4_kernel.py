@@ -100,6 +100,25 @@ def _silu_mul(y, ROWS: tl.constexpr, WIDTH: tl.constexpr, dtype: tl.constexpr):
     return silu * up.to(dtype).to(tl.float32)
 
 
+@triton.jit
+def _prefetch(
+    w_ptr, groups_ptr, begin, end, pid, n, n_out,
+    BLOCK_N: tl.constexpr, GROUP: tl.constexpr, PAIRED: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
+    """Brings a program's words and scales of the first PREFETCH blocks into L2. A line has 2 rows of words, or the
+    scales of 32; past the ends, what is there again."""
+    block = tl.minimum(begin + tl.arange(0, PREFETCH), end - 1)[:, None]
+    index = tl.arange(0, BLOCK_N // 2)
+    lane = (index // 2) * 4 + index % 2 if PAIRED else index * 2
+    row, _ = weight_rows(lane, pid, n_out, BLOCK_N, PAIRED)
+    prefetch_lines(w_ptr + (block * n + tl.minimum(row, n - 1)[None, :]) * WORDS)
+    index = tl.arange(0, BLOCK_N // 16)
+    lane = (index // 2) * 32 + index % 2 if PAIRED else index * 16
+    row, _ = weight_rows(lane, pid, n_out, BLOCK_N, PAIRED)
+    group = 0 if GROUP == 0 else block * (SPAN // GROUP)
+    prefetch_lines(groups_ptr + (group * n + tl.minimum(row, n - 1)[None, :]) * 2)
+
+
 @triton.jit(do_not_specialize=["rows", "eps"])
 def int4_gemm_kernel(
     x_ptr, w_ptr, groups_ptr, norm_ptr, out_ptr, res_ptr, scratch_ptr, counter_ptr, rows, n, n_out, k, eps,
@@ -121,9 +140,9 @@ def int4_gemm_kernel(
     word = tl.arange(0, WORDS)
     w_ptrs = w_ptr + tl.where(live, w_rows, 0)[:, None] * WORDS + word[None, :]
     if PDL:
-        ahead = tl.minimum(begin + tl.arange(0, PREFETCH), end - 1)
-        lines, _ = weight_rows(tl.arange(0, BLOCK_N), pid, n_out, BLOCK_N, PAIRED)
-        prefetch_lines(w_ptr + (ahead[:, None] * n + tl.minimum(lines, n - 1)[None, :]) * WORDS)
+        _prefetch(
+            w_ptr, groups_ptr, begin, end, pid, n, n_out, BLOCK_N, GROUP, PAIRED, PREFETCH
+        )
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
