@@ -17,9 +17,9 @@ from nanovllm.kernels.pointwise.norm import Norm
 
 ROWS = (1, 2, 4, 8, 16, 32)
 _SHAPES = {
-    8: [(64, 6, 4), (64, 10, 4), (128, 6, 4), (128, 6, 8), (32, 8, 2), (32, 8, 1), (16, 8, 1)],
-    16: [(64, 6, 4), (128, 6, 4), (128, 5, 8), (32, 8, 2)],
-    32: [(64, 5, 4), (128, 4, 4), (128, 4, 8)],
+    8: [(64, 6, 4), (128, 6, 4), (128, 4, 2), (64, 6, 2), (64, 6, 1), (32, 8, 1), (16, 8, 1)],
+    16: [(64, 6, 4), (128, 5, 4), (64, 6, 2), (64, 5, 1), (32, 6, 1)],
+    32: [(64, 5, 4), (128, 4, 4), (128, 4, 8), (64, 4, 2), (32, 4, 1)],
     64: [(64, 4, 4), (128, 3, 4), (128, 4, 8)],
     128: [(64, 3, 4), (128, 3, 8)],
 }
@@ -79,9 +79,10 @@ def name_of(config: GemmConfig) -> str:
 
 def int4_contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
     block_m = next((size for size in _SHAPES if rows <= size), 128)
+    splits = _SPLITS[gemm.kind] if rows <= 32 else (1,)
     return [
         GemmConfig("int4", n, block_m, 128, stages, split_k, warps)
-        for n, stages, warps in _SHAPES[block_m] for split_k in _SPLITS[gemm.kind] if split_k <= -(-gemm.k // 128)
+        for n, stages, warps in _SHAPES[block_m] for split_k in splits if split_k <= -(-gemm.k // 128)
     ]  # fmt: skip
 
 

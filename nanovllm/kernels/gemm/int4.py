@@ -1,9 +1,9 @@
 """Products by 4-bit weights (W4A16): a weight is (q - zero) * scale, q and zero of 4 bits, one scale and zero for each
 group of columns.
 
-One definition at every number of rows: scales have the dtype of x, and the product is rounded to it; from there on the
-weight is an ordinary one. The kernel widens in registers, so that memory is read at 4 bits a weight. For many rows a
-range of weight rows at a time is widened into scratch memory that stays in the L2 cache, and the library multiplies.
+Scales have the dtype of x. The kernel reads memory at 4 bits a weight, multiplies x by the integers q - zero, and each
+group's float32 sums by its scale: no weight is rounded. For many rows a range of weight rows at a time is widened into
+scratch memory that stays in the L2 cache, rounded to the dtype of x, and the library multiplies.
 """
 
 from dataclasses import dataclass
@@ -231,6 +231,7 @@ def _launch(
         "HAS_ZEROS": weight.has_zeros, "NORM": norm is not None, "PAIRED": paired, "PARTS": parts,
         "RESIDUAL": residual is not None, "SPLIT_K": config.split_k, "EVEN_K": k % SPAN == 0,
         "EVEN_N": n_out % outputs == 0, "PTX": x.is_cuda, "num_warps": config.num_warps,
+        "OFFSET_LATER": x.dtype != torch.float16 and (config.block_m == 8 or config.num_warps < 4),
         "PREFETCH": triton.next_power_of_2(triton.cdiv(blocks, config.split_k)), **pdl_options(x.device, pdl),
     }  # fmt: skip
     gain, eps = (x, 0.0) if norm is None else norm

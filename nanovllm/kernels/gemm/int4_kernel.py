@@ -1,8 +1,9 @@
 """y = x @ W^T with 4-bit weights, widened in registers: the kernels; int4.py has the layout, and launches them.
 
 Weights are the left operand of a matrix instruction: a thread's words, as they lie in memory, already are its part of
-that operand. So a weight costs about two instructions: three shifts, four masks, four subtractions and four products
-for eight weights. Up to 8 rows of x multiply by instructions of one warp, more rows by those of four warps.
+that operand. Seven instructions make eight weights of two words, plus an offset. Where single warps multiply, the
+offset is taken off the sums: it times the sum of x, which a product by ones gives at the price of one instruction for
+16 columns, however many weight rows share it. Elsewhere each weight is freed of it first.
 
 A row's sum over K goes in an order that the shapes and the choice alone decide, and does not depend on the other rows.
 """
@@ -124,11 +125,13 @@ def int4_gemm_kernel(
     x_ptr, w_ptr, groups_ptr, norm_ptr, out_ptr, res_ptr, scratch_ptr, counter_ptr, rows, n, n_out, k, eps,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
     NORM: tl.constexpr, PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, PARTS: tl.constexpr, SPLIT_K: tl.constexpr,
-    PREFETCH: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    PREFETCH: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, OFFSET_LATER: tl.constexpr, PTX: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of rows, tiles of weights, SPLIT_K); x [rows, k], weights int16 [blocks of k, n, 32], groups
     [groups of k, n, 2] (scale, zero). GROUP: columns of a group; 0: all. out [rows, n_out]; with PARTS float32
-    [SPLIT_K, rows, n_out]. PREFETCH: blocks to bring into L2 before x may be read, a power of two."""
+    [SPLIT_K, rows, n_out]. OFFSET_LATER: see above. PREFETCH: blocks to bring into L2 before x may be read, a power of
+    two."""
     dtype = x_ptr.dtype.element_ty
     first_row = tl.program_id(0) * ROWS
     pid, split = tl.program_id(1), tl.program_id(2)
@@ -152,6 +155,7 @@ def int4_gemm_kernel(
     if NORM:
         norm_scale = row_scales(x_ptr, rows, k, eps, ROWS, 512)[:, None]
     acc = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
+    ones = tl.full([BLOCK_N, WORDS], 1.0, dtype)
     for block in tl.range(begin, end, num_stages=STAGES):
         at = block * n
         if EVEN_N:
@@ -159,15 +163,12 @@ def int4_gemm_kernel(
         else:
             words = tl.load(w_ptrs + at * WORDS, mask=live[:, None], other=0)
         planes = _unpacked(words, dtype, PTX)
-        if GROUP == 0:
-            scale, zero = _scale_and_zero(groups_ptr, w_rows, live, dtype, HAS_ZEROS, PTX)
-        elif GROUP == SPAN:
-            group_at = block * n + w_rows
-            scale, zero = _scale_and_zero(groups_ptr, group_at, live, dtype, HAS_ZEROS, PTX)
         for plane in tl.static_range(4):
-            if GROUP > 0 and GROUP < SPAN and plane * WORDS % GROUP == 0:
-                group_at = (block * (SPAN // GROUP) + plane * WORDS // GROUP) * n + w_rows
-                scale, zero = _scale_and_zero(groups_ptr, group_at, live, dtype, HAS_ZEROS, PTX)
+            if plane == 0 or (GROUP > 0 and plane * WORDS % GROUP == 0):
+                group = 0 if GROUP == 0 else block * (SPAN // GROUP) + plane * WORDS // GROUP
+                scale, zero = _scale_and_zero(groups_ptr, group * n + w_rows, live, dtype, HAS_ZEROS, PTX)
+                part = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
+                sums = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
             cols = block * SPAN + plane * WORDS + word
             x_live = (row < rows)[:, None]
             if not EVEN_K:
@@ -177,8 +178,15 @@ def int4_gemm_kernel(
                 gain = tl.load(norm_ptr + cols, mask=cols < k, other=0.0)[None, :].to(tl.float32)
                 unit = (x.to(tl.float32) * norm_scale).to(dtype).to(tl.float32)
                 x = (unit * gain).to(dtype)
-            weights = (planes[plane] - zero) * scale
-            acc = tl.dot(weights, tl.trans(x), acc, input_precision="ieee")
+            if OFFSET_LATER:
+                part = tl.dot(planes[plane], tl.trans(x), part, input_precision="ieee")
+                sums = tl.dot(ones, tl.trans(x), sums, input_precision="ieee")
+            else:
+                part = tl.dot(planes[plane] - zero, tl.trans(x), part, input_precision="ieee")
+            if plane == 3 or (GROUP > 0 and (plane + 1) * WORDS % GROUP == 0):
+                if OFFSET_LATER:
+                    part -= zero.to(tl.float32) * sums
+                acc += scale.to(tl.float32) * part
 
     _finish(
         tl.trans(acc), out_ptr, res_ptr, scratch_ptr, counter_ptr, first_row, rows, n_out,
