@@ -38,19 +38,18 @@ class TritonBackend(AttentionBackend):
         if max_num_seqs > MAX_NUM_SEQS:
             raise ValueError(
                 f"max_num_seqs={max_num_seqs}: attention_backend={self.name!r} takes at most {MAX_NUM_SEQS}")
+        fp8 = self.kv_dtype == torch.float8_e4m3fn
         plans: dict[tuple[int, int, int | None], DecodePlan] = {}
         for spec in self.specs:
             kind = (spec.num_kv_heads, spec.head_dim, spec.window)
-            fp8 = self.kv_dtype == torch.float8_e4m3fn
             plans.setdefault(kind, self._plan(*kind, max_num_seqs, max_model_len, self.device, fp8=fp8))
         self.plans = {spec: plans[spec.num_kv_heads, spec.head_dim, spec.window] for spec in self.specs}
         scratch = self._scratch.for_specs(self.plans, max_num_seqs, self.device)
         self.decode = {spec: self._decode(spec, block_size, plan, scratch) for spec, plan in self.plans.items()}
-        self.prefill = {
-            spec: self._prefill(
-                spec, block_size, max_num_seqs, self.device, self._prefill_config(spec.head_dim, dtype))
-            for spec in self.specs
-        }
+        self.prefill = {}
+        for spec in self.specs:
+            config = self._prefill_config(spec.head_dim, dtype, fp8)
+            self.prefill[spec] = self._prefill(spec, block_size, max_num_seqs, self.device, config)
 
     @classmethod
     def check(cls, specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype,

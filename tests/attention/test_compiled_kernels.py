@@ -43,21 +43,24 @@ def run(self, *args, grid, warmup, **options):
 
 JITFunction.run = run
 cpu, rows, page, slots = torch.device("cpu"), 8, 128, 32
-spec = AttentionSpec(*eval(sys.argv[1]))
+spec, fp8 = AttentionSpec(*eval(sys.argv[1])), sys.argv[2] == "fp8"
 def bf16(*shape):
     return torch.empty(shape, dtype=torch.bfloat16)
 def zeros(*shape):
     return torch.zeros(shape, dtype=torch.int32)
 q = bf16(rows, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)[:, : spec.num_heads]
 cache = bf16(4, spec.num_kv_heads, page, spec.head_dim)
+scales = None
+if fp8:
+    q, cache, scales = q.half(), cache.to(torch.float8_e4m3fn), bf16(4, spec.num_kv_heads, page, 2)
 out, table, sinks = bf16(*q.shape), zeros(slots, 32), bf16(spec.num_heads) if spec.has_sinks else None
-plan = DecodePlan(spec.num_kv_heads, spec.head_dim, spec.window, slots, 4096, cpu)
+plan = DecodePlan(spec.num_kv_heads, spec.head_dim, spec.window, slots, 4096, cpu, fp8=fp8)
 plan.make(zeros(rows), zeros(rows), rows)
 scratch = DecodeScratch.for_specs({spec: plan}, slots, cpu)
-DecodeAttention(spec, page, plan, scratch)(q, cache, cache, table, 4096, out, sinks)
-attention = PrefillAttention(spec, page, slots, cpu, prefill_config(spec.head_dim, q.dtype))
+DecodeAttention(spec, page, plan, scratch)(q, cache, cache, table, 4096, out, sinks, kv_scales=scales)
+attention = PrefillAttention(spec, page, slots, cpu, prefill_config(spec.head_dim, q.dtype, fp8))
 tiles = attention.plan(zeros(3), zeros(2), rows)
-attention(q, cache, cache, table, zeros(2), zeros(3), zeros(2), tiles, out, sinks)
+attention(q, cache, cache, table, zeros(2), zeros(3), zeros(2), tiles, out, sinks, scales)
 """
 
 
@@ -65,9 +68,10 @@ attention(q, cache, cache, table, zeros(2), zeros(3), zeros(2), tiles, out, sink
 @pytest.mark.parametrize("spec", [
     (16, 8, 128, 0.1), (32, 32, 96, 0.1), (3, 1, 64, 0.1, 128, None, True), (8, 4, 256, 0.1, 4096, 50.0),
     (16, 8, 192, 0.1)])
-def test_kernels_fit_a_multiprocessor(spec: tuple[object, ...]) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_kernels_fit_a_multiprocessor(spec: tuple[object, ...], kv_cache_dtype: str) -> None:
     """In an interpreter of its own, for here Triton's interpreter may be on."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE, repr(spec)]
+    command = [sys.executable, "-c", COMPILE, repr(spec), kv_cache_dtype]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

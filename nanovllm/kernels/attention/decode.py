@@ -212,6 +212,7 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
     block = _look_up(TABLE + (row_and_slot >> 16).to(tl.int64) * table_stride, n, end, PAGE, BLOCK_N)
     m, sums, acc = _empty_chunk(BLOCK_H, BLOCK_N, padded_dims(DV))
     if KV_SCALES is not None:
+        sums, acc = tl.trans(sums), tl.trans(acc)  # see attend_e4m3
         odd = tl.zeros_like(acc)  # acc has the even dimensions
     if PDL:
         if PAGE % BLOCK_N == 0:
@@ -227,20 +228,21 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
         v = _load_tile(V, kv_head, block, n, first, end, v_strides, DV, PAGE, BLOCK_N, TMA, WINDOWED)
         q = tl.load(Q + row * q_strides[0] + (kv_head * G + heads[:, None]) * q_strides[1] + dims[None, :],
                     mask=(heads < G)[:, None] & (dims < D)[None, :], other=0.0)
-        visible = _visible(n, first, end, BLOCK_N, WINDOWED)[None, :]
+        visible = _visible(n, first, end, BLOCK_N, WINDOWED)
         if KV_SCALES is None:
-            m, sums, acc = _attend(q, k, v, m, sums, acc, scale_log2, visible, CAP)
+            m, sums, acc = _attend(q, k, v, m, sums, acc, scale_log2, visible[None, :], CAP)
         else:
             scales = load_scales(KV_SCALES, block, kv_head, n, HKV, PAGE, BLOCK_N)
             m, sums, acc, odd = attend_e4m3(q, k, v, scales, m, sums, acc, odd, scale_log2, visible, CAP)
         is_last = n + BLOCK_N >= end
         if is_last:
             if KV_SCALES is not None:
-                acc = tl.join(acc, odd).reshape(BLOCK_H, 2 * padded_dims(DV))
+                sums, acc = tl.trans(sums), tl.join(tl.trans(acc), tl.trans(odd)).reshape(BLOCK_H, 2 * padded_dims(DV))
             _finish_chunk(m, sums, acc, OUT, PARTIAL, LSE, SINKS, row, kv_head, chunk_of, out_strides, HKV, G, BLOCK_H,
                           D, MAX_SPLITS)
             m, sums, acc = _empty_chunk(BLOCK_H, BLOCK_N, padded_dims(DV))
             if KV_SCALES is not None:
+                sums, acc = tl.trans(sums), tl.trans(acc)
                 odd = tl.zeros_like(acc)
         # The next tile's whereabouts, all looked up an iteration or more before they are needed.
         n = tl.where(is_last, _first_tile(next_start, BLOCK_N, WINDOWED), n + BLOCK_N)
@@ -327,10 +329,11 @@ class DecodeAttention:
             q, k, v, k_cache, v_cache, scales, sinks, out, block_table, plan.work, plan.num_work, scratch.partial,
             scratch.lse, spec.scale * LOG2_E, q.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3],
             block_table.stride(0), out.stride()[:2], HKV=spec.num_kv_heads, G=spec.group_size,
-            BLOCK_H=max(16, triton.next_power_of_2(spec.group_size)), D=spec.head_dim, PAGE=self.block_size,
-            BLOCK_N=c.block_n, TMA=use_tma, MAX_SPLITS=splits, CAP=spec.softcap and spec.softcap * LOG2_E,
-            WINDOWED=spec.window is not None, num_warps=c.num_warps, num_stages=c.num_stages, maxnreg=c.max_registers,
-            EARLY=num_rows == 1, **pdl_options(q.device))
+            BLOCK_H=max(16 if scales is None else 8, triton.next_power_of_2(spec.group_size)), D=spec.head_dim,
+            PAGE=self.block_size, BLOCK_N=c.block_n, TMA=use_tma, MAX_SPLITS=splits,
+            CAP=spec.softcap and spec.softcap * LOG2_E, WINDOWED=spec.window is not None,
+            num_warps=c.num_warps, num_stages=c.num_stages, maxnreg=c.max_registers, EARLY=num_rows == 1,
+            **pdl_options(q.device))
         if most_chunks > 1:
             merge_chunks_kernel[(num_rows, triton.cdiv(spec.num_heads, c.merge_heads))](
                 scratch.partial, scratch.lse, sinks, out, plan.num_chunks, out.stride()[:2], HQ=spec.num_heads,

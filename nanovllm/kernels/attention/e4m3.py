@@ -67,20 +67,21 @@ def _widened_pairs(pairs, DTYPE: tl.constexpr):
 
 @triton.jit
 def attend_e4m3(q, k, v_pairs, scales, m, sums, even, odd, scale_log2, visible, CAP: tl.constexpr):
-    """One tile of online softmax, as decode's _attend. q [H, D]; k e4m3 [N, D]; v_pairs int16 [N, D / 2]; scales: of
-    load_scales; m [H]: running maximum of score + e; sums [H, N] of 2 ** (score - m); even and odd [H, D / 2]: the
-    unnormalised output's dimensions; visible bool [1, N]."""
-    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * (key_scales(scales) * scale_log2)[None, :]
+    """One tile of online softmax, as decode's _attend, keys first: a product of the tensor cores is 16 high and 8 wide,
+    and few heads share a key. q [H, D]; k e4m3 [N, D]; v_pairs int16 [N, D / 2]; scales: of load_scales; m [H]: running
+    maximum of score + e; sums [N, H] of 2 ** (score - m); even and odd [D / 2, H]: the unnormalised output's
+    dimensions; visible bool [N]."""
+    scores = tl.dot(k.to(q.dtype), tl.trans(q), input_precision="ieee") * (key_scales(scales) * scale_log2)[:, None]
     if CAP is not None:
         scores = soft_cap(scores, CAP)
     exponent, inverse, remainder = value_scales(scales)
-    scores = tl.where(visible, scores + exponent[None, :], float("-inf"))
-    m_new = tl.maximum(m, tl.max(scores, 1))
-    p = tl.exp2(scores - m_new[:, None])
-    alpha = tl.exp2(m - m_new)[:, None]
-    sums = sums * alpha + p * inverse[None, :]
-    p = (p * remainder[None, :]).to(q.dtype)
+    scores = tl.where(visible[:, None], scores + exponent[:, None], float("-inf"))
+    m_new = tl.maximum(m, tl.max(scores, 0))
+    p = tl.exp2(scores - m_new[None, :])
+    alpha = tl.exp2(m - m_new)[None, :]
+    sums = sums * alpha + p * inverse[:, None]
+    p = (p * remainder[:, None]).to(q.dtype)
     v_even, v_odd = _widened_pairs(v_pairs, q.dtype)
-    even = tl.dot(p, v_even, even * alpha, input_precision="ieee")
-    odd = tl.dot(p, v_odd, odd * alpha, input_precision="ieee")
+    even = tl.dot(tl.trans(v_even), p, even * alpha, input_precision="ieee")
+    odd = tl.dot(tl.trans(v_odd), p, odd * alpha, input_precision="ieee")
     return m_new, sums, even, odd

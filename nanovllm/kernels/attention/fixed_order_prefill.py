@@ -86,8 +86,9 @@ def fixed_order_prefill_kernel(Q, K, V, SINKS, OUT, TABLE, ROW_SLOT, CU_SEQLENS,
     tl.store(out, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=q_mask)
 
 
-def fixed_order_config(head_dim: int, dtype: torch.dtype) -> PrefillConfig:
+def fixed_order_config(head_dim: int, dtype: torch.dtype, fp8: bool = False) -> PrefillConfig:
     """Two accumulators leave room for tiles of 64 queries, by 4 warps where nothing else is in registers."""
+    assert not fp8
     wide = head_dim > 128 or head_dim != padded_dims(head_dim) or dtype.itemsize > 2
     return PrefillConfig(block_m=64, block_n=tile_keys(head_dim, dtype.itemsize), num_warps=8 if wide else 4)
 

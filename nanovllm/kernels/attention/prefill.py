@@ -31,13 +31,15 @@ class PrefillConfig:
     """Load keys and values by tensor descriptors where a page holds whole tiles (compute capability 9.0 and later)."""
 
 
-def prefill_config(head_dim: int, dtype: torch.dtype) -> PrefillConfig:
+def prefill_config(head_dim: int, dtype: torch.dtype, fp8: bool = False) -> PrefillConfig:
     """Wider heads get smaller tiles: what does not fit in registers and shared memory would be slow, or not run. Widths
-    without tensor descriptors keep pointers in registers too."""
-    num_warps = 4 if head_dim == padded_dims(head_dim) else 8
+    without tensor descriptors keep pointers in registers too, and e4m3 is widened there."""
+    num_warps = 4 if head_dim == padded_dims(head_dim) and not fp8 else 8
     if dtype.itemsize > 2 and head_dim > 64:  # no tensor cores: it multiplies in registers
         return PrefillConfig(block_m=32, block_n=32, num_warps=8, num_stages=1)
-    return PrefillConfig(block_m=128 if head_dim <= 128 else 64, num_warps=num_warps)
+    if head_dim > 128:
+        return PrefillConfig(block_m=64, block_n=32 if fp8 else 64, num_warps=num_warps)
+    return PrefillConfig(num_warps=num_warps)
 
 
 @triton.jit
@@ -135,14 +137,14 @@ def _attend(q, m, sums, acc, K, V, KV_SCALES, TABLE_ROW, kv_head, start, first, 
     if KV_SCALES is not None:
         block = _look_up(TABLE_ROW, start, first, end, PAGE, BLOCK_N)
         scales = load_scales(KV_SCALES, block, kv_head, start, HKV, PAGE, BLOCK_N)
-        scores *= key_scales(scales)[None, :]
+        exponent, inverse, remainder = value_scales(scales)
+        scores *= (key_scales(scales) * scale_log2)[None, :]
+        scale_log2 = 1.0
     if CAP is not None:
         scores = soft_cap(scores * scale_log2, CAP)
         scale_log2 = 1.0
     if KV_SCALES is not None:
-        exponent, inverse, remainder = value_scales(scales)
-        scores = scores * scale_log2 + exponent[None, :]
-        scale_log2 = 1.0
+        scores += exponent[None, :]
     if MASKED:
         keys = start + tl.arange(0, BLOCK_N)
         visible = keys[None, :] <= position[:, None]
