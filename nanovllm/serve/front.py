@@ -96,7 +96,9 @@ class Front:
         admins = admin.HANDLERS if options.admin_api_keys else {}
         handlers = {**_HANDLERS, **admins}
         routes: dict[Route, Handler] = {route: partial(handler, self) for route, handler in handlers.items()}
-        self.app = App(routes, options, frozenset(path for _, path in admins), self.metrics)
+        admin_paths = frozenset(path for _, path in admins)
+        error_forms = dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens"), dialects.message_error)
+        self.app = App(routes, options, admin_paths, error_forms, self.metrics)
 
     def now(self) -> float:
         """Seconds of the event loop's clock."""

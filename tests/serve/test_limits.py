@@ -219,6 +219,11 @@ def test_no_way_past_the_key(impatient: Server, path: str, value: str | None) ->
         assert (status, error["code"]) == (401, "invalid_api_key")
 
 
+def test_refusal_in_the_form_of_the_endpoint(impatient: Server) -> None:
+    error = httpx.post(impatient.url + "/v1/messages", json={}).json()
+    assert (error["type"], error["error"]["type"]) == ("error", "authentication_error")
+
+
 def test_refused_before_the_body_is_read(impatient: Server) -> None:
     begin = time.monotonic()
     with socket.create_connection(("127.0.0.1", impatient.port), timeout=10) as connection:

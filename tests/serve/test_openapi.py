@@ -85,7 +85,7 @@ def test_bounds_are_those_that_are_kept(kind: Any) -> None:
     [_], components = msgspec.json.schema_components([kind])
     of_engine = set(SamplingParams.__dataclass_fields__)
     for name, schema in components[kind.__name__]["properties"].items():
-        for form in bounded(schema):
+        for form in bounded(schema) if name != "prompt" else ():  # read apart from the others
             good, bad = values_at(form)
             for value in good:
                 fields = api.convert(kind, NEEDED[kind] | {name: value})
@@ -118,11 +118,12 @@ def test_bounds_are_those_that_are_kept(kind: Any) -> None:
         ("/tokenize", ASK, shapes.Tokens),
         ("/detokenize", {"tokens": [5, 6]}, shapes.Prompt),
         (CHAT, {"messages": 3}, shapes.ErrorAnswer),
+        ("/v1/messages", {"messages": 3}, shapes.AnthropicErrorAnswer),
     ],
 )
 def test_answers_have_their_shape(client: httpx.Client, path: str, body: dict[str, Any], shape: type) -> None:
     answer = client.post(path, json=body)
-    assert answer.status_code == (400 if shape is shapes.ErrorAnswer else 200), answer.text
+    assert answer.status_code == (400 if "Error" in shape.__name__ else 200), answer.text
     msgspec.convert(answer.json(), shape)
 
 

@@ -95,33 +95,25 @@ async def create_response(front: "Front", call: Call) -> None:
 
 
 async def create_message(front: "Front", call: Call) -> None:
-    """Errors are in Anthropic's own envelope."""
-    try:
-        front.admit()
-        body = await call.json()
-        api.convert(api.MessagesFields, body)
-        ready = await prepare(front, call, anthropic.chat_request(body))
-        request = ready.answer_as(MessagesAnswer, front, call)
-        request.writer = anthropic.MessageWriter(request.id, ready.fields.model or front.name)
-        await answer(call, request, ready.params, [ready.max_tokens])
-    except ApiError as error:
-        await _fail(call, error)
+    front.admit()
+    body = await call.json()
+    api.convert(api.MessagesFields, body)
+    ready = await prepare(front, call, anthropic.chat_request(body))
+    request = ready.answer_as(MessagesAnswer, front, call)
+    request.writer = anthropic.MessageWriter(request.id, ready.fields.model or front.name)
+    await answer(call, request, ready.params, [ready.max_tokens])
 
 
 async def count_tokens(front: "Front", call: Call) -> None:
-    try:
-        front.admit()
-        body = await call.json()
-        api.convert(api.CountFields, body)
-        fields, _ = api.read(api.ChatFields, anthropic.chat_request({"max_tokens": 1, **body}), False)
-        front.check_model(fields.model)
-        _, ids = await encode(front, fields)
-        await call.respond_json({"input_tokens": len(ids)})
-    except ApiError as error:
-        await _fail(call, error)
+    front.admit()
+    body = await call.json()
+    api.convert(api.CountFields, body)
+    fields, _ = api.read(api.ChatFields, anthropic.chat_request({"max_tokens": 1, **body}), False)
+    front.check_model(fields.model)
+    _, ids = await encode(front, fields)
+    await call.respond_json({"input_tokens": len(ids)})
 
 
-async def _fail(call: Call, error: ApiError) -> None:
-    if call.status or call.is_gone:
-        raise error
-    await call.respond(orjson.dumps(anthropic.error_body(error)), error.status, headers=error.headers())
+def message_error(error: ApiError) -> bytes:
+    """The body of an error of these two, in Anthropic's own envelope."""
+    return orjson.dumps(anthropic.error_body(error))

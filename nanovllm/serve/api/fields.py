@@ -9,6 +9,7 @@ from msgspec import Meta
 from nanovllm import sampling_params as bounds
 from nanovllm.errors import shown
 from nanovllm.sampling_params import SamplingParams, StructuredOutput
+from nanovllm.serve.api.messages import ROLES
 from nanovllm.serve.errors import bad_request, from_value_error
 from nanovllm.serve.limits import LOGPROBS, MESSAGES
 from nanovllm.serve.parsers.tools import MAX_TOOLS
@@ -24,7 +25,15 @@ Stop = Text | Annotated[list[Text], Meta(max_length=bounds.MAX_STOP)]
 TokenIds = Annotated[list[Count], Meta(max_length=bounds.MAX_IDS)]
 Bias = Annotated[float, Meta(ge=-bounds.MAX_BIAS, le=bounds.MAX_BIAS)]
 Tools = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_TOOLS)]
-Messages = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MESSAGES)]
+_MESSAGE = {"required": ["role"], "properties": {"role": {"enum": [*ROLES]}}}
+Messages = Annotated[
+    list[Annotated[dict[str, Any], Meta(extra_json_schema=_MESSAGE)]], Meta(min_length=1, max_length=MESSAGES)
+]
+"""What check_messages takes."""
+_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_ONE = [{"type": "string", "minLength": 1}, _IDS]
+Prompts = Annotated[Any, Meta(extra_json_schema={"anyOf": [*_ONE, {**_IDS, "items": {"anyOf": _ONE}}]})]
+"""Texts or token ids, one or several."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -91,7 +100,7 @@ class ChatFields(CommonFields, kw_only=True):
 
 
 class CompletionFields(CommonFields, kw_only=True):
-    prompt: Any
+    prompt: Prompts
     max_completion_tokens: Count | None = None
     logprobs: Likeliest | None = None
     echo: bool | None = None

@@ -5,7 +5,7 @@ from typing import Any
 from nanovllm.serve import limits
 from nanovllm.serve.errors import bad_request
 
-_ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -19,8 +19,8 @@ def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     role = message.get("role")
-    if role not in _ROLES:
-        raise bad_request(f"{where}.role={str(role)[:50]!r}: must be one of {', '.join(_ROLES)}", "messages")
+    if role not in ROLES:
+        raise bad_request(f"{where}.role={str(role)[:50]!r}: must be one of {', '.join(ROLES)}", "messages")
     found: dict[str, Any] = {"role": role}
     calls = message.get("tool_calls")
     content = message.get("content")

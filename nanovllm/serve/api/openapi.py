@@ -25,7 +25,8 @@ class Operation(NamedTuple):
     answer: Any = None
     """The type of a JSON answer; a text: the media type of another one."""
     chunk: Any = None
-    """The type of a stream's events, where the answer may be one."""
+    """The type of the data of a stream's events, where the answer may be one."""
+    error: Any = shapes.ErrorAnswer
 
 
 _HEALTH = Operation("200 when requests are served, else 503", None, shapes.Health)
@@ -43,9 +44,12 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "Answers a chat, in the form of OpenAI's Responses", api.ResponsesFields, shapes.ResponseObject, dict[str, Any]
     ),
     ("POST", "/v1/messages"): Operation(
-        "Answers a chat, in Anthropic's form", api.MessagesFields, shapes.AnthropicMessage, dict[str, Any]
+        "Answers a chat, in Anthropic's form",
+        *(api.MessagesFields, shapes.AnthropicMessage, dict[str, Any], shapes.AnthropicErrorAnswer),
     ),
-    ("POST", "/v1/messages/count_tokens"): Operation("Tokens of a chat", api.CountFields, shapes.InputTokens),
+    ("POST", "/v1/messages/count_tokens"): Operation(
+        "Tokens of a chat", api.CountFields, shapes.InputTokens, None, shapes.AnthropicErrorAnswer
+    ),
     ("GET", "/v1/models"): Operation("The names that are served", None, shapes.Models),
     ("GET", "/v1/models/*"): Operation("One of them", None, shapes.Model),
     ("POST", "/tokenize"): Operation(
@@ -77,8 +81,8 @@ _ERRORS = {
 def document(routes: Iterable[tuple[str, str]], name: str) -> Schema:
     """The OpenAPI document of these routes, (method, path)."""
     described = {route: OPERATIONS[route] for route in routes}
-    kinds = [kind for each in described.values() for kind in (*_requests(each), each.answer, each.chunk) if kind]
-    used = [shapes.ErrorAnswer, *dict.fromkeys(kind for kind in kinds if not isinstance(kind, str))]
+    kinds = [kind for one in described.values() for kind in (*_requests(one), one.answer, one.chunk, one.error)]
+    used = [*dict.fromkeys(kind for kind in kinds if kind is not None and not isinstance(kind, str))]
     schemas, components = msgspec.json.schema_components(used, ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(used, schemas, strict=True))
     paths: dict[str, Schema] = {}
@@ -104,8 +108,11 @@ def _entry(operation: Operation, schema_of: dict[Any, Schema], components: Schem
     answer = operation.answer
     content: Schema = {answer: {"schema": {"type": "string"}}} if isinstance(answer, str) else _json(schema_of[answer])
     if operation.chunk is not None:
-        content["text/event-stream"] = {"schema": schema_of[operation.chunk]}
-    failure = _json(schema_of[shapes.ErrorAnswer])
+        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema_of[operation.chunk]}
+        either = {"anyOf": [{"const": "[DONE]"}, data]}
+        event = {"type": "object", "properties": {"data": either}, "required": ["data"]}
+        content["text/event-stream"] = {"schema": event}
+    failure = _json(schema_of[operation.error])
     responses = {"200": {"description": "done", "content": content}}
     responses |= {status: {"description": why, "content": failure} for status, why in _ERRORS.items()}
     if operation is _HEALTH:

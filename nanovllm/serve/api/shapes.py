@@ -23,6 +23,16 @@ class ErrorAnswer(Shape):
     error: Error
 
 
+class AnthropicError(Shape):
+    type: str
+    message: str
+
+
+class AnthropicErrorAnswer(Shape):
+    type: Literal["error"]
+    error: AnthropicError
+
+
 class PromptDetails(Shape):
     cached_tokens: int
 

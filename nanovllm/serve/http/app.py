@@ -4,7 +4,7 @@ import base64
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from nanovllm.serve.errors import ApiError, server_error
@@ -27,15 +27,17 @@ class App:
     """Answers every path; what it does not know is a 404 in OpenAI's form."""
 
     def __init__(
-        self, routes: dict[Route, Handler], options: ServeOptions, admin_paths: frozenset[str], metrics: Metrics
-    ) -> None:
+        self, routes: dict[Route, Handler], options: ServeOptions, admin_paths: frozenset[str],
+        error_forms: Mapping[str, Callable[[ApiError], bytes]], metrics: Metrics,
+    ) -> None:  # fmt: skip
         """`routes`: by method and path; a path that ends in "/*" serves all below it. `admin_paths`: those of them
-        that take an admin key and no other."""
+        that take an admin key and no other. `error_forms`: by path, what makes the body of an error that has a form of
+        its own."""
         self._routes, self.routes = routes, frozenset(routes)
         self._methods: dict[str, set[str]] = {}
         for method, path in routes:
             self._methods.setdefault(path, set()).add(method)
-        self._admin_paths = admin_paths
+        self._admin_paths, self._error_forms = admin_paths, error_forms
         self._admin_keys = [key.encode() for key in options.admin_api_keys]
         keys = [key.encode() for key in options.api_keys]
         self._keys = [*keys, *self._admin_keys] if keys else []
@@ -101,7 +103,8 @@ class App:
         if call.status:  # too late for a status: the stream has ended without its end
             call.connection.give_up()
         else:
-            await call.respond(error.body(), error.status, headers=error.headers())
+            body = self._error_forms.get(call.path, ApiError.body)(error)
+            await call.respond(body, error.status, headers=error.headers())
 
 
 def _key_of(call: Call) -> bytes:
