@@ -29,6 +29,8 @@ class Block:
     """The block's tokens and its parent's hash, compared on a hit: a colliding hash is a miss, not another's text."""
     opening: bytes | None = None
     """Key of the opening that leads to this block."""
+    beginning: bytes = b""
+    """Of such a block, its tokens that are written, int32."""
 
 
 class Opening(NamedTuple):
@@ -39,13 +41,12 @@ class Opening(NamedTuple):
     tokens: bytes
     """int32, all that are known."""
 
-    def num_common(self, other: "Opening") -> int:
-        """First tokens that are equal, of two openings with one key."""
-        length = min(len(self.tokens), len(other.tokens))
-        if self.tokens[:length] == other.tokens[:length]:
+    def num_common(self, other: bytes) -> int:
+        """First tokens that are equal to those of another opening with this key."""
+        length = min(len(self.tokens), len(other))
+        if self.tokens[:length] == other[:length]:
             return length // 4
-        ours, theirs = (np.frombuffer(opening.tokens[:length], np.int32) for opening in (self, other))
-        return int((ours != theirs).argmax())
+        return int((np.frombuffer(self.tokens[:length], np.int32) != np.frombuffer(other[:length], np.int32)).argmax())
 
 
 _MOST_KEY_TOKENS = 16
@@ -87,8 +88,8 @@ class BlockManager:
         self._blocks = [Block(i) for i in range(num_blocks)]
         self._free: OrderedDict[int, None] = OrderedDict((i, None) for i in range(num_blocks))
         self._block_of_hash: dict[bytes, int] = {}
-        self._openings: dict[bytes, tuple[int, Opening]] = {}
-        """By key: a block that begins so, and what is written there."""
+        self._openings: dict[bytes, Block] = {}
+        """By key: a block that begins so."""
         self._num_key_tokens = min(_MOST_KEY_TOKENS, -(-block_size // 2))
 
     @property
@@ -130,8 +131,8 @@ class BlockManager:
 
     def match_opening(self, opening: Opening | None) -> tuple[int, int]:
         """A block whose copy serves a row that goes on with `opening`, and for how many tokens; (-1, 0): none."""
-        found = self._openings.get(opening.key) if opening is not None else None
-        return (-1, 0) if found is None or opening is None else (found[0], opening.num_common(found[1]))
+        block = self._openings.get(opening.key) if opening is not None else None
+        return (-1, 0) if block is None or opening is None else (block.block_id, opening.num_common(block.beginning))
 
     def num_in_use(self, hits: list[int]) -> int:
         """How many of these blocks some row owns."""
@@ -170,29 +171,31 @@ class BlockManager:
         size, num_tokens = self.block_size, min(num_written_tokens, seq.num_tokens)
         for index in range(seq.num_hashed_blocks, num_tokens // size):
             block = self._blocks[seq.block_table[index]]
-            self._note_opening(block, self.opening(seq, index, seq.parent_hash, num_tokens))
-            content = _content(seq.parent_hash, seq.token_ids[index * size : (index + 1) * size])
+            tokens = array("i", seq.token_ids[index * size : (index + 1) * size]).tobytes()
+            self._note_opening(block, seq.parent_hash, tokens)
+            content = seq.parent_hash + tokens
             digest = xxhash.xxh3_128_digest(content)
             assert block.hash is None and block.ref_count > 0, block
             if digest not in self._block_of_hash:  # else: computed twice at the same time; the first copy stays the hit
                 block.hash, block.content = digest, content
                 self._block_of_hash[digest] = block.block_id
             seq.num_hashed_blocks, seq.parent_hash = index + 1, digest
-        if num_tokens > seq.num_hashed_blocks * size:
+        begin = seq.num_hashed_blocks * size
+        if num_tokens - begin >= self._num_key_tokens:
             block = self._blocks[seq.block_table[seq.num_hashed_blocks]]
-            self._note_opening(block, self.opening(seq, seq.num_hashed_blocks, seq.parent_hash, num_tokens))
+            if block.opening is None or len(block.beginning) < 4 * (num_tokens - begin):
+                self._note_opening(block, seq.parent_hash, array("i", seq.token_ids[begin:num_tokens]).tobytes())
 
-    def _note_opening(self, block: Block, opening: Opening | None) -> None:
-        """The block's data is written so far. Of blocks with one key, the fullest is found, of equals the newest."""
-        if opening is None:
-            return
-        known = self._openings.get(opening.key)
+    def _note_opening(self, block: Block, parent_hash: bytes, tokens: bytes) -> None:
+        """These tokens of the block are written. Of blocks with one key, the fullest is found, of equals the newest."""
+        key = parent_hash + tokens[: 4 * self._num_key_tokens]
+        known = self._openings.get(key)
         if known is not None:
-            if len(known[1].tokens) > len(opening.tokens):
+            if len(known.beginning) > len(tokens):
                 return
-            self._blocks[known[0]].opening = None
-        self._openings[opening.key] = block.block_id, opening
-        block.opening = opening.key
+            known.opening = None
+        self._openings[key] = block
+        block.opening, block.beginning = key, tokens
 
     def release(self, seq: Sequence) -> None:
         """Takes the row's blocks back. Its tail is reused first: the front of a prompt is the likelier hit."""
@@ -214,7 +217,7 @@ class BlockManager:
         self._block_of_hash.clear()
         self._openings.clear()
         for block in self._blocks:
-            block.hash, block.content, block.opening = None, b"", None
+            block.hash, block.content, block.opening, block.beginning = None, b"", None, b""
 
     def _take(self) -> int:
         block_id, _ = self._free.popitem(last=False)
@@ -225,7 +228,7 @@ class BlockManager:
             block.hash, block.content = None, b""
         if block.opening is not None:
             del self._openings[block.opening]
-            block.opening = None
+            block.opening, block.beginning = None, b""
         block.ref_count = 1
         return block_id
 
@@ -240,5 +243,4 @@ class BlockManager:
                 assert xxhash.xxh3_128_digest(block.content) == block.hash, block
         assert len(self._free) + sum(1 for n in counted.values() if n > 0) == self.num_blocks
         assert all(self._blocks[i].hash == digest for digest, i in self._block_of_hash.items())
-        openings = {block.opening: block.block_id for block in self._blocks if block.opening is not None}
-        assert openings == {key: block_id for key, (block_id, _) in self._openings.items()}
+        assert {block.opening: block for block in self._blocks if block.opening is not None} == self._openings

@@ -59,7 +59,7 @@ class StepSharing:
         prefix = CachedPrefix(hits, parent_hash, source, num_copied)
         other = None if opening is None else self._computing.get(opening.key)
         if opening is not None and other is not None:
-            common = opening.num_common(other)
+            common = opening.num_common(other.tokens)
             if common == size or 2 * (common - num_copied) >= seq.num_tokens - prefix.num_tokens(size):
                 return None
         return prefix

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from trainer import init_info, take_in
 
 from nanovllm import LLM
@@ -29,6 +30,19 @@ def test_weights_come_from_another_process(kind: str) -> None:
         info, device = (init_info(packed=True), "cuda:1") if kind == "group" else ({}, "cuda:0")
         take_in(receiver, kind, DEMO, info, device)
         receiver.close()
+        assert llm.checksum() == expected
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_weights_reach_the_other_rank(device: str) -> None:
+    """Two ranks on one GPU."""
+    options = {"num_kvcache_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 256, "enforce_eager": True}
+    weights = load_file(f"{DEMO}/model.safetensors", device=device)
+    with LLM(DEMO, tensor_parallel_size=2, share_gpus=True, **options) as llm:
+        expected = llm.checksum()
+        llm.load_weights((name, tensor.flip(0)) for name, tensor in weights.items())
+        assert llm.checksum() != expected
+        llm.load_weights(weights.items())
         assert llm.checksum() == expected
 
 
