@@ -19,6 +19,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from nanovllm.kernels.gemm.choice import (
     FP8,
     LIBRARY,
     SKINNY_ROWS,
+    SUMMED,
     Choices,
     Gemm,
     GemmConfig,
@@ -62,6 +64,25 @@ _FP8 = [
     (64, 16, 6, 4), (64, 32, 6, 4), (32, 64, 6, 4), (64, 64, 5, 4), (128, 64, 4, 8), (64, 128, 4, 4), (128, 128, 4, 8),
 ]  # fmt: skip
 _FP8_GATED = [(64, 16, 5, 4), (64, 32, 5, 4), (32, 64, 5, 4), (64, 64, 4, 4), (128, 64, 4, 8), (64, 128, 4, 8)]
+
+
+_INT4 = {
+    8: [(64, 6, 4), (64, 6, 1), (32, 8, 1), (128, 6, 4), (16, 8, 1)],
+    16: [(64, 6, 4), (64, 5, 1), (128, 5, 4), (32, 6, 1)],
+    32: [(64, 5, 4), (128, 4, 4), (128, 4, 8), (64, 4, 2)],
+    64: [(64, 4, 4), (128, 3, 4), (128, 4, 8)],
+    128: [(64, 3, 4), (128, 3, 8)],
+}
+"""By rows of a tile: (weight rows, stages, warps)."""
+
+
+def int4_contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
+    """What is worth timing for `rows` rows of a GEMM by 4-bit weights."""
+    block_m = next((size for size in _INT4 if rows <= size), 128)
+    splits = (1, 2, 4, 8) if gemm.kind in SUMMED and rows <= 64 else (1,)
+    tiles = [GemmConfig("int4", n, block_m, 128, stages, 1, warps) for n, stages, warps in _INT4[block_m]]
+    found = [replace(tile, split_k=split_k) for tile in tiles for split_k in splits]
+    return [LIBRARY] * (rows > 64) + [config for config in found if not misfit(gemm, config)]
 
 
 def contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:

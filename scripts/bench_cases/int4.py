@@ -6,27 +6,17 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from tune_steps import int4_contenders
 
 from bench_cases.gemm import gemms
 from bench_cases.harness import EPS, Line, Point, Setup, compare
 from nanovllm.kernels import Kernels, select_kernels
 from nanovllm.kernels.gemm import int4
-from nanovllm.kernels.gemm.choice import SUMMED, Gemm, GemmConfig
+from nanovllm.kernels.gemm.choice import INT4, SUMMED, Gemm, GemmConfig
 from nanovllm.kernels.gemm.int4 import Int4Weight
 from nanovllm.kernels.pointwise.norm import Norm
 
 ROWS = (1, 2, 4, 8, 16, 32)
-_SHAPES = {
-    8: [(64, 6, 4), (128, 6, 4), (128, 4, 2), (64, 6, 2), (64, 6, 1), (32, 8, 1), (16, 8, 1)],
-    16: [(64, 6, 4), (128, 5, 4), (64, 6, 2), (64, 5, 1), (32, 6, 1)],
-    32: [(64, 5, 4), (128, 4, 4), (128, 4, 8), (64, 4, 2), (32, 4, 1)],
-    64: [(64, 4, 4), (128, 3, 4), (128, 4, 8)],
-    128: [(64, 3, 4), (128, 3, 8)],
-}
-"""By rows of a tile: (weight rows, stages, warps)."""
-_SPLITS = {"qkv": (1, 2), "o": (2, 4), "gate_up": (1,), "down": (2, 4)}
-
-
 class Projection:
     """x [rows, k] and the weights [n, k] of several layers, 4-bit with groups of 128 columns, and widened."""
 
@@ -77,15 +67,6 @@ def name_of(config: GemmConfig) -> str:
     return f"{config.block_n}x{config.block_m}/{config.stages}s{config.split_k}k{config.num_warps}w"
 
 
-def int4_contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
-    block_m = next((size for size in _SHAPES if rows <= size), 128)
-    splits = _SPLITS[gemm.kind] if rows <= 32 else (1,)
-    return [
-        GemmConfig("int4", n, block_m, 128, stages, split_k, warps)
-        for n, stages, warps in _SHAPES[block_m] for split_k in splits if split_k <= -(-gemm.k // 128)
-    ]  # fmt: skip
-
-
 def int4_gemm(setup: Setup) -> Iterator[Line]:
     kernels = select_kernels(setup.device, interpret=setup.dry)
     for gemm in gemms(setup):
@@ -97,7 +78,7 @@ def int4_gemm(setup: Setup) -> Iterator[Line]:
                 "bf16": projection.library,
                 "widened": projection.widened,
             }
-            configs = int4_contenders(gemm, rows)
+            configs = [c for c in int4_contenders(gemm._replace(dtype=INT4), rows) if c.kernel == "int4"]
             if setup.dry:  # the interpreter is slow
                 del configs[1:]
             calls |= {name_of(config): partial(projection.run, config) for config in configs}

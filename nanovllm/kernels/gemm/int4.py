@@ -27,6 +27,8 @@ SPAN = 128
 WORDS = 32
 ZERO = 8
 """What stands for 0 where a weight has no zeros of its own."""
+PREFETCH_BYTES = 64 << 10
+"""Of a program's words, to bring into L2 before it may start."""
 WIDENED_BYTES = 32 << 20
 """Of weights widened at a time: what is written is read again from the L2 cache."""
 
@@ -229,10 +231,10 @@ def _launch(
     fixed: dict[str, Any] = {
         "ROWS": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.stages, "GROUP": weight.group,
         "HAS_ZEROS": weight.has_zeros, "NORM": norm is not None, "PAIRED": paired, "PARTS": parts,
-        "RESIDUAL": residual is not None, "SPLIT_K": config.split_k, "EVEN_K": k % SPAN == 0,
+        "RESIDUAL": residual is not None, "SPLIT_K": 1 if parts else config.split_k, "EVEN_K": k % SPAN == 0,
         "EVEN_N": n_out % outputs == 0, "PTX": x.is_cuda, "num_warps": config.num_warps,
         "OFFSET_LATER": x.dtype != torch.float16 and (config.block_m == 8 or config.num_warps < 4),
-        "PREFETCH": triton.next_power_of_2(triton.cdiv(blocks, config.split_k)), **pdl_options(x.device, pdl),
+        "PREFETCH": PREFETCH_BYTES // (config.block_n * 2 * WORDS), **pdl_options(x.device, pdl),
     }  # fmt: skip
     gain, eps = (x, 0.0) if norm is None else norm
     int4_gemm_kernel[grid](

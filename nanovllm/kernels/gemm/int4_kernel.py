@@ -128,15 +128,16 @@ def int4_gemm_kernel(
     PREFETCH: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, OFFSET_LATER: tl.constexpr, PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of rows, tiles of weights, SPLIT_K); x [rows, k], weights int16 [blocks of k, n, 32], groups
+    """Grid (tiles of rows, tiles of weights, splits of k); x [rows, k], weights int16 [blocks of k, n, 32], groups
     [groups of k, n, 2] (scale, zero). GROUP: columns of a group; 0: all. out [rows, n_out]; with PARTS float32
-    [SPLIT_K, rows, n_out]. OFFSET_LATER: see above. PREFETCH: blocks to bring into L2 before x may be read, a power of
-    two."""
+    [splits, rows, n_out]; else there are SPLIT_K, of which the last one adds up all. OFFSET_LATER: see above.
+    PREFETCH: blocks to bring into L2 before x may be read, a power of two."""
     dtype = x_ptr.dtype.element_ty
     first_row = tl.program_id(0) * ROWS
     pid, split = tl.program_id(1), tl.program_id(2)
     blocks = tl.cdiv(k, SPAN)
-    begin, end = blocks * split // SPLIT_K, blocks * (split + 1) // SPLIT_K
+    splits = tl.num_programs(2)
+    begin, end = blocks * split // splits, blocks * (split + 1) // splits
     w_rows, live = weight_rows(tl.arange(0, BLOCK_N), pid, n_out, BLOCK_N, PAIRED)
     if EVEN_N:
         live = w_rows >= 0
