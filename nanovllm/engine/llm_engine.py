@@ -70,7 +70,8 @@ class LLMEngine(EngineControl):
         self._trace = trace
         self.request_sampling = RequestSampling(tokenizer, model_config, self.config.logprobs_mode)
         assert self.config.kvcache_block_size and self.config.max_model_len
-        self.scheduler = Scheduler(self.config, self.executor.num_kvcache_blocks, self.config.kvcache_block_size)
+        num_blocks, is_dense = self.executor.num_kvcache_blocks, model_config.moe is None
+        self.scheduler = Scheduler(self.config, num_blocks, self.config.kvcache_block_size, is_dense)
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         """Notified when a request or an abort comes in, and when the engine is closed."""

@@ -18,7 +18,7 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.sharing import CachedPrefix, StepSharing
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.engine.waiting import WaitingQueues, has_begun
-from nanovllm.wire.shapes import fitting_chunk
+from nanovllm.wire.shapes import fitting_chunk, quiet_chunk
 from nanovllm.wire.step import most_block_updates
 
 
@@ -26,12 +26,14 @@ class Scheduler:
     """Owner of the queues, of every length and of every block. A pure function of its queues: no clock, no device."""
 
     PREFILL_TOKENS_WITH_DECODES = (512, 4096)
-    """Bounds of the default cap on prompt tokens beside decodes: what a running request hardly notices, and where a
-    larger chunk gains nothing more. In between it doubles, and is changed a little so that chunk and decodes fill a
-    captured shape (wire/shapes.py)."""
+    """Bounds of the default cap on prompt tokens beside decodes, where many wait: what a running request hardly
+    notices, and where a larger chunk gains nothing more. In between it doubles, and is changed a little so that chunk
+    and decodes fill a captured shape (wire/shapes.py)."""
 
-    def __init__(self, config: EngineConfig, num_blocks: int, block_size: int) -> None:
-        self.config = config
+    def __init__(self, config: EngineConfig, num_blocks: int, block_size: int, is_dense: bool = True) -> None:
+        """`is_dense`: the model reads all of its weights in every step, so that a small chunk beside decodes costs
+        little; one of a mixture of experts reads experts that the decodes do not."""
+        self.config, self._is_dense = config, is_dense
         self.block_manager = BlockManager(num_blocks, block_size, config.enable_prefix_caching)
         self.lookahead = Lookahead(self.block_manager)
         self.running: list[Sequence] = []
@@ -116,11 +118,11 @@ class Scheduler:
             self._publish_written(self._last_plan, range(self._last_plan.num_decode_rows, self._last_plan.num_rows))
         plan = StepPlan()
         budget = self._schedule_decodes(plan, self.config.max_num_batched_tokens)
-        if plan.num_decode_rows:
-            budget = min(budget, self._prefill_cap(plan.num_decode_rows))
         finishing: list[tuple[Sequence, int]] = []
         partial: list[tuple[Sequence, int]] = []
         prompts = [seq for seq in self.running if not seq.last_token_on_device]
+        if plan.num_decode_rows:
+            budget = min(budget, self._prefill_cap(plan.num_decode_rows, prompts))
         budget = self._continue_prompts(prompts, budget, finishing, partial)
         self._admit(plan, prompts, budget, finishing, partial)
         for seq, count in finishing:
@@ -169,13 +171,21 @@ class Scheduler:
         plan.block_updates += (seq.slot, len(seq.block_table), self.block_manager.append_block(seq))
         return True
 
-    def _prefill_cap(self, num_decode_rows: int) -> int:
-        if self.config.max_num_prefill_tokens_with_decodes is not None:
-            return self.config.max_num_prefill_tokens_with_decodes
+    def _prefill_cap(self, num_decode_rows: int, prompts: list[Sequence]) -> int:
+        """`prompts`: those that have begun."""
+        config, waiting = self.config, self.waiting.num_tokens
+        if config.max_num_prefill_tokens_with_decodes is not None:
+            return config.max_num_prefill_tokens_with_decodes
         low, high = self.PREFILL_TOKENS_WITH_DECODES
-        share = max(low, self.waiting.num_tokens // 8)
+        if self._is_dense:
+            left = waiting + sum(seq.num_tokens_to_compute for seq in prompts)
+            if left <= 2 * low and (chunk := quiet_chunk(num_decode_rows, left, config.max_num_seqs)) is not None:
+                return chunk
+            if config.tensor_parallel_size == 1:  # more gains nothing: GEMMs are as fast
+                high //= 2
+        share = max(low, waiting // 8)
         chunk = min(high, 1 << (share.bit_length() - 1))
-        return fitting_chunk(num_decode_rows, chunk, self.config.max_num_seqs)
+        return fitting_chunk(num_decode_rows, chunk, config.max_num_seqs)
 
     def _continue_prompts(
         self, prompts: list[Sequence], budget: int, finishing: list[tuple[Sequence, int]],

@@ -20,6 +20,11 @@ SMALL_CHUNKS = (16, 64, 128, 256)
 LARGE_CHUNKS = (512, 1024, 2048, 4096)
 """What padded prompt tokens of a captured step are made of. Longer ones would need much memory for their activations a
 second time; they keep the device busy while the host launches them kernel by kernel."""
+QUIET_TOKENS = (256, 320)
+"""Tokens, decodes included, of a step that lasts little longer than its decodes alone: reading the weights of a dense
+model takes about as long as multiplying them by so many rows. The second where that is the end of all prompts."""
+QUIET_DECODES = (32, 64, 128)
+"""Padded decode rows of such steps."""
 TILE = 128
 """Tokens."""
 
@@ -49,10 +54,22 @@ def fitting_chunk(num_decode_rows: int, chunk: int, max_num_seqs: int) -> int:
     return (padded + chunk + TILE // 2) // TILE * TILE - padded
 
 
+def quiet_chunk(num_decode_rows: int, num_tokens_left: int, max_num_seqs: int) -> int | None:
+    """Most prompt tokens that so many decodes hardly notice, where prompts have `num_tokens_left` to compute; None:
+    these decodes are too many for that."""
+    padded = next((size for size in QUIET_DECODES if num_decode_rows <= size < max_num_seqs), None)
+    if padded is None:
+        return None
+    usual, last = (total - padded for total in QUIET_TOKENS)
+    return last if num_tokens_left <= last else usual
+
+
 def mixed_shapes(max_num_seqs: int, max_tokens: int) -> list[StepShape]:
     """Steps with up to `max_tokens` prompt tokens, those with fewest tokens in all first."""
     buckets = mixed_decode_buckets(max_num_seqs)
-    # A small step is mostly its decodes and weights: coarse will do.
-    shapes = {StepShape(rows, chunk) for rows in {*buckets[:2], buckets[-1]} for chunk in SMALL_CHUNKS}
+    shapes = {StepShape(rows, chunk) for rows in {0, max_num_seqs} for chunk in SMALL_CHUNKS}
+    for rows in (rows for rows in QUIET_DECODES if rows < max_num_seqs):
+        chunks = {*(chunk for chunk in SMALL_CHUNKS if rows + chunk < QUIET_TOKENS[0])}
+        shapes |= {StepShape(rows, chunk) for chunk in chunks | {total - rows for total in QUIET_TOKENS}}
     shapes |= {StepShape(rows, fitting_chunk(rows, chunk, max_num_seqs)) for rows in buckets for chunk in LARGE_CHUNKS}
     return sorted((shape for shape in shapes if shape.chunk_tokens <= max_tokens), key=lambda s: (sum(s), s))

@@ -102,11 +102,12 @@ def test_a_crowd_with_one_long_prefix_comes_in_over_several_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cap", "waiting", "expected"), [(6, 100, 6), (None, 1000, 640 - 64), (None, 16000, 1024 - 64)]
+    ("cap", "waiting", "expected"),
+    [(6, 100, 6), (None, 288, 288), (None, 289, 256 - 32), (None, 1025, 640 - 64), (None, 16000, 1024 - 64)],
 )
 def test_prompt_tokens_beside_decodes_are_capped(cap: int | None, waiting: int, expected: int) -> None:
     """By default near 512, or near the power of two below an eighth of the prompt tokens that wait: whole tiles, with
-    the decodes and their padding."""
+    the decodes and their padding. Fewer where not much is left, unless they are the last."""
     simulation = Simulation(
         depth=1,
         num_blocks=1200,

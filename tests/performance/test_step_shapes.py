@@ -11,12 +11,14 @@ from nanovllm.runner.cuda_graphs import StepGraphs
 from nanovllm.wire.shapes import (
     LARGE_CHUNKS,
     MAX_PREFILL_ROWS,
+    QUIET_TOKENS,
     SMALL_CHUNKS,
     TILE,
     decode_buckets,
     fitting_chunk,
     mixed_decode_buckets,
     mixed_shapes,
+    quiet_chunk,
 )
 
 MOST_GRAPHS = 80
@@ -73,6 +75,16 @@ def test_the_chunks_that_the_scheduler_asks_for_fill_a_graph_to_whole_tiles(
     assert chunk / 2 <= asked <= chunk + TILE / 2
     shape = next(s for s in mixed_shapes(limit, 16384) if s.decode_rows >= decodes and s.chunk_tokens >= asked)
     assert shape.chunk_tokens == asked and sum(shape) % TILE == 0
+
+
+@given(max_num_seqs, st.data())
+def test_the_chunks_that_decodes_hardly_notice_fill_a_graph(limit: int, data: st.DataObject) -> None:
+    decodes, left = data.draw(st.integers(1, limit)), data.draw(st.integers(1, 1024))
+    asked = quiet_chunk(decodes, left, limit)
+    if asked is not None:
+        shape = next(s for s in mixed_shapes(limit, 16384) if s.decode_rows >= decodes and s.chunk_tokens >= asked)
+        assert shape.chunk_tokens == asked >= 128
+        assert sum(shape) == QUIET_TOKENS[0] or (sum(shape) == QUIET_TOKENS[1] and left <= asked)
 
 
 @given(max_num_seqs)
