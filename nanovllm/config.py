@@ -21,6 +21,7 @@ OPTIMISATIONS = {
     "two_batch_overlap": "no step runs in two halves, one of which is computed while the ranks sum the other",
     "parallel_compile": "at the first start kernels are compiled one by one, by the engine itself",
     "async_scheduling": "the tokens of a step are there before the next step is scheduled",
+    "late_scheduling": "the server schedules a step as soon as the one before it runs, not shortly before that ends",
     "lookahead": "a request starts as soon as its tokens of now fit, whether all will fit until they end or not",
     "longest_first": "generate() queues its requests in the order of the prompts, not by max_tokens",
 }

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.step_plan import StepPlan
 from nanovllm.errors import refuse
 from nanovllm.outputs import StepColumns
 
@@ -48,6 +49,11 @@ class EngineControl:
     _work: threading.Condition
     _inbox: deque[tuple[str, list[Sequence]]]
     _completions: dict[int, list[Sequence]]
+
+    @property
+    def running_step(self) -> StepPlan | None:
+        """The oldest one that was launched and not collected."""
+        return self._launched[0].plan if self._launched else None
 
     def _raise_failure(self) -> None:
         raise NotImplementedError

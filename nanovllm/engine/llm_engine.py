@@ -66,8 +66,7 @@ class LLMEngine(EngineControl):
     ) -> None:
         """`executor`: started, and from here on this engine's to close."""
         self.executor, self.config = executor, executor.config
-        self.model_config, self.tokenizer = model_config, tokenizer
-        self._trace = trace
+        self.model_config, self.tokenizer, self._trace = model_config, tokenizer, trace
         self.request_sampling = RequestSampling(tokenizer, model_config, self.config.logprobs_mode)
         assert self.config.kvcache_block_size and self.config.max_model_len
         num_blocks, is_dense = self.executor.num_kvcache_blocks, model_config.moe is None

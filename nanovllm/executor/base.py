@@ -42,6 +42,10 @@ class Executor(ABC):
     def launch(self, packed: np.ndarray) -> None:
         """Starts a packed step on every rank (wire/step.py), without waiting for the device."""
 
+    def has_result(self) -> bool:
+        """Whether `collect` would not wait."""
+        return True
+
     @abstractmethod
     def collect(self) -> list[int]:
         """Tokens of the oldest step not yet collected, one for each row that samples; waits for it."""

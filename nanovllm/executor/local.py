@@ -169,6 +169,9 @@ class LocalExecutor(Executor):
             with self._share_of_threads():
                 self.runner.launch(packed)
 
+    def has_result(self) -> bool:
+        return self.runner.io.has_result()
+
     def collect(self) -> list[int]:
         """Tokens of the oldest step not yet collected, one for each of its first rows; waits for it."""
         with self._failures_explained():

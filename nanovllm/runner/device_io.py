@@ -111,6 +111,11 @@ class DeviceIO:
         """For steps whose tokens are not collected."""
         self._launched.clear()
 
+    def has_result(self) -> bool:
+        """Whether the oldest step not yet collected has ended."""
+        event = self._launched[0][1]
+        return event is None or event.query()
+
     def collect(self, timeout: float, check: Callable[[], bool]) -> list[int]:
         """Tokens of the oldest step not yet collected. `check` is called while waiting: it may raise, or return True
         where the wait has a reason that does not count. Raises StepTimeout after `timeout` seconds that do.

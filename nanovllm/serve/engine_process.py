@@ -109,10 +109,17 @@ class EngineProcess:
         return start_engine(config, report)
 
     def _serve(self, engine: "LLMEngine", admin: AdminCalls) -> None:
+        from nanovllm.engine.step_clock import StepClock
+
+        clock = StepClock() if engine.config.device == "cuda" and engine.config.uses("late_scheduling") else None
         while not self._leaving:
             admin.advance()
             if engine.is_busy():
+                if clock is not None and engine.running_step is not None:
+                    clock.wait(engine.executor.has_result)
                 gained = engine.step()
+                if clock is not None:
+                    clock.note(engine.running_step)
                 if len(gained):
                     self._send(self._step_frame(engine, gained))
             else:

@@ -24,7 +24,8 @@ class Executor:
     def check(self):
         raise RuntimeError("rank 1 died")
 
-engine = SimpleNamespace(executor=Executor(), is_busy=lambda: False, close=lambda: None)
+config = SimpleNamespace(device="cpu")
+engine = SimpleNamespace(config=config, executor=Executor(), is_busy=lambda: False, close=lambda: None)
 engine_process.describe = lambda engine: {{}}
 engine_process.EngineProcess._load = lambda self, start: engine
 os._exit(engine_process.EngineProcess(socket.socket(fileno=int(sys.argv[1]))).run())

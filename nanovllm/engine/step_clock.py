@@ -1,0 +1,47 @@
+"""When the step that runs will end, so that the next one is scheduled shortly before, and not as soon as possible: what
+arrives meanwhile then takes part in it, instead of waiting one step more."""
+
+import time
+from collections.abc import Callable
+
+from nanovllm.engine.step_plan import StepPlan
+
+_MARGIN = 0.001  # seconds
+_MARGIN_PER_ROW = 4e-6  # seconds that the host takes to schedule and launch a row
+_LOOK = 1e-4  # seconds between two looks at the device
+_ROWS = 8  # steps of so many rows more or less count as alike
+_FORGETTING = 0.1
+
+
+class StepClock:
+    """Learns how long steps of decodes take. Those with prompts differ too much, and are followed at once."""
+
+    def __init__(
+        self, now: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        """`now` in seconds, and `sleep`: for tests."""
+        self._now, self._sleep = now, sleep
+        self._seconds: dict[int, float] = {}
+        """By number of rows, about the shortest of the last steps."""
+        self._running: int | None = None
+        self._begin = 0.0
+
+    def wait(self, has_ended: Callable[[], bool]) -> None:
+        """Sleeps until it is time to schedule the next step, or the present one `has_ended` before that."""
+        rows = self._running
+        if rows is None or (seconds := self._seconds.get(rows // _ROWS)) is None:
+            return
+        until = self._begin + seconds - _MARGIN - _MARGIN_PER_ROW * rows
+        while (rest := until - self._now()) > 0 and not has_ended():
+            self._sleep(min(rest, _LOOK))
+
+    def note(self, plan: StepPlan | None) -> None:
+        """A step has just ended, and `plan` runs."""
+        now = self._now()
+        if self._running is not None:
+            size, seconds = self._running // _ROWS, now - self._begin
+            before = self._seconds.get(size, seconds)
+            self._seconds[size] = min(seconds, before + _FORGETTING * (seconds - before))
+        decodes_only = plan is not None and plan.num_decode_rows == plan.num_tokens
+        self._running = plan.num_decode_rows if plan is not None and decodes_only else None
+        self._begin = now
