@@ -24,6 +24,8 @@ class DeviceFigures:
     """Dense GEMMs in the 16-bit type that the weights have."""
     link_bytes_per_second: float = math.inf
     """To the other ranks, each way."""
+    fp8_speedup: float = 2.0
+    """Of arithmetic on FP8 weights and activations: what the data sheet says of both types."""
 
 
 KNOWN_DEVICES: dict[str, DeviceFigures] = {
@@ -73,6 +75,10 @@ def bytes_of_weight(held: Quantization | None, element_bytes: int) -> float:
     return 1.0 if held.method == "fp8" else 0.5 + (2 / held.group if held.group else 0)
 
 
+def _is_fp8(held: Quantization | None) -> bool:
+    return held is not None and held.method == "fp8"
+
+
 class Roofline:
     """Limits of one model on `tensor_parallel_size` equal devices."""
 
@@ -97,15 +103,17 @@ class Roofline:
                 gate_up = (1 + model.gated_mlp) * mlp
                 parts += [(gate_up, layer.precision("gate_up")), (mlp, layer.precision("down"))]
         self.moe, num_moe = model.moe, sum(layer.mlp == "moe" for layer in model.layers)
-        self.expert_weights, self.expert_bytes = 0, 0.0
+        self.expert_work, self.expert_bytes = 0.0, 0.0
         """Of one expert, in all layers together."""
         if self.moe is not None:
-            self.expert_weights = num_moe * 3 * hidden * self.moe.intermediate_size // size
+            count = num_moe * 3 * hidden * self.moe.intermediate_size // size
             held = next(layer.precision("experts") for layer in model.layers if layer.mlp == "moe")
-            self.expert_bytes = self.expert_weights * bytes_of_weight(held, element_bytes)
+            self.expert_work = count / (figures.fp8_speedup if _is_fp8(held) else 1)
+            self.expert_bytes = count * bytes_of_weight(held, element_bytes)
             router = self.moe.num_experts * hidden
             parts.append((num_moe * (router + 3 * hidden * self.moe.shared_size // size), None))
-        self.layer_weights = sum(count for count, _ in parts)
+        self.layer_work = sum(count / (figures.fp8_speedup if _is_fp8(held) else 1) for count, held in parts)
+        """Weights, each by the time that a multiplication takes: 1 in 16 bits."""
         self.layer_bytes = sum(count * bytes_of_weight(held, element_bytes) for count, held in parts)
         self.head_weights = hidden * math.ceil(model.vocab_size / size)
         self.kv_elements_per_token = 2 * sum(kv_widths)
@@ -118,7 +126,7 @@ class Roofline:
         """Least seconds of one step."""
         # A pair costs two dot products (scores, values) of head_dim multiply-adds for each query head.
         pair_flops = 4.0 * self.query_elements
-        seconds = self._stage(self.layer_bytes, 2.0 * self.layer_weights * work.tokens)
+        seconds = self._stage(self.layer_bytes, 2.0 * self.layer_work * work.tokens)
         seconds += self._experts_seconds(work.tokens)
         head_bytes = self.head_weights * self.element_bytes if work.sampled else 0
         seconds += self._stage(head_bytes, 2.0 * self.head_weights * work.sampled)
@@ -133,7 +141,7 @@ class Roofline:
             return 0.0
         count, chosen = self.moe.num_experts, self.moe.top_k
         hit = count * (1 - (1 - chosen / count) ** tokens)
-        return self._stage(hit * self.expert_bytes, 2.0 * chosen * self.expert_weights * tokens)
+        return self._stage(hit * self.expert_bytes, 2.0 * chosen * self.expert_work * tokens)
 
     def _wire_seconds(self, tokens: int) -> float:
         """Two all-reduces of [tokens, hidden] in each layer; a ring sends each element 2 (n - 1) / n times."""
