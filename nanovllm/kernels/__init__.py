@@ -7,12 +7,13 @@ from importlib import import_module
 
 import torch
 
+from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.moe.routing import Routing
 
 _MODULES = {
     "pointwise.embedding": "embed_shard",
-    "pointwise.norm": "rms_norm add_norms",
-    "pointwise.activation": "silu_mul activation",
+    "pointwise.norm": "rms_norm add_norms add_norms_fp8",
+    "pointwise.activation": "silu_mul silu_mul_fp8 activation",
     "moe.routing": "route",
     "moe.experts": "expert_gate_up expert_down",
     "moe.combine": "combine",
@@ -35,7 +36,9 @@ class Kernels:
     embed_shard: Callable[..., torch.Tensor]
     rms_norm: Callable[..., torch.Tensor]
     add_norms: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    add_norms_fp8: Callable[..., tuple[FP8Rows, torch.Tensor]]
     silu_mul: Callable[..., torch.Tensor]
+    silu_mul_fp8: Callable[..., FP8Rows]
     activation: Callable[..., torch.Tensor]
     route: Callable[..., Routing]
     expert_gate_up: Callable[..., torch.Tensor]

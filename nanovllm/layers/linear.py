@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nanovllm.kernels import Kernels
+from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.gemm import decode, skinny
 from nanovllm.kernels.gemm.choice import LIBRARY, Gemm, GemmConfig, Ranges
 from nanovllm.kernels.gemm.dispatch import matmul
@@ -93,15 +94,23 @@ class ParallelLinear(WeightedModule):
             return next(config for most, config in self.ranges if rows <= most)
         return self.configs.get(rows, LIBRARY)
 
-    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def takes_rounded_beyond(self) -> int | None:
+        """For more rows than this whoever makes the inputs may round them to e4m3; None: nobody may."""
+        return self.quantized.takes_rounded_beyond if isinstance(self.quantized, FP8Matrix) else None
+
+    def matmul(self, x: torch.Tensor | FP8Rows) -> torch.Tensor:
         """x [T, in] @ weight^T: [T, out], or float32 [parts, T, out], sums over parts of `in`, where the choice says
         so: only layers whose result goes to a ReduceAddNorm have such a choice."""
         config = self.choice(x.shape[0])
+        if isinstance(self.quantized, FP8Matrix):
+            return self.quantized.matmul(x, config)
+        assert isinstance(x, torch.Tensor)
         if self.quantized is not None:
             return self.quantized.matmul(x, config)
         return matmul(x, self.weight, config)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | FP8Rows) -> torch.Tensor:
         """[T, in] -> [T, out], or float32 [parts, T, out] as `matmul`."""
         y = self.matmul(x)
         if self.bias is not None and self.adds_bias:
@@ -185,7 +194,7 @@ class MergedColumnParallelLinear(ParallelLinear):
 
     def forward_normed_silu_mul(
         self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float, kernels: Kernels
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | FP8Rows:
         """RMSNorm of x [T, in] with norm_weight [in], this layer as gate and up, SiLU(gate) * up: [T, out / 2]."""
         config = self.fuses(x.shape[0])
         if config is None:
@@ -195,11 +204,18 @@ class MergedColumnParallelLinear(ParallelLinear):
             return self.quantized.few_rows.norm_linear_silu_mul(x, norm_weight, eps, weight, config)
         return skinny.norm_linear_silu_mul(x, norm_weight, eps, self.weight, config)
 
-    def forward_silu_mul(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
-        """This layer as gate and up, SiLU(gate) * up: [T, in] -> [T, out / 2]."""
+    def forward_silu_mul(
+        self, x: torch.Tensor | FP8Rows, kernels: Kernels, rounds_beyond: int | None = None
+    ) -> torch.Tensor | FP8Rows:
+        """This layer as gate and up, SiLU(gate) * up: [T, in] -> [T, out / 2]. rounds_beyond: for more rows than this
+        the kernel of the activation may round it to e4m3."""
         config = self.choice(x.shape[0])
         if config.kernel not in ("decode", "int4") or self.bias is not None:
-            return kernels.silu_mul(self(x))
+            rounds = rounds_beyond is not None and x.shape[0] > rounds_beyond
+            return (kernels.silu_mul_fp8 if rounds else kernels.silu_mul)(self(x))
+        if isinstance(self.quantized, FP8Matrix):
+            return self.quantized.linear_silu_mul(x, config)
+        assert isinstance(x, torch.Tensor)
         if self.quantized is not None:
             return self.quantized.linear_silu_mul(x, config)
         return decode.linear_silu_mul(x, self.weight, config)

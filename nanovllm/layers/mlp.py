@@ -6,6 +6,7 @@ from collections.abc import Set as AbstractSet
 import torch
 
 from nanovllm.kernels import Kernels
+from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
 from nanovllm.model_config import Quantization
@@ -38,9 +39,15 @@ class MLP(WeightedModule):
         """Numbers of rows that end in a kernel of our own; see ParallelLinear."""
         return self.down_proj.pdl_rows
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def takes_rounded_beyond(self) -> int | None:
+        """As ParallelLinear has it."""
+        return self.gate_up_proj.takes_rounded_beyond
+
+    def forward(self, x: torch.Tensor | FP8Rows) -> torch.Tensor:
         if self.can_fuse:
-            return self.down_proj(self.gate_up_proj.forward_silu_mul(x, self.kernels))
+            rounds_beyond = self.down_proj.takes_rounded_beyond
+            return self.down_proj(self.gate_up_proj.forward_silu_mul(x, self.kernels, rounds_beyond))
         up = self.gate_up_proj
         return self.down_proj(self.kernels.activation(up.matmul(x), self.activation, self.gated, up.bias))
 

@@ -60,6 +60,8 @@ class MoE(WeightedModule):
     can_fuse = False
     """Norm and residual are kernels of their own."""
     pdl_rows: AbstractSet[int] = frozenset()
+    takes_rounded_beyond: int | None = None
+    """The router takes the inputs as they are."""
 
     def __init__(
         self, hidden_size: int, config: MoEConfig, group: TensorParallelGroup, kernels: Kernels, dtype: torch.dtype,

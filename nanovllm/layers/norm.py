@@ -6,6 +6,7 @@ from collections.abc import Set as AbstractSet
 import torch
 
 from nanovllm.kernels import Kernels
+from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.pointwise.norm import Norm, add_up
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
 from nanovllm.parallel.group import TensorParallelGroup
@@ -65,6 +66,9 @@ class ReduceAddNorm(WeightedModule):
         self.dependent_rows: AbstractSet[int] = frozenset()
         """Numbers of rows whose partial comes from a kernel of our own, after which the all-reduce is launched
         with PDL: `pdl_rows` of the layer before, which the model sets."""
+        self.rounds_beyond: int | None = None
+        """For more rows than this the normalised ones are rounded to e4m3, on one rank: what takes them does so
+        otherwise. The model sets it."""
 
     @property
     def weight(self) -> torch.Tensor:
@@ -76,7 +80,9 @@ class ReduceAddNorm(WeightedModule):
         assert self.norm is not None
         return self.norm.eps
 
-    def forward(self, partial: torch.Tensor, residual: torch.Tensor | None) -> Normed:
+    def forward(
+        self, partial: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor | FP8Rows, torch.Tensor]:
         if self.group.exact_bits == "tp" and self.group.size > 1:
             return self.add_norm(self._nodes(partial, residual), residual)
         rows = partial.shape[-2]
@@ -89,6 +95,10 @@ class ReduceAddNorm(WeightedModule):
         if self.group.size > 1 and partial.dim() == 3:
             assert residual is not None
             partial = add_up(partial, residual.dtype)
+        rounds = self.rounds_beyond is not None and self.group.size == 1 and rows > self.rounds_beyond
+        if rounds and self.norm is not None:
+            after = None if self.after is None else self.after.for_kernel()
+            return self.kernels.add_norms_fp8(partial, residual, self.norm.for_kernel(), after, self.multiplier)
         return self.add_norm(self.group.all_reduce(partial), residual)
 
     def _nodes(self, partial: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.fp8 import experts, few_rows, gemm
+from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.reference import BLOCK, FP8
-from nanovllm.kernels.fp8.weight import FP8Weight
 from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.kernels.moe.choice import GroupedConfig
 from nanovllm.kernels.moe.routing import Routing
@@ -110,11 +110,17 @@ class FP8Matrix(nn.Module):
         """(rows, columns, type) of its products in the GEMM table."""
         return (*self.weight.shape, str(self.weight.dtype).removeprefix("torch."))  # type: ignore[return-value]
 
-    def matmul(self, x: torch.Tensor, config: GemmConfig) -> torch.Tensor:
+    @property
+    def takes_rounded_beyond(self) -> int | None:
+        """For more rows than this whoever makes the inputs may round them to e4m3; None: nobody may, since their
+        scale is of this matrix alone."""
+        return gemm.WIDE_ROWS if self.input_scale is None else None
+
+    def matmul(self, x: torch.Tensor | FP8Rows, config: GemmConfig) -> torch.Tensor:
         """x [T, columns] -> x @ weight^T [T, rows], or float32 [config.parts, T, rows], sums over parts of columns."""
         return (gemm.linear if x.is_cuda else gemm.linear_twin)(x, self.for_kernel(), config)
 
-    def linear_silu_mul(self, x: torch.Tensor, config: GemmConfig) -> torch.Tensor:
+    def linear_silu_mul(self, x: torch.Tensor | FP8Rows, config: GemmConfig) -> torch.Tensor:
         """silu(gate) * up of x [T, columns], where gates are the first half of the rows: [T, rows / 2]."""
         return (gemm.linear_silu_mul if x.is_cuda else gemm.linear_silu_mul_twin)(x, self.for_kernel(), config)
 

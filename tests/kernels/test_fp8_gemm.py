@@ -12,13 +12,15 @@ if not torch.cuda.is_available():
 
 from nanovllm.kernels.fp8 import experts as fp8_experts
 from nanovllm.kernels.fp8 import few_rows, gemm
+from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import FP8, quantize_rows_reference
-from nanovllm.kernels.fp8.weight import FP8Weight
 from nanovllm.kernels.gemm.choice import LIBRARY, GemmConfig
 from nanovllm.kernels.moe.choice import GroupedConfig
 from nanovllm.kernels.moe.experts import experts_of
 from nanovllm.kernels.moe.routing import TopK, route_reference
+from nanovllm.kernels.pointwise import norm
+from nanovllm.kernels.pointwise.activation import silu_mul_fp8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 1e-3 if DEVICE == "cuda" else 1e-6
@@ -147,6 +149,20 @@ def test_products_of_experts(block_m: int) -> None:
         one = FP8Weight(down.values[expert], down.scale[expert])
         exactly = exact(*quantize_rows_reference(h[first:end]), one) * routing.weights.flatten()[choices, None]
         assert_close(want[choices % 2, choices // 2], exactly)
+
+
+def test_norm_and_activation_round_what_they_make() -> None:
+    """To what follows from the results that they have without rounding; groups that end early too."""
+    x, residual, gain = inputs(5, 200), inputs(5, 200, seed=1), torch.rand(200, device=DEVICE) + 0.5
+    wide, kept = norm.add_norms(x, residual.clone(), norm.Norm(gain, 1e-6))
+    got, after = norm.add_norms_fp8(x, residual.clone(), norm.Norm(gain, 1e-6))
+    assert torch.equal(after, kept)
+    pairs = [(got, wide), (silu_mul_fp8(torch.cat([x, residual], 1) / 100), silu(x / 100) * (residual / 100))]
+    for got, wide in pairs:
+        values, scale = quantize_rows_reference(wide)
+        torch.testing.assert_close(got.scales, scale, rtol=1e-5, atol=0)
+        if DEVICE == "cuda":  # the interpreter does not round to e4m3 as a GPU does
+            assert (got.values.float() == values.float()).float().mean() > 0.99
 
 
 def test_gate_and_up() -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 from nanovllm.kernels.base.device import pdl_options, prefetch_lines
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.gemm_kernel import add_group, times_rows
+from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.quantize import group_scales, quantize_rows, rounded
 from nanovllm.kernels.fp8.reference import GROUP, linear_reference, quantize_rows_reference
-from nanovllm.kernels.fp8.weight import FP8Weight
 from nanovllm.kernels.gemm.decode_kernel import silu_mul
 from nanovllm.kernels.moe.choice import GroupedConfig
 from nanovllm.kernels.moe.experts import experts_of

@@ -7,7 +7,7 @@ from torch import Tensor
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import triton
 from nanovllm.kernels.fp8.fma import LANE_SPAN, fp8_fma_kernel
-from nanovllm.kernels.fp8.weight import FP8Weight
+from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.gemm.choice import SKINNY_ROWS, GemmConfig
 
 

@@ -10,11 +10,11 @@ from nanovllm.kernels.base.padded_rows import empty_rows, rows_in_memory
 from nanovllm.kernels.base.triton_import import triton
 from nanovllm.kernels.fp8 import few_rows
 from nanovllm.kernels.fp8.gemm_kernel import fp8_gemm_kernel
+from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import BLOCK, GROUP, linear_reference, quantize_rows_reference
-from nanovllm.kernels.fp8.weight import FP8Weight
 from nanovllm.kernels.gemm.choice import GemmConfig
-from nanovllm.kernels.pointwise.activation import silu_mul, silu_mul_reference
+from nanovllm.kernels.pointwise.activation import silu_mul_reference
 
 MANY_ROWS = GemmConfig("decode", 128, 128, GROUP, 4, num_warps=8)
 """Where the library should multiply and cannot."""
@@ -25,27 +25,29 @@ PREFETCH_BYTES = 64 << 10
 """Of a program's weights, to bring into L2 before it may start."""
 
 
-def linear(x: Tensor, weight: FP8Weight, config: GemmConfig, *, pdl: bool = True) -> Tensor:
+def linear(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, pdl: bool = True) -> Tensor:
     """x [T, K] @ weight^T -> [T, N] in x's dtype; with config.parts > 1 float32 [parts, T, N], sums over parts of K."""
-    rows, n = x.shape[0], weight.values.shape[0]
-    if config.kernel == "fma":
+    rows, n, device = x.shape[0], weight.values.shape[0], weight.values.device
+    if config.kernel == "fma" and isinstance(x, Tensor):
         return few_rows.linear(x, weight, config, pdl=pdl)
-    if config.kernel == "library":
-        if library_takes(weight):
-            return library_linear(*quantize_rows(x, weight.input_scale), weight, x.dtype)
+    if config.kernel not in ("decode", "library") or (config.kernel == "library" and not library_takes(weight)):
         config = MANY_ROWS
-    parts = config.split_k > 1
-    out = x.new_empty(config.split_k, rows, n, dtype=torch.float32) if parts else x.new_empty(rows, n)
-    return _launch(x, weight, n, config, out, gated=False, pdl=pdl)
-
-
-def linear_silu_mul(x: Tensor, weight: FP8Weight, config: GemmConfig, *, pdl: bool = True) -> Tensor:
-    """silu(gate) * up of `linear`, where gates are the first N / 2 columns: [T, N / 2]."""
     if config.kernel == "library":
-        return silu_mul(linear(x, weight, config))
+        return library_linear(_rounded(x, weight), weight)
+    parts = config.split_k > 1
+    shape, dtype = ((config.split_k, rows, n), torch.float32) if parts else ((rows, n), x.dtype)
+    return _launch(x, weight, n, config, torch.empty(shape, dtype=dtype, device=device), gated=False, pdl=pdl)
+
+
+def linear_silu_mul(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, pdl: bool = True) -> Tensor:
+    """silu(gate) * up of `linear`, where gates are the first N / 2 columns: [T, N / 2]; by the kernel "decode"."""
     size = weight.values.shape[0] // 2
-    out = empty_rows(x.shape[0], size, x.dtype, x.device)
+    out = empty_rows(x.shape[0], size, x.dtype, weight.values.device)
     return _launch(x, weight, size, config, out, gated=True, pdl=pdl)
+
+
+def _rounded(x: Tensor | FP8Rows, weight: FP8Weight) -> FP8Rows:
+    return FP8Rows(*quantize_rows(x, weight.input_scale), x.dtype) if isinstance(x, Tensor) else x
 
 
 @cache
@@ -61,47 +63,50 @@ def library_takes(weight: FP8Weight) -> bool:
     return n % 16 == 0 and k % 16 == 0 and _has_library(weight.values.device)
 
 
-def library_linear(xq: Tensor, x_scale: Tensor, weight: FP8Weight, dtype: torch.dtype) -> Tensor:
-    """By cuBLAS: xq e4m3 [T, K], x_scale [T, groups], both with memory for a multiple of 4 rows -> [T, N]."""
-    (rows, k), (n, groups) = xq.shape, (weight.values.shape[0], x_scale.shape[1])
-    padded = x_scale.stride(1)
-    xq, x_scale = xq.as_strided((padded, k), (k, 1)), x_scale.as_strided((padded, groups), (1, padded))
-    scale = weight.scale.t()
+def library_linear(x: FP8Rows, weight: FP8Weight) -> Tensor:
+    """By cuBLAS: x [T, K], of memory for a multiple of 4 rows -> [T, N]."""
+    (rows, k), (n, groups), padded = x.shape, (weight.values.shape[0], x.scales.shape[1]), x.scales.stride(1)
+    values, scales = x.values.as_strided((padded, k), (k, 1)), x.scales.as_strided((padded, groups), (1, padded))
+    of_weight = weight.scale.t()
     if weight.rows_each != BLOCK:  # a scale for each row
-        scale = scale.repeat_interleave(weight.rows_each, 1)[:, :n].expand(groups, n).contiguous()
-    out = torch._scaled_mm(xq, weight.values.t(), scale_a=x_scale, scale_b=scale, out_dtype=dtype)
+        of_weight = of_weight.repeat_interleave(weight.rows_each, 1)[:, :n].expand(groups, n).contiguous()
+    out = torch._scaled_mm(values, weight.values.t(), scale_a=scales, scale_b=of_weight, out_dtype=x.dtype)
     return out[:rows]
 
 
-def linear_twin(x: Tensor, weight: FP8Weight, config: GemmConfig) -> Tensor:
+def linear_twin(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig) -> Tensor:
     """Plain twin of `linear`, but for parts of K."""
-    xq, x_scale = quantize_rows_reference(x, weight.input_scale)
-    return linear_reference(xq, x_scale, weight.values, weight.scale, weight.rows_each).to(x.dtype)
+    if isinstance(x, Tensor):
+        x = FP8Rows(*quantize_rows_reference(x, weight.input_scale), x.dtype)
+    return linear_reference(x.values, x.scales, weight.values, weight.scale, weight.rows_each).to(x.dtype)
 
 
-def linear_silu_mul_twin(x: Tensor, weight: FP8Weight, config: GemmConfig) -> Tensor:
+def linear_silu_mul_twin(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig) -> Tensor:
     """Plain twin of `linear_silu_mul`."""
     return silu_mul_reference(linear_twin(x, weight, config))
 
 
 def _launch(
-    x: Tensor, weight: FP8Weight, n_out: int, config: GemmConfig, out: Tensor, *, gated: bool, pdl: bool = True
+    x: Tensor | FP8Rows, weight: FP8Weight, n_out: int, config: GemmConfig, out: Tensor, *, gated: bool, pdl: bool
 ) -> Tensor:
     """Fills and returns `out` [T, n_out] or float32 [split_k, T, n_out]."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    (rows, k), values, static = x.shape, weight.values, weight.input_scale
+    (rows, k), values, static = tuple(x.shape), weight.values, weight.input_scale
     if values.shape[1] != k or k % 16 or not values.is_contiguous():
         raise ValueError(f"weight {list(values.shape)} does not fit x {list(x.shape)}, or K is no multiple of 16")
     if config.block_k != GROUP or config.split_k > triton.cdiv(k, GROUP):
         raise ValueError(f"{config}: must take steps of {GROUP} columns, and some for each of its parts, K = {k}")
-    wide = config.block_m <= WIDE_ROWS and x.is_contiguous()
-    x, x_scale = (x, x if static is None else static) if wide else quantize_rows(x, static)
+    wide = isinstance(x, Tensor) and config.block_m <= WIDE_ROWS and x.is_contiguous()
+    if isinstance(x, Tensor) and wide:
+        operand, x_scale = x, x if static is None else static
+    else:
+        operand, x_scale, _ = _rounded(x, weight)
     columns = PREFETCH_BYTES // (config.block_n * (2 if gated else 1))
     grid = (triton.cdiv(rows, config.block_m), triton.cdiv(n_out, config.block_n), config.split_k)
-    readable = min(rows_in_memory(x), grid[0] * config.block_m)
+    readable = min(rows_in_memory(operand), grid[0] * config.block_m)
     fp8_gemm_kernel[grid](
-        TensorDescriptor(x, [readable, k], [k, 1], [config.block_m, GROUP]), x_scale,
+        TensorDescriptor(operand, [readable, k], [k, 1], [config.block_m, GROUP]), x_scale,
         TensorDescriptor(values, list(values.shape), [k, 1], [config.block_n, GROUP]),
         values, weight.scale, out, rows=rows, scale_stride=0 if wide else x_scale.stride(1), n_out=n_out, k=k,
         groups=weight.scale.shape[1], BLOCK_N=config.block_n, BLOCK_M=config.block_m, STAGES=config.stages,
@@ -109,6 +114,6 @@ def _launch(
         COUNT=static.numel() if wide and static is not None else 0, GATED=gated, PARTS=config.split_k > 1,
         X_LEFT=config.block_n < 64 or config.block_m >= 128,
         PREFETCH=max(BLOCK, min(columns, triton.next_power_of_2(k))), num_warps=config.num_warps,
-        **pdl_options(x.device, pdl and rows <= 256),
+        **pdl_options(values.device, pdl and rows <= 256),
     )  # fmt: skip
     return out

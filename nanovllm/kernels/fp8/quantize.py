@@ -6,6 +6,7 @@ from torch import Tensor
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.padded_rows import padded_rows
 from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.reference import FP8, GROUP, LARGEST, SMALLEST_MAXIMUM
 
 _LARGEST: tl.constexpr = tl.constexpr(LARGEST)
@@ -25,6 +26,19 @@ def rounded(x, scale):
     """float32 / scale as e4m3, within its range."""
     y = tl.div_rn(x, scale)
     return tl.minimum(tl.maximum(y, -_LARGEST), _LARGEST).to(tl.float8e4nv)
+
+
+@triton.jit
+def store_rounded(y, OUT, SCALES, row, first_col, scale_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Columns from first_col on of row `row`, float32 [BLOCK], to OUT e4m3 [rows, SIZE] and SCALES [groups,
+    scale_stride]."""
+    GROUPS: tl.constexpr = BLOCK // 128
+    group = first_col // 128 + tl.arange(0, GROUPS)
+    cols = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    y = tl.reshape(y, [GROUPS, 128])
+    scale = group_scales(y)
+    tl.store(OUT + row * SIZE + cols, rounded(y, scale[:, None]), mask=cols < SIZE)
+    tl.store(SCALES + group * scale_stride + row, scale, mask=group * 128 < SIZE)
 
 
 @triton.jit
@@ -64,6 +78,11 @@ def empty_quantized(rows: int, columns: int, device: torch.device) -> tuple[Tens
     scales = torch.empty(-(-columns // GROUP), padded, dtype=torch.float32, device=device)
     values = torch.empty(max(padded, padded_rows(rows)), columns, dtype=FP8, device=device)
     return values[:rows], scales[:, :rows].t()
+
+
+def empty_rows_for(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> FP8Rows:
+    """Room for activations that a kernel rounds."""
+    return FP8Rows(*empty_quantized(rows, columns, device), dtype)
 
 
 def quantize_rows(x: Tensor, input_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,8 @@ row, and ranks that cut columns at multiples of 128 add up the same terms.
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.fp8.operands import FP8Rows
+
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
 SMALLEST_MAXIMUM = 1e-10
@@ -65,6 +67,11 @@ def quantize_rows_reference(x: Tensor, input_scale: Tensor | None = None) -> tup
     else:
         scale = input_scale.max().expand(*grouped.shape[:2], 1)
     return _rounded(grouped, scale).flatten(1)[:, : x.shape[1]].contiguous(), scale[..., 0].contiguous()
+
+
+def rounded_reference(x: Tensor) -> FP8Rows:
+    """As kernels do that round what they make."""
+    return FP8Rows(*quantize_rows_reference(x), x.dtype)
 
 
 def linear_reference(xq: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, rows_each: int = 1) -> Tensor:

@@ -7,6 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.fp8.operands import FP8Rows
+from nanovllm.kernels.fp8.quantize import empty_rows_for, store_rounded
+from nanovllm.kernels.fp8.reference import GROUP, rounded_reference
 
 KINDS = ("silu", "gelu_tanh", "relu2")
 
@@ -35,8 +38,11 @@ def _load_biased(ROW, BIAS, cols, mask):
 
 
 @triton.jit
-def _activation_kernel(X, BIAS, OUT, SIZE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr):
-    """Columns `program_id(1)` * BLOCK and on of row `program_id(0)`."""
+def _activation_kernel(
+    X, BIAS, OUT, SCALES, scale_stride,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Columns `program_id(1)` * BLOCK and on of row `program_id(0)`. Where there are SCALES, OUT is rounded to e4m3."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < SIZE
@@ -46,7 +52,11 @@ def _activation_kernel(X, BIAS, OUT, SIZE: tl.constexpr, BLOCK: tl.constexpr, KI
     if GATED:
         up = _load_biased(start, BIAS, SIZE + cols, mask)
         y = (y.to(tl.float32) * up.to(tl.float32)).to(x.dtype)
-    tl.store(OUT + row * SIZE + cols, y, mask=mask)
+    if SCALES is not None:
+        y = tl.where(mask, y.to(tl.float32), 0.0)
+        store_rounded(y, OUT, SCALES, row, tl.program_id(1) * BLOCK, scale_stride, SIZE, BLOCK)
+    else:
+        tl.store(OUT + row * SIZE + cols, y, mask=mask)
 
 
 def activation(x: torch.Tensor, kind: str, gated: bool, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -54,11 +64,20 @@ def activation(x: torch.Tensor, kind: str, gated: bool, bias: torch.Tensor | Non
     bias, of x's width, is added first. X is contiguous."""
     num_rows, width = x.shape
     size = width // 2 if gated else width
-    out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
-    block = min(1024, triton.next_power_of_2(size))
+    return _launch(x, bias, torch.empty(num_rows, size, dtype=x.dtype, device=x.device), None, kind, gated)
+
+
+def _launch(
+    x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, scales: torch.Tensor | None, kind: str, gated: bool
+) -> torch.Tensor:
+    """Fills and returns `out`."""
+    num_rows, size = out.shape
+    block = min(1024, triton.next_power_of_2(size if scales is None else max(size, GROUP)))
     if num_rows:
-        grid = (num_rows, triton.cdiv(size, block))
-        _activation_kernel[grid](x, bias, out, SIZE=size, BLOCK=block, KIND=kind, GATED=gated, num_warps=4)
+        _activation_kernel[(num_rows, triton.cdiv(size, block))](
+            x, bias, out, scales, 0 if scales is None else scales.stride(1),
+            SIZE=size, BLOCK=block, KIND=kind, GATED=gated, num_warps=4,
+        )  # fmt: skip
     return out
 
 
@@ -66,6 +85,14 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [T, 2I], gates first -> silu(gate) * up, [T, I]; silu(gate) is rounded to the dtype before that. Gate_up
     is contiguous."""
     return activation(gate_up, "silu", gated=True)
+
+
+def silu_mul_fp8(gate_up: torch.Tensor) -> FP8Rows:
+    """The same, rounded to e4m3 (kernels/fp8/)."""
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    found = empty_rows_for(rows, size, gate_up.dtype, gate_up.device)
+    _launch(gate_up, None, found.values, found.scales, "silu", True)
+    return found
 
 
 def activation_reference(x: torch.Tensor, kind: str, gated: bool, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -85,3 +112,8 @@ def activation_reference(x: torch.Tensor, kind: str, gated: bool, bias: torch.Te
 def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
     """Plain twin of `silu_mul`."""
     return activation_reference(gate_up, "silu", gated=True)
+
+
+def silu_mul_fp8_reference(gate_up: torch.Tensor) -> FP8Rows:
+    """Plain twin of `silu_mul_fp8`."""
+    return rounded_reference(silu_mul_reference(gate_up))

@@ -12,6 +12,9 @@ import torch
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.padded_rows import empty_rows
 from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.fp8.operands import FP8Rows
+from nanovllm.kernels.fp8.quantize import empty_rows_for, store_rounded
+from nanovllm.kernels.fp8.reference import GROUP, rounded_reference
 
 PDL_ROWS = 128
 PDL_ROWS_SMALL = 256
@@ -77,15 +80,15 @@ def _normed(x, weight, bias, eps, mask, HIDDEN: tl.constexpr, KIND: tl.constexpr
     return normed.to(x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride"])
 def _norm_kernel(
-    X, RESIDUAL, WEIGHT, BIAS, OUT, AFTER_WEIGHT, AFTER_BIAS, x_stride, eps, after_eps,
+    X, RESIDUAL, WEIGHT, BIAS, OUT, SCALES, AFTER_WEIGHT, AFTER_BIAS, x_stride, scale_stride, eps, after_eps,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, KIND: tl.constexpr, AFTER_KIND: tl.constexpr,
     MULTIPLIER: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Row `program_id` of add_norms, without the addition where not ADD. RESIDUAL and OUT are contiguous, and so is X
     where it is PARTS float32 matrices to add up. What is None is not there: AFTER_WEIGHT, biases, and WEIGHT where OUT
-    is not wanted."""
+    is not wanted. Where there are SCALES, OUT is rounded to e4m3 (kernels/fp8/)."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < HIDDEN
@@ -100,7 +103,7 @@ def _norm_kernel(
         for part in tl.static_range(1, PARTS):
             at = X + (part * tl.num_programs(0) + row) * HIDDEN + cols
             parts = parts + (tl.load(at, mask=mask, other=0.0),)
-        x = in_pairs(parts).to(OUT.dtype.element_ty)
+        x = in_pairs(parts).to(RESIDUAL.dtype.element_ty)
     if AFTER_WEIGHT is not None:
         x = _normed(x, after_weight, after_bias, after_eps, mask, HIDDEN, AFTER_KIND, AFTER_BIAS is not None)
     if ADD:
@@ -111,23 +114,27 @@ def _norm_kernel(
         tl.store(RESIDUAL + row * HIDDEN + cols, x, mask=mask)
     if WEIGHT is not None:
         normed = _normed(x, weight, bias, eps, mask, HIDDEN, KIND, BIAS is not None)
-        tl.store(OUT + row * HIDDEN + cols, normed, mask=mask)
+        if SCALES is not None:
+            store_rounded(tl.where(mask, normed.to(tl.float32), 0.0), OUT, SCALES, row, 0, scale_stride, HIDDEN, BLOCK)
+        else:
+            tl.store(OUT + row * HIDDEN + cols, normed, mask=mask)
 
 
 def _launch(
     x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, out: torch.Tensor, after: Norm | None = None,
-    multiplier: float = 1.0,
+    multiplier: float = 1.0, scales: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     num_rows, hidden = x.shape[-2:]
-    block = triton.next_power_of_2(hidden)
+    block = triton.next_power_of_2(hidden if scales is None else max(hidden, GROUP))
     parts = x.shape[0] if x.dim() == 3 else 1
     most_pdl_rows = PDL_ROWS if hidden > 2048 else PDL_ROWS_SMALL
     norm, after = norm or _NONE, after or _NONE
     if num_rows:
         _norm_kernel[(num_rows,)](
-            x, x if residual is None else residual, norm.weight, norm.bias, out, after.weight, after.bias,
-            x.stride(-2), norm.eps, after.eps, HIDDEN=hidden, BLOCK=block, ADD=residual is not None, KIND=norm.kind,
-            AFTER_KIND=after.kind, MULTIPLIER=multiplier, PARTS=parts,
+            x, x if residual is None else residual, norm.weight, norm.bias, out, scales, after.weight, after.bias,
+            x.stride(-2), 0 if scales is None else scales.stride(1), norm.eps, after.eps,
+            HIDDEN=hidden, BLOCK=block, ADD=residual is not None, KIND=norm.kind, AFTER_KIND=after.kind,
+            MULTIPLIER=multiplier, PARTS=parts,
             num_warps=min(max(block // (1024 if parts == 1 else 512), 1), 4 if parts == 1 else 8),
             # A norm's result is rounded before it is added: no multiply-add in bfloat16 may join the two.
             enable_fp_fusion=after is _NONE and multiplier == 1.0, **pdl_options(x.device, num_rows <= most_pdl_rows),
@@ -159,6 +166,16 @@ def add_norms(
     if norm is not None or residual is not None:
         _launch(x, residual, norm, out, after, multiplier)
     return out, like
+
+
+def add_norms_fp8(
+    x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, after: Norm | None = None, multiplier: float = 1.0
+) -> tuple[FP8Rows, torch.Tensor]:
+    """`add_norms`, whose first result is then rounded to e4m3 (kernels/fp8/)."""
+    like = x if residual is None else residual
+    found = empty_rows_for(like.shape[0], like.shape[1], like.dtype, like.device)
+    _launch(x, residual, norm, found.values, after, multiplier, found.scales)
+    return found, like
 
 
 def rms_norm_reference(
@@ -204,3 +221,11 @@ def add_norms_reference(
         y = x if after is None else norm_reference(x, after)
         residual.add_(y if multiplier == 1.0 else y * multiplier)
     return residual if norm is None else norm_reference(residual, norm), residual
+
+
+def add_norms_fp8_reference(
+    x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, after: Norm | None = None, multiplier: float = 1.0
+) -> tuple[FP8Rows, torch.Tensor]:
+    """Plain twin of `add_norms_fp8`."""
+    normed, residual = add_norms_reference(x, residual, norm, after, multiplier)
+    return rounded_reference(normed), residual

@@ -1,7 +1,8 @@
-"""What FP8 kernels multiply by."""
+"""What FP8 kernels multiply."""
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -20,3 +21,22 @@ class FP8Weight(NamedTuple):
     def in_blocks(self) -> bool:
         """Scales change along K."""
         return self.scale.shape[-1] > 1 or self.rows_each > 1
+
+
+class FP8Rows(NamedTuple):
+    """Activations that the kernel which made them has rounded."""
+
+    values: Tensor
+    """e4m3 [T, K]"""
+    scales: Tensor
+    """float32 [T, groups of 128]"""
+    dtype: torch.dtype
+    """What they were rounded from, and what a product of them is."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.values.is_cuda
