@@ -368,6 +368,10 @@ def start_engine(config: EngineConfig, report: "Report | None" = None) -> LLMEng
     LocalExecutor; replicas report nothing."""
     if not config.has_front:
         return start_one(config, report)
+    if config.data_parallel_backend == "ray":
+        from nanovllm.replicas.ray_start import start_ray_replicas
+
+        return start_ray_replicas(config)
     from nanovllm.replicas.start import start_replicas
 
     return start_replicas(config)

@@ -63,6 +63,8 @@ class ReplicatedEngine(ReplicaControl):
         """The last of each link, those of lost ones too: counters go on."""
         self._computed: dict[ReplicaLink, tuple[int, int]] = {}
         self._weights_replaced = False
+        self.at_close: list[Callable[[], None]] = []
+        """What ends with the replicas."""
         self._num_calls = 0
         self._answers: dict[ReplicaLink, Answer] = {}
         """To the last call."""
@@ -355,3 +357,5 @@ class ReplicatedEngine(ReplicaControl):
         self.wake()
         close_links([link for link in self._links if link is not None])
         self._links = [None] * len(self._links)
+        while self.at_close:
+            self.at_close.pop(0)()

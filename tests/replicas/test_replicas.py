@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -119,6 +120,11 @@ def test_fewer_replicas_and_then_none(
 def test_bad_options_are_refused_before_anything_starts(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="data_parallel_size=0: must be an integer in 1"):
         replicated(0)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"data_parallel_backend='ray': needs Ray: pip install 'nanovllm\[ray\]'"):
+        replicated(2, data_parallel_backend="ray")
+    with pytest.raises(ValueError, match="ray_address='auto': must be None, or go with data_parallel_backend='ray'"):
+        replicated(2, ray_address="auto")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     bound = "data_parallel_size=2: 2 x tensor_parallel_size=2 ranks must be at most the 2 GPUs"

@@ -1,0 +1,174 @@
+"""A Ray cluster as the place of replicas: reached in bounded time, checked, and reserved, a bundle for each."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import nanovllm
+from nanovllm.config import EngineConfig
+from nanovllm.errors import refuse
+
+_ANSWER_SECONDS = 20.0  # for a cluster to answer
+_PLACE_SECONDS = 60.0  # for others to free what replicas need
+_KIND = "accelerator_type:"  # how Ray calls the kind of a node's GPUs
+
+_lock = threading.Lock()
+_num_users = 0
+"""Engines that use the connection of this process which we made; with the last of them it ends."""
+
+
+def import_ray() -> Any:
+    """The package, or ImportError that says what to install."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError(f"data_parallel_backend='ray': needs Ray: pip install 'nanovllm[ray]' ({error})") from None
+    return ray
+
+
+class Connection:
+    """This process's connection to Ray: the one that is there, or one of ours, which `close` ends."""
+
+    def __init__(self, address: str | None) -> None:
+        """Raises ImportError without Ray, ValueError where `address` (EngineConfig.ray_address) does not answer."""
+        global _num_users
+        self._ray = ray = import_ray()
+        with _lock:
+            self._is_ours = _num_users > 0 or not ray.is_initialized()
+            if not ray.is_initialized():
+                _connect(ray, address)
+            elif address not in (None, "auto") and _resolved(address) != ray.get_runtime_context().gcs_address:
+                there = ray.get_runtime_context().gcs_address
+                refuse("ray_address", address, f"that of the cluster that this program is connected to: {there}")
+            _num_users += self._is_ours
+
+    def close(self) -> None:
+        """Does nothing the second time."""
+        global _num_users
+        with _lock:
+            if self._is_ours:
+                self._is_ours = False
+                _num_users -= 1
+                if not _num_users:
+                    self._ray.shutdown()
+
+
+def _connect(ray: Any, address: str | None) -> None:
+    wanted = address or os.environ.get("RAY_ADDRESS")
+    if wanted is not None and wanted != "auto" and "://" not in wanted:
+        _require_answer(wanted)
+    try:
+        # Of a Ray that starts here: no dashboard, and so no port of it.
+        ray.init(address=wanted or "local", include_dashboard=None if wanted else False, logging_level="warning")
+    except ConnectionError as error:
+        raise ValueError(f"ray_address={wanted!r}: must be that of a Ray cluster that runs: {error}") from None
+
+
+def _resolved(address: str | None) -> str:
+    host, _, port = (address or "").rpartition(":")
+    try:
+        return f"{socket.gethostbyname(host)}:{port}"
+    except OSError:
+        return address or ""
+
+
+def _require_answer(address: str) -> None:
+    """ray.init would wait for an address that does not answer without an end."""
+    bound = f"host:port of a Ray cluster that answers within {_ANSWER_SECONDS:.0f} s"
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        refuse("ray_address", address, "'auto' or host:port")
+    try:
+        socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS / 4).close()
+        command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "health-check", "--address", address]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        done = subprocess.run(command, env=environment, timeout=_ANSWER_SECONDS, capture_output=True)
+    except (OSError, OverflowError, subprocess.TimeoutExpired):
+        refuse("ray_address", address, bound)
+    if done.returncode:
+        refuse("ray_address", address, bound)
+
+
+class Placement:
+    """What the replicas have reserved: bundle i is replica i's. Bundles are spread over the nodes."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Raises ValueError where the cluster has too little for all replicas, or not on nodes of one kind."""
+        import ray
+        from ray.util.placement_group import placement_group
+
+        size, count = config.tensor_parallel_size, config.data_parallel_size
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        self.uses_gpus = config.device == "cuda" or (config.device == "auto" and any("GPU" in node for node in nodes))
+        self._resource = "GPU" if self.uses_gpus else "CPU"
+        bundle: dict[str, float] = {self._resource: size}
+        room = _room(nodes, self._resource, size)
+        kind = max(room, key=lambda each: room[each], default="")
+        if room.get(kind, 0) < count:
+            found = ", ".join(f"{number} of {each}" for each, number in sorted(room.items()) if each) if kind else ""
+            ranks = f"{count} x tensor_parallel_size={size} ranks"
+            most = f"the {room.get(kind, 0)} replicas that the cluster's {self._resource}s of one kind have room for"
+            raise ValueError(
+                f"data_parallel_size={count}: {ranks} must be at most {most}{f' (replicas: {found})' if found else ''}"
+            )
+        if kind:
+            bundle[_KIND + kind] = 0.001
+        self.size = size
+        self.group = placement_group([bundle] * count, strategy="SPREAD")
+        if not self.group.wait(_PLACE_SECONDS):
+            self.close()
+            bound = f"what the cluster has free within {_PLACE_SECONDS:.0f} s: {ray.available_resources()}"
+            raise ValueError(f"data_parallel_size={count}: {count} bundles of {bundle} must be {bound}")
+
+    def options(self, number: int, **more: Any) -> dict[str, Any]:
+        """Of a task or actor on the node of replica `number`."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=number)
+        return {"num_cpus": 0, "scheduling_strategy": strategy, **more}
+
+    def share(self) -> dict[str, float]:
+        """What a replica takes of its bundle."""
+        return {"num_gpus" if self.uses_gpus else "num_cpus": self.size}
+
+    def check_nodes(self, config: EngineConfig) -> None:
+        """Raises ValueError where a replica's node lacks the model's folder or has another nanovllm."""
+        import ray
+
+        folders = [each for each in {config.model, config.tokenizer} if each is not None and Path(each).is_dir()]
+        look = ray.remote(_look).options
+        count = config.data_parallel_size
+        found = [look(**self.options(number)).remote(folders) for number in range(count)]
+        for number, (node, version, missing) in enumerate(ray.get(found, timeout=_PLACE_SECONDS)):
+            if missing:
+                refuse("model", missing[0], f"a folder on every node, and is none on {node} (replica {number})")
+            if version != nanovllm.__version__:
+                raise ValueError(f"nanovllm {version} on {node}: must be {nanovllm.__version__}, as it is here")
+
+    def close(self) -> None:
+        """Gives back what is reserved."""
+        from ray.util.placement_group import remove_placement_group
+
+        remove_placement_group(self.group)
+
+
+def _room(nodes: list[dict[str, float]], resource: str, size: int) -> dict[str, int]:
+    """Replicas of `size` GPUs or CPUs that nodes can hold, by the kind of GPU ("" for nodes that do not say)."""
+    room: dict[str, int] = defaultdict(int)
+    for node in nodes:
+        kinds = [name.removeprefix(_KIND) for name in node if name.startswith(_KIND)] if resource == "GPU" else []
+        if fits := int(node.get(resource, 0) // size):
+            room[kinds[0] if kinds else ""] += fits
+    return dict(room)
+
+
+def _look(folders: list[str]) -> tuple[str, str, list[str]]:
+    """Runs on a node: its address, the version of this package there, and the folders that are missing."""
+    import ray
+
+    return ray.util.get_node_ip_address(), nanovllm.__version__, [each for each in folders if not os.path.isdir(each)]

@@ -1,0 +1,52 @@
+"""Replicas as actors of a Ray cluster, behind the front that processes of one host have too."""
+
+import queue
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nanovllm.config import EngineConfig
+from nanovllm.models.registry import resolve_model_folder
+from nanovllm.replicas.engine import ReplicatedEngine
+from nanovllm.replicas.link import ReplicaLink
+from nanovllm.replicas.messages import Start
+from nanovllm.replicas.ray_cluster import Connection, Placement
+from nanovllm.replicas.start import check_model, of_one_replica, start_links
+
+
+def _absolute(config: EngineConfig) -> EngineConfig:
+    """Actors have working folders of their own."""
+    tokenizer = config.tokenizer
+    if tokenizer is not None and Path(tokenizer).is_dir():
+        tokenizer = str(Path(tokenizer).resolve())
+    return replace(config, model=str(Path(config.model).resolve()), tokenizer=tokenizer)
+
+
+def start_ray_replicas(config: EngineConfig) -> ReplicatedEngine:
+    """The engine over all replicas of `config`. Raises ImportError without Ray; ValueError, before any replica starts,
+    where the cluster does not answer or lacks GPUs or the model; else as start_replicas."""
+    here = resolve_model_folder(config)  # a hub id is fetched by every node
+    model_config = check_model(here)
+    connection = Connection(config.ray_address)
+    placement: Placement | None = None
+    try:
+        if Path(config.model).is_dir():
+            config = here = _absolute(config)
+        placement = Placement(config)
+        placement.check_nodes(config)
+        start = Start(of_one_replica(config), None, None)
+        reserved = placement
+
+        def link(number: int, num_blocks: int | None, inbox: "queue.SimpleQueue[Any]") -> ReplicaLink:
+            from nanovllm.replicas.ray_link import RayLink
+
+            return RayLink(number, start.with_blocks(num_blocks), inbox, reserved)
+
+        engine = start_links(here, model_config, link)
+    except BaseException:
+        if placement is not None:
+            placement.close()
+        connection.close()
+        raise
+    engine.at_close = [placement.close, connection.close]
+    return engine

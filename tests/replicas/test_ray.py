@@ -1,0 +1,167 @@
+"""Replicas as actors of a Ray cluster of two nodes on this machine: the same tokens, whatever becomes of actors and
+nodes; and what is refused before anything starts."""
+
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from processes.process_checks import wait_until
+from replica_workload import DEMO, OPTIONS, batch, facts
+from test_replicas import killing, pids
+
+from nanovllm import LLM
+from nanovllm.config import EngineConfig
+from nanovllm.replicas import engine as front
+from nanovllm.replicas import ray_cluster
+
+ray = pytest.importorskip("ray")
+cluster_utils = pytest.importorskip("ray.cluster_utils")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head with the driver, and a second node."""
+    nodes = {"num_cpus": 2, "object_store_memory": 100 << 20, "include_dashboard": False}
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=nodes)
+    cluster.add_node(**nodes)
+    cluster.wait_for_nodes()
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def on_ray(cluster: Any, count: int, **options: Any) -> LLM:
+    backend = {"data_parallel_backend": "ray", "ray_address": cluster.address}
+    return LLM(DEMO, **{**OPTIONS, "data_parallel_size": count, **backend, **options})
+
+
+def test_tokens_do_not_depend_on_the_cluster(cluster: Any, expected: list[Any]) -> None:
+    with on_ray(cluster, 2) as llm:
+        assert facts(llm.generate(*batch(60), use_tqdm=False)) == expected
+        assert llm.engine_info()["num_replicas"] == 2
+        llm.load_weights(DEMO)
+        llm.pause()
+        llm.resume()
+        assert len(llm.checksum()) > 10
+    assert not ray.is_initialized()
+
+
+def actors() -> list[str]:
+    """Processes of replicas, by the title that Ray gives them."""
+    titles = []
+    for entry in Path("/proc").iterdir():
+        try:
+            titles.append((entry / "cmdline").read_text() if entry.name.isdigit() else "")
+        except OSError:
+            continue
+    return [title for title in titles if "ReplicaActor" in title]
+
+
+def lose_second_node(cluster: Any) -> None:
+    """kill -9 of its raylet; its actors end with it."""
+    node = next(node for node in cluster.list_all_nodes() if not node.head)
+    os.kill(node.all_processes["raylet"][0].process.pid, signal.SIGKILL)
+    node.kill_raylet(check_alive=False)
+
+
+def replace_second_node(cluster: Any) -> None:
+    node = next(node for node in cluster.list_all_nodes() if not node.head)
+    cluster.remove_node(node, allow_graceful=False)
+    cluster.add_node(num_cpus=2, object_store_memory=100 << 20)
+    cluster.wait_for_nodes()
+
+
+def test_an_actor_and_then_a_node_killed_in_mid_generation(
+    cluster: Any, expected: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The actor comes back; what was on the node comes back on the other one, where there is room."""
+    moment = random.Random(3)
+    with on_ray(cluster, 2, tensor_parallel_size=1) as llm:
+        found = pids(llm)
+        with killing(lambda: moment.choice(found), after=moment.uniform(0.05, 0.6)):
+            assert facts(llm.generate(*batch(60), use_tqdm=False)) == expected
+        llm.generate(*batch(4), use_tqdm=False)  # takes the loss in, where it came last
+        assert llm.engine_info()["num_restarts"] == 1
+        llm.engine._num_requests = 0  # the same numbers, and so the same seeds
+        timer = threading.Timer(moment.uniform(0.05, 0.6), lose_second_node, [cluster])
+        timer.start()
+        try:
+            assert facts(llm.generate(*batch(60), use_tqdm=False)) == expected
+        finally:
+            timer.join()
+            replace_second_node(cluster)
+    assert wait_until(lambda: not actors()), "actors are left"
+    assert "was lost and is started again: ActorDiedError" in caplog.text
+
+
+@pytest.mark.slow
+def test_twenty_random_moments(cluster: Any, expected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "MOST_RESTARTS", 30)
+    moment = random.Random(11)
+    with on_ray(cluster, 3) as llm:
+        for n in range(20):
+            llm.engine._num_requests = 0
+            if n % 5 == 4:
+                timer = threading.Timer(moment.uniform(0.05, 0.8), lose_second_node, [cluster])
+                timer.start()
+                assert facts(llm.generate(*batch(60), use_tqdm=False)) == expected
+                timer.join()
+                replace_second_node(cluster)
+                continue
+            with killing(lambda: moment.choice(pids(llm)), after=moment.uniform(0.05, 0.8)):
+                assert facts(llm.generate(*batch(60), use_tqdm=False)) == expected
+
+
+@pytest.mark.slow
+def test_ranks_beside_an_actor(cluster: Any, expected: list[Any]) -> None:
+    with on_ray(cluster, 2, tensor_parallel_size=2) as llm:
+        found = facts(llm.generate(*batch(60), use_tqdm=False))
+    assert [rows[0][0] for *_, rows in found] == [rows[0][0] for *_, rows in expected]
+
+
+def test_more_than_a_cluster_has_is_refused(cluster: Any) -> None:
+    bound = r"data_parallel_size=5: 5 x tensor_parallel_size=1 ranks must be at most the 4 replicas"
+    with pytest.raises(ValueError, match=bound):
+        on_ray(cluster, 5)
+    with pytest.raises(ValueError, match=r"2 x tensor_parallel_size=4 ranks must be at most the 0 replicas"):
+        on_ray(cluster, 2, tensor_parallel_size=4)
+
+
+def test_a_node_without_the_folder_is_named(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    connection = ray_cluster.Connection(cluster.address)
+    config = EngineConfig("/no/such/folder", device="cpu", data_parallel_size=2, data_parallel_backend="ray")
+    placement = ray_cluster.Placement(config)
+    monkeypatch.setattr(ray_cluster, "Path", lambda path: SimpleNamespace(is_dir=lambda: True))  # as if it were here
+    with pytest.raises(ValueError, match=r"model='/no/such/folder': must be a folder on every node, .* \(replica 0\)"):
+        placement.check_nodes(config)
+    placement.close()
+    connection.close()
+
+
+def test_kinds_of_gpus_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [{"Alive": True, "Resources": {"GPU": 4.0, f"accelerator_type:{kind}": 1.0}} for kind in ("A", "B", "B")]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    config = EngineConfig("m", tensor_parallel_size=2, data_parallel_size=5, data_parallel_backend="ray")
+    bound = r"data_parallel_size=5: .* at most the 4 replicas .* GPUs of one kind .* \(replicas: 2 of A, 4 of B\)"
+    with pytest.raises(ValueError, match=bound):
+        ray_cluster.Placement(config)
+
+
+@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:1", "listening"])
+def test_an_address_that_does_not_answer(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster, "_ANSWER_SECONDS", 3.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        if address == "listening":
+            address = f"127.0.0.1:{silent.getsockname()[1]}"
+        begin = time.monotonic()
+        with pytest.raises(ValueError, match=f"ray_address='{address}': must be "):
+            LLM(DEMO, data_parallel_backend="ray", ray_address=address, **OPTIONS)
+        assert time.monotonic() - begin < 20
