@@ -6,6 +6,7 @@ import pty
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -126,6 +127,29 @@ def test_client_that_leaves_is_aborted(small: Server, stream: bool, n: int) -> N
     wait_for(lambda: small.num_running() == 0, "abort")
     wait_for(lambda: httpx.get(small.url + "/load").json()["running"] == 0, "end in the engine")
     assert time.monotonic() - begin < 1.0
+
+
+def test_client_that_leaves_while_its_prompt_is_tokenized(small: Server) -> None:
+    """Nothing of it reaches the engine."""
+    wait_for(lambda: small.num_running() == 0, "rest")
+    body = json.dumps(LONG | {"messages": user("the cat " * 700), "max_tokens": 600}).encode()
+    before = prompt_tokens(small)
+    for _ in range(8):
+        with socket.create_connection(("127.0.0.1", small.port)) as connection:
+            connection.sendall(b"POST %s HTTP/1.1\r\nhost: a\r\ncontent-length: " % COMPLETIONS.encode())
+            connection.sendall(b"%d\r\n\r\n%s" % (len(body), body))
+            linger = struct.pack("ii", 1, 0)  # a reset, which comes as fast as the body
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    begin = time.monotonic()
+    httpx.post(small.url + COMPLETIONS, json=LONG | {"max_tokens": 1})
+    wait_for(lambda: small.num_running() == 0, "rest")
+    assert time.monotonic() - begin < 1.0
+    assert prompt_tokens(small) - before < 100, "prompts of clients that are gone"
+
+
+def prompt_tokens(server: Server) -> float:
+    [line] = [line for line in metrics(server).splitlines() if line.startswith("vllm:prefix_cache_queries_total{")]
+    return float(line.split()[1])
 
 
 def test_overload(small: Server) -> None:

@@ -176,6 +176,7 @@ async def answer(call: Call, request: Answer, params: dict[str, Any], max_tokens
     """Sends a request to the engine and its answer to the client. `max_tokens`: of each prompt."""
     front = request.front
     request.max_tokens = max(max_tokens)
+    call.require_client()  # who may have left while the prompt was tokenized
     front.submit(request, params, max_tokens)
     connection = call.connection
     connection.on_disconnect = lambda: front.streams.leave(request)

@@ -66,17 +66,17 @@ class Call:
 
     async def begin(self, status: int, content_type: bytes, headers: list[tuple[bytes, bytes]]) -> None:
         """Sends status and headers; the body follows. Raises ConnectionError where the client is gone, as `end`."""
-        self._require_client()
+        self.require_client()
         own = [(b"content-type", content_type), (b"x-request-id", self.request_id.encode())]
         await self._send({"type": "http.response.start", "status": status, "headers": own + self.notes + headers})
         self.status = status
 
     async def end(self, body: bytes = b"") -> None:
-        self._require_client()
+        self.require_client()
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
-    def _require_client(self) -> None:
-        """Some event loops refuse writes to a connection that is closed."""
+    def require_client(self) -> None:
+        """Raises ConnectionError where the client is gone: some event loops refuse writes to it."""
         if self.is_gone:
             raise ConnectionResetError
 
