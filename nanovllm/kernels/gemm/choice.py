@@ -170,17 +170,16 @@ def fallback(gemm: Gemm, rows: int) -> GemmConfig:
 
 
 def _fp8_fallback(gemm: Gemm, rows: int) -> GemmConfig:
-    """Tiles that hold all rows; as many parts of K as keep all processors busy, where the consumer takes parts."""
-    if rows > DECODE_ROWS or gemm.k % 16:
+    """Tiles that hold all rows, as far as these are few; as many parts of K as keep all processors busy, where the
+    consumer takes parts."""
+    if rows > 64 or gemm.k % 16:
         return LIBRARY
-    if rows == 1:
-        return GemmConfig("fma", 8, block_k=1024, stages=2)
-    block_m = next(size for size in (16, 32, 64, 128, 256) if rows <= size)
-    tiles = -(-gemm.n // 64) * -(-rows // min(block_m, 64))
     parts = 1
-    while gemm.kind in SUMMED and parts < 4 and tiles * parts * 2 <= 3 * _PROCESSORS and gemm.k >= 512 * parts:
+    while gemm.kind in SUMMED and parts < min(4, gemm.k // 256) and -(-gemm.n // 64) * parts * 2 <= 3 * _PROCESSORS:
         parts *= 2
-    return GemmConfig("decode", 64, min(block_m, 64), 128, 6 if block_m <= 32 else 4, parts)
+    block_m = next(size for size in (16, 32, 64) if rows <= size)
+    stages = {16: 8, 32: 6, 64: 4}[block_m]
+    return GemmConfig("decode", 64, block_m, 128, min(stages, 5) if gemm.kind == "gate_up" else stages, parts)
 
 
 def int4_config(gemm: Gemm, rows: int) -> GemmConfig:
