@@ -138,13 +138,14 @@ class CheckpointWeight:
         return any(shard.scales is not None for shard in self.shards) and source.dtype.itemsize > 1
 
     def parts(self, source: TensorSource) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """This rank's targets in pieces of about PIECE_BYTES, each with its range of `source`; after `check`."""
+        """This rank's targets in pieces of about PIECE_BYTES, or whole where `source` is in memory, each with its range
+        of it; after `check`."""
         self.check(source)
         for shard in self.shards:
             length = shard.length(len(self.shape))
             if length:
                 part = source.narrow(shard.dim, shard.start, length).view(shard.target.shape)
-                rows = max(1, PIECE_BYTES // max(1, part[0].nbytes))
+                rows = len(part) if isinstance(source, torch.Tensor) else max(1, PIECE_BYTES // max(1, part[0].nbytes))
                 yield from zip(shard.target.split(rows), part.split(rows), strict=True)
 
     def contiguous_target(self) -> torch.Tensor | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny_policy import Policy
 from trainer import init_info, take_in
 
@@ -60,12 +61,12 @@ def test_a_trainer_broadcasts(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["group", "bucket"])
+@pytest.mark.parametrize("kind", ["group", "bucket", "sharded"])
 def test_a_trainer_in_another_process(
     llm: LLM, receiver: WeightReceiver, policies: tuple[Policy, Policy], kind: str
 ) -> None:
     llm.load_weights(policies[0].weights.items())
-    take_in(receiver, kind, policies[1].folder, init_info() if kind == "group" else {}, "cpu")
+    take_in(receiver, kind, policies[1].folder, init_info(), "cpu")
     found = llm.checksum()
     assert found == checksum_of(llm, policies[1])
 
@@ -80,6 +81,28 @@ def test_a_bucket_is_shared(llm: LLM, receiver: WeightReceiver, policies: tuple[
     assert len(messages) > 1
     found = llm.checksum()
     assert found == checksum_of(llm, policies[1])
+
+
+def test_a_sharded_parameter_is_gathered(llm: LLM, receiver: WeightReceiver, policies: tuple[Policy, Policy]) -> None:
+    """By load_weights itself, and on its way into a bucket; of one process here."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        sharded = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in policies[1].weights.items()}
+        llm.load_weights(sharded.items())
+        direct = llm.checksum()
+        llm.load_weights(policies[0].weights.items())
+        bucket = SharedBucket(1 << 20, "cpu")
+        receiver.start()
+        for message in bucket.messages(sharded.items()):
+            receiver.update(message)
+        receiver.finish()
+        bucket.close()
+        assert llm.checksum() == direct == checksum_of(llm, policies[1])
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_tensor_must_fit_a_bucket() -> None:

@@ -28,7 +28,7 @@ def take_in(receiver: WeightReceiver, kind: str, folder: str, info: dict[str, An
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as trainer:
-        receiver.init(info)
+        receiver.init(info if kind == "group" else {})
         receiver.start()
         assert trainer.stdin is not None and trainer.stdout is not None
         for line in trainer.stdout:
