@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
+from nanovllm.kernels.base.device import supports_fp8
 from nanovllm.kernels.fp8 import experts, few_rows, gemm
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.reference import BLOCK, FP8
@@ -23,6 +24,14 @@ _ALIGNMENT = 8
 def column_multiple(quantization: Quantization | None) -> int:
     """Of which a rank's share of a layer's inputs is: ranks that cut within a group of columns would round others."""
     return _ALIGNMENT if quantization is None else BLOCK
+
+
+_PRODUCTS = {"cpu": gemm.linear_twin, "fp8": gemm.linear, "widened": gemm.linear_widened}
+_PRODUCTS_SILU_MUL = {
+    "cpu": gemm.linear_silu_mul_twin,
+    "fp8": gemm.linear_silu_mul,
+    "widened": gemm.linear_silu_mul_widened,
+}
 
 
 class FP8Matrix(nn.Module):
@@ -45,6 +54,9 @@ class FP8Matrix(nn.Module):
         """Rows that share scales: a whole block, or less where ranges begin elsewhere."""
         if self.in_blocks:
             self.rows_each = math.gcd(BLOCK, *(n for cut in cuts if cut.dim == 0 for n in (cut.place, cut.start)))
+        self.runs_on = "cpu" if device.type != "cuda" else "fp8" if supports_fp8(device) else "widened"
+        if self.runs_on == "widened" and stack:
+            raise ValueError("quantization: FP8 experts need a GPU of compute capability 9.0 or more")
         groups = -(-columns // BLOCK) if self.in_blocks else 1
         self.weight = parameter(*stack, rows, columns, dtype=FP8, device=device)
         self.weight.view(torch.uint8).zero_()
@@ -100,6 +112,8 @@ class FP8Matrix(nn.Module):
 
     def takes(self, config: GemmConfig) -> bool:
         """Whether a tile's rows share their scales, which the kernel for a few rows asks."""
+        if self.runs_on == "widened":
+            return config.kernel == "library"
         return config.kernel != "fma" or not self.in_blocks or self.rows_each % config.block_n == 0
 
     def for_kernel(self) -> FP8Weight:
@@ -113,16 +127,16 @@ class FP8Matrix(nn.Module):
     @property
     def takes_rounded_beyond(self) -> int | None:
         """For more rows than this whoever makes the inputs may round them to e4m3; None: nobody may, since their
-        scale is of this matrix alone."""
-        return gemm.WIDE_ROWS if self.input_scale is None else None
+        scale is of this matrix alone, or no kernel can."""
+        return gemm.WIDE_ROWS if self.input_scale is None and self.runs_on != "widened" else None
 
     def matmul(self, x: torch.Tensor | FP8Rows, config: GemmConfig) -> torch.Tensor:
         """x [T, columns] -> x @ weight^T [T, rows], or float32 [config.parts, T, rows], sums over parts of columns."""
-        return (gemm.linear if x.is_cuda else gemm.linear_twin)(x, self.for_kernel(), config)
+        return _PRODUCTS[self.runs_on](x, self.for_kernel(), config)
 
     def linear_silu_mul(self, x: torch.Tensor | FP8Rows, config: GemmConfig) -> torch.Tensor:
         """silu(gate) * up of x [T, columns], where gates are the first half of the rows: [T, rows / 2]."""
-        return (gemm.linear_silu_mul if x.is_cuda else gemm.linear_silu_mul_twin)(x, self.for_kernel(), config)
+        return _PRODUCTS_SILU_MUL[self.runs_on](x, self.for_kernel(), config)
 
     def expert_gate_up(self, x: torch.Tensor, routing: Routing, config: GroupedConfig) -> torch.Tensor:
         """What kernels/moe/experts.py has by this name, of a matrix for each expert."""

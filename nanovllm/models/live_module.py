@@ -49,6 +49,8 @@ def config_of(module: nn.Module, overrides: dict[str, Any]) -> ModelConfig:
         refuse("module", type(module).__name__, "a transformers model with its config")
     raw = {**json.loads(config.to_json_string()), "architectures": [type(module).__name__]}
     found = parse_config(*override(raw, json.loads(generation.to_json_string()) if generation else {}, overrides))
+    if any(layer.quantization is not None for layer in found.layers):
+        refuse("module", type(module).__name__, "a module whose weights are not quantised")
     if found.moe is not None and found.moe.layout == "experts":
         found = replace(found, moe=replace(found.moe, layout="parameters"))
     return found

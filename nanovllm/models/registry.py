@@ -89,6 +89,8 @@ def read_model_config(config: EngineConfig) -> ModelConfig:
         if (folder / "generation_config.json").is_file():
             generation = _read_json(folder / "generation_config.json")
     if _is_for_transformers(raw, config):
+        if config.quantization is not None:
+            raise refuse("quantization", config.quantization, "None where transformers computes the model (model_impl)")
         from nanovllm.models.transformers_model import read_transformers_config
 
         return read_transformers_config({**raw, **config.hf_overrides}, generation)

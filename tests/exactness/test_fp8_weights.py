@@ -194,6 +194,14 @@ def test_what_is_not_served_is_refused_by_name(config: dict[str, Any], message: 
         parse_config({**raw, "quantization_config": config})
 
 
+def test_what_others_own_is_not_quantised(intact: Path) -> None:
+    """A live module's parameters are shared, and transformers computes with its own."""
+    with pytest.raises(ValueError, match="quantization='fp8': must be None for a live module"):
+        LLM.from_module(make_model(**SHAPE), skip_tokenizer_init=True, quantization="fp8")
+    with pytest.raises(ValueError, match="quantization='fp8': must be None where transformers"):
+        LLM(str(intact), **ROOMY, quantization="fp8", model_impl="transformers")
+
+
 def test_ranks_that_would_cut_a_group_of_columns_are_refused() -> None:
     """The output projection of heads of 64; a width is padded instead."""
     group: Any = SimpleNamespace(rank=1, size=4, width_multiple=1)

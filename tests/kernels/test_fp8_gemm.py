@@ -92,6 +92,7 @@ def test_products_times_both_scales(config: GemmConfig, n: int, k: int, rows_eac
     weight, x = weights(n, k, rows_each, in_blocks), already_rounded(inputs(19, k))
     want = exact(*quantize_rows_reference(x), weight)
     assert_close(gemm.linear_twin(x, weight, config), want)
+    assert_close(gemm.linear_widened(x, weight, config), want)
     out = gemm.linear(x, weight, config)
     assert_close(out, want)
     assert_close(gemm.linear(x, weight, replace(config, split_k=2)).sum(0), want)

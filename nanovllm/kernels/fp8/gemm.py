@@ -13,6 +13,7 @@ from nanovllm.kernels.fp8.gemm_kernel import fp8_gemm_kernel
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import BLOCK, GROUP, linear_reference, quantize_rows_reference
+from nanovllm.kernels.fp8.reference import linear_widened as widened_products
 from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.kernels.pointwise.activation import silu_mul_reference
 
@@ -74,11 +75,24 @@ def library_linear(x: FP8Rows, weight: FP8Weight) -> Tensor:
     return out[:rows]
 
 
+def linear_widened(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig) -> Tensor:
+    """`linear` on a GPU that cannot multiply e4m3; slow."""
+    return widened_products(_rounded_plainly(x, weight), weight)
+
+
+def linear_silu_mul_widened(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig) -> Tensor:
+    """Likewise."""
+    return silu_mul_reference(linear_widened(x, weight, config))
+
+
 def linear_twin(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig) -> Tensor:
     """Plain twin of `linear`, but for parts of K."""
-    if isinstance(x, Tensor):
-        x = FP8Rows(*quantize_rows_reference(x, weight.input_scale), x.dtype)
+    x = _rounded_plainly(x, weight)
     return linear_reference(x.values, x.scales, weight.values, weight.scale, weight.rows_each).to(x.dtype)
+
+
+def _rounded_plainly(x: Tensor | FP8Rows, weight: FP8Weight) -> FP8Rows:
+    return FP8Rows(*quantize_rows_reference(x, weight.input_scale), x.dtype) if isinstance(x, Tensor) else x
 
 
 def linear_silu_mul_twin(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig) -> Tensor:

@@ -13,7 +13,7 @@ row, and ranks that cut columns at multiples of 128 add up the same terms.
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.fp8.operands import FP8Rows
+from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -72,6 +72,24 @@ def quantize_rows_reference(x: Tensor, input_scale: Tensor | None = None) -> tup
 def rounded_reference(x: Tensor) -> FP8Rows:
     """As kernels do that round what they make."""
     return FP8Rows(*quantize_rows_reference(x), x.dtype)
+
+
+def linear_widened(x: FP8Rows, weight: FP8Weight) -> Tensor:
+    """The same products on a GPU that cannot multiply e4m3: widened, which is exact, and multiplied by the library.
+    x [T, K] -> [T, N]."""
+    total = torch.zeros(x.shape[0], weight.values.shape[0], dtype=torch.float32, device=weight.values.device)
+    n = weight.values.shape[0]
+    pairs = zip(x.values.half().split(GROUP, 1), weight.values.half().split(GROUP, 1), strict=True)
+    for group, (of_x, of_weight) in enumerate(pairs):
+        if total.is_cuda:
+            products = torch.mm(of_x, of_weight.t(), out_dtype=torch.float32)
+        else:
+            products = of_x.float() @ of_weight.float().t()
+        factor = x.scales[:, group, None]
+        if weight.in_blocks:
+            factor = factor * weight.scale[:, group].repeat_interleave(weight.rows_each)[:n]
+        total.addcmul_(products, factor)
+    return (total if weight.in_blocks else total * weight.scale[:, 0]).to(x.dtype)
 
 
 def linear_reference(xq: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, rows_each: int = 1) -> Tensor:
