@@ -11,7 +11,10 @@ from dataclasses import Field, fields
 from functools import cache
 from typing import Any, NoReturn
 
-SHORT = {"tensor_parallel_size": "-tp"}
+SHORT = {"tensor_parallel_size": "-tp", "data_parallel_size": "-dp"}
+_ALIASES = {"enable_sleep": "--enable-sleep-mode"}
+"""vLLM's names."""
+_MOST_HELP = 76  # characters of an option's help that fit a line
 _SCALES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -100,7 +103,7 @@ def add_fields(
         if option.name in groups:
             group = parser.add_argument_group(groups[option.name])
         if option.name not in leave_out and has_text(option):
-            names = [SHORT.get(option.name), "--" + option.name.replace("_", "-")]
+            names = [SHORT.get(option.name), "--" + option.name.replace("_", "-"), _ALIASES.get(option.name)]
             text = _help(option, docs.get(option.name, "")) if shown else argparse.SUPPRESS
             group.add_argument(
                 *filter(None, names), dest=option.name, default=argparse.SUPPRESS, help=text, **_how(option)
@@ -113,8 +116,11 @@ def has_text(option: "Field[Any]") -> bool:
 
 
 def _help(option: "Field[Any]", text: str) -> str:
-    """The first sentence, and the default where that is a plain value."""
+    """The first sentence, less what a long one adds after a semicolon, and the default where that is a plain value."""
     sentence = text.partition(". ")[0].removesuffix(".").replace("%", "%%")
+    head, _, more = sentence.partition("; ")
+    if len(sentence) > _MOST_HELP and not more.startswith('"'):  # else: another of the values
+        sentence = head
     if type(option.default) in (int, float, str) and option.default != "":
         sentence += f" [{option.default}]"
     return sentence

@@ -27,6 +27,12 @@ _NO_REMOTE_CODE = (
     "--trust-remote-code: refused. The server runs no code that comes with a checkpoint: the families of docs/models.md"
     " are computed by the engine itself, and chat templates run in a sandbox. Leave the option out"
 )
+_NOT_NEEDED = (
+    *("--disable-log-requests", "--enable-log-requests", "--disable-uvicorn-access-log"),
+    *("--enable-auto-tool-choice", "--enable-chunked-prefill", "--enable-prompt-tokens-details"),
+)
+"""Options of vLLM that change nothing here; taken, so that its command lines work."""
+_NOT_NEEDED_WITH_VALUE = ("--weight-transfer-config", "--uvicorn-log-level", "--swap-space")
 
 
 class _Refuse(argparse.Action):
@@ -50,11 +56,13 @@ def make_parser() -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "--admin-api-key", action="append", default=[], metavar="KEY",
-        help="opens the admin endpoints, to this key alone; forms as --api-key; also NANOVLLM_ADMIN_API_KEY",
+        help="opens the admin calls, to it alone; also NANOVLLM_ADMIN_API_KEY",
     )  # fmt: skip
     add_fields(parser, EngineConfig, ENGINE_GROUPS, leave_out=["model"])
-    for name in ("--disable-log-requests", "--enable-auto-tool-choice"):  # vLLM's: taken, not needed
+    for name in _NOT_NEEDED:
         parser.add_argument(name, action="store_true", help=argparse.SUPPRESS)
+    for name in _NOT_NEEDED_WITH_VALUE:
+        parser.add_argument(name, help=argparse.SUPPRESS)
     parser.add_argument("--trust-remote-code", action=_Refuse, nargs=0, help=argparse.SUPPRESS)
     return parser
 
@@ -88,6 +96,8 @@ def run(parser: Parser, arguments: list[str]) -> int:
     if model is None:
         model = demo_model()
         server.setdefault("served_model_name", ("demo",))
+    if "logprobs_mode" in engine:
+        engine["logprobs_mode"] = engine["logprobs_mode"].removesuffix("_logprobs")  # vLLM's names are longer
     EngineConfig.from_options(model, **engine)  # a mistake in an option is found before anything starts
     admin = _api_keys(given.admin_api_key, "NANOVLLM_ADMIN_API_KEY")
     options = ServeOptions(**server, api_keys=_api_keys(given.api_key, "NANOVLLM_API_KEY"), admin_api_keys=admin)

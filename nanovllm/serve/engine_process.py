@@ -62,6 +62,7 @@ class EngineProcess:
         self._prompts_due: set[int] = set()
         """Requests whose prompts' log-probabilities are to be sent."""
         self._stats_sent = 0.0
+        self._stats_due = False
 
     # -- the main thread ----------------------------------------------------------------------------------------
 
@@ -122,6 +123,9 @@ class EngineProcess:
                     clock.note(engine.running_step)
                 if len(gained):
                     self._send(self._step_frame(engine, gained))
+            elif self._stats_due:
+                self._stats_due = False
+                self._send(frames.Step([], [], stats=statistics(engine)))
             else:
                 self._work.wait(_IDLE_LOOK)
                 self._work.clear()
@@ -168,11 +172,12 @@ class EngineProcess:
         self._prompts_due.discard(request_id)
 
     def _stats(self) -> frames.Stats | None:
-        """Now and then, and at the end of all work."""
+        """Now and then; what a frame goes without is sent when there is nothing more to do."""
         engine = self._engine
         assert engine is not None
         now = time.monotonic()
-        if now - self._stats_sent < _STATS_INTERVAL and engine.has_unfinished_requests():
+        self._stats_due = now - self._stats_sent < _STATS_INTERVAL
+        if self._stats_due:
             return None
         self._stats_sent = now
         return statistics(engine)
@@ -306,6 +311,7 @@ def statistics(engine: "LLMEngine") -> frames.Stats:
         waiting=stats.num_waiting,
         kv_usage=stats.kv_cache_usage,
         prompt_tokens=stats.prompt_tokens,
+        generation_tokens=stats.generation_tokens,
         prefix_cache_queries=stats.prefix_cache_queries,
         prefix_cache_hits=stats.prefix_cache_hits,
         num_preemptions=stats.num_preemptions,

@@ -127,6 +127,7 @@ class Stats(msgspec.Struct, array_like=True):
     waiting: int = 0
     kv_usage: float = 0.0
     prompt_tokens: int = 0
+    generation_tokens: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     num_preemptions: int = 0

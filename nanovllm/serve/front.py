@@ -310,14 +310,13 @@ class Front:
         seconds = self.now() - then
         if seconds < 10:
             return
-        metrics, stats = self.metrics, self.metrics.engine
-        generated = metrics.generation_tokens + sum(each.num_output_tokens for each in self.streams.requests)
+        stats = self.metrics.engine
         logger.info(
             "%d running, %d waiting, KV cache %.1f %%, %.1f prompt tok/s, %.1f output tok/s",
             *(stats.running, stats.waiting, 100 * stats.kv_usage),
-            *((stats.prompt_tokens - prompts) / seconds, max(0, generated - outputs) / seconds),
+            *((stats.prompt_tokens - prompts) / seconds, (stats.generation_tokens - outputs) / seconds),
         )
-        self._last_totals = (self.now(), stats.prompt_tokens, generated)
+        self._last_totals = (self.now(), stats.prompt_tokens, stats.generation_tokens)
 
 
 def _tracer(endpoint: str | None) -> "RequestTracer | None":

@@ -57,7 +57,7 @@ class Metrics:
         self.prompt_lengths, self.output_lengths = Histogram(_LENGTHS), Histogram(_LENGTHS)
         self.max_lengths, self.max_tokens = Histogram(_LENGTHS), Histogram(_LENGTHS)
         self.n = Histogram((1, 2, 5, 10, 20))
-        self.prompt_tokens = self.cached_tokens = self.generation_tokens = self.slow_clients = 0
+        self.slow_clients = 0
         self.finished: Counter[str] = Counter(stop=0, length=0, abort=0, error=0)
         self.rejected: Counter[str] = Counter(queue_full=0, loading=0, draining=0)
         self.http: Counter[tuple[str, str, str]] = Counter()
@@ -70,13 +70,10 @@ class Metrics:
 
     def count_completion(self, completion: "Completion") -> None:
         self.finished[completion.finish_reason or "stop"] += 1
-        self.generation_tokens += completion.num_tokens
         self.output_lengths.observe(completion.num_tokens)
 
     def count_part(self, part: Done, request: "Request", num_prompt_tokens: int, now: float) -> None:
         """A prompt's completions have all ended."""
-        self.prompt_tokens += num_prompt_tokens
-        self.cached_tokens += part.num_cached_tokens
         self.prompt_lengths.observe(num_prompt_tokens)
         self.queue.observe(part.queued)
         self.prefill.observe(part.prefill)
@@ -110,11 +107,11 @@ class Metrics:
     def counters(self) -> dict[str, float]:
         engine = self.engine
         return {
-            "prompt_tokens": self.prompt_tokens,
-            "generation_tokens": self.generation_tokens,
+            "prompt_tokens": engine.prompt_tokens,
+            "generation_tokens": engine.generation_tokens,
             "prefix_cache_queries": engine.prefix_cache_queries,
             "prefix_cache_hits": engine.prefix_cache_hits,
-            "prompt_tokens_cached": self.cached_tokens,
+            "prompt_tokens_cached": engine.prefix_cache_hits,
             "num_preemptions": engine.num_preemptions,
             "slow_clients_closed": self.slow_clients,
         }

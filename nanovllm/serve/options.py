@@ -57,7 +57,7 @@ class ServeOptions:
     strict_fields: bool = False
     """True: unknown fields of a request are an error."""
     otlp_traces_endpoint: str | None = None
-    """A span of each request goes to this OpenTelemetry collector, as http://localhost:4318; needs the extra otel."""
+    """An OpenTelemetry collector, which gets a span of each request. As http://localhost:4318; needs the extra otel."""
     log_format: str = "text"
     """"text" or "json"."""
     log_prompts: bool = False

@@ -262,6 +262,21 @@ def value(server: Server, name: str, **labels: str) -> float:
     raise AssertionError(name)
 
 
+def test_tokens_are_counted_as_they_come(server: Server, client: httpx.Client) -> None:
+    """Not only when a request has ended: rates of a long one would be nothing, and then a peak."""
+    wait_for(lambda: server.num_running() == 0, "rest")
+    before = value(server, "vllm:generation_tokens_total")
+    body = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    with client.stream("POST", COMPLETIONS, json=body) as stream:
+        for _ in stream.iter_lines():
+            running = server.num_running()
+            if value(server, "vllm:generation_tokens_total") > before + 2:
+                break
+        assert running == 1
+    wait_for(lambda: server.num_running() == 0, "abort")
+    assert value(server, "vllm:generation_tokens_total") > before + 2, "a counter never goes back"
+
+
 def test_metrics(server: Server, client: httpx.Client) -> None:
     wait_for(lambda: server.num_running() == 0, "rest")
     before = {name: value(server, name) for name in ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")}
