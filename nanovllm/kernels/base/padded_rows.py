@@ -10,7 +10,7 @@ import torch
 
 def padded_rows(rows: int) -> int:
     """`rows` up to a whole tile of the decode GEMM kernel (kernels/gemm/decode.py)."""
-    if not 16 < rows <= 256:
+    if rows > 256:
         return rows
     return 32 if rows <= 32 else -(-rows // 64) * 64
 
