@@ -10,9 +10,7 @@ import torch
 
 def padded_rows(rows: int) -> int:
     """`rows` up to a whole tile of the decode GEMM kernel (kernels/gemm/decode.py)."""
-    if rows > 256:
-        return rows
-    return 32 if rows <= 32 else -(-rows // 64) * 64
+    return rows if rows > 256 else -(-rows // 64) * 64
 
 
 def empty_rows(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

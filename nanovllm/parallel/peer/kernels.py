@@ -1,6 +1,7 @@
 """The Triton kernels of the sums through peer memory; all_reduce.py launches them, and says why they are right."""
 
 from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.pointwise.norm import in_pairs
 from nanovllm.parallel.peer.memory import MAX_PROGRAMS
 
 _PARITIES = tl.constexpr(MAX_PROGRAMS)
@@ -66,10 +67,10 @@ def _addend(partial, at, rows, mask, out, PARTS: tl.constexpr, HIDDEN: tl.conste
     if PARTS == 1:
         return _without_sentinel(tl.load(partial + at, mask=mask, other=0), SENTINEL, 0)
     else:
-        total = tl.load(partial + at, mask=mask, other=0.0)
-        for part in tl.static_range(1, PARTS):
-            total += tl.load(partial + part * (rows.to(tl.int64) * HIDDEN) + at, mask=mask, other=0.0)
-        return _rounded(total, out, INT, SENTINEL)
+        parts = ()
+        for part in tl.static_range(PARTS):
+            parts = parts + (tl.load(partial + part * (rows.to(tl.int64) * HIDDEN) + at, mask=mask, other=0.0),)
+        return _rounded(in_pairs(parts), out, INT, SENTINEL)
 
 
 @triton.jit
