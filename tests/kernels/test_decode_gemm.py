@@ -149,7 +149,8 @@ def test_norm_adds_up_the_parts() -> None:
         got, _ = add_norms(parts, ours, Norm(gain, EPS))
         assert torch.equal(ours, twin)
         torch.testing.assert_close(got, want, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
-        whole, _ = add_norms_reference(parts.unflatten(0, (-1, 2)).sum(1).sum(0).to(dtype), residual.clone(), Norm(gain, EPS))
+        total = parts.unflatten(0, (-1, 2)).sum(1).sum(0).to(dtype)
+        whole, _ = add_norms_reference(total, residual.clone(), Norm(gain, EPS))
         assert torch.equal(want, whole)
 
 

@@ -38,7 +38,7 @@ def _finish_row(top, total, acc, SINKS, OUT_ROW, heads, there, out_stride, D: tl
 def fixed_order_merge_kernel(PARTIAL, WEIGHTS, SINKS, OUT, NUM_CHUNKS, out_strides, HQ: tl.constexpr,
                              HEADS: tl.constexpr, D: tl.constexpr, MAX_UNITS: tl.constexpr, PDL: tl.constexpr):
     """Adds up the units of rows that have several, in order. A program takes HEADS query heads of a row."""
-    AT_ONCE: tl.constexpr = 16 if HEADS == 1 else 4
+    AT_ONCE: tl.constexpr = 4
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -21,10 +21,10 @@ _AT_ONCE = tl.constexpr(16)
 ROWS_PER_PROGRAM = 16
 
 TUNING: tuple[tuple[int | None, DecodeConfig], ...] = (
-    (2, DecodeConfig(programs_per_sm=2, min_chunk=128, merge_heads=1, max_registers=168)),
-    (16, DecodeConfig(num_stages=2, programs_per_sm=4, min_chunk=128, merge_heads=1, max_registers=168)),
-    (40, DecodeConfig(programs_per_sm=3, min_chunk=512, max_registers=168)),
-    (48, DecodeConfig(programs_per_sm=6, min_chunk=1024, max_registers=168)),
+    (2, DecodeConfig(programs_per_sm=2, min_chunk=128, merge_heads=1)),
+    (16, DecodeConfig(num_stages=2, programs_per_sm=4, min_chunk=256, merge_heads=1, max_registers=168)),
+    (32, DecodeConfig(num_stages=2, programs_per_sm=4, min_chunk=512, merge_heads=1, max_registers=168)),
+    (48, DecodeConfig(programs_per_sm=6, min_chunk=WIDE_FROM, max_registers=168)),
     (None, DecodeConfig(min_chunk=WIDE_FROM)),
 )
 """As decode_plan.TUNING; min_chunk: keys of a row's first unit, a power of two from CHUNK to WIDE_FROM."""

@@ -1,8 +1,9 @@
 """GEMMs of decode steps, up to 256 rows: cuBLAS over parts of K, and a kernel of our own for small matrices.
 
-cuBLAS leaves most of the chip idle where a weight has few rows: of N = 4096 it makes 32 tiles for 132 multiprocessors.
-Here K is cut into parts, computed side by side, and their float32 sums are handed on as [parts, M, N] to add + RMSNorm
-(norm.py), which adds them up, in pairs, on its way at next to no cost. No kernel waits for another's part, so no fence is needed.
+cuBLAS leaves most of the chip idle where a weight has few rows: of N = 4096 it makes 32 tiles for 132
+multiprocessors. Here K is cut into parts, computed side by side, and their float32 sums are handed on as [parts, M,
+N] to add + RMSNorm (norm.py), which adds them up, in pairs, on its way at next to no cost. No kernel waits for
+another's part, so no fence is needed.
 
 The kernel of our own (decode_kernel.py) wins where GEMMs are so short that the gaps between kernels count: it
 fetches its first weights into L2 while the kernel before it still runs (PDL), and
