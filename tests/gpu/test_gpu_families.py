@@ -31,7 +31,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 32, **SMALL_EXPERTS},
     "qwen2_moe": {"num_experts": 20, **SMALL_EXPERTS, "shared_expert_intermediate_size": 200},
     "glm4_moe": {"n_routed_experts": 24, **SMALL_EXPERTS},
-    "gpt_oss": {"num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 50},
+    # transformers reads swiglu_limit from 5.18 or so on; before it takes gpt-oss's own number, as here.
+    "gpt_oss": {"num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 50, "swiglu_limit": 7.0},
 }
 PROMPTS = [[(37 * i * i + 11 * n) % 1021 for i in range(n)] for n in (1, 3, 17, 60, 128, 300, 520)]
 OPTIONS: dict[str, Any] = {
