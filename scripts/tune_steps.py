@@ -183,7 +183,8 @@ def fill_between(chosen: Choices, tuned: list[int]) -> Choices:
 
 def tune_all(llm: LLM, all_rows: list[int], budget: float) -> Choices:
     """The best choices for each number of rows, most first, as far as `budget` seconds go."""
-    params = SamplingParams(temperature=0.6, max_tokens=4000, ignore_eos=True)
+    # Few tokens each: where all that they may still want exceeds the KV cache, admission would look ahead and wait.
+    params = SamplingParams(temperature=0.6, max_tokens=512, ignore_eos=True)
     # Prompts of one token each, which no two share, so that no keys are read for two.
     running = [llm.add_request([number + 1] * (300 + 3 * number), params) for number in range(all_rows[0])]
     while llm.engine.scheduler.num_waiting or len(llm.engine.scheduler.running) < len(running):
