@@ -52,18 +52,25 @@ TUNING: tuple[tuple[int | None, DecodeConfig], ...] = (
 )
 """Up to so many rows of TUNED_KV_HEADS key heads -> configuration. Few rows must be cut small to keep the memory busy;
 with many it is busy whichever way they are cut, and each further chunk is one more result to write and merge."""
+FP8_TUNING: tuple[tuple[int | None, DecodeConfig], ...] = (
+    (2, DecodeConfig(num_warps=2, programs_per_sm=2, min_chunk=64, merge_heads=1)),
+    (16, DecodeConfig(num_warps=2, num_stages=2, programs_per_sm=4, min_chunk=128, merge_heads=1)),
+    (40, DecodeConfig(num_warps=2, programs_per_sm=4, min_chunk=512)),
+    (96, DecodeConfig(block_n=128)),
+    (None, DecodeConfig(num_warps=2, programs_per_sm=16)),
+)
+"""The same over keys and values of e4m3."""
 
 
 def tuning(num_kv_heads: int, head_dim: int, fp8: bool = False) -> tuple[tuple[int | None, DecodeConfig], ...]:
     """TUNING for a rank that holds so many key heads. What there is to share out is rows x heads: under tensor
     parallelism more rows still count as few, or the longest row of an uncut batch would decide. Tiles of wide heads
-    are shorter, and those of e4m3 longer, so that as many bytes are in flight."""
-    found = [(most and most * TUNED_KV_HEADS // num_kv_heads, config) for most, config in TUNING]
-    if head_dim > TUNED_HEAD_DIM:
-        found = [(most, replace(config, block_n=32, num_stages=2, num_warps=4)) for most, config in found]
-    if fp8:
-        found = [(most, replace(config, block_n=min(2 * config.block_n, config.min_chunk))) for most, config in found]
-    return tuple(found)
+    are shorter, so that as many bytes are in flight."""
+    table = FP8_TUNING if fp8 else TUNING
+    found = ((most and most * TUNED_KV_HEADS // num_kv_heads, config) for most, config in table)
+    if head_dim <= TUNED_HEAD_DIM:
+        return tuple(found)
+    return tuple((most, replace(config, block_n=32, num_stages=2, num_warps=4)) for most, config in found)
 
 
 @triton.jit

@@ -34,12 +34,12 @@ class PrefillConfig:
 def prefill_config(head_dim: int, dtype: torch.dtype, fp8: bool = False) -> PrefillConfig:
     """Wider heads get smaller tiles: what does not fit in registers and shared memory would be slow, or not run. Widths
     without tensor descriptors keep pointers in registers too, and e4m3 is widened there."""
-    num_warps = 4 if head_dim == padded_dims(head_dim) and not fp8 else 8
+    num_warps = 4 if head_dim == padded_dims(head_dim) else 8
     if dtype.itemsize > 2 and head_dim > 64:  # no tensor cores: it multiplies in registers
         return PrefillConfig(block_m=32, block_n=32, num_warps=8, num_stages=1)
-    if head_dim > 128:
-        return PrefillConfig(block_m=64, block_n=32 if fp8 else 64, num_warps=num_warps)
-    return PrefillConfig(num_warps=num_warps)
+    if fp8:
+        return PrefillConfig(block_m=64, block_n=64 if head_dim <= 128 else 32, num_warps=num_warps)
+    return PrefillConfig(block_m=128 if head_dim <= 128 else 64, num_warps=num_warps)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from nanovllm.kernels.base.triton_import import tl, triton
 E4M3_MAX = 448.0
 LEAST_SCALE = 2.0**-60
 """Vectors of a smaller one are stored as zeros, with scale 0: attention divides by scales."""
-_E4M3_MAX, _LEAST_SCALE = tl.constexpr(E4M3_MAX), tl.constexpr(LEAST_SCALE)
+_E4M3_MAX, _LEAST_SCALE, _INFINITY = tl.constexpr(E4M3_MAX), tl.constexpr(LEAST_SCALE), tl.constexpr(0x7F800000)
 
 
 @triton.jit
@@ -31,18 +31,23 @@ def store_heads(ROW, head_stride, parts, heads, count, D: tl.constexpr, HALF: tl
 
 
 @triton.jit
+def _magnitude(x):
+    """float32 as integers in the order of |x|, with NaN the largest: a maximum of floats leaves NaN out."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
 def store_cached(ROW, head_stride, SCALE_ROW, scale_stride, parts, heads, count, D: tl.constexpr, HALF: tl.constexpr):
     """store_heads into a cache; where that has scales (SCALE_ROW is not None), of e4m3. See quantised_reference."""
     if SCALE_ROW is not None:
         first, second, rest = parts
         first, second = first.to(tl.float32), second.to(tl.float32)
-        largest = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
-        poison = tl.sum(first * 0.0 + second * 0.0, 1)  # the maximum leaves NaN out
+        largest = tl.max(tl.maximum(_magnitude(first), _magnitude(second)), 1)
         if 2 * HALF < D:
             rest = rest.to(tl.float32)
-            largest = tl.maximum(largest, tl.max(tl.abs(rest), 1))
-            poison += tl.sum(rest * 0.0, 1)
-        scale = (tl.div_rn(largest, _E4M3_MAX) + poison).to(tl.bfloat16).to(tl.float32)
+            largest = tl.maximum(largest, tl.max(_magnitude(rest), 1))
+        scale = (largest.to(tl.float32, bitcast=True) * (1.0 / _E4M3_MAX)).to(tl.bfloat16).to(tl.float32)
+        scale = tl.where(largest < _INFINITY, scale, float("nan"))
         scale = tl.where(scale < _LEAST_SCALE, 0.0, scale)
         tl.store(SCALE_ROW + heads * scale_stride, scale.to(tl.bfloat16), mask=heads < count)
         inverse = tl.where(scale > 0.0, tl.div_rn(1.0, scale), 0.0)[:, None]
@@ -54,7 +59,7 @@ def quantised_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., D] as e4m3 [..., D] and its scale, bfloat16 [...]: NaN where x has a value that is not finite."""
     x = x.float()
     largest = x.abs().amax(-1)
-    scale = (largest / E4M3_MAX).bfloat16().float()
+    scale = (largest * (1 / E4M3_MAX)).bfloat16().float()
     scale = scale.masked_fill(scale < LEAST_SCALE, 0.0).masked_fill(~largest.isfinite(), float("nan"))
     inverse = torch.where(scale > 0, 1 / scale, 0.0)
     return (x * inverse.unsqueeze(-1)).to(torch.float8_e4m3fn), scale.bfloat16()
