@@ -3,7 +3,7 @@
 The reference is each request alone, whole, without prefix cache, on one rank.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,19 @@ CROWDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def scored(request: Request) -> Request:
-    return replace(request, params=replace(request.params, logprobs=2, prompt_logprobs=0))
+OPTIONS: list[dict[str, Any]] = [
+    {}, {"temperature": 1.1, "top_p": 0.8, "min_p": 0.01}, {"temperature": 0.9, "frequency_penalty": 0.6}, {"top_k": 20}
+]  # fmt: skip
+"""In turn: filters and penalties have sums of their own."""
 
 
-REQUESTS = [scored(request) for request in make_requests(vocab_size=SHAPE["vocab_size"])[3:10]]
+def scored(index: int, request: Request) -> Request:
+    return replace(
+        request, params=replace(request.params, logprobs=2, prompt_logprobs=0, **OPTIONS[index % len(OPTIONS)])
+    )
+
+
+REQUESTS = [scored(*each) for each in enumerate(make_requests(vocab_size=SHAPE["vocab_size"])[3:11])]
 
 
 def bits(tables: Sequence[Any]) -> list[dict[int, int]]:
@@ -64,60 +72,61 @@ def assert_rescored(llm: LLM, outputs: Sequence[RequestOutput]) -> None:
         assert bits(again.prompt_logprobs)[len(output.prompt_token_ids) :] == sampled
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def dtype(request: pytest.FixtureRequest) -> str:
-    return request.param
+class References:
+    """Each request alone, by type and mode; made once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._made: dict[tuple[str, str], list[RequestOutput]] = {}
+
+    def start(self, dtype: str, mode: str, **options: Any) -> LLM:
+        return LLM(str(self.folder), **{**ROOMY, "dtype": dtype, "exact_bits": mode, **options})
+
+    def get(self, dtype: str, mode: str) -> list[RequestOutput]:
+        if (dtype, mode) not in self._made:
+            with self.start(dtype, mode, enable_prefix_caching=False) as llm:
+                assert llm.engine_info()["exact_bits"] == mode
+                found = self._made[dtype, mode] = [generate(llm, [request])[0] for request in REQUESTS]
+                assert_rescored(llm, found)
+        return self._made[dtype, mode]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(make_model(seed=3, **SHAPE), tmp_path_factory.mktemp("exact"), dtype=torch.bfloat16)
+def references(tmp_path_factory: pytest.TempPathFactory) -> References:
+    return References(save(make_model(seed=3, **SHAPE), tmp_path_factory.mktemp("exact"), dtype=torch.bfloat16))
 
 
-def start(folder: Path, dtype: str, mode: str, **options: Any) -> LLM:
-    return LLM(str(folder), **{**ROOMY, "dtype": dtype, "exact_bits": mode, **options})
+def nightly(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.fixture(scope="module")
-def alone(folder: Path, dtype: str) -> Iterator[dict[str, list[RequestOutput]]]:
-    """The reference of each mode."""
-    found = {}
-    for mode in ("batch", "tp"):
-        with start(folder, dtype, mode, enable_prefix_caching=False) as llm:
-            found[mode] = [generate(llm, [request])[0] for request in REQUESTS]
-            if mode == "batch":
-                assert llm.engine_info()["exact_bits"] == "batch"
-                assert_rescored(llm, found[mode])
-    yield found
-
-
-@pytest.mark.parametrize("crowd", list(CROWDS))
-def test_no_bit_depends_on_the_steps(
-    folder: Path, dtype: str, crowd: str, alone: dict[str, list[RequestOutput]]
-) -> None:
-    with start(folder, dtype, "batch", **CROWDS[crowd]) as llm:
+@pytest.mark.parametrize(("dtype", "crowd"), [
+    ("float32", "at once"), ("bfloat16", "chunked and preempted"), nightly("float32", "chunked and preempted"),
+    nightly("bfloat16", "at once")])  # fmt: skip
+def test_no_bit_depends_on_the_steps(references: References, dtype: str, crowd: str) -> None:
+    alone = references.get(dtype, "batch")
+    with references.start(dtype, "batch", **CROWDS[crowd]) as llm:
         outputs = generate(llm, REQUESTS)
         again = generate(llm, without_prompts(REQUESTS[::-1]))[::-1]
         assert crowd != "at once" or any(output.num_cached_tokens for output in again)
-        for output, second, expected in zip(outputs, again, alone["batch"], strict=True):
+        for output, second, expected in zip(outputs, again, alone, strict=True):
             assert all_bits(output) == all_bits(expected)
             assert second.outputs[0].logprobs is not None
             assert bits(second.outputs[0].logprobs) == all_bits(expected)[1]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_no_bit_depends_on_the_ranks(
-    folder: Path, dtype: str, size: int, alone: dict[str, list[RequestOutput]]
-) -> None:
-    with start(folder, dtype, "tp", tensor_parallel_size=size, max_num_batched_tokens=100) as llm:
-        for output, expected in zip(generate(llm, REQUESTS), alone["tp"], strict=True):
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), nightly("bfloat16", 4), nightly("float32", 2)])
+def test_no_bit_depends_on_the_ranks(references: References, dtype: str, size: int) -> None:
+    alone = references.get(dtype, "tp")
+    with references.start(dtype, "tp", tensor_parallel_size=size, max_num_batched_tokens=100) as llm:
+        for output, expected in zip(generate(llm, REQUESTS), alone, strict=True):
             assert all_bits(output) == all_bits(expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-def test_no_bit_depends_on_the_steps_of_several_ranks(folder: Path, dtype: str, size: int) -> None:
-    with start(folder, dtype, "batch", tensor_parallel_size=size, max_num_batched_tokens=24) as llm:
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
+def test_no_bit_depends_on_the_steps_of_several_ranks(references: References, dtype: str, size: int) -> None:
+    with references.start(dtype, "batch", tensor_parallel_size=size, max_num_batched_tokens=24) as llm:
         alone = [generate(llm, [request])[0] for request in REQUESTS]
         for output, expected in zip(generate(llm, REQUESTS), alone, strict=True):
             assert all_bits(output) == all_bits(expected)
@@ -135,6 +144,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "named"), REFUSED)
-def test_what_would_break_it_is_refused_by_name(folder: Path, options: dict[str, Any], named: str) -> None:
+def test_what_would_break_it_is_refused_by_name(references: References, options: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        LLM(str(folder), **{**ROOMY, "exact_bits": "batch", **options})
+        LLM(str(references.folder), **{**ROOMY, "exact_bits": "batch", **options})
