@@ -132,7 +132,7 @@ class Front:
             self.streams.refuse(frame.request_id, error)
         elif isinstance(frame, frames.Answered):
             self.control_state = self.metrics.control = frame.state
-            if not (answered := self._calls.pop(frame.call_id)).done():  # else: its client has left
+            if (answered := self._calls.get(frame.call_id)) is not None and not answered.done():
                 answered.set_result(frame)
 
     def _load_text(self, folder: str) -> None:
@@ -173,16 +173,20 @@ class Front:
         """The engine's end of the link is closed: nothing that runs can be completed."""
         for request in list(self.streams.requests):
             self.streams.fail(request, errors.engine_dead())
-        while self._calls:
-            _, answered = self._calls.popitem()
-            if not answered.done():
-                answered.set_exception(errors.engine_dead())
+        self.fail_calls(errors.engine_dead())
         if self.state != "draining" or self.failure is not None:
             self.set_state("failed")
 
     def _abort(self, request_id: int) -> None:
         if self.link is not None:
             self.link.abort(request_id)
+
+    def fail_calls(self, error: ApiError) -> int:
+        """Ends calls of `control` that the engine has not answered; returns how many."""
+        unanswered = [answered for answered in self._calls.values() if not answered.done()]
+        for answered in unanswered:
+            answered.set_exception(error)
+        return len(unanswered)
 
     async def control(self, name: str, **options: Any) -> dict[str, Any]:
         """What the engine answers to a call of admin_calls.py. Raises ApiError."""
@@ -193,7 +197,10 @@ class Front:
         number, answered = self._num_calls, self._loop.create_future()
         self._calls[number] = answered
         self.link.control(number, name, options)
-        answer = await answered
+        try:
+            answer = await answered
+        finally:
+            del self._calls[number]
         if answer.status == 200:
             return answer.value
         if answer.message is None:

@@ -209,6 +209,7 @@ class _Life:
                 task.cancel()
             for request in list(front.streams.requests):
                 front.streams.fail(request, errors.shutting_down())
+        if front.fail_calls(errors.shutting_down()) or count:
             await asyncio.sleep(_LAST_WORDS)
         if front.failure is not None:
             return await self._report_failure()

@@ -80,6 +80,8 @@ class ServeOptions:
             _check_collector(self.otlp_traces_endpoint)
         if self.log_format not in ("text", "json"):
             raise ValueError(f"log_format={self.log_format!r}: must be 'text' or 'json'")
+        if not set(self.api_keys).isdisjoint(self.admin_api_keys):
+            raise ValueError("admin_api_keys: must be other keys than api_keys")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("ssl_keyfile and ssl_certfile: must be given together")
 

@@ -17,13 +17,14 @@ import pytest
 from safetensors.torch import load_file, save_file
 from serving import DEMO, Server, events, user, wait_for
 
+from nanovllm.serve.options import ServeOptions
 from nanovllm.transfer.buckets import Entry, described
 from nanovllm.transfer.receiver import WeightSender
 from nanovllm.transfer.shared import SharedBucket
 
 KEY, USER_KEY = "the admin's", "a user's"
 LONG: dict[str, Any] = {
-    "messages": user("Once upon a time"), "max_tokens": 200, "ignore_eos": True, "temperature": 1.0, "seed": 1,
+    "messages": user("Once upon a time"), "max_tokens": 120, "ignore_eos": True, "temperature": 1.0, "seed": 1,
 }  # fmt: skip
 SHORT: dict[str, Any] = {"messages": user("What is the capital of Italy?"), "temperature": 0, "max_tokens": 12}
 
@@ -352,3 +353,23 @@ def test_a_call_ends_with_the_engine(server: Server, admin: httpx.Client, pool: 
     os.kill(server.engine, signal.SIGKILL)
     assert pause.result(10).json()["error"]["code"] == "engine_dead"
     assert server.process.wait(20) == 1
+
+
+@pytest.mark.slow
+def test_a_call_is_refused_when_the_server_ends(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    with Server(tmp_path, "--admin-api-key", KEY, "--shutdown-timeout", "1") as server:
+        server.wait_until_ready()
+        with httpx.Client(base_url=server.url, timeout=60, headers={"x-api-key": KEY}) as admin:
+            stream = Stream(admin, pool, max_tokens=1900).begun()
+            pause = pool.submit(admin.post, "/pause?mode=wait")
+            with pytest.raises(TimeoutError):
+                pause.result(0.2)
+            assert server.stop() == 0
+            assert pause.result(10).json()["error"]["code"] == "shutting_down"
+            with pytest.raises(KeyError):  # the error event in place of a chunk
+                stream.text()
+
+
+def test_keys_must_differ() -> None:
+    with pytest.raises(ValueError, match="admin_api_keys"):
+        ServeOptions(api_keys=("a", "b"), admin_api_keys=("b",))

@@ -67,6 +67,7 @@ def test_start(tmp_path: Path) -> None:
         assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_bar_on_a_terminal(tmp_path: Path) -> None:
     """Taken away when the model is there; log lines stand above it."""
     ours, theirs = pty.openpty()
