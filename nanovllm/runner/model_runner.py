@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nanovllm.attention import select_backend
+from nanovllm.attention import AttentionBackend, AttentionSpec, select_backend
 from nanovllm.kernels import select_kernels
 from nanovllm.kernels.base.compile_keys import hash_triton, resolve_keys
 from nanovllm.kernels.gemm.fixed_order import library_without_parts
@@ -97,19 +97,11 @@ class ModelRunner(WeightCommands):
         self.kernels = select_kernels(self.device, config.uses("fused_kernels"), interpret)
         if self.kernels.fused and self.device.type == "cuda":
             resolve_keys()
-        backend = config.attention_backend
-        if config.exact_bits is not None:
-            backend = "fixed-order triton" if self.kernels.fused else "fixed-order torch"
-            self.kernels = self.kernels if self.kernels.fused else row_by_row(self.kernels)
+        if config.exact_bits is not None and not self.kernels.fused:
+            self.kernels = row_by_row(self.kernels)
         foreign = self._load_foreign() if model.implementation == "transformers" else None
         specs = foreign.specs if foreign else attention_specs(model, rank, config.tensor_parallel_size)
-        backend_class, self.backend_reason, is_fallback = select_backend(
-            backend, specs, device=self.device, dtype=self.dtype, block_size=self.block_size,
-            kv_dtype=self.kv_dtype,
-        )  # fmt: skip
-        if rank == 0:
-            level = logging.WARNING if is_fallback else logging.INFO
-            logger.log(level, "attention backend: %s (%s)", backend_class.name, self.backend_reason)
+        backend_class = self._backend_class(specs, rank)
         functions: Any = {}
         if backend_class.takes_functions:
             functions = {"score_mod": config.score_mod, "mask_mod": config.mask_mod}
@@ -148,6 +140,21 @@ class ModelRunner(WeightCommands):
         self.int4_reader = reader_for(model, self.weights, self.dtype, self.device)
         self.work = StepWork(config, self.model, context, self.io)
         self.option_sampler = OptionSampler(self.kernels, self.group, self.io, self.device, model.vocab_size)
+
+    def _backend_class(self, specs: tuple[AttentionSpec, ...], rank: int) -> type[AttentionBackend]:
+        """What computes attention, and in backend_reason why."""
+        name, mode = self.config.attention_backend, self.config.exact_bits
+        if mode is not None:
+            name = "fixed-order triton" if self.kernels.fused else "fixed-order torch"
+        found, self.backend_reason, is_fallback = select_backend(
+            name, specs, device=self.device, dtype=self.dtype, block_size=self.block_size, kv_dtype=self.kv_dtype
+        )
+        if mode is not None:
+            self.backend_reason = f"exact_bits={mode!r}"
+        if rank == 0:
+            level = logging.WARNING if is_fallback else logging.INFO
+            logger.log(level, "attention backend: %s (%s)", found.name, self.backend_reason)
+        return found
 
     def _load_foreign(self) -> "TransformersModel":
         from nanovllm.models.transformers_model import TransformersModel, load_module
