@@ -51,7 +51,7 @@ class Quantization:
     static_inputs: bool = False
     """The checkpoint has a scale of activations for each tensor, "input_scale"."""
     while_loading: bool = False
-    """The checkpoint's weights are not quantised; ours are, with a scale for each channel."""
+    """The checkpoint's weights are not quantised; ours are made from them."""
     layout: str = ""
     """Of packed 4-bit weights: "compressed-tensors", "awq", "gptq" or "gptq_v2"."""
     group: int = 0

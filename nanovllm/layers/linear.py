@@ -95,9 +95,9 @@ class ParallelLinear(WeightedModule):
         return self.configs.get(rows, LIBRARY)
 
     @property
-    def takes_rounded_beyond(self) -> int | None:
-        """For more rows than this whoever makes the inputs may round them to e4m3; None: nobody may."""
-        return self.quantized.takes_rounded_beyond if isinstance(self.quantized, FP8Matrix) else None
+    def takes_rounded(self) -> bool:
+        """Whoever makes the inputs may round them to e4m3 (kernels/fp8/)."""
+        return isinstance(self.quantized, FP8Matrix) and self.quantized.takes_rounded
 
     def matmul(self, x: torch.Tensor | FP8Rows) -> torch.Tensor:
         """x [T, in] @ weight^T: [T, out], or float32 [parts, T, out], sums over parts of `in`, where the choice says
@@ -205,13 +205,12 @@ class MergedColumnParallelLinear(ParallelLinear):
         return skinny.norm_linear_silu_mul(x, norm_weight, eps, self.weight, config)
 
     def forward_silu_mul(
-        self, x: torch.Tensor | FP8Rows, kernels: Kernels, rounds_beyond: int | None = None
+        self, x: torch.Tensor | FP8Rows, kernels: Kernels, rounds: bool = False
     ) -> torch.Tensor | FP8Rows:
-        """This layer as gate and up, SiLU(gate) * up: [T, in] -> [T, out / 2]. rounds_beyond: for more rows than this
-        the kernel of the activation may round it to e4m3."""
+        """This layer as gate and up, SiLU(gate) * up: [T, in] -> [T, out / 2]. rounds: the kernel of the activation may
+        round it to e4m3."""
         config = self.choice(x.shape[0])
         if config.kernel not in ("decode", "int4") or self.bias is not None:
-            rounds = rounds_beyond is not None and x.shape[0] > rounds_beyond
             return (kernels.silu_mul_fp8 if rounds else kernels.silu_mul)(self(x))
         if isinstance(self.quantized, FP8Matrix):
             return self.quantized.linear_silu_mul(x, config)

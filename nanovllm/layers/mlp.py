@@ -40,14 +40,14 @@ class MLP(WeightedModule):
         return self.down_proj.pdl_rows
 
     @property
-    def takes_rounded_beyond(self) -> int | None:
+    def takes_rounded(self) -> bool:
         """As ParallelLinear has it."""
-        return self.gate_up_proj.takes_rounded_beyond
+        return self.gate_up_proj.takes_rounded
 
     def forward(self, x: torch.Tensor | FP8Rows) -> torch.Tensor:
         if self.can_fuse:
-            rounds_beyond = self.down_proj.takes_rounded_beyond
-            return self.down_proj(self.gate_up_proj.forward_silu_mul(x, self.kernels, rounds_beyond))
+            rounds = self.down_proj.takes_rounded
+            return self.down_proj(self.gate_up_proj.forward_silu_mul(x, self.kernels, rounds))
         up = self.gate_up_proj
         return self.down_proj(self.kernels.activation(up.matmul(x), self.activation, self.gated, up.bias))
 

@@ -60,7 +60,7 @@ class MoE(WeightedModule):
     can_fuse = False
     """Norm and residual are kernels of their own."""
     pdl_rows: AbstractSet[int] = frozenset()
-    takes_rounded_beyond: int | None = None
+    takes_rounded = False
     """The router takes the inputs as they are."""
 
     def __init__(

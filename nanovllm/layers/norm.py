@@ -66,9 +66,9 @@ class ReduceAddNorm(WeightedModule):
         self.dependent_rows: AbstractSet[int] = frozenset()
         """Numbers of rows whose partial comes from a kernel of our own, after which the all-reduce is launched
         with PDL: `pdl_rows` of the layer before, which the model sets."""
-        self.rounds_beyond: int | None = None
-        """For more rows than this the normalised ones are rounded to e4m3, on one rank: what takes them does so
-        otherwise. The model sets it."""
+        self.rounds = False
+        """The normalised rows are rounded to e4m3, on one rank, since what takes them would do so. The model sets
+        it."""
 
     @property
     def weight(self) -> torch.Tensor:
@@ -95,8 +95,7 @@ class ReduceAddNorm(WeightedModule):
         if self.group.size > 1 and partial.dim() == 3:
             assert residual is not None
             partial = add_up(partial, residual.dtype)
-        rounds = self.rounds_beyond is not None and self.group.size == 1 and rows > self.rounds_beyond
-        if rounds and self.norm is not None:
+        if self.rounds and self.norm is not None and self.group.size == 1:
             after = None if self.after is None else self.after.for_kernel()
             return self.kernels.add_norms_fp8(partial, residual, self.norm.for_kernel(), after, self.multiplier)
         return self.add_norm(self.group.all_reduce(partial), residual)

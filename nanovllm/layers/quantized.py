@@ -125,10 +125,10 @@ class FP8Matrix(nn.Module):
         return (*self.weight.shape, str(self.weight.dtype).removeprefix("torch."))  # type: ignore[return-value]
 
     @property
-    def takes_rounded_beyond(self) -> int | None:
-        """For more rows than this whoever makes the inputs may round them to e4m3; None: nobody may, since their
-        scale is of this matrix alone, or no kernel can."""
-        return gemm.WIDE_ROWS if self.input_scale is None and self.runs_on != "widened" else None
+    def takes_rounded(self) -> bool:
+        """Whoever makes the inputs may round them to e4m3: no scale of this matrix alone is for that, and kernels
+        can."""
+        return self.input_scale is None and self.runs_on != "widened"
 
     def matmul(self, x: torch.Tensor | FP8Rows, config: GemmConfig) -> torch.Tensor:
         """x [T, columns] -> x @ weight^T [T, rows], or float32 [config.parts, T, rows], sums over parts of columns."""

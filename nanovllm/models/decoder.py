@@ -141,8 +141,8 @@ class DecoderLayer(WeightedModule):
             self.post_attention_layernorm = context.joint(get("mlp_norm"), get("attention_out_norm"))
         self.mlp: Any = MLPS[spec.mlp](context, spec)
         if not self.is_parallel:
-            self.input_layernorm.rounds_beyond = self.self_attn.qkv_proj.takes_rounded_beyond
-            self.post_attention_layernorm.rounds_beyond = self.mlp.takes_rounded_beyond
+            self.input_layernorm.rounds = self.self_attn.qkv_proj.takes_rounded
+            self.post_attention_layernorm.rounds = self.mlp.takes_rounded
         if self.is_parallel:
             for module in self.modules():
                 if isinstance(module, RowParallelLinear):

@@ -127,13 +127,18 @@ def quantized_layers(fields: dict[str, Any], found: Quantization, names: list[st
     return tuple(layers)
 
 
-def check(fields: dict[str, Any], found: Quantization) -> None:
-    """Raises ValueError where a model's layers cannot be quantised so."""
+def settled(found: Quantization, fields: dict[str, Any], spelling: CheckpointNames) -> Quantization:
+    """`found` for a model's layers; raises ValueError where they cannot be quantised so. Scales that are made while
+    loading are those of blocks, which the library multiplies fastest, if a checkpoint's rows are in our order."""
     moe = fields.get("moe")
     if moe is not None and found.method == "int4":
         raise ValueError("quantization='int4': not with a mixture of experts")
     if moe is not None and (moe.layout != "experts" or moe.bias or found.static_inputs):
         kinds = "experts that are stacked in the checkpoint, have a bias, or static scales of activations"
         raise ValueError(f"quantization={found.method!r}: not with {kinds}")
-    if fields.get("interleaved_rope") and found.scales == "block":
-        raise ValueError("quantization_config: weight_block_size: must be absent where a family's rope is interleaved")
+    in_order = not fields.get("interleaved_rope") and not spelling.fused
+    if found.scales == "block" and not in_order:
+        raise ValueError("quantization_config: blocks of weights: not with fused projections or interleaved rope")
+    if found.method == "fp8" and found.while_loading and in_order:
+        return replace(found, scales="block")
+    return found

@@ -16,8 +16,7 @@ from nanovllm.models.config_reader import ConfigReader, refuse
 from nanovllm.models.families import gemma, llama, moe, olmo, others, phi, qwen
 from nanovllm.models.family import Family
 from nanovllm.models.published import PUBLISHED_SHAPES
-from nanovllm.models.quantization import check as check_quantization
-from nanovllm.models.quantization import quantized_layers, read_quantization
+from nanovllm.models.quantization import quantized_layers, read_quantization, settled
 
 if TYPE_CHECKING:
     from nanovllm.models.decoder import DecoderForCausalLM
@@ -59,7 +58,7 @@ def parse_config(
     if "quantization_config" not in config.was_read:
         how, skipped = read_quantization(config.get("quantization_config"), quantization)
         if how is not None:
-            check_quantization(fields, how)
+            how = settled(how, fields, found.names)
             fields["layers"] = quantized_layers(fields, how, skipped, found.names)
     elif quantization is not None:
         raise refuse("quantization", quantization, f"None for {architectures[0]}")

@@ -6,8 +6,8 @@ from hashlib import sha256
 import numpy as np
 import torch
 
-from nanovllm.kernels.fp8.reference import FP8
-from nanovllm.layers.weights import PIECE_BYTES, CheckpointWeight, TensorSource
+from nanovllm.kernels.fp8.reference import BLOCK, FP8
+from nanovllm.layers.weights import PIECE_BYTES, CheckpointWeight, Scales, Shard, TensorSource
 from nanovllm.models.checkpoint import DTYPES
 from nanovllm.models.int4_tensors import Int4Reader
 from nanovllm.models.names import CheckpointNames
@@ -120,11 +120,18 @@ def weight_checksums(
                 numbers.append(_mixed(piece).cpu())
                 progress()
             if shard.scales is not None and not weight.scaled_by:  # a checkpoint's own are there by name
-                scales = shard.scales.values.reshape(-1, 1)
-                first = shard.start if shard.dim == 0 else 0
-                found.setdefault(f"{weight.name}_scale", []).append((0, first, _mixed(scales).cpu().numpy()))
+                found.setdefault(f"{weight.name}_scale", []).append(_scale_checksums(shard, shard.scales, length))
             found[weight.name].append((shard.dim, shard.start, torch.cat(numbers).numpy()))
     return found
+
+
+def _scale_checksums(shard: Shard, scales: Scales, length: int) -> ShardChecksums:
+    """Of scales made while loading: by row, or where a rank holds a range of columns by their blocks."""
+    if shard.dim == 1 and scales.in_blocks:
+        return 1, shard.start // BLOCK, _mixed(scales.values.T).cpu().numpy()
+    rows = scales.values.reshape(-1, scales.values.shape[-1]).repeat_interleave(scales.rows_each, 0)
+    first, rows = (shard.start, rows[:length]) if shard.dim == 0 else (0, rows)
+    return 0, first, _mixed(rows).cpu().numpy()
 
 
 def _mixed(lines: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ def is_quantized(name: str, config: dict[str, Any] | None) -> bool:
 
 def quantized(weight: torch.Tensor, config: dict[str, Any] | None) -> tuple[torch.Tensor, torch.Tensor]:
     """e4m3 and scales as a checkpoint of `config` holds them; None: made while loading."""
-    if config is not None and "weight_block_size" in config:
+    if config is None or "weight_block_size" in config:
         return quantize_blocks(weight)
     if is_static(config):
         scale = weight.abs().max() / 448
@@ -82,7 +82,7 @@ class Definition(nn.Module):
         super().__init__()
         values, scale = quantized(linear.weight.data.float(), config)
         rows, columns = values.shape
-        if config is not None and "weight_block_size" in config:
+        if config is None or "weight_block_size" in config:
             scale = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
         self.wide, self.static = values.double() * scale.double(), is_static(config)
 

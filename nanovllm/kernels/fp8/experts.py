@@ -1,8 +1,4 @@
-"""The experts' GEMMs in FP8; as moe/experts.py, by the products of reference.py.
-
-Where a tile holds few rows it rounds them to e4m3 itself, so that no kernel comes before; of many rows that would be
-done over again for each tile of weights.
-"""
+"""The experts' GEMMs in FP8; as moe/experts.py, by the products of reference.py."""
 
 import torch
 from torch import Tensor
@@ -11,7 +7,7 @@ from nanovllm.kernels.base.device import pdl_options, prefetch_lines
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.gemm_kernel import add_group, times_rows
 from nanovllm.kernels.fp8.operands import FP8Weight
-from nanovllm.kernels.fp8.quantize import group_scales, quantize_rows, rounded
+from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import GROUP, linear_reference, quantize_rows_reference
 from nanovllm.kernels.gemm.decode_kernel import silu_mul
 from nanovllm.kernels.moe.choice import GroupedConfig
@@ -21,8 +17,6 @@ from nanovllm.kernels.pointwise.activation import silu_mul_reference
 
 PREFETCH_BYTES = 32 << 10
 """Of a program's weights, brought into L2 while the kernel before still runs."""
-_WIDE_ROWS = 32
-"""Most rows of a tile that rounds them itself."""
 
 
 @triton.jit
@@ -33,30 +27,15 @@ def _prefetch_weights(w_ptr, first_row, end_row, k, BLOCK_N: tl.constexpr, PREFE
     prefetch_lines(w_ptr + row[:, None] * k + line[None, :])
 
 
-@triton.jit
-def _load_group(x_ptrs, scale_ptrs, live, step, k, scale_stride, EVEN_K: tl.constexpr, WIDE: tl.constexpr):
-    """A group of rows of x in e4m3 [rows, 128], and its scales [rows]."""
-    cols = step * 128 + tl.arange(0, 128)
-    mask = live[:, None] if EVEN_K else live[:, None] & (cols < k)[None, :]
-    x = tl.load(x_ptrs + cols[None, :], mask=mask, other=0.0)
-    if WIDE:
-        x = x.to(tl.float32)
-        scale = group_scales(x)
-        x = rounded(x, scale[:, None])
-    else:
-        scale = tl.load(scale_ptrs + step * scale_stride, mask=live, other=0.0)
-    return x, scale
-
-
 @triton.jit(do_not_specialize=["tokens", "scale_stride"])
 def _grouped_fp8_kernel(
     X, X_SCALE, W, w_ptr, SCALE, TILES, ORDER, WEIGHTS, OUT, tokens, scale_stride, n_out, k, groups, scale_rows,
     TOP_K: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    ROWS_EACH: tl.constexpr, IN_BLOCKS: tl.constexpr, WIDE: tl.constexpr, X_LEFT: tl.constexpr, EVEN_K: tl.constexpr,
+    ROWS_EACH: tl.constexpr, IN_BLOCKS: tl.constexpr, X_LEFT: tl.constexpr, EVEN_K: tl.constexpr,
     PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid and operands as moe/experts.py's kernel, with W a descriptor of e4m3 and its SCALE [experts, scale_rows,
-    groups]. WIDE: X is in the model's dtype; else in e4m3 with X_SCALE [groups of k, scale_stride]."""
+    """Grid and operands as moe/experts.py's kernel, with X in e4m3 and its X_SCALE [groups of k, scale_stride],
+    W a descriptor of e4m3 and its SCALE [experts, scale_rows, groups]."""
     if PDL and GATED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -82,7 +61,10 @@ def _grouped_fp8_kernel(
     if GATED:
         up = tl.zeros(acc.shape, dtype=tl.float32)
     for step in tl.range(0, tl.cdiv(k, 128), num_stages=STAGES):
-        x, x_scale = _load_group(x_ptrs, scale_ptrs, live, step, k, scale_stride, EVEN_K, WIDE)
+        cols = step * 128 + tl.arange(0, 128)
+        mask = live[:, None] if EVEN_K else live[:, None] & (cols < k)[None, :]
+        x = tl.load(x_ptrs + cols[None, :], mask=mask, other=0.0)
+        x_scale = tl.load(scale_ptrs + step * scale_stride, mask=live, other=0.0)
         w = W.load([first_row, step * 128])
         acc = add_group(
             acc, x, w, x_scale, of_expert, first_col, n_out, step, groups, BLOCK_N, ROWS_EACH, IN_BLOCKS, X_LEFT
@@ -133,17 +115,17 @@ def _launch(
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     values, scale, n_out = weight.values, weight.scale, out.shape[-1]
-    k, wide = values.shape[2], config.block_m <= _WIDE_ROWS
+    k = values.shape[2]
     if x.shape[1] != k or k % 16 or not (x.is_contiguous() and values.is_contiguous()):
         raise ValueError(f"x {list(x.shape)}: must be contiguous and fit weights {list(values.shape)}, K of 16s")
-    (x, x_scale) = (x, x) if wide else quantize_rows(x)
+    x, x_scale = quantize_rows(x)
     rows = values.view(-1, k)
     _grouped_fp8_kernel[(triton.cdiv(n_out, config.block_n), routing.tiles.shape[0])](
         x, x_scale, TensorDescriptor(rows, list(rows.shape), [k, 1], [config.block_n, GROUP]), rows, scale,
-        routing.tiles, routing.order, routing.weights, out, routing.num_tokens, 0 if wide else x_scale.stride(1),
+        routing.tiles, routing.order, routing.weights, out, routing.num_tokens, x_scale.stride(1),
         n_out, k, scale.shape[2], scale.shape[1],
         TOP_K=routing.top_k, GATED=gated, BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.stages,
-        ROWS_EACH=weight.rows_each, IN_BLOCKS=weight.in_blocks, WIDE=wide,
+        ROWS_EACH=weight.rows_each, IN_BLOCKS=weight.in_blocks,
         X_LEFT=config.block_m > 32 or config.block_n < 64, EVEN_K=k % GROUP == 0,
         PREFETCH=max(GROUP, PREFETCH_BYTES // config.block_n), num_warps=config.num_warps, **pdl_options(x.device),
     )  # fmt: skip

@@ -19,9 +19,6 @@ from nanovllm.kernels.pointwise.activation import silu_mul_reference
 
 MANY_ROWS = GemmConfig("decode", 128, 128, GROUP, 4, num_warps=8)
 """Where the library should multiply and cannot."""
-WIDE_ROWS = 32
-"""Most rows of a tile that rounds them itself, so that no kernel comes before; of more that would be done over again
-for each tile of weights."""
 PREFETCH_BYTES = 64 << 10
 """Of a program's weights, to bring into L2 before it may start."""
 
@@ -29,8 +26,8 @@ PREFETCH_BYTES = 64 << 10
 def linear(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, pdl: bool = True) -> Tensor:
     """x [T, K] @ weight^T -> [T, N] in x's dtype; with config.parts > 1 float32 [parts, T, N], sums over parts of K."""
     rows, n, device = x.shape[0], weight.values.shape[0], weight.values.device
-    if config.kernel == "fma" and isinstance(x, Tensor):
-        return few_rows.linear(x, weight, config, pdl=pdl)
+    if config.kernel == "fma":
+        return few_rows.linear(_rounded(x, weight), weight, config, pdl=pdl)
     if config.kernel not in ("decode", "library") or (config.kernel == "library" and not library_takes(weight)):
         config = MANY_ROWS
     if config.kernel == "library":
@@ -41,7 +38,9 @@ def linear(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, pdl: b
 
 
 def linear_silu_mul(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, pdl: bool = True) -> Tensor:
-    """silu(gate) * up of `linear`, where gates are the first N / 2 columns: [T, N / 2]; by the kernel "decode"."""
+    """silu(gate) * up of `linear`, where gates are the first N / 2 columns: [T, N / 2]; not by the library."""
+    if config.kernel == "fma":
+        return few_rows.linear_silu_mul(_rounded(x, weight), weight, config, pdl=pdl)
     size = weight.values.shape[0] // 2
     out = empty_rows(x.shape[0], size, x.dtype, weight.values.device)
     return _launch(x, weight, size, config, out, gated=True, pdl=pdl)
@@ -59,9 +58,10 @@ def _has_library(device: torch.device) -> bool:
 
 
 def library_takes(weight: FP8Weight) -> bool:
-    """Whether cuBLAS multiplies by it, which asks for sizes of whole 16 bytes."""
+    """Whether cuBLAS multiplies by it, which asks for sizes of whole 16 bytes, and lines of blocks' scales too."""
     n, k = weight.values.shape
-    return n % 16 == 0 and k % 16 == 0 and _has_library(weight.values.device)
+    fits = n % 16 == 0 and k % 16 == 0 and (weight.rows_each != BLOCK or weight.scale.shape[1] % 4 == 0)
+    return fits and _has_library(weight.values.device)
 
 
 def library_linear(x: FP8Rows, weight: FP8Weight) -> Tensor:
@@ -106,26 +106,21 @@ def _launch(
     """Fills and returns `out` [T, n_out] or float32 [split_k, T, n_out]."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    (rows, k), values, static = tuple(x.shape), weight.values, weight.input_scale
+    (rows, k), values = tuple(x.shape), weight.values
     if values.shape[1] != k or k % 16 or not values.is_contiguous():
         raise ValueError(f"weight {list(values.shape)} does not fit x {list(x.shape)}, or K is no multiple of 16")
     if config.block_k != GROUP or config.split_k > triton.cdiv(k, GROUP):
         raise ValueError(f"{config}: must take steps of {GROUP} columns, and some for each of its parts, K = {k}")
-    wide = isinstance(x, Tensor) and config.block_m <= WIDE_ROWS and x.is_contiguous()
-    if isinstance(x, Tensor) and wide:
-        operand, x_scale = x, x if static is None else static
-    else:
-        operand, x_scale, _ = _rounded(x, weight)
+    operand, x_scale, _ = _rounded(x, weight)
     columns = PREFETCH_BYTES // (config.block_n * (2 if gated else 1))
     grid = (triton.cdiv(rows, config.block_m), triton.cdiv(n_out, config.block_n), config.split_k)
     readable = min(rows_in_memory(operand), grid[0] * config.block_m)
     fp8_gemm_kernel[grid](
         TensorDescriptor(operand, [readable, k], [k, 1], [config.block_m, GROUP]), x_scale,
         TensorDescriptor(values, list(values.shape), [k, 1], [config.block_n, GROUP]),
-        values, weight.scale, out, rows=rows, scale_stride=0 if wide else x_scale.stride(1), n_out=n_out, k=k,
+        values, weight.scale, out, rows=rows, scale_stride=x_scale.stride(1), n_out=n_out, k=k,
         groups=weight.scale.shape[1], BLOCK_N=config.block_n, BLOCK_M=config.block_m, STAGES=config.stages,
-        ROWS_EACH=weight.rows_each, IN_BLOCKS=weight.in_blocks, WIDE=wide,
-        COUNT=static.numel() if wide and static is not None else 0, GATED=gated, PARTS=config.split_k > 1,
+        ROWS_EACH=weight.rows_each, IN_BLOCKS=weight.in_blocks, GATED=gated, PARTS=config.split_k > 1,
         X_LEFT=config.block_n < 64 or config.block_m >= 128,
         PREFETCH=max(BLOCK, min(columns, triton.next_power_of_2(k))), num_warps=config.num_warps,
         **pdl_options(values.device, pdl and rows <= 256),

@@ -7,7 +7,6 @@ tensor descriptors, and the weights are the left one where tiles of x are narrow
 
 from nanovllm.kernels.base.device import prefetch_lines
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.fp8.quantize import group_scales, rounded, static_scale
 from nanovllm.kernels.gemm.decode_kernel import silu_mul
 
 
@@ -44,26 +43,6 @@ def add_group(
 
 
 @triton.jit
-def _load_group(
-    X, X_SCALE, first_row, rows, step, scale_stride, of_all, BLOCK_M: tl.constexpr, WIDE: tl.constexpr,
-    STATIC: tl.constexpr,
-):  # fmt: skip
-    """A group of rows of x in e4m3 [BLOCK_M, 128], and its scales [BLOCK_M]."""
-    x = X.load([first_row, step * 128])
-    row = first_row + tl.arange(0, BLOCK_M)
-    if WIDE:
-        x = x.to(tl.float32)
-        if STATIC:
-            scale = tl.zeros([BLOCK_M], dtype=tl.float32) + of_all
-        else:
-            scale = group_scales(x)
-        x = rounded(x, scale[:, None])
-    else:
-        scale = tl.load(X_SCALE + step * scale_stride + row, mask=row < rows, other=0.0)
-    return x, scale
-
-
-@triton.jit
 def times_rows(acc, SCALE, first, end, BLOCK_N: tl.constexpr, X_LEFT: tl.constexpr):
     """acc times the scales of the weights' rows."""
     scale = tl.load(SCALE + tl.minimum(first + tl.arange(0, BLOCK_N), end - 1))
@@ -74,14 +53,13 @@ def times_rows(acc, SCALE, first, end, BLOCK_N: tl.constexpr, X_LEFT: tl.constex
 def fp8_gemm_kernel(
     X, X_SCALE, W, w_ptr, SCALE, out_ptr, rows, scale_stride, n_out, k, groups,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, ROWS_EACH: tl.constexpr,
-    IN_BLOCKS: tl.constexpr, WIDE: tl.constexpr, COUNT: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr,
-    X_LEFT: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    IN_BLOCKS: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr, X_LEFT: tl.constexpr, PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of rows, tiles of weights, splits of K). X, W: descriptors of x [rows, k] and of the weights [n_out,
-    k], or [2 n_out, k] where GATED: then a program has BLOCK_N gates and the BLOCK_N ups that belong to them. X is e4m3
-    with X_SCALE [groups, scale_stride], or WIDE: in the model's dtype, with X_SCALE [COUNT] or measured. SCALE [weight
-    rows / ROWS_EACH, groups] where IN_BLOCKS, else [weight rows]. out [rows, n_out]; with PARTS float32 [splits, rows,
-    n_out], a sum for each split.
+    k], or [2 n_out, k] where GATED: then a program has BLOCK_N gates and the BLOCK_N ups that belong to them. X_SCALE
+    [groups, scale_stride]; SCALE [weight rows / ROWS_EACH, groups] where IN_BLOCKS, else [weight rows]. out [rows,
+    n_out]; with PARTS float32 [splits, rows, n_out], a sum for each split.
     """
     split, splits = tl.program_id(2), tl.num_programs(2)
     first_row, first_col = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
@@ -94,14 +72,13 @@ def fp8_gemm_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
-    of_all = static_scale(X_SCALE, COUNT) if COUNT > 0 else 0.0
+    row = first_row + tl.arange(0, BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_N] if X_LEFT else [BLOCK_N, BLOCK_M], dtype=tl.float32)
     if GATED:
         up = tl.zeros(acc.shape, dtype=tl.float32)
     for step in tl.range(begin, end, num_stages=STAGES):
-        x, x_scale = _load_group(
-            X, X_SCALE, first_row, rows, step, scale_stride, of_all, BLOCK_M, WIDE, COUNT > 0
-        )
+        x = X.load([first_row, step * 128])
+        x_scale = tl.load(X_SCALE + step * scale_stride + row, mask=row < rows, other=0.0)
         w = W.load([first_col, step * 128])
         acc = add_group(
             acc, x, w, x_scale, SCALE, first_col, n_out, step, groups, BLOCK_N, ROWS_EACH, IN_BLOCKS, X_LEFT
@@ -121,7 +98,6 @@ def fp8_gemm_kernel(
         acc = silu_mul(acc, up, out_ptr.dtype.element_ty)
     if not X_LEFT:
         acc = tl.trans(acc)
-    row = first_row + tl.arange(0, BLOCK_M)
     col = first_col + tl.arange(0, BLOCK_N)
     at = row[:, None].to(tl.int64) * n_out + col[None, :]
     if PARTS:

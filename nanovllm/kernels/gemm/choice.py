@@ -170,16 +170,15 @@ def fallback(gemm: Gemm, rows: int) -> GemmConfig:
 
 
 def _fp8_fallback(gemm: Gemm, rows: int) -> GemmConfig:
-    """Tiles that hold all rows, as far as these are few; as many parts of K as keep all processors busy, where the
-    consumer takes parts."""
+    """CUDA cores for a row or two. Beyond, the library fills the chip where there are many tiles; the consumer of
+    others adds up parts of K."""
     if rows > 64 or gemm.k % 16:
         return LIBRARY
-    parts = 1
-    while gemm.kind in SUMMED and parts < min(4, gemm.k // 256) and -(-gemm.n // 64) * parts * 2 <= 3 * _PROCESSORS:
-        parts *= 2
-    block_m = next(size for size in (16, 32, 64) if rows <= size)
-    stages = {16: 8, 32: 6, 64: 4}[block_m]
-    return GemmConfig("decode", 64, block_m, 128, min(stages, 5) if gemm.kind == "gate_up" else stages, parts)
+    if rows <= 2:
+        return GemmConfig("fma", 8, block_k=1024, stages=4 if gemm.kind != "gate_up" else 2)
+    if gemm.kind not in SUMMED:
+        return LIBRARY
+    return GemmConfig("decode", 64, next(size for size in (16, 32, 64) if rows <= size), 128, 5, min(4, gemm.k // 128))
 
 
 def int4_config(gemm: Gemm, rows: int) -> GemmConfig:
