@@ -67,12 +67,15 @@ class ReplicaLink(ABC):
 class ProcessLink(ReplicaLink):
     """A replica in a process of this host."""
 
-    def __init__(self, number: int, start: Start, inbox: "queue.SimpleQueue[Any]") -> None:
+    def __init__(
+        self, number: int, start: Start, inbox: "queue.SimpleQueue[Any]", module: str = _MODULE
+    ) -> None:
+        """`module`: what it runs; a benchmark puts a simulator here."""
         super().__init__(number, inbox)
         with no_standard_numbers():
             self._socket, theirs = Pipe()
         try:
-            self._process = start_python(_MODULE, str(theirs.fileno()), pass_fds=(theirs.fileno(),))
+            self._process = start_python(module, str(theirs.fileno()), pass_fds=(theirs.fileno(),))
         except BaseException:
             self._socket.close()
             raise

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 DECODE_COST = 2.0
 """Cost of a token to generate, in prompt tokens to compute. Ahead of a request both take time; a decoded token takes
 more, since a step has few of them."""
+_LOAD_WEIGHT = 0.5  # what is bound runs beside a request as much as before it: with 1, chance differences of load move
+# requests away from the prefixes that they share
 _SPARE_ROWS = 8  # a replica holds 1 / this many rows more than run at once, to go on with when one of them ends
 _SPARE_TOKENS = 1.25  # and as many times the tokens that its KV cache holds
 _MEAN_WEIGHT = 0.02  # of one output in the running mean of their lengths
@@ -112,7 +114,7 @@ class Router:
             (self._homeless.appendleft if first else self._homeless.append)(load)
             return
         costs = [self._cost(replica, load) for replica in there]
-        best = min(range(len(there)), key=lambda n: costs[n] + there[n].load)
+        best = min(range(len(there)), key=lambda n: costs[n] + _LOAD_WEIGHT * there[n].load)
         load.cost = costs[best]
         there[best].load += load.cost
         (there[best].queue.appendleft if first else there[best].queue.append)(load)

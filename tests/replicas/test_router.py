@@ -123,3 +123,15 @@ def test_what_is_queued_survives_a_loss_and_waits_for_a_return() -> None:
     assert not router.withdraw(gone)
     bound_keys = [key for _, key in bound]
     assert router.num_waiting == 9 - len(bound_keys) - 1
+
+
+def test_sixty_four_replicas() -> None:
+    """256 shared prefixes, 94 requests for each replica: most prefixes are computed by one replica, and none computes
+    far more or less than the mean."""
+    count, prefixes, length = 6000, 256, 8 * BLOCK
+    fleet = Fleet(64, 224, 16, None)
+    fleet.run(shared_prefixes(count, prefixes, length), at_once=64 * 16)
+    assert fleet.hits >= 0.9 * (count - prefixes) * length
+    assert fleet.idle_beside_a_queue == 0
+    mean = sum(fleet.work) / 64
+    assert all(abs(each - mean) <= 0.25 * mean for each in fleet.work), fleet.work

@@ -1,0 +1,78 @@
+#!/usr/bin/env python
+"""What the front of replicas carries: requests and tokens for each second of its CPU time, with replicas that compute
+nothing.
+
+    python scripts/bench_replicas.py --replicas 4 --input-len 228 --output-len 100
+    python scripts/bench_replicas.py --replicas 64 --input-len 228 --output-len 50 --requests 8000
+
+CPU time is that of this process with its threads: checks, block hashes, routing, messages, tokens taken in. Texts are
+not made. Replicas are processes (simulated_replica.py) that give a token to up to 256 rows at once.
+"""
+
+import argparse
+import random
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from nanovllm.config import EngineConfig  # noqa: E402
+from nanovllm.replicas.engine import ReplicatedEngine  # noqa: E402
+from nanovllm.replicas.link import ProcessLink  # noqa: E402
+from nanovllm.replicas.messages import Start  # noqa: E402
+from nanovllm.replicas.start import check_model, start_links  # noqa: E402
+from nanovllm.sampling_params import SamplingParams  # noqa: E402
+
+
+def start(replicas: int) -> ReplicatedEngine:
+    config = EngineConfig(
+        str(ROOT / "nanovllm" / "demo_model"), skip_tokenizer_init=True, max_model_len=4096, kvcache_block_size=128,
+        hf_overrides={"max_position_embeddings": 4096}, data_parallel_size=replicas, data_parallel_backend="local",
+    )  # fmt: skip
+    one = replace(config, data_parallel_size=1, data_parallel_backend=None)
+
+    def link(number: int, num_blocks: int | None, inbox: object) -> ProcessLink:
+        return ProcessLink(number, Start(one, None, None), inbox, "simulated_replica")  # type: ignore[arg-type]
+
+    return start_links(config, check_model(config), link)
+
+
+def run(engine: ReplicatedEngine, requests: int, input_len: int, output_len: int) -> None:
+    chance = random.Random(1)
+    vocab = engine.model_config.vocab_size
+    prompts = [[chance.randrange(vocab) for _ in range(input_len)] for _ in range(requests)]
+    params = SamplingParams(max_tokens=output_len, ignore_eos=True)
+    cpu, wall, tokens = time.process_time(), time.perf_counter(), 0
+    for prompt in prompts:
+        engine.add_request(prompt, params)
+    while engine.has_unfinished_requests():
+        gained = engine.step()
+        tokens += len(gained)
+        for entry in gained.endings:
+            engine.forget(gained.request_ids[entry])
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    assert tokens == requests * output_len
+    each = f"{cpu / requests * 1e6:.0f} us a request, {cpu / tokens * 1e6:.2f} us a token"
+    print(f"a core carries {requests / cpu:,.0f} requests/s, {tokens / cpu:,.0f} tokens/s ({each}; {wall:.1f} s)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=4000)
+    parser.add_argument("--input-len", type=int, default=228)
+    parser.add_argument("--output-len", type=int, default=100)
+    args = parser.parse_args()
+    engine = start(args.replicas)
+    try:
+        run(engine, 200, args.input_len, args.output_len)
+        run(engine, args.requests, args.input_len, args.output_len)
+    finally:
+        engine.close()
+
+
+if __name__ == "__main__":
+    main()
