@@ -158,7 +158,7 @@ class EngineProcess:
             if engine.knows(request_id) and engine.is_finished(request_id):  # the last of n reports it
                 if request_id in self._prompts_due:
                     self._send_prompt(engine, request_id, frame, in_full=False)
-                frame.done.append(_done(request_id, engine.forget(request_id)[0]))
+                frame.done.append(_done(request_id, engine.forget(request_id)))
         frame.stats = self._stats()
         return frame
 
@@ -268,7 +268,8 @@ class EngineProcess:
         self._work.set()
 
 
-def _done(request_id: int, seq: Any) -> frames.Done:
+def _done(request_id: int, seqs: list[Any]) -> frames.Done:
+    seq = seqs[0]
     metrics = seq.metrics
     begin = metrics.first_scheduled_time or metrics.finished_time
     first = metrics.first_token_time or metrics.finished_time
@@ -278,7 +279,12 @@ def _done(request_id: int, seq: Any) -> frames.Done:
         queued=begin - metrics.arrival_time,
         prefill=first - begin,
         decode=metrics.finished_time - first,
+        kept=[_kept(each.sampling.kept_ids) for each in seqs] if seq.params.sampling_mask else [],
     )
+
+
+def _kept(ids: Any) -> list[bytes | None]:
+    return [None if line is None else line.astype("int32").tobytes() for line in ids]
 
 
 def describe(engine: "LLMEngine") -> dict[str, Any]:

@@ -118,6 +118,8 @@ class Done(msgspec.Struct, array_like=True):
     queued: float
     prefill: float
     decode: float
+    kept: list[list[bytes | None]] = []
+    """For each completion, for each of its tokens: int32 ids that it was sampled from; where they were asked for."""
 
 
 class Stats(msgspec.Struct, array_like=True):

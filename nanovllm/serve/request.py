@@ -19,7 +19,7 @@ class Completion:
     __slots__ = (
         *("request", "row", "index", "prompt_index", "text", "push", "pieces", "num_tokens", "ids", "lines", "prefix"),
         *("finish_reason", "stop_reason", "last_time", "is_touched", "has_begun", "num_sent"),
-        *("reader", "state", "weight_versions"),
+        *("reader", "state", "weight_versions", "kept"),
     )
 
     def __init__(self, request: "Request", index: int, prompt_index: int, text: Any) -> None:
@@ -39,6 +39,8 @@ class Completion:
         """Of a chunk that holds text alone: all before the text."""
         self.weight_versions: list[tuple[int, int, int]] = []
         """Once it has ended: see frames.Finish."""
+        self.kept: list[bytes | None] = []
+        """Of each token the ids that it was sampled from (frames.Done), once all of its prompt's have ended."""
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.last_time = 0.0

@@ -120,6 +120,9 @@ class Streams:
         if request is None:
             return
         index = request.parts.pop(part.request_id)
+        n = len(request.completions) // len(request.prompts)
+        for completion, kept in zip(request.completions[index * n :], part.kept, strict=False):
+            completion.kept = kept
         request.num_cached_tokens += part.num_cached_tokens
         request.queued, request.prefill = max(request.queued, part.queued), max(request.prefill, part.prefill)
         request.decode = max(request.decode, part.decode)

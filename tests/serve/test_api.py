@@ -9,7 +9,7 @@ import pytest
 from serving import DEMO, Server, events, user, wait_for
 from transformers import AutoTokenizer
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, StructuredOutput
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ASK: dict[str, Any] = {"messages": user("What is the capital of Italy?"), "temperature": 0}
@@ -215,9 +215,26 @@ def test_tokens_in_tokens_out(client: httpx.Client) -> None:
         assert choice["weight_versions"] == own[-1]["weight_versions"] == spans
 
 
+def test_sampling_masks(client: httpx.Client) -> None:
+    """The ids that each token was sampled from, as the library has them."""
+    constraint = {"regex": "[a-z ]{9,}"}
+    fields: dict[str, Any] = {"n": 2, "seed": 1, "top_k": 3, "max_tokens": 5, "temperature": 1.5, "sampling_mask": True}
+    body = {"token_ids": [5, 6, 7], "sampling_params": fields | {"structured_outputs": constraint}}
+    choices = client.post("/inference/v1/generate", json=body).json()["choices"]
+    with LLM(str(DEMO), device="cpu", num_kvcache_blocks=64) as llm:
+        params = SamplingParams(**fields, structured_outputs=StructuredOutput(**constraint))
+        [output] = llm.generate([[5, 6, 7]], params, use_tqdm=False)
+    for choice, wanted in zip(choices, output.outputs, strict=True):
+        assert wanted.sampling_mask is not None and choice["token_ids"] == wanted.token_ids
+        assert choice["sampling_mask"] == [None if ids is None else ids.tolist() for ids in wanted.sampling_mask]
+
+
 @pytest.mark.parametrize(
     ("wrong", "param"),
     [
+        ({"sampling_params": {"sampling_mask": True}}, "sampling_mask"),
+        ({"sampling_params": {"sampling_mask": 1, "top_k": 3}}, "sampling_mask"),
+        ({"sampling_params": {"sampling_mask": True, "top_k": 3}, "stream": True}, "sampling_mask"),
         ({"token_ids": []}, "token_ids"), ({"token_ids": [10**6]}, "prompt"), ({"output_mode": "text"}, "output_mode"),
         ({"sampling_params": {"top_p": 7}}, "top_p"), ({"request_id": "a b"}, "request_id"),
         ({"sampling_params": {"logprobs_mode": "odd"}}, "logprobs_mode"), ({"token_ids": [5] * 3000}, "prompt"),

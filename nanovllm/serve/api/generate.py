@@ -1,9 +1,11 @@
 """POST /inference/v1/generate: token ids in, token ids out, as vLLM's endpoint for trainers; nothing is tokenized."""
 
+from array import array
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api.answer import Answer, answer, fit
 from nanovllm.serve.api.completions import token_ids
@@ -14,6 +16,8 @@ from nanovllm.serve.request import Completion
 
 if TYPE_CHECKING:
     from nanovllm.serve.front import Front
+
+_FILTERS = ("temperature", "top_p", "top_k", "min_p")
 
 
 class _NoText:
@@ -56,6 +60,8 @@ class GenerateAnswer(Answer):
             versions = completion.weight_versions or [(0, 0, completion.num_tokens)]
             found["weight_versions"] = [{"version": str(v), "start": begin, "end": end} for v, begin, end in versions]
             found["stop_reason"] = completion.stop_reason
+        if self.params.get("sampling_mask"):
+            found["sampling_mask"] = [None if ids is None else array("i", ids).tolist() for ids in completion.kept]
         return found
 
     def response(self) -> bytes:
@@ -76,8 +82,12 @@ async def generate(front: "Front", call: Call) -> None:
     given = api.convert(api.GenerateFields, await call.json())
     if given.output_mode not in (None, "tokens"):
         raise bad_request("output_mode: must be 'tokens'; /v1/completions has text", "output_mode")
+    wanted = dict(given.sampling_params)
+    masked = wanted.pop("sampling_mask", False)
+    if masked is not False and (masked is not True or given.stream):
+        raise bad_request("sampling_mask: must be true or false, and not with stream=true", "sampling_mask")
     names = ("model", "stream", "stream_options", "cache_salt", "priority", "return_token_ids")
-    body = given.sampling_params | {name: value for name in names if (value := getattr(given, name)) is not None}
+    body = wanted | {name: value for name in names if (value := getattr(given, name)) is not None}
     fields, ignored = api.read(api.CompletionFields, body | {"prompt": given.token_ids}, front.options.strict_fields)
     front.note_ignored(call, ignored)
     front.check_model(fields.model)
@@ -86,6 +96,10 @@ async def generate(front: "Front", call: Call) -> None:
     prompt, room = fit(front, token_ids(front, fields, given.token_ids), fields, asked)
     longest = max(room, fields.min_tokens or 0)
     params = api.sampling_fields(fields, front.defaults, longest, fields.logprobs, api.structured(fields))
+    if masked:
+        if not SamplingParams(**{name: params[name] for name in _FILTERS if name in params}).filters:
+            raise bad_request("sampling_mask: needs top_p, top_k or min_p: all ids are kept", "sampling_mask")
+        params["sampling_mask"] = True
     if given.request_id is not None:
         call.name(given.request_id)
     await answer(call, GenerateAnswer(front, call, fields, [prompt], params), params, [room])

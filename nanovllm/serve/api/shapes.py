@@ -194,6 +194,7 @@ class GeneratedChoice(Shape):
     finish_reason: FinishReason | None
     stop_reason: int | str | UnsetType | None = UNSET
     weight_versions: list[WeightSpan] | UnsetType = UNSET
+    sampling_mask: list[list[int] | None] | UnsetType = UNSET
 
 
 class GeneratedChunk(Shape):
