@@ -266,6 +266,9 @@ class ModelRunner(WeightCommands):
         """Takes rank 0's `choices` of kernels and captures every step shape; returns their number."""
         if choices:
             tuning.apply(self.model, choices, fused=self.group.size == 1)
+        if self.config.exact_bits is not None and self.device.type == "cuda":
+            with self.io.stream_context(), self._products():
+                tuning.check_order(self.model, self.config.max_num_batched_tokens)
         if self.no_graphs_because is not None:
             return 0
         with self.io.stream_context(), self._products():

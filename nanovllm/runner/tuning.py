@@ -4,6 +4,7 @@ Ranks must take the same kernels, or their sums would differ in rounding, and re
 only with the same choices. The decisions are data (kernels/gemm/choice.py); nothing is timed when an engine starts.
 """
 
+import logging
 from collections.abc import Iterator
 
 import torch
@@ -11,11 +12,27 @@ from torch import nn
 
 from nanovllm.kernels.base.device import supports_tma
 from nanovllm.kernels.gemm import fixed_order
-from nanovllm.kernels.gemm.choice import LIBRARY, Choices, Gemm, GemmTable, load, merges_before, shipped_table
+from nanovllm.kernels.gemm.choice import (
+    LIBRARY,
+    Choices,
+    Gemm,
+    GemmConfig,
+    GemmTable,
+    Ranges,
+    load,
+    merges_before,
+    shipped_table,
+)
+from nanovllm.kernels.gemm.dispatch import matmul
+from nanovllm.kernels.pointwise.norm import add_up
 from nanovllm.layers.linear import ParallelLinear
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.wire.shapes import decode_buckets
+
+logger = logging.getLogger(__name__)
+
+_ROWS_CHECKED, _HEAD_ROWS_CHECKED = 4096, 512
 
 
 def table_for(device: torch.device, path: str | None) -> GemmTable:
@@ -82,3 +99,36 @@ def fix_order(model: nn.Module, table: GemmTable, group: TensorParallelGroup) ->
         gemm = linear.gemm(group.size == 1)
         leaves = fixed_order.leaves_of(gemm.k * group.size) // group.size if group.exact_bits == "tp" else 0
         linear.ranges = fixed_order.ranges(gemm, table, linear.takes_parts, leaves, group.device.type == "cpu")
+
+
+def check_order(model: nn.Module, most_rows: int) -> None:
+    """Makes sure, for the weights of every shape, that all choices of `fix_order` give all rows the same bits on this
+    device, in steps of up to `most_rows` rows. Where the library has another order our own tiles take its place, with
+    a warning."""
+    found: dict[Gemm, list[ParallelLinear]] = {}
+    for linear in linears(model):
+        found.setdefault(linear.gemm(True), []).append(linear)
+    for gemm, alike in found.items():
+        by_rows, most = alike[0].ranges, min(_HEAD_ROWS_CHECKED if gemm.kind == "head" else _ROWS_CHECKED, most_rows)
+        if differing := rows_that_differ(alike[0].weight, by_rows, most):
+            logger.warning("%s: the library's order of sums varies (rows %s); our tiles multiply", gemm, differing)
+            for linear in alike:
+                linear.ranges = fixed_order.without_library(by_rows)
+
+
+def rows_that_differ(weight: torch.Tensor, by_rows: Ranges, most_rows: int) -> list[int]:
+    """Numbers of rows up to `most_rows`, of those around the ends of ranges and some between, for which `by_rows` gives
+    some row of a random x other bits than its first configuration."""
+    make = torch.Generator(weight.device).manual_seed(0)
+    x = torch.randn(most_rows, weight.shape[1], generator=make, device=weight.device).to(weight.dtype)
+    tried = {rows for most, _ in by_rows for rows in (most, most + 1)} | {3, 100, 257, 300, 512, 1000, 2048, most_rows}
+    expected = _whole(x, weight, by_rows[0][1])
+    return [
+        rows for rows in sorted(tried) if rows <= most_rows and not torch.equal(
+            _whole(x[:rows], weight, next(config for most, config in by_rows if rows <= most)), expected[:rows])
+    ]  # fmt: skip
+
+
+def _whole(x: torch.Tensor, weight: torch.Tensor, config: GemmConfig) -> torch.Tensor:
+    y = matmul(x, weight, config)
+    return y if y.dim() == 2 else add_up(y, x.dtype)

@@ -9,8 +9,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from nanovllm.kernels.gemm import decode
-from nanovllm.kernels.gemm.choice import Gemm, GemmConfig, shipped_table
-from nanovllm.kernels.gemm.fixed_order import LEAVES, leaves_of, linear_in_blocks, ranges
+from nanovllm.kernels.gemm.choice import LIBRARY, Gemm, GemmConfig, shipped_table
+from nanovllm.kernels.gemm.fixed_order import ANY_ROWS, LEAVES, leaves_of, linear_in_blocks, ranges, without_library
+from nanovllm.runner.tuning import rows_that_differ
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TABLE = shipped_table("NVIDIA H200")
@@ -54,6 +55,16 @@ def test_leaves_in_the_decode_kernel() -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="parts of whole steps"):
         decode.linear(x, weight, GemmConfig("decode", 64, 16, 128, 3, leaves=8))
+
+
+def test_an_order_that_varies_is_noticed_and_replaced() -> None:
+    torch.manual_seed(3)
+    weight, blocks = torch.randn(40, 333), GemmConfig("blocks")
+    assert rows_that_differ(weight, ((8, blocks), (ANY_ROWS, blocks)), 300) == []
+    differing = rows_that_differ(weight, ((8, blocks), (ANY_ROWS, LIBRARY)), 300)
+    assert differing and min(differing) > 8
+    replaced = without_library(((8, blocks), (64, LIBRARY), (ANY_ROWS, GemmConfig("split", split_k=2))))
+    assert [(config.kernel, config.parts) for _, config in replaced] == [("blocks", 1), ("decode", 1), ("decode", 2)]
 
 
 @pytest.mark.parametrize(("kind", "n", "k"), SHAPES)

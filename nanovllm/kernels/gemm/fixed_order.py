@@ -14,6 +14,7 @@ tests show that they do not.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -64,6 +65,12 @@ def ranges(gemm: Gemm, table: GemmTable, takes_parts: bool, leaves: int, on_cpu:
     return ranges_of([*((rows, _for_rows(gemm, rows, measured, parts, many)) for rows in ends), (ANY_ROWS, many)])
 
 
+def without_library(by_rows: Ranges) -> Ranges:
+    """The same with a kernel of our own where the library would multiply."""
+    return tuple((most, replace(_ANY_TILES, split_k=config.parts) if config.kernel in ("library", "split") else config)
+                 for most, config in by_rows)  # fmt: skip
+
+
 def _for_rows(gemm: Gemm, rows: int, measured: Ranges, parts: int, otherwise: GemmConfig) -> GemmConfig:
     """What was measured for so many rows, if it cuts K into so many parts; else what we have for few rows."""
     config = next((config for most, config in measured if rows <= most), None)
@@ -91,6 +98,7 @@ _OWN: dict[int, Ranges] = {
 """By parts of K: what is launched for few rows, where the library leaves the memory idle."""
 _GATED = GemmConfig("decode", 64, 32, 128, 5)
 """The same for gate and up, of which a program has a tile each."""
+_ANY_TILES = GemmConfig("decode", 128, 128, 64, 4, num_warps=8)
 _TREE_TILES = ((32, 64, 32, 5, 4), (256, 64, 64, 4, 8), (ANY_ROWS, 64, 128, 4, 8))
 """Most rows; weight rows and rows of a tile, stages, warps."""
 
