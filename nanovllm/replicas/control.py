@@ -32,6 +32,8 @@ class ReplicaControl(LLMEngine):
     _weights_replaced: bool
     _lost_asleep: list[int]
     """Replicas to start again when the others wake up."""
+    _lost_stale: list[int]
+    """Replicas to start again when all weights come anew: their checkpoint has others."""
 
     def _take_in(self, event: Any, columns: StepColumns) -> None:
         raise NotImplementedError
@@ -82,13 +84,15 @@ class ReplicaControl(LLMEngine):
                 self._take_in(event, self._unreported)
 
     def begin_update(self, in_flight: str, partial: bool) -> None:
-        """A replica that is lost from here on is not started again: its checkpoint holds other weights."""
+        """Of all weights, it waits for replicas to start that were lost since the update before."""
         self._require_awake("weights")
         if in_flight not in IN_FLIGHT:
             refuse("in_flight", in_flight, "one of " + ", ".join(map(repr, IN_FLIGHT)))
         if not self.lacks_weights:
             self._raise_failure()
         self._weights_replaced = True
+        while self._lost_stale and not partial:
+            self._start_again(self._lost_stale.pop())
         self._router.forget_cached()
         self._error = incomplete("an update of the weights has begun and did not finish")
         self._ask("begin_update", in_flight, partial)

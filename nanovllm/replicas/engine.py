@@ -70,6 +70,8 @@ class ReplicatedEngine(ReplicaControl):
         """To the last call."""
         self._lost_asleep: list[int] = []
         """Replicas to start again when the others wake up."""
+        self._lost_stale: list[int] = []
+        """Replicas to start again when all weights come anew: their checkpoint has others."""
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -298,10 +300,13 @@ class ReplicatedEngine(ReplicaControl):
         self._links[number] = None
         link.close(patience=0)
         bound = self._router.leave(number)
-        if not self._weights_replaced and self._num_restarts[number] < MOST_RESTARTS and not self._closed:
+        if self._num_restarts[number] < MOST_RESTARTS and not self._closed:
             self._num_restarts[number] += 1
-            logger.warning("replica %d was lost and is started again: %s", number, reason)
-            if self.asleep:
+            when = " with the next weights" if self._weights_replaced else ""
+            logger.warning("replica %d was lost and is started again%s: %s", number, when, reason)
+            if self._weights_replaced:
+                self._lost_stale.append(number)
+            elif self.asleep:
                 self._lost_asleep.append(number)
             else:
                 self._start_again(number)

@@ -5,6 +5,7 @@ import pickle
 import queue
 import threading
 import time
+import traceback
 from collections import deque
 from typing import Any
 
@@ -39,7 +40,11 @@ class ReplicaActor:
     @ray.method(concurrency_group="down")
     def handle(self, packed: bytes) -> None:
         """A message of the front."""
-        self._replica.handle(pickle.loads(packed))
+        try:
+            self._replica.handle(pickle.loads(packed))
+        except Exception as error:
+            traceback.print_exc()
+            self._said.put(Lost(f"{type(error).__name__}: {error}"))
 
     @ray.method(concurrency_group="up")
     def poll(self) -> bytes:

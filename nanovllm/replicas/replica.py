@@ -10,6 +10,7 @@ import queue
 import signal
 import sys
 import threading
+import traceback
 from array import array
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -198,6 +199,8 @@ def _receive(link: Connection, replica: Replica, starts: "queue.SimpleQueue[Star
                 replica.handle(message)
     except (EOFError, OSError):
         pass
+    except Exception:
+        traceback.print_exc()
     finally:
         os._exit(1)  # ranks end with this process
 

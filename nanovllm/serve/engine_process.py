@@ -92,7 +92,8 @@ class EngineProcess:
         from nanovllm.models.registry import resolve_model_folder
 
         self._send(frames.Progress("finding the model's files", 0))
-        config = resolve_model_folder(EngineConfig.from_options(start.model, **start.options))
+        given = EngineConfig.from_options(start.model, **start.options)
+        config = resolve_model_folder(given)
         self._send(frames.Progress("importing", 10, config.tokenizer or config.model))
         from nanovllm.llm import start_engine
 
@@ -107,7 +108,8 @@ class EngineProcess:
                 self._send(frames.Progress(name, percent))
 
         report("load", 0.0)
-        return start_engine(config, report)
+        # Nodes of a cluster find a hub id's files by themselves.
+        return start_engine(given if given.data_parallel_backend == "ray" else config, report)
 
     def _serve(self, engine: "LLMEngine", admin: AdminCalls) -> None:
         from nanovllm.engine.step_clock import StepClock
@@ -294,7 +296,7 @@ def describe(engine: "LLMEngine") -> dict[str, Any]:
         "model": config.model,
         "tokenizer": config.tokenizer or config.model,
         "max_model_len": engine.max_total_tokens,
-        "max_num_seqs": config.max_num_seqs,
+        "max_num_seqs": config.max_num_seqs * config.data_parallel_size,
         "vocab_size": model.vocab_size,
         "eos_token_ids": list(model.eos_token_ids),
         "num_kv_tokens": engine.scheduler.capacity_tokens,

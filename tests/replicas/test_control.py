@@ -1,5 +1,7 @@
 """What a trainer or a server does to several replicas as one; the rest is in tests/rollouts, which has replicas too."""
 
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,6 +74,20 @@ def test_replicas_that_differ_are_told_apart(llm: LLM) -> None:
     with pytest.raises(RuntimeError, match=r"replicas hold different values of model.norm.weight"):
         llm.checksum()
     llm.engine.executor._ask = asked  # type: ignore[attr-defined]
+
+
+def test_a_replica_that_was_lost_comes_back_with_the_next_weights(llm: LLM) -> None:
+    """Until then none runs with the weights of the checkpoint, which others have replaced."""
+    llm.load_weights(DEMO)
+    expected = llm.checksum()
+    lost = llm.engine._links[1]  # type: ignore[attr-defined]
+    os.kill(lost.pid, signal.SIGKILL)
+    while lost in llm.engine._links:  # type: ignore[attr-defined]
+        llm.generate(PROMPTS, SamplingParams(max_tokens=4), use_tqdm=False)
+    assert llm.engine_info()["num_replicas"] == 1
+    llm.load_weights(DEMO)
+    assert llm.engine_info()["num_replicas"] == 2
+    assert llm.engine._ask("checksum") == [expected] * 2  # type: ignore[attr-defined]
 
 
 def test_a_full_queue_refuses(llm: LLM) -> None:
