@@ -60,9 +60,19 @@ _DECODE_GATED = [
     (64, 32, 128, 5, 4), (32, 64, 128, 6, 4), (64, 64, 128, 4, 4), (128, 64, 64, 5, 8), (64, 128, 64, 6, 8),
     (64, 32, 64, 5, 4),
 ]  # fmt: skip
-_FP8 = {16: [(64, 16, 6, 4)], 32: [(64, 32, 5, 4)], 64: [(64, 64, 5, 4)], 256: [(64, 64, 5, 4), (64, 128, 3, 4)]}
+_FP8 = {
+    16: [(64, 16, 128, 6, 4), (64, 16, 256, 4, 4)],
+    32: [(64, 32, 128, 5, 4), (64, 32, 256, 4, 4)],
+    64: [(64, 64, 128, 5, 4), (64, 64, 256, 3, 4)],
+    256: [(64, 128, 128, 3, 4), (64, 128, 256, 2, 4)],
+}
 """By the most rows."""
-_FP8_GATED = {16: [(64, 16, 5, 4)], 32: [(64, 32, 5, 4)], 64: [(64, 64, 4, 4)], 256: [(64, 128, 3, 8)]}
+_FP8_GATED = {
+    16: [(64, 16, 128, 5, 4), (64, 16, 256, 3, 4)],
+    32: [(64, 32, 128, 5, 4), (64, 32, 256, 3, 4)],
+    64: [(64, 64, 128, 4, 4), (64, 64, 256, 2, 4)],
+    256: [(64, 128, 128, 3, 8)],
+}
 _FP8_FEW_ROWS = [
     (8, 1024, 4, 4), (8, 1024, 2, 4), (16, 1024, 2, 4), (4, 1024, 4, 4), (8, 2048, 2, 4), (16, 512, 4, 8),
     (4, 2048, 2, 2),
@@ -95,8 +105,8 @@ def contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
         by_rows = _FP8_GATED if gemm.kind == "gate_up" else _FP8
         if rows <= 4:
             found += [GemmConfig("fma", n, 0, k, stages, 1, warps) for n, k, stages, warps in _FP8_FEW_ROWS]
-        for n, m, stages, warps in next(tiles for most, tiles in by_rows.items() if rows <= most):
-            found += [GemmConfig("decode", n, m, 128, stages, split_k, warps) for split_k in (1, 2, 3, 4)]
+        for n, m, k, stages, warps in next(tiles for most, tiles in by_rows.items() if rows <= most):
+            found += [GemmConfig("decode", n, m, k, stages, split_k, warps) for split_k in (1, 2, 3, 4)]
         return [config for config in found if not misfit(gemm, config)]
     if rows <= SKINNY_ROWS:
         if rows <= 4:

@@ -26,7 +26,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 1e-3 if DEVICE == "cuda" else 1e-6
 """Of the largest result: tensor cores keep some 14 bits within a group of 128."""
 WEIGHTS_LEFT = GemmConfig("decode", 64, 16, 128, 3)
-X_LEFT = GemmConfig("decode", 32, 64, 128, 3)
+X_LEFT = GemmConfig("decode", 32, 64, 256, 2)
 
 
 def inputs(rows: int, k: int, seed: int = 0) -> torch.Tensor:
@@ -85,7 +85,7 @@ def already_rounded(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("config", [WEIGHTS_LEFT, X_LEFT], ids=["weights left", "x left"])
 @pytest.mark.parametrize(
-    ("n", "k", "rows_each", "in_blocks"), [(192, 320, 128, True), (96, 256, 32, True), (80, 272, 1, False)]
+    ("n", "k", "rows_each", "in_blocks"), [(192, 320, 128, True), (96, 400, 32, True), (80, 400, 1, False)]
 )
 def test_products_times_both_scales(config: GemmConfig, n: int, k: int, rows_each: int, in_blocks: bool) -> None:
     """By the kernel, in parts of K, and by the twin; of activations that it rounds itself, and that come rounded."""

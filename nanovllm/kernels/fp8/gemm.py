@@ -109,7 +109,7 @@ def _launch(
     (rows, k), values = tuple(x.shape), weight.values
     if values.shape[1] != k or k % 16 or not values.is_contiguous():
         raise ValueError(f"weight {list(values.shape)} does not fit x {list(x.shape)}, or K is no multiple of 16")
-    if config.block_k != GROUP or config.split_k > triton.cdiv(k, GROUP):
+    if config.block_k % GROUP or config.split_k > triton.cdiv(k, config.block_k):
         raise ValueError(f"{config}: must take steps of {GROUP} columns, and some for each of its parts, K = {k}")
     operand, x_scale, _ = _rounded(x, weight)
     columns = PREFETCH_BYTES // (config.block_n * (2 if gated else 1))
@@ -119,8 +119,9 @@ def _launch(
         TensorDescriptor(operand, [readable, k], [k, 1], [config.block_m, GROUP]), x_scale,
         TensorDescriptor(values, list(values.shape), [k, 1], [config.block_n, GROUP]),
         values, weight.scale, out, rows=rows, scale_stride=x_scale.stride(1), n_out=n_out, k=k,
-        groups=weight.scale.shape[1], BLOCK_N=config.block_n, BLOCK_M=config.block_m, STAGES=config.stages,
-        ROWS_EACH=weight.rows_each, IN_BLOCKS=weight.in_blocks, GATED=gated, PARTS=config.split_k > 1,
+        groups=weight.scale.shape[1], BLOCK_N=config.block_n, BLOCK_M=config.block_m, BLOCK_K=config.block_k,
+        STAGES=config.stages, ROWS_EACH=weight.rows_each, IN_BLOCKS=weight.in_blocks, GATED=gated,
+        PARTS=config.split_k > 1,
         X_LEFT=config.block_n < 64 or config.block_m >= 128,
         PREFETCH=max(BLOCK, min(columns, triton.next_power_of_2(k))), num_warps=config.num_warps,
         **pdl_options(values.device, pdl and rows <= 256),

@@ -34,10 +34,10 @@ def add_group(
     products = _products(x, w, X_LEFT)
     if IN_BLOCKS:
         if ROWS_EACH % BLOCK_N == 0:
-            x_scale *= tl.load(SCALE + first // ROWS_EACH * groups + group)
+            x_scale *= tl.load(SCALE + first // ROWS_EACH * groups + group, mask=group < groups, other=0.0)
         else:
             row = tl.minimum(first + tl.arange(0, BLOCK_N), end - 1)
-            scale = tl.load(SCALE + row // ROWS_EACH * groups + group)
+            scale = tl.load(SCALE + row // ROWS_EACH * groups + group, mask=group < groups, other=0.0)
             products *= scale[None, :] if X_LEFT else scale[:, None]
     return acc + products * (x_scale[:, None] if X_LEFT else x_scale[None, :])
 
@@ -52,7 +52,7 @@ def times_rows(acc, SCALE, first, end, BLOCK_N: tl.constexpr, X_LEFT: tl.constex
 @triton.jit(do_not_specialize=["rows", "scale_stride"])
 def fp8_gemm_kernel(
     X, X_SCALE, W, w_ptr, SCALE, out_ptr, rows, scale_stride, n_out, k, groups,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, ROWS_EACH: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ROWS_EACH: tl.constexpr,
     IN_BLOCKS: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr, X_LEFT: tl.constexpr, PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -63,12 +63,12 @@ def fp8_gemm_kernel(
     """
     split, splits = tl.program_id(2), tl.num_programs(2)
     first_row, first_col = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
-    steps = tl.cdiv(k, 128)
+    steps = tl.cdiv(k, BLOCK_K)
     begin, end = steps * split // splits, steps * (split + 1) // splits
     if PDL:
-        _prefetch(w_ptr, first_col, n_out, begin * 128, k, BLOCK_N, PREFETCH)
+        _prefetch(w_ptr, first_col, n_out, begin * BLOCK_K, k, BLOCK_N, PREFETCH)
         if GATED:
-            _prefetch(w_ptr, n_out + first_col, 2 * n_out, begin * 128, k, BLOCK_N, PREFETCH)
+            _prefetch(w_ptr, n_out + first_col, 2 * n_out, begin * BLOCK_K, k, BLOCK_N, PREFETCH)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
@@ -77,18 +77,20 @@ def fp8_gemm_kernel(
     if GATED:
         up = tl.zeros(acc.shape, dtype=tl.float32)
     for step in tl.range(begin, end, num_stages=STAGES):
-        x = X.load([first_row, step * 128])
-        x_scale = tl.load(X_SCALE + step * scale_stride + row, mask=row < rows, other=0.0)
-        w = W.load([first_col, step * 128])
-        acc = add_group(
-            acc, x, w, x_scale, SCALE, first_col, n_out, step, groups, BLOCK_N, ROWS_EACH, IN_BLOCKS, X_LEFT
-        )
-        if GATED:
-            w = W.load([n_out + first_col, step * 128])
-            up = add_group(
-                up, x, w, x_scale, SCALE, n_out + first_col, 2 * n_out, step, groups,
-                BLOCK_N, ROWS_EACH, IN_BLOCKS, X_LEFT,
-            )  # fmt: skip
+        for part in tl.static_range(BLOCK_K // 128):
+            group = step * (BLOCK_K // 128) + part
+            x = X.load([first_row, group * 128])
+            x_scale = tl.load(X_SCALE + group * scale_stride + row, mask=(row < rows) & (group * 128 < k), other=0.0)
+            w = W.load([first_col, group * 128])
+            acc = add_group(
+                acc, x, w, x_scale, SCALE, first_col, n_out, group, groups, BLOCK_N, ROWS_EACH, IN_BLOCKS, X_LEFT
+            )
+            if GATED:
+                w = W.load([n_out + first_col, group * 128])
+                up = add_group(
+                    up, x, w, x_scale, SCALE, n_out + first_col, 2 * n_out, group, groups,
+                    BLOCK_N, ROWS_EACH, IN_BLOCKS, X_LEFT,
+                )  # fmt: skip
 
     if not IN_BLOCKS:
         acc = times_rows(acc, SCALE, first_col, n_out, BLOCK_N, X_LEFT)
