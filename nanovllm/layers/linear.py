@@ -210,7 +210,7 @@ class MergedColumnParallelLinear(ParallelLinear):
         """This layer as gate and up, SiLU(gate) * up: [T, in] -> [T, out / 2]. rounds: the kernel of the activation may
         round it to e4m3."""
         config = self.choice(x.shape[0])
-        if config.kernel not in ("decode", "int4") or self.bias is not None:
+        if config.kernel not in ("decode", "int4", "int4_whole") or self.bias is not None:
             return (kernels.silu_mul_fp8 if rounds else kernels.silu_mul)(self(x))
         if isinstance(self.quantized, FP8Matrix):
             return self.quantized.linear_silu_mul(x, config)

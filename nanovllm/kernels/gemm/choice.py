@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-Kernel = Literal["library", "split", "fma", "stream", "decode", "int4", "blocks"]
+Kernel = Literal["library", "split", "fma", "stream", "decode", "int4", "int4_whole", "blocks"]
 
 SKINNY_ROWS = 16
 """Most rows of the skinny kernels, "fma" and "stream"."""
@@ -59,7 +59,8 @@ class GemmConfig:
 
     kernel: "library": cuBLAS. "split": cuBLAS over split_k equal parts of K, whose float32 sums go to the consumer.
     "fma", "stream": skinny.py. "decode": decode.py; its consumer too gets split_k sums where there are several. "int4":
-    int4.py, for weights of 4 bits. "blocks": fixed_order.py, a CPU's way to bits that do not depend on the rows.
+    int4.py, for weights of 4 bits; "int4_whole" adds up the parts itself. "blocks": fixed_order.py, a CPU's way to bits
+    that do not depend on the rows.
     block_n: weight rows of a tile (for "decode" with the activation: gates, and as many ups). block_m: rows of x of a
     tile. block_k: columns of a step. stages: steps in flight. split_k: parts of K that are computed side by side.
 
@@ -85,12 +86,12 @@ class GemmConfig:
     @property
     def is_own(self) -> bool:
         """A kernel of our own, which lets the next kernel start before it ends (PDL)."""
-        return self.is_skinny or self.kernel in ("decode", "int4")
+        return self.is_skinny or self.kernel in ("decode", "int4", "int4_whole")
 
     @property
     def parts(self) -> int:
         """Sums over parts of K that the consumer gets as float32 [parts, rows, n]; 1: the result [rows, n]."""
-        return 1 if self.is_skinny else self.split_k
+        return 1 if self.is_skinny or self.kernel == "int4_whole" else self.split_k
 
 
 LIBRARY = GemmConfig()
@@ -105,7 +106,7 @@ def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True) -> str:
     n, k = gemm.n, gemm.k
     if config.kernel == "library":
         return ""
-    if (gemm.dtype == INT4) != (config.kernel == "int4"):
+    if (gemm.dtype == INT4) != (config.kernel in ("int4", "int4_whole")):
         return f"{config.kernel!r} does not multiply by weights of {gemm.dtype}"
     if gemm.dtype == FP8:
         reason = _fp8_misfit(k, config)
@@ -182,14 +183,18 @@ def _fp8_fallback(gemm: Gemm, rows: int) -> GemmConfig:
 
 
 def int4_config(gemm: Gemm, rows: int) -> GemmConfig:
-    """For 4-bit weights: tiles that hold all rows up to 64, and parts of K as for FP8."""
+    """For 4-bit weights: tiles that hold all rows up to 64, and as many parts of K as keep two or more programs on each
+    processor."""
     if rows > INT4_ROWS:
         return LIBRARY
     block_n, block_m, stages = next(tile for tile in _INT4_TILES if rows <= tile[1] or tile is _INT4_TILES[-1])
     programs, parts = -(-gemm.n // block_n) * -(-rows // block_m), 1
-    while gemm.kind in SUMMED and parts < 8 and programs * parts < 2 * _PROCESSORS and gemm.k >= 1024 * parts:
+    while parts < 8 and programs * parts < 2 * _PROCESSORS and gemm.k >= 512 * parts:
         parts *= 2
-    return GemmConfig("int4", block_n, block_m, 128, stages, parts, 4)
+    if gemm.kind in SUMMED or parts == 1:
+        return GemmConfig("int4", block_n, block_m, 128, stages, parts, 4)
+    fits = parts * programs * block_n * block_m <= SCRATCH_FLOATS
+    return GemmConfig("int4_whole", block_n, block_m, 128, stages, parts if fits else 1, 4)
 
 
 def stream_config(n: int, k: int, stages: int) -> GemmConfig:
@@ -297,7 +302,8 @@ def _checked(gemm: Gemm, most: int, config: GemmConfig) -> GemmConfig:
     if config.kernel not in get_args(Kernel) or config.kernel == "blocks":
         raise ValueError(f"{gemm}: kernel {config.kernel!r} is none of {get_args(Kernel)}")
     numbers = [getattr(config, field.name) for field in fields(config) if field.name != "kernel"]
-    bounds = {"fma": SKINNY_ROWS, "stream": SKINNY_ROWS, "decode": DECODE_ROWS, "int4": INT4_ROWS}
+    bounds = {"fma": SKINNY_ROWS, "stream": SKINNY_ROWS, "decode": DECODE_ROWS}
+    bounds |= {"int4": INT4_ROWS, "int4_whole": INT4_ROWS}
     sizes = [config.block_n, config.block_k, config.stages] if config.is_own else []
     if any(type(number) is not int or number < 0 for number in numbers) or not all([*sizes, config.num_warps]):
         raise ValueError(f"{gemm}: {config} has sizes that are no positive integers")

@@ -27,8 +27,8 @@ SPAN = 128
 WORDS = 32
 ZERO = 8
 """What stands for 0 where a weight has no zeros of its own."""
-PREFETCH_BYTES = 64 << 10
-"""Of a program's words, to bring into L2 before it may start."""
+PREFETCH_BYTES = 8 << 20
+"""Of all programs' words, to bring into L2 before they may start: more would drive out what other kernels use."""
 WIDENED_BYTES = 32 << 20
 """Of weights widened at a time: what is written is read again from the L2 cache."""
 
@@ -149,9 +149,11 @@ def multiply(x: Tensor, weight: Int4Weight, config: GemmConfig) -> Tensor:
     rows; with config.parts > 1 float32 [config.parts, M, n], sums over parts of k."""
     if config.kernel == "int4":
         return linear(x, weight, config)
+    if config.kernel == "int4_whole":
+        return linear_whole(x, weight, config)
     if not x.is_cuda or not HAS_TRITON or x.shape[0] > INT4_ROWS:
         return linear_widened(x, weight)
-    return linear(x, weight, int4_config(Gemm("", weight.n, weight.k, INT4, False), x.shape[0]))
+    return linear_whole(x, weight, int4_config(Gemm("", weight.n, weight.k, INT4, False), x.shape[0]))
 
 
 def linear(x: Tensor, weight: Int4Weight, config: GemmConfig, *, pdl: bool = True) -> Tensor:
@@ -208,6 +210,12 @@ def linear_silu_mul_reference(x: Tensor, weight: Int4Weight) -> Tensor:
     return silu_mul_reference(linear_reference(x, weight))
 
 
+def _prefetched(grid: tuple[int, int, int], block_n: int, blocks: int) -> int:
+    """Blocks of each program, a power of two: of PREFETCH_BYTES, and no more than it goes through."""
+    wanted = min(PREFETCH_BYTES // (grid[1] * grid[2] * block_n * 2 * WORDS), blocks // grid[2])
+    return 1 << (max(1, min(16, wanted)).bit_length() - 1)
+
+
 def _launch(
     x: Tensor, weight: Int4Weight, n_out: int, config: GemmConfig, out: Tensor, *, pdl: bool,
     norm: tuple[Tensor, float] | None = None, residual: Tensor | None = None, paired: bool = False, parts: bool = False,
@@ -234,7 +242,7 @@ def _launch(
         "RESIDUAL": residual is not None, "SPLIT_K": 1 if parts else config.split_k, "EVEN_K": k % SPAN == 0,
         "EVEN_N": n_out % outputs == 0, "PTX": x.is_cuda, "num_warps": config.num_warps,
         "OFFSET_LATER": x.dtype != torch.float16 and (config.block_m == 8 or config.num_warps < 4),
-        "PREFETCH": PREFETCH_BYTES // (config.block_n * 2 * WORDS), **pdl_options(x.device, pdl),
+        "PREFETCH": _prefetched(grid, config.block_n, blocks), **pdl_options(x.device, pdl),
     }  # fmt: skip
     gain, eps = (x, 0.0) if norm is None else norm
     int4_gemm_kernel[grid](

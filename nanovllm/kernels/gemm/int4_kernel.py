@@ -5,7 +5,9 @@ that operand. Seven instructions make eight weights of two words, plus an offset
 offset is taken off the sums: it times the sum of x, which a product by ones gives at the price of one instruction for
 16 columns, however many weight rows share it. Elsewhere each weight is freed of it first.
 
-A row's sum over K goes in an order that the shapes and the choice alone decide, and does not depend on the other rows.
+Programs that run at a time begin at different columns: all would ask for the same lines of x at once, which one slice
+of the L2 cache has. A row's sum over K goes in an order that the shapes and the choice alone decide, and does not
+depend on the other rows.
 """
 
 from nanovllm.kernels.base.device import prefetch_lines
@@ -103,12 +105,12 @@ def _silu_mul(y, ROWS: tl.constexpr, WIDTH: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _prefetch(
-    w_ptr, groups_ptr, begin, end, pid, n, n_out,
+    w_ptr, groups_ptr, begin, end, first_block, pid, n, n_out,
     BLOCK_N: tl.constexpr, GROUP: tl.constexpr, PAIRED: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """Brings a program's words and scales of the first PREFETCH blocks into L2. A line has 2 rows of words, or the
-    scales of 32; past the ends, what is there again."""
-    block = tl.minimum(begin + tl.arange(0, PREFETCH), end - 1)[:, None]
+    """Brings words and scales of the first PREFETCH blocks into L2, that a program goes through. A line has 2 rows of
+    words, or the scales of 32; past the end, what is there again."""
+    block = (begin + (first_block - begin + tl.arange(0, PREFETCH)) % (end - begin))[:, None]
     index = tl.arange(0, BLOCK_N // 2)
     lane = (index // 2) * 4 + index % 2 if PAIRED else index * 2
     row, _ = weight_rows(lane, pid, n_out, BLOCK_N, PAIRED)
@@ -138,15 +140,14 @@ def int4_gemm_kernel(
     blocks = tl.cdiv(k, SPAN)
     splits = tl.num_programs(2)
     begin, end = blocks * split // splits, blocks * (split + 1) // splits
+    first_block = begin + pid % (end - begin)
     w_rows, live = weight_rows(tl.arange(0, BLOCK_N), pid, n_out, BLOCK_N, PAIRED)
     if EVEN_N:
         live = w_rows >= 0
     word = tl.arange(0, WORDS)
     w_ptrs = w_ptr + tl.where(live, w_rows, 0)[:, None] * WORDS + word[None, :]
     if PDL:
-        _prefetch(
-            w_ptr, groups_ptr, begin, end, pid, n, n_out, BLOCK_N, GROUP, PAIRED, PREFETCH
-        )
+        _prefetch(w_ptr, groups_ptr, begin, end, first_block, pid, n, n_out, BLOCK_N, GROUP, PAIRED, PREFETCH)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
@@ -157,7 +158,8 @@ def int4_gemm_kernel(
         norm_scale = row_scales(x_ptr, rows, k, eps, ROWS, 512)[:, None]
     acc = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
     ones = tl.full([BLOCK_N, WORDS], 1.0, dtype)
-    for block in tl.range(begin, end, num_stages=STAGES):
+    for step in tl.range(first_block, first_block + end - begin, num_stages=STAGES):
+        block = tl.where(step < end, step, step - (end - begin))
         at = block * n
         if EVEN_N:
             words = tl.load(w_ptrs + at * WORDS)
