@@ -19,7 +19,6 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -38,6 +37,7 @@ from nanovllm.kernels.gemm.choice import (
     Gemm,
     GemmConfig,
     GemmTable,
+    Kernel,
     load,
     misfit,
     ranges_of,
@@ -80,10 +80,9 @@ _FP8_FEW_ROWS = [
 
 
 _INT4 = {
-    8: [(64, 6, 4), (64, 6, 1), (32, 8, 1), (128, 6, 4), (16, 8, 1)],
-    16: [(64, 6, 4), (64, 5, 1), (128, 5, 4), (32, 6, 1)],
-    32: [(64, 5, 4), (128, 4, 4), (128, 4, 8), (64, 4, 2)],
-    64: [(64, 4, 4), (128, 3, 4), (128, 4, 8)],
+    16: [(128, 5, 4), (64, 6, 4)],
+    32: [(128, 4, 8), (64, 5, 4)],
+    64: [(128, 3, 8), (64, 4, 4)],
     128: [(64, 3, 4), (128, 3, 8)],
 }
 """By rows of a tile: (weight rows, stages, warps)."""
@@ -92,9 +91,12 @@ _INT4 = {
 def int4_contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
     """What is worth timing for `rows` rows of a GEMM by 4-bit weights."""
     block_m = next((size for size in _INT4 if rows <= size), 128)
-    splits = (1, 2, 4, 8) if gemm.kind in SUMMED and rows <= 64 else (1,)
-    tiles = [GemmConfig("int4", n, block_m, 128, stages, 1, warps) for n, stages, warps in _INT4[block_m]]
-    found = [replace(tile, split_k=split_k) for tile in tiles for split_k in splits]
+    kernels: tuple[Kernel, ...] = ("int4", "int4_whole") if gemm.kind in SUMMED else ("int4_whole",)
+    found = [
+        GemmConfig(kernel, n, block_m, 128, stages, split_k, warps)
+        for n, stages, warps in _INT4[block_m] for kernel in kernels for split_k in (1, 2, 4, 8)
+        if (gemm.kind in SUMMED) <= (split_k > 1) and not (gemm.kind == "gate_up" and split_k > 2)
+    ]  # fmt: skip
     return [LIBRARY] * (rows > 64) + [config for config in found if not misfit(gemm, config)]
 
 

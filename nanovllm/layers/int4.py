@@ -1,6 +1,7 @@
 """4-bit weights of a linear layer: what it holds, and where a checkpoint's parts go."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,8 +23,8 @@ class Int4Matrix(nn.Module):
     (models/int4_tensors.py makes these of every layout). Where nothing is loaded the weight is zero.
     """
 
-    few_rows = int4
-    """Has the products that compute norm, activation and residual too."""
+    few_rows: Any = None
+    """No choice for 4-bit weights computes norm and residual too."""
 
     def __init__(
         self, quantization: Quantization, rows: int, columns: int, dtype: torch.dtype, device: torch.device

@@ -50,10 +50,9 @@ class Projection:
 
     def run(self, config: GemmConfig, index: int) -> torch.Tensor:
         weight = self.weights[index]
-        if self.gemm.kind == "gate_up" and config.split_k == 1:
+        if self.gemm.kind == "gate_up":
             return int4.linear_silu_mul(self.x, weight, config)
-        call = int4.linear if self.gemm.kind in SUMMED else int4.linear_whole
-        return self._followed(call(self.x, weight, config))
+        return self._followed(int4.multiply(self.x, weight, config))
 
     def _followed(self, product: torch.Tensor) -> torch.Tensor:
         if self.gemm.kind == "gate_up":
@@ -64,7 +63,8 @@ class Projection:
 
 
 def name_of(config: GemmConfig) -> str:
-    return f"{config.block_n}x{config.block_m}/{config.stages}s{config.split_k}k{config.num_warps}w"
+    whole = "whole-" if config.kernel == "int4_whole" else ""
+    return f"{whole}{config.block_n}x{config.block_m}/{config.stages}s{config.split_k}k{config.num_warps}w"
 
 
 def int4_gemm(setup: Setup) -> Iterator[Line]:
@@ -78,7 +78,7 @@ def int4_gemm(setup: Setup) -> Iterator[Line]:
                 "bf16": projection.library,
                 "widened": projection.widened,
             }
-            configs = [c for c in int4_contenders(gemm._replace(dtype=INT4), rows) if c.kernel == "int4"]
+            configs = [c for c in int4_contenders(gemm._replace(dtype=INT4), rows) if c.is_own]
             if setup.dry:  # the interpreter is slow
                 del configs[1:]
             calls |= {name_of(config): partial(projection.run, config) for config in configs}

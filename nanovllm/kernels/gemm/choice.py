@@ -31,8 +31,8 @@ INT4 = "int4"
 """Dtype, in this table, of weights of 4 bits (int4.py)."""
 INT4_ROWS = 512
 """Most rows of the kernel "int4"; for more rows weights are widened."""
-_INT4_TILES = ((64, 8, 6), (64, 16, 6), (128, 32, 4), (128, 64, 3))
-"""(weight rows, rows of x, stages)."""
+_INT4_TILES = ((128, 16, 5, 4), (128, 32, 4, 8), (128, 64, 3, 8), (64, 128, 3, 4))
+"""(weight rows, rows of x, stages, warps)."""
 _ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Dtypes that our kernels take, and their bytes; FP8 has kernels of its own (kernels/fp8/)."""
 _SHIPPED = Path(__file__).parent / "tuned"
@@ -187,14 +187,16 @@ def int4_config(gemm: Gemm, rows: int) -> GemmConfig:
     processor."""
     if rows > INT4_ROWS:
         return LIBRARY
-    block_n, block_m, stages = next(tile for tile in _INT4_TILES if rows <= tile[1] or tile is _INT4_TILES[-1])
+    block_n, block_m, stages, warps = next(tile for tile in _INT4_TILES if rows <= tile[1] or tile is _INT4_TILES[-1])
+    if block_m == 16 and gemm.n < 4096:
+        block_n = 64
     programs, parts = -(-gemm.n // block_n) * -(-rows // block_m), 1
     while parts < 8 and programs * parts < 2 * _PROCESSORS and gemm.k >= 512 * parts:
         parts *= 2
     if gemm.kind in SUMMED or parts == 1:
-        return GemmConfig("int4", block_n, block_m, 128, stages, parts, 4)
+        return GemmConfig("int4", block_n, block_m, 128, stages, parts, warps)
     fits = parts * programs * block_n * block_m <= SCRATCH_FLOATS
-    return GemmConfig("int4_whole", block_n, block_m, 128, stages, parts if fits else 1, 4)
+    return GemmConfig("int4_whole", block_n, block_m, 128, stages, parts if fits else 1, warps)
 
 
 def stream_config(n: int, k: int, stages: int) -> GemmConfig:

@@ -48,10 +48,10 @@ def store_tile(y, residual, lane, row, out_ptr, rows, pid, n_out, BLOCK_N: tl.co
 
 
 @triton.jit
-def arrive_last(counter_ptr, SPLIT_K: tl.constexpr):
-    """True in the last of SPLIT_K programs to get here, which also resets the counter for the next launch."""
+def arrive_last(counter_ptr, splits):
+    """True in the last of `splits` programs to get here, which also resets the counter for the next launch."""
     tl.debug_barrier()  # all threads' partial sums are written before the one atomic publishes them
-    last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == SPLIT_K - 1
+    last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == splits - 1
     tl.debug_barrier()
     if last:
         tl.store(counter_ptr, 0)

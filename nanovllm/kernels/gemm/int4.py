@@ -8,7 +8,6 @@ scratch memory that stays in the L2 cache, rounded to the dtype of x, and the li
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -176,29 +175,6 @@ def linear_silu_mul(x: Tensor, weight: Int4Weight, config: GemmConfig, *, pdl: b
     return _launch(x, weight, size, config, empty_rows(x.shape[0], size, x.dtype, x.device), paired=True, pdl=pdl)
 
 
-def norm_linear(
-    x: Tensor, norm_weight: Tensor, eps: float, weight: Int4Weight, config: GemmConfig, *, pdl: bool = True
-) -> Tensor:
-    """rms_norm(x) @ weight^T for x [M, k], norm_weight [k] -> [M, n]."""
-    return _launch(x, weight, weight.n, config, x.new_empty(x.shape[0], weight.n), norm=(norm_weight, eps), pdl=pdl)
-
-
-def norm_linear_silu_mul(
-    x: Tensor, norm_weight: Tensor, eps: float, weight: Int4Weight, config: GemmConfig, *, pdl: bool = True
-) -> Tensor:
-    """silu(gate) * up of rms_norm(x) [M, k] for gates and ups [2 I, k], gates first -> [M, I]."""
-    size = weight.n // 2
-    out = x.new_empty(x.shape[0], size)
-    return _launch(x, weight, size, config, out, norm=(norm_weight, eps), paired=True, pdl=pdl)
-
-
-def linear_residual(
-    x: Tensor, weight: Int4Weight, residual: Tensor, config: GemmConfig, *, pdl: bool = True
-) -> Tensor:
-    """residual [M, n] += x [M, k] @ weight^T in place, rounded once; returns residual."""
-    return _launch(x, weight, weight.n, config, residual, residual=residual, pdl=pdl)
-
-
 def linear_reference(x: Tensor, weight: Int4Weight) -> Tensor:
     """Plain twin of `linear_whole` and `linear_widened`."""
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -217,8 +193,8 @@ def _prefetched(grid: tuple[int, int, int], block_n: int, blocks: int) -> int:
 
 
 def _launch(
-    x: Tensor, weight: Int4Weight, n_out: int, config: GemmConfig, out: Tensor, *, pdl: bool,
-    norm: tuple[Tensor, float] | None = None, residual: Tensor | None = None, paired: bool = False, parts: bool = False,
+    x: Tensor, weight: Int4Weight, n_out: int, config: GemmConfig, out: Tensor, *, pdl: bool, paired: bool = False,
+    parts: bool = False,
 ) -> Tensor:  # fmt: skip
     """Fills and returns `out`."""
     rows, k = x.shape
@@ -231,23 +207,17 @@ def _launch(
     outputs = config.block_n // 2 if paired else config.block_n
     grid = (triton.cdiv(rows, config.block_m), triton.cdiv(n_out, outputs), config.split_k)
     scratch = counters = out
-    if config.split_k > 1 and not parts:
+    adds_up = config.split_k > 1 and not parts
+    if adds_up:
         scratch, counters = workspace(x.device, torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0)
         needed = config.split_k * grid[0] * config.block_m * grid[1] * config.block_n
         if needed > SCRATCH_FLOATS or grid[0] * grid[1] > counters.numel():
             raise ValueError(f"{config} needs more scratch than there is for {rows} rows of a weight [{weight.n}, {k}]")
-    fixed: dict[str, Any] = {
-        "ROWS": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.stages, "GROUP": weight.group,
-        "HAS_ZEROS": weight.has_zeros, "NORM": norm is not None, "PAIRED": paired, "PARTS": parts,
-        "RESIDUAL": residual is not None, "SPLIT_K": 1 if parts else config.split_k, "EVEN_K": k % SPAN == 0,
-        "EVEN_N": n_out % outputs == 0, "PTX": x.is_cuda, "num_warps": config.num_warps,
-        "OFFSET_LATER": x.dtype != torch.float16 and (config.block_m == 8 or config.num_warps < 4),
-        "PREFETCH": _prefetched(grid, config.block_n, blocks), **pdl_options(x.device, pdl),
-    }  # fmt: skip
-    gain, eps = (x, 0.0) if norm is None else norm
     int4_gemm_kernel[grid](
-        x, weight.words, weight.groups, gain, out,
-        out if residual is None else residual, scratch, counters,
-        rows=rows, n=weight.n, n_out=n_out, k=k, eps=eps, **fixed,
+        x, weight.words, weight.groups, out, scratch, counters, rows=rows, n=weight.n, n_out=n_out, k=k,
+        ROWS=config.block_m, BLOCK_N=config.block_n, STAGES=config.stages, GROUP=weight.group,
+        HAS_ZEROS=weight.has_zeros, PAIRED=paired, PARTS=parts, ADDS_UP=adds_up,
+        PREFETCH=_prefetched(grid, config.block_n, blocks), EVEN_K=k % SPAN == 0, EVEN_N=n_out % outputs == 0,
+        PTX=x.is_cuda, num_warps=config.num_warps, **pdl_options(x.device, pdl),
     )  # fmt: skip
     return out

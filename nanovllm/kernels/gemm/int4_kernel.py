@@ -1,9 +1,7 @@
 """y = x @ W^T with 4-bit weights, widened in registers: the kernels; int4.py has the layout, and launches them.
 
 Weights are the left operand of a matrix instruction: a thread's words, as they lie in memory, already are its part of
-that operand. Seven instructions make eight weights of two words, plus an offset. Where single warps multiply, the
-offset is taken off the sums: it times the sum of x, which a product by ones gives at the price of one instruction for
-16 columns, however many weight rows share it. Elsewhere each weight is freed of it first.
+that operand. Seven instructions make eight weights of two words, plus an offset, which is taken off with the zero.
 
 Programs that run at a time begin at different columns: all would ask for the same lines of x at once, which one slice
 of the L2 cache has. A row's sum over K goes in an order that the shapes and the choice alone decide, and does not
@@ -12,7 +10,7 @@ depend on the other rows.
 
 from nanovllm.kernels.base.device import prefetch_lines
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.gemm.epilogue import arrive_last, load_residual, store_tile, sum_splits, weight_rows
+from nanovllm.kernels.gemm.epilogue import arrive_last, store_tile, weight_rows
 
 SPAN: tl.constexpr = tl.constexpr(128)
 """Columns of a block: 32 words of 16 bits for each weight row, of which word i has the columns i, i + 32, i + 64 and
@@ -64,6 +62,19 @@ def _offset(dtype: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def _side_by_side(planes, part: tl.constexpr, SUB: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The columns [part * SUB, (part + 1) * SUB) of a block, [BLOCK_N, SUB]: no thread gives another anything."""
+    if SUB == 32:
+        return planes[part]
+    elif SUB == 64:
+        pair = tl.join(planes[2 * part], planes[2 * part + 1])
+        return tl.reshape(tl.permute(pair, 0, 2, 1), [BLOCK_N, SUB])
+    else:
+        four = tl.join(tl.join(planes[0], planes[1]), tl.join(planes[2], planes[3]))
+        return tl.reshape(tl.permute(four, 0, 3, 2, 1), [BLOCK_N, SUB])
+
+
+@triton.jit
 def _scale_and_zero(groups_ptr, at, live, dtype: tl.constexpr, HAS_ZEROS: tl.constexpr, PTX: tl.constexpr):
     """Of one group of the weight rows at `at`: the factor, and what stands for 0 in _unpacked. A pair of 16 bits each
     is read as one number of 32, the least that a pipelined copy takes."""
@@ -79,18 +90,6 @@ def _scale_and_zero(groups_ptr, at, live, dtype: tl.constexpr, HAS_ZEROS: tl.con
     else:
         zero = tl.full(at.shape, 8 + _offset(dtype, PTX), dtype)
     return scale[:, None], zero[:, None]
-
-
-@triton.jit
-def row_scales(x_ptr, rows, k, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """1 / rms of ROWS rows of x [rows, k], float32 [ROWS]."""
-    row = tl.arange(0, ROWS)[:, None]
-    total = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
-    for first in tl.range(0, k, WIDTH):
-        cols = first + tl.arange(0, WIDTH)[None, :]
-        x = tl.load(x_ptr + row * k + cols, mask=(row < rows) & (cols < k), other=0.0).to(tl.float32)
-        total += x * x
-    return tl.rsqrt(tl.sum(total, axis=1) / k + eps)
 
 
 @triton.jit
@@ -122,18 +121,17 @@ def _prefetch(
     prefetch_lines(groups_ptr + (group * n + tl.minimum(row, n - 1)[None, :]) * 2)
 
 
-@triton.jit(do_not_specialize=["rows", "eps"])
+@triton.jit(do_not_specialize=["rows"])
 def int4_gemm_kernel(
-    x_ptr, w_ptr, groups_ptr, norm_ptr, out_ptr, res_ptr, scratch_ptr, counter_ptr, rows, n, n_out, k, eps,
+    x_ptr, w_ptr, groups_ptr, out_ptr, scratch_ptr, counter_ptr, rows, n, n_out, k,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    NORM: tl.constexpr, PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, PARTS: tl.constexpr, SPLIT_K: tl.constexpr,
-    PREFETCH: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, OFFSET_LATER: tl.constexpr, PTX: tl.constexpr,
-    PDL: tl.constexpr,
+    PAIRED: tl.constexpr, PARTS: tl.constexpr, ADDS_UP: tl.constexpr,
+    PREFETCH: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of rows, tiles of weights, splits of k); x [rows, k], weights int16 [blocks of k, n, 32], groups
     [groups of k, n, 2] (scale, zero). GROUP: columns of a group; 0: all. out [rows, n_out]; with PARTS float32
-    [splits, rows, n_out]; else there are SPLIT_K, of which the last one adds up all. OFFSET_LATER: see above.
-    PREFETCH: blocks to bring into L2 before x may be read, a power of two."""
+    [splits, rows, n_out]. ADDS_UP: the last of several splits does so. PREFETCH: blocks
+    to bring into L2 before x may be read, a power of two."""
     dtype = x_ptr.dtype.element_ty
     first_row = tl.program_id(0) * ROWS
     pid, split = tl.program_id(1), tl.program_id(2)
@@ -154,10 +152,8 @@ def int4_gemm_kernel(
     row = tl.arange(0, ROWS)
     x_ptr += first_row.to(tl.int64) * k
     rows -= first_row
-    if NORM:
-        norm_scale = row_scales(x_ptr, rows, k, eps, ROWS, 512)[:, None]
+    SUB: tl.constexpr = SPAN if GROUP == 0 else GROUP
     acc = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
-    ones = tl.full([BLOCK_N, WORDS], 1.0, dtype)
     for step in tl.range(first_block, first_block + end - begin, num_stages=STAGES):
         block = tl.where(step < end, step, step - (end - begin))
         at = block * n
@@ -166,74 +162,57 @@ def int4_gemm_kernel(
         else:
             words = tl.load(w_ptrs + at * WORDS, mask=live[:, None], other=0)
         planes = _unpacked(words, dtype, PTX)
-        for plane in tl.static_range(4):
-            if plane == 0 or (GROUP > 0 and plane * WORDS % GROUP == 0):
-                group = 0 if GROUP == 0 else block * (SPAN // GROUP) + plane * WORDS // GROUP
-                scale, zero = _scale_and_zero(groups_ptr, group * n + w_rows, live, dtype, HAS_ZEROS, PTX)
-                part = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
-                sums = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
-            cols = block * SPAN + plane * WORDS + word
+        for part in tl.static_range(SPAN // SUB):
+            group = 0 if GROUP == 0 else block * (SPAN // SUB) + part
+            scale, zero = _scale_and_zero(groups_ptr, group * n + w_rows, live, dtype, HAS_ZEROS, PTX)
+            cols = block * SPAN + part * SUB + tl.arange(0, SUB)
             x_live = (row < rows)[:, None]
             if not EVEN_K:
                 x_live = x_live & (cols < k)[None, :]
             x = tl.load(x_ptr + row[:, None] * k + cols[None, :], mask=x_live, other=0.0)
-            if NORM:
-                gain = tl.load(norm_ptr + cols, mask=cols < k, other=0.0)[None, :].to(tl.float32)
-                unit = (x.to(tl.float32) * norm_scale).to(dtype).to(tl.float32)
-                x = (unit * gain).to(dtype)
-            if OFFSET_LATER:
-                part = tl.dot(planes[plane], tl.trans(x), part, input_precision="ieee")
-                sums = tl.dot(ones, tl.trans(x), sums, input_precision="ieee")
-            else:
-                part = tl.dot(planes[plane] - zero, tl.trans(x), part, input_precision="ieee")
-            if plane == 3 or (GROUP > 0 and (plane + 1) * WORDS % GROUP == 0):
-                if OFFSET_LATER:
-                    part -= zero.to(tl.float32) * sums
-                acc += scale.to(tl.float32) * part
+            numbers = _side_by_side(planes, part, SUB, BLOCK_N) - zero
+            sums = tl.dot(numbers, tl.trans(x), input_precision="ieee")
+            acc += scale.to(tl.float32) * sums
 
     _finish(
-        tl.trans(acc), out_ptr, res_ptr, scratch_ptr, counter_ptr, first_row, rows, n_out,
-        ROWS, BLOCK_N, SPLIT_K, PAIRED, RESIDUAL, PARTS,
+        tl.trans(acc), out_ptr, scratch_ptr, counter_ptr, first_row, rows, n_out,
+        ROWS, BLOCK_N, PAIRED, PARTS, ADDS_UP,
     )  # fmt: skip
 
 
 @triton.jit
 def _finish(
-    y, out_ptr, res_ptr, scratch_ptr, counter_ptr, first_row, rows, n_out,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, PAIRED: tl.constexpr, RESIDUAL: tl.constexpr,
-    PARTS: tl.constexpr,
+    y, out_ptr, scratch_ptr, counter_ptr, first_row, rows, n_out,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PAIRED: tl.constexpr, PARTS: tl.constexpr, ADDS_UP: tl.constexpr,
 ):  # fmt: skip
     """Stores y float32 [ROWS, BLOCK_N], or adds up the splits and stores the sum. rows: those from first_row on.
-    Scratch is float32 [SPLIT_K, tiles of rows, ROWS, tiles of weights x BLOCK_N]."""
+    Scratch is float32 [splits, tiles of rows, ROWS, tiles of weights x BLOCK_N]."""
     tile, pid, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row, lane = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_N)[None, :]
-    if SPLIT_K == 1 or PARTS:
+    if not ADDS_UP:
         out_ptr += split.to(tl.int64) * (rows + first_row) * n_out
-        _store(y, out_ptr, res_ptr, row, lane, first_row, rows, pid, n_out, ROWS, BLOCK_N, PAIRED, RESIDUAL)
+        _store(y, out_ptr, first_row, rows, pid, n_out, ROWS, BLOCK_N, PAIRED)
     else:
-        width = tl.num_programs(1) * BLOCK_N
-        at = (tile * ROWS + row) * width + pid * BLOCK_N + lane
+        width, splits = tl.num_programs(1) * BLOCK_N, tl.num_programs(2)
+        at = (tile * ROWS + tl.arange(0, ROWS)[:, None]) * width + pid * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         slab = tl.num_programs(0) * ROWS * width
         tl.store(scratch_ptr + split * slab + at, y)
-        if arrive_last(counter_ptr + tile * tl.num_programs(1) + pid, SPLIT_K):
-            y = sum_splits(scratch_ptr, at, slab, SPLIT_K)
-            _store(y, out_ptr, res_ptr, row, lane, first_row, rows, pid, n_out, ROWS, BLOCK_N, PAIRED, RESIDUAL)
+        if arrive_last(counter_ptr + tile * tl.num_programs(1) + pid, splits):
+            y = tl.zeros([ROWS, BLOCK_N], dtype=tl.float32)
+            for part in tl.range(0, splits):
+                # .cg, because L1 may hold a line as it was before another program wrote it
+                y += tl.load(scratch_ptr + part * slab + at, cache_modifier=".cg")
+            _store(y, out_ptr, first_row, rows, pid, n_out, ROWS, BLOCK_N, PAIRED)
 
 
 @triton.jit
 def _store(
-    y, out_ptr, res_ptr, row, lane, first_row, rows, pid, n_out,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PAIRED: tl.constexpr, RESIDUAL: tl.constexpr,
+    y, out_ptr, first_row, rows, pid, n_out, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PAIRED: tl.constexpr
 ):  # fmt: skip
-    out_ptr += first_row.to(tl.int64) * n_out
+    WIDTH: tl.constexpr = BLOCK_N // 2 if PAIRED else BLOCK_N
     if PAIRED:
-        y = _silu_mul(y, ROWS, BLOCK_N // 2, out_ptr.dtype.element_ty)
-        out_lane = tl.arange(0, BLOCK_N // 2)[None, :]
-        store_tile(y, 0.0, out_lane, row, out_ptr, rows, pid, n_out, BLOCK_N // 2, False)
-    else:
-        res_ptr += first_row.to(tl.int64) * n_out
-        residual = load_residual(res_ptr, lane, row, rows, pid, n_out, BLOCK_N, RESIDUAL)
-        store_tile(y, residual, lane, row, out_ptr, rows, pid, n_out, BLOCK_N, False)
+        y = _silu_mul(y, ROWS, WIDTH, out_ptr.dtype.element_ty)
+    row, lane = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
+    store_tile(y, 0.0, lane, row, out_ptr + first_row.to(tl.int64) * n_out, rows, pid, n_out, WIDTH, False)
 
 
 @triton.jit
