@@ -26,7 +26,7 @@ REQUESTS = make_requests()[1::2]
 FLIP = 0.02
 """Ranks add up in another order. That may round an activation to the next e4m3 number, which moves scores by about as
 much as this, where it moves them by 1e-5 without FP8: closer choices are near ties."""
-MODELS = ("blocks", "while loading", "experts in blocks")
+MODELS = ("blocks", "experts in blocks", "while loading")
 
 
 def checkpoint(kind: str, folder: Path) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def checkpoint(kind: str, folder: Path) -> dict[str, Any]:
     return {"model": str(quantize(folder, CONFIGS[kind]))}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[*MODELS[:2], pytest.param(MODELS[2], marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return checkpoint(request.param, tmp_path_factory.mktemp("fp8"))
 
@@ -211,7 +211,7 @@ def test_ranks_that_would_cut_a_group_of_columns_are_refused() -> None:
     assert RowParallelLinear(*layer, precision=Quantization()).quantized.weight.shape == (192, 128)
 
 
-@pytest.mark.parametrize("kind", ["blocks", "while loading"])
+@pytest.mark.parametrize("kind", ["blocks", pytest.param("while loading", marks=pytest.mark.slow)])
 def test_new_wide_weights_are_quantised_as_at_load(kind: str, tmp_path: Path) -> None:
     """The engine is then the one that starts with them, by its tokens and its checksums; on two ranks too."""
     old, new = checkpoint(kind, tmp_path / "old"), make_model(seed=8, **SHAPE)

@@ -45,7 +45,7 @@ _FP8_BY_AVERAGE = (
     (24.0, ExpertConfigs(GroupedConfig(32, 64, 128, 4), GroupedConfig(32, 64, 128, 5))),
     (64.0, ExpertConfigs(GroupedConfig(64, 64, 128, 4), GroupedConfig(64, 128, 128, 4))),
 )
-_FP8_CROWDED = ExpertConfigs(GroupedConfig(128, 64, 128, 3, 8), GroupedConfig(128, 128, 128, 3, 8))
+_FP8_CROWDED = ExpertConfigs(GroupedConfig(128, 128, 128, 3, 8), GroupedConfig(128, 128, 128, 3, 8))
 
 
 def expert_configs(num_choices: int, num_experts: int, item_size: int = 2) -> ExpertConfigs:
