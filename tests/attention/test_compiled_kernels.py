@@ -21,6 +21,9 @@ from triton.runtime.jit import JITFunction
 from nanovllm.kernels.attention import decode, prefill
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
 from nanovllm.kernels.attention.decode_plan import DecodePlan
+from nanovllm.kernels.attention.fixed_order_decode import FixedOrderDecode, FixedOrderScratch
+from nanovllm.kernels.attention.fixed_order_plan import FixedOrderPlan
+from nanovllm.kernels.attention.fixed_order_prefill import FixedOrderPrefill, fixed_order_config
 from nanovllm.kernels.attention.prefill import PrefillAttention, prefill_config
 from nanovllm.kernels.attention.spec import AttentionSpec
 from nanovllm.startup.compile_server import _TargetOnly
@@ -61,6 +64,15 @@ DecodeAttention(spec, page, plan, scratch)(q, cache, cache, table, 4096, out, si
 attention = PrefillAttention(spec, page, slots, cpu, prefill_config(spec.head_dim, q.dtype, fp8))
 tiles = attention.plan(zeros(3), zeros(2), rows)
 attention(q, cache, cache, table, zeros(2), zeros(3), zeros(2), tiles, out, sinks, scales)
+if not fp8:
+    plan = FixedOrderPlan(spec.num_kv_heads, spec.head_dim, spec.window, 64, 4096, cpu)
+    scratch = FixedOrderScratch.for_specs({spec: plan}, 64, cpu)
+    for rows in (1, 16, 32, 48, 64):
+        q = bf16(rows, spec.num_heads, spec.head_dim)
+        plan.make(zeros(rows), zeros(rows), rows)
+        FixedOrderDecode(spec, page, plan, scratch)(q, cache, cache, zeros(64, 32), 4096, bf16(*q.shape), sinks)
+    attention = FixedOrderPrefill(spec, page, slots, cpu, fixed_order_config(spec.head_dim, q.dtype))
+    attention(q, cache, cache, table, zeros(2), zeros(3), zeros(2), attention.plan(zeros(3), zeros(2), rows), q, sinks)
 """
 
 
