@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from cases import DEVICE, DTYPE, TOLERANCE, Case, make_case, nan_like
 
+from nanovllm.attention import select_backend
 from nanovllm.kernels.attention.decode_plan import DecodeConfig
 from nanovllm.kernels.attention.fixed_order import CHUNK, WIDE_FROM
 from nanovllm.kernels.attention.fixed_order_decode import FixedOrderDecode, FixedOrderScratch
@@ -63,6 +64,16 @@ def test_decode_matches_float64_whoever_computes_which_keys(options: dict[str, A
 def test_prefill_matches_float64(options: dict[str, Any]) -> None:
     case = case_of([70, 33], [70, 290], 0, **options)
     assert case.error_of(prefill(case)) < TOLERANCE
+
+
+def test_the_backend_serves_decodes_beside_prompts() -> None:
+    case = case_of([1, 1, 40], [30, 200, 90], 2)
+    m = case.metadata
+    found = select_backend("fixed-order triton", [case.spec], device=DEVICE, dtype=DTYPE, block_size=16).backend
+    backend = found([case.spec], 16, m.block_table.shape[0], m.block_table.shape[1] * 16, DEVICE, DTYPE)
+    out = backend.forward(case.q, case.k_cache, case.v_cache, m, nan_like(case.q), case.spec)
+    assert case.error_of(out) < TOLERANCE
+    backend.warmup(case.k_cache, case.v_cache, case.spec)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter's products are the library's")
