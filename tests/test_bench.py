@@ -148,6 +148,10 @@ def test_no_limit_without_figures() -> None:
     flags = ["--peak-bandwidth", "0.1", "--peak-tflops", "1"]
     limits = bench.find_limits(llm, info, bench.make_parser().parse_args(flags))
     assert limits.figures == DeviceFigures(0.1e12, 1e12) and limits.element_bytes == 4
+    fp8 = bench.find_limits(llm, {**info, "kv_cache_dtype": "float8_e4m3fn"}, bench.make_parser().parse_args(flags))
+    work = StepWork(decode_context=1 << 40)  # a key and its scale of two bytes, in place of 4 bytes an element
+    head_dim = llm.model_config.head_dim
+    assert fp8.step_seconds(work) == pytest.approx(limits.step_seconds(work) * (head_dim + 2) / (4 * head_dim))
     assert bench.against(None, 1.0, "s", 1) == ""
     assert "limit 2 s, 50%" in bench.against(2.0, 4.0, "s", 1)
 

@@ -10,7 +10,7 @@ from cases import DEVICE, TOLERANCE, Case, make_case, nan_like
 
 from nanovllm.kernels.attention import decode as decode_attention
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch, decode_attention_reference
-from nanovllm.kernels.attention.decode_plan import TUNING, DecodeConfig, DecodePlan, plan_decode_reference
+from nanovllm.kernels.attention.decode_plan import FP8_TUNING, TUNING, DecodeConfig, DecodePlan, plan_decode_reference
 
 # Small chunks, so that short rows are split too.
 SMALL = DecodeConfig(block_n=32, min_chunk=64, max_splits=8, num_warps=4, num_stages=2)
@@ -100,7 +100,7 @@ def test_reference_matches_float64() -> None:
     assert not out[~real].any()
 
 
-@pytest.mark.parametrize("config", [SMALL, *(config for _, config in TUNING)])
+@pytest.mark.parametrize("config", [SMALL, *(config for _, config in (*TUNING, *FP8_TUNING))])
 def test_bounds_on_chunks_are_those_of_the_plan(config: DecodeConfig) -> None:
     bound = config.unsplit_context_len
     lengths = torch.arange(bound + 2 * config.min_chunk * config.max_splits if config is SMALL else bound + 2)
