@@ -11,7 +11,7 @@ from nanovllm.kernels.base.triton_import import triton
 from nanovllm.kernels.fp8 import few_rows
 from nanovllm.kernels.fp8.gemm_kernel import fp8_gemm_kernel
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
-from nanovllm.kernels.fp8.quantize import quantize_rows
+from nanovllm.kernels.fp8.quantize import ROWS_MULTIPLE, empty_rows_for, quantize_rows
 from nanovllm.kernels.fp8.reference import BLOCK, GROUP, linear_reference, quantize_rows_reference
 from nanovllm.kernels.fp8.reference import linear_widened as widened_products
 from nanovllm.kernels.gemm.choice import GemmConfig
@@ -47,7 +47,14 @@ def linear_silu_mul(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, 
 
 
 def _rounded(x: Tensor | FP8Rows, weight: FP8Weight) -> FP8Rows:
-    return FP8Rows(*quantize_rows(x, weight.input_scale), x.dtype) if isinstance(x, Tensor) else x
+    if isinstance(x, Tensor):
+        return FP8Rows(*quantize_rows(x, weight.input_scale), x.dtype)
+    if x.scales.stride(0) == 1 and x.scales.stride(1) % ROWS_MULTIPLE == 0:
+        return x
+    rows = empty_rows_for(x.shape[0], x.shape[1], x.dtype, x.values.device)  # a twin made it
+    rows.values.copy_(x.values)
+    rows.scales.copy_(x.scales)
+    return rows
 
 
 @cache

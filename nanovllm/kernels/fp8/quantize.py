@@ -11,7 +11,7 @@ from nanovllm.kernels.fp8.reference import FP8, GROUP, LARGEST, SMALLEST_MAXIMUM
 
 _LARGEST: tl.constexpr = tl.constexpr(LARGEST)
 _SMALLEST_MAXIMUM: tl.constexpr = tl.constexpr(SMALLEST_MAXIMUM)
-_ROWS_MULTIPLE = 4
+ROWS_MULTIPLE = 4
 """Of the memory of a group's scales, so that they may be copied by 16 bytes."""
 
 
@@ -74,7 +74,7 @@ def _quantize_kernel(
 
 def empty_quantized(rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Room for what quantize_rows gives, and for more rows after them."""
-    padded = -(-rows // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
+    padded = -(-rows // ROWS_MULTIPLE) * ROWS_MULTIPLE
     scales = torch.empty(-(-columns // GROUP), padded, dtype=torch.float32, device=device)
     values = torch.empty(max(padded, padded_rows(rows)), columns, dtype=FP8, device=device)
     return values[:rows], scales[:, :rows].t()
