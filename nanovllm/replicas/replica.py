@@ -94,8 +94,8 @@ class Replica:
         self._waits_for_others = False
 
     def resume(self) -> None:
-        assert self._engine is not None
-        self._engine.resume()
+        if self._engine is not None:  # else it is no part of the pause: it has been started again meanwhile
+            self._engine.resume()
 
     def bucket(self, pickled: bytes | None, error: str | None) -> None:
         """Some weights, or why there are no more of them, or neither at their end."""

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import QueueFull
+from nanovllm.replicas.replica import Replica
 
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 PROMPTS = [[5 + n, 9, 3] for n in range(8)]
@@ -88,6 +89,12 @@ def test_a_replica_that_was_lost_comes_back_with_the_next_weights(llm: LLM) -> N
     llm.load_weights(DEMO)
     assert llm.engine_info()["num_replicas"] == 2
     assert llm.engine._ask("checksum") == [expected] * 2  # type: ignore[attr-defined]
+
+
+def test_a_pause_ends_while_a_replica_starts() -> None:
+    said: list[Any] = []
+    Replica(said.append).handle(("resume",))
+    assert not said
 
 
 def test_a_full_queue_refuses(llm: LLM) -> None:
