@@ -11,11 +11,10 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import numpy as np
 import xxhash
 
+from nanovllm.engine.openings import Openings, opening_of
 from nanovllm.engine.sequence import Sequence
 
 
@@ -27,30 +26,14 @@ class Block:
     """Chained hash: of the hash of the block before and of this block's tokens. None: not in the prefix cache."""
     content: bytes = b""
     """The block's tokens and its parent's hash, compared on a hit: a colliding hash is a miss, not another's text."""
-    opening: bytes | None = None
-    """Key of the opening that leads to this block."""
-    beginning: bytes = b""
-    """Of such a block, its tokens that are written, int32."""
+    opening: bytes = b""
+    """How the block begins, as far as it is written, where a copy of it may be found by that."""
+    parent_hash: bytes = b""
+    """Of such a block, what comes before it."""
 
 
-class Opening(NamedTuple):
-    """How a block begins, as far as its tokens are known."""
-
-    key: bytes
-    """The hash of the block before, and the first tokens: with another key there is too little in common."""
-    tokens: bytes
-    """int32, all that are known."""
-
-    def num_common(self, other: bytes) -> int:
-        """First tokens that are equal to those of another opening with this key."""
-        length = min(len(self.tokens), len(other))
-        if self.tokens[:length] == other[:length]:
-            return length // 4
-        return int((np.frombuffer(self.tokens[:length], np.int32) != np.frombuffer(other[:length], np.int32)).argmax())
-
-
-_MOST_KEY_TOKENS = 16
-"""In the key of an opening: fewer tokens are computed sooner than copied. In small blocks it is half a block."""
+_MOST_LEAST_COPIED = 16
+"""Tokens for which a copy is made, at least: fewer are computed sooner. In small blocks it is half a block."""
 _ROOT_OF_SALT = b"cache_salt="
 
 
@@ -88,9 +71,10 @@ class BlockManager:
         self._blocks = [Block(i) for i in range(num_blocks)]
         self._free: OrderedDict[int, None] = OrderedDict((i, None) for i in range(num_blocks))
         self._block_of_hash: dict[bytes, int] = {}
-        self._openings: dict[bytes, Block] = {}
-        """By key: a block that begins so."""
-        self._num_key_tokens = min(_MOST_KEY_TOKENS, -(-block_size // 2))
+        self._openings = Openings()
+        self._block_of_opening: dict[bytes, Block] = {}
+        """Of several that begin alike, the newest."""
+        self._least_copied = min(_MOST_LEAST_COPIED, -(-block_size // 2))
 
     @property
     def num_free_blocks(self) -> int:
@@ -120,19 +104,21 @@ class BlockManager:
                 parent = digest
         return hits, parent
 
-    def opening(self, seq: Sequence, num_blocks: int, parent_hash: bytes, num_tokens: int) -> Opening | None:
+    def opening(self, seq: Sequence, num_blocks: int, parent_hash: bytes, num_tokens: int) -> bytes | None:
         """That of the block after the first `num_blocks` of a row, whose hash is parent_hash, within the row's first
         `num_tokens`. None where these are too few, and without a prefix cache."""
         begin, end = num_blocks * self.block_size, min((num_blocks + 1) * self.block_size, num_tokens)
-        if not self.enable_prefix_caching or end - begin < self._num_key_tokens:
+        if not self.enable_prefix_caching or end - begin < self._least_copied:
             return None
-        tokens = array("i", seq.token_ids[begin:end]).tobytes()
-        return Opening(parent_hash + tokens[: 4 * self._num_key_tokens], tokens)
+        return opening_of(parent_hash, seq.token_ids[begin:end])
 
-    def match_opening(self, opening: Opening | None) -> tuple[int, int]:
+    def match_opening(self, opening: bytes | None, parent_hash: bytes) -> tuple[int, int]:
         """A block whose copy serves a row that goes on with `opening`, and for how many tokens; (-1, 0): none."""
-        block = self._openings.get(opening.key) if opening is not None else None
-        return (-1, 0) if block is None or opening is None else (block.block_id, opening.num_common(block.beginning))
+        if opening is not None:
+            found, common = self._openings.nearest(opening)
+            if common >= self._least_copied and (block := self._block_of_opening[found]).parent_hash == parent_hash:
+                return block.block_id, common
+        return -1, 0
 
     def num_in_use(self, hits: list[int]) -> int:
         """How many of these blocks some row owns."""
@@ -171,9 +157,9 @@ class BlockManager:
         size, num_tokens = self.block_size, min(num_written_tokens, seq.num_tokens)
         for index in range(seq.num_hashed_blocks, num_tokens // size):
             block = self._blocks[seq.block_table[index]]
-            tokens = array("i", seq.token_ids[index * size : (index + 1) * size]).tobytes()
-            self._note_opening(block, seq.parent_hash, tokens)
-            content = seq.parent_hash + tokens
+            token_ids = seq.token_ids[index * size : (index + 1) * size]
+            self._note_opening(block, seq.parent_hash, token_ids)
+            content = _content(seq.parent_hash, token_ids)
             digest = xxhash.xxh3_128_digest(content)
             assert block.hash is None and block.ref_count > 0, block
             if digest not in self._block_of_hash:  # else: computed twice at the same time; the first copy stays the hit
@@ -181,21 +167,28 @@ class BlockManager:
                 self._block_of_hash[digest] = block.block_id
             seq.num_hashed_blocks, seq.parent_hash = index + 1, digest
         begin = seq.num_hashed_blocks * size
-        if num_tokens - begin >= self._num_key_tokens:
+        if num_tokens - begin >= self._least_copied:
             block = self._blocks[seq.block_table[seq.num_hashed_blocks]]
-            if block.opening is None or len(block.beginning) < 4 * (num_tokens - begin):
-                self._note_opening(block, seq.parent_hash, array("i", seq.token_ids[begin:num_tokens]).tobytes())
+            self._note_opening(block, seq.parent_hash, seq.token_ids[begin:num_tokens])
 
-    def _note_opening(self, block: Block, parent_hash: bytes, tokens: bytes) -> None:
-        """These tokens of the block are written. Of blocks with one key, the fullest is found, of equals the newest."""
-        key = parent_hash + tokens[: 4 * self._num_key_tokens]
-        known = self._openings.get(key)
-        if known is not None:
-            if len(known.beginning) > len(tokens):
-                return
-            known.opening = None
-        self._openings[key] = block
-        block.opening, block.beginning = key, tokens
+    def _note_opening(self, block: Block, parent_hash: bytes, token_ids: list[int]) -> None:
+        """These tokens of the block are written."""
+        opening = opening_of(parent_hash, token_ids)
+        if block.opening == opening:
+            return
+        self._forget_opening(block)
+        if (other := self._block_of_opening.get(opening)) is not None:
+            other.opening = b""
+        else:
+            self._openings.add(opening)
+        self._block_of_opening[opening] = block
+        block.opening, block.parent_hash = opening, parent_hash
+
+    def _forget_opening(self, block: Block) -> None:
+        if block.opening:
+            self._openings.remove(block.opening)
+            del self._block_of_opening[block.opening]
+            block.opening = b""
 
     def release(self, seq: Sequence) -> None:
         """Takes the row's blocks back. Its tail is reused first: the front of a prompt is the likelier hit."""
@@ -216,8 +209,9 @@ class BlockManager:
         """Empties the prefix cache (the weights have changed). Rows keep their blocks."""
         self._block_of_hash.clear()
         self._openings.clear()
+        self._block_of_opening.clear()
         for block in self._blocks:
-            block.hash, block.content, block.opening, block.beginning = None, b"", None, b""
+            block.hash, block.content, block.opening = None, b"", b""
 
     def _take(self) -> int:
         block_id, _ = self._free.popitem(last=False)
@@ -226,9 +220,7 @@ class BlockManager:
         if block.hash is not None:
             del self._block_of_hash[block.hash]
             block.hash, block.content = None, b""
-        if block.opening is not None:
-            del self._openings[block.opening]
-            block.opening, block.beginning = None, b""
+        self._forget_opening(block)
         block.ref_count = 1
         return block_id
 
@@ -243,4 +235,5 @@ class BlockManager:
                 assert xxhash.xxh3_128_digest(block.content) == block.hash, block
         assert len(self._free) + sum(1 for n in counted.values() if n > 0) == self.num_blocks
         assert all(self._blocks[i].hash == digest for digest, i in self._block_of_hash.items())
-        assert {block.opening: block for block in self._blocks if block.opening is not None} == self._openings
+        assert {block.opening: block for block in self._blocks if block.opening} == self._block_of_opening
+        assert sorted(self._block_of_opening) == self._openings.in_order

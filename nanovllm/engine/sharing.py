@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from nanovllm.engine.block_manager import BlockManager, Opening
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.openings import Openings
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.waiting import WaitingQueues
 
@@ -36,7 +37,7 @@ class StepSharing:
     def __init__(self, block_manager: BlockManager, prompts: list[Sequence]) -> None:
         """prompts: running rows that this step computes tokens of which are known."""
         self._manager = block_manager
-        self._computing: dict[bytes, Opening] = {}
+        self._computing = Openings()
         self._held: list[Sequence] = []
         for seq in prompts:
             self.note(seq)
@@ -46,7 +47,7 @@ class StepSharing:
         if not seq.is_stale:
             opening = self._manager.opening(seq, seq.num_hashed_blocks, seq.parent_hash, seq.num_tokens)
             if opening is not None:
-                self._computing[opening.key] = opening
+                self._computing.add(opening)
 
     def prefix_for(self, seq: Sequence) -> CachedPrefix | None:
         """What `seq` can begin with; None: it is better to wait."""
@@ -55,11 +56,10 @@ class StepSharing:
         most, size = most_cached_tokens(seq), self._manager.block_size
         hits, parent_hash = self._manager.match_prefix(seq, most)
         opening = self._manager.opening(seq, len(hits), parent_hash, most)
-        source, num_copied = self._manager.match_opening(opening)
+        source, num_copied = self._manager.match_opening(opening, parent_hash)
         prefix = CachedPrefix(hits, parent_hash, source, num_copied)
-        other = None if opening is None else self._computing.get(opening.key)
-        if opening is not None and other is not None:
-            common = opening.num_common(other.tokens)
+        if opening is not None:
+            _, common = self._computing.nearest(opening)
             if common == size or 2 * (common - num_copied) >= seq.num_tokens - prefix.num_tokens(size):
                 return None
         return prefix

@@ -342,3 +342,13 @@ def test_groups_begin_together() -> None:
     plan = simulation.launch()
     assert plan is not None and plan.num_rows == 32 and plan.num_prefill_tokens <= 28 * 9
     simulation.run_to_end()
+
+
+def test_groups_of_one_template() -> None:
+    """Short prompts that begin alike: what all have in common is computed once, and the rest once for each group."""
+    simulation = Simulation(num_blocks=200, block_size=128)
+    for number in range(64):
+        simulation.add([*range(40), *[50 + number // 8] * 3, *range(20)], max_tokens=2)
+    steps = [simulation.launch(), simulation.launch()]
+    assert [len(rows(plan)) for plan in steps] == [1, 7 + 8]
+    assert sum(plan.num_prefill_tokens for plan in steps if plan) + num_computed(simulation) == 63 + 7 * 23 + 7 * 8
