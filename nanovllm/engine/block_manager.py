@@ -74,7 +74,7 @@ class BlockManager:
         self._openings = Openings()
         self._block_of_opening: dict[bytes, Block] = {}
         """Of several that begin alike, the newest."""
-        self._least_copied = min(_MOST_LEAST_COPIED, -(-block_size // 2))
+        self.least_copied = min(_MOST_LEAST_COPIED, -(-block_size // 2))
 
     @property
     def num_free_blocks(self) -> int:
@@ -108,7 +108,7 @@ class BlockManager:
         """That of the block after the first `num_blocks` of a row, whose hash is parent_hash, within the row's first
         `num_tokens`. None where these are too few, and without a prefix cache."""
         begin, end = num_blocks * self.block_size, min((num_blocks + 1) * self.block_size, num_tokens)
-        if not self.enable_prefix_caching or end - begin < self._least_copied:
+        if not self.enable_prefix_caching or end - begin < self.least_copied:
             return None
         return opening_of(parent_hash, seq.token_ids[begin:end])
 
@@ -116,7 +116,7 @@ class BlockManager:
         """A block whose copy serves a row that goes on with `opening`, and for how many tokens; (-1, 0): none."""
         if opening is not None:
             found, common = self._openings.nearest(opening)
-            if common >= self._least_copied and (block := self._block_of_opening[found]).parent_hash == parent_hash:
+            if common >= self.least_copied and (block := self._block_of_opening[found]).parent_hash == parent_hash:
                 return block.block_id, common
         return -1, 0
 
@@ -167,7 +167,7 @@ class BlockManager:
                 self._block_of_hash[digest] = block.block_id
             seq.num_hashed_blocks, seq.parent_hash = index + 1, digest
         begin = seq.num_hashed_blocks * size
-        if num_tokens - begin >= self._least_copied:
+        if num_tokens - begin >= self.least_copied:
             block = self._blocks[seq.block_table[seq.num_hashed_blocks]]
             self._note_opening(block, seq.parent_hash, seq.token_ids[begin:num_tokens])
 

@@ -342,13 +342,13 @@ class Scheduler:
             self.lookahead.note_end(seq)
 
     def _preempt(self, seq: Sequence) -> None:
-        """Back to the head of its queue; it will be computed again from whatever prefix is still cached by then."""
+        """Back to its queue; it will be computed again from whatever prefix is still cached by then."""
         assert self.running[-1] is seq, seq
         self.running.pop()
         self._release(seq)
         seq.num_computed_tokens = seq.num_cached_tokens = 0
         seq.status = SequenceStatus.WAITING
-        self.waiting.append_left(seq)
+        self.waiting.put_back(seq)
 
     def _release(self, seq: Sequence) -> None:
         # Safe while a launched step still writes there: the next owner of the slot or a block runs in a later step.

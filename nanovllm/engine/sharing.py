@@ -60,7 +60,8 @@ class StepSharing:
         prefix = CachedPrefix(hits, parent_hash, source, num_copied)
         if opening is not None:
             _, common = self._computing.nearest(opening)
-            if common == size or 2 * (common - num_copied) >= seq.num_tokens - prefix.num_tokens(size):
+            spared = common - num_copied if common >= self._manager.least_copied else 0
+            if spared > 0 and (common == size or 2 * spared >= seq.num_tokens - prefix.num_tokens(size)):
                 return None
         return prefix
 
@@ -75,7 +76,7 @@ class StepSharing:
     def put_back(self, waiting: WaitingQueues) -> None:
         """Those that were held are the first of their queues again."""
         for seq in reversed(self._held):
-            waiting.append_left(seq)
+            waiting.put_back(seq)
 
 
 def most_cached_tokens(seq: Sequence) -> int:

@@ -7,7 +7,7 @@ from nanovllm.engine.sequence import Sequence
 
 
 class WaitingQueues:
-    """Each in order of arrival; rows that come back go to the head."""
+    """Each in order of arrival, also of rows that come back."""
 
     def __init__(self, long_threshold: int) -> None:
         """long_threshold: prompts with more tokens are long; 0: none is."""
@@ -37,8 +37,12 @@ class WaitingQueues:
         self._queue_of(seq).append(seq)
         self.num_tokens += seq.num_tokens
 
-    def append_left(self, seq: Sequence) -> None:
-        self._queue_of(seq).appendleft(seq)
+    def put_back(self, seq: Sequence) -> None:
+        """One that was taken out: before those that came after it."""
+        queue, at = self._queue_of(seq), 0
+        while at < len(queue) and _arrival(queue[at]) < _arrival(seq):
+            at += 1
+        queue.insert(at, seq)
         self.num_tokens += seq.num_tokens
 
     def remove(self, seq: Sequence) -> None:
@@ -50,11 +54,15 @@ class WaitingQueues:
         self.num_tokens -= seq.num_tokens
 
     def next(self, long_allowed: bool) -> Sequence | None:
-        """The head that came first; the short one where a long prompt must not hold it back."""
-        heads = [queue[0] for queue in (self.short, self.long) if queue and (not self.holds_new or has_begun(queue[0]))]
-        if len(heads) == 2 and not long_allowed:
-            return heads[0]
-        return min(heads, key=_arrival, default=None)
+        """The one that came first; a short one where a long prompt must not hold it back."""
+        if self.holds_new:
+            firsts = [next(filter(has_begun, queue), None) for queue in (self.short, self.long)]
+        else:
+            firsts = [queue[0] if queue else None for queue in (self.short, self.long)]
+        short, long = firsts
+        if short is None or long is None:
+            return short or long
+        return long if long_allowed and _arrival(long) < _arrival(short) else short
 
 
 def has_begun(seq: Sequence) -> bool:

@@ -228,8 +228,12 @@ class Simulation:
                     assert count <= config.long_prefill_threshold
 
     def _waiting_for_room(self, plan: StepPlan) -> list[Sequence]:
-        """Those that wait, without those that may wait to share what this step computes."""
-        beginnings = [seq.token_ids[: start + 1] for seq, start in zip(plan.seqs, plan.starts, strict=True)]
+        """Those that wait, without those that may wait to share what rows of this step do not share yet."""
+        size = self.scheduler.block_manager.block_size
+        beginnings = [
+            seq.token_ids[: min(start, seq.num_hashed_blocks * size) + 1]
+            for seq, start in zip(plan.seqs, plan.starts, strict=True)
+        ]
         return [
             seq
             for seq in self._with_status(SequenceStatus.WAITING)
@@ -241,9 +245,8 @@ class Simulation:
 
     def _check_order_of_admission(self, plan: StepPlan) -> None:
         """First come, first served among short and among long prompts. A long one never overtakes a short one; a short
-        one overtakes a long one only where as many long ones are in progress as may be. Whoever begins with a token
-        that this step computes may be overtaken: it waits to share that. A preempted row comes back before those that
-        it passed."""
+        one overtakes a long one only where as many long ones are in progress as may be. Whoever begins with what
+        a row of this step does not share yet may be overtaken: it waits to share that."""
         for seq in plan.new_slots:
             assert seq.num_cached_tokens < seq.num_tokens
         waiting = self._waiting_for_room(plan)
@@ -253,7 +256,7 @@ class Simulation:
             0 < threshold < seq.num_tokens - start_of.get(seq, seq.num_computed_tokens)
             for seq in self.scheduler.running
         )
-        for admitted in [seq for seq in plan.new_slots if seq.epoch == 0]:
+        for admitted in plan.new_slots:
             for left in waiting:
                 if left.request_id < admitted.request_id:
                     assert self._is_long(left) and not self._is_long(admitted), f"{admitted} overtook {left}"
