@@ -3,6 +3,7 @@
 
     python scripts/bench_kernels.py gemm --model 8B --rows 1 16 64        GEMMs, with what is fused to them
     python scripts/bench_kernels.py int4_gemm --model 8B --rows 1 16      the same with 4-bit weights
+    python scripts/bench_kernels.py fp8_gemm --model 8B --rows 1 64 4096    with FP8 weights
     python scripts/bench_kernels.py attention --model 8B --batches 256xragged 1x576
     python scripts/bench_kernels.py sampling --rows 256
     python scripts/bench_kernels.py moe --model 30B-A3B --rows 1 256     routing and grouped GEMMs
@@ -25,7 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-CASES = ("gemm", "int4_gemm", "attention", "sampling", "moe", "all_reduce", "decode_steps", "prompt_steps")
+CASES = ("gemm", "fp8_gemm", "int4_gemm", "attention", "sampling", "moe", "all_reduce", "decode_steps", "prompt_steps")
 
 
 def make_parser() -> argparse.ArgumentParser:

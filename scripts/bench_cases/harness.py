@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from bench_cases.ranks import Rank
 
 Line = dict[str, Any]
-MODULES = {"int4_gemm": "int4", "decode_steps": "steps", "prompt_steps": "steps"}
-COMPILED_CASES = ("gemm", "int4_gemm", "attention", "sampling", "moe")
+MODULES = {"fp8_gemm": "fp8", "int4_gemm": "int4", "decode_steps": "steps", "prompt_steps": "steps"}
+COMPILED_CASES = ("gemm", "fp8_gemm", "int4_gemm", "attention", "sampling", "moe")
 """Cases of many kernels, which take minutes to compile one after the other."""
 RANK_CASES = ("all_reduce",)
 """Cases that run in a process for each rank. Steps start an engine, which starts its own."""
