@@ -215,6 +215,8 @@ def _quantize(
         return
     rows = source.shape[0]
     length = shard.length(2)
+    if not length:
+        return
     first, end = (shard.start, shard.start + length) if shard.dim == 0 else (0, rows)
     begin = first // BLOCK * BLOCK
     wide = source.narrow(0, begin, min(rows, -(-end // BLOCK) * BLOCK) - begin)

@@ -29,10 +29,11 @@ def _option(value: Any, name: str, *known: Any) -> Any:
 def _read_fp8(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
     """quant_method "fp8"."""
     _option(raw.get("fmt", "e4m3"), "fmt", "e4m3")
+    _option(raw.get("scale_fmt"), "scale_fmt", None, "float")
     static = _option(raw.get("activation_scheme", "dynamic"), "activation_scheme", "dynamic", "static") == "static"
     block = _option(raw.get("weight_block_size"), "weight_block_size", None, _BLOCK)
     kind, name = ("block", "weight_scale_inv") if block else ("tensor", "weight_scale")
-    return Quantization("fp8", kind, name, static), raw.get("modules_to_not_convert") or []
+    return Quantization("fp8", kind, name, static), raw.get("modules_to_not_convert") or raw.get("ignored_layers") or []
 
 
 def _read_compressed(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from workload import BLOCK, LONGEST, ROOMY, assert_outputs, make_requests, run, run_alone
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.layers.linear import RowParallelLinear
+from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.quantized import FP8Matrix
 from nanovllm.model_config import Quantization
 from nanovllm.models.registry import parse_config
@@ -177,6 +177,7 @@ def test_fp8_weights_need_a_configuration_that_says_so(folder: Path) -> None:
 
 REFUSED = [
     ({**BLOCKS, "fmt": "e5m2"}, "fmt='e5m2': must be one of 'e4m3'"),
+    ({**BLOCKS, "scale_fmt": "ue8m0"}, "scale_fmt='ue8m0'"),
     ({**BLOCKS, "weight_block_size": [64, 64]}, r"weight_block_size=\[64, 64\]"),
     ({**BLOCKS, "activation_scheme": "later"}, "activation_scheme='later'"),
     ({**BLOCKS, "modules_to_not_convert": ["model.layers.0.self_attn.q_proj"]}, "q_proj'.*which are one matrix here"),
@@ -208,7 +209,16 @@ def test_ranks_that_would_cut_a_group_of_columns_are_refused() -> None:
     layer = (256, 192, group, torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"tensor_parallel_size=4: o: 64 of 256 inputs.* must be a multiple of 128"):
         RowParallelLinear(*layer, kind="o", pads=False, precision=Quantization())
-    assert RowParallelLinear(*layer, precision=Quantization()).quantized.weight.shape == (192, 128)
+    padded = RowParallelLinear(*layer, precision=Quantization(scales="block", while_loading=True))
+    assert padded.quantized.weight.shape == (192, 128)
+    group.rank = 3  # has nothing of 256 inputs in shares of 128
+    [weight] = RowParallelLinear(*layer, precision=padded.quantized.quantization).checkpoint_weights("o")
+    weight.load(torch.randn(192, 256))
+    outputs = {"gate_proj": 256, "up_proj": 256}
+    columns = MergedColumnParallelLinear(64, outputs, *layer[2:], precision=padded.quantized.quantization)
+    for weight in columns.checkpoint_weights("m"):
+        weight.load(torch.randn(256, 64))
+    assert not columns.quantized.weight.float().any()
 
 
 @pytest.mark.parametrize("kind", ["blocks", pytest.param("while loading", marks=pytest.mark.slow)])
