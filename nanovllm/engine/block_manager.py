@@ -32,7 +32,7 @@ class Block:
     """Of such a block, what comes before it."""
 
 
-_MOST_LEAST_COPIED = 16
+_LEAST_COPIED = 16
 """Tokens for which a copy is made, at least: fewer are computed sooner. In small blocks it is half a block."""
 _ROOT_OF_SALT = b"cache_salt="
 
@@ -74,7 +74,7 @@ class BlockManager:
         self._openings = Openings()
         self._block_of_opening: dict[bytes, Block] = {}
         """Of several that begin alike, the newest."""
-        self.least_copied = min(_MOST_LEAST_COPIED, -(-block_size // 2))
+        self.least_copied = min(_LEAST_COPIED, -(-block_size // 2))
 
     @property
     def num_free_blocks(self) -> int:

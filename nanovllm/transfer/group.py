@@ -28,7 +28,7 @@ class Broadcast(Protocol):
 
 
 class Gloo:
-    """What NCCL is between GPUs, between CPUs."""
+    """What NCCL is between GPUs, between processes of one host without any."""
 
     def __init__(self, size: int, rank: int, store: dist.Store, timeout: float) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
