@@ -171,15 +171,21 @@ def fallback(gemm: Gemm, rows: int) -> GemmConfig:
 
 
 def _fp8_fallback(gemm: Gemm, rows: int) -> GemmConfig:
-    """CUDA cores for a row or two. Beyond, the library fills the chip where there are many tiles; the consumer of
-    others adds up parts of K."""
-    if rows > 64 or gemm.k % 16:
+    """CUDA cores for one row. Beyond, tiles that hold all rows; where the consumer adds up parts of K, as many of them
+    as keep all programs resident. The library multiplies many rows by weights whose consumers take no parts. So it was
+    best for the four layers of 8B on an H200, at 1 to 256 rows."""
+    summed = gemm.kind in SUMMED
+    if rows > (DECODE_ROWS if summed else 32) or gemm.k % 16:
         return LIBRARY
-    if rows <= 2:
-        return GemmConfig("fma", 8, block_k=1024, stages=4 if gemm.kind != "gate_up" else 2)
-    if gemm.kind not in SUMMED:
-        return LIBRARY
-    return GemmConfig("decode", 64, next(size for size in (16, 32, 64) if rows <= size), 128, 5, min(4, gemm.k // 128))
+    if rows == 1:
+        block_k = 2048 if summed and gemm.k >= 4096 else 1024 if gemm.k >= 1024 else 512
+        return GemmConfig("fma", 8, block_k=block_k, stages=2)
+    block_m = next(size for size in (16, 32, 64, 128) if rows <= size or size == 128)
+    tiles = -(-gemm.n // 64) * -(-rows // block_m)
+    parts = max(1, min(4, 3 * _PROCESSORS // tiles, gemm.k // 256)) if summed else 1
+    if block_m == 16:
+        return GemmConfig("decode", 64, 16, 256, 3 if gemm.kind == "gate_up" else 4, parts)
+    return GemmConfig("decode", 64, block_m, 128, 3 if block_m == 128 else 5, parts)
 
 
 def int4_config(gemm: Gemm, rows: int) -> GemmConfig:
