@@ -8,7 +8,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from nanovllm.kernels.gemm import decode
+from nanovllm.kernels.gemm import decode, fixed_order
 from nanovllm.kernels.gemm.choice import LIBRARY, Gemm, GemmConfig, shipped_table
 from nanovllm.kernels.gemm.fixed_order import ANY_ROWS, LEAVES, leaves_of, linear_in_blocks, ranges, without_library
 from nanovllm.runner.tuning import rows_that_differ
@@ -55,6 +55,20 @@ def test_leaves_in_the_decode_kernel() -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="parts of whole steps"):
         decode.linear(x, weight, GemmConfig("decode", 64, 16, 128, 3, leaves=8))
+
+
+def test_settings_of_the_library_stay_until_the_last_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines may be in steps of theirs at a time."""
+    now = [("cublas", (True, True), (True, True))]
+    monkeypatch.setattr(fixed_order, "_settings", lambda: now[-1])
+    monkeypatch.setattr(fixed_order, "_set", lambda *settings: now.append(settings))
+    first, second = fixed_order.library_without_parts(), fixed_order.library_without_parts()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert now[-1] == ("cublaslt", (False, False), (False, False))
+    second.__exit__(None, None, None)
+    assert now[-1] == now[0]
 
 
 def test_an_order_that_varies_is_noticed_and_replaced() -> None:

@@ -12,9 +12,11 @@ shape, so the library computes all alike, and an element's bits depend on its pl
 tests show that they do not.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,22 +105,39 @@ _TREE_TILES = ((32, 64, 32, 5, 4), (256, 64, 64, 4, 8), (ANY_ROWS, 64, 128, 4, 8
 """Most rows; weight rows and rows of a tile, stages, warps."""
 
 
+_settings_lock = threading.Lock()
+_users: list[tuple[Any, Any, Any]] = []
+"""What the settings were before the first of those that are within library_without_parts; one entry for each."""
+
+
 @contextmanager
 def library_without_parts() -> Iterator[None]:
     """Within it torch multiplies bfloat16 and float16 by cuBLASLt, which then takes no algorithm that cuts K. These are
-    settings of the process: other threads' products take the same way meanwhile."""
-    matmul = torch.backends.cuda.matmul
-    before = torch.backends.cuda.preferred_blas_library()
-    allowed = [torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
-               torch._C._get_cublas_allow_fp16_reduced_precision_reduction()]  # fmt: skip
-    torch.backends.cuda.preferred_blas_library("cublaslt")
-    matmul.allow_bf16_reduced_precision_reduction = (False, False)
-    matmul.allow_fp16_reduced_precision_reduction = (False, False)
+    settings of the process: they stay until the last thread has left, and other products take the same way meanwhile.
+    """
+    with _settings_lock:
+        before = _users[0] if _users else _settings()
+        _set("cublaslt", (False, False), (False, False))
+        _users.append(before)
     try:
         yield
     finally:
-        matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = allowed
-        torch.backends.cuda.preferred_blas_library(before)
+        with _settings_lock:
+            _users.pop()
+            if not _users:
+                _set(*before)
+
+
+def _settings() -> tuple[Any, Any, Any]:
+    return (torch.backends.cuda.preferred_blas_library(), torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+            torch._C._get_cublas_allow_fp16_reduced_precision_reduction())  # fmt: skip
+
+
+def _set(library: Any, bfloat16: Any, float16: Any) -> None:
+    """The library, and for each type whether it may add up in that type and whether it may cut K."""
+    torch.backends.cuda.preferred_blas_library(library)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = bfloat16
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = float16
 
 
 def linear_in_blocks(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
