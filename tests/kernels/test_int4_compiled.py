@@ -53,7 +53,7 @@ for kind in ("o", "gate_up"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [(1, 128, False), (8, 32, True), (16, 128, True), (32, 0, True), (256, 128, False)])
+@pytest.mark.parametrize("case", [(1, 128, False), (8, 32, True), (16, 128, True), (64, 0, True), (256, 128, False)])
 def test_kernels_fit_a_multiprocessor(case: tuple[int, int, bool]) -> None:
     """In an interpreter of its own, for here Triton's interpreter may be on."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

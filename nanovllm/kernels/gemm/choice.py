@@ -31,8 +31,8 @@ INT4 = "int4"
 """Dtype, in this table, of weights of 4 bits (int4.py)."""
 INT4_ROWS = 512
 """Most rows of the kernel "int4"; for more rows weights are widened."""
-_INT4_TILES = ((128, 16, 5, 4), (128, 32, 4, 8), (128, 64, 3, 8), (64, 128, 3, 4))
-"""(weight rows, rows of x, stages, warps)."""
+_INT4_TILES = ((16, 6), (32, 5), (64, 4), (128, 3))
+"""(rows of x, stages) of tiles of 64 weight rows."""
 _ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Dtypes that our kernels take, and their bytes; FP8 has kernels of its own (kernels/fp8/)."""
 _SHIPPED = Path(__file__).parent / "tuned"
@@ -189,20 +189,22 @@ def _fp8_fallback(gemm: Gemm, rows: int) -> GemmConfig:
 
 
 def int4_config(gemm: Gemm, rows: int) -> GemmConfig:
-    """For 4-bit weights: tiles that hold all rows up to 64, and as many parts of K as keep two or more programs on each
-    processor."""
+    """For 4-bit weights: tiles that hold all rows, up to 128, and as many parts of K as keep two or more programs on
+    each processor; more than four pay where the sums are short."""
     if rows > INT4_ROWS:
         return LIBRARY
-    block_n, block_m, stages, warps = next(tile for tile in _INT4_TILES if rows <= tile[1] or tile is _INT4_TILES[-1])
-    if block_m == 16 and gemm.n < 4096:
-        block_n = 64
+    block_m, stages = next(tile for tile in _INT4_TILES if rows <= tile[0] or tile is _INT4_TILES[-1])
+    block_n = 64
+    if block_m == 16 and gemm.n >= 1 << 14:
+        block_n, stages = 128, 5
     programs, parts = -(-gemm.n // block_n) * -(-rows // block_m), 1
-    while parts < 8 and programs * parts < 2 * _PROCESSORS and gemm.k >= 512 * parts:
+    most = 8 if block_m == 16 else 4
+    while parts < most and programs * parts < 2 * _PROCESSORS and gemm.k >= 512 * parts:
         parts *= 2
     if gemm.kind in SUMMED or parts == 1:
-        return GemmConfig("int4", block_n, block_m, 128, stages, parts, warps)
+        return GemmConfig("int4", block_n, block_m, 128, stages, parts)
     fits = parts * programs * block_n * block_m <= SCRATCH_FLOATS
-    return GemmConfig("int4_whole", block_n, block_m, 128, stages, parts if fits else 1, warps)
+    return GemmConfig("int4_whole", block_n, block_m, 128, stages, parts if fits else 1)
 
 
 def stream_config(n: int, k: int, stages: int) -> GemmConfig:
