@@ -13,11 +13,11 @@ from nanovllm.kernels.attention.prefill import prefill_attention_reference
 FP8 = torch.float8_e4m3fn
 SPEC = AttentionSpec(4, 2, 64, scale=0.125)
 # Decode rows (one of them padding), a prompt, a chunk behind a prefix, padding.
-STEP: tuple[list[int], list[int], int] = ([1, 1, 1, 20, 37, 0], [50, 0, 300, 20, 90, 0], 3)
+STEP: tuple[list[int], list[int], int] = ([1, 1, 1, 5, 37, 0], [50, 0, 200, 5, 90, 0], 3)
 FEATURES: list[dict[str, Any]] = [
     {"head_dim": 64, "block_size": 128},
     {"head_dim": 8, "num_q_heads": 3, "num_kv_heads": 1},
-    {"head_dim": 72, "num_q_heads": 7, "num_kv_heads": 1, "window": 50},
+    {"head_dim": 72, "num_q_heads": 3, "num_kv_heads": 1, "window": 50},
     {"head_dim": 96, "softcap": 5.0, "has_sinks": True, "block_size": 64},
     {"head_dim": 32, "window": 150, "has_sinks": True, "block_size": 48},
 ]

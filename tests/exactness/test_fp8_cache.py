@@ -48,7 +48,7 @@ def expected(engines: Engines, folder: str) -> list[Expected]:
     ({}, False, False),
     ({"max_num_batched_tokens": BLOCK}, True, False),
     ({**TIGHT, "max_num_batched_tokens": 20}, True, True),
-    ({"max_num_batched_tokens": 64, "tensor_parallel_size": 2}, True, False),
+    pytest.param({"max_num_batched_tokens": 64, "tensor_parallel_size": 2}, True, False, marks=pytest.mark.slow),
 ], ids=["crowd", "chunks", "preempted", "two ranks"])  # fmt: skip
 def test_tokens_are_those_of_a_request_alone(
     options: dict[str, Any], chunks: bool, preempts: bool, engines: Engines, folder: str, expected: list[Expected]
