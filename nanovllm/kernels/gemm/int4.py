@@ -19,7 +19,6 @@ from nanovllm.kernels.base.triton_import import HAS_TRITON, triton
 from nanovllm.kernels.gemm.choice import INT4, INT4_ROWS, SCRATCH_FLOATS, Gemm, GemmConfig, int4_config
 from nanovllm.kernels.gemm.int4_kernel import int4_gemm_kernel, int4_widen_kernel
 from nanovllm.kernels.gemm.skinny import workspace
-from nanovllm.kernels.pointwise.activation import silu_mul_reference
 
 SPAN = 128
 """Columns of a block of the layout; the last one is padded."""
@@ -173,17 +172,6 @@ def linear_silu_mul(x: Tensor, weight: Int4Weight, config: GemmConfig, *, pdl: b
     activation by themselves do."""
     size = weight.n // 2
     return _launch(x, weight, size, config, empty_rows(x.shape[0], size, x.dtype, x.device), paired=True, pdl=pdl)
-
-
-def linear_reference(x: Tensor, weight: Int4Weight) -> Tensor:
-    """Plain twin of `linear_whole` and `linear_widened`."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return (x.to(wide) @ widen_reference(weight).to(wide).T).to(x.dtype)
-
-
-def linear_silu_mul_reference(x: Tensor, weight: Int4Weight) -> Tensor:
-    """Plain twin of `linear_silu_mul`."""
-    return silu_mul_reference(linear_reference(x, weight))
 
 
 def _prefetched(grid: tuple[int, int, int], block_n: int, blocks: int) -> int:
