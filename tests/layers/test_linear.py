@@ -19,7 +19,7 @@ SKINNY = GemmConfig("fma", 8, block_k=256, stages=1)
 
 
 def group(rank: int, size: int) -> Any:
-    return SimpleNamespace(rank=rank, size=size)
+    return SimpleNamespace(rank=rank, size=size, width_multiple=1)
 
 
 def load(layer: WeightedModule, prefix: str, tensors: dict[str, torch.Tensor]) -> None:

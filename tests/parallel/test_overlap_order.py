@@ -65,7 +65,8 @@ class LoggedOverlap(Overlap):
 
 
 def group_of(overlap: Overlap, all_reduce: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    return SimpleNamespace(rank=0, size=1, overlap=overlap, all_reduce=all_reduce, fused_all_reduce=lambda rows: None)
+    calls = {"all_reduce": all_reduce, "fused_all_reduce": lambda rows: None}
+    return SimpleNamespace(rank=0, size=1, overlap=overlap, exact_bits=None, width_multiple=1, **calls)
 
 
 def test_gpus_without_peer_memory_cut_nothing() -> None:
