@@ -129,9 +129,11 @@ class CheckpointWeight:
             bad = values[~(values > 0) | values.isinf()]
             if bad.numel():
                 raise ValueError(f"weight {self.name!r} holds {bad[0].item()}: scales must be finite and > 0")
-        elif source.dtype.itemsize == 1 and self.shards and source.dtype != self.shards[0].target.dtype:
-            bound = "a quantization_config that says so is missing"
-            raise ValueError(f"weight {self.name!r} has type {source.dtype}: {bound}")
+        elif self.shards and source.dtype != (held := self.shards[0].target.dtype):
+            is_number = source.dtype.is_floating_point and source.dtype.itemsize > 1
+            if not is_number and (held.is_floating_point or source.dtype.itemsize == 1):
+                bound = "a quantization_config that says so is missing"
+                raise ValueError(f"weight {self.name!r} has type {source.dtype}: {bound}")
 
     def is_wide(self, source: TensorSource) -> bool:
         """Whether this is to be quantised on its way."""

@@ -110,7 +110,7 @@ def test_the_cut_changes_no_token(
     assert any(cut.cut % BLOCK for cut in cuts)
     assert any(cut.goes_through_a_row for cut in cuts)
     if budget < 1024:  # else all prompts are in the first step
-        assert len(cuts) > 5 and any(cut.decodes for cut in cuts) and any(cut.has_cached_prefix for cut in cuts)
+        assert len(cuts) >= 5 and any(cut.decodes for cut in cuts) and any(cut.has_cached_prefix for cut in cuts)
     assert (witness.num_partial_chunks > 0) == (budget < 1024)
 
 

@@ -37,7 +37,7 @@ def install(where: str) -> None:
     elif where == "load":
         model_runner.ModelRunner.load = fail  # type: ignore[method-assign]
     elif where == "call":
-        model_runner.ModelRunner.update_weights = fail  # type: ignore[method-assign]
+        model_runner.ModelRunner.update_from_bucket = fail  # type: ignore[method-assign]
     elif where == "step":
         launch, steps = model_runner.ModelRunner.launch, []
 
