@@ -254,6 +254,9 @@ class LocalExecutor(Executor):
         if os.getpid() != self.owner:
             return  # a fork of the process whose engine this is: nothing here is ours
         self._close_ranks()
+        if self._bucket is not None:  # of an update that failed
+            self._bucket.close()
+            self._bucket = None
         self._close_store()
 
     def _close_ranks(self) -> None:
