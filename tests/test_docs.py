@@ -7,6 +7,7 @@ import importlib.util
 import re
 import shlex
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -129,13 +130,24 @@ def test_python_examples_use_what_there_is(page: Path) -> None:
 def test_files_that_are_mentioned_exist(page: Path) -> None:
     text = prose(page)
     for target in re.findall(r"\]\(([^)]+)\)", text):
-        assert target.startswith("https://") or (page.parent / target).exists(), target
+        place, _, heading = target.partition("#")
+        assert target.startswith("https://") or (page.parent / place).exists(), target
+        if heading and not target.startswith("https://"):
+            headings = re.findall(r"^#+ (.+)$", (page.parent / place).read_text("utf-8"), flags=re.MULTILINE)
+            assert heading in (words.lower().replace(" ", "-") for words in headings), target
     for name in names(text):
         if re.fullmatch(r"[\w./]*\w+\.py", name):
             places = [ROOT / name, PACKAGE / name, *PACKAGE.rglob(name)]
             assert any(place.is_file() for place in places), name
         elif name.split("/")[0] in ("scripts", "tests", "docs"):
             assert (ROOT / name.split()[0]).exists(), name
+
+
+@by_page
+def test_extras_that_are_installed_exist(page: Path) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    for asked in re.findall(r"pip install '[\w.]+\[([\w,-]+)\]'", page.read_text("utf-8")):
+        assert set(asked.split(",")) <= set(extras), asked
 
 
 def imported(node: ast.AST) -> Iterator[str]:
