@@ -22,7 +22,8 @@ import soak  # noqa: E402
 DEMO = str(ROOT / "assets" / "demo-qwen3")
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_random_traffic(ranks: int) -> None:
     script = [sys.executable, str(ROOT / "scripts" / "soak.py"), "--device", "cpu", "--seed", str(40 + ranks)]
     options = ["--minutes", str(SECONDS / 60), "--tensor-parallel-size", str(ranks)]

@@ -7,6 +7,7 @@ import torch
 pytest.importorskip("triton")
 
 from cases import DEVICE, TOLERANCE, Case, make_case, nan_like
+from interpreting import nightly
 
 from nanovllm.kernels.attention import decode as decode_attention
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch, decode_attention_reference
@@ -38,7 +39,8 @@ def decode_case(lengths: list[int], *, heads: tuple[int, int] = (4, 2), **option
 
 
 @pytest.mark.parametrize(("block_size", "heads", "head_dim"), [
-    (16, (4, 2), 32), (48, (2, 2), 32), (64, (5, 1), 64), (128, (8, 1), 32), (256, (8, 2), 128), (128, (4, 2), 64)])
+    (48, (2, 2), 32), (64, (5, 1), 64), (256, (8, 2), 128),
+    nightly(16, (4, 2), 32), nightly(128, (8, 1), 32), nightly(128, (4, 2), 64)])
 def test_matches_float64(block_size: int, heads: tuple[int, int], head_dim: int) -> None:
     case = decode_case(LENGTHS, heads=heads, head_dim=head_dim, block_size=block_size, seed=block_size)
     assert case.error_of(run(case)) < TOLERANCE
@@ -57,7 +59,9 @@ FEATURES: list[tuple[int, tuple[int, int], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "heads", "options", "has_tma"), [*((*feature, False) for feature in FEATURES), (*FEATURES[-1], True)])
+    ("head_dim", "heads", "options", "has_tma"),
+    [*((*FEATURES[i], False) for i in (0, 2, 4, 5)), (*FEATURES[6], True),
+     *(nightly(*FEATURES[i], False) for i in (1, 3, 6))])
 def test_features_match_float64(
     head_dim: int, heads: tuple[int, int], options: dict[str, Any], has_tma: bool
 ) -> None:
@@ -73,7 +77,8 @@ def test_features_match_float64(
 
 
 def test_a_window_longer_than_every_row_changes_no_bit() -> None:
-    whole, windowed = decode_case(LENGTHS), decode_case(LENGTHS, window=1000)
+    lengths = [1, 65, 0, 200]
+    whole, windowed = decode_case(lengths), decode_case(lengths, window=1000)
     assert torch.equal(run(whole).nan_to_num(), run(windowed).nan_to_num())
 
 
@@ -82,7 +87,7 @@ def test_tuned_configuration_matches_float64() -> None:
     assert case.error_of(run(case, build(case, None))) < TOLERANCE
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, nightly(1), nightly(2)])
 def test_random_batches_match_float64(seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 180, (11,), generator=rng).tolist()
@@ -206,9 +211,9 @@ def test_batch_of_padding_alone_writes_nothing() -> None:
     assert out.isnan().all()
 
 
-@pytest.mark.parametrize("max_model_len", [512, 5000])
-@pytest.mark.parametrize("window", [None, 1, 150])
-def test_work_list_holds_every_chunk_once_long_ones_first(max_model_len: int, window: int | None) -> None:
+@pytest.mark.parametrize(("window", "max_model_len"), [
+    (None, 5000), (1, 512), (150, 512), nightly(None, 512), nightly(1, 5000), nightly(150, 5000)])
+def test_work_list_holds_every_chunk_once_long_ones_first(window: int | None, max_model_len: int) -> None:
     rng = torch.Generator().manual_seed(max_model_len)
     lengths = torch.randint(0, max_model_len + 1, (37,), generator=rng).int()
     slots = torch.randperm(40, generator=rng)[:37].int()

@@ -106,12 +106,14 @@ def test_terminal(terminal: Terminal, server: Server, tmp_path: Path) -> None:
     deadline = time.monotonic() + 60
     while server.num_running() == 0:
         assert time.monotonic() < deadline
+        time.sleep(0.05)
     terminal.wait_for("\x1b[0m")
     terminal.process.send_signal(signal.SIGINT)  # stops the answer, not the program
     terminal.wait_for("tok/s")
     terminal.wait_for("\n> ")
     while server.num_running():
         assert time.monotonic() < deadline
+        time.sleep(0.05)
     terminal.type(f"/save {tmp_path / 'chat.json'}\n")
     terminal.wait_for("\n> ")
     assert [each["role"] for each in json.loads((tmp_path / "chat.json").read_text())] == ["user", "assistant"]

@@ -309,9 +309,14 @@ RANKS = (
     "llama", "qwen2, seven a group", "gemma2", "olmo2", "phi3", "cohere2",
     "qwen3_moe", "qwen2_moe", "granitemoe", "glm4_moe", "gpt_oss",
 )  # fmt: skip
+SHARED_IN_WAYS_OF_THEIR_OWN = ("qwen2, seven a group", "olmo2", "phi3", "glm4_moe", "gpt_oss")
+"""Seven heads a group, norms over all heads, projections packed in one tensor, shared experts, sinks by head."""
 
 
-@pytest.mark.parametrize("name", RANKS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n not in SHARED_IN_WAYS_OF_THEIR_OWN)) for n in RANKS],
+)
 def test_two_ranks_give_the_tokens_of_one(name: str, tmp_path: Path) -> None:
     expect_tokens_of_transformers(CASES[name], tmp_path, tensor_parallel_size=2)
 

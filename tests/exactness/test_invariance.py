@@ -73,6 +73,13 @@ SETTINGS = {
         },
     ),
 }
+NIGHTLY = {
+    "one token a step",  # "fewer tokens than rows" cuts as finely
+    "room for one, synchronous",
+    "room for one, no cache",
+    "two ranks",  # "heads cut unevenly" has both ranks and room
+    "four ranks, tight",
+}
 REQUESTS = make_requests()
 
 
@@ -113,7 +120,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
         engines.close()
 
 
-@pytest.fixture(scope="module", params=list(SETTINGS.values()), ids=list(SETTINGS))
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(s, id=name, marks=[pytest.mark.slow] * (name in NIGHTLY)) for name, s in SETTINGS.items()],
+)
 def case(request: pytest.FixtureRequest, models: Models) -> Iterator[Case]:
     setting: Setting = request.param
     path, expected = models.get(setting.model)

@@ -80,8 +80,12 @@ def watch_cuts(monkeypatch: pytest.MonkeyPatch) -> list[Cut]:
 
 @pytest.mark.parametrize(
     ("ranks", "budget", "min_rows", "multiple"),
-    [(2, 1024, 2, 1), (2, 50, 12, 5), (4, 37, 7, 3), (3, 60, 3, 2)],
-    ids=["everything", "chunks", "four ranks, chunks", "three ranks"],
+    [
+        pytest.param(2, 1024, 2, 1, id="everything"),
+        pytest.param(2, 50, 12, 5, id="chunks"),
+        pytest.param(3, 60, 3, 2, id="three ranks"),
+        pytest.param(4, 37, 7, 3, id="four ranks, chunks", marks=pytest.mark.slow),
+    ],
 )
 def test_the_cut_changes_no_token(
     ranks: int,

@@ -21,7 +21,7 @@ BLOCK = 16
 SHARED = [(7 * i) % 150 for i in range(BLOCK)]
 CALLS: list[list[tuple[list[int], int]]] = [
     # (prompt, tokens to generate): chunks of a budget of 24, and four blocks that the two cannot both have
-    [([*SHARED, *range(20, 34)], 12), ([*range(40, 58)], 16)],
+    [([*SHARED, *range(20, 34)], 6), ([*range(40, 58)], 8)],
     [([*SHARED, 3, 4], 3)],  # begins with a block of the first
 ]
 OPTIONS: dict[str, Any] = {

@@ -266,7 +266,7 @@ def test_untied_head_that_is_not_there(folder: Path) -> None:
     expect_refusal(folder, ValueError, "missing", "lm_head.weight")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_tied_head_that_is_another(tmp_path: Path, ranks: int) -> None:
     """transformers unties such a model; without a word we would serve another."""
     folder = save(make_model(seed=5, tie_word_embeddings=True), tmp_path)

@@ -3,11 +3,13 @@ all."""
 
 import os
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreting import fewer, nightly, some_nightly
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -48,9 +50,15 @@ def assert_same_routing(ours: Routing, theirs: Routing) -> None:
     torch.testing.assert_close(ours.weights, theirs.weights, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ROUTERS)
-@pytest.mark.parametrize("rows", [1, 5, 16, 200])
-def test_routing_is_that_of_the_twin(name: str, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "name"),
+    [
+        *((rows, name) for rows in (1, 5, 16) for name in ROUTERS),
+        (136, "many"),  # so many blocks of rows that their counts are read in two rounds
+        *(nightly(200, name) for name in ROUTERS),
+    ],
+)
+def test_routing_is_that_of_the_twin(rows: int, name: str) -> None:
     options = ROUTERS[name]
     logits = rand(2, rows, options.num_experts + 1, dtype=torch.float32)  # a column that is no expert's
     bias = rand(options.num_experts, seed=1)
@@ -60,8 +68,8 @@ def test_routing_is_that_of_the_twin(name: str, rows: int) -> None:
         assert_same_routing(route(*args), route_reference(*args))
 
 
-@given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 8), st.integers(0, 99))
-@settings(max_examples=15, deadline=None)
+@given(st.integers(1, fewer(50, 300)), st.integers(1, 40), st.integers(1, 8), st.integers(0, 99))
+@settings(max_examples=fewer(6, 15), deadline=None)
 def test_every_choice_is_placed_once_in_a_tile_of_its_expert(rows: int, experts: int, top_k: int, seed: int) -> None:
     options = TopK(experts, min(top_k, experts))
     logits = rand(1, rows, experts, seed=seed, dtype=torch.float32)
@@ -91,11 +99,24 @@ def logits_of(kind: str, rows: int, experts: int) -> torch.Tensor:
 SMALL, X_LEFT, TALL = GroupedConfig(16, 64, 32, 2), GroupedConfig(16, 32, 32, 2), GroupedConfig(64, 32, 32, 2)
 
 
-@pytest.mark.parametrize("kind", ["spread", "crowded"])
-@pytest.mark.parametrize("rows", [1, 36])
-@pytest.mark.parametrize(("config", "tma"), [(SMALL, True), (X_LEFT, False), (TALL, False), (TALL, True)])
-def test_grouped_gemms_are_those_of_their_twins(kind: str, rows: int, config: GroupedConfig, tma: bool) -> None:
+GROUPED = product([(SMALL, True), (X_LEFT, False), (TALL, False), (TALL, True)], [1, 36], ["spread", "crowded"])
+
+
+@pytest.mark.parametrize(
+    ("how", "rows", "kind"),
+    some_nightly(
+        GROUPED,
+        always=[
+            ((SMALL, True), 36, "spread"),
+            ((X_LEFT, False), 36, "crowded"),
+            ((TALL, False), 1, "spread"),
+            ((TALL, True), 36, "crowded"),
+        ],
+    ),
+)
+def test_grouped_gemms_are_those_of_their_twins(how: tuple[GroupedConfig, bool], rows: int, kind: str) -> None:
     """Widths that no tile divides, with biases and both activations."""
+    config, tma = how
     experts, hidden, width, top_k = 7, 72, 40, 3
     routing = route_reference(logits_of(kind, rows, experts), TopK(experts, top_k), config.block_m)
     x = rand(rows, hidden)

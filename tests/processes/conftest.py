@@ -19,10 +19,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def warmed_up(tiny: str) -> None:
-    """One engine has been here: what libraries open once and keep is open."""
+def warmed_up(tiny: str) -> list[list[int]]:
+    """One engine has been here: what libraries open once and keep is open. What it says to [5] * 9."""
     with process_checks.tiny_llm(tiny) as llm:
-        process_checks.token_ids(llm, [5, 6, 7])
+        return process_checks.token_ids(llm, [5] * 9)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def new_mark() -> Iterator[str]:
 
 
 @pytest.fixture
-def mark(warmed_up: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def mark(warmed_up: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Marks the workers of this test; after it, nothing of any engine may be left."""
     mark = uuid.uuid4().hex
     monkeypatch.setenv(process_checks.MARK, mark)

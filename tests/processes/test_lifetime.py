@@ -60,7 +60,9 @@ def start(code: str, tiny: str, mark: str, **options: object) -> "subprocess.Pop
     )
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize(
+    "ending", [pytest.param(e, marks=[pytest.mark.slow] * (e in ("exception", "os._exit", "SIGTERM"))) for e in ENDINGS]
+)
 def test_no_worker_outlives_its_program(ending: str, tiny: str, new_mark: str) -> None:
     code, expected = ENDINGS[ending]
     program = start(PROLOGUE + code, tiny, new_mark)
@@ -73,7 +75,10 @@ def test_no_worker_outlives_its_program(ending: str, tiny: str, new_mark: str) -
         assert err == "", "nothing to complain about"
 
 
-@pytest.mark.parametrize("closed", [[0], [0, 1, 2]], ids=["no input", "nothing standard"])
+@pytest.mark.parametrize(
+    "closed",
+    [pytest.param([0], id="no input", marks=pytest.mark.slow), pytest.param([0, 1, 2], id="nothing standard")],
+)
 def test_programs_without_input_or_output(closed: list[int], tiny: str, new_mark: str) -> None:
     """Files of ours would get these numbers, and workers would find something else there."""
     code = PROLOGUE + "sys.exit(len(token_ids(llm, [5] * 9)[0]))"
@@ -309,7 +314,9 @@ print(len(llm.generate([5] * 9, SamplingParams(max_tokens=3, ignore_eos=True), u
 """
 
 
-@pytest.mark.parametrize("how", ["script", "stdin", "-c"])
+@pytest.mark.parametrize(
+    "how", ["script", pytest.param("stdin", marks=pytest.mark.slow), pytest.param("-c", marks=pytest.mark.slow)]
+)
 def test_main_module_needs_no_guard_and_runs_once(how: str, tiny: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(UNGUARDED)
     elsewhere = tmp_path / "elsewhere"

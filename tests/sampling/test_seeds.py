@@ -81,11 +81,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "two ranks, preempted": {**TIGHT, "tensor_parallel_size": 2},
     "four ranks": {"tensor_parallel_size": 4},
 }
+NIGHTLY = ("preempted", "two ranks", "four ranks")
 
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param(o, id=name, marks=[pytest.mark.slow] * (name == "four ranks")) for name, o in SETTINGS.items()],
+    [pytest.param(o, id=name, marks=[pytest.mark.slow] * (name in NIGHTLY)) for name, o in SETTINGS.items()],
 )
 def test_the_same_tokens(engines: Engines, alone: list[list[int]], options: dict[str, Any]) -> None:
     llm = engines.get(max_model_len=112, **options)
