@@ -1,7 +1,8 @@
 """FP8 weights in bfloat16 on a GPU: tensor cores, CUDA cores, graphs, chunks and ranks against widened products.
 
 Two orders of sums round an activation to different e4m3 numbers now and then, so the bound is what FP8 itself costs:
-the widened engine's distance from transformers with the wide weights in float32.
+the widened engine's distance from transformers with the wide weights in float32. Texts of this random model part early
+so: on a CPU, where one definition is computed in bfloat16 and in float32, a quarter of the tokens come before.
 """
 
 from dataclasses import replace
@@ -25,6 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chunks": {"max_num_batched_tokens": 160}, "library": {"disable": ("gemm_kernels",)},
     "plain kernels": {"disable": ("fused_kernels",)}, "two ranks": {"tensor_parallel_size": 2},
 }  # fmt: skip
+COMPARED_SHARE = 0.05
 
 
 def test_kernels_and_library_against_widened_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,5 +51,6 @@ def test_kernels_and_library_against_widened_products(tmp_path: Path, monkeypatc
     for setting in SETTINGS.values():
         with LLM(folder, **{**options, **setting}) as llm:
             rounds = [llm.generate(PROMPTS, GREEDY, use_tqdm=False) for _ in range(2)]
+        bound = 2 * cost.abs().max()
         for found in rounds:
-            assert_parts_only_at_ties([one.token_ids for one in found], texts, plain, 2 * cost.abs().max(), 0.2)
+            assert_parts_only_at_ties([one.token_ids for one in found], texts, plain, bound, COMPARED_SHARE)
