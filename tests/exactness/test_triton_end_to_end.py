@@ -70,7 +70,7 @@ def serve(folder: str, backend: str, fused_kernels: bool) -> dict[str, Any]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     from checkpoints import make_model, save  # here: the script needs no transformers, which is slow to import
 
-    shape = {"hidden_size": 32, "intermediate_size": 44, "num_attention_heads": 4, "vocab_size": 150}
+    shape = {"hidden_size": 32, "intermediate_size": 20, "num_attention_heads": 4, "head_dim": 16, "vocab_size": 150}
     return str(save(make_model(seed=4, weight_std=0.25, **shape), tmp_path_factory.mktemp("model")))
 
 

@@ -24,7 +24,7 @@ from nanovllm.parallel.peer.memory import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-HIDDEN, CAPACITY, PROGRAMS, CALLS, EPS = 24, 7, 3, 42, 1e-6
+HIDDEN, CAPACITY, PROGRAMS, CALLS, EPS = 24, 7, 3, 21, 1e-6
 
 
 def run_ranks(mode: str, world_size: int, folder: Path, script: str = __file__, seconds: float = 240.0) -> None:
@@ -217,7 +217,7 @@ def programs_rank(rank: int, world_size: int, folder: Path) -> None:
     memory.parity.share_memory_(), memory.abort_word.share_memory_()
     peer = module.PeerAllReduce(memory)  # type: ignore[arg-type]
     same, outputs = random.Random(6), []
-    for call in range(12):
+    for call in range(8):
         rows, module.MAX_PROGRAMS = same.randint(1, CAPACITY), same.randint(2, 6)
         cut(peer, module.TwoShotPlan(same.choice((2, 3))))
         generator = torch.Generator().manual_seed(call)
