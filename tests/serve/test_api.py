@@ -361,7 +361,7 @@ def test_template_of_a_request(client: httpx.Client, tmp_path: Any) -> None:
         ids = httpx.post(server.url + "/tokenize", json=body).json()["tokens"]
         assert httpx.post(server.url + "/detokenize", json={"tokens": ids}).json() == {"prompt": "hello, world"}
         assert httpx.post(server.url + CHAT, json=body | {"max_tokens": 1}).status_code == 200
-        assert "'hello, world'" in server.log
+        wait_for(lambda: "'hello, world'" in server.log, "the prompt's line in the log")
         broken = httpx.post(server.url + CHAT, json=body | {"chat_template": "{% if %}"})
         assert (broken.status_code, broken.json()["error"]["param"]) == (400, "chat_template")
 
