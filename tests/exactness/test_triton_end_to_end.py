@@ -74,7 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save(make_model(seed=4, weight_std=0.25, **shape), tmp_path_factory.mktemp("model")))
 
 
-@pytest.mark.parametrize(("fused_kernels", "gemms"), [(True, True), (False, False)])
+@pytest.mark.parametrize(("fused_kernels", "gemms"), [pytest.param(True, True, marks=pytest.mark.slow), (False, False)])
 def test_triton_backend_through_a_chunk_a_hit_and_a_preemption(folder: str, fused_kernels: bool, gemms: bool) -> None:
     """With the GEMMs and the kernels around attention in Triton too, and with attention alone in it."""
     pytest.importorskip("triton")

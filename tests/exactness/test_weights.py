@@ -162,6 +162,7 @@ def test_a_width_that_ranks_do_not_divide_is_padded_with_zeros(
     torch.testing.assert_close(sum(mlp(x) for mlp in mlps), model.model.layers[0].mlp(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_eight_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
     """More ranks than key/value heads, and a width that they do not divide."""
     shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 100}

@@ -60,7 +60,7 @@ def make_blocks(folder: Path, layout: Layout) -> None:
     ("mode", "world_size"),
     [
         ("interpret", 2),
-        ("programs", 2),
+        pytest.param("programs", 2, marks=pytest.mark.slow),
         pytest.param("interpret", 3, marks=pytest.mark.slow),
         pytest.param("interpret", 4, marks=pytest.mark.slow),
     ],
