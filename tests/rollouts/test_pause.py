@@ -60,7 +60,8 @@ def test_new_weights_in_a_pause(llm: LLM, policies: tuple[Policy, Policy]) -> No
     llm.finish_update()
     llm.resume()
     running.join(60)
-    assert {len(output.outputs[0].weight_versions) for output in running.outputs} == {2}
+    counts = {len(output.outputs[0].weight_versions) for output in running.outputs}
+    assert 2 in counts and counts <= {1, 2}  # a replica may not have begun when the pause came
 
 
 def test_a_pause_that_waits(llm: LLM) -> None:

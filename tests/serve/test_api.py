@@ -326,7 +326,7 @@ def test_log(server: Server, client: httpx.Client) -> None:
     """A line a request, and none of what it said."""
     secret = "a very secret word"
     identity = client.post(CHAT, json={"messages": user(secret), "max_tokens": 2}).json()["id"]
-    [line] = [line for line in server.log.splitlines() if identity in line]
+    [line] = wait_for(lambda: [line for line in server.log.splitlines() if identity in line], "the request's line")
     assert "2 out" in line and "length" in line
     assert secret not in server.log
 
