@@ -131,9 +131,10 @@ def test_files_that_are_mentioned_exist(page: Path) -> None:
     text = prose(page)
     for target in re.findall(r"\]\(([^)]+)\)", text):
         place, _, heading = target.partition("#")
-        assert target.startswith("https://") or (page.parent / place).exists(), target
+        linked = page.parent / place if place else page
+        assert target.startswith("https://") or linked.exists(), target
         if heading and not target.startswith("https://"):
-            headings = re.findall(r"^#+ (.+)$", (page.parent / place).read_text("utf-8"), flags=re.MULTILINE)
+            headings = re.findall(r"^#+ (.+)$", linked.read_text("utf-8"), flags=re.MULTILINE)
             assert heading in (re.sub(r"[^\w -]", "", words).lower().replace(" ", "-") for words in headings), target
     for name in names(text):
         if re.fullmatch(r"[\w./]*\w+\.py", name):
@@ -148,6 +149,12 @@ def test_extras_that_are_installed_exist(page: Path) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     for asked in re.findall(r"pip install '[\w.]+\[([\w,-]+)\]'", page.read_text("utf-8")):
         assert set(asked.split(",")) <= set(extras), asked
+
+
+def test_chart_of_speed_is_the_table() -> None:
+    chart = load(ROOT / "scripts" / "speed_chart.py")
+    bars = list(chart.bars(chart.speed_rows(README.read_text(encoding="utf-8"))))
+    assert bars and chart.CHART.read_text(encoding="utf-8") == chart.draw(bars), "run scripts/speed_chart.py"
 
 
 def imported(node: ast.AST) -> Iterator[str]:
