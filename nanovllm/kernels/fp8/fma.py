@@ -6,35 +6,10 @@ multiplies and adds them in float32, where products of e4m3 are exact, and its s
 """
 
 from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.gemm.fma import lane_columns, load_vector, load_weight
 
 LANE_SPAN: tl.constexpr = tl.constexpr(512)
 """Columns of W that one warp covers with one 16-byte load a lane."""
-
-
-@triton.jit
-def _load_weight(
-    row_ptrs, row_live, k0, K: tl.constexpr, CHUNKS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr
-):
-    """A weight tile [WARPS, rows of a warp, CHUNKS, 512], e4m3. It is read once, so it goes past L1."""
-    chunk = k0 + tl.arange(0, CHUNKS) * LANE_SPAN
-    cols = chunk[None, None, :, None] + tl.arange(0, LANE_SPAN)[None, None, None, :]
-    if EVEN_K and EVEN_N:
-        w = tl.load(row_ptrs + cols, cache_modifier=".cg")
-    elif EVEN_K:
-        w = tl.load(row_ptrs + cols, mask=row_live, other=0.0, cache_modifier=".cg")
-    else:
-        w = tl.load(row_ptrs + cols, mask=row_live & (cols < K), other=0.0, cache_modifier=".cg")
-    return w
-
-
-@triton.jit
-def _load_x(x_ptr, live, k0, K: tl.constexpr, WARPS: tl.constexpr, CHUNKS: tl.constexpr, EVEN_K: tl.constexpr):
-    """A step of one row of x, a copy for each warp: e4m3 [WARPS, 1, CHUNKS, 512]."""
-    chunk = k0 + tl.arange(0, CHUNKS) * LANE_SPAN
-    cols = chunk[None, None, :, None] + tl.arange(0, LANE_SPAN)[None, None, None, :]
-    cols += tl.arange(0, WARPS)[:, None, None, None] * 0
-    mask = (cols >= 0) & live if EVEN_K else (cols < K) & live
-    return tl.load(x_ptr + cols, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -84,10 +59,9 @@ def fp8_fma_kernel(
 
     tiles = ()
     for step in tl.static_range(PRELOAD):
+        cols = lane_columns(step * SPAN, CHUNKS, LANE_SPAN)
         for half in tl.static_range(HALVES):
-            tiles = tiles + (
-                _load_weight(row_ptrs + half * half_size, row_live, step * SPAN, K, CHUNKS, EVEN_K, EVEN_N),
-            )
+            tiles = tiles + (load_weight(row_ptrs + half * half_size, row_live, cols, K, EVEN_K, EVEN_N),)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -97,6 +71,7 @@ def fp8_fma_kernel(
         accs = accs + (tl.zeros([WARPS, PER_WARP, 32], dtype=tl.float32),)
     for step in tl.static_range(STEPS):
         k0 = step * SPAN
+        cols = lane_columns(k0, CHUNKS, LANE_SPAN)
         now = ()
         for half in tl.static_range(HALVES):
             now = now + (tiles[half].to(tl.float32),)
@@ -104,10 +79,10 @@ def fp8_fma_kernel(
         if step + PRELOAD < STEPS:
             for half in tl.static_range(HALVES):
                 at = row_ptrs + half * half_size
-                tiles = tiles + (_load_weight(at, row_live, k0 + PRELOAD * SPAN, K, CHUNKS, EVEN_K, EVEN_N),)
+                tiles = tiles + (load_weight(at, row_live, cols + PRELOAD * SPAN, K, EVEN_K, EVEN_N),)
         summed = ()
         for row in tl.static_range(ROWS):
-            x = _load_x(x_ptr + row * K, row < rows, k0, K, WARPS, CHUNKS, EVEN_K)
+            x = load_vector(x_ptr + row * K, row < rows, cols, K, WARPS, EVEN_K)
             scale = _load_scales(X_SCALE + row, scale_stride, row < rows, k0, tl.cdiv(K, 128), WARPS, CHUNKS)
             for half in tl.static_range(HALVES):
                 both = scale

@@ -18,18 +18,15 @@ from nanovllm.kernels.gemm.epilogue import LANE_SPAN, arrive_last, load_residual
 
 
 @triton.jit
-def _columns(k0, CHUNKS: tl.constexpr):
-    """Columns of a step, [1, 1, CHUNKS, 256]."""
-    chunk = k0 + tl.arange(0, CHUNKS) * LANE_SPAN
-    return chunk[None, None, :, None] + tl.arange(0, LANE_SPAN)[None, None, None, :]
+def lane_columns(k0, CHUNKS: tl.constexpr, SPAN: tl.constexpr):
+    """Columns of a step, [1, 1, CHUNKS, SPAN]; SPAN of them are a 16-byte load of each lane of a warp."""
+    chunk = k0 + tl.arange(0, CHUNKS) * SPAN
+    return chunk[None, None, :, None] + tl.arange(0, SPAN)[None, None, None, :]
 
 
 @triton.jit
-def _load_weight(
-    row_ptrs, row_live, k0, K: tl.constexpr, CHUNKS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr
-):
-    """A weight tile. It is read once, so it goes past L1, which x needs."""
-    cols = _columns(k0, CHUNKS)
+def load_weight(row_ptrs, row_live, cols, K: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr):
+    """A weight tile [WARPS, rows of a warp, CHUNKS, SPAN]. It is read once, so it goes past L1, which x needs."""
     if EVEN_K and EVEN_N:
         w = tl.load(row_ptrs + cols, cache_modifier=".cg")
     elif EVEN_K:
@@ -40,13 +37,10 @@ def _load_weight(
 
 
 @triton.jit
-def _load_vector(ptr, live, k0, K: tl.constexpr, WARPS: tl.constexpr, CHUNKS: tl.constexpr, EVEN_K: tl.constexpr):
-    """A step of one row of x, or of the norm weight, a copy for each warp: [WARPS, 1, CHUNKS, 256]."""
-    warp = tl.arange(0, WARPS)[:, None, None, None]
-    cols = _columns(k0, CHUNKS) + warp * 0
-    mask = (cols < K) & live
-    if EVEN_K:
-        mask = (cols >= 0) & live
+def load_vector(ptr, live, cols, K: tl.constexpr, WARPS: tl.constexpr, EVEN_K: tl.constexpr):
+    """A step of one row of x, or of the norm weight, a copy for each warp: [WARPS, 1, CHUNKS, SPAN]."""
+    cols += tl.arange(0, WARPS)[:, None, None, None] * 0
+    mask = (cols >= 0) & live if EVEN_K else (cols < K) & live
     return tl.load(ptr + cols, mask=mask, other=0.0)
 
 
@@ -69,7 +63,7 @@ def _row_scale(x_ptr, live, eps, K: tl.constexpr, WARPS: tl.constexpr, CHUNKS: t
     """1 / rms of one row of x, a copy for each warp: float32 [WARPS, 1]."""
     total = tl.zeros([WARPS, 1, 32], dtype=tl.float32)
     for k0 in tl.static_range(0, K, CHUNKS * LANE_SPAN):
-        x = _load_vector(x_ptr, live, k0, K, WARPS, CHUNKS, EVEN_K).to(tl.float32)
+        x = load_vector(x_ptr, live, lane_columns(k0, CHUNKS, LANE_SPAN), K, WARPS, EVEN_K).to(tl.float32)
         total += _lane_sums(x * x, WARPS, CHUNKS)
     return tl.rsqrt(tl.sum(total, axis=2) / K + eps)
 
@@ -94,9 +88,10 @@ def skinny_fma_kernel(
 
     tiles = ()
     for step in tl.static_range(PRELOAD):
-        tiles = tiles + (_load_weight(row_ptrs, row_live, k_first + step * SPAN, K, CHUNKS, EVEN_K, EVEN_N),)
+        cols = lane_columns(k_first + step * SPAN, CHUNKS, LANE_SPAN)
+        tiles = tiles + (load_weight(row_ptrs, row_live, cols, K, EVEN_K, EVEN_N),)
     if NORM:
-        gain = _load_vector(norm_ptr, rows > 0, k_first, K, WARPS, CHUNKS, EVEN_K)
+        gain = load_vector(norm_ptr, rows > 0, lane_columns(k_first, CHUNKS, LANE_SPAN), K, WARPS, EVEN_K)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -112,16 +107,16 @@ def skinny_fma_kernel(
         if NORM:
             scales = scales + (_row_scale(x_ptr + row * K, row < rows, eps, K, WARPS, CHUNKS, EVEN_K),)
     for step in tl.static_range(STEPS):
-        k0 = k_first + step * SPAN
+        cols = lane_columns(k_first + step * SPAN, CHUNKS, LANE_SPAN)
         tile = tiles[0].to(tl.float32)
         tiles = tiles[1:]
         if step + PRELOAD < STEPS:
-            tiles = tiles + (_load_weight(row_ptrs, row_live, k0 + PRELOAD * SPAN, K, CHUNKS, EVEN_K, EVEN_N),)
+            tiles = tiles + (load_weight(row_ptrs, row_live, cols + PRELOAD * SPAN, K, EVEN_K, EVEN_N),)
         if NORM and step > 0:
-            gain = _load_vector(norm_ptr, rows > 0, k0, K, WARPS, CHUNKS, EVEN_K)
+            gain = load_vector(norm_ptr, rows > 0, cols, K, WARPS, EVEN_K)
         summed = ()
         for row in tl.static_range(ROWS):
-            x = _load_vector(x_ptr + row * K, row < rows, k0, K, WARPS, CHUNKS, EVEN_K)
+            x = load_vector(x_ptr + row * K, row < rows, cols, K, WARPS, EVEN_K)
             if NORM:
                 x = _normalise(x, gain, scales[row])
             summed = summed + (accs[row] + _lane_sums(tile * x.to(tl.float32), WARPS, CHUNKS),)
