@@ -63,3 +63,13 @@ def prefetch_lines(pointers):
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
     )
+
+
+@triton.jit
+def prefetch_tile(w_ptr, first_row, end_row, first_col, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Has the L2 cache fetch [ROWS, COLUMNS] of weights [rows, k] from (first_row, first_col) on; past end_row and k,
+    the last line again."""
+    LINE: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth
+    row = tl.minimum(first_row + tl.arange(0, ROWS), end_row - 1).to(tl.int64)
+    col = tl.minimum(first_col + tl.arange(0, COLUMNS // LINE) * LINE, k - 1)
+    prefetch_lines(w_ptr + row[:, None] * k + col[None, :])

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.base.device import pdl_options, prefetch_lines
+from nanovllm.kernels.base.device import pdl_options, prefetch_tile
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.gemm_kernel import add_group, times_rows
 from nanovllm.kernels.fp8.operands import FP8Weight
@@ -17,14 +17,6 @@ from nanovllm.kernels.pointwise.activation import silu_mul_reference
 
 PREFETCH_BYTES = 32 << 10
 """Of a program's weights, brought into L2 while the kernel before still runs."""
-
-
-@triton.jit
-def _prefetch_weights(w_ptr, first_row, end_row, k, BLOCK_N: tl.constexpr, PREFETCH: tl.constexpr):
-    """Has the L2 cache fetch the first PREFETCH columns of a tile of weights."""
-    row = tl.minimum(first_row + tl.arange(0, BLOCK_N), end_row - 1).to(tl.int64)
-    line = tl.minimum(tl.arange(0, PREFETCH // 128) * 128, k - 1)
-    prefetch_lines(w_ptr + row[:, None] * k + line[None, :])
 
 
 @triton.jit(do_not_specialize=["tokens", "scale_stride"])
@@ -47,7 +39,7 @@ def _grouped_fp8_kernel(
     width = n_out * 2 if GATED else n_out
     first_row, end_row = expert * width + first_col, expert * width + n_out
     if PDL and not GATED:
-        _prefetch_weights(w_ptr, first_row, end_row, k, BLOCK_N, PREFETCH)
+        prefetch_tile(w_ptr, first_row, end_row, 0, k, BLOCK_N, PREFETCH)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     position = first_position + tl.arange(0, BLOCK_M)

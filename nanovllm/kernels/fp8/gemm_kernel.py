@@ -5,18 +5,9 @@ Products are summed by the tensor cores over one group of 128 columns, since the
 tensor descriptors, and the weights are the left one where tiles of x are narrow, as in gemm/decode_kernel.py.
 """
 
-from nanovllm.kernels.base.device import prefetch_lines
+from nanovllm.kernels.base.device import prefetch_tile
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.gemm.decode_kernel import silu_mul
-
-
-@triton.jit
-def _prefetch(w_ptr, first_row, end_row, first_col, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Brings a part of a weight tile into L2, one 128-byte line for each element; past the ends, the first line."""
-    row = first_row + tl.arange(0, ROWS)[:, None]
-    col = first_col + tl.arange(0, COLUMNS // 128)[None, :] * 128
-    inside = (row < end_row) & (col < k)
-    prefetch_lines(w_ptr + tl.where(inside, row.to(tl.int64) * k + col, 0))
 
 
 @triton.jit
@@ -66,9 +57,9 @@ def fp8_gemm_kernel(
     steps = tl.cdiv(k, BLOCK_K)
     begin, end = steps * split // splits, steps * (split + 1) // splits
     if PDL:
-        _prefetch(w_ptr, first_col, n_out, begin * BLOCK_K, k, BLOCK_N, PREFETCH)
+        prefetch_tile(w_ptr, first_col, n_out, begin * BLOCK_K, k, BLOCK_N, PREFETCH)
         if GATED:
-            _prefetch(w_ptr, n_out + first_col, 2 * n_out, begin * BLOCK_K, k, BLOCK_N, PREFETCH)
+            prefetch_tile(w_ptr, n_out + first_col, 2 * n_out, begin * BLOCK_K, k, BLOCK_N, PREFETCH)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 

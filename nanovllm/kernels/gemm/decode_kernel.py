@@ -8,17 +8,8 @@ fewer weight rows put x there.
 A row's sum over K goes in an order that the shapes alone decide, and does not depend on the other rows.
 """
 
-from nanovllm.kernels.base.device import prefetch_lines
+from nanovllm.kernels.base.device import prefetch_tile
 from nanovllm.kernels.base.triton_import import tl, triton
-
-
-@triton.jit
-def _prefetch(w_ptr, first_row, end_row, first_col, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Brings a part of a weight tile into L2, one 128-byte line for each element; past the ends, the first line."""
-    row = first_row + tl.arange(0, ROWS)[:, None]
-    col = first_col + tl.arange(0, COLUMNS // 64)[None, :] * 64
-    inside = (row < end_row) & (col < k)
-    prefetch_lines(w_ptr + tl.where(inside, row.to(tl.int64) * k + col, 0))
 
 
 @triton.jit
@@ -56,9 +47,9 @@ def decode_gemm_kernel(
     steps = tl.cdiv(k, BLOCK_K)
     begin, end = steps * split // splits, steps * (split + 1) // splits
     if PDL:
-        _prefetch(w_ptr, first_col, n_out, begin * BLOCK_K, k, BLOCK_N, PREFETCH)
+        prefetch_tile(w_ptr, first_col, n_out, begin * BLOCK_K, k, BLOCK_N, PREFETCH)
         if GATED:
-            _prefetch(w_ptr, n_out + first_col, 2 * n_out, begin * BLOCK_K, k, BLOCK_N, PREFETCH)
+            prefetch_tile(w_ptr, n_out + first_col, 2 * n_out, begin * BLOCK_K, k, BLOCK_N, PREFETCH)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.base.device import pdl_options, prefetch_lines, supports_tma
+from nanovllm.kernels.base.device import pdl_options, prefetch_tile, supports_tma
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.gemm.decode_kernel import multiply
 from nanovllm.kernels.moe.choice import GroupedConfig
@@ -69,14 +69,6 @@ def _add_bias(acc, BIAS, first, col, end, X_LEFT: tl.constexpr):
     return acc + (bias[None, :] if X_LEFT else bias[:, None])
 
 
-@triton.jit
-def _prefetch_weights(w_ptr, first_row, end_row, k, BLOCK_N: tl.constexpr, PREFETCH: tl.constexpr):
-    """Has the L2 cache fetch the first PREFETCH columns of a tile of weights."""
-    row = tl.minimum(first_row + tl.arange(0, BLOCK_N), end_row - 1).to(tl.int64)
-    line = tl.minimum(tl.arange(0, PREFETCH // 64) * 64, k - 1)
-    prefetch_lines(w_ptr + row[:, None] * k + line[None, :])
-
-
 @triton.jit(do_not_specialize=["tokens"])
 def _grouped_gemm_kernel(
     X, W, w_ptr, BIAS, TILES, ORDER, WEIGHTS, OUT, tokens, n_out, k,
@@ -101,7 +93,7 @@ def _grouped_gemm_kernel(
     first_row, end_row = expert * width + first_col, expert * width + n_out
     if PDL and not GATED:
         # Routing ended before the kernel before this one let it start, and weights are always there.
-        _prefetch_weights(w_ptr, first_row, end_row, k, BLOCK_N, PREFETCH)
+        prefetch_tile(w_ptr, first_row, end_row, 0, k, BLOCK_N, PREFETCH)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     position = first_position + tl.arange(0, BLOCK_M)
