@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.base.device import pdl_options, prefetch_tile
+from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.gemm_kernel import add_group, times_rows
 from nanovllm.kernels.fp8.operands import FP8Weight
@@ -11,7 +11,7 @@ from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import GROUP, linear_reference, quantize_rows_reference
 from nanovllm.kernels.gemm.decode_kernel import silu_mul
 from nanovllm.kernels.moe.choice import GroupedConfig
-from nanovllm.kernels.moe.experts import experts_of
+from nanovllm.kernels.moe.experts import enter_tile, experts_of, store_by_choice, tile_of_rows
 from nanovllm.kernels.moe.routing import Routing
 from nanovllm.kernels.pointwise.activation import silu_mul_reference
 
@@ -28,23 +28,15 @@ def _grouped_fp8_kernel(
 ):  # fmt: skip
     """Grid and operands as moe/experts.py's kernel, with X in e4m3 and its X_SCALE [groups of k, scale_stride],
     W a descriptor of e4m3 and its SCALE [experts, scale_rows, groups]."""
-    if PDL and GATED:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    tile = TILES + 3 * tl.program_id(1)
-    expert, first_position, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    expert, first_position, end = tile_of_rows(TILES, GATED, PDL)
     if expert < 0:
         return
     first_col = tl.program_id(0) * BLOCK_N
-    width = n_out * 2 if GATED else n_out
-    first_row, end_row = expert * width + first_col, expert * width + n_out
-    if PDL and not GATED:
-        prefetch_tile(w_ptr, first_row, end_row, 0, k, BLOCK_N, PREFETCH)
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    position = first_position + tl.arange(0, BLOCK_M)
-    live = position < end
-    choice = tl.load(ORDER + position, mask=live, other=0)
+    base = expert * (n_out * 2 if GATED else n_out)
+    first_row, end_row = base + first_col, base + n_out
+    position, live, choice = enter_tile(
+        w_ptr, first_row, end_row, k, ORDER, first_position, end, GATED, BLOCK_M, BLOCK_N, PREFETCH, PDL
+    )
     row = choice // TOP_K if GATED else position
     x_ptrs, scale_ptrs = X + row.to(tl.int64)[:, None] * k, X_SCALE + row
     of_expert = SCALE + expert * scale_rows * groups
@@ -73,15 +65,8 @@ def _grouped_fp8_kernel(
             up = times_rows(up, of_expert, n_out + first_col, 2 * n_out, BLOCK_N, X_LEFT)
     if GATED:
         acc = silu_mul(acc, up, OUT.dtype.element_ty)
-    if not X_LEFT:
-        acc = tl.trans(acc)
-    out_row = position
-    if not GATED:
-        acc *= tl.load(WEIGHTS + choice, mask=live, other=0.0)[:, None]
-        out_row = choice % TOP_K * tokens + choice // TOP_K
     col = first_col + tl.arange(0, BLOCK_N)
-    at = OUT + out_row.to(tl.int64)[:, None] * n_out + col[None, :]
-    tl.store(at, acc.to(OUT.dtype.element_ty), mask=live[:, None] & (col < n_out)[None, :])
+    store_by_choice(acc, OUT, WEIGHTS, position, live, choice, col, tokens, n_out, TOP_K, GATED, X_LEFT)
 
 
 def expert_gate_up(x: Tensor, weight: FP8Weight, routing: Routing, config: GroupedConfig) -> Tensor:

@@ -69,6 +69,49 @@ def _add_bias(acc, BIAS, first, col, end, X_LEFT: tl.constexpr):
     return acc + (bias[None, :] if X_LEFT else bias[:, None])
 
 
+@triton.jit
+def tile_of_rows(TILES, GATED: tl.constexpr, PDL: tl.constexpr):
+    """(expert, first position, end) of the program's rows; expert < 0: it has none. GATED: routing has ended."""
+    if PDL and GATED:
+        # Not before: what routing wrote may then be read by the next kernel as soon as that starts.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    tile = TILES + 3 * tl.program_id(1)
+    return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+
+
+@triton.jit
+def enter_tile(
+    w_ptr, first_row, end_row, k, ORDER, first_position, end,
+    GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Positions [BLOCK_M] of the tile, whether they are live, and their choices. After it X may be read."""
+    if PDL and not GATED:
+        # Routing ended before the kernel before this one let it start, and weights are always there.
+        prefetch_tile(w_ptr, first_row, end_row, 0, k, BLOCK_N, PREFETCH)
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    position = first_position + tl.arange(0, BLOCK_M)
+    live = position < end
+    return position, live, tl.load(ORDER + position, mask=live, other=0)
+
+
+@triton.jit
+def store_by_choice(
+    acc, OUT, WEIGHTS, position, live, choice, col, tokens, n_out,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, X_LEFT: tl.constexpr,
+):  # fmt: skip
+    """acc, transposed where not X_LEFT, into columns `col` of OUT: GATED by position, else by slot, times WEIGHTS."""
+    if not X_LEFT:
+        acc = tl.trans(acc)
+    row = position
+    if not GATED:
+        acc *= tl.load(WEIGHTS + choice, mask=live, other=0.0)[:, None]
+        row = choice % TOP_K * tokens + choice // TOP_K
+    at = OUT + row.to(tl.int64)[:, None] * n_out + col[None, :]
+    tl.store(at, acc.to(OUT.dtype.element_ty), mask=live[:, None] & (col < n_out)[None, :])
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _grouped_gemm_kernel(
     X, W, w_ptr, BIAS, TILES, ORDER, WEIGHTS, OUT, tokens, n_out, k,
@@ -80,25 +123,15 @@ def _grouped_gemm_kernel(
     activation of columns c and n_out + c. Else rows of X are choices by expert, and OUT [TOP_K, tokens, n_out] their
     results times WEIGHTS, by slot. W: a descriptor or w_ptr, [experts * (2 n_out or n_out), k]."""
     dtype: tl.constexpr = X.dtype.element_ty
-    if PDL and GATED:
-        # Not before: what routing wrote may then be read by the next kernel as soon as that starts.
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    tile = TILES + 3 * tl.program_id(1)
-    expert, first_position, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    expert, first_position, end = tile_of_rows(TILES, GATED, PDL)
     if expert < 0:
         return
     first_col = tl.program_id(0) * BLOCK_N
-    width = n_out * 2 if GATED else n_out
-    first_row, end_row = expert * width + first_col, expert * width + n_out
-    if PDL and not GATED:
-        # Routing ended before the kernel before this one let it start, and weights are always there.
-        prefetch_tile(w_ptr, first_row, end_row, 0, k, BLOCK_N, PREFETCH)
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    position = first_position + tl.arange(0, BLOCK_M)
-    live = position < end
-    choice = tl.load(ORDER + position, mask=live, other=0)
+    base = expert * (n_out * 2 if GATED else n_out)
+    first_row, end_row = base + first_col, base + n_out
+    position, live, choice = enter_tile(
+        w_ptr, first_row, end_row, k, ORDER, first_position, end, GATED, BLOCK_M, BLOCK_N, PREFETCH, PDL
+    )
     x_ptr = X + (choice // TOP_K if GATED else position).to(tl.int64)[:, None] * k
 
     acc = tl.zeros([BLOCK_M, BLOCK_N] if X_LEFT else [BLOCK_N, BLOCK_M], dtype=tl.float32)
@@ -117,19 +150,12 @@ def _grouped_gemm_kernel(
 
     col = first_col + tl.arange(0, BLOCK_N)
     if BIAS is not None:
-        acc = _add_bias(acc, BIAS, expert * width, col, n_out, X_LEFT)
+        acc = _add_bias(acc, BIAS, base, col, n_out, X_LEFT)
         if GATED:
-            up = _add_bias(up, BIAS, expert * width + n_out, col, n_out, X_LEFT)
+            up = _add_bias(up, BIAS, base + n_out, col, n_out, X_LEFT)
     if GATED:
         acc = _activated(acc, up, dtype, ALPHA, LIMIT)
-    if not X_LEFT:
-        acc = tl.trans(acc)
-    out_row = position
-    if not GATED:
-        acc *= tl.load(WEIGHTS + choice, mask=live, other=0.0)[:, None]
-        out_row = choice % TOP_K * tokens + choice // TOP_K
-    at = OUT + out_row.to(tl.int64)[:, None] * n_out + col[None, :]
-    tl.store(at, acc.to(OUT.dtype.element_ty), mask=live[:, None] & (col < n_out)[None, :])
+    store_by_choice(acc, OUT, WEIGHTS, position, live, choice, col, tokens, n_out, TOP_K, GATED, X_LEFT)
 
 
 def expert_gate_up(
