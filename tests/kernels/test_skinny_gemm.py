@@ -16,7 +16,7 @@ from nanovllm.kernels.gemm import skinny
 from nanovllm.kernels.gemm.choice import SKINNY_ROWS, GemmConfig
 
 EPS = 1e-6
-OPS = ("norm_linear", "norm_linear_silu_mul", "linear", "linear_residual")
+OPS = ("norm_linear", "norm_linear_silu_mul", "linear", "linear_silu_mul", "linear_residual")
 
 
 def fma(block_n: int, block_k: int, stages: int, split_k: int = 1) -> GemmConfig:
@@ -52,8 +52,8 @@ def run(
         return skinny.norm_linear(x, t["gain"], EPS, t["weight"], config, pdl=pdl)
     if op == "norm_linear_silu_mul":
         return skinny.norm_linear_silu_mul(x, t["gain"], EPS, t["weight"], config, pdl=pdl)
-    if op == "linear":
-        return skinny.linear(x, t["weight"], config, pdl=pdl)
+    if op in ("linear", "linear_silu_mul"):
+        return getattr(skinny, op)(x, t["weight"], config, pdl=pdl)
     return skinny.linear_residual(x, t["weight"], residual, config, pdl=pdl)
 
 
@@ -64,7 +64,7 @@ def exact(op: str, t: dict[str, torch.Tensor]) -> torch.Tensor:
         scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
         x = ((x * scale).to(t["x"].dtype) * t["gain"]).double()
     y = x @ weight.T
-    if op == "norm_linear_silu_mul":
+    if op.endswith("silu_mul"):
         gate, up = y.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
     return y + t["residual"].double() if op == "linear_residual" else y
@@ -132,6 +132,7 @@ def test_plain_twin_agrees_with_float64(op: str) -> None:
         "norm_linear": (t["x"], t["gain"], EPS, t["weight"]),
         "norm_linear_silu_mul": (t["x"], t["gain"], EPS, t["weight"]),
         "linear": (t["x"], t["weight"]),
+        "linear_silu_mul": (t["x"], t["weight"]),
         "linear_residual": (t["x"], t["weight"], t["residual"].clone()),
     }[op]
     got = getattr(skinny, f"{op}_reference")(*args)

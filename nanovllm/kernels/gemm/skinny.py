@@ -44,6 +44,11 @@ def linear(x: Tensor, weight: Tensor, config: GemmConfig, *, pdl: bool = True) -
     return _launch(x, weight, weight.shape[0], None, 0.0, None, False, config, pdl)
 
 
+def linear_silu_mul(x: Tensor, gate_up_weight: Tensor, config: GemmConfig, *, pdl: bool = True) -> Tensor:
+    """silu(gate) * up of x [M <= 16, K] for gate_up_weight [2 I, K], gate rows first -> [M, I]."""
+    return _launch(x, gate_up_weight, gate_up_weight.shape[0] // 2, None, 0.0, None, True, config, pdl)
+
+
 def linear_residual(x: Tensor, weight: Tensor, residual: Tensor, config: GemmConfig, *, pdl: bool = True) -> Tensor:
     """residual [M, N] += x [M <= 16, K] @ weight [N, K]^T in place, rounded once; returns residual."""
     return _launch(x, weight, weight.shape[0], None, 0.0, residual, False, config, pdl)
@@ -55,16 +60,21 @@ def norm_linear_reference(x: Tensor, norm_weight: Tensor, eps: float, weight: Te
 
 
 def norm_linear_silu_mul_reference(x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor) -> Tensor:
-    """Plain twin of `norm_linear_silu_mul`; like the kernel it rounds only the result."""
-    wide = _wide(x.dtype)
-    gate, up = (_rms_norm_reference(x, norm_weight, eps).to(wide) @ gate_up_weight.to(wide).T).chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+    """Plain twin of `norm_linear_silu_mul`."""
+    return linear_silu_mul_reference(_rms_norm_reference(x, norm_weight, eps), gate_up_weight)
 
 
 def linear_reference(x: Tensor, weight: Tensor) -> Tensor:
     """Plain twin of `linear`."""
     wide = _wide(x.dtype)
     return (x.to(wide) @ weight.to(wide).T).to(x.dtype)
+
+
+def linear_silu_mul_reference(x: Tensor, gate_up_weight: Tensor) -> Tensor:
+    """Plain twin of `linear_silu_mul`; like the kernel it rounds only the result."""
+    wide = _wide(x.dtype)
+    gate, up = (x.to(wide) @ gate_up_weight.to(wide).T).chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(x.dtype)
 
 
 def linear_residual_reference(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:

@@ -114,15 +114,17 @@ def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
     pid, programs = tl.program_id(0), tl.num_programs(0)
     cols = tl.arange(0, BLOCK)
     mask = cols < HIDDEN
+    blocks = ()  # never written after the start, so read before any wait
+    for step in tl.static_range(WORLD):  # each rank starts with another peer, so that no link is crowded
+        blocks = blocks + (_peer_pointer(peers, (rank + 1 + step) % WORLD, 0, INT),)
     parity = _begin(parity_state, PDL)
     half = parity.to(tl.int64) * (WORLD * CAPACITY * HIDDEN)
     row = pid
     while row < rows:
         bits = _addend(partial, row.to(tl.int64) * HIDDEN + cols, rows, mask, out, PARTS, HIDDEN, INT, SENTINEL)
         place = half + (rank * CAPACITY + row).to(tl.int64) * HIDDEN
-        for step in tl.static_range(WORLD):  # each rank starts with another peer, so that no link is crowded
-            to = (rank + 1 + step) % WORLD
-            tl.store(_peer_pointer(peers, to, place, INT) + cols, bits, mask=mask)
+        for step in tl.static_range(WORLD):
+            tl.store(blocks[step] + place + cols, bits, mask=mask)
         row += programs
     gain = _float_or_zeros(weight + cols, mask, NORM)  # before a wait, which hides its latency
     source = tl.arange(0, WORLD_BLOCK)
@@ -132,7 +134,7 @@ def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
     while row < rows:
         at = row.to(tl.int64) * HIDDEN
         kept = _float_or_zeros(residual + at + cols, mask, RESIDUAL)
-        arrived = _receive(_peer_pointer(peers, rank, half + at, INT) + tile, tile_mask, abort, max_spins, SENTINEL)
+        arrived = _receive(blocks[WORLD - 1] + half + at + tile, tile_mask, abort, max_spins, SENTINEL)
         _finish_row(arrived, kept, gain, at + cols, residual_out, out, mask, eps, HIDDEN, NORM, INT, SENTINEL)
         row += programs
     _flip(parity_state, parity)
