@@ -20,53 +20,8 @@ from nanovllm.kernels.attention.e4m3 import attend_e4m3, load_scales
 from nanovllm.kernels.attention.reference import attend_reference, keys_and_values
 from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims, soft_cap
 from nanovllm.kernels.attention.spec import AttentionSpec
-from nanovllm.kernels.base.device import paged_descriptor, pdl_options, prefetch_lines, supports_tma
-
-
-@triton.jit
-def _look_up(TABLE_ROW, start, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The block of the tile at key `start` (one for each key where tiles do not divide pages); block 0 past `end`."""
-    if PAGE % BLOCK_N == 0:
-        return tl.load(TABLE_ROW + start // PAGE, mask=start < end, other=0)
-    else:
-        tokens = start + tl.arange(0, BLOCK_N)
-        return tl.load(TABLE_ROW + tokens // PAGE, mask=tokens < end, other=0)
-
-
-@triton.jit
-def _visible(start, first, end, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr):
-    """Which keys of the tile at `start` are the chunk's, first .. end."""
-    keys = start + tl.arange(0, BLOCK_N)
-    return (keys >= first) & (keys < end) if WINDOWED else keys < end
-
-
-@triton.jit
-def _load_tile(CACHE, kv_head, block, start, first, end, strides, D: tl.constexpr, PAGE: tl.constexpr,
-               BLOCK_N: tl.constexpr, TMA: tl.constexpr, WINDOWED: tl.constexpr):
-    """Keys (or values) start .. start + BLOCK_N of a row as [BLOCK_N, D up to a power of two]. Those that are not
-    visible: zeros, or with TMA what other requests have left there."""
-    if TMA:
-        return CACHE.load([block, kv_head, start % PAGE, 0]).reshape(BLOCK_N, D)
-    else:
-        tokens = tl.arange(0, BLOCK_N)
-        dims = tl.arange(0, padded_dims(D))[None, :]
-        tile = CACHE + block.to(tl.int64) * strides[0] + kv_head * strides[1]
-        if PAGE % BLOCK_N == 0:
-            pointers = (tile + start % PAGE * strides[2]) + ((tokens * strides[2])[:, None] + dims)
-        else:
-            pointers = (tile + (start + tokens) % PAGE * strides[2])[:, None] + dims
-        visible = _visible(start, first, end, BLOCK_N, WINDOWED)
-        return tl.load(pointers, mask=visible[:, None] & (dims < D), other=0.0)
-
-
-@triton.jit
-def _prefetch_tile(CACHE, kv_head, block, start, strides, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Has the L2 cache fetch a tile within one page: its lines of 128 bytes, or each token's first one."""
-    LINE: tl.constexpr = 128 * 8 // CACHE.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = triton.next_power_of_2((D + LINE - 1) // LINE)
-    tile = CACHE + block.to(tl.int64) * strides[0] + kv_head * strides[1] + start % PAGE * strides[2]
-    lines = tl.minimum(tl.arange(0, LINES) * LINE, D - 1)
-    prefetch_lines(tile + (tl.arange(0, BLOCK_N) * strides[2])[:, None] + lines[None, :])
+from nanovllm.kernels.attention.work_list import first_tile, load_tile, next_tile, prefetch_in_page, visible_keys
+from nanovllm.kernels.base.device import paged_descriptor, pdl_options, supports_tma
 
 
 @triton.jit
@@ -144,37 +99,6 @@ def _finish_chunk(m, sums, acc, OUT, PARTIAL, LSE, SINKS, row, kv_head, chunk_of
 
 
 @triton.jit
-def _first_tile(start, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr):
-    """Where the tile of key `start` begins. Chunks begin with a tile, but for a window's first key."""
-    return start // BLOCK_N * BLOCK_N if WINDOWED else start
-
-
-@triton.jit
-def _count_tiles(WORK, num_items, HKV: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr):
-    """Tiles in all items of this program but its first."""
-    AT_ONCE: tl.constexpr = 64
-    tiles = 0
-    for first in range(tl.program_id(0) + tl.num_programs(0), num_items, AT_ONCE * tl.num_programs(0)):
-        items = first + tl.arange(0, AT_ONCE) * tl.num_programs(0)
-        entry = WORK + items // HKV * 4
-        start = _first_tile(tl.load(entry + 1, mask=items < num_items, other=0), BLOCK_N, WINDOWED)
-        end = tl.load(entry + 2, mask=items < num_items, other=0)
-        tiles += tl.sum((end - start + BLOCK_N - 1) // BLOCK_N, 0)
-    return tiles
-
-
-@triton.jit
-def _load_item(WORK, item, mask, row_and_slot, start, end, chunk_of, HKV: tl.constexpr):
-    """The item's entry of the work list where mask is true, else the values given."""
-    entry = WORK + item // HKV * 4
-    row_and_slot = tl.load(entry, mask=mask, other=row_and_slot)
-    start = tl.load(entry + 1, mask=mask, other=start)
-    end = tl.load(entry + 2, mask=mask, other=end)
-    chunk_of = tl.load(entry + 3, mask=mask, other=chunk_of)
-    return row_and_slot, start, end, chunk_of
-
-
-@triton.jit
 def _empty_chunk(BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, DIMS: tl.constexpr):
     """m, sums and acc of a chunk before its first tile; see _attend."""
     m = tl.full([BLOCK_H], float("-inf"), tl.float32)
@@ -200,35 +124,28 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     heads, dims = tl.arange(0, BLOCK_H), tl.arange(0, padded_dims(D))
-    num_items = tl.load(NUM_WORK) * HKV
-    item, step = tl.program_id(0), tl.num_programs(0)
-    # The first entry is read before it is known to be one, which it is in all but the smallest batches.
-    row_and_slot, first, end, chunk_of = _load_item(WORK, item, True, 0, 0, 0, 0, HKV)
-    n = _first_tile(first, BLOCK_N, WINDOWED)
-    end = tl.where(item < num_items, end, n)
-    tiles = (end - n + BLOCK_N - 1) // BLOCK_N + _count_tiles(WORK, num_items, HKV, BLOCK_N, WINDOWED)
-    next_row_and_slot, next_start, next_end, next_chunk_of = _load_item(WORK, item + step, item + step < num_items,
-                                                                        0, 0, 0, 0, HKV)
-    block = _look_up(TABLE + (row_and_slot >> 16).to(tl.int64) * table_stride, n, end, PAGE, BLOCK_N)
+    tiles, num_items, item, n, block, entry, coming = first_tile(WORK, NUM_WORK, TABLE, table_stride, HKV, PAGE,
+                                                                 BLOCK_N, WINDOWED)
     m, sums, acc = _empty_chunk(BLOCK_H, BLOCK_N, padded_dims(DV))
     if KV_SCALES is not None:
         sums, acc = tl.trans(sums), tl.trans(acc)  # see attend_e4m3
         odd = tl.zeros_like(acc)  # acc has the even dimensions
     if PDL:
         if PAGE % BLOCK_N == 0:
-            _prefetch_tile(K_CACHE, item % HKV, block, n, k_strides, D, PAGE, BLOCK_N)
-            _prefetch_tile(V_CACHE, item % HKV, block, n, v_strides, DV, PAGE, BLOCK_N)
+            prefetch_in_page(K_CACHE, item % HKV, block, n, k_strides, D, PAGE, BLOCK_N)
+            prefetch_in_page(V_CACHE, item % HKV, block, n, v_strides, DV, PAGE, BLOCK_N)
         tl.extra.cuda.gdc_wait()
         if not EARLY:
             tl.extra.cuda.gdc_launch_dependents()
     for _ in range(tiles):
+        row_and_slot, first, end, chunk_of = entry
         row = (row_and_slot & 0xFFFF).to(tl.int64)
         kv_head = item % HKV
-        k = _load_tile(K, kv_head, block, n, first, end, k_strides, D, PAGE, BLOCK_N, TMA, WINDOWED)
-        v = _load_tile(V, kv_head, block, n, first, end, v_strides, DV, PAGE, BLOCK_N, TMA, WINDOWED)
+        k = load_tile(K, kv_head, block, n, first, end, k_strides, D, PAGE, BLOCK_N, TMA, WINDOWED)
+        v = load_tile(V, kv_head, block, n, first, end, v_strides, DV, PAGE, BLOCK_N, TMA, WINDOWED)
         q = tl.load(Q + row * q_strides[0] + (kv_head * G + heads[:, None]) * q_strides[1] + dims[None, :],
                     mask=(heads < G)[:, None] & (dims < D)[None, :], other=0.0)
-        visible = _visible(n, first, end, BLOCK_N, WINDOWED)
+        visible = visible_keys(n, first, end, BLOCK_N, WINDOWED)
         if KV_SCALES is None:
             m, sums, acc = _attend(q, k, v, m, sums, acc, scale_log2, visible[None, :], CAP)
         else:
@@ -244,18 +161,8 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
             if KV_SCALES is not None:
                 sums, acc = tl.trans(sums), tl.trans(acc)
                 odd = tl.zeros_like(acc)
-        # The next tile's whereabouts, all looked up an iteration or more before they are needed.
-        n = tl.where(is_last, _first_tile(next_start, BLOCK_N, WINDOWED), n + BLOCK_N)
-        if WINDOWED:
-            first = tl.where(is_last, next_start, first)
-        end = tl.where(is_last, next_end, end)
-        row_and_slot = tl.where(is_last, next_row_and_slot, row_and_slot)
-        chunk_of = tl.where(is_last, next_chunk_of, chunk_of)
-        item = tl.where(is_last, item + step, item)
-        block = _look_up(TABLE + (row_and_slot >> 16).to(tl.int64) * table_stride, n, end, PAGE, BLOCK_N)
-        next_row_and_slot, next_start, next_end, next_chunk_of = _load_item(
-            WORK, item + step, is_last & (item + step < num_items), next_row_and_slot, next_start, next_end,
-            next_chunk_of, HKV)
+        item, n, block, entry, coming = next_tile(is_last, num_items, item, n, entry, coming, WORK, TABLE, table_stride,
+                                                  HKV, PAGE, BLOCK_N, WINDOWED)
 
 
 def decode_attention_reference(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, row_slot: torch.Tensor,

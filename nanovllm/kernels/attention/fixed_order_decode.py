@@ -4,21 +4,12 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.attention.decode import (
-    DecodeAttention,
-    DecodeScratch,
-    _count_tiles,
-    _first_tile,
-    _load_item,
-    _load_tile,
-    _look_up,
-    _prefetch_tile,
-    _visible,
-)
+from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
 from nanovllm.kernels.attention.decode_plan import DecodePlan
 from nanovllm.kernels.attention.fixed_order import NOTHING, attend, empty, ends_chunk, fold, tile_keys
 from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims
 from nanovllm.kernels.attention.spec import AttentionSpec
+from nanovllm.kernels.attention.work_list import first_tile, load_tile, next_tile, prefetch_in_page, visible_keys
 from nanovllm.kernels.base.device import paged_descriptor, pdl_options
 
 _NOTHING = tl.constexpr(NOTHING)
@@ -92,32 +83,26 @@ def fixed_order_decode_kernel(Q, K, V, K_CACHE, V_CACHE, SINKS, OUT, TABLE, WORK
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     heads, dims = tl.arange(0, BLOCK_H), tl.arange(0, DIMS)
-    num_items = tl.load(NUM_WORK) * HKV
-    item, step = tl.program_id(0), tl.num_programs(0)
-    row_and_slot, first, end, unit_of = _load_item(WORK, item, True, 0, 0, 0, 0, HKV)
-    n = _first_tile(first, TILE, WINDOWED)
-    end = tl.where(item < num_items, end, n)
-    tiles = (end - n + TILE - 1) // TILE + _count_tiles(WORK, num_items, HKV, TILE, WINDOWED)
-    next_row_and_slot, next_start, next_end, next_unit_of = _load_item(WORK, item + step, item + step < num_items,
-                                                                       0, 0, 0, 0, HKV)
-    block = _look_up(TABLE + (row_and_slot >> 16).to(tl.int64) * table_stride, n, end, PAGE, TILE)
+    tiles, num_items, item, n, block, entry, coming = first_tile(WORK, NUM_WORK, TABLE, table_stride, HKV, PAGE, TILE,
+                                                                 WINDOWED)
     m, sums, acc = empty(BLOCK_H, DIMS)
     top, total, out = empty(BLOCK_H, DIMS)
     if PDL:
         if PAGE % TILE == 0:
-            _prefetch_tile(K_CACHE, item % HKV, block, n, k_strides, D, PAGE, TILE)
-            _prefetch_tile(V_CACHE, item % HKV, block, n, v_strides, D, PAGE, TILE)
+            prefetch_in_page(K_CACHE, item % HKV, block, n, k_strides, D, PAGE, TILE)
+            prefetch_in_page(V_CACHE, item % HKV, block, n, v_strides, D, PAGE, TILE)
         tl.extra.cuda.gdc_wait()
         if not EARLY:
             tl.extra.cuda.gdc_launch_dependents()
     for _ in range(tiles):
+        row_and_slot, first, end, unit_of = entry
         row = (row_and_slot & 0xFFFF).to(tl.int64)
         kv_head = item % HKV
-        k = _load_tile(K, kv_head, block, n, first, end, k_strides, D, PAGE, TILE, TMA, WINDOWED)
-        v = _load_tile(V, kv_head, block, n, first, end, v_strides, D, PAGE, TILE, TMA, WINDOWED)
+        k = load_tile(K, kv_head, block, n, first, end, k_strides, D, PAGE, TILE, TMA, WINDOWED)
+        v = load_tile(V, kv_head, block, n, first, end, v_strides, D, PAGE, TILE, TMA, WINDOWED)
         q = tl.load(Q + row * q_strides[0] + (kv_head * G + heads[:, None]) * q_strides[1] + dims[None, :],
                     mask=(heads < G)[:, None] & (dims < D)[None, :], other=0.0)
-        visible = _visible(n, first, end, TILE, WINDOWED)[None, :]
+        visible = visible_keys(n, first, end, TILE, WINDOWED)[None, :]
         m, sums, acc = attend(q, k, v, m, sums, acc, visible, scale_log2, CAP)
         is_last = n + TILE >= end
         if is_last | ends_chunk(n + TILE):
@@ -127,18 +112,8 @@ def fixed_order_decode_kernel(Q, K, V, K_CACHE, V_CACHE, SINKS, OUT, TABLE, WORK
             _finish_unit(top, total, out, OUT, PARTIAL, WEIGHTS, SINKS, row, kv_head, unit_of, out_strides, HKV, G, D,
                          MAX_UNITS)
             top, total, out = empty(BLOCK_H, DIMS)
-        # The next tile's whereabouts, all looked up an iteration or more before they are needed.
-        n = tl.where(is_last, _first_tile(next_start, TILE, WINDOWED), n + TILE)
-        if WINDOWED:
-            first = tl.where(is_last, next_start, first)
-        end = tl.where(is_last, next_end, end)
-        row_and_slot = tl.where(is_last, next_row_and_slot, row_and_slot)
-        unit_of = tl.where(is_last, next_unit_of, unit_of)
-        item = tl.where(is_last, item + step, item)
-        block = _look_up(TABLE + (row_and_slot >> 16).to(tl.int64) * table_stride, n, end, PAGE, TILE)
-        next_row_and_slot, next_start, next_end, next_unit_of = _load_item(
-            WORK, item + step, is_last & (item + step < num_items), next_row_and_slot, next_start, next_end,
-            next_unit_of, HKV)
+        item, n, block, entry, coming = next_tile(is_last, num_items, item, n, entry, coming, WORK, TABLE, table_stride,
+                                                  HKV, PAGE, TILE, WINDOWED)
 
 
 class FixedOrderScratch(DecodeScratch):

@@ -1,0 +1,123 @@
+"""How decode kernels go through a step's work list (decode_plan.py): which tile comes next, and how it is loaded.
+
+The work list is int32 [entries, 4]: row | slot << 16, first key, end, index | count << 16 of the row's chunks. An item
+is an entry for one key head. Program p of P takes items p, p + P and so on, and runs the tiles of all in one loop.
+"""
+
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.attention.scores import padded_dims
+from nanovllm.kernels.base.device import prefetch_lines
+
+
+@triton.jit
+def _look_up(TABLE_ROW, start, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The block of the tile at key `start` (one for each key where tiles do not divide pages); block 0 past `end`."""
+    if PAGE % BLOCK_N == 0:
+        return tl.load(TABLE_ROW + start // PAGE, mask=start < end, other=0)
+    else:
+        tokens = start + tl.arange(0, BLOCK_N)
+        return tl.load(TABLE_ROW + tokens // PAGE, mask=tokens < end, other=0)
+
+
+@triton.jit
+def visible_keys(start, first, end, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr):
+    """Which keys of the tile at `start` are the chunk's, first .. end."""
+    keys = start + tl.arange(0, BLOCK_N)
+    return (keys >= first) & (keys < end) if WINDOWED else keys < end
+
+
+@triton.jit
+def load_tile(CACHE, kv_head, block, start, first, end, strides, D: tl.constexpr, PAGE: tl.constexpr,
+              BLOCK_N: tl.constexpr, TMA: tl.constexpr, WINDOWED: tl.constexpr):
+    """Keys (or values) start .. start + BLOCK_N of a row as [BLOCK_N, D up to a power of two]. Those that are not
+    visible: zeros, or with TMA what other requests have left there."""
+    if TMA:
+        return CACHE.load([block, kv_head, start % PAGE, 0]).reshape(BLOCK_N, D)
+    else:
+        tokens = tl.arange(0, BLOCK_N)
+        dims = tl.arange(0, padded_dims(D))[None, :]
+        tile = CACHE + block.to(tl.int64) * strides[0] + kv_head * strides[1]
+        if PAGE % BLOCK_N == 0:
+            pointers = (tile + start % PAGE * strides[2]) + ((tokens * strides[2])[:, None] + dims)
+        else:
+            pointers = (tile + (start + tokens) % PAGE * strides[2])[:, None] + dims
+        visible = visible_keys(start, first, end, BLOCK_N, WINDOWED)
+        return tl.load(pointers, mask=visible[:, None] & (dims < D), other=0.0)
+
+
+@triton.jit
+def prefetch_in_page(CACHE, kv_head, block, start, strides, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Has the L2 cache fetch a tile within one page: its lines of 128 bytes, or each token's first one."""
+    LINE: tl.constexpr = 128 * 8 // CACHE.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = triton.next_power_of_2((D + LINE - 1) // LINE)
+    tile = CACHE + block.to(tl.int64) * strides[0] + kv_head * strides[1] + start % PAGE * strides[2]
+    lines = tl.minimum(tl.arange(0, LINES) * LINE, D - 1)
+    prefetch_lines(tile + (tl.arange(0, BLOCK_N) * strides[2])[:, None] + lines[None, :])
+
+
+@triton.jit
+def _tile_start(start, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr):
+    """Where the tile of key `start` begins. Chunks begin with a tile, but for a window's first key."""
+    return start // BLOCK_N * BLOCK_N if WINDOWED else start
+
+
+@triton.jit
+def _count_tiles(WORK, num_items, HKV: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr):
+    """Tiles in all items of this program but its first."""
+    AT_ONCE: tl.constexpr = 64
+    tiles = 0
+    for first in range(tl.program_id(0) + tl.num_programs(0), num_items, AT_ONCE * tl.num_programs(0)):
+        items = first + tl.arange(0, AT_ONCE) * tl.num_programs(0)
+        entry = WORK + items // HKV * 4
+        start = _tile_start(tl.load(entry + 1, mask=items < num_items, other=0), BLOCK_N, WINDOWED)
+        end = tl.load(entry + 2, mask=items < num_items, other=0)
+        tiles += tl.sum((end - start + BLOCK_N - 1) // BLOCK_N, 0)
+    return tiles
+
+
+@triton.jit
+def _load_item(WORK, item, mask, other, HKV: tl.constexpr):
+    """The item's entry of the work list where mask is true, else `other`."""
+    entry = WORK + item // HKV * 4
+    row_and_slot = tl.load(entry, mask=mask, other=other[0])
+    start = tl.load(entry + 1, mask=mask, other=other[1])
+    end = tl.load(entry + 2, mask=mask, other=other[2])
+    return row_and_slot, start, end, tl.load(entry + 3, mask=mask, other=other[3])
+
+
+@triton.jit
+def first_tile(WORK, NUM_WORK, TABLE, table_stride, HKV: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+               WINDOWED: tl.constexpr):
+    """The program's number of tiles; the number of all items; the first tile's item, key and block; the entries of that
+    item and of the program's next."""
+    num_items = tl.load(NUM_WORK) * HKV
+    item, step = tl.program_id(0), tl.num_programs(0)
+    # The first entry is read before it is known to be one, which it is in all but the smallest batches.
+    row_and_slot, first, end, chunk_of = _load_item(WORK, item, True, (0, 0, 0, 0), HKV)
+    n = _tile_start(first, BLOCK_N, WINDOWED)
+    end = tl.where(item < num_items, end, n)
+    tiles = (end - n + BLOCK_N - 1) // BLOCK_N + _count_tiles(WORK, num_items, HKV, BLOCK_N, WINDOWED)
+    coming = _load_item(WORK, item + step, item + step < num_items, (0, 0, 0, 0), HKV)
+    block = _look_up(TABLE + (row_and_slot >> 16).to(tl.int64) * table_stride, n, end, PAGE, BLOCK_N)
+    return tiles, num_items, item, n, block, (row_and_slot, first, end, chunk_of), coming
+
+
+@triton.jit
+def next_tile(is_last, num_items, item, n, entry, coming, WORK, TABLE, table_stride, HKV: tl.constexpr,
+              PAGE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr):
+    """What comes after key n's tile, the item's last or not: item, key, block and both entries, as above. All of it is
+    looked up an iteration or more before it is needed."""
+    step = tl.num_programs(0)
+    row_and_slot, first, end, chunk_of = entry
+    n = tl.where(is_last, _tile_start(coming[1], BLOCK_N, WINDOWED), n + BLOCK_N)
+    if WINDOWED:
+        first = tl.where(is_last, coming[1], first)
+    end = tl.where(is_last, coming[2], end)
+    row_and_slot = tl.where(is_last, coming[0], row_and_slot)
+    chunk_of = tl.where(is_last, coming[3], chunk_of)
+    item = tl.where(is_last, item + step, item)
+    block = _look_up(TABLE + (row_and_slot >> 16).to(tl.int64) * table_stride, n, end, PAGE, BLOCK_N)
+    coming = _load_item(WORK, item + step, is_last & (item + step < num_items), coming, HKV)
+    return item, n, block, (row_and_slot, first, end, chunk_of), coming
