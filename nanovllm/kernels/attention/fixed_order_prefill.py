@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.attention.fixed_order import attend, empty, ends_chunk, fold, tile_keys
-from nanovllm.kernels.attention.prefill import PrefillAttention, PrefillConfig, _load_tile
+from nanovllm.kernels.attention.prefill import PrefillAttention, PrefillConfig
+from nanovllm.kernels.attention.query_tiles import causal_mask, key_ranges, load_queries, load_tile
 from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims
 from nanovllm.kernels.base.device import paged_descriptor
 
@@ -19,14 +20,11 @@ def _walk(q, state, row_state, begin, stop, K, V, TABLE_ROW, kv_head, first, end
     m, sums, acc = state
     top, total, out = row_state
     for n in range(begin, stop, TILE):
-        k = _load_tile(K, TABLE_ROW, kv_head, n, first, end, k_strides, D, PAGE, TILE, TMA)
-        v = _load_tile(V, TABLE_ROW, kv_head, n, first, end, v_strides, D, PAGE, TILE, TMA)
+        k = load_tile(K, TABLE_ROW, kv_head, n, first, end, k_strides, D, PAGE, TILE, TMA)
+        v = load_tile(V, TABLE_ROW, kv_head, n, first, end, v_strides, D, PAGE, TILE, TMA)
         visible = None
         if MASKED:
-            keys = n + tl.arange(0, TILE)
-            visible = keys[None, :] <= position[:, None]
-            if WINDOWED:
-                visible = visible & (keys[None, :] > position[:, None] - window)
+            visible = causal_mask(n, position, window, TILE, WINDOWED)
         m, sums, acc = attend(q, k, v, m, sums, acc, visible, scale_log2, CAP)
         if ends_chunk(n + TILE):
             top, total, out = fold(m, sums, acc, top, total, out)
@@ -47,28 +45,13 @@ def fixed_order_prefill_kernel(Q, K, V, SINKS, OUT, TABLE, ROW_SLOT, CU_SEQLENS,
     if row < 0:
         return
     query = tl.load(TILES + tile * 2 + 1)
-    token = tl.load(CU_SEQLENS + row)
-    count = tl.load(CU_SEQLENS + row + 1) - token
-    context = tl.load(CONTEXT_LENS + row)
     TABLE_ROW = TABLE + tl.load(ROW_SLOT + row).to(tl.int64) * table_stride
-
-    queries = query + tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, DIMS)
-    position = context - count + queries
-    q_rows = (token + queries).to(tl.int64)
-    q_mask = (queries < count)[:, None] & (dims < D)[None, :]
-    q = tl.load(Q + q_rows[:, None] * q_strides[0] + head * q_strides[1] + dims[None, :], mask=q_mask, other=0.0)
+    q, live, tokens, position, first_position, context = load_queries(Q, CU_SEQLENS, CONTEXT_LENS, row, query, head,
+                                                                      q_strides, D, BLOCK_M)
     kv_head = head // G
-    before = context - count + query  # the first query's position
-    first, begin, begin_full = 0, 0, 0
-    end = tl.minimum(context, before + BLOCK_M)
-    # Tiles that even the first query sees whole need no mask, if the last one's window reaches so far back.
-    end_full = (before + 1) // TILE * TILE
+    first, begin, begin_full, end_full, end = key_ranges(first_position, context, window, BLOCK_M, TILE, WINDOWED)
     state, row_state = empty(BLOCK_M, DIMS), empty(BLOCK_M, DIMS)
     if WINDOWED:
-        first = tl.maximum(before - window + 1, 0)
-        begin = first // TILE * TILE
-        begin_full = tl.maximum(end - window + TILE - 1, 0) // TILE * TILE
         state, row_state = _walk(
             q, state, row_state, begin, tl.minimum(begin_full, end), K, V, TABLE_ROW, kv_head, first, end, position,
             scale_log2, window, k_strides, v_strides, D, PAGE, TILE, TMA, CAP, WINDOWED, True)
@@ -82,8 +65,9 @@ def fixed_order_prefill_kernel(Q, K, V, SINKS, OUT, TABLE, ROW_SLOT, CU_SEQLENS,
     total = tl.max(sums, 1)
     if SINKS is not None:
         total += exp_of_sink(SINKS, head, True, top)
-    out = OUT + q_rows[:, None] * out_strides[0] + head * out_strides[1] + dims[None, :]
-    tl.store(out, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=q_mask)
+    dims = tl.arange(0, DIMS)
+    out = OUT + tokens[:, None] * out_strides[0] + head * out_strides[1] + dims[None, :]
+    tl.store(out, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=live)
 
 
 def fixed_order_config(head_dim: int, dtype: torch.dtype, fp8: bool = False) -> PrefillConfig:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.attention.e4m3 import key_scales, load_scales, value_scales
+from nanovllm.kernels.attention.query_tiles import causal_mask, key_ranges, load_queries, load_tile, look_up
 from nanovllm.kernels.attention.reference import attend_reference, keys_and_values
 from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims, soft_cap
 from nanovllm.kernels.attention.spec import AttentionSpec
@@ -92,50 +93,16 @@ def plan_prefill_reference(cu_seqlens_q: torch.Tensor, context_lens: torch.Tenso
 
 
 @triton.jit
-def _look_up(TABLE_ROW, start, first, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The block of the tile at key `start`, or of each of its keys where tiles do not divide pages."""
-    if PAGE % BLOCK_N == 0:
-        return tl.load(TABLE_ROW + start // PAGE).to(tl.int64)
-    else:
-        tokens = start + tl.arange(0, BLOCK_N)
-        return tl.load(TABLE_ROW + tokens // PAGE, mask=(tokens >= first) & (tokens < end), other=0).to(tl.int64)
-
-
-@triton.jit
-def _load_tile(CACHE, TABLE_ROW, kv_head, start, first, end, strides, D: tl.constexpr, PAGE: tl.constexpr,
-               BLOCK_N: tl.constexpr, TMA: tl.constexpr):
-    """Keys (or values) start .. start + BLOCK_N of a row as [BLOCK_N, D up to a power of two]. What is outside of
-    first .. end may be anything."""
-    DIMS: tl.constexpr = padded_dims(D)
-    dims = tl.arange(0, DIMS)[None, :]
-    block = _look_up(TABLE_ROW, start, first, end, PAGE, BLOCK_N)
-    if TMA:
-        return CACHE.load([block.to(tl.int32), kv_head, start % PAGE, 0]).reshape(BLOCK_N, D)
-    elif PAGE % BLOCK_N == 0:  # a tile never leaves its page
-        tile = CACHE + block * strides[0] + kv_head * strides[1] + start % PAGE * strides[2]
-        pointers = tile + (tl.arange(0, BLOCK_N) * strides[2])[:, None] + dims
-        if D == DIMS:
-            return tl.load(pointers)
-        else:
-            return tl.load(pointers, mask=dims < D, other=0.0)
-    else:
-        tokens = start + tl.arange(0, BLOCK_N)
-        known = (tokens >= first) & (tokens < end)
-        rows = CACHE + block * strides[0] + kv_head * strides[1] + (tokens % PAGE) * strides[2]
-        return tl.load(rows[:, None] + dims, mask=known[:, None] & (dims < D), other=0.0)
-
-
-@triton.jit
 def _attend(q, m, sums, acc, K, V, KV_SCALES, TABLE_ROW, kv_head, start, first, end, position, scale_log2, window,
             k_strides, v_strides, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
             TMA: tl.constexpr, CAP: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr):
     """One tile of online softmax; the query at `position` sees the keys up to itself, of its window if it has one. Keys
     first .. end are all that any query of the tile sees."""
-    k = _load_tile(K, TABLE_ROW, kv_head, start, first, end, k_strides, D, PAGE, BLOCK_N, TMA)
-    v = _load_tile(V, TABLE_ROW, kv_head, start, first, end, v_strides, D, PAGE, BLOCK_N, TMA)
+    k = load_tile(K, TABLE_ROW, kv_head, start, first, end, k_strides, D, PAGE, BLOCK_N, TMA)
+    v = load_tile(V, TABLE_ROW, kv_head, start, first, end, v_strides, D, PAGE, BLOCK_N, TMA)
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
     if KV_SCALES is not None:
-        block = _look_up(TABLE_ROW, start, first, end, PAGE, BLOCK_N)
+        block = look_up(TABLE_ROW, start, first, end, PAGE, BLOCK_N)
         scales = load_scales(KV_SCALES, block, kv_head, start, HKV, PAGE, BLOCK_N)
         exponent, inverse, remainder = value_scales(scales)
         scores *= (key_scales(scales) * scale_log2)[None, :]
@@ -146,11 +113,7 @@ def _attend(q, m, sums, acc, K, V, KV_SCALES, TABLE_ROW, kv_head, start, first, 
     if KV_SCALES is not None:
         scores += exponent[None, :]
     if MASKED:
-        keys = start + tl.arange(0, BLOCK_N)
-        visible = keys[None, :] <= position[:, None]
-        if WINDOWED:
-            visible = visible & (keys[None, :] > position[:, None] - window)
-        scores = tl.where(visible, scores, float("-inf"))
+        scores = tl.where(causal_mask(start, position, window, BLOCK_N, WINDOWED), scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, 1) * scale_log2)
     p = tl.exp2(scores * scale_log2 - m_new[:, None])
     alpha = tl.exp2(m - m_new)
@@ -178,31 +141,16 @@ def prefill_attention_kernel(Q, K, V, KV_SCALES, SINKS, OUT, TABLE, ROW_SLOT, CU
     if row < 0:
         return
     query = tl.load(TILES + tile * 2 + 1)
-    token = tl.load(CU_SEQLENS + row)
-    count = tl.load(CU_SEQLENS + row + 1) - token
-    context = tl.load(CONTEXT_LENS + row)
     TABLE_ROW = TABLE + tl.load(ROW_SLOT + row).to(tl.int64) * table_stride
-
-    queries = query + tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, padded_dims(D))
-    position = context - count + queries
-    q_rows = (token + queries).to(tl.int64)
-    q_mask = (queries < count)[:, None] & (dims < D)[None, :]
-    q = tl.load(Q + q_rows[:, None] * q_strides[0] + head * q_strides[1] + dims[None, :], mask=q_mask, other=0.0)
+    q, live, tokens, position, first_position, context = load_queries(Q, CU_SEQLENS, CONTEXT_LENS, row, query, head,
+                                                                      q_strides, D, BLOCK_M)
     # Not -inf: the first tiles may hold no key of a query's window, and leave these as they are.
     m = tl.full([BLOCK_M], -1e30, tl.float32)
     sums = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, padded_dims(D)], tl.float32)
     kv_head = head // G
-    before = context - count + query  # the first query's position
-    first, begin, begin_full = 0, 0, 0
-    end = tl.minimum(context, before + BLOCK_M)
-    # Tiles that even the first query sees whole need no mask, if the last one's window reaches so far back.
-    end_full = (before + 1) // BLOCK_N * BLOCK_N
+    first, begin, begin_full, end_full, end = key_ranges(first_position, context, window, BLOCK_M, BLOCK_N, WINDOWED)
     if WINDOWED:
-        first = tl.maximum(before - window + 1, 0)
-        begin = first // BLOCK_N * BLOCK_N
-        begin_full = tl.maximum(end - window + BLOCK_N - 1, 0) // BLOCK_N * BLOCK_N
         for n in range(begin, tl.minimum(begin_full, end), BLOCK_N):
             m, sums, acc = _attend(q, m, sums, acc, K, V, KV_SCALES, TABLE_ROW, kv_head, n, first, end, position,
                                    scale_log2, window, k_strides, v_strides, HQ // G, D, PAGE, BLOCK_N, TMA, CAP,
@@ -218,8 +166,9 @@ def prefill_attention_kernel(Q, K, V, KV_SCALES, SINKS, OUT, TABLE, ROW_SLOT, CU
     if SINKS is not None:
         sums += exp_of_sink(SINKS, head, True, m)
     acc = acc / sums[:, None]
-    out = OUT + q_rows[:, None] * out_strides[0] + head * out_strides[1] + dims[None, :]
-    tl.store(out, acc.to(OUT.dtype.element_ty), mask=q_mask)
+    dims = tl.arange(0, padded_dims(D))
+    out = OUT + tokens[:, None] * out_strides[0] + head * out_strides[1] + dims[None, :]
+    tl.store(out, acc.to(OUT.dtype.element_ty), mask=live)
 
 
 def prefill_attention_reference(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, row_slot: torch.Tensor,

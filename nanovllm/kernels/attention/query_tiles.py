@@ -1,0 +1,80 @@
+"""What prefill kernels load: a tile of queries, and tiles of the keys that these see."""
+
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.attention.scores import padded_dims
+
+
+@triton.jit
+def look_up(TABLE_ROW, start, first, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The block of the tile at key `start`, or of each of its keys where tiles do not divide pages."""
+    if PAGE % BLOCK_N == 0:
+        return tl.load(TABLE_ROW + start // PAGE).to(tl.int64)
+    else:
+        tokens = start + tl.arange(0, BLOCK_N)
+        return tl.load(TABLE_ROW + tokens // PAGE, mask=(tokens >= first) & (tokens < end), other=0).to(tl.int64)
+
+
+@triton.jit
+def load_tile(CACHE, TABLE_ROW, kv_head, start, first, end, strides, D: tl.constexpr, PAGE: tl.constexpr,
+              BLOCK_N: tl.constexpr, TMA: tl.constexpr):
+    """Keys (or values) start .. start + BLOCK_N of a row as [BLOCK_N, D up to a power of two]. What is outside of
+    first .. end may be anything."""
+    DIMS: tl.constexpr = padded_dims(D)
+    dims = tl.arange(0, DIMS)[None, :]
+    block = look_up(TABLE_ROW, start, first, end, PAGE, BLOCK_N)
+    if TMA:
+        return CACHE.load([block.to(tl.int32), kv_head, start % PAGE, 0]).reshape(BLOCK_N, D)
+    elif PAGE % BLOCK_N == 0:  # a tile never leaves its page
+        tile = CACHE + block * strides[0] + kv_head * strides[1] + start % PAGE * strides[2]
+        pointers = tile + (tl.arange(0, BLOCK_N) * strides[2])[:, None] + dims
+        if D == DIMS:
+            return tl.load(pointers)
+        else:
+            return tl.load(pointers, mask=dims < D, other=0.0)
+    else:
+        tokens = start + tl.arange(0, BLOCK_N)
+        known = (tokens >= first) & (tokens < end)
+        rows = CACHE + block * strides[0] + kv_head * strides[1] + (tokens % PAGE) * strides[2]
+        return tl.load(rows[:, None] + dims, mask=known[:, None] & (dims < D), other=0.0)
+
+
+@triton.jit
+def load_queries(Q, CU_SEQLENS, CONTEXT_LENS, row, query, head, q_strides, D: tl.constexpr, BLOCK_M: tl.constexpr):
+    """A row's queries from number `query` on: q [BLOCK_M, D up to a power of two] of one head; which of its elements
+    exist; their tokens int64 [BLOCK_M]; their positions in the row; the first one's, a scalar; and the row's keys."""
+    token = tl.load(CU_SEQLENS + row)
+    count = tl.load(CU_SEQLENS + row + 1) - token
+    context = tl.load(CONTEXT_LENS + row)
+    queries = query + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, padded_dims(D))
+    tokens = (token + queries).to(tl.int64)
+    live = (queries < count)[:, None] & (dims < D)[None, :]
+    q = tl.load(Q + tokens[:, None] * q_strides[0] + head * q_strides[1] + dims[None, :], mask=live, other=0.0)
+    return q, live, tokens, context - count + queries, context - count + query, context
+
+
+@triton.jit
+def key_ranges(position, context, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr):
+    """For queries from `position` on, of a row of `context` keys: first and end of the keys that any of them sees, and
+    begin, begin_full, end_full, where tiles begin. Those from begin_full to end_full need no mask: even the first query
+    has come so far, and the last one's window reaches so far back."""
+    first, begin, begin_full = 0, 0, 0
+    end = tl.minimum(context, position + BLOCK_M)
+    end_full = (position + 1) // BLOCK_N * BLOCK_N
+    if WINDOWED:
+        first = tl.maximum(position - window + 1, 0)
+        begin = first // BLOCK_N * BLOCK_N
+        begin_full = tl.maximum(end - window + BLOCK_N - 1, 0) // BLOCK_N * BLOCK_N
+    return first, begin, begin_full, end_full, end
+
+
+@triton.jit
+def causal_mask(start, position, window, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr):
+    """Which of the keys start .. start + BLOCK_N the query at `position` sees: bool [BLOCK_M, BLOCK_N]."""
+    keys = start + tl.arange(0, BLOCK_N)
+    visible = keys[None, :] <= position[:, None]
+    if WINDOWED:
+        visible = visible & (keys[None, :] > position[:, None] - window)
+    return visible
