@@ -182,11 +182,13 @@ class MergedColumnParallelLinear(ParallelLinear):
     def __init__(
         self, in_features: int, outputs: dict[str, int], group: TensorParallelGroup, dtype: torch.dtype,
         device: torch.device, *, kind: str = "gate_up", bias: bool = False, precision: Quantization | None = None,
+        multiple: int = 1,
     ) -> None:  # fmt: skip
-        """`outputs`: name in the checkpoint -> whole number of outputs, in the order of the result's columns."""
+        """`outputs`: name in the checkpoint -> whole number of outputs, in the order of the result's columns. multiple:
+        of which a rank's share of each is, beside what `precision` asks."""
         pieces, rows = [], 0
         for name, width in outputs.items():
-            size, begin, valid = part_of(width, group, column_multiple(precision))
+            size, begin, valid = part_of(width, group, max(multiple, column_multiple(precision)))
             pieces.append(Piece(name, (width, in_features), (Cut(0, rows, begin, valid),)))
             rows += size
         kinds = {"pieces": pieces, "bias": bias, "precision": precision}
@@ -325,10 +327,11 @@ class RowParallelLinear(ParallelLinear):
     def __init__(
         self, in_features: int, out_features: int, group: TensorParallelGroup, dtype: torch.dtype,
         device: torch.device, *, kind: str = "down", bias: bool = False, pads: bool = True,
-        precision: Quantization | None = None,
+        precision: Quantization | None = None, multiple: int = 1,
     ) -> None:  # fmt: skip
-        """pads: a rank's share of the inputs may be padded; False: the ranks divide them."""
-        size, begin, valid = part_of(in_features, group, column_multiple(precision) if pads else 1)
+        """pads: a rank's share of the inputs may be padded, to `multiple` or what `precision` asks; False: the ranks
+        divide them."""
+        size, begin, valid = part_of(in_features, group, max(multiple, column_multiple(precision)) if pads else 1)
         if begin % column_multiple(precision) and precision is not None:
             found = f"{kind}: {size} of {in_features} inputs for each rank"
             bound = f"a multiple of {column_multiple(precision)} in {precision.method}"

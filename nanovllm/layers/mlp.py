@@ -8,6 +8,7 @@ import torch
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.quantized import column_multiple
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
 from nanovllm.model_config import Quantization
 from nanovllm.parallel.group import TensorParallelGroup
@@ -26,8 +27,13 @@ class MLP(WeightedModule):
         self.kernels, self.activation, self.gated = kernels, activation, gated
         outputs = dict.fromkeys(("gate_proj", "up_proj") if gated else ("up_proj",), intermediate_size)
         kinds = (group, dtype, device)
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, outputs, *kinds, bias=bias, precision=precisions[0])
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, *kinds, bias=bias, precision=precisions[1])
+        multiple = max(map(column_multiple, precisions))  # also where only one of the two is quantised
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden_size, outputs, *kinds, bias=bias, precision=precisions[0], multiple=multiple
+        )
+        self.down_proj = RowParallelLinear(
+            intermediate_size, hidden_size, *kinds, bias=bias, precision=precisions[1], multiple=multiple
+        )
 
     @property
     def can_fuse(self) -> bool:

@@ -1,6 +1,7 @@
-"""Checkpoints rewritten as FP8 ones, in the spellings of the hub; and their models in float64, by the definition of
-FP8 products alone."""
+"""Checkpoints rewritten as FP8 ones, in the spellings of the hub; and their models by the definition of FP8 products
+alone."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,13 @@ INPUT_SCALE = 0.02
 
 
 def compressed(strategy: str, dynamic: bool = True) -> dict[str, Any]:
-    """As llm-compressor writes it; the second layer's output projection stays wide."""
+    """As llm-compressor writes it; some projections stay wide, of an MLP its first or its second."""
     numbers = {"num_bits": 8, "type": "float"}
     inputs = {**numbers, "strategy": "token" if dynamic else "tensor", "dynamic": dynamic}
     group = {"targets": ["Linear"], "weights": {**numbers, "strategy": strategy}, "input_activations": inputs}
     return {
         "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group},
-        "ignore": ["lm_head", "re:.*layers.1.self_attn.o_proj"],
+        "ignore": ["lm_head", "re:.*layers.0.mlp.down_proj", "re:.*layers.1.(self_attn.o|mlp.gate|mlp.up)_proj"],
     }  # fmt: skip
 
 
@@ -44,9 +45,9 @@ def is_static(config: dict[str, Any] | None) -> bool:
 
 def is_quantized(name: str, config: dict[str, Any] | None) -> bool:
     """Of a tensor's name."""
-    if config is not None and "ignore" in config and "layers.1.self_attn.o_proj" in name:
-        return False
-    return name.endswith("proj.weight") and "lm_head" not in name
+    config = config or {}
+    wide = [*config.get("ignore", ()), *config.get("modules_to_not_convert", ())]
+    return name.endswith("proj.weight") and not any(re.match(one.removeprefix("re:"), name) for one in wide)
 
 
 def quantized(weight: torch.Tensor, config: dict[str, Any] | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,7 +77,7 @@ def quantize(folder: Path, config: dict[str, Any]) -> Path:
 
 
 class Definition(nn.Module):
-    """A linear layer in FP8, in float64 throughout: widened by their scales, what is rounded to e4m3 is multiplied."""
+    """A linear layer in FP8, in float64 within: widened by their scales, what is rounded to e4m3 is multiplied."""
 
     def __init__(self, linear: nn.Linear, config: dict[str, Any] | None) -> None:
         super().__init__()
@@ -87,19 +88,19 @@ class Definition(nn.Module):
         self.wide, self.static = values.double() * scale.double(), is_static(config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        columns = x.shape[-1]
-        groups = nn.functional.pad(x, (0, -columns % 128)).unflatten(-1, (-1, 128))
+        columns, dtype = x.shape[-1], x.dtype
+        groups = nn.functional.pad(x.double(), (0, -columns % 128)).unflatten(-1, (-1, 128))
         scale = groups.abs().amax(-1, keepdim=True) / 448
         if self.static:
             scale = torch.full_like(scale, INPUT_SCALE)
         rounded = (groups / scale).clamp(-448, 448).float().to(torch.float8_e4m3fn).double()
-        return (rounded * scale).flatten(-2)[..., :columns] @ self.wide.T
+        return ((rounded * scale).flatten(-2)[..., :columns] @ self.wide.T).to(dtype)
 
 
 def by_definition(model: nn.Module, config: dict[str, Any] | None) -> nn.Module:
-    """A model of transformers in float64 with FP8 products; changes `model`."""
+    """A model of transformers, changed to have FP8 products."""
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and is_quantized(f"{name}.weight", config):
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, Definition(module, config))
-    return model.double()
+    return model
