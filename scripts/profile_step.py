@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import parse_assignments
 from nanovllm import LLM, SamplingParams
+from nanovllm.models.published import PUBLISHED_SHAPES
 
 FIRST_KERNEL = "prepare_decode"  # every decode step begins with it
 
@@ -79,7 +80,8 @@ def report(steps: list[list[dict[str, Any]]], rows: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="0.6B", help="a published Qwen3 size, with random weights, or a folder")
+    model = "a published model or a size of Qwen3, with random weights, or a folder"
+    parser.add_argument("--model", default="0.6B", help=model)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--context", type=int, default=512, help="prompt tokens of each request")
     parser.add_argument("--steps", type=int, default=30)
@@ -94,7 +96,7 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     dummy = not Path(args.model).is_dir()
-    model = f"Qwen3-{args.model}" if dummy else args.model
+    model = f"Qwen3-{args.model}" if dummy and args.model not in PUBLISHED_SHAPES else args.model
     load_format = "dummy" if dummy else "auto"
     options |= {"tensor_parallel_size": args.tensor_parallel_size, "skip_tokenizer_init": True}
     with LLM(model, load_format=load_format, max_num_seqs=max(args.batch, 16), **options) as llm:

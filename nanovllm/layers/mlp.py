@@ -7,6 +7,7 @@ import torch
 
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.fp8.operands import FP8Rows
+from nanovllm.kernels.gemm.choice import SKINNY_ROWS
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.quantized import column_multiple
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
@@ -16,6 +17,9 @@ from nanovllm.parallel.group import TensorParallelGroup
 
 class MLP(WeightedModule):
     """down(activation(gate(x)) * up(x)), or down(activation(up(x))): [T, hidden] -> [T, hidden], a partial sum."""
+
+    most_fused_rows = SKINNY_ROWS
+    """Of add_normed_to, where it can_fuse."""
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, group: TensorParallelGroup, kernels: Kernels,
@@ -56,6 +60,13 @@ class MLP(WeightedModule):
             return self.down_proj(self.gate_up_proj.forward_silu_mul(x, self.kernels, rounds))
         up = self.gate_up_proj
         return self.down_proj(self.kernels.activation(up.matmul(x), self.activation, self.gated, up.bias))
+
+    def add_normed_to(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """residual [T, hidden] += this block of its RMSNorm, in place; returns residual. For one rank alone, where it
+        can_fuse."""
+        activated = self.gate_up_proj.forward_normed_silu_mul(residual, norm_weight, eps, self.kernels)
+        assert isinstance(activated, torch.Tensor)  # nobody asked for rounded ones
+        return self.down_proj.add_to(residual, activated)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield from self.gate_up_proj.checkpoint_weights(prefix)

@@ -10,7 +10,9 @@ from collections.abc import Set as AbstractSet
 import torch
 
 from nanovllm.kernels import Kernels
+from nanovllm.kernels.gemm import skinny
 from nanovllm.kernels.gemm.choice import DECODE_ROWS
+from nanovllm.kernels.moe import few_rows
 from nanovllm.kernels.moe.choice import expert_configs
 from nanovllm.kernels.moe.experts import ExpertActivation
 from nanovllm.kernels.moe.router import router_logits
@@ -57,8 +59,8 @@ class MoE(WeightedModule):
     width, padded with zeros to a multiple of 8.
     """
 
-    can_fuse = False
-    """Norm and residual are kernels of their own."""
+    most_fused_rows = few_rows.MOST_ROWS
+    """Of add_normed_to, where it can_fuse."""
     pdl_rows: AbstractSet[int] = frozenset()
     takes_rounded = False
     """The router takes the inputs as they are."""
@@ -120,6 +122,19 @@ class MoE(WeightedModule):
     @property
     def down_cut(self) -> Cut:
         return Cut(1, 0, self.begin, self.valid)
+
+    @property
+    def can_fuse(self) -> bool:
+        """Kernels of our own do the whole block, with the norm before it."""
+        config = self.config
+        is_plain = not config.bias and config.activation_limit is None and self.shared is None
+        return is_plain and not self.top_k.sigmoid and self.quantized is None and self.group_size == 1
+
+    def add_normed_to(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """residual [T, hidden] += this block of its RMSNorm, in place; returns residual. Where it can_fuse."""
+        norm, router = (norm_weight, eps), self.router.weight
+        logits = skinny.norm_linear(residual, *norm, router, few_rows.ROUTER, out_dtype=torch.float32)
+        return few_rows.add_experts(residual, *norm, logits, self.top_k, self.gate_up, self.down)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kernels, rows = self.kernels, x.shape[0]

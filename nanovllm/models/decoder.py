@@ -186,8 +186,7 @@ class DecoderLayer(WeightedModule):
         qkv = attention.qkv_proj.forward_normed(residual, joint.weight, joint.eps, joint.kernels)
         attention.o_proj.add_to(residual, attention.attend(qkv, step))
         joint = self.post_attention_layernorm
-        activated = mlp.gate_up_proj.forward_normed_silu_mul(residual, joint.weight, joint.eps, joint.kernels)
-        return mlp.down_proj.add_to(residual, activated)
+        return mlp.add_normed_to(residual, joint.weight, joint.eps)
 
     @property
     def can_fuse(self) -> bool:
@@ -226,6 +225,7 @@ class DecoderForCausalLM(WeightedModule):
         """Numbers of rows that take forward_fused; set with the kernels' choices (runner/tuning.py)."""
         self.can_fuse = self.norm.is_plain and all(layer.can_fuse for layer in self.layers)
         """forward_fused computes the same: an addition and an RMSNorm at each joint, SwiGLU, no multipliers."""
+        self.most_fused_rows = min((layer.mlp.most_fused_rows for layer in self.layers if self.can_fuse), default=0)
         self.lm_head = self.embed_tokens if config.tie_word_embeddings else VocabParallelEmbedding(*vocab)
         self._embedding_multiplier = config.embedding_multiplier
         if config.rounds_embedding_multiplier:

@@ -79,7 +79,7 @@ def apply(model: DecoderForCausalLM, choices: Choices, fused: bool) -> None:
     for linear in linears(model):
         linear.use(choices.get(linear.gemm(fused), {}))
         if linear.kind != "head":
-            fused_rows |= {rows for rows in linear.configs if linear.fuses(rows)}
+            fused_rows |= {rows for rows in linear.configs if rows <= model.most_fused_rows and linear.fuses(rows)}
     model.fused_rows = fused_rows if fused else set()
     for attention in model.attention_layers():
         attention.backend.merge_first_rows = _merge_first_rows(attention.o_proj)

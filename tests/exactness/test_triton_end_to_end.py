@@ -66,18 +66,32 @@ def serve(folder: str, backend: str, fused_kernels: bool) -> dict[str, Any]:
         }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from checkpoints import make_model, save  # here: the script needs no transformers, which is slow to import
+def checkpoint(kind: str, where: Path) -> str:
+    """The folder of a new model."""
+    import test_families  # here: the script needs no transformers, which is slow to import
+    from checkpoints import make_model, save
 
+    if kind == "qwen3_moe":
+        case = test_families.CASES[kind]
+        return str(test_families.save(test_families.make_model(case, seed=4), case, where))
     shape = {"hidden_size": 32, "intermediate_size": 20, "num_attention_heads": 4, "head_dim": 16, "vocab_size": 150}
-    return str(save(make_model(seed=4, weight_std=0.25, **shape), tmp_path_factory.mktemp("model")))
+    return str(save(make_model(seed=4, weight_std=0.25, **shape), where))
 
 
-@pytest.mark.parametrize(("fused_kernels", "gemms"), [pytest.param(True, True, marks=pytest.mark.slow), (False, False)])
-def test_triton_backend_through_a_chunk_a_hit_and_a_preemption(folder: str, fused_kernels: bool, gemms: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "fused_kernels", "gemms"),
+    [
+        pytest.param("qwen3", True, True, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", True, True, marks=pytest.mark.slow),
+        ("qwen3", False, False),
+    ],
+)
+def test_triton_backend_through_a_chunk_a_hit_and_a_preemption(
+    kind: str, fused_kernels: bool, gemms: bool, tmp_path: Path
+) -> None:
     """With the GEMMs and the kernels around attention in Triton too, and with attention alone in it."""
     pytest.importorskip("triton")
+    folder = checkpoint(kind, tmp_path)
     plain = serve(folder, "torch", fused_kernels)
     command = [sys.executable, str(Path(__file__).resolve()), folder, str(int(fused_kernels)), str(int(gemms))]
     root = str(Path(__file__).resolve().parents[2])

@@ -23,8 +23,10 @@ from nanovllm.kernels.moe.experts import (
     expert_gate_up,
     expert_gate_up_reference,
 )
+from nanovllm.kernels.moe.few_rows import add_experts
 from nanovllm.kernels.moe.router import router_logits
 from nanovllm.kernels.moe.routing import Routing, TopK, route, route_reference
+from nanovllm.kernels.pointwise.norm import rms_norm_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
@@ -151,6 +153,30 @@ def test_a_token_does_not_depend_on_its_neighbours() -> None:
         crowd[7], crowd[30] = x[7], x[30]
         mixed = mixture(crowd, *weights, 16)
         assert torch.equal(mixed[7], whole[7]) and torch.equal(mixed[30], whole[30])
+
+
+@pytest.mark.parametrize("options", [TopK(40, 3), TopK(6, 2, renormalise=False), TopK(5, 1, scale=1.5)])
+def test_few_tokens_without_sorting_are_the_twins_of_many(options: TopK) -> None:
+    """Logits with ties, zeros of both signs and what is no number; widths that no tile divides. And each token by
+    itself."""
+    rows, hidden, width, count = 2, 72, 40, options.num_experts
+    residual, gain = rand(rows, hidden), rand(hidden, seed=1).abs()
+    gate_up, down = rand(count, 2 * width, hidden, seed=2) / hidden**0.5, rand(count, hidden, width, seed=3) / 6
+    logits = rand(1, rows, count + 1, seed=4, dtype=torch.float32)
+    logits[0, 0, 1:4], logits[0, 1, :3] = 2.0, torch.tensor([-0.0, 0.0, -0.0])
+    if options.renormalise:  # else the twin's sum over all is no number either
+        logits[0, 1, 3] = float("nan")
+    routing = route_reference(logits, options, 16)
+    h = expert_gate_up_reference(rms_norm_reference(residual, gain, 1e-6), gate_up, routing, SMALL, PLAIN)
+    expected = combine_reference(expert_down_reference(h, down, routing, SMALL, torch.float32), DTYPE, residual)
+    alone = [
+        add_experts(residual[row : row + 1].clone(), gain, 1e-6, logits[:, row : row + 1], options, gate_up, down)
+        for row in range(rows)
+    ]
+    got = add_experts(residual, gain, 1e-6, logits, options, gate_up, down)
+    assert got is residual
+    torch.testing.assert_close(got, expected, **TOLERANCE)
+    assert torch.equal(torch.cat(alone), got)
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -24,6 +24,7 @@ from nanovllm.kernels.moe import experts
 from nanovllm.kernels.moe.choice import expert_configs
 from nanovllm.kernels.moe.combine import combine
 from nanovllm.kernels.moe.experts import ExpertActivation, expert_down, expert_gate_up
+from nanovllm.kernels.moe.few_rows import MOST_ROWS, add_experts
 from nanovllm.kernels.moe.routing import TopK, route
 from nanovllm.startup.compile_server import _TargetOnly
 
@@ -50,12 +51,16 @@ hidden, width, num_experts, top_k, is_clamped, rows = eval(sys.argv[1])
 def bf16(*shape):
     return torch.empty(shape, dtype=torch.bfloat16)
 x, configs = bf16(rows, hidden), expert_configs(rows * top_k, num_experts)
-routing = route(torch.empty(1, rows, num_experts), TopK(num_experts, top_k), configs.block_m)
+logits, options = torch.empty(1, rows, num_experts), TopK(num_experts, top_k)
+routing = route(logits, options, configs.block_m)
 biases = (bf16(num_experts, 2 * width), bf16(num_experts, hidden)) if is_clamped else (None, None)
 activation = ExpertActivation(7.0, 1.702) if is_clamped else ExpertActivation()
 h = expert_gate_up(x, bf16(num_experts, 2 * width, hidden), routing, configs.gate_up, activation, biases[0])
 parts = expert_down(h, bf16(num_experts, hidden, width), routing, configs.down, torch.float32, biases[1])
 combine(parts, torch.bfloat16)
+if rows <= MOST_ROWS:
+    weights = bf16(num_experts, 2 * width, hidden), bf16(num_experts, hidden, width)
+    add_experts(x, bf16(hidden), 1e-6, logits, options, *weights)
 """
 
 

@@ -45,26 +45,26 @@ def load_vector(ptr, live, cols, K: tl.constexpr, WARPS: tl.constexpr, EVEN_K: t
 
 
 @triton.jit
-def _lane_sums(tile, WARPS: tl.constexpr, CHUNKS: tl.constexpr):
+def lane_sums(tile, WARPS: tl.constexpr, CHUNKS: tl.constexpr):
     """Sums inside each lane: float32 [WARPS, R, CHUNKS, 256] -> [WARPS, R, 32]."""
     split = tl.reshape(tile, [WARPS, tile.shape[1], CHUNKS, 32, 8])
     return tl.sum(tl.sum(split, axis=4), axis=2)
 
 
 @triton.jit
-def _normalise(x, gain, scale):
+def normalise(x, gain, scale):
     """RMSNorm with Hugging Face's two roundings: the normalised value, then its product with the weight."""
     unit = (x.to(tl.float32) * scale[:, :, None, None]).to(x.dtype).to(tl.float32)
     return (unit * gain.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit
-def _row_scale(x_ptr, live, eps, K: tl.constexpr, WARPS: tl.constexpr, CHUNKS: tl.constexpr, EVEN_K: tl.constexpr):
+def row_scale(x_ptr, live, eps, K: tl.constexpr, WARPS: tl.constexpr, CHUNKS: tl.constexpr, EVEN_K: tl.constexpr):
     """1 / rms of one row of x, a copy for each warp: float32 [WARPS, 1]."""
     total = tl.zeros([WARPS, 1, 32], dtype=tl.float32)
     for k0 in tl.static_range(0, K, CHUNKS * LANE_SPAN):
         x = load_vector(x_ptr, live, lane_columns(k0, CHUNKS, LANE_SPAN), K, WARPS, EVEN_K).to(tl.float32)
-        total += _lane_sums(x * x, WARPS, CHUNKS)
+        total += lane_sums(x * x, WARPS, CHUNKS)
     return tl.rsqrt(tl.sum(total, axis=2) / K + eps)
 
 
@@ -105,7 +105,7 @@ def skinny_fma_kernel(
         residuals = residuals + (base,)
     for row in tl.static_range(ROWS):
         if NORM:
-            scales = scales + (_row_scale(x_ptr + row * K, row < rows, eps, K, WARPS, CHUNKS, EVEN_K),)
+            scales = scales + (row_scale(x_ptr + row * K, row < rows, eps, K, WARPS, CHUNKS, EVEN_K),)
     for step in tl.static_range(STEPS):
         cols = lane_columns(k_first + step * SPAN, CHUNKS, LANE_SPAN)
         tile = tiles[0].to(tl.float32)
@@ -118,8 +118,8 @@ def skinny_fma_kernel(
         for row in tl.static_range(ROWS):
             x = load_vector(x_ptr + row * K, row < rows, cols, K, WARPS, EVEN_K)
             if NORM:
-                x = _normalise(x, gain, scales[row])
-            summed = summed + (accs[row] + _lane_sums(tile * x.to(tl.float32), WARPS, CHUNKS),)
+                x = normalise(x, gain, scales[row])
+            summed = summed + (accs[row] + lane_sums(tile * x.to(tl.float32), WARPS, CHUNKS),)
         accs = summed
     _finish(
         accs, residuals, out_ptr, res_ptr, scratch_ptr, counter_ptr, rows, n_out,

@@ -26,10 +26,12 @@ _COUNTERS = 1 << 14
 
 
 def norm_linear(
-    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, config: GemmConfig, *, pdl: bool = True
-) -> Tensor:
-    """rms_norm(x) @ weight^T for x [M <= 16, K], norm_weight [K], weight [N, K] -> [M, N], all in one dtype."""
-    return _launch(x, weight, weight.shape[0], norm_weight, eps, None, False, config, pdl)
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, config: GemmConfig, *, pdl: bool = True,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """rms_norm(x) @ weight^T for x [M <= 16, K], norm_weight [K], weight [N, K], of one dtype -> [M, N] of that or of
+    `out_dtype`."""
+    return _launch(x, weight, weight.shape[0], norm_weight, eps, None, False, config, pdl, out_dtype)
 
 
 def norm_linear_silu_mul(
@@ -119,13 +121,13 @@ def workspace(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
 
 def _launch(
     x: Tensor, weight: Tensor, n_out: int, norm_weight: Tensor | None, eps: float, residual: Tensor | None,
-    paired: bool, config: GemmConfig, pdl: bool,
+    paired: bool, config: GemmConfig, pdl: bool, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns [M, n_out]: `residual`, or a new tensor."""
     rows, k = x.shape
     n = weight.shape[0]
     _check(x, weight, residual, n_out, paired, config)
-    out = x.new_empty(rows, n_out) if residual is None else residual
+    out = x.new_empty(rows, n_out, dtype=out_dtype) if residual is None else residual
     tiles = triton.cdiv(n, config.block_n)
     steps = triton.cdiv(k, config.block_k * config.split_k)
     scratch = counters = out

@@ -1,0 +1,208 @@
+"""A mixture of experts for a handful of tokens: two kernels after the router's GEMM, with norm and residual inside.
+
+With so few choices nearly every one is of another expert, so each reads its expert's weights by itself, as the skinny
+GEMM of one row does (kernels/gemm/fma.py), and nothing is sorted. Every program finds the experts of its token anew
+from the logits, which takes less time than a kernel whose result all would wait for. A token's sums have an order of
+their own, so they do not depend on its neighbours.
+"""
+
+import torch
+
+from nanovllm.kernels.base.device import pdl_options
+from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.gemm.choice import GemmConfig
+from nanovllm.kernels.gemm.epilogue import LANE_SPAN, store_tile, weight_rows
+from nanovllm.kernels.gemm.fma import lane_columns, lane_sums, load_vector, load_weight, normalise, row_scale
+from nanovllm.kernels.moe.routing import TopK
+
+MOST_ROWS = 4
+"""With more tokens, two of which choose the same expert more often, tiles of an expert's rows read less."""
+ROUTER = GemmConfig("fma", 4, block_k=1024, stages=2)
+GATE_UP = GemmConfig("fma", 16, block_k=512, stages=2)
+DOWN = GemmConfig("fma", 8, block_k=256, stages=6)
+
+_TAKEN: tl.constexpr = tl.constexpr(-(1 << 31))
+"""Below the key of any logit."""
+_LOWEST: tl.constexpr = tl.constexpr(-3e38)
+"""As in routing.py: what a logit that is not a number counts as."""
+
+
+@triton.jit
+def _flip(bits):
+    """The bits of a float32 as an integer of the same order, and back."""
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _load_scores(LOGITS, row, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr):
+    """A token's logits as integers of the same order, a copy for each warp: int32 [WARPS, BLOCK]."""
+    expert = tl.arange(0, BLOCK)[None, :] + tl.zeros([WARPS, 1], tl.int32)
+    score = tl.load(LOGITS + row * WIDTH + expert, mask=expert < EXPERTS, other=0.0, cache_modifier=".cg")
+    score = tl.where(score == score, tl.maximum(score, _LOWEST), _LOWEST)
+    score = tl.where(score == 0.0, 0.0, score)  # -0.0 is no less
+    return tl.where(expert < EXPERTS, _flip(score.to(tl.int32, bitcast=True)), _TAKEN)
+
+
+@triton.jit
+def _take_best(keys):
+    """(expert [WARPS, 1], its key [WARPS, 1], `keys` without it), the lower number where two are equal. Integers,
+    because a warp finds the greatest of 32 in one instruction."""
+    expert = tl.arange(0, keys.shape[1])[None, :]
+    key = tl.max(keys, axis=1)[:, None]
+    best = tl.min(tl.where(keys == key, expert, keys.shape[1]), axis=1)[:, None]
+    return best, key, tl.where(expert == best, _TAKEN, keys)
+
+
+@triton.jit
+def _choose(keys, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr, SCALE: tl.constexpr):
+    """The best TOP_K experts, best first, and their weights: tuples of [WARPS, 1]."""
+    all_keys = keys
+    experts, scores = (), ()
+    for _ in tl.static_range(TOP_K):
+        expert, key, keys = _take_best(keys)
+        experts = experts + (expert,)
+        scores = scores + (_flip(key).to(tl.float32, bitcast=True),)
+    total = tl.zeros(scores[0].shape, tl.float32)
+    if RENORMALISE:
+        for slot in tl.static_range(TOP_K):
+            total += tl.exp(scores[slot] - scores[0])
+    else:
+        every = tl.exp(_flip(all_keys).to(tl.float32, bitcast=True) - scores[0])
+        total += tl.sum(tl.where(all_keys == _TAKEN, 0.0, every), axis=1)[:, None]
+    weights = ()
+    for slot in tl.static_range(TOP_K):
+        weights = weights + (tl.exp(scores[slot] - scores[0]) / total * SCALE,)
+    return experts, weights
+
+
+@triton.jit
+def _gate_up_kernel(
+    X, GAIN, W, LOGITS, OUT, n_out, eps,
+    K: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr, PRELOAD: tl.constexpr, EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr, PDL: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Grid (column tiles, TOP_K, tokens). X [tokens, K] before the norm; OUT [tokens, TOP_K, n_out], best first."""
+    SPAN: tl.constexpr = CHUNKS * LANE_SPAN
+    PER_WARP: tl.constexpr = BLOCK_N // WARPS
+    pid, slot, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    warp = tl.arange(0, WARPS)[:, None]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        # Not before: what the router wrote may be read by the next kernel as soon as that starts.
+        tl.extra.cuda.gdc_launch_dependents()
+    keys = _load_scores(LOGITS, row, WIDTH, EXPERTS, BLOCK, WARPS)
+    expert, _, keys = _take_best(keys)
+    for _ in range(slot):
+        expert, _, keys = _take_best(keys)
+
+    w_rows, w_live = weight_rows(warp * PER_WARP + tl.arange(0, PER_WARP)[None, :], pid, n_out, BLOCK_N, True)
+    row_ptrs = (W + (expert * (2 * n_out) + w_rows).to(tl.int64) * K)[:, :, None, None]
+    row_live = w_live[:, :, None, None]
+    tiles = ()
+    for step in tl.static_range(PRELOAD):
+        cols = lane_columns(step * SPAN, CHUNKS, LANE_SPAN)
+        tiles = tiles + (load_weight(row_ptrs, row_live, cols, K, EVEN_K, EVEN_N),)
+    x_ptr = X + row * K
+    scale = row_scale(x_ptr, True, eps, K, WARPS, CHUNKS, EVEN_K)
+    acc = tl.zeros([WARPS, PER_WARP, 32], dtype=tl.float32)
+    for step in tl.static_range(STEPS):
+        cols = lane_columns(step * SPAN, CHUNKS, LANE_SPAN)
+        tile = tiles[0].to(tl.float32)
+        tiles = tiles[1:]
+        if step + PRELOAD < STEPS:
+            tiles = tiles + (load_weight(row_ptrs, row_live, cols + PRELOAD * SPAN, K, EVEN_K, EVEN_N),)
+        gain = load_vector(GAIN, True, cols, K, WARPS, EVEN_K)
+        x = normalise(load_vector(x_ptr, True, cols, K, WARPS, EVEN_K), gain, scale)
+        acc += lane_sums(tile * x.to(tl.float32), WARPS, CHUNKS)
+    out_lane = warp * (PER_WARP // 2) + tl.arange(0, PER_WARP // 2)[None, :]
+    store_tile(tl.sum(acc, axis=2), 0.0, out_lane, 0, OUT + (row * TOP_K + slot) * n_out, 1, pid, n_out, BLOCK_N, True)
+
+
+@triton.jit
+def _down_kernel(
+    H, W, LOGITS, RESIDUAL, n_out,
+    K: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
+    RENORMALISE: tl.constexpr, SCALE: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr,
+    PRELOAD: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PDL: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Grid (column tiles, tokens). H [tokens, TOP_K, K]; RESIDUAL [tokens, n_out] is added to. The experts' steps along
+    K follow one another, and weights are fetched PRELOAD of them ahead."""
+    SPAN: tl.constexpr = CHUNKS * LANE_SPAN
+    PER_WARP: tl.constexpr = BLOCK_N // WARPS
+    pid, row = tl.program_id(0), tl.program_id(1)
+    lane = tl.arange(0, WARPS)[:, None] * PER_WARP + tl.arange(0, PER_WARP)[None, :]
+    w_rows, w_live = weight_rows(lane, pid, n_out, BLOCK_N, False)
+    row_live = w_live[:, :, None, None]
+    # The router ended before the kernel before this one let it start, and weights are always there.
+    keys = _load_scores(LOGITS, row, WIDTH, EXPERTS, BLOCK, WARPS)
+    experts, weights = _choose(keys, TOP_K, RENORMALISE, SCALE)
+    row_ptrs = ()
+    for slot in tl.static_range(TOP_K):
+        row_ptrs = row_ptrs + ((W + (experts[slot] * n_out + w_rows).to(tl.int64) * K)[:, :, None, None],)
+    tiles = ()
+    for step in tl.static_range(PRELOAD):
+        cols = lane_columns((step % STEPS) * SPAN, CHUNKS, LANE_SPAN)
+        tiles = tiles + (load_weight(row_ptrs[step // STEPS], row_live, cols, K, EVEN_K, EVEN_N),)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    out = RESIDUAL + row * n_out + w_rows
+    residual = tl.load(out, mask=w_live, other=0.0)
+    total = tl.zeros([WARPS, PER_WARP, 32], dtype=tl.float32)
+    for slot in tl.static_range(TOP_K):
+        acc = tl.zeros([WARPS, PER_WARP, 32], dtype=tl.float32)
+        for step in tl.static_range(STEPS):
+            tile = tiles[0].to(tl.float32)
+            tiles = tiles[1:]
+            if slot * STEPS + step + PRELOAD < TOP_K * STEPS:
+                cols = lane_columns((step + PRELOAD) % STEPS * SPAN, CHUNKS, LANE_SPAN)
+                ptrs = row_ptrs[slot + (step + PRELOAD) // STEPS]  # type: ignore[var-annotated]
+                tiles = tiles + (load_weight(ptrs, row_live, cols, K, EVEN_K, EVEN_N),)
+            cols = lane_columns(step * SPAN, CHUNKS, LANE_SPAN)
+            h = load_vector(H + (row * TOP_K + slot) * K, True, cols, K, WARPS, EVEN_K)
+            acc += lane_sums(tile * h.to(tl.float32), WARPS, CHUNKS)
+        total += acc * weights[slot][:, :, None]
+    y = residual.to(tl.float32) + tl.sum(total, axis=2)
+    tl.store(out, y.to(RESIDUAL.dtype.element_ty), mask=w_live)
+
+
+def add_experts(
+    residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, logits: torch.Tensor, options: TopK,
+    gate_up: torch.Tensor, down: torch.Tensor, gate_up_config: GemmConfig = GATE_UP, down_config: GemmConfig = DOWN,
+) -> torch.Tensor:  # fmt: skip
+    """residual [T, H] += the sum of every token's experts' silu(gate) * up, in place, where x = rms_norm(residual) and
+    gate_up [E, 2 I, H], gates first, down [E, H, I]; returns residual.
+
+    logits float32 [T, >= E]: the router's, of x. The softmax of them chooses (`options` without sigmoid or groups).
+    Everything is contiguous, and but for logits of one dtype.
+    """
+    rows, hidden = residual.shape
+    experts, width = gate_up.shape[0], gate_up.shape[1] // 2
+    if options.sigmoid or options.num_groups > 1:
+        raise ValueError(f"{options}: a softmax over all experts expected")
+    if not (gate_up.shape == (experts, 2 * width, hidden) and down.shape == (experts, hidden, width)):
+        raise ValueError(f"{list(gate_up.shape)} and {list(down.shape)} are no experts for rows of {hidden}")
+    h = residual.new_empty(rows, options.top_k, width)
+    block = max(32, triton.next_power_of_2(experts))
+    shared = {"WIDTH": logits.shape[-1], "EXPERTS": experts, "BLOCK": block, "TOP_K": options.top_k}
+    shared |= pdl_options(residual.device)
+    _gate_up_kernel[(triton.cdiv(2 * width, gate_up_config.block_n), options.top_k, rows)](
+        residual, norm_weight, gate_up, logits, h, width, eps, **shared, **_sizes(gate_up, gate_up_config, 1)
+    )
+    _down_kernel[(triton.cdiv(hidden, down_config.block_n), rows)](
+        h, down, logits, residual, hidden, RENORMALISE=options.renormalise, SCALE=options.scale,
+        **shared, **_sizes(down, down_config, options.top_k),
+    )  # fmt: skip
+    return residual
+
+
+def _sizes(weight: torch.Tensor, config: GemmConfig, num_experts: int) -> dict[str, int | bool]:
+    """num_experts: that one program multiplies by."""
+    _, n, k = weight.shape
+    steps = triton.cdiv(k, config.block_k)
+    return {
+        "K": k, "BLOCK_N": config.block_n, "CHUNKS": config.block_k // LANE_SPAN.value, "STEPS": steps,
+        "PRELOAD": min(config.stages, steps * num_experts), "EVEN_K": k == steps * config.block_k,
+        "EVEN_N": n % config.block_n == 0, "WARPS": config.num_warps, "num_warps": config.num_warps,
+    }  # fmt: skip
