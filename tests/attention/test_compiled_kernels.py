@@ -1,23 +1,14 @@
 """Attention kernels compiled for compute capability 9.0, which takes no GPU: they fit, and keep to registers."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+from compiling import run_alone
 
 pytest.importorskip("triton")
 
 COMPILE = """
-import re
-import subprocess
 import sys
-import tempfile
 import torch
-from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+from compiling import compile_only
 from nanovllm.kernels.attention import decode, prefill
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
 from nanovllm.kernels.attention.decode_plan import DecodePlan
@@ -26,25 +17,9 @@ from nanovllm.kernels.attention.fixed_order_plan import FixedOrderPlan
 from nanovllm.kernels.attention.fixed_order_prefill import FixedOrderPrefill, fixed_order_config
 from nanovllm.kernels.attention.prefill import PrefillAttention, prefill_config
 from nanovllm.kernels.attention.spec import AttentionSpec
-from nanovllm.startup.compile_server import _TargetOnly
 
-driver.set_active(_TargetOnly(GPUTarget("cuda", 90, 32)))
 decode.supports_tma = prefill.supports_tma = lambda device: True
-launch = JITFunction.run
-
-def run(self, *args, grid, warmup, **options):
-    kernel = launch(self, *args, grid=grid, warmup=True, **options)
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(kernel.asm["ptx"])
-        file.flush()
-        command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
-        report = subprocess.run(command, capture_output=True, text=True).stderr
-    [spilled] = re.findall(r"(\\d+) bytes spill stores", report)
-    assert kernel.metadata.shared <= 227 * 1024, (self.__name__, kernel.metadata.shared)
-    assert int(spilled) <= 256, (self.__name__, report)
-    return kernel
-
-JITFunction.run = run
+compile_only(most_spilled=256)
 cpu, rows, page, slots = torch.device("cpu"), 8, 128, 32
 spec, fp8 = AttentionSpec(*eval(sys.argv[1])), sys.argv[2] == "fp8"
 def bf16(*shape):
@@ -82,8 +57,4 @@ if not fp8:
     (16, 8, 192, 0.1)])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 def test_kernels_fit_a_multiprocessor(spec: tuple[object, ...], kv_cache_dtype: str) -> None:
-    """In an interpreter of its own, for here Triton's interpreter may be on."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE, repr(spec), kv_cache_dtype]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    run_alone(COMPILE, repr(spec), kv_cache_dtype)

@@ -1,16 +1,13 @@
 """The decode GEMM kernel, and cuBLAS over parts of K, against float64: interpreted in float32 and float16 on a CPU, on
 a GPU in bfloat16."""
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
+from gemm_errors import TOLERANCE, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 from nanovllm.kernels.base.padded_rows import empty_rows, padded_rows, rows_in_memory
 from nanovllm.kernels.gemm import decode as mg
@@ -20,7 +17,6 @@ from nanovllm.kernels.pointwise.norm import Norm, add_norms, add_norms_reference
 EPS = 1e-6
 SMALL = GemmConfig("decode", 64, 32, 32, 3)
 X_LEFT = GemmConfig("decode", 32, 64, 32, 3)
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 def used_configs() -> list[tuple[str, GemmConfig]]:
@@ -62,10 +58,6 @@ def run(op: str, x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, pdl:
     y = mg.linear(x, weight, config, pdl=pdl)
     assert y.dtype == (torch.float32 if config.split_k > 1 else x.dtype)
     return y.sum(0) if config.split_k > 1 else y
-
-
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return ((got.double() - want.double()).norm() / want.double().norm()).item()
 
 
 @pytest.mark.parametrize("op", ["linear", "linear_silu_mul"])

@@ -1,12 +1,7 @@
 """Products in one order of sums: the blocks of a CPU, leaves of K, and which kernels are chosen."""
 
-import os
-
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 from nanovllm.kernels.gemm import decode, fixed_order
 from nanovllm.kernels.gemm.choice import LIBRARY, Gemm, GemmConfig, shipped_table

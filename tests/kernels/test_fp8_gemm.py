@@ -1,14 +1,10 @@
 """FP8 products against the definition in float64: interpreted on a CPU, compiled on a GPU."""
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn.functional import silu
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 from nanovllm.kernels.fp8 import experts as fp8_experts
 from nanovllm.kernels.fp8 import few_rows, gemm

@@ -1,16 +1,13 @@
 """The kernels of 4-bit weights against float64: interpreted in float32 and float16 on a CPU, on a GPU in bfloat16 and
 float16."""
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
+from gemm_errors import TOLERANCE, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 from nanovllm.kernels.base.graph_timing import captured
 from nanovllm.kernels.gemm import int4
@@ -20,7 +17,6 @@ from nanovllm.kernels.pointwise.norm import Norm, add_norms
 
 EPS = 1e-6
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 SMALL = GemmConfig("int4", 16, 8, 128, 3, num_warps=1)
 GPU_CONFIGS = [int4_config(Gemm("", 512, 2048, INT4, False), rows) for rows in (1, 32, 64, 128)]
 OPS = ("linear", "linear_whole", "linear_silu_mul")
@@ -58,10 +54,6 @@ def exact(op: str, x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return y
     gate, up = y.to(dtype).double().chunk(2, dim=-1)
     return torch.nn.functional.silu(gate).to(dtype).double() * up
-
-
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return ((got.double() - want).norm() / want.norm()).item()
 
 
 def test_a_word_has_columns_32_apart() -> None:

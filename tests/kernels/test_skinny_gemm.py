@@ -1,16 +1,13 @@
 """The skinny GEMM kernels against float64: interpreted on a CPU in float32 and float16, on a GPU in bfloat16."""
 
-import os
 from itertools import product
 
 import pytest
 import torch
+from gemm_errors import TOLERANCE, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreting import some_nightly
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 from nanovllm.kernels.gemm import skinny
 from nanovllm.kernels.gemm.choice import SKINNY_ROWS, GemmConfig
@@ -29,7 +26,6 @@ def stream(block_n: int, block_k: int, stages: int, split_k: int = 1) -> GemmCon
 
 FMA, STREAM, SPLIT_FMA, SPLIT_STREAM = fma(8, 256, 2), stream(32, 64, 3), fma(8, 256, 1, 2), stream(32, 64, 1, 2)
 GPU_CONFIGS = [fma(8, 1024, 2), fma(8, 512, 1, 2), stream(64, 128, 4), stream(32, 128, 3, 2)]
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 def inputs(rows: int, n: int, k: int, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -68,10 +64,6 @@ def exact(op: str, t: dict[str, torch.Tensor]) -> torch.Tensor:
         gate, up = y.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
     return y + t["residual"].double() if op == "linear_residual" else y
-
-
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return ((got.double() - want).norm() / want.norm()).item()
 
 
 INTERPRETED_SHAPES: list[tuple[GemmConfig, tuple[int, int, int]]] = [
