@@ -17,6 +17,7 @@ from nanovllm.serve.parsers.tools import MAX_TOOLS
 Positive = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=0)]
 Likeliest = Annotated[int, Meta(ge=0, le=LOGPROBS)]
+CountOrOff = Annotated[int, Meta(ge=-1)]
 Temperature = Annotated[float, Meta(ge=0, le=bounds.MAX_FLOAT32)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -25,6 +26,7 @@ Stop = Text | Annotated[list[Text], Meta(max_length=bounds.MAX_STOP)]
 TokenIds = Annotated[list[Count], Meta(max_length=bounds.MAX_IDS)]
 Bias = Annotated[float, Meta(ge=-bounds.MAX_BIAS, le=bounds.MAX_BIAS)]
 Tools = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_TOOLS)]
+SomeTools = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
 _MESSAGE = {"required": ["role"], "properties": {"role": {"enum": [*ROLES]}}}
 Messages = Annotated[
     list[Annotated[dict[str, Any], Meta(extra_json_schema=_MESSAGE)]], Meta(min_length=1, max_length=MESSAGES)
@@ -52,7 +54,7 @@ class CommonFields(msgspec.Struct, kw_only=True):
     max_tokens: Count | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    top_k: CountOrOff | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     presence_penalty: Penalty | None = None
@@ -77,7 +79,7 @@ class CommonFields(msgspec.Struct, kw_only=True):
     guided_choice: list[str] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    truncate_prompt_tokens: CountOrOff | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=bounds.MAX_SALT)] | None = None
@@ -132,7 +134,7 @@ class ResponsesFields(msgspec.Struct):
     stream: bool | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
-    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: SomeTools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: dict[str, Any] | None = None
@@ -146,7 +148,7 @@ class CountFields(msgspec.Struct, kw_only=True):
     messages: Messages
     model: str | None = None
     system: str | list[dict[str, Any]] | None = None
-    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: SomeTools | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
 
@@ -159,7 +161,7 @@ class MessagesFields(CountFields, kw_only=True):
     stop_sequences: Annotated[list[Text], Meta(max_length=bounds.MAX_STOP)] | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    top_k: CountOrOff | None = None
     metadata: dict[str, Any] | None = None
 
 

@@ -143,28 +143,32 @@ class Head(Shape):
     system_fingerprint: str
 
 
-class ChatCompletion(Head):
+class Whole(Head):
+    usage: Usage
+
+
+class Chunk(Head):
+    usage: Usage | UnsetType = UNSET
+
+
+class ChatCompletion(Whole, kw_only=True):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
-    usage: Usage
 
 
-class ChatCompletionChunk(Head, kw_only=True):
+class ChatCompletionChunk(Chunk, kw_only=True):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType = UNSET
 
 
-class Completion(Head):
+class Completion(Whole, kw_only=True):
     object: Literal["text_completion"]
     choices: list[TextChoice]
-    usage: Usage
 
 
-class CompletionChunk(Head, kw_only=True):
+class CompletionChunk(Chunk, kw_only=True):
     object: Literal["text_completion"]
     choices: list[TextChunkChoice]
-    usage: Usage | UnsetType = UNSET
 
 
 class IdToken(Shape):
