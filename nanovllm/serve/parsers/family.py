@@ -33,6 +33,12 @@ def body_after_tag(opening: Tag, free: bool) -> str:
     return f"body: TEXT | opened calls\nopened[lazy]: TEXT {opening.lark}"
 
 
+def tagged_calls(opening: Tag, parallel: bool, free: bool, *rules: str, gap: str = r"/\n{0,2}/ ") -> str:
+    """All rules, for calls that each begin with a tag, after a `gap`. rules: `call`, the rest of one, and its parts."""
+    calls = "calls: " + repeated("call", gap + opening.lark, parallel)
+    return "\n".join((body_after_tag(opening, free), calls, *rules))
+
+
 def repeated(call: str, between: str, parallel: bool) -> str:
     """One call, or several with something between them."""
     return f"{call} ({between} {call}){{0,{MAX_CALLS - 1}}}" if parallel else call

@@ -1,6 +1,6 @@
 """Hermes, Qwen2.5, Qwen3: <tool_call>, a line of JSON, </tool_call>, several in a row."""
 
-from nanovllm.serve.parsers.family import body_after_tag, json_calls, read_call, read_json_call, repeated
+from nanovllm.serve.parsers.family import json_calls, read_call, read_json_call, tagged_calls
 from nanovllm.serve.parsers.reader import Output, Source, Steps
 from nanovllm.serve.parsers.tags import Tag, Tags
 from nanovllm.serve.parsers.tools import Tool
@@ -13,15 +13,8 @@ class Hermes:
         return [tags[OPEN], tags[CLOSE]]
 
     def grammar(self, tags: Tags, tools: tuple[Tool, ...], parallel: bool, free: bool) -> str:
-        between = rf"/\n{{0,2}}/ {tags[OPEN].lark}"
-        return "\n".join(
-            (
-                body_after_tag(tags[OPEN], free),
-                "calls: " + repeated("call", between, parallel),
-                rf'call: "\n" function "\n" {tags[CLOSE].lark}',
-                json_calls("function", tools, "arguments"),
-            )
-        )
+        call = rf'call: "\n" function "\n" {tags[CLOSE].lark}'
+        return tagged_calls(tags[OPEN], parallel, free, call, json_calls("function", tools, "arguments"))
 
     def read(self, tags: Tags, tools: tuple[Tool, ...], source: Source, output: Output) -> Steps:
         while (yield from source.until([tags[OPEN].text], output.text)):

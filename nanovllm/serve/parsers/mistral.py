@@ -10,6 +10,7 @@ from nanovllm.serve.parsers.family import (
     read_call,
     read_json_call,
     repeated,
+    tagged_calls,
 )
 from nanovllm.serve.parsers.reader import Malformed, Output, Source, Steps
 from nanovllm.serve.parsers.tags import Tag, Tags
@@ -52,13 +53,8 @@ class MistralNamed:
         return [tags[OPEN], tags[ARGUMENTS]]
 
     def grammar(self, tags: Tags, tools: tuple[Tool, ...], parallel: bool, free: bool) -> str:
-        return "\n".join(
-            (
-                body_after_tag(tags[OPEN], free),
-                "calls: " + repeated("call", tags[OPEN].lark, parallel),
-                one_of("call", [f"{json.dumps(t.name)} {tags[ARGUMENTS].lark} {t.arguments()}" for t in tools]),
-            )
-        )
+        call = one_of("call", [f"{json.dumps(t.name)} {tags[ARGUMENTS].lark} {t.arguments()}" for t in tools])
+        return tagged_calls(tags[OPEN], parallel, free, call, gap="")
 
     def read(self, tags: Tags, tools: tuple[Tool, ...], source: Source, output: Output) -> Steps:
         while (yield from source.until([tags[OPEN].text], output.text)):

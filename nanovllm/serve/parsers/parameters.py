@@ -1,0 +1,88 @@
+"""Calls whose parameters each have tags of their own: their grammar, and their values as JSON."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nanovllm.serve.parsers.reader import Malformed, Output, Source, Steps
+from nanovllm.serve.parsers.tools import Tool, json_term
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def parameters(tool: Tool, any_one: str, one: Callable[[str, Any], str]) -> str:
+    """A tool's parameters as a term of the grammar, in the schema's order; those that are not required may be left out.
+    any_one: the term of one that no schema names. one: (name, schema) -> the term of one."""
+    schema = tool.parameters
+    properties = schema.get("properties") or {}
+    if tool.strict is False or not properties:
+        closed = not properties and schema.get("additionalProperties") is False
+        return '""' if closed and tool.strict is not False else any_one + "{0,64}"
+    terms = []
+    for name, value in properties.items():
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"tools: function {tool.name!r} has a parameter whose name is not 1 to 64 of A-Za-z0-9_.-")
+        terms.append(one(name, value) if name in (schema.get("required") or ()) else f"({one(name, value)})?")
+    return " ".join(terms)
+
+
+def value_term(value: Any, tool: Tool, begin: str, end: str) -> str:
+    """A parameter's value between two terms, or the rule `words`, which has its own end."""
+    value = resolved(value, tool.parameters)
+    if not _is_words(value):
+        outer = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
+        return f"{begin}{json_term({**outer, **value}, lenient=tool.strict is None)} {end}"
+    choices = [value["const"]] if "const" in value else value.get("enum")
+    return f"{begin}({' | '.join(json.dumps(str(each)) for each in choices)}) {end}" if choices else "words"
+
+
+def read_value(
+    end: str, schema: Mapping[str, Any], source: Source, output: Output, words: Callable[[str], None]
+) -> Steps:
+    """One parameter's text up to `end` as JSON: a string piece by piece, by `words`, anything else at its end."""
+    if _is_words(schema):
+        output.arguments('"')
+        if not (yield from source.until([end], words)):
+            raise Malformed
+        output.arguments('"')
+        return
+    raw: list[str] = []
+    if not (yield from source.until([end], raw.append)):
+        raise Malformed
+    output.arguments(_as_json("".join(raw)))
+
+
+def _as_json(text: str) -> str:
+    """A parameter's text as JSON: as it is, or as a string where it is none."""
+    try:
+        json.loads(text)
+    except ValueError:
+        return json.dumps(text.removeprefix("\n"), ensure_ascii=False)
+    return text.strip()
+
+
+def inside(text: str) -> str:
+    """Text as the inside of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def resolved(value: Any, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A parameter's schema, a reference to one of the definitions replaced by it."""
+    reference = value.get("$ref") if isinstance(value, Mapping) else None
+    if isinstance(reference, str):
+        parts = reference.removeprefix("#/").split("/")
+        found = (schema.get(parts[0]) or {}).get(parts[1]) if len(parts) == 2 else None
+        value = found if isinstance(found, Mapping) else value
+    return value if isinstance(value, Mapping) else {}
+
+
+def _is_words(schema: Mapping[str, Any]) -> bool:
+    """Whether a parameter's value is written as it is, and not as JSON."""
+    fixed = [schema["const"]] if "const" in schema else schema.get("enum")
+    if fixed:
+        return all(isinstance(each, str) for each in fixed)
+    kind = schema.get("type")
+    if isinstance(kind, list):
+        return "string" in kind
+    return kind == "string" or (kind is None and not {"anyOf", "oneOf", "allOf", "$ref"} & {*schema})
