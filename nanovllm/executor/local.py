@@ -230,11 +230,14 @@ class LocalExecutor(Executor):
                 self.runner.update_weights(bucket)
             self.processes.replies()
 
-    def _free_bucket(self) -> None:
-        if self._bucket is not None:
+    def _free_bucket(self, ranks_live: bool = True) -> None:
+        """ranks_live: the others, which have mapped it, let it go before."""
+        if self._bucket is None:
+            return
+        if ranks_live:
             self.call("forget_buckets")
-            self._bucket.close()
-            self._bucket = None
+        self._bucket.close()
+        self._bucket = None
 
     def weights_changed(self) -> bool:
         return self.runner.live_module is not None and self.runner.live_module.has_changed()
@@ -254,9 +257,7 @@ class LocalExecutor(Executor):
         if os.getpid() != self.owner:
             return  # a fork of the process whose engine this is: nothing here is ours
         self._close_ranks()
-        if self._bucket is not None:  # of an update that failed
-            self._bucket.close()
-            self._bucket = None
+        self._free_bucket(ranks_live=False)  # of an update that failed
         self._close_store()
 
     def _close_ranks(self) -> None:
