@@ -33,8 +33,6 @@ def check_exact_bits(config: EngineConfig, model: ModelConfig) -> None:
     for name in ("fused_kernels", "gemm_kernels"):
         if not config.uses(name):
             refuse("disable", name, "left on" + where)
-    if model.moe is not None:
-        refuse("model", config.model, "without experts" + where)
     if not on_cpu:
         _check_gpu(config, where)
     if config.exact_bits == "tp":
@@ -50,6 +48,8 @@ def _check_gpu(config: EngineConfig, where: str) -> None:
 
 
 def _check_tree(config: EngineConfig, model: ModelConfig, where: str) -> None:
+    if model.moe is not None:
+        refuse("model", config.model, "without experts" + where)
     size = config.tensor_parallel_size
     if size not in (1, 2, 4, 8):
         refuse("tensor_parallel_size", size, "1, 2, 4 or 8" + where)

@@ -15,7 +15,7 @@ from nanovllm.kernels.gemm.choice import DECODE_ROWS
 from nanovllm.kernels.moe import few_rows
 from nanovllm.kernels.moe.choice import expert_configs
 from nanovllm.kernels.moe.experts import ExpertActivation
-from nanovllm.kernels.moe.router import router_logits
+from nanovllm.kernels.moe.router import router_logits, router_logits_in_one_order
 from nanovllm.kernels.moe.routing import TopK
 from nanovllm.layers.linear import part_of
 from nanovllm.layers.mlp import MLP
@@ -28,9 +28,12 @@ from nanovllm.parallel.group import TensorParallelGroup
 class Router(WeightedModule):
     """x [T, hidden] -> logits float32 [parts, T, experts], and one more column where a shared expert has a gate."""
 
-    def __init__(self, hidden_size: int, config: MoEConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, hidden_size: int, config: MoEConfig, dtype: torch.dtype, device: torch.device, one_order: bool = False
+    ) -> None:
+        """one_order: of sums, for all numbers of rows."""
         super().__init__()
-        self.config = config
+        self.config, self.one_order = config, one_order
         self.weight = parameter(config.num_experts + config.shared_gate, hidden_size, dtype=dtype, device=device)
         self.bias = self.correction = None
         if config.bias:
@@ -39,7 +42,7 @@ class Router(WeightedModule):
             self.correction = parameter(config.num_experts, dtype=torch.float32, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return router_logits(x, self.weight)
+        return (router_logits_in_one_order if self.one_order else router_logits)(x, self.weight)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         count = self.config.num_experts
@@ -73,7 +76,7 @@ class MoE(WeightedModule):
         super().__init__()
         self.config, self.kernels, self.group_size = config, kernels, group.size
         self.hidden_size = hidden_size
-        self.router = Router(hidden_size, config, dtype, device)
+        self.router = Router(hidden_size, config, dtype, device, group.exact_bits is not None)
         how = precision("experts")
         self.size, self.begin, self.valid = part_of(config.intermediate_size, group, column_multiple(how))
         count = config.num_experts
@@ -144,7 +147,7 @@ class MoE(WeightedModule):
         routing = kernels.route(logits, self.top_k, configs.block_m, self.router.bias, self.router.correction)
         shared = self.shared(x) if self.shared is not None else None
         # Parts of many rows are large: they are rounded, as a dense MLP's results are.
-        few = rows <= DECODE_ROWS
+        few = rows <= DECODE_ROWS or self.router.one_order
         part_dtype = torch.float32 if few else x.dtype
         if self.quantized is not None:
             gate_up, down = self.quantized

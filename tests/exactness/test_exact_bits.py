@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from checkpoints import make_model, save
 from workload import LONGEST, ROOMY, Request, make_requests
 
@@ -75,12 +76,12 @@ def assert_rescored(llm: LLM, outputs: Sequence[RequestOutput]) -> None:
 class References:
     """Each request alone, by type and mode; made once."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.folder, self.options = folder, options
         self._made: dict[tuple[str, str], list[RequestOutput]] = {}
 
     def start(self, dtype: str, mode: str, **options: Any) -> LLM:
-        return LLM(str(self.folder), **{**ROOMY, "dtype": dtype, "exact_bits": mode, **options})
+        return LLM(str(self.folder), **{**ROOMY, "dtype": dtype, "exact_bits": mode, **self.options, **options})
 
     def get(self, dtype: str, mode: str) -> list[RequestOutput]:
         if (dtype, mode) not in self._made:
@@ -104,6 +105,31 @@ def nightly(*values: Any) -> Any:
     ("float32", "at once"), ("bfloat16", "chunked and preempted"), nightly("float32", "chunked and preempted"),
     nightly("bfloat16", "at once")])  # fmt: skip
 def test_no_bit_depends_on_the_steps(references: References, dtype: str, crowd: str) -> None:
+    assert_steps(references, dtype, crowd)
+
+
+EXPERTS: dict[str, Any] = {
+    "num_hidden_layers": 2, "hidden_size": 72, "intermediate_size": 100, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 24, "vocab_size": SHAPE["vocab_size"], "moe_intermediate_size": 20,
+    "num_experts_per_tok": 3,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {"num_experts": 7, "norm_topk_prob": True},
+    "Qwen2Moe": {"num_experts": 7, "shared_expert_intermediate_size": 28},
+    "Glm4Moe": {"n_routed_experts": 6, "n_group": 3, "topk_group": 2, "n_shared_experts": 2},
+    "GptOss": {"num_local_experts": 5, "sliding_window": 24},
+}
+
+
+@pytest.mark.parametrize("family", ["Qwen2Moe", *map(nightly, ("Qwen3Moe", "Glm4Moe", "GptOss"))])
+def test_no_bit_depends_on_the_steps_of_experts(family: str, tmp_path: Path) -> None:
+    config = getattr(transformers, f"{family}Config")(**EXPERTS, **FAMILIES[family])
+    config.architectures = [f"{family}ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    assert_steps(References(tmp_path, load_format="dummy"), "float32", "chunked and preempted")
+
+
+def assert_steps(references: References, dtype: str, crowd: str) -> None:
     alone = references.get(dtype, "batch")
     with references.start(dtype, "batch", **CROWDS[crowd]) as llm:
         outputs = generate(llm, REQUESTS)

@@ -144,7 +144,7 @@ def linear_in_blocks(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
     """x [M, K] @ weight [N, K]^T -> [M, N] in x's dtype; with config.split_k > 1 float32 [split_k, M, N], sums over
     parts of K, each of config.leaves."""
     (rows, k), n, dtype, count = x.shape, weight.shape[0], x.dtype, config.split_k * config.leaves
-    x = torch.nn.functional.pad(x.float(), (0, 0, 0, -rows % ROWS))
+    x = torch.nn.functional.pad(x.float(), (0, 0, 0, ROWS if rows == 0 else -rows % ROWS))
     weight = torch.nn.functional.pad(weight.float(), (0, 0, 0, -n % COLUMNS))
     leaves = []
     for x_leaf, weight_leaf in zip(x.chunk(count, 1), weight.chunk(count, 1), strict=True):

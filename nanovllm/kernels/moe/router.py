@@ -3,7 +3,7 @@
 import torch
 
 from nanovllm.kernels.base.device import supports_tma
-from nanovllm.kernels.gemm import decode
+from nanovllm.kernels.gemm import decode, fixed_order
 from nanovllm.kernels.gemm.choice import DECODE_ROWS, GemmConfig
 
 
@@ -20,3 +20,17 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if x.is_cuda and x.element_size() == 2:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)[None]
     return (x.float() @ weight.float().t())[None]
+
+
+def router_logits_in_one_order(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The same by one order of sums for all numbers of rows (fixed_order.py)."""
+    rows, hidden = x.shape
+    if not x.is_cuda:
+        return fixed_order.linear_in_blocks(x.float(), weight.float(), GemmConfig("blocks"))[None]
+    block_n, block_m = next((n, m) for most, n, m in _TILES if rows <= most)
+    block_k = 128 if hidden >= 512 else 16
+    return decode.linear(x, weight, GemmConfig("decode", block_n, block_m, block_k, 4, split_k=4))
+
+
+_TILES = ((16, 16, 16), (32, 16, 32), (1024, 16, 64), (fixed_order.ANY_ROWS, 64, 128))
+"""Most rows; weight rows and rows of a tile."""

@@ -110,16 +110,21 @@ def _write_tiles(TILES, totals, starts, max_tiles, BLOCK_M: tl.constexpr):
 @triton.jit
 def _weights(values, score, lane, expert, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, SIGMOID: tl.constexpr,
              RENORMALISE: tl.constexpr):  # fmt: skip
-    """Weights of the chosen experts, float32 [ROWS, BLOCK_K], of their scores `values` and of the scores of all."""
+    """Weights of the chosen experts, float32 [ROWS, BLOCK_K], of their scores `values` and of the scores of all.
+    Neither sum's bits depend on ROWS: one goes slot by slot, the other is one of integers."""
     if SIGMOID:
         weights = tl.where(lane < TOP_K, values, 0.0)
     else:
         top = tl.max(values, axis=1)[:, None]
         weights = tl.exp(values - top)
         if not RENORMALISE:
-            weights = weights / tl.sum(tl.where(expert < EXPERTS, tl.exp(score - top), 0.0), axis=1)[:, None]
+            shares = tl.where(expert < EXPERTS, tl.exp(score - top), 0.0) * (1 << 40)
+            weights = weights / (tl.sum(shares.to(tl.int64), axis=1).to(tl.float32) / (1 << 40))[:, None]
     if RENORMALISE:
-        weights = weights / (tl.sum(weights, axis=1)[:, None] + (1e-20 if SIGMOID else 0.0))
+        total = tl.zeros([values.shape[0]], tl.float32)
+        for slot in tl.static_range(TOP_K):
+            total += tl.sum(tl.where(lane == slot, weights, 0.0), axis=1)
+        weights = weights / (total[:, None] + (1e-20 if SIGMOID else 0.0))
     return weights
 
 
@@ -278,10 +283,10 @@ def route_reference(
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     elif options.renormalise:
         weights = score.gather(1, chosen).softmax(-1)
-    return Routing(weights * options.scale, *_sorted_reference(chosen, options, block_m), top_k)
+    return Routing(weights * options.scale, *sort_reference(chosen, options, block_m), top_k)
 
 
-def _sorted_reference(chosen: torch.Tensor, options: TopK, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
+def sort_reference(chosen: torch.Tensor, options: TopK, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Experts [T, k] -> (order, tiles) of Routing."""
     order = chosen.flatten().sort(stable=True).indices.to(torch.int32)
     totals = torch.bincount(chosen.flatten(), minlength=options.num_experts).tolist()
