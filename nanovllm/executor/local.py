@@ -52,8 +52,10 @@ class LocalExecutor(Executor):
         self._store_fd = -1
         self._failed = False
         self.shares_weights = module is not None
-        self._bucket: SharedBucket | None = None
-        """In which new weights go to the other ranks."""
+        self._buckets: list[SharedBucket] = []
+        """Two, in which new weights go to the other ranks: one is filled while these read the other, the first here."""
+        self._is_being_read = False
+        """The other ranks have not yet said that they have what was sent last."""
         self.owner = os.getpid()
         """The process whose workers, threads and locks these are."""
         if config.tensor_parallel_size > 1:
@@ -194,7 +196,7 @@ class LocalExecutor(Executor):
     def finish_weight_update(self) -> None:
         """Raises ValueError naming the weights that are missing."""
         self.runner.weight_update.finish()
-        self._free_bucket()
+        self._free_buckets()
 
     def checksum(self) -> dict[str, str]:
         """A checksum of each checkpoint tensor, the same at every number of ranks. Raises RuntimeError where ranks hold
@@ -205,14 +207,17 @@ class LocalExecutor(Executor):
         """Writes whole tensors under their checkpoint names, in place."""
         bucket: list[tuple[str, torch.Tensor]] = []
         size = 0
-        for name, tensor in map(named_tensor, weights):
-            bucket.append((name, tensor))
-            size += tensor.numel() * tensor.element_size()
-            if size >= _BUCKET_BYTES:
+        try:
+            for name, tensor in map(named_tensor, weights):
+                bucket.append((name, tensor))
+                size += tensor.numel() * tensor.element_size()
+                if size >= _BUCKET_BYTES:
+                    self._send_weights(bucket)
+                    bucket, size = [], 0
+            if bucket:
                 self._send_weights(bucket)
-                bucket, size = [], 0
-        if bucket:
-            self._send_weights(bucket)
+        finally:
+            self._await_readers()
 
     def _send_weights(self, bucket: list[tuple[str, torch.Tensor]]) -> None:
         self.runner.weight_update.check(bucket)
@@ -220,24 +225,32 @@ class LocalExecutor(Executor):
             self.call("update_weights", bucket)
             return
         size = sum(tensor.nbytes for _, tensor in bucket)
-        if self._bucket is None or self._bucket.nbytes < size:
-            self._free_bucket()
-            self._bucket = SharedBucket(max(size, _BUCKET_BYTES), self.runner.device)
-        message = self._bucket.fill(bucket)
+        if not self._buckets or self._buckets[-1].nbytes < size:
+            self._free_buckets()
+            self._buckets = [SharedBucket(max(size, _BUCKET_BYTES), self.runner.device) for _ in range(2)]
+        message = self._buckets[-1].fill(bucket)
+        self._await_readers()
+        self._buckets.reverse()
         with self._failures_explained():
+            self._is_being_read = True
             self.processes.send_call("update_from_bucket", message)
             with self._share_of_threads():
                 self.runner.update_weights(bucket)
-            self.processes.replies()
 
-    def _free_bucket(self, ranks_live: bool = True) -> None:
-        """ranks_live: the others, which have mapped it, let it go before."""
-        if self._bucket is None:
-            return
-        if ranks_live:
+    def _await_readers(self) -> None:
+        if self._is_being_read and not self._failed:
+            self._is_being_read = False
+            with self._failures_explained():
+                self.processes.replies()
+
+    def _free_buckets(self, ranks_live: bool = True) -> None:
+        """ranks_live: the others, which have mapped them, let them go before."""
+        if self._buckets and ranks_live:
+            self._await_readers()
             self.call("forget_buckets")
-        self._bucket.close()
-        self._bucket = None
+        for bucket in self._buckets:
+            bucket.close()
+        self._buckets = []
 
     def weights_changed(self) -> bool:
         return self.runner.live_module is not None and self.runner.live_module.has_changed()
@@ -257,7 +270,7 @@ class LocalExecutor(Executor):
         if os.getpid() != self.owner:
             return  # a fork of the process whose engine this is: nothing here is ours
         self._close_ranks()
-        self._free_bucket(ranks_live=False)  # of an update that failed
+        self._free_buckets(ranks_live=False)  # of an update that failed
         self._close_store()
 
     def _close_ranks(self) -> None:
