@@ -8,7 +8,7 @@ import llguidance
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_parsers import ARGUMENTS, DEMO, TOOLS, message_of, read
+from parsing import ARGUMENTS, DEMO, TOOLS, message_of, read
 
 from nanovllm import StructuredOutput
 from nanovllm.serve.parsers import Delta, OutputParser, Plan, check_tools

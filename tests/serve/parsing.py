@@ -1,0 +1,163 @@
+"""Models of each family of tool calls: as they write messages, and as these are read back."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import llguidance
+
+from nanovllm.serve.parsers import Delta, OutputParser, Plan, check_tools, joined
+from nanovllm.serve.text import FrontTokenizer
+
+DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo-qwen3"
+TAGS = {
+    "hermes": ["<think>", "</think>", "<tool_call>", "</tool_call>"],
+    "qwen3_coder": ["<think>", "</think>", "<tool_call>", "</tool_call>"],
+    "glm45": [
+        *("<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>"),
+        "</arg_value>",
+    ],
+    "llama3_json": ["<|python_tag|>"],
+    "mistral": ["[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]"],
+    "mistral_list": ["[TOOL_CALLS]"],
+}
+REASONING = {"hermes": "think", "qwen3_coder": "think", "glm45": "think", "mistral": "mistral"}
+MODELS = [*((family, True) for family in TAGS), ("hermes", False), ("qwen3_coder", False)]
+"""Families; False: in a tokenizer that has no tokens for their tags."""
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string"},
+                    "days": {"type": "integer"},
+                    "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
+                    "where": {"$ref": "#/$defs/point"},
+                },
+                "required": ["city"],
+                "additionalProperties": False,
+                "$defs": {"point": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}},
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+ARGUMENTS = {
+    "get_weather": [
+        {"city": "Paris"},
+        {"city": "", "days": 3},
+        {"city": 'a "b" \\ {[}\n\tü🐱', "unit": "celsius"},
+        {"city": "Rome", "days": -1, "unit": "fahrenheit", "where": {"x": 1.5}},
+    ],
+    "now": [{}],
+}
+
+
+class Model:
+    """A family's tokenizer, parser and grammar engine."""
+
+    def __init__(self, family: str, has_tokens: bool, folder: Path) -> None:
+        self.family = family
+        content = json.loads((DEMO / "tokenizer.json").read_text(encoding="utf-8"))
+        content["added_tokens"] = [token for token in content["added_tokens"] if token["special"]]
+        first = 1 + max(token["id"] for token in content["added_tokens"])
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        tags = TAGS[family] if has_tokens else []
+        new = [{"id": first + i, "content": tag, "special": "[" in tag, **flags} for i, tag in enumerate(tags)]
+        content["added_tokens"] += new
+        (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+        self.tokenizer = FrontTokenizer(folder)  # without a template: reasoning is left to the model
+        self.parser = OutputParser(self.tokenizer, family, REASONING.get(family, "none"))
+        backend = self.tokenizer.backend_tokenizer
+        self.eos = backend.token_to_id("<|im_end|>")
+        self.library = llguidance.LLTokenizer(backend.to_str(), n_vocab=len(self.tokenizer), eos_token=self.eos)
+
+    def plan(self, prompt: str = "", choice: Any = "auto", structured: Any = None, **options: Any) -> Plan:
+        allowed = check_tools(options.get("tools", TOOLS), choice, options.get("parallel"))
+        return self.parser.plan(prompt, allowed, structured)
+
+    def matcher(self, plan: Plan) -> Any:
+        assert plan.structured is not None and plan.structured.grammar is not None
+        matcher = llguidance.LLMatcher(self.library, llguidance.LLMatcher.grammar_from_lark(plan.structured.grammar))
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher
+
+    def admits(self, plan: Plan, text: str) -> bool:
+        matcher = self.matcher(plan)
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    def write(self, message: "Message", prompt_opens: bool = False) -> str:
+        """A message as the family's models write it."""
+        opening, closing = ("[THINK]", "[/THINK]") if self.family == "mistral" else ("<think>\n", "\n</think>\n\n")
+        text = "" if prompt_opens or message.reasoning is None else opening
+        text += "" if message.reasoning is None else message.reasoning + closing
+        text += message.content
+        if message.calls and message.content and self.family != "mistral":
+            text += "\n"
+        return text + self.calls_text(message.calls)
+
+    def calls_text(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
+        named = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
+        if not calls:
+            return ""
+        if self.family == "hermes":
+            one = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
+            return "\n".join(one.format(*each) for each in named)
+        if self.family == "mistral":
+            return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in named)
+        if self.family == "mistral_list":
+            return "[TOOL_CALLS][" + ", ".join('{{"name": "{}", "arguments": {}}}'.format(*one) for one in named) + "]"
+        if self.family == "llama3_json":
+            return "; ".join('{{"name": "{}", "parameters": {}}}'.format(*one) for one in named)
+        if self.family == "glm45":
+            pair = "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
+            pairs = ["".join(pair.format(k, _shown(v)) for k, v in arguments.items()) for _, arguments in calls]
+            names = [name for name, _ in calls]
+            return "\n".join(f"<tool_call>{name}\n{one}</tool_call>" for name, one in zip(names, pairs, strict=True))
+        blocks = []
+        for name, arguments in calls:
+            values = {k: _shown(v) for k, v in arguments.items()}
+            lines = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+            blocks.append(f"<tool_call>\n<function={name}>\n{lines}</function>\n</tool_call>")
+        return "\n".join(blocks)
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+@dataclass
+class Message:
+    reasoning: str | None = None
+    content: str = ""
+    calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+
+def read(plan: Plan, ids: Sequence[int], cuts: Sequence[int] | None = None, ended: bool = True) -> list[Delta]:
+    """What a client is given of an output, in steps of as many tokens as `cuts` says, over and over; None: at once."""
+    numbers = iter(range(1000))
+    reader, detokenizer = plan.reader(lambda: f"call_{next(numbers)}"), plan.detokenizer()
+    assert reader is not None
+    deltas: list[Delta] = []
+    at = step = 0
+    while at < len(ids):
+        width = len(ids) if cuts is None else cuts[step % len(cuts)]
+        deltas += reader.push("".join(map(detokenizer.push, ids[at : at + width])))
+        at, step = at + width, step + 1
+    deltas += reader.push(detokenizer.flush())
+    return joined(deltas + reader.finish())
+
+
+def message_of(deltas: list[Delta]) -> Message:
+    texts = {kind: "".join(d.text for d in deltas if d.kind == kind) for kind in ("reasoning", "content")}
+    names = [delta.name for delta in deltas if delta.kind == "call"]
+    pieces = [[d.text for d in deltas if d.kind == "arguments" and d.call_index == i] for i in range(len(names))]
+    calls = [(name, json.loads("".join(texts))) for name, texts in zip(names, pieces, strict=True)]
+    return Message(texts["reasoning"] or None, texts["content"], calls)
