@@ -212,16 +212,14 @@ class MergedColumnParallelLinear(ParallelLinear):
         """This layer as gate and up, SiLU(gate) * up: [T, in] -> [T, out / 2]. rounds: the kernel of the activation may
         round it to e4m3."""
         config = self.choice(x.shape[0])
-        if isinstance(x, torch.Tensor) and self.quantized is None and self.fuses(x.shape[0]):
-            return skinny.linear_silu_mul(x, self.weight, config)
-        if config.kernel not in ("decode", "int4", "int4_whole") or self.bias is not None:
+        if not config.is_own or self.bias is not None:
             return (kernels.silu_mul_fp8 if rounds else kernels.silu_mul)(self(x))
         if isinstance(self.quantized, FP8Matrix):
             return self.quantized.linear_silu_mul(x, config)
         assert isinstance(x, torch.Tensor)
         if self.quantized is not None:
             return self.quantized.linear_silu_mul(x, config)
-        return decode.linear_silu_mul(x, self.weight, config)
+        return (skinny if config.is_skinny else decode).linear_silu_mul(x, self.weight, config)
 
 
 @dataclass(frozen=True)

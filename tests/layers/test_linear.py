@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels import select_kernels
+from nanovllm.kernels.gemm import skinny
 from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.layers.linear import HeadSplit, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.weights import WeightedModule
@@ -52,6 +53,25 @@ def test_the_ranks_of_an_mlp_make_the_whole(width: int, size: int, bias: bool) -
         load(second, "m.down_proj", down)
         total += second(first.forward_silu_mul(x, KERNELS))
     torch.testing.assert_close(total, want)
+
+
+def test_a_kernel_for_few_rows_computes_the_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On each of several ranks, where the norm before it is another kernel."""
+    chosen: list[GemmConfig] = []
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor, config: GemmConfig) -> torch.Tensor:
+        chosen.append(config)
+        return skinny.linear_silu_mul_reference(x, weight)
+
+    monkeypatch.setattr(skinny, "linear_silu_mul", multiply)
+    layer = MergedColumnParallelLinear(16, {"gate_proj": 24, "up_proj": 24}, group(1, 2), FLOAT, CPU)
+    layer.weight.normal_()
+    layer.use({1: SKINNY})
+    x = torch.randn(2, 16)
+    alone = [layer.forward_silu_mul(row, KERNELS) for row in x.split(1)]
+    assert chosen == [SKINNY] * 2
+    torch.testing.assert_close(torch.cat(alone), layer.forward_silu_mul(x, KERNELS))
+    assert len(chosen) == 2, "two rows have no choice"
 
 
 @pytest.mark.parametrize("adds_bias", [True, False])
