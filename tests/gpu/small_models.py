@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 from observing import LogitRecorder
-from test_families import CASES, make_model, save
+from test_families import CASES, Case, make_model, save
 
 from nanovllm import LLM, SamplingParams
 
@@ -35,9 +35,10 @@ OPTIONS: dict[str, Any] = {
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
-def make_checkpoint(kind: str, folder: Path) -> str:
-    """Of one of KINDS."""
-    case = replace(CASES[kind], entries={**CASES[kind].entries, **SHAPE, **KINDS[kind]})
+def make_checkpoint(kind: str, folder: Path, **entries: Any) -> str:
+    """Of one of KINDS, with these entries of its configuration, or of another family of transformers."""
+    case = CASES.get(kind, Case(kind, {}))
+    case = replace(case, entries={**case.entries, **SHAPE, **KINDS.get(kind, {}), **entries})
     model = make_model(case)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -62,10 +63,15 @@ def load_model(folder: str, dtype: torch.dtype) -> Any:
     return load(folder, dtype=dtype, attn_implementation="eager").to(DEVICE).eval()
 
 
-@torch.inference_mode()
 def log_probs(folder: str, dtype: torch.dtype, texts: list[list[int]]) -> torch.Tensor:
     """transformers', float32 [texts, NUM_TOKENS, vocab_size] on the CPU: where each output token is chosen."""
-    model, found = load_model(folder, dtype), []
+    return log_probs_of(load_model(folder, dtype), texts)
+
+
+@torch.inference_mode()
+def log_probs_of(model: Any, texts: list[list[int]]) -> torch.Tensor:
+    """log_probs of a module that is there already."""
+    found = []
     for prompt, text in zip(PROMPTS, texts, strict=True):
         logits = model(torch.tensor([prompt + text], device=DEVICE)).logits[0, len(prompt) - 1 : -1]
         found.append(logits.float().log_softmax(-1).cpu())
