@@ -34,3 +34,16 @@ def test_a_family_in_bfloat16(kind: str, tmp_path: Path) -> None:
             alone = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in PROMPTS]
         for outputs in (*rounds, alone):
             assert_parts_only_at_ties([output.token_ids for output in outputs], texts, ours, 2 * noise.abs().max(), 0.2)
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8", "int4"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_steps_that_end_no_prompt(kind: str, quantization: str | None, tmp_path: Path) -> None:
+    """Their last layer computes nothing after attention."""
+    if (kind, quantization) == ("qwen3_moe", "int4"):
+        pytest.skip("not served")
+    options = {**OPTIONS, "quantization": quantization, "max_num_batched_tokens": 64}
+    with LLM(make_checkpoint(kind, tmp_path), **options) as llm:
+        outputs = [llm.generate(PROMPTS[-1], GREEDY, use_tqdm=False)[0] for _ in range(2)]
+    assert outputs[1].num_cached_tokens > 0
+    assert len(outputs[0].token_ids) == len(outputs[1].token_ids) == GREEDY.max_tokens

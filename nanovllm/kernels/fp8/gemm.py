@@ -26,6 +26,8 @@ PREFETCH_BYTES = 64 << 10
 def linear(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, pdl: bool = True) -> Tensor:
     """x [T, K] @ weight^T -> [T, N] in x's dtype; with config.parts > 1 float32 [parts, T, N], sums over parts of K."""
     rows, n, device = x.shape[0], weight.values.shape[0], weight.values.device
+    if not rows:  # of the last layer, where a step ends no prompt
+        return torch.empty(0, n, dtype=x.dtype, device=device)
     if config.kernel == "fma":
         return few_rows.linear(_rounded(x, weight), weight, config, pdl=pdl)
     if config.kernel not in ("decode", "library") or (config.kernel == "library" and not library_takes(weight)):
