@@ -92,13 +92,18 @@ def _merge_first_rows(o_proj: ParallelLinear) -> frozenset[int]:
     return frozenset(rows for rows in rows_of_skinny if merges_before(rows, num_bytes))
 
 
-def fix_order(model: nn.Module, table: GemmTable, group: TensorParallelGroup) -> None:
+def fix_order(model: DecoderForCausalLM, table: GemmTable, group: TensorParallelGroup) -> None:
     """Gives every linear layer choices for all numbers of rows that give a row the same bits (EngineConfig.exact_bits).
     A rank decides for itself: no order depends on what else was chosen."""
     for linear in linears(model):
         gemm = linear.gemm(group.size == 1)
         leaves = fixed_order.leaves_of(gemm.k * group.size) // group.size if group.exact_bits == "tp" else 0
         linear.ranges = fixed_order.ranges(gemm, table, linear.takes_parts, leaves, group.device.type == "cpu")
+    if group.device.type == "cuda" and (group.size == 1 or group.exact_bits == "tp"):
+        for joint, consumer in model.joints_and_consumers():
+            assert joint.norm is not None
+            joint.norm.in_whole_numbers = True
+            joint.is_inside = group.size == 1 and consumer.takes_unnormed
 
 
 def check_order(model: nn.Module, most_rows: int) -> None:
