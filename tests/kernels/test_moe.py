@@ -1,7 +1,6 @@
 """The kernels of mixtures of experts against their twins: any number of rows, experts without rows and with nearly
 all."""
 
-import os
 from dataclasses import replace
 from itertools import product
 
@@ -10,9 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreting import fewer, nightly, some_nightly
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 from nanovllm.kernels.moe.choice import GroupedConfig, expert_configs, max_tiles
 from nanovllm.kernels.moe.combine import combine, combine_reference

@@ -1,24 +1,15 @@
 """The kernels of mixtures of experts compiled for compute capability 9.0, which takes no GPU: they fit, keep to
 registers, and multiply by matrix instructions of Hopper where tiles are large enough for them."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+from compiling import run_alone
 
 pytest.importorskip("triton")
 
 COMPILE = """
-import re
-import subprocess
 import sys
-import tempfile
 import torch
-from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+from compiling import compile_only
 from nanovllm.kernels.base import device
 from nanovllm.kernels.moe import experts
 from nanovllm.kernels.moe.choice import expert_configs
@@ -26,27 +17,14 @@ from nanovllm.kernels.moe.combine import combine
 from nanovllm.kernels.moe.experts import ExpertActivation, expert_down, expert_gate_up
 from nanovllm.kernels.moe.few_rows import MOST_ROWS, add_experts
 from nanovllm.kernels.moe.routing import TopK, route
-from nanovllm.startup.compile_server import _TargetOnly
 
-driver.set_active(_TargetOnly(GPUTarget("cuda", 90, 32)))
 device.supports_pdl = experts.supports_tma = lambda device: True
-launch = JITFunction.run
 
-def run(self, *args, grid, warmup, **options):
-    kernel = launch(self, *args, grid=grid, warmup=True, **options)
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(kernel.asm["ptx"])
-        file.flush()
-        command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
-        report = subprocess.run(command, capture_output=True, text=True).stderr
-    [spilled] = re.findall(r"(\\d+) bytes spill stores", report)
-    assert kernel.metadata.shared <= 227 * 1024, (self.__name__, kernel.metadata.shared)
-    assert int(spilled) == 0, (self.__name__, report)
+def check(ptx, options):
     if options.get("BLOCK_N", 0) >= 64:
-        assert "wgmma" in kernel.asm["ptx"] and "cp.async.bulk.tensor" in kernel.asm["ptx"], options
-    return kernel
+        assert "wgmma" in ptx and "cp.async.bulk.tensor" in ptx, options
 
-JITFunction.run = run
+compile_only(check)
 hidden, width, num_experts, top_k, is_clamped, rows = eval(sys.argv[1])
 def bf16(*shape):
     return torch.empty(shape, dtype=torch.bfloat16)
@@ -70,8 +48,4 @@ if rows <= MOST_ROWS:
     [((2048, 768, 128, 8, False), rows) for rows in (1, 16, 256, 768, 4096)] + [((2880, 2880, 32, 4, True), 64)],
 )
 def test_kernels_fit_a_multiprocessor(shape: tuple[object, ...], rows: int) -> None:
-    """In an interpreter of its own, for here Triton's interpreter may be on."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE, repr((*shape, rows))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    run_alone(COMPILE, repr((*shape, rows)))
