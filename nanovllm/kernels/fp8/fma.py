@@ -6,6 +6,7 @@ multiplies and adds them in float32, where products of e4m3 are exact, and its s
 """
 
 from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.gemm.decode_kernel import silu_mul
 from nanovllm.kernels.gemm.fma import lane_columns, load_vector, load_weight
 
 LANE_SPAN: tl.constexpr = tl.constexpr(512)
@@ -93,13 +94,13 @@ def fp8_fma_kernel(
         accs = summed
 
     for row in tl.static_range(ROWS):
-        y = _finish(accs[row * HALVES], SCALE, col, n_out, IN_BLOCKS).to(out_ptr.dtype.element_ty).to(tl.float32)
+        y = _finish(accs[row * HALVES], SCALE, col, n_out, IN_BLOCKS)
         if GATED:
             up = _finish(accs[row * HALVES + 1], SCALE, n_out + col, 2 * n_out, IN_BLOCKS)
-            silu = (y / (1.0 + tl.exp(-y))).to(out_ptr.dtype.element_ty).to(tl.float32)
-            y = silu * up.to(out_ptr.dtype.element_ty).to(tl.float32)
+            y = silu_mul(y, up, out_ptr.dtype.element_ty)
         at = row * n_out + col
         mask = live & (row < rows)
         if RESIDUAL:
+            y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
             y += tl.load(res_ptr + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)

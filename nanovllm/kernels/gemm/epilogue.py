@@ -1,4 +1,4 @@
-"""Parts that both skinny GEMM kernels share: which weight rows a program owns, the epilogue, split-K."""
+"""Parts that skinny GEMM kernels share: which weight rows a program owns, RMSNorm, the epilogue, split-K."""
 
 from nanovllm.kernels.base.triton_import import tl, triton
 
@@ -19,6 +19,14 @@ def weight_rows(lane, pid, n_out, BLOCK_N: tl.constexpr, PAIRED: tl.constexpr):
         out = pid * BLOCK_N + lane
         rows = out
     return rows, out < n_out
+
+
+@triton.jit
+def normalise(x, gain, scale):
+    """RMSNorm with Hugging Face's two roundings: the normalised value, then its product with the weight. Of gain (the
+    weight) and scale (1 / rms) each broadcasts to x."""
+    unit = (x.to(tl.float32) * scale).to(x.dtype).to(tl.float32)
+    return (unit * gain.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit

@@ -14,7 +14,15 @@ A row's result does not depend on how many rows share the launch: its accumulato
 """
 
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.gemm.epilogue import LANE_SPAN, arrive_last, load_residual, store_tile, sum_splits, weight_rows
+from nanovllm.kernels.gemm.epilogue import (
+    LANE_SPAN,
+    arrive_last,
+    load_residual,
+    normalise,
+    store_tile,
+    sum_splits,
+    weight_rows,
+)
 
 
 @triton.jit
@@ -52,20 +60,13 @@ def lane_sums(tile, WARPS: tl.constexpr, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def normalise(x, gain, scale):
-    """RMSNorm with Hugging Face's two roundings: the normalised value, then its product with the weight."""
-    unit = (x.to(tl.float32) * scale[:, :, None, None]).to(x.dtype).to(tl.float32)
-    return (unit * gain.to(tl.float32)).to(x.dtype)
-
-
-@triton.jit
 def row_scale(x_ptr, live, eps, K: tl.constexpr, WARPS: tl.constexpr, CHUNKS: tl.constexpr, EVEN_K: tl.constexpr):
-    """1 / rms of one row of x, a copy for each warp: float32 [WARPS, 1]."""
+    """1 / rms of one row of x, a copy for each warp: float32 [WARPS, 1, 1, 1]."""
     total = tl.zeros([WARPS, 1, 32], dtype=tl.float32)
     for k0 in tl.static_range(0, K, CHUNKS * LANE_SPAN):
         x = load_vector(x_ptr, live, lane_columns(k0, CHUNKS, LANE_SPAN), K, WARPS, EVEN_K).to(tl.float32)
         total += lane_sums(x * x, WARPS, CHUNKS)
-    return tl.rsqrt(tl.sum(total, axis=2) / K + eps)
+    return tl.rsqrt(tl.sum(total, axis=2) / K + eps)[:, :, None, None]
 
 
 @triton.jit(do_not_specialize=["rows", "n_out"])

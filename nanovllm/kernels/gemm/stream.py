@@ -9,7 +9,7 @@ Rows of x beyond `rows` are read as zero; a row's result does not depend on the 
 
 from nanovllm.kernels.base.device import prefetch_lines
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.gemm.epilogue import arrive_last, load_residual, store_tile, sum_splits, weight_rows
+from nanovllm.kernels.gemm.epilogue import arrive_last, load_residual, normalise, store_tile, sum_splits, weight_rows
 
 ROWS: tl.constexpr = tl.constexpr(16)
 
@@ -25,13 +25,6 @@ def _row_scales(x_ptr, rows, eps, K: tl.constexpr, SPAN: tl.constexpr):
         x = tl.load(x_ptr + row[:, None] * K + cols[None, :], mask=live, other=0.0).to(tl.float32)
         total += x * x
     return tl.rsqrt(tl.sum(total, axis=1) / K + eps)
-
-
-@triton.jit
-def _normalise(x, gain, scale):
-    """RMSNorm with Hugging Face's two roundings: the normalised value, then its product with the weight."""
-    unit = (x.to(tl.float32) * scale).to(x.dtype).to(tl.float32)
-    return (unit * gain.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit(do_not_specialize=["rows", "n_out"])
@@ -73,7 +66,7 @@ def skinny_stream_kernel(
         x = tl.load(x_ptr + row[:, None] * K + (k_first + k)[None, :], mask=x_mask, other=0.0)
         if NORM:
             gain = tl.load(norm_ptr + k_first + k, mask=k_first + k < K, other=0.0)
-            x = _normalise(x, gain[None, :], scales[:, None])
+            x = normalise(x, gain[None, :], scales[:, None])
         acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
     _finish(
         tl.trans(acc), residual, out_ptr, res_ptr, scratch_ptr, counter_ptr, rows, n_out,

@@ -15,7 +15,7 @@ import torch
 
 from nanovllm.kernels.base.device import pdl_options, prefetch_tile, supports_tma
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.gemm.decode_kernel import multiply
+from nanovllm.kernels.gemm.decode_kernel import multiply, silu_mul
 from nanovllm.kernels.moe.choice import GroupedConfig
 from nanovllm.kernels.moe.routing import Routing
 
@@ -53,12 +53,11 @@ def _weight_tile(
 @triton.jit
 def _activated(gate, up, dtype: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     """float32 sums -> float32; sums and activation are rounded as by themselves."""
-    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
     if LIMIT is None:
-        return (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+        return silu_mul(gate, up, dtype)
     else:
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        gate = tl.minimum(gate.to(dtype).to(tl.float32), LIMIT)
+        up = tl.minimum(tl.maximum(up.to(dtype).to(tl.float32), -LIMIT), LIMIT)
         return gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
 
 

@@ -11,8 +11,8 @@ import torch
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.gemm.choice import GemmConfig
-from nanovllm.kernels.gemm.epilogue import LANE_SPAN, store_tile, weight_rows
-from nanovllm.kernels.gemm.fma import lane_columns, lane_sums, load_vector, load_weight, normalise, row_scale
+from nanovllm.kernels.gemm.epilogue import LANE_SPAN, normalise, store_tile, weight_rows
+from nanovllm.kernels.gemm.fma import lane_columns, lane_sums, load_vector, load_weight, row_scale
 from nanovllm.kernels.moe.routing import TopK
 
 MOST_ROWS = 4
