@@ -9,6 +9,7 @@ their own, so they do not depend on its neighbours.
 import torch
 
 from nanovllm.kernels.base.device import pdl_options
+from nanovllm.kernels.base.float_order import from_ordered, to_ordered
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.kernels.gemm.epilogue import LANE_SPAN, normalise, store_tile, weight_rows
@@ -28,19 +29,13 @@ _LOWEST: tl.constexpr = tl.constexpr(-3e38)
 
 
 @triton.jit
-def _flip(bits):
-    """The bits of a float32 as an integer of the same order, and back."""
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@triton.jit
 def _load_scores(LOGITS, row, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr):
     """A token's logits as integers of the same order, a copy for each warp: int32 [WARPS, BLOCK]."""
     expert = tl.arange(0, BLOCK)[None, :] + tl.zeros([WARPS, 1], tl.int32)
     score = tl.load(LOGITS + row * WIDTH + expert, mask=expert < EXPERTS, other=0.0, cache_modifier=".cg")
     score = tl.where(score == score, tl.maximum(score, _LOWEST), _LOWEST)
     score = tl.where(score == 0.0, 0.0, score)  # -0.0 is no less
-    return tl.where(expert < EXPERTS, _flip(score.to(tl.int32, bitcast=True)), _TAKEN)
+    return tl.where(expert < EXPERTS, to_ordered(score), _TAKEN)
 
 
 @triton.jit
@@ -61,13 +56,13 @@ def _choose(keys, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr, SCALE: tl.cons
     for _ in tl.static_range(TOP_K):
         expert, key, keys = _take_best(keys)
         experts = experts + (expert,)
-        scores = scores + (_flip(key).to(tl.float32, bitcast=True),)
+        scores = scores + (from_ordered(key),)
     total = tl.zeros(scores[0].shape, tl.float32)
     if RENORMALISE:
         for slot in tl.static_range(TOP_K):
             total += tl.exp(scores[slot] - scores[0])
     else:
-        every = tl.exp(_flip(all_keys).to(tl.float32, bitcast=True) - scores[0])
+        every = tl.exp(from_ordered(all_keys) - scores[0])
         total += tl.sum(tl.where(all_keys == _TAKEN, 0.0, every), axis=1)[:, None]
     weights = ()
     for slot in tl.static_range(TOP_K):

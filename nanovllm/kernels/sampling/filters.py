@@ -23,12 +23,13 @@ Rows that have no token then are sampled by kernels/sampling/kept.py.
 
 import torch
 
+from nanovllm.kernels.base.float_order import to_ordered
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.sampling.candidates import MAX_REGISTERS, row_tiles
 from nanovllm.kernels.sampling.gumbel import MIN_TEMPERATURE
 from nanovllm.kernels.sampling.kept import sample_kept, sample_kept_reference
 from nanovllm.kernels.sampling.rows import Rows
-from nanovllm.kernels.sampling.thresholds import KEY_SHIFT, key_at_least, order, row_peak, row_sums, search, unorder
+from nanovllm.kernels.sampling.thresholds import KEY_SHIFT, key_at_least, row_peak, row_sums, search, unorder
 from nanovllm.wire.sampling import RECORD_WORDS
 
 _RECORD = tl.constexpr(RECORD_WORDS)
@@ -42,7 +43,7 @@ def _row_threshold(row, peak, star, lowest, top_k, top_p, scale, num_ids, WINNER
                    LANES: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
     """The threshold of a row, by passes over all of it; no more than `star` where that is kept. peak: the largest
     logit, or inf where top_p alone limits the row and `star` replaces it."""
-    high = (order(peak) >> SHIFT).to(tl.int64) + 1
+    high = (to_ordered(peak) >> SHIFT).to(tl.int64) + 1
     low = tl.minimum(key_at_least(lowest, SHIFT), high - 1)
     reference = peak
     if WINNER:
@@ -54,7 +55,7 @@ def _row_threshold(row, peak, star, lowest, top_k, top_p, scale, num_ids, WINNER
     if top_p < 1.0:
         above = threshold
         if WINNER:
-            above = tl.maximum(unorder((order(star) >> SHIFT).to(tl.int64) + 1, SHIFT), threshold)
+            above = tl.maximum(unorder((to_ordered(star) >> SHIFT).to(tl.int64) + 1, SHIFT), threshold)
         total, beyond, _ = row_sums(row, threshold, above, above, reference, scale, num_ids, False, LANES,
                                      WIDTH, TILES)  # fmt: skip
         target = top_p * total

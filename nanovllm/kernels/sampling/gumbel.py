@@ -13,6 +13,7 @@ A signed maximum over ranks (an ordinary all-reduce) finds the winner.
 import torch
 
 from nanovllm.kernels.base.device import pdl_options
+from nanovllm.kernels.base.float_order import to_ordered
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.sampling.rng import (
     WORD,
@@ -36,8 +37,7 @@ _NO_CANDIDATE = tl.constexpr(NO_CANDIDATE)
 @triton.jit
 def _pack_keys(scores, ids):
     """See pack_keys_reference; float32 scores (no NaN), int32 ids."""
-    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    ordered = to_ordered(tl.where(scores == 0.0, 0.0, scores))
     return (ordered.to(tl.int64) << 32) | (~ids).to(tl.uint32, bitcast=True).to(tl.int64)
 
 

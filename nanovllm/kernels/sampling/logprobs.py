@@ -7,6 +7,7 @@ are likely among the best (kernels/sampling/candidates.py), from which the best 
 
 import torch
 
+from nanovllm.kernels.base.float_order import from_ordered
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.sampling.candidates import (
     MAX_REGISTERS,
@@ -103,9 +104,7 @@ def _logprobs_kernel(LOGITS, ROW, TOKENS, TOKEN_ROW, SCALE, LEAST, LIST, OUT, ro
                 key = _next_in_list(LIST, depth, deepest, key, LANES)
             else:
                 key = _next_in_row(row, num_ids, key, least, LANES, WIDTH, TILES)
-            bits = (key >> 32).to(tl.int32)
-            bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-            logprob = bits.to(tl.float32, bitcast=True) * scale - total
+            logprob = from_ordered((key >> 32).to(tl.int32)) * scale - total
             tl.store(out + 2 + k, (~key).to(tl.int32))
             tl.store(out + 3 + K + k, logprob.to(tl.int32, bitcast=True))
 

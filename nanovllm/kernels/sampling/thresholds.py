@@ -3,6 +3,7 @@ row. kernels/sampling/filters.py says what for."""
 
 import torch
 
+from nanovllm.kernels.base.float_order import from_ordered, to_ordered
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.sampling.candidates import as_ids, load_raw, load_sample, tile_index
 
@@ -13,25 +14,17 @@ KEY_SHIFT = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 
 
 @triton.jit
-def order(x):
-    """float32 -> int32 of the same order (-0.0 just below 0.0)."""
-    bits = x.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@triton.jit
 def key_at_least(x, SHIFT: tl.constexpr):
     """The least key, int64, whose unorder is at least x."""
     x = tl.maximum(x, _LEAST)
-    key = (order(x) >> SHIFT).to(tl.int64)
+    key = (to_ordered(x) >> SHIFT).to(tl.int64)
     return key + tl.where(unorder(key, SHIFT) < x, 1, 0)
 
 
 @triton.jit
 def unorder(key, SHIFT: tl.constexpr):
-    """The float32 t such that x >= t just where (order(x) >> SHIFT) >= key."""
-    bits = (key << SHIFT).to(tl.int32)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+    """The float32 t such that x >= t just where (to_ordered(x) >> SHIFT) >= key."""
+    return from_ordered((key << SHIFT).to(tl.int32))
 
 
 @triton.jit
