@@ -35,7 +35,6 @@ from nanovllm.wire.sampling import RECORD_WORDS
 _RECORD = tl.constexpr(RECORD_WORDS)
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_LEAST = tl.constexpr(-3.4e38)
 
 
 @triton.jit
@@ -95,7 +94,7 @@ def _filter_kernel(LOGITS, ROW, SLOT, RECORDS, TEMPERATURE, TARGET_ROW, TOKENS, 
         if has_k | has_min | (not WINNER):
             peak = row_peak(row, num_ids, LANES, WIDTH, TILES)
         if has_min:
-            lowest = tl.maximum(peak + log_min_p * temperature, _LEAST)
+            lowest = peak + log_min_p * temperature
         is_finite = (peak > float("-inf")) & (peak < float("inf"))
         if WINNER:
             is_finite = (is_finite | (not (has_k | has_min))) & (star > float("-inf")) & (star < float("inf"))

@@ -35,7 +35,7 @@ _NO_CANDIDATE = tl.constexpr(NO_CANDIDATE)
 
 
 @triton.jit
-def _pack_keys(scores, ids):
+def pack_keys(scores, ids):
     """See pack_keys_reference; float32 scores (no NaN), int32 ids."""
     ordered = to_ordered(tl.where(scores == 0.0, 0.0, scores))
     return (ordered.to(tl.int64) << 32) | (~ids).to(tl.uint32, bitcast=True).to(tl.int64)
@@ -82,7 +82,7 @@ def _best_of_chunks_kernel(
                 better = scores > best
                 best = tl.where(better, scores, best)
                 best_tile = tl.where(better, tile, best_tile)
-        keys = _pack_keys(best, vocab_start + lanes + best_tile * TILE)
+        keys = pack_keys(best, vocab_start + lanes + best_tile * TILE)
         tl.store(PARTIAL + row * num_chunks + chunk, tl.max(keys, 0))
 
 

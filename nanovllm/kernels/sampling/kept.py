@@ -5,8 +5,8 @@ import torch
 
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.sampling.candidates import load_ids
-from nanovllm.kernels.sampling.gumbel import MIN_TEMPERATURE, _pack_keys, gumbel_argmax_reference, keys_to_tokens
-from nanovllm.kernels.sampling.penalties import _allowed, _penalise, _penalties, edit_logits_reference
+from nanovllm.kernels.sampling.gumbel import MIN_TEMPERATURE, gumbel_argmax_reference, keys_to_tokens, pack_keys
+from nanovllm.kernels.sampling.penalties import edit_logits_reference, is_allowed, load_penalties, penalise
 from nanovllm.kernels.sampling.rng import gumbel_noise, random_words, row_key
 from nanovllm.kernels.sampling.rows import Rows
 from nanovllm.wire.sampling import MASK, PENALTIES, RECORD_WORDS
@@ -20,14 +20,15 @@ _MASK = tl.constexpr(MASK)
 @triton.jit
 def _load_edited(row, index, num_ids, counts_row, masks_row, penalised, masked, presence, frequency, repetition,
                  inverse_repetition, COUNTED: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Logits of the ids `index`, float32, as counts and mask change them."""
     x = load_ids(row, index, num_ids)
     if COUNTED:  # noqa: SIM102  (one is known when compiling)
         if penalised:
             count = tl.load(counts_row + index, mask=index < num_ids, other=0)
-            x = _penalise(x, count, presence, frequency, repetition, inverse_repetition)
+            x = penalise(x, count, presence, frequency, repetition, inverse_repetition)
     if MASKED:  # noqa: SIM102
         if masked:
-            x = tl.where(_allowed(masks_row, index, index < num_ids), x, float("-inf"))
+            x = tl.where(is_allowed(masks_row, index, index < num_ids), x, float("-inf"))
     return x
 
 
@@ -47,7 +48,7 @@ def _best_kept_kernel(LOGITS, ROW, SLOT, RECORDS, TEMPERATURE, SEED, POSITIONS, 
         row = LOGITS + tl.load(ROW + g).to(tl.int64) * row_stride
         flags = tl.load(record)
         penalised, masked = (flags & _PENALTIES) != 0, (flags & _MASK) != 0
-        presence, frequency, repetition, inverse_repetition = _penalties(record)
+        presence, frequency, repetition, inverse_repetition = load_penalties(record)
         counts_row = COUNTS + slot.to(tl.int64) * counts_stride
         masks_row = MASKS + slot.to(tl.int64) * mask_stride
         lanes = chunk * (TILE * TILES) + tl.arange(0, TILE)
@@ -78,7 +79,7 @@ def _best_kept_kernel(LOGITS, ROW, SLOT, RECORDS, TEMPERATURE, SEED, POSITIONS, 
                 better = x > best
                 best = tl.where(better, x, best)
                 best_tile = tl.where(better, tile, best_tile)
-        tl.store(PARTIAL + g * num_chunks + chunk, tl.max(_pack_keys(best, lanes + best_tile * TILE), 0))
+        tl.store(PARTIAL + g * num_chunks + chunk, tl.max(pack_keys(best, lanes + best_tile * TILE), 0))
 
 
 @triton.jit(do_not_specialize_on_alignment=["TARGET_ROW", "SLOT", "RECORDS"])

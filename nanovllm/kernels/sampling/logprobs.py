@@ -22,7 +22,7 @@ from nanovllm.kernels.sampling.candidates import (
     sample_floor,
     tile_index,
 )
-from nanovllm.kernels.sampling.gumbel import NO_CANDIDATE, _pack_keys, pack_keys_reference
+from nanovllm.kernels.sampling.gumbel import NO_CANDIDATE, pack_keys, pack_keys_reference
 
 TOP_BUCKETS = (0, 1, 5, 20)
 """Numbers of likeliest tokens that are computed; others round up, so that few kernels are compiled."""
@@ -37,19 +37,20 @@ def _next_in_list(LIST, depth, deepest, last, LANES: tl.constexpr):
     best = tl.full([LANES], _NO_CANDIDATE, tl.int64)
     for begin in range(0, deepest, STRETCH):
         x, index, live = list_entries(LIST, depth, begin, LANES)
-        keys = _pack_keys(x, index)
+        keys = pack_keys(x, index)
         best = tl.maximum(best, tl.max(tl.where(live & (keys < last), keys, _NO_CANDIDATE), 0))
     return tl.max(best, 0)
 
 
 @triton.jit
 def _next_in_row(row, num_ids, last, least, LANES: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr):
+    """The largest key of a row's logits, of those at `least` or above, below `last`."""
     index = tile_index(LANES, WIDTH)
     best = tl.full([LANES], _NO_CANDIDATE, tl.int64)
     for tile in range(TILES):
         at = index + tile * (LANES * WIDTH)
         x = load_ids(row, at, num_ids)
-        keys = _pack_keys(tl.where(x >= least, x, float("-inf")), at)
+        keys = pack_keys(tl.where(x >= least, x, float("-inf")), at)
         best = tl.maximum(best, tl.max(tl.where((at < num_ids) & (keys < last), keys, _NO_CANDIDATE), 1))
     return tl.max(best, 0)
 
@@ -58,6 +59,7 @@ def _next_in_row(row, num_ids, last, least, LANES: tl.constexpr, WIDTH: tl.const
 def _logprobs_kernel(LOGITS, ROW, TOKENS, TOKEN_ROW, SCALE, LEAST, LIST, OUT, row_stride, num_ids, K: tl.constexpr,
                      PROCESSED: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr,
                      DEPTH: tl.constexpr):  # fmt: skip
+    """Line program_id(0) of token_logprobs. LIST: room for the row's likeliest ids (candidates.py)."""
     n = tl.program_id(0)
     row = LOGITS + tl.load(ROW + n).to(tl.int64) * row_stride
     token = tl.load(TOKENS + tl.load(TOKEN_ROW + n))

@@ -17,7 +17,7 @@ _MASK = tl.constexpr(MASK)
 
 
 @triton.jit
-def _penalise(x, count, presence, frequency, repetition, inverse_repetition):
+def penalise(x, count, presence, frequency, repetition, inverse_repetition):
     """See edit_logits_reference. count: 2 * (times in the output) + (1 if in the prompt)."""
     x = tl.where(count > 0, x * tl.where(x > 0.0, inverse_repetition, repetition), x)
     times = count >> 1
@@ -25,7 +25,7 @@ def _penalise(x, count, presence, frequency, repetition, inverse_repetition):
 
 
 @triton.jit
-def _penalties(record):
+def load_penalties(record):
     """Presence, frequency and repetition penalty of a record, and the reciprocal of the last."""
     presence = tl.load(record + 4).to(tl.float32, bitcast=True)
     frequency = tl.load(record + 5).to(tl.float32, bitcast=True)
@@ -34,7 +34,8 @@ def _penalties(record):
 
 
 @triton.jit
-def _allowed(masks_row, index, live):
+def is_allowed(masks_row, index, live):
+    """Whether the mask, int32 with a bit for each id, has the ids `index`."""
     word = tl.load(masks_row + index // 32, mask=live, other=0)
     return ((word >> (index % 32)) & 1) != 0
 
@@ -52,11 +53,11 @@ def _edit_kernel(LOGITS, ROW, SLOT, RECORDS, COUNTS, MASKS, OUT, row_stride, cou
     if COUNTED:  # noqa: SIM102  (one is known when compiling)
         if flags & _PENALTIES:
             count = tl.load(COUNTS + slot.to(tl.int64) * counts_stride + index, mask=live, other=0)
-            presence, frequency, repetition, inverse_repetition = _penalties(record)
-            x = _penalise(x, count, presence, frequency, repetition, inverse_repetition)
+            presence, frequency, repetition, inverse_repetition = load_penalties(record)
+            x = penalise(x, count, presence, frequency, repetition, inverse_repetition)
     if MASKED:  # noqa: SIM102
         if flags & _MASK:
-            x = tl.where(_allowed(MASKS + slot.to(tl.int64) * mask_stride, index, live), x, float("-inf"))
+            x = tl.where(is_allowed(MASKS + slot.to(tl.int64) * mask_stride, index, live), x, float("-inf"))
     tl.store(OUT + g.to(tl.int64) * out_stride + index, x, mask=live)
 
 
@@ -78,11 +79,11 @@ def _edit_entries_kernel(LOGITS, ROW, SLOT, RECORDS, COUNTS, MASKS, EDITS, OUT, 
     if COUNTED:
         has = live & ((flags & _PENALTIES) != 0)
         count = tl.load(COUNTS + slot.to(tl.int64) * counts_stride + index, mask=has, other=0)
-        presence, frequency, repetition, inverse_repetition = _penalties(record)
-        x = tl.where(has, _penalise(x, count, presence, frequency, repetition, inverse_repetition), x)
+        presence, frequency, repetition, inverse_repetition = load_penalties(record)
+        x = tl.where(has, penalise(x, count, presence, frequency, repetition, inverse_repetition), x)
     if MASKED:
         has = live & ((flags & _MASK) != 0)
-        x = tl.where(has & (_allowed(MASKS + slot.to(tl.int64) * mask_stride, index, has) == 0), float("-inf"), x)
+        x = tl.where(has & (is_allowed(MASKS + slot.to(tl.int64) * mask_stride, index, has) == 0), float("-inf"), x)
     tl.store(OUT + g.to(tl.int64) * out_stride + index, x, mask=live)
 
 

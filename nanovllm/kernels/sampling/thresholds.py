@@ -15,7 +15,7 @@ KEY_SHIFT = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 
 @triton.jit
 def key_at_least(x, SHIFT: tl.constexpr):
-    """The least key, int64, whose unorder is at least x."""
+    """The least key, int64, whose unorder is at least x; -inf counts as the least finite number."""
     x = tl.maximum(x, _LEAST)
     key = (to_ordered(x) >> SHIFT).to(tl.int64)
     return key + tl.where(unorder(key, SHIFT) < x, 1, 0)
@@ -58,6 +58,7 @@ def row_sums(row, t1, t2, t3, reference, scale, num_ids, COUNT: tl.constexpr, LA
 
 @triton.jit
 def _quarters(low, high):
+    """Three keys that cut low .. high into four."""
     width = high - low
     quarter, rest = width // 4, width % 4
     key1 = low + tl.maximum(quarter, 1)
@@ -133,6 +134,7 @@ def search(row, low, high, f_low, target, reference, scale, num_ids, COUNT: tl.c
 
 @triton.jit
 def row_peak(row, num_ids, LANES: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr):
+    """A row's largest logit, float32; NaN counts as -inf."""
     index = tile_index(LANES, WIDTH)
     largest = tl.full([LANES], float("-inf"), tl.float32)
     coming = load_raw(row, index, num_ids)
