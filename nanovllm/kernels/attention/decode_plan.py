@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.attention.work_list import store_entry
+
 
 @dataclass(frozen=True)
 class DecodeConfig:
@@ -119,20 +121,14 @@ def plan_decode_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, num_r
     row_and_slot = rows | (slot << 16)
     num_chunks = num_full + tl.where(tail > 0, 1, 0)
     tl.store(NUM_CHUNKS + rows, num_chunks, mask=mine)
-    entry = WORK + first_tail * 4
-    tail_mask = mine & (tail > 0)
-    tl.store(entry, row_and_slot, mask=tail_mask)
-    tl.store(entry + 1, tl.maximum(begin + num_full * chunk, first), mask=tail_mask)
-    tl.store(entry + 2, end, mask=tail_mask)
-    tl.store(entry + 3, num_full | (num_chunks << 16), mask=tail_mask)
+    store_entry(WORK, first_tail, row_and_slot, tl.maximum(begin + num_full * chunk, first), end,
+                num_full | (num_chunks << 16), mine & (tail > 0))
     index = tl.arange(0, MAX_SPLITS)[None, :]
     full_mask = mine[:, None] & (index < num_full[:, None])
-    entry = WORK + (first_full[:, None] + index) * 4
     nothing = tl.zeros_like(index)
-    tl.store(entry, row_and_slot[:, None] + nothing, mask=full_mask)
-    tl.store(entry + 1, tl.maximum(begin[:, None] + index * chunk[:, None], first[:, None]), mask=full_mask)
-    tl.store(entry + 2, begin[:, None] + (index + 1) * chunk[:, None], mask=full_mask)
-    tl.store(entry + 3, index | (num_chunks[:, None] << 16), mask=full_mask)
+    store_entry(WORK, first_full[:, None] + index, row_and_slot[:, None] + nothing,
+                tl.maximum(begin[:, None] + index * chunk[:, None], first[:, None]),
+                begin[:, None] + (index + 1) * chunk[:, None], index | (num_chunks[:, None] << 16), full_mask)
 
 
 def plan_decode_reference(row_slot: torch.Tensor, context_lens: torch.Tensor, config: DecodeConfig,

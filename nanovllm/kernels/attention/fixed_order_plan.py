@@ -13,6 +13,7 @@ import triton.language as tl
 
 from nanovllm.kernels.attention.decode_plan import TUNED_HEAD_DIM, TUNED_KV_HEADS, UNBOUNDED, DecodeConfig, DecodePlan
 from nanovllm.kernels.attention.fixed_order import CHUNK, WIDE_CHUNK, WIDE_FROM
+from nanovllm.kernels.attention.work_list import store_entry
 
 _CHUNK, _WIDE_CHUNK, _WIDE_FROM = tl.constexpr(CHUNK), tl.constexpr(WIDE_CHUNK), tl.constexpr(WIDE_FROM)
 _CLASS = tl.constexpr(256)  # keys by which first units are sorted
@@ -65,15 +66,6 @@ def _place(here, placed):
     return placed + tl.cumsum(here, 0) - here, placed + tl.sum(here, 0)
 
 
-@triton.jit
-def _store(WORK, at, row_and_slot, start, end, index_of, mask):
-    entry = WORK + at * 4
-    tl.store(entry, row_and_slot, mask=mask)
-    tl.store(entry + 1, start, mask=mask)
-    tl.store(entry + 2, end, mask=mask)
-    tl.store(entry + 3, index_of, mask=mask)
-
-
 @triton.jit(do_not_specialize=["ROW_SLOT", "CONTEXT_LENS", "num_rows", "window"])
 def fixed_order_plan_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, num_rows, window, FIRST: tl.constexpr,
                             ROWS_PADDED: tl.constexpr, ROWS_PER_PROGRAM: tl.constexpr):
@@ -111,7 +103,7 @@ def fixed_order_plan_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, 
     mine = (rows // ROWS_PER_PROGRAM == program) & (rows < num_rows)
     row_and_slot = rows | (slot << 16)
     tl.store(NUM_CHUNKS + rows, units, mask=mine)
-    _store(WORK, at_first, row_and_slot, first, tl.minimum(end, FIRST), units << 16, mine & has_first)
+    store_entry(WORK, at_first, row_and_slot, first, tl.minimum(end, FIRST), units << 16, mine & has_first)
     nothing = tl.zeros([1, _AT_ONCE], tl.int32)
     for begin in range(0, tl.max(tl.where(mine, units, 0), 0), _AT_ONCE):
         index = begin + tl.arange(0, _AT_ONCE)[None, :]
@@ -122,8 +114,8 @@ def fixed_order_plan_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, 
         of_narrow = at_narrow[:, None] + number - tl.maximum(unit, 1)[:, None]
         start = tl.maximum(_unit_start(number, FIRST), first[:, None])
         stop = tl.minimum(_unit_start(number + 1, FIRST), end[:, None])
-        _store(WORK, tl.where(is_wide, of_wide, of_narrow), row_and_slot[:, None] + nothing, start, stop,
-               index | (units[:, None] << 16), there)
+        store_entry(WORK, tl.where(is_wide, of_wide, of_narrow), row_and_slot[:, None] + nothing, start, stop,
+                    index | (units[:, None] << 16), there)
 
 
 def fixed_order_plan_reference(row_slot: torch.Tensor, context_lens: torch.Tensor, first_unit: int,

@@ -1,4 +1,4 @@
-"""How decode kernels go through a step's work list (decode_plan.py): which tile comes next, and how it is loaded.
+"""The work list of decode kernels, and how they go through it: which tile comes next, and how it is loaded.
 
 The work list is int32 [entries, 4]: row | slot << 16, first key, end, index | count << 16 of the row's chunks. An item
 is an entry for one key head. Program p of P takes items p, p + P and so on, and runs the tiles of all in one loop.
@@ -9,6 +9,16 @@ import triton.language as tl
 
 from nanovllm.kernels.attention.scores import padded_dims
 from nanovllm.kernels.base.device import prefetch_lines
+
+
+@triton.jit
+def store_entry(WORK, at, row_and_slot, start, end, chunk_of, mask):
+    """Writes entries at numbers `at` of the work list; all are of one shape."""
+    entry = WORK + at * 4
+    tl.store(entry, row_and_slot, mask=mask)
+    tl.store(entry + 1, start, mask=mask)
+    tl.store(entry + 2, end, mask=mask)
+    tl.store(entry + 3, chunk_of, mask=mask)
 
 
 @triton.jit
