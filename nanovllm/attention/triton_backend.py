@@ -44,7 +44,7 @@ class TritonBackend(AttentionBackend):
             kind = (spec.num_kv_heads, spec.head_dim, spec.window)
             plans.setdefault(kind, self._plan(*kind, max_num_seqs, max_model_len, self.device, fp8=fp8))
         self.plans = {spec: plans[spec.num_kv_heads, spec.head_dim, spec.window] for spec in self.specs}
-        scratch = self._scratch.for_specs(self.plans, max_num_seqs, self.device)
+        scratch = self._scratch.for_specs(self.plans, self.device)
         self.decode = {spec: self._decode(spec, block_size, plan, scratch) for spec, plan in self.plans.items()}
         self.prefill = {}
         for spec in self.specs:

@@ -102,7 +102,7 @@ def planned(setup: Setup, batch: Batch, config: DecodeConfig) -> DecodeAttention
     rows, spec = len(batch.q), batch.spec
     plan = DecodePlan(spec.num_kv_heads, spec.head_dim, None, rows, MAX_MODEL_LEN, setup.device, config=config)
     plan.make(batch.row_slot, batch.context_lens, rows)
-    scratch = DecodeScratch.for_specs({spec: plan}, rows, setup.device)
+    scratch = DecodeScratch.for_specs({spec: plan}, setup.device)
     return DecodeAttention(spec, batch.k_cache.shape[2], plan, scratch)
 
 

@@ -34,14 +34,14 @@ if fp8:
 out, table, sinks = bf16(*q.shape), zeros(slots, 32), bf16(spec.num_heads) if spec.has_sinks else None
 plan = DecodePlan(spec.num_kv_heads, spec.head_dim, spec.window, slots, 4096, cpu, fp8=fp8)
 plan.make(zeros(rows), zeros(rows), rows)
-scratch = DecodeScratch.for_specs({spec: plan}, slots, cpu)
+scratch = DecodeScratch.for_specs({spec: plan}, cpu)
 DecodeAttention(spec, page, plan, scratch)(q, cache, cache, table, 4096, out, sinks, kv_scales=scales)
 attention = PrefillAttention(spec, page, slots, cpu, prefill_config(spec.head_dim, q.dtype, fp8))
 tiles = attention.plan(zeros(3), zeros(2), rows)
 attention(q, cache, cache, table, zeros(2), zeros(3), zeros(2), tiles, out, sinks, scales)
 if not fp8:
     plan = FixedOrderPlan(spec.num_kv_heads, spec.head_dim, spec.window, 64, 4096, cpu)
-    scratch = FixedOrderScratch.for_specs({spec: plan}, 64, cpu)
+    scratch = FixedOrderScratch.for_specs({spec: plan}, cpu)
     for rows in (1, 16, 32, 48, 64):
         q = bf16(rows, spec.num_heads, spec.head_dim)
         plan.make(zeros(rows), zeros(rows), rows)

@@ -23,7 +23,7 @@ def build(case: Case, config: DecodeConfig | None = SMALL) -> DecodeAttention:
     spec, block_size, device = case.spec, case.k_cache.shape[2], torch.device(DEVICE)
     kind = (spec.num_kv_heads, spec.head_dim, spec.window)
     plan = DecodePlan(*kind, slots, max_blocks * block_size, device, config)
-    return DecodeAttention(spec, block_size, plan, DecodeScratch.for_specs({spec: plan}, slots, device))
+    return DecodeAttention(spec, block_size, plan, DecodeScratch.for_specs({spec: plan}, device))
 
 
 def run(case: Case, attention: DecodeAttention | None = None) -> torch.Tensor:

@@ -36,7 +36,7 @@ def decode(case: Case, first_unit: int) -> torch.Tensor:
     size, config = case.k_cache.shape[2], DecodeConfig(min_chunk=first_unit, num_stages=2)
     kind = (spec.num_kv_heads, spec.head_dim, spec.window)
     plan = FixedOrderPlan(*kind, slots, blocks * size, torch.device(DEVICE), config)
-    scratch = FixedOrderScratch.for_specs({spec: plan}, slots, torch.device(DEVICE))
+    scratch = FixedOrderScratch.for_specs({spec: plan}, torch.device(DEVICE))
     plan.make(m.row_slot, m.context_lens, m.num_rows)
     attention = FixedOrderDecode(spec, size, plan, scratch)
     args = (case.q, case.k_cache, case.v_cache, m.block_table, m.max_context_len)

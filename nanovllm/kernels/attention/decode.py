@@ -199,8 +199,7 @@ class DecodeScratch:
     """float32, for [max_num_seqs, Hq, splits]"""
 
     @classmethod
-    def for_specs(cls, plans: "dict[AttentionSpec, DecodePlan]", max_num_seqs: int, device: torch.device
-                  ) -> "DecodeScratch":
+    def for_specs(cls, plans: dict[AttentionSpec, DecodePlan], device: torch.device) -> "DecodeScratch":
         rows = [(spec.num_heads * plan.most_partials, spec.head_dim) for spec, plan in plans.items()]
         partial = torch.zeros(max(n * dim for n, dim in rows), dtype=torch.float32, device=device)
         return cls(partial, torch.zeros(max(n for n, _ in rows), dtype=torch.float32, device=device))

@@ -120,9 +120,8 @@ class FixedOrderScratch(DecodeScratch):
     """Partial results of units; `lse` holds maximum and sum of each."""
 
     @classmethod
-    def for_specs(cls, plans: dict[AttentionSpec, DecodePlan], max_num_seqs: int, device: torch.device
-                  ) -> "FixedOrderScratch":
-        scratch = super().for_specs(plans, max_num_seqs, device)
+    def for_specs(cls, plans: dict[AttentionSpec, DecodePlan], device: torch.device) -> "FixedOrderScratch":
+        scratch = super().for_specs(plans, device)
         return cls(scratch.partial, torch.cat([scratch.lse, scratch.lse]))
 
 
