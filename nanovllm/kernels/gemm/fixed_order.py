@@ -35,6 +35,8 @@ from nanovllm.kernels.gemm.choice import (
 from nanovllm.kernels.pointwise.norm import add_up
 
 ROWS, COLUMNS = 16, 8
+_PROGRAMS = 256
+"""That keep an H200 busy."""
 ANY_ROWS = 1 << 40
 LEAVES, LEAF_MULTIPLE = 16, 16
 """Of K of a row-parallel layer, and what a leaf's columns are a multiple of."""
@@ -49,12 +51,9 @@ def ranges(gemm: Gemm, table: GemmTable, takes_parts: bool, leaves: int, on_cpu:
     """What multiplies, for all numbers of rows. takes_parts: the consumer adds up sums over parts of K. leaves: of this
     rank's K, in mode "tp"; 0: mode "batch"."""
     if leaves and gemm.kind in SUMMED:
-        parts, each = 2, leaves // 2
         if on_cpu:
-            return ((ANY_ROWS, GemmConfig("blocks", split_k=parts, leaves=each)),)
-        block_k = next(size for size in (128, 64, 32, 16) if gemm.k // leaves % size == 0)
-        return tuple((most, GemmConfig("decode", n, m, block_k, stages, parts, warps, each))
-                     for most, n, m, stages, warps in _TREE_TILES)  # fmt: skip
+            return ((ANY_ROWS, GemmConfig("blocks", split_k=2, leaves=leaves // 2)),)
+        return tuple((most, _tree_config(gemm, leaves, most, *tile)) for most, *tile in _TREE_TILES)
     if on_cpu:
         return ((ANY_ROWS, GemmConfig("blocks")),)
     whole_steps = gemm.k % (2 * max(config.block_k for _, config in _OWN[2])) == 0  # all kernels cut K in the middle
@@ -65,6 +64,16 @@ def ranges(gemm: Gemm, table: GemmTable, takes_parts: bool, leaves: int, on_cpu:
     measured = table.measured(gemm)
     ends = sorted({1} | {most for most, _ in (*measured, *_OWN[parts]) if most <= DECODE_ROWS})
     return ranges_of([*((rows, _for_rows(gemm, rows, measured, parts, many)) for rows in ends), (ANY_ROWS, many)])
+
+
+def _tree_config(gemm: Gemm, leaves: int, rows: int, block_n: int, block_m: int, stages: int, warps: int) -> GemmConfig:
+    """Two parts of several leaves each; where few rows leave multiprocessors idle, more parts. Several ranks have two:
+    each adds up its own before they are exchanged."""
+    parts, tiles = 2, -(-gemm.n // block_n) * -(-rows // block_m)
+    while gemm.fused and parts < leaves and parts * tiles < _PROGRAMS:
+        parts *= 2
+    block_k = next(size for size in (128, 64, 32, 16) if gemm.k // leaves % size == 0)
+    return GemmConfig("decode", block_n, block_m, block_k, stages, parts, warps, leaves // parts)
 
 
 def without_library(by_rows: Ranges) -> Ranges:
@@ -101,7 +110,10 @@ _OWN: dict[int, Ranges] = {
 _GATED = GemmConfig("decode", 64, 32, 128, 5)
 """The same for gate and up, of which a program has a tile each."""
 _ANY_TILES = GemmConfig("decode", 128, 128, 64, 4, num_warps=8)
-_TREE_TILES = ((32, 64, 32, 5, 4), (256, 64, 64, 4, 8), (ANY_ROWS, 64, 128, 4, 8))
+_TREE_TILES = (
+    (16, 64, 16, 5, 4), (32, 64, 32, 5, 4), (64, 64, 64, 4, 4), (128, 64, 64, 4, 8), (256, 64, 64, 4, 8),
+    (ANY_ROWS, 64, 128, 4, 8),
+)  # fmt: skip
 """Most rows; weight rows and rows of a tile, stages, warps."""
 
 
