@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from gemm_errors import TOLERANCE, relative_error
+from gemm_checks import TOLERANCE, check_dependent_launch, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreting import some_nightly
@@ -153,33 +153,13 @@ def test_row_does_not_depend_on_its_neighbours_on_gpu(config: GemmConfig) -> Non
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", GPU_CONFIGS, ids=lambda c: f"{c.kernel}-{c.split_k}")
 def test_dependent_launch_in_a_graph_gives_the_same_bits(config: GemmConfig) -> None:
-    """30 dependent layers, each reading what the one before wrote: a missing wait would show as a difference."""
     t = inputs(2, 1024, 1024, torch.bfloat16)
 
-    def chain(pdl: bool) -> torch.Tensor:
-        hidden = t["x"].clone()
+    def layer(hidden: torch.Tensor, _: torch.Tensor, pdl: bool) -> None:
+        y = skinny.norm_linear(hidden, t["gain"], EPS, t["weight"], GPU_CONFIGS[0], pdl=pdl)
+        skinny.linear_residual(y, t["weight"], hidden, config, pdl=pdl)
 
-        def layers() -> None:
-            for _ in range(30):
-                y = skinny.norm_linear(hidden, t["gain"], EPS, t["weight"], GPU_CONFIGS[0], pdl=pdl)
-                skinny.linear_residual(y, t["weight"], hidden, config, pdl=pdl)
-
-        stream = torch.cuda.Stream()  # split-K's workspace belongs to a stream, and must be there before the capture
-        with torch.cuda.stream(stream):
-            layers()
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                layers()
-        torch.cuda.synchronize()
-        hidden.copy_(t["x"])
-        graph.replay()
-        return hidden.clone()
-
-    plain = chain(pdl=False)
-    assert plain.isfinite().all()
-    for _ in range(3):
-        assert torch.equal(chain(pdl=True), plain)
+    check_dependent_launch(layer, t["x"])
 
 
 @pytest.mark.parametrize(
