@@ -6,7 +6,6 @@ gloo does the same over the same store.
 """
 
 import base64
-import binascii
 import ctypes
 import io
 import pickle
@@ -91,7 +90,7 @@ def _communicator(size: int, rank: int, unique_id: bytes, device: torch.device, 
 def _decoded(text: Any) -> bytes:
     try:
         found = base64.b64decode(text, validate=True)
-    except (TypeError, binascii.Error):
+    except (TypeError, ValueError):
         found = b""
     if len(found) != ctypes.sizeof(ctypes.c_ubyte * 128):
         refuse("nccl_unique_id_b64", text, "128 bytes in base64")

@@ -48,6 +48,8 @@ class Communicator:
         self._run("ncclBroadcast", memory, ctypes.c_size_t(memory.numel()), _UINT8, source)
 
     def _run(self, name: str, memory: torch.Tensor, *args: Any) -> None:
+        if not self._comm:
+            raise RuntimeError(f"{name}: this rank has left the group")
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         pointer, stream = ctypes.c_void_p(memory.data_ptr()), ctypes.c_void_p(self._stream.cuda_stream)
         with torch.cuda.device(self._device):
@@ -57,13 +59,15 @@ class Communicator:
         deadline = time.monotonic() + self._timeout
         while not done.query():
             if time.monotonic() > deadline:
-                self._lib.ncclCommAbort(self._comm)
+                self.close()
                 raise RuntimeError(f"{name} did not end within {self._timeout:g} s")
             time.sleep(_LOOK_INTERVAL)
 
     def close(self) -> None:
-        """Leaves, without a word to the others."""
-        self._lib.ncclCommAbort(self._comm)
+        """Leaves, without a word to the others. Does nothing the second time: NCCL has freed it."""
+        if self._comm:
+            self._lib.ncclCommAbort(self._comm)
+            self._comm = ctypes.c_void_p()
 
 
 def library() -> ctypes.CDLL:

@@ -16,6 +16,16 @@ PACKED_BYTES = 1 << 30
 """Tensors are broadcast together until their sum passes this, where neither side says otherwise."""
 
 
+def _bytes_together(settings: dict[str, Any]) -> int:
+    """Past which a broadcast ends; -1: each tensor has one of its own."""
+    if not settings.get("packed"):
+        return -1
+    limit = settings.get("packed_buffer_size_bytes") or PACKED_BYTES
+    if not isinstance(limit, int) or limit < 1:
+        refuse("packed_buffer_size_bytes", limit, "an integer >= 1")
+    return limit
+
+
 class Updatable(Protocol):
     """What an LLM, and the engine inside it, can do."""
 
@@ -82,8 +92,7 @@ class WeightReceiver:
             return
         if self._group is None:
             raise RuntimeError("update_weights: no group was joined: call init_weight_transfer_engine first")
-        settings = {**self._init_info, **update_info}
-        limit = int(settings.get("packed_buffer_size_bytes") or PACKED_BYTES) if settings.get("packed") else -1
+        limit = _bytes_together({**self._init_info, **update_info})
         for group in grouped(entries_of(update_info), limit):
             self._engine.update(self._received(sum(entry.nbytes for entry in group), group))
 
@@ -124,8 +133,7 @@ class WeightSender:
 
     def send(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Broadcasts all, in the order that the receivers' update_info names; DTensors are gathered."""
-        limit = self._init_info.get("packed_buffer_size_bytes") or PACKED_BYTES
-        limit = limit if self._init_info.get("packed") else -1
+        limit = _bytes_together(self._init_info)
         waiting: list[torch.Tensor] = []
         for _, tensor in weights:
             waiting.append(as_bytes(tensor).to(self._device))

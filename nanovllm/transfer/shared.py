@@ -2,7 +2,6 @@
 of a CPU by a file without a name. From a trainer to an engine, and from rank 0 of an engine to its other ranks."""
 
 import base64
-import binascii
 import mmap
 import os
 import re
@@ -87,7 +86,8 @@ class MappedBuckets:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._mapped: dict[str, torch.Tensor] = {}
+        self._mapped: dict[tuple[int, int], torch.Tensor] = {}
+        """Files by device and inode: a name goes on to another file where a process closes one and opens a second."""
         self._addresses: dict[str, int] = {}
         """Of those on a GPU."""
 
@@ -108,7 +108,7 @@ class MappedBuckets:
         uuid, handle_b64 = (where.get("gpu_uuid"), where.get("handle_b64")) if isinstance(where, dict) else (None, None)
         try:
             handle = base64.b64decode(handle_b64 or "", validate=True)
-        except (TypeError, binascii.Error):
+        except (TypeError, ValueError):
             handle = b""
         if not isinstance(handle_b64, str) or len(handle) != 64:
             refuse("ipc_handle.handle_b64", handle_b64, "64 bytes in base64")
@@ -128,13 +128,14 @@ class MappedBuckets:
     def _of_file(self, name: Any, nbytes: int) -> torch.Tensor:
         if not isinstance(name, str) or not _FILE.fullmatch(name):
             refuse("shared_memory", name, "/proc/PID/fd/NUMBER of a SharedBucket")
-        if name not in self._mapped:
-            with open(name, "r+b") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size < nbytes:
-                    refuse("nbytes", nbytes, f"at most the {size} that are there")
-                self._mapped[name] = torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
-        return self._mapped[name]
+        with open(name, "r+b") as file:
+            found = os.fstat(file.fileno())
+            if found.st_size < nbytes:
+                refuse("nbytes", nbytes, f"at most the {found.st_size} that are there")
+            place = found.st_dev, found.st_ino
+            if place not in self._mapped:
+                self._mapped[place] = torch.frombuffer(mmap.mmap(file.fileno(), found.st_size), dtype=torch.uint8)
+        return self._mapped[place]
 
     def close(self) -> None:
         """Lets go of all."""

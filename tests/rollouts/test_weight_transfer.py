@@ -6,6 +6,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from trainer import init_info, take_in
 from nanovllm import LLM
 from nanovllm.transfer.buckets import Entry, described
 from nanovllm.transfer.group import read_unique_id
+from nanovllm.transfer.nccl import Communicator
 from nanovllm.transfer.receiver import WeightReceiver, WeightSender
-from nanovllm.transfer.shared import SharedBucket
+from nanovllm.transfer.shared import MappedBuckets, SharedBucket
 
 
 @pytest.fixture
@@ -111,6 +113,38 @@ def test_a_tensor_must_fit_a_bucket() -> None:
         list(bucket.messages([("wide", torch.zeros(100))]))
 
 
+def test_a_bucket_is_not_taken_for_one_before_it() -> None:
+    """That had the same name, in an update that was not finished."""
+    mapped, names = MappedBuckets(torch.device("cpu")), set()
+    for value in (1.0, 2.0):
+        bucket = SharedBucket(16, "cpu")
+        message = bucket.fill([("w", torch.full([4], value))])
+        [(_, tensor)] = mapped.tensors(message)
+        assert tensor.tolist() == [value] * 4
+        names.add(message["shared_memory"])
+        bucket.close()
+    assert len(names) == 1
+
+
+def test_a_communicator_is_left_once() -> None:
+    aborted: list[Any] = []
+    one = object.__new__(Communicator)
+    one._comm, one._lib = ctypes.c_void_p(5), SimpleNamespace(ncclCommAbort=aborted.append)  # type: ignore[assignment]
+    one.close()
+    one.close()
+    assert len(aborted) == 1
+    with pytest.raises(RuntimeError, match="ncclBroadcast: this rank has left the group"):
+        one.broadcast(torch.zeros(1, dtype=torch.uint8), 0)
+
+
+@pytest.mark.parametrize("size", [0.5, "1", -1])
+def test_a_size_of_packs_that_is_none(size: Any) -> None:
+    receiver = WeightReceiver(SimpleNamespace(), "cpu")  # type: ignore[arg-type]
+    receiver._group = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=f"packed_buffer_size_bytes={size!r}: must be an integer >= 1"):
+        receiver.update({"packed": True, "packed_buffer_size_bytes": size, "names": []})
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -120,6 +154,7 @@ def test_a_tensor_must_fit_a_bucket() -> None:
         ({"nbytes": 3}, "nbytes=3: must be an integer >= 12"),
         ({"shared_memory": "/etc/passwd"}, "shared_memory='/etc/passwd'"),
         ({"ipc_handle": {"gpu_uuid": "none"}}, "handle_b64=None"),
+        ({"ipc_handle": {"gpu_uuid": "none", "handle_b64": "\u00e9"}}, "handle_b64='\u00e9'"),
         ({"ipc_handle": {"gpu_uuid": "none", "handle_b64": "A" * 86 + "=="}}, "this engine runs on cpu"),
     ],
     ids=str,
@@ -138,6 +173,7 @@ def test_broken_messages(receiver: WeightReceiver, change: dict[str, Any], said:
         ({"world_size": 2, "master_address": "127.0.0.1", "master_port": 0}, "master_port=0"),
         ({"world_size": 2, "rank_offset": 0}, "rank_offset=0"),
         ({"world_size": 2, "nccl_unique_id_b64": "AAAA"}, "128 bytes in base64"),
+        ({"world_size": 2, "nccl_unique_id_b64": "\u00e9"}, "128 bytes in base64"),
     ],
     ids=str,
 )
