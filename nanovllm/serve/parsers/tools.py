@@ -113,6 +113,7 @@ def _checked(tool: Any, where: str) -> Tool:
         raise ValueError(f"{where}.function.strict: must be true or false")
     parameters = {"type": "object"} if parameters is None else parameters
     check_schema(parameters, f"{where}.function.parameters")
+    _check_form(parameters, f"{where}.function.parameters")
     if parameters.get("type", "object") != "object":
         raise ValueError(f"{where}.function.parameters: must be the schema of an object")
     return Tool(name, {"type": "object", **parameters}, strict)
@@ -136,6 +137,19 @@ def check_schema(schema: Any, where: str) -> None:
         raise ValueError(f"{where}: has {properties} properties, must have at most {MAX_PROPERTIES}")
     if definitions > MAX_DEFINITIONS:
         raise ValueError(f"{where}: has {definitions} definitions, must have at most {MAX_DEFINITIONS}")
+
+
+def _check_form(schema: Mapping[str, Any], where: str) -> None:
+    """What parsers read of a schema has the types that they expect. Raises ValueError naming the entry."""
+    if not isinstance(schema.get("required"), (list, type(None))):
+        raise ValueError(f"{where}.required: must be a list")
+    for name in ("properties", "$defs", "definitions"):
+        entries = schema.get(name)
+        if not isinstance(entries, (Mapping, type(None))):
+            raise ValueError(f"{where}.{name}: must be an object")
+        for key, value in (entries or {}).items():
+            if isinstance(value, Mapping) and not isinstance(value.get("enum"), (list, type(None))):
+                raise ValueError(f"{where}.{name}.{key[:80]}.enum: must be a list")
 
 
 def _size(value: Any) -> int:
