@@ -261,11 +261,12 @@ class EngineProcess:
             engine.add_request(prompt, params, frame.request_id)
             if params.structured_outputs is not None and frame.request_id not in self._compiling:
                 engine.abort(frame.request_id)  # which came between the last look and add_request
-        except (ValueError, TypeError) as error:
-            self._send(frames.Refused(frame.request_id, str(error)))
-        except Exception:
-            traceback.print_exc()
-            self._send(frames.Refused(frame.request_id, None))
+        except Exception as error:
+            self._prompts_due.discard(frame.request_id)
+            is_users = isinstance(error, (ValueError, TypeError))
+            if not is_users:
+                traceback.print_exc()
+            self._send(frames.Refused(frame.request_id, str(error) if is_users else None))
         self._compiling.discard(frame.request_id)
         self._work.set()
 

@@ -7,8 +7,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 from nanovllm.serve import frames
+from nanovllm.serve.engine_process import EngineProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 _CODE = """
@@ -71,3 +73,16 @@ def test_frame_that_nobody_understands() -> None:
         link.sendall(b"\x04\x00\x00\x00\xffabc")
         assert "ValidationError" in failure(link)
         child.wait(10)
+
+
+def test_refused_request_leaves_nothing() -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("too long")
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = EngineProcess(theirs)
+        process._engine = SimpleNamespace(add_request=refuse)  # type: ignore[assignment]
+        process._add(frames.Add(7, b"", {"prompt_logprobs": 1}))
+        [said] = map(frames.up_decoder.decode, frames.FrameBuffer().feed(ours.recv(1 << 16)))
+        assert said == frames.Refused(7, "too long") and not process._prompts_due
