@@ -93,7 +93,7 @@ class Response:
                     raise ServerError("the stream has no [DONE] at its end", self.status)
                 await connection.read()
             now = time.perf_counter()
-            *whole, rest = (rest + connection.take().replace(b"\r\n", b"\n")).split(b"\n\n")
+            *whole, rest = (rest + connection.take()).replace(b"\r\n", b"\n").split(b"\n\n")
             for event in whole:
                 data = b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
                 if data == b"[DONE]":

@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -79,9 +80,10 @@ class LocalServer:
         self._link.close()
         try:
             self._process.wait(_EXIT_PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         finally:
-            if self._process.poll() is None:
-                self._process.kill()
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> "LocalServer":

@@ -153,7 +153,7 @@ def count(text: str) -> int:
         if (scale := _SCALES.get(text[-1:])) is not None:
             return int(float(text[:-1]) * scale)
         return int(text)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"{text[:100]!r} is not an integer such as 4096, 4k or 4K") from None
 
 

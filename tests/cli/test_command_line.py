@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from argparse import ArgumentTypeError
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,8 @@ def test_spellings() -> None:
 @pytest.mark.parametrize(("text", "value"), [("7", 7), ("4k", 4000), ("4K", 4096), ("1.5m", 1500000), ("1M", 1 << 20)])
 def test_counts(text: str, value: int) -> None:
     assert count(text) == value
+    with pytest.raises(ArgumentTypeError, match="'1e999k' is not an integer"):
+        count("1e999k")
 
 
 def test_mistakes_are_named(capsys: pytest.CaptureFixture[str]) -> None:

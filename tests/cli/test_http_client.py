@@ -1,0 +1,46 @@
+"""What commands read from a server and how they let go of their own."""
+
+import asyncio
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from nanovllm.cli import local_server
+from nanovllm.cli.http_client import Client
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_events_cut_at_every_byte(end: str) -> None:
+    """With both kinds of line ends."""
+    body = "".join(f"data: {event}{end}{end}" for event in ('{"a": 1}', '{"a": 2}', "[DONE]")).encode()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"{}")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body))
+        for byte in body:
+            writer.write(bytes([byte]))
+            await writer.drain()
+            await asyncio.sleep(0.001)
+        writer.close()
+
+    async def read() -> list[dict[str, int]]:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            client = Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            async with client.stream("/", {}) as events:
+                found = [event async for _, event in events]
+            client.close()
+            return found
+
+    assert asyncio.run(read()) == [{"a": 1}, {"a": 2}]
+
+
+def test_a_server_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_server, "_EXIT_PATIENCE", 0.05)
+    one = object.__new__(local_server.LocalServer)
+    one._link, theirs = socket.socketpair()
+    with theirs, subprocess.Popen(["sleep", "60"]) as process:
+        one._process, one._folder = process, tmp_path
+        one.close()
+        assert process.poll() is not None and not tmp_path.exists()
