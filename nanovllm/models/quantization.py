@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from types import NoneType
 from typing import Any
 
 from nanovllm.model_config import LayerSpec, MoEConfig, Quantization
@@ -39,12 +40,15 @@ def _read_fp8(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
 def _read_compressed(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
     """quant_method "compressed-tensors"."""
     groups = raw.get("config_groups")
-    if not isinstance(groups, dict) or len(groups) != 1:
-        raise refuse("quantization_config: config_groups", groups, "one group")
+    if not isinstance(groups, dict) or len(groups) != 1 or not all(isinstance(one, dict) for one in groups.values()):
+        raise refuse("quantization_config: config_groups", groups, "one group, an object")
     if raw.get("kv_cache_scheme") is not None:
         raise refuse("quantization_config: kv_cache_scheme", raw["kv_cache_scheme"], "absent")
     [group] = groups.values()
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    for name, part in (("weights", weights), ("input_activations", inputs)):
+        if not isinstance(part, (dict, NoneType)):
+            raise refuse(f"quantization_config: {name}", part, "an object")
     _option(group.get("targets", ["Linear"]), "targets", ["Linear"])
     if weights.get("type", "float") == "int":
         return read_packed(weights, inputs, group.get("format") or raw.get("format")), raw.get("ignore") or []
@@ -72,7 +76,7 @@ def read_quantization(raw: dict[str, Any] | None, wanted: str | None) -> tuple[Q
     if raw is None:
         group = GROUP if wanted == "int4" else 0
         return (Quantization(wanted, while_loading=True, group=group), []) if wanted is not None else (None, [])
-    if not isinstance(raw, dict) or raw.get("quant_method") not in METHODS:
+    if not isinstance(raw, dict) or raw.get("quant_method") not in list(METHODS):
         raise refuse("quantization_config", raw, "absent, or with quant_method " + " or ".join(map(repr, METHODS)))
     found, names = METHODS[raw["quant_method"]](raw)
     if wanted not in (None, found.method):
@@ -87,7 +91,11 @@ class _Named:
     that the beginning of a path matches."""
 
     def __init__(self, names: list[str]) -> None:
-        self._patterns = [re.compile(name.removeprefix("re:")) for name in names if name.startswith("re:")]
+        try:
+            self._patterns = [re.compile(name.removeprefix("re:")) for name in names if name.startswith("re:")]
+        except re.error as error:
+            bound = f"paths, or patterns of Python's: {error}"
+            raise refuse("quantization_config: modules that are not converted", names, bound) from None
         self._parts = {name for name in names if not name.startswith("re:")}
 
     def __contains__(self, module: str) -> bool:
