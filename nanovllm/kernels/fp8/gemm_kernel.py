@@ -7,7 +7,7 @@ tensor descriptors, and the weights are the left one where tiles of x are narrow
 
 from nanovllm.kernels.base.device import prefetch_tile
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.gemm.decode_kernel import silu_mul
+from nanovllm.kernels.gemm.decode_kernel import silu_mul, store_sums
 
 
 @triton.jit
@@ -89,10 +89,4 @@ def fp8_gemm_kernel(
             up = times_rows(up, SCALE, n_out + first_col, 2 * n_out, BLOCK_N, X_LEFT)
     if GATED:
         acc = silu_mul(acc, up, out_ptr.dtype.element_ty)
-    if not X_LEFT:
-        acc = tl.trans(acc)
-    col = first_col + tl.arange(0, BLOCK_N)
-    at = row[:, None].to(tl.int64) * n_out + col[None, :]
-    if PARTS:
-        at += split.to(tl.int64) * rows * n_out
-    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(row < rows)[:, None] & (col < n_out)[None, :])
+    store_sums(acc, out_ptr, first_row, first_col, rows, n_out, split, X_LEFT, PARTS)

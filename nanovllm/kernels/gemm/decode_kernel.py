@@ -29,6 +29,23 @@ def silu_mul(gate, up, dtype: tl.constexpr):
     return silu * up.to(dtype).to(tl.float32)
 
 
+@triton.jit
+def store_sums(
+    acc, out_ptr, first_row, first_col, rows, n_out, split, X_LEFT: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """acc, transposed where not X_LEFT, into out [rows, n_out] from (first_row, first_col) on; with PARTS into the
+    matrix `split` of [splits, rows, n_out]."""
+    if not X_LEFT:
+        acc = tl.trans(acc)
+    row = tl.arange(0, acc.shape[0])[:, None]
+    col = first_col + tl.arange(0, acc.shape[1])[None, :]
+    out_ptr += first_row.to(tl.int64) * n_out
+    if PARTS:
+        out_ptr += split.to(tl.int64) * rows * n_out
+    live = (row < rows - first_row) & (col < n_out)
+    tl.store(out_ptr + row * n_out + col, acc.to(out_ptr.dtype.element_ty), mask=live)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def decode_gemm_kernel(
     X, W, w_ptr, out_ptr, rows, n_out, k,
@@ -78,12 +95,4 @@ def decode_gemm_kernel(
 
     if GATED:
         acc = silu_mul(acc, up, out_ptr.dtype.element_ty)
-    if not X_LEFT:
-        acc = tl.trans(acc)
-    row = first_row + tl.arange(0, BLOCK_M)
-    col = first_col + tl.arange(0, BLOCK_N)
-    at = row[:, None] * n_out + col[None, :]
-    live = (row < rows)[:, None] & (col < n_out)[None, :]
-    if PARTS:
-        at += split * rows * n_out
-    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=live)
+    store_sums(acc, out_ptr, first_row, first_col, rows, n_out, split, X_LEFT, PARTS)
