@@ -111,9 +111,8 @@ class ReduceAddNorm(WeightedModule):
     def _nodes(self, partial: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """The ranks' nodes of the tree that a row-parallel sum is, float32 [ranks, T, hidden]; at the start of the
         model, where all addends but one are zero, their sum."""
-        if residual is None:
-            return self.group.all_reduce(partial)
-        return self.group.all_gather(add_up(partial, torch.float32))
+        nodes = self.group.gather_sums(partial, partial.shape[-2] in self.dependent_rows)
+        return add_up(nodes, partial.dtype) if residual is None else nodes
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> Normed:
         """The same for x [T, hidden] (or in parts) that is complete."""

@@ -174,6 +174,11 @@ def interpret_rank(rank: int, world_size: int, folder: Path) -> None:
         outputs += [normed, after] if mine == slice(None) else [normed]
         outputs.append(peer.all_reduce(partials[rank].contiguous(), path=path))
         torch.testing.assert_close(outputs[-1].double(), partials.double().sum(0), rtol=1e-5, atol=1e-5)
+        if kind in (0, 5):  # in pieces; whole addends, and halves of them
+            many = partials.repeat(1, 3, 1)
+            addend = many[rank] if kind else torch.stack((many[rank] / 2,) * 2)
+            outputs.append(peer.all_gather(addend))
+            assert torch.equal(outputs[-1], many)
     assert int(memory.abort_word) == 0
     torch.save(outputs, folder / f"result{rank}.pt")
 

@@ -24,7 +24,7 @@ from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.padded_rows import empty_rows
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.pointwise.norm import add_up
-from nanovllm.parallel.peer.kernels import max_keys_kernel, one_shot_kernel, two_shot_kernel
+from nanovllm.parallel.peer.kernels import gather_kernel, max_keys_kernel, one_shot_kernel, two_shot_kernel
 from nanovllm.parallel.peer.memory import MAX_PROGRAMS, MAX_SPLIT, SENTINELS, PeerMemory
 from nanovllm.parallel.peer.two_shot import split_two_shot_kernel
 
@@ -162,6 +162,23 @@ class PeerAllReduce:
         for own in self._pieces(rows, path):
             part, total = partial[..., own, :].contiguous(), out[own]
             self._launch(path, (part, total, total, total), 0.0, False, False, norm=False)
+        return out
+
+    def all_gather(self, partial: torch.Tensor, *, dependent: bool = False) -> torch.Tensor:
+        """Every rank's float32 partial [T, hidden], or [parts, T, hidden] whose sum it is, added in pairs: a new tensor
+        [ranks, T, hidden], in which -0.0 became +0.0. For a block of float32. dependent: as above."""
+        rows, memory = self._check(partial, None, None), self.memory
+        parts = partial.shape[0] if partial.ndim == 3 else 1
+        out = partial.new_empty(memory.world_size, rows, self._hidden)
+        source = partial.view(torch.int32) if parts == 1 else partial
+        most = memory.layout.one_shot_rows
+        pdl = pdl_options(partial.device, dependent or rows <= PDL_ROWS)
+        for begin in range(0, rows, most):
+            count = min(most, rows - begin)
+            gather_kernel[(min(count, MAX_PROGRAMS),)](
+                source[..., begin:, :], out[:, begin:], memory.peers, memory.parity[0], memory.abort_word, count, rows,
+                memory.rank, self.max_spins, CAPACITY=most, PARTS=parts, **self._shape, **pdl,
+            )  # fmt: skip
         return out
 
     def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:

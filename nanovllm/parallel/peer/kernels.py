@@ -99,6 +99,57 @@ def _float_or_zeros(pointers, mask, WANTED: tl.constexpr):
         return tl.zeros(mask.shape, tl.float32)
 
 
+@triton.jit
+def _blocks(peers, rank, WORLD: tl.constexpr, INT: tl.constexpr):
+    """Pointers to the ranks' blocks, this rank's last. They are never written after the start, so read before any wait.
+    Each rank starts with another peer, so that no link is crowded."""
+    blocks = ()
+    for step in tl.static_range(WORLD):
+        blocks = blocks + (_peer_pointer(peers, (rank + 1 + step) % WORLD, 0, INT),)
+    return blocks
+
+
+@triton.jit
+def _send_rows(partial, blocks, place, rows, total, out, WORLD: tl.constexpr, HIDDEN: tl.constexpr,
+               BLOCK: tl.constexpr, PARTS: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr):  # fmt: skip
+    """This program's share of `rows` rows of `partial`, a part of which has `total`, to `place` in all blocks."""
+    cols = tl.arange(0, BLOCK)
+    mask = cols < HIDDEN
+    row = tl.program_id(0)
+    while row < rows:
+        at = row.to(tl.int64) * HIDDEN
+        bits = _addend(partial, at + cols, total, mask, out, PARTS, HIDDEN, INT, SENTINEL)
+        for step in tl.static_range(WORLD):
+            tl.store(blocks[step] + (place + at) + cols, bits, mask=mask)
+        row += tl.num_programs(0)
+
+
+@triton.jit(do_not_specialize=["rows", "total", "rank", "max_spins"])
+def gather_kernel(partial, out, peers, parity_state, abort, rows, total, rank, max_spins, WORLD: tl.constexpr,
+                  WORLD_BLOCK: tl.constexpr, CAPACITY: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+                  PARTS: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Every rank sends `rows` of its rows to all ranks, and stores those of every rank.
+
+    partial, out: as one_shot_kernel's, and float32 [WORLD, rows, HIDDEN], from the first of these rows on; there are
+    `total` in all. Places and programs: as one_shot_kernel, whose parity it shares.
+    """
+    cols = tl.arange(0, BLOCK)
+    blocks = _blocks(peers, rank, WORLD, INT)
+    parity = _begin(parity_state, PDL)
+    half = parity.to(tl.int64) * (WORLD * CAPACITY * HIDDEN)
+    place = half + (rank * CAPACITY).to(tl.int64) * HIDDEN
+    _send_rows(partial, blocks, place, rows, total, out, WORLD, HIDDEN, BLOCK, PARTS, INT, SENTINEL)
+    source = tl.arange(0, WORLD_BLOCK).to(tl.int64)[:, None] * HIDDEN
+    mask = (tl.arange(0, WORLD_BLOCK) < WORLD)[:, None] & (cols < HIDDEN)[None, :]
+    row = tl.program_id(0)
+    while row < rows:
+        at = row.to(tl.int64) * HIDDEN + cols[None, :]
+        arrived = _receive(blocks[WORLD - 1] + half + source * CAPACITY + at, mask, abort, max_spins, SENTINEL)
+        tl.store(out + source * total + at, arrived.to(tl.float32, bitcast=True), mask=mask)
+        row += tl.num_programs(0)
+    _flip(parity_state, parity)
+
+
 @triton.jit(do_not_specialize=["rows", "rank", "max_spins"])
 def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_state, abort, rows, rank, eps,
                     max_spins, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
@@ -114,18 +165,11 @@ def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
     pid, programs = tl.program_id(0), tl.num_programs(0)
     cols = tl.arange(0, BLOCK)
     mask = cols < HIDDEN
-    blocks = ()  # never written after the start, so read before any wait
-    for step in tl.static_range(WORLD):  # each rank starts with another peer, so that no link is crowded
-        blocks = blocks + (_peer_pointer(peers, (rank + 1 + step) % WORLD, 0, INT),)
+    blocks = _blocks(peers, rank, WORLD, INT)
     parity = _begin(parity_state, PDL)
     half = parity.to(tl.int64) * (WORLD * CAPACITY * HIDDEN)
-    row = pid
-    while row < rows:
-        bits = _addend(partial, row.to(tl.int64) * HIDDEN + cols, rows, mask, out, PARTS, HIDDEN, INT, SENTINEL)
-        place = half + (rank * CAPACITY + row).to(tl.int64) * HIDDEN
-        for step in tl.static_range(WORLD):
-            tl.store(blocks[step] + place + cols, bits, mask=mask)
-        row += programs
+    place = half + (rank * CAPACITY).to(tl.int64) * HIDDEN
+    _send_rows(partial, blocks, place, rows, rows, out, WORLD, HIDDEN, BLOCK, PARTS, INT, SENTINEL)
     gain = _float_or_zeros(weight + cols, mask, NORM)  # before a wait, which hides its latency
     source = tl.arange(0, WORLD_BLOCK)
     tile = (source * CAPACITY * HIDDEN)[:, None] + cols[None, :]
