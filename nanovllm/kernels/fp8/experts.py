@@ -11,12 +11,9 @@ from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import GROUP, linear_reference, quantize_rows_reference
 from nanovllm.kernels.gemm.decode_kernel import silu_mul
 from nanovllm.kernels.moe.choice import GroupedConfig
-from nanovllm.kernels.moe.experts import enter_tile, experts_of, store_by_choice, tile_of_rows
+from nanovllm.kernels.moe.experts import PREFETCH_BYTES, enter_tile, experts_of, store_by_choice, tile_of_rows
 from nanovllm.kernels.moe.routing import Routing
 from nanovllm.kernels.pointwise.activation import silu_mul_reference
-
-PREFETCH_BYTES = 32 << 10
-"""Of a program's weights, brought into L2 while the kernel before still runs."""
 
 
 @triton.jit(do_not_specialize=["tokens", "scale_stride"])
@@ -102,8 +99,7 @@ def _launch(
         routing.tiles, routing.order, routing.weights, out, routing.num_tokens, x_scale.stride(1),
         n_out, k, scale.shape[2], scale.shape[1],
         TOP_K=routing.top_k, GATED=gated, BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.stages,
-        ROWS_EACH=weight.rows_each, IN_BLOCKS=weight.in_blocks,
-        X_LEFT=config.block_m > 32 or config.block_n < 64, EVEN_K=k % GROUP == 0,
+        ROWS_EACH=weight.rows_each, IN_BLOCKS=weight.in_blocks, X_LEFT=config.x_left, EVEN_K=k % GROUP == 0,
         PREFETCH=max(GROUP, PREFETCH_BYTES // config.block_n), num_warps=config.num_warps, **pdl_options(x.device),
     )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Parts that skinny GEMM kernels share: which weight rows a program owns, RMSNorm, the epilogue, split-K."""
+"""Parts that GEMM kernels share: which weight rows a program owns, RMSNorm, the epilogue, split-K."""
 
 from nanovllm.kernels.base.triton_import import tl, triton
 

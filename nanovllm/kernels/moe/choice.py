@@ -17,6 +17,11 @@ class GroupedConfig:
     stages: int
     num_warps: int = 4
 
+    @property
+    def x_left(self) -> bool:
+        """Rows of x are the left operand of the product; else the weights are, of which it takes 64 rows or more."""
+        return self.block_m > 32 or self.block_n < 64
+
 
 @dataclass(frozen=True)
 class ExpertConfigs:

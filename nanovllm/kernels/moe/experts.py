@@ -198,7 +198,7 @@ def _launch(
         x, TensorDescriptor(rows, list(rows.shape), [k, 1], tile) if tma else rows, rows, bias,
         routing.tiles, routing.order, routing.weights, out, routing.num_tokens, n_out, k,
         TOP_K=routing.top_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        STAGES=config.stages, X_LEFT=config.block_m > 32 or config.block_n < 64, EVEN_K=k % config.block_k == 0,
+        STAGES=config.stages, X_LEFT=config.x_left, EVEN_K=k % config.block_k == 0,
         PREFETCH=prefetch, TMA=tma, num_warps=config.num_warps, **switches, **pdl_options(x.device),
     )  # fmt: skip
     return out
