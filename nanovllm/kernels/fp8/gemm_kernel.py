@@ -5,9 +5,8 @@ Products are summed by the tensor cores over one group of 128 columns, since the
 tensor descriptors, and the weights are the left one where tiles of x are narrow, as in gemm/decode_kernel.py.
 """
 
-from nanovllm.kernels.base.device import prefetch_tile
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.gemm.decode_kernel import silu_mul, store_sums
+from nanovllm.kernels.gemm.decode_kernel import silu_mul, store_sums, wait_for_rows
 
 
 @triton.jit
@@ -56,12 +55,7 @@ def fp8_gemm_kernel(
     first_row, first_col = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     steps = tl.cdiv(k, BLOCK_K)
     begin, end = steps * split // splits, steps * (split + 1) // splits
-    if PDL:
-        prefetch_tile(w_ptr, first_col, n_out, begin * BLOCK_K, k, BLOCK_N, PREFETCH)
-        if GATED:
-            prefetch_tile(w_ptr, n_out + first_col, 2 * n_out, begin * BLOCK_K, k, BLOCK_N, PREFETCH)
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_rows(w_ptr, first_col, n_out, begin * BLOCK_K, k, BLOCK_N, GATED, PREFETCH, PDL)
 
     row = first_row + tl.arange(0, BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_N] if X_LEFT else [BLOCK_N, BLOCK_M], dtype=tl.float32)

@@ -13,6 +13,21 @@ from nanovllm.kernels.base.triton_import import tl, triton
 
 
 @triton.jit
+def wait_for_rows(
+    w_ptr, first_col, n_out, begin, k, BLOCK_N: tl.constexpr, GATED: tl.constexpr, PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """After it x may be read. With PDL the program's weights, where GATED its ups too, are on their way into L2 then:
+    PREFETCH of their columns from `begin` on."""
+    if PDL:
+        prefetch_tile(w_ptr, first_col, n_out, begin, k, BLOCK_N, PREFETCH)
+        if GATED:
+            prefetch_tile(w_ptr, n_out + first_col, 2 * n_out, begin, k, BLOCK_N, PREFETCH)
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def multiply(x, w, acc, X_LEFT: tl.constexpr):
     """acc + x @ w^T where x is the left operand, else its transpose."""
     if X_LEFT:
@@ -63,12 +78,7 @@ def decode_gemm_kernel(
     first_col = tl.program_id(1) * BLOCK_N
     steps = tl.cdiv(k, BLOCK_K)
     begin, end = steps * split // splits, steps * (split + 1) // splits
-    if PDL:
-        prefetch_tile(w_ptr, first_col, n_out, begin * BLOCK_K, k, BLOCK_N, PREFETCH)
-        if GATED:
-            prefetch_tile(w_ptr, n_out + first_col, 2 * n_out, begin * BLOCK_K, k, BLOCK_N, PREFETCH)
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_rows(w_ptr, first_col, n_out, begin * BLOCK_K, k, BLOCK_N, GATED, PREFETCH, PDL)
 
     acc = tl.zeros([BLOCK_M, BLOCK_N] if X_LEFT else [BLOCK_N, BLOCK_M], dtype=tl.float32)
     if GATED:

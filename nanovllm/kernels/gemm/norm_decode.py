@@ -9,12 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.base.device import pdl_options, prefetch_tile
+from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.padded_rows import empty_rows
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.kernels.gemm.decode import PREFETCH_BYTES
-from nanovllm.kernels.gemm.decode_kernel import silu_mul
+from nanovllm.kernels.gemm.decode_kernel import silu_mul, wait_for_rows
+from nanovllm.kernels.gemm.epilogue import normalise
 from nanovllm.kernels.pointwise.norm import Norm, add_norms_reference, in_pairs, mean_square
 
 
@@ -58,12 +59,7 @@ def norm_decode_kernel(
 ):  # fmt: skip
     """Grid (tiles of weights). W, w_ptr, GATED: as decode_gemm_kernel has them. BLOCK: a power of two from K on."""
     first_col = tl.program_id(0) * BLOCK_N
-    if PDL:
-        prefetch_tile(w_ptr, first_col, n_out, 0, K, BLOCK_N, PREFETCH)
-        if GATED:
-            prefetch_tile(w_ptr, n_out + first_col, 2 * n_out, 0, K, BLOCK_N, PREFETCH)
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_rows(w_ptr, first_col, n_out, 0, K, BLOCK_N, GATED, PREFETCH, PDL)
     all_cols = tl.arange(0, BLOCK)
     total = _added(PARTIAL, RESIDUAL, all_cols, all_cols < K, K, PARTS)
     if tl.program_id(0) == 0:
@@ -76,10 +72,9 @@ def norm_decode_kernel(
     is_row = (tl.arange(0, BLOCK_M) == 0)[:, None]
     for step in tl.range(0, tl.cdiv(K, BLOCK_K), num_stages=STAGES):
         cols = step * BLOCK_K + tl.arange(0, BLOCK_K)
-        gain = tl.load(NORM_WEIGHT + cols, mask=cols < K, other=0.0).to(tl.float32)
+        gain = tl.load(NORM_WEIGHT + cols, mask=cols < K, other=0.0)
         x = _added(PARTIAL, RESIDUAL, cols, cols < K, K, PARTS)
-        normed = ((x.to(tl.float32) * scale).to(x.dtype).to(tl.float32) * gain).to(x.dtype)
-        tile = tl.where(is_row, normed[None, :], 0.0).to(x.dtype)
+        tile = tl.where(is_row, normalise(x, gain, scale)[None, :], 0.0).to(x.dtype)
         acc = tl.dot(W.load([first_col, step * BLOCK_K]), tile.T, acc, input_precision="ieee")
         if GATED:
             up = tl.dot(W.load([n_out + first_col, step * BLOCK_K]), tile.T, up, input_precision="ieee")
