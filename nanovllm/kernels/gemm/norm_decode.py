@@ -1,7 +1,8 @@
 """One row's joint inside the GEMM after it: y = rms_norm(residual + sum of parts) @ W^T, with the bits of the separate
 kernels (pointwise/norm.py, decode.py), for what a kernel less is worth where a step takes microseconds.
 
-Every program adds up and normalises the row anew, which costs a few KB out of L2; one of them stores the sum.
+Every program adds up and normalises the row anew, which costs a few KB out of L2; one of them stores the sum. With the
+activation a tile holds half gates and half ups, so that there are as many programs as without.
 """
 
 from typing import NamedTuple
@@ -57,9 +58,11 @@ def norm_decode_kernel(
     K: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of weights). W, w_ptr, GATED: as decode_gemm_kernel has them. BLOCK: a power of two from K on."""
-    first_col = tl.program_id(0) * BLOCK_N
-    wait_for_rows(w_ptr, first_col, n_out, 0, K, BLOCK_N, GATED, PREFETCH, PDL)
+    """Grid (tiles of weights). W: a descriptor of the weights [n_out, K], or [2, n_out, K] where GATED: then half
+    of BLOCK_N are gates, half the ups that belong to them. BLOCK: a power of two from K on."""
+    COLUMNS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    first_col = tl.program_id(0) * COLUMNS
+    wait_for_rows(w_ptr, first_col, n_out, 0, K, COLUMNS, GATED, PREFETCH, PDL)
     all_cols = tl.arange(0, BLOCK)
     total = _added(PARTIAL, RESIDUAL, all_cols, all_cols < K, K, PARTS)
     if tl.program_id(0) == 0:
@@ -67,21 +70,22 @@ def norm_decode_kernel(
     scale = tl.rsqrt(mean_square(total.to(tl.float32), K, True) + eps)
 
     acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-    if GATED:
-        up = tl.zeros(acc.shape, dtype=tl.float32)
     is_row = (tl.arange(0, BLOCK_M) == 0)[:, None]
     for step in tl.range(0, tl.cdiv(K, BLOCK_K), num_stages=STAGES):
         cols = step * BLOCK_K + tl.arange(0, BLOCK_K)
         gain = tl.load(NORM_WEIGHT + cols, mask=cols < K, other=0.0)
         x = _added(PARTIAL, RESIDUAL, cols, cols < K, K, PARTS)
         tile = tl.where(is_row, normalise(x, gain, scale)[None, :], 0.0).to(x.dtype)
-        acc = tl.dot(W.load([first_col, step * BLOCK_K]), tile.T, acc, input_precision="ieee")
         if GATED:
-            up = tl.dot(W.load([n_out + first_col, step * BLOCK_K]), tile.T, up, input_precision="ieee")
-    if GATED:
-        acc = silu_mul(acc, up, OUT.dtype.element_ty)
-    col = first_col + tl.arange(0, BLOCK_N)
+            w = tl.reshape(W.load([0, first_col, step * BLOCK_K]), [BLOCK_N, BLOCK_K])
+        else:
+            w = W.load([first_col, step * BLOCK_K])
+        acc = tl.dot(w, tile.T, acc, input_precision="ieee")
     y = tl.sum(tl.where((tl.arange(0, BLOCK_M) == 0)[None, :], acc, 0.0), 1)  # one addend that is not zero
+    if GATED:
+        gate, up = tl.split(tl.trans(tl.reshape(y, [2, COLUMNS])))
+        y = silu_mul(gate, up, OUT.dtype.element_ty)
+    col = first_col + tl.arange(0, COLUMNS)
     tl.store(OUT + col, y.to(OUT.dtype.element_ty), mask=col < n_out)
 
 
@@ -111,11 +115,13 @@ def _launch(x: Unnormed, weight: Tensor, n_out: int, config: GemmConfig, gated: 
     if not (x.partial.is_contiguous() and x.residual.is_contiguous() and weight.is_contiguous()):
         raise ValueError("contiguous tensors expected")
     out = empty_rows(1, n_out, x.residual.dtype, x.residual.device)
-    columns = PREFETCH_BYTES // (config.block_n * (2 if gated else 1) * weight.element_size())
-    norm_decode_kernel[(triton.cdiv(n_out, config.block_n),)](
-        x.partial, x.residual, x.norm.weight, x.total,
-        TensorDescriptor(weight, list(weight.shape), [k, 1], [config.block_n, config.block_k]), weight, out, n_out,
-        x.norm.eps, K=k, BLOCK=triton.next_power_of_2(k), PARTS=x.partial.shape[0] if x.partial.dim() == 3 else 1,
+    columns = PREFETCH_BYTES // (config.block_n * weight.element_size())
+    shape, strides, tile = [n_out, k], [k, 1], [config.block_n, config.block_k]
+    if gated:
+        shape, strides, tile = [2, *shape], [n_out * k, *strides], [2, config.block_n // 2, config.block_k]
+    norm_decode_kernel[(triton.cdiv(n_out, tile[-2]),)](
+        x.partial, x.residual, x.norm.weight, x.total, TensorDescriptor(weight, shape, strides, tile), weight, out,
+        n_out, x.norm.eps, K=k, BLOCK=triton.next_power_of_2(k), PARTS=len(x.partial) if x.partial.dim() == 3 else 1,
         BLOCK_N=config.block_n, BLOCK_M=16, BLOCK_K=config.block_k, STAGES=config.stages, GATED=gated,
         PREFETCH=max(64, min(columns, triton.next_power_of_2(k))), num_warps=config.num_warps,
         **pdl_options(x.residual.device),
