@@ -15,7 +15,7 @@ def _peer_pointer(peers, rank, offset, INT: tl.constexpr):
 
 
 @triton.jit
-def _begin(parity_state, PDL: tl.constexpr):
+def begin_call(parity_state, PDL: tl.constexpr):
     """The parity of this call. When the next kernel may come to wait, all programs have their places already."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -24,7 +24,7 @@ def _begin(parity_state, PDL: tl.constexpr):
 
 
 @triton.jit
-def _flip(parity_state, parity):
+def end_call(parity_state, parity):
     """The end of a call: entries pid, pid + programs, ... of `parity_state` become the other parity."""
     entry = tl.arange(0, _PARITIES)
     mine = entry % tl.num_programs(0) == tl.program_id(0)
@@ -55,13 +55,13 @@ def _receive(pointers, mask, abort, max_spins, SENTINEL: tl.constexpr):
 
 
 @triton.jit
-def _rounded(x, out, INT: tl.constexpr, SENTINEL: tl.constexpr):
+def rounded(x, out, INT: tl.constexpr, SENTINEL: tl.constexpr):
     """x float32 -> the bits of `out`'s dtype, free of the sentinel, so that sender and receivers hold the same."""
     return _without_sentinel(x.to(out.dtype.element_ty).to(INT, bitcast=True), SENTINEL, 0)
 
 
 @triton.jit
-def _addend(partial, at, rows, mask, out, PARTS: tl.constexpr, HIDDEN: tl.constexpr, INT: tl.constexpr,
+def load_addend(partial, at, rows, mask, out, PARTS: tl.constexpr, HIDDEN: tl.constexpr, INT: tl.constexpr,
             SENTINEL: tl.constexpr):  # fmt: skip
     """What this rank sends of the elements `at`: the bits that `partial` holds; of several parts their sum."""
     if PARTS == 1:
@@ -70,7 +70,7 @@ def _addend(partial, at, rows, mask, out, PARTS: tl.constexpr, HIDDEN: tl.conste
         parts = ()
         for part in tl.static_range(PARTS):
             parts = parts + (tl.load(partial + part * (rows.to(tl.int64) * HIDDEN) + at, mask=mask, other=0.0),)
-        return _rounded(in_pairs(parts), out, INT, SENTINEL)
+        return rounded(in_pairs(parts), out, INT, SENTINEL)
 
 
 @triton.jit
@@ -79,19 +79,19 @@ def _finish_row(arrived, kept_before, gain, at, residual_out, out, mask, eps, HI
     """arrived INT [sources, BLOCK]: one row of every rank. Sums, adds the residual, normalises, stores at `at` of
     residual_out and out; returns the bits of out. Without NORM the sum itself goes to out alone."""
     total = tl.sum(arrived.to(out.dtype.element_ty, bitcast=True).to(tl.float32), 0) + kept_before
-    result = _rounded(total, out, INT, SENTINEL)
+    result = rounded(total, out, INT, SENTINEL)
     if NORM:
         x = result.to(out.dtype.element_ty, bitcast=True)
         tl.store(residual_out + at, x, mask=mask)
         x32 = x.to(tl.float32)
         normed = (x32 * tl.math.rsqrt(tl.sum(x32 * x32, 0) / HIDDEN + eps)).to(out.dtype.element_ty)
-        result = _rounded(normed.to(tl.float32) * gain, out, INT, SENTINEL)
+        result = rounded(normed.to(tl.float32) * gain, out, INT, SENTINEL)
     tl.store(out + at, result.to(out.dtype.element_ty, bitcast=True), mask=mask)
     return result
 
 
 @triton.jit
-def _float_or_zeros(pointers, mask, WANTED: tl.constexpr):
+def float_or_zeros(pointers, mask, WANTED: tl.constexpr):
     """The values at `pointers` as float32, asked for before a wait so that its latency is hidden; or zeros."""
     if WANTED:
         return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
@@ -118,7 +118,7 @@ def _send_rows(partial, blocks, place, rows, total, out, WORLD: tl.constexpr, HI
     row = tl.program_id(0)
     while row < rows:
         at = row.to(tl.int64) * HIDDEN
-        bits = _addend(partial, at + cols, total, mask, out, PARTS, HIDDEN, INT, SENTINEL)
+        bits = load_addend(partial, at + cols, total, mask, out, PARTS, HIDDEN, INT, SENTINEL)
         for step in tl.static_range(WORLD):
             tl.store(blocks[step] + (place + at) + cols, bits, mask=mask)
         row += tl.num_programs(0)
@@ -135,7 +135,7 @@ def gather_kernel(partial, out, peers, parity_state, abort, rows, total, rank, m
     """
     cols = tl.arange(0, BLOCK)
     blocks = _blocks(peers, rank, WORLD, INT)
-    parity = _begin(parity_state, PDL)
+    parity = begin_call(parity_state, PDL)
     half = parity.to(tl.int64) * (WORLD * CAPACITY * HIDDEN)
     place = half + (rank * CAPACITY).to(tl.int64) * HIDDEN
     _send_rows(partial, blocks, place, rows, total, out, WORLD, HIDDEN, BLOCK, PARTS, INT, SENTINEL)
@@ -147,7 +147,7 @@ def gather_kernel(partial, out, peers, parity_state, abort, rows, total, rank, m
         arrived = _receive(blocks[WORLD - 1] + half + source * CAPACITY + at, mask, abort, max_spins, SENTINEL)
         tl.store(out + source * total + at, arrived.to(tl.float32, bitcast=True), mask=mask)
         row += tl.num_programs(0)
-    _flip(parity_state, parity)
+    end_call(parity_state, parity)
 
 
 @triton.jit(do_not_specialize=["rows", "rank", "max_spins"])
@@ -166,22 +166,22 @@ def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
     cols = tl.arange(0, BLOCK)
     mask = cols < HIDDEN
     blocks = _blocks(peers, rank, WORLD, INT)
-    parity = _begin(parity_state, PDL)
+    parity = begin_call(parity_state, PDL)
     half = parity.to(tl.int64) * (WORLD * CAPACITY * HIDDEN)
     place = half + (rank * CAPACITY).to(tl.int64) * HIDDEN
     _send_rows(partial, blocks, place, rows, rows, out, WORLD, HIDDEN, BLOCK, PARTS, INT, SENTINEL)
-    gain = _float_or_zeros(weight + cols, mask, NORM)  # before a wait, which hides its latency
+    gain = float_or_zeros(weight + cols, mask, NORM)  # before a wait, which hides its latency
     source = tl.arange(0, WORLD_BLOCK)
     tile = (source * CAPACITY * HIDDEN)[:, None] + cols[None, :]
     tile_mask = (source < WORLD)[:, None] & mask[None, :]
     row = pid
     while row < rows:
         at = row.to(tl.int64) * HIDDEN
-        kept = _float_or_zeros(residual + at + cols, mask, RESIDUAL)
+        kept = float_or_zeros(residual + at + cols, mask, RESIDUAL)
         arrived = _receive(blocks[WORLD - 1] + half + at + tile, tile_mask, abort, max_spins, SENTINEL)
         _finish_row(arrived, kept, gain, at + cols, residual_out, out, mask, eps, HIDDEN, NORM, INT, SENTINEL)
         row += programs
-    _flip(parity_state, parity)
+    end_call(parity_state, parity)
 
 
 @triton.jit(do_not_specialize=["rows", "rank", "max_spins"])
@@ -198,7 +198,7 @@ def two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
     pid, programs = tl.program_id(0), tl.num_programs(0)
     cols = tl.arange(0, BLOCK)
     mask = cols < HIDDEN
-    parity = _begin(parity_state, PDL)
+    parity = begin_call(parity_state, PDL)
     half = parity.to(tl.int64) * (WORLD * UNITS * HIDDEN)
     units = (rows + WORLD - 1) // WORLD
     unit = pid
@@ -209,13 +209,13 @@ def two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
             row = unit * WORLD + (rank + 1 + step) % WORLD
             exists = mask & (row < rows)
             at = row.to(tl.int64) * HIDDEN + cols
-            rows_out = rows_out + (_addend(partial, at, rows, exists, out, PARTS, HIDDEN, INT, SENTINEL),)
+            rows_out = rows_out + (load_addend(partial, at, rows, exists, out, PARTS, HIDDEN, INT, SENTINEL),)
         for step in tl.static_range(WORLD):
             to = (rank + 1 + step) % WORLD
             exists = mask & (unit * WORLD + to < rows)
             tl.store(_peer_pointer(peers, to, place, INT) + cols, rows_out[step], mask=exists)
         unit += programs
-    gain = _float_or_zeros(weight + cols, mask, NORM)  # before a wait, which hides its latency
+    gain = float_or_zeros(weight + cols, mask, NORM)  # before a wait, which hides its latency
     source = tl.arange(0, WORLD_BLOCK)
     tile = (source * UNITS * HIDDEN)[:, None] + cols[None, :]
     tile_mask = (source < WORLD)[:, None] & mask[None, :]
@@ -224,7 +224,7 @@ def two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
         row = unit * WORLD + rank
         if row < rows:
             at = row.to(tl.int64) * HIDDEN
-            kept = _float_or_zeros(residual + at + cols, mask, RESIDUAL)
+            kept = float_or_zeros(residual + at + cols, mask, RESIDUAL)
             place = scatter + half + unit.to(tl.int64) * HIDDEN
             arrived = _receive(_peer_pointer(peers, rank, place, INT) + tile, tile_mask, abort, max_spins, SENTINEL)
             bits = _finish_row(arrived, kept, gain, at + cols, residual_out, out, mask, eps, HIDDEN, NORM, INT,
@@ -244,7 +244,7 @@ def two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
         bits = _receive(theirs, tile_mask, abort, max_spins, SENTINEL)
         tl.store(out + place + tile, bits.to(out.dtype.element_ty, bitcast=True), mask=tile_mask)
         unit += programs
-    _flip(parity_state, parity)
+    end_call(parity_state, parity)
 
 
 @triton.jit(do_not_specialize=["count", "rank", "max_spins"])
@@ -268,4 +268,4 @@ def max_keys_kernel(keys, peers, parity_state, abort, count, rank, max_spins, re
     arrived = _receive(theirs, tile_mask, abort, max_spins, SENTINEL)
     best = tl.max(tl.where(tile_mask, arrived, tl.full(arrived.shape, SENTINEL, tl.int64)), 0)
     tl.store(keys + at, best, mask=mask)
-    _flip(parity_state, parity)
+    end_call(parity_state, parity)

@@ -8,7 +8,7 @@ writes arrive. A wait looks at `abort` of the local device memory each time roun
 import torch
 
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.parallel.peer.kernels import _float_or_zeros
+from nanovllm.parallel.peer.kernels import float_or_zeros
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def sum_owned_rows_kernel(partial, inbox, residual, residual_out, weight, out, f
     row = tl.program_id(0)
     while row < rows:
         at = row.to(tl.int64) * HIDDEN + cols
-        kept = _float_or_zeros(residual + at, mask, RESIDUAL)
+        kept = float_or_zeros(residual + at, mask, RESIDUAL)
         total = tl.zeros([BLOCK], tl.float32)
         for source in tl.static_range(WORLD):
             addend = tl.where(rank == source, partial, inbox + source * CAPACITY * HIDDEN)

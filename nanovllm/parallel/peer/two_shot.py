@@ -8,7 +8,7 @@ each reader.
 """
 
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.parallel.peer.kernels import _addend, _begin, _flip, _float_or_zeros, _rounded
+from nanovllm.parallel.peer.kernels import begin_call, end_call, float_or_zeros, load_addend, rounded
 from nanovllm.parallel.peer.memory import MAX_SPLIT
 
 _SPLITS = tl.constexpr(MAX_SPLIT)
@@ -72,12 +72,12 @@ def _sum_item(item, rank, rows, residual, residual_out, out, own, theirs, scatte
     reader = tl.arange(0, SPLIT_BLOCK)
     unit, row, at, part = _item(item, rank, WORLD, SPLIT, HIDDEN)
     if row < rows:
-        kept_before = _float_or_zeros(residual + at + cols, mask, RESIDUAL)
+        kept_before = float_or_zeros(residual + at + cols, mask, RESIDUAL)
         place = own + scatter_half + unit.to(tl.int64) * HIDDEN + part * (HIDDEN // SPLIT)
         tile = place + (source * UNITS * HIDDEN)[:, None] + cols[None, :]
         arrived, _ = _wait(tile, tile_mask, abort, is_rank, abort, max_spins, SENTINEL, False)
         total = tl.sum(arrived.to(out.dtype.element_ty, bitcast=True).to(tl.float32), 0) + kept_before
-        kept = _rounded(total, out, INT, SENTINEL)
+        kept = rounded(total, out, INT, SENTINEL)
         tl.store(theirs + (gather_half + at + cols)[None, :], tl.broadcast_to(kept[None, :], tile_mask.shape),
                  mask=tile_mask)  # fmt: skip
         x = kept.to(out.dtype.element_ty, bitcast=True)
@@ -145,14 +145,14 @@ def split_two_shot_kernel(partial, residual, residual_out, weight, out, peers, p
     theirs = tl.multiple_of(blocks.to(tl.pointer_type(INT), bitcast=True), 16)[:, None]
     own = tl.multiple_of(own_block.to(tl.pointer_type(INT)), 16)
     tile_mask = is_rank[:, None] & mask[None, :]
-    parity = _begin(parity_state, PDL)
+    parity = begin_call(parity_state, PDL)
     half = parity.to(tl.int64) * (WORLD * UNITS * HIDDEN)
     items = (rows + WORLD - 1) // WORLD * SPLIT
     item = pid
     while item < items:
         unit, row, at, part = _item(item, to, WORLD, SPLIT, HIDDEN)
         exists = tile_mask & (row < rows)[:, None]
-        bits = _addend(partial, at[:, None] + cols[None, :], rows, exists, out, PARTS, HIDDEN, INT, SENTINEL)
+        bits = load_addend(partial, at[:, None] + cols[None, :], rows, exists, out, PARTS, HIDDEN, INT, SENTINEL)
         place = scatter + half + (rank * UNITS + unit).to(tl.int64) * HIDDEN + part * (HIDDEN // SPLIT)
         tl.store(theirs + (place + cols)[None, :], bits, mask=exists)
         item += programs
@@ -169,4 +169,4 @@ def split_two_shot_kernel(partial, residual, residual_out, weight, out, peers, p
         _take_item(item, rows, weight, out, own, gather_half, squares_half, abort, eps, max_spins, WORLD, WORLD_BLOCK,
                    HIDDEN, SPLIT, SPLIT_BLOCK, BLOCK, INT, SENTINEL)
         item += programs
-    _flip(parity_state, parity)
+    end_call(parity_state, parity)
