@@ -1,12 +1,20 @@
 """What a user's mistake is called: option, value and bound, and never more than a line of the value. No torch."""
 
 import reprlib
+from itertools import islice
 from typing import Any, NoReturn
 
 MAX_SHOWN = 200
 """Characters of a value that a message repeats. Values come from clients too, and a schema can have a million."""
 
-_repr = reprlib.Repr()
+
+class _Repr(reprlib.Repr):
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        """Of the first entries as they are: reprlib sorts all of them before."""
+        return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)
+
+
+_repr = _Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 2 * MAX_SHOWN
 _repr.maxlist = _repr.maxtuple = _repr.maxdict = _repr.maxset = _repr.maxfrozenset = 40
 _repr.maxlevel = 4

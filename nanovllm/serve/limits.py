@@ -52,36 +52,54 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 def parse_large_json(body: bytes) -> dict[str, Any]:
-    """What parse_json returns and raises, for a thread: the parser holds the interpreter's lock, a second for a body of
-    32 MiB with many small items. So the items of a long list are parsed some at a time."""
+    """What parse_json returns and raises, for a thread: the parser holds the interpreter's lock, for seconds where a
+    body of 32 MiB has many small items. So what is large is parsed some of its items at a time."""
     if body.count(b"[") + body.count(b"{") > JSON_DEPTH:
         _check_depth(body)
     try:
-        return {name: _in_pieces(bytes(raw)) for name, raw in _members.decode(body).items()}
-    except (msgspec.DecodeError, orjson.JSONDecodeError):
+        value = _in_pieces(body)
+    except ValueError:  # also msgspec's, and that of bytes that are no text
         return parse_json(body)  # says what is wrong
+    return value if isinstance(value, dict) else parse_json(body)
 
 
+_items = msgspec.json.Decoder(list[msgspec.Raw])
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ITEM_ENDS = {b"[": b"],", b"{": b"},", b'"': b'",'}
 
 
 def _in_pieces(raw: bytes) -> Any:
-    """The value of `raw`. A list is cut where an item may end; a piece that parses ends with one, others grow."""
+    """The value of `raw`, which nests no deeper than JSON_DEPTH. A list or an object is cut where an item may end; a
+    piece that parses ends with one, others grow. What has items too large for that is parsed item by item."""
     raw = raw.strip()
-    if len(raw) <= PIECE or raw[:1] != b"[":
+    opening, closing = raw[:1], raw[-1:]
+    if len(raw) <= PIECE or opening not in (b"[", b"{"):
         return orjson.loads(raw)
-    end = _ITEM_ENDS.get(raw[1:].lstrip()[:1], b",")
-    items: list[Any] = []
+    value: Any = [] if opening == b"[" else {}
+    take = value.extend if opening == b"[" else value.update
+    if opening == b"[":
+        end = _ITEM_ENDS.get(raw[1:PIECE].lstrip()[:1], b",")
+    else:
+        end = b',"' if b',"' in raw[:PIECE] else b', "'
     begin, size = 1, PIECE
-    while (comma := raw.find(end, begin + size) + len(end) - 1) >= len(end):
+    while size < 4 * PIECE and (found := raw.find(end, begin + size)) >= 0:
+        comma = found + end.index(b",")
         try:
-            items += orjson.loads(b"[%b]" % raw[begin:comma])
+            take(orjson.loads(opening + raw[begin:comma] + closing))
         except orjson.JSONDecodeError:
             size *= 2
         else:
             begin, size = comma + 1, PIECE
-    return items + orjson.loads(b"[" + raw[begin:])
+    rest = opening + raw[begin:]
+    if begin > 1 and not rest[1:-1].strip():
+        raise ValueError("a comma at the end")
+    if len(rest) <= PIECE:
+        take(orjson.loads(rest))
+    elif opening == b"[":
+        take(_in_pieces(bytes(one)) for one in _items.decode(rest))
+    else:
+        take((name, _in_pieces(bytes(one))) for name, one in _members.decode(rest).items())
+    return value
 
 
 def _check_depth(body: bytes) -> None:

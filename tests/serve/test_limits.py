@@ -8,6 +8,7 @@ import socket
 import ssl
 import string
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -175,13 +176,35 @@ def test_large_bodies_are_read_as_small_ones(monkeypatch: pytest.MonkeyPatch) ->
     """In pieces, wherever these are cut; also where a byte is wrong."""
     monkeypatch.setattr(limits, "PIECE", 8)
     rng = random.Random(1)
-    for _ in range(500):
+    for _ in range(1000):
         value = {str(key): any_json(rng) for key in range(rng.randint(0, 4))}
         body = json.dumps(value, indent=rng.choice([None, 1]), ensure_ascii=rng.random() < 0.5).encode()
         assert limits.parse_large_json(body) == value
         at = rng.randrange(len(body))
-        body = body[:at] + rng.choice([b"", b",", b"]", b"[", b"1", b'"']) + body[at + 1 :]
+        wrong = rng.choice([b"", b",", b"]", b"[", b"1", b'"', b"}", b"\xff"])
+        body = body[:at] + wrong + body[at + rng.randint(0, 1) :]
         assert result(limits.parse_large_json, body) == result(limits.parse_json, body)
+
+
+@pytest.mark.parametrize("inner", [{str(i): i for i in range(400_000)}, [*range(2_000_000)]], ids=["object", "list"])
+def test_large_bodies_are_not_read_at_once(inner: Any) -> None:
+    """Other threads run meanwhile, wherever what is large is."""
+    done, gaps = threading.Event(), []
+
+    def look() -> None:
+        last = time.monotonic()
+        while not done.wait(0.001):
+            now = time.monotonic()
+            gaps.append(now - last)
+            last = now
+
+    body = json.dumps({"a": [{"b": inner}]}).encode()
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(look)
+        limits.parse_large_json(body)
+        done.set()
+        looking.result()
+    assert max(gaps) < sum(gaps) / 2
 
 
 def test_large_body(client: httpx.Client) -> None:
