@@ -18,9 +18,9 @@ from nanovllm.kernels.moe.routing import TopK
 
 MOST_ROWS = 4
 """With more tokens, two of which choose the same expert more often, tiles of an expert's rows read less."""
-ROUTER = GemmConfig("fma", 4, block_k=1024, stages=2)
-GATE_UP = GemmConfig("fma", 16, block_k=512, stages=2)
-DOWN = GemmConfig("fma", 8, block_k=256, stages=6)
+ROUTER = GemmConfig("fma", 8, block_k=1024, stages=2)
+GATE_UP = GemmConfig("fma", 32, block_k=512, stages=1)
+DOWN = GemmConfig("fma", 8, block_k=256, stages=8)
 
 _TAKEN: tl.constexpr = tl.constexpr(-(1 << 31))
 """Below the key of any logit."""
