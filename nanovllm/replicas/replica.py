@@ -1,7 +1,8 @@
 """A replica: `python -m nanovllm.replicas.replica FD`, started by the front (link.py): an engine in a process beside
 its ranks, stepped as long as it has work.
 
-The main thread steps. One thread takes messages in, one gives a sign of life. The process ends with its socket.
+The main thread steps. One thread takes messages in, one compiles grammars, one gives a sign of life. The process ends
+with its socket.
 """
 
 import os
@@ -42,6 +43,11 @@ class Replica:
         self._waits_for_others = False
         """An update of the weights has begun that other replicas may not have finished."""
         self._buckets: queue.Queue[list[Any] | str | None] = queue.Queue(_BUCKETS_AHEAD)
+        self._to_compile: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._compiling: set[int] = set()
+        """Requests whose grammar is not compiled yet."""
+        self._aborted: set[int] = set()
+        """Those of them that are to end then."""
 
     def run(self, start: Start) -> None:
         """Serves until the front says that it may leave; tells it what ends it otherwise."""
@@ -56,6 +62,7 @@ class Replica:
                 torch.set_num_threads(start.num_threads)
             self._engine = engine = start_one(start.config)
             self._send(Ready(engine.config, engine.scheduler.block_manager.num_blocks, engine.info()))
+            threading.Thread(target=self._compile, name="nanovllm-grammars", daemon=True).start()
             self._serve(engine)
         except BaseException as error:
             kinds = _KINDS if self._engine is None else ()
@@ -75,6 +82,13 @@ class Replica:
 
     def add(self, request_id: int, prompt: bytes, params: Any, known: list[int]) -> None:
         """`prompt`: int32 token ids. `known`: the output's first tokens. The request was checked by the front."""
+        if params.structured_outputs is None:
+            self._add(request_id, prompt, params, known)
+        else:
+            self._compiling.add(request_id)
+            self._to_compile.put((request_id, prompt, params, known))
+
+    def _add(self, request_id: int, prompt: bytes, params: Any, known: list[int]) -> None:
         assert self._engine is not None
         try:
             self._engine.add_request(array("i", prompt).tolist(), params, request_id, known)
@@ -83,6 +97,8 @@ class Replica:
 
     def abort(self, request_id: int) -> None:
         assert self._engine is not None
+        if request_id in self._compiling:
+            self._aborted.add(request_id)
         self._engine.abort(request_id)
 
     def call(self, number: int, method: str, args: tuple[Any, ...], takes_weights: bool) -> None:
@@ -104,17 +120,36 @@ class Replica:
     def leave(self) -> None:
         self._leaving = True
 
+    # -- a thread of its own: a grammar may take seconds, and other messages do not wait for it --------------------
+
+    def _compile(self) -> None:
+        while True:
+            request_id, *rest = self._to_compile.get()
+            self._add(request_id, *rest)
+            self._compiling.discard(request_id)
+            if request_id in self._aborted:
+                self._aborted.discard(request_id)
+                self.abort(request_id)
+            self._work.set()
+
     # -- the main thread ----------------------------------------------------------------------------------------
 
     def _serve(self, engine: "LLMEngine") -> None:
+        from nanovllm.engine.step_watch import watch_of
+
+        watch = watch_of(engine.config)
         while not self._leaving:
             if not self._calls.empty():
                 self._send(self._answer(engine, *self._calls.get()))
             elif engine.is_busy() and not self._waits_for_others and not engine.lacks_weights:
-                self._send_gained(engine, engine.step())
+                with watch:
+                    gained = engine.step()
+                self._send_gained(engine, gained)
             else:
-                self._work.wait()
+                self._work.wait(_LIFE_SECONDS)
                 self._work.clear()
+                if engine.executor.failed:
+                    engine.executor.check()  # raises
 
     def _answer(
         self, engine: "LLMEngine", number: int, method: str, args: tuple[Any, ...], takes_weights: bool

@@ -113,14 +113,17 @@ class EngineProcess:
 
     def _serve(self, engine: "LLMEngine", admin: AdminCalls) -> None:
         from nanovllm.engine.step_clock import StepClock
+        from nanovllm.engine.step_watch import watch_of
 
         clock = StepClock() if engine.config.device == "cuda" and engine.config.uses("late_scheduling") else None
+        watch = watch_of(engine.config)
         while not self._leaving:
             admin.advance()
             if engine.is_busy():
                 if clock is not None and engine.running_step is not None:
                     clock.wait(engine.executor.has_result)
-                gained = engine.step()
+                with watch:
+                    gained = engine.step()
                 if clock is not None:
                     clock.note(engine.running_step)
                 if len(gained):

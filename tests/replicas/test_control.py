@@ -2,14 +2,16 @@
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from replica_workload import DEMO, OPTIONS
 from safetensors.torch import load_file
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, StructuredOutput
 from nanovllm.errors import QueueFull
 from nanovllm.replicas.replica import Replica
 
@@ -95,6 +97,43 @@ def test_a_pause_ends_while_a_replica_starts() -> None:
     said: list[Any] = []
     Replica(said.append).handle(("resume",))
     assert not said
+
+
+def test_a_slow_grammar_holds_up_its_own_request_alone() -> None:
+    done: list[Any] = []
+    compiled, all_there = threading.Event(), threading.Event()
+
+    def add(prompt: list[int], params: SamplingParams, request_id: int, known: list[int]) -> None:
+        if params.structured_outputs is not None:
+            assert compiled.wait(20)
+        done.append(("add", request_id))
+
+    def abort(request_id: int) -> None:
+        done.append(("abort", request_id))
+        if compiled.is_set():
+            all_there.set()
+
+    replica = Replica(done.append)
+    replica._engine = SimpleNamespace(add_request=add, abort=abort)  # type: ignore[assignment]
+    threading.Thread(target=replica._compile, daemon=True).start()
+    slow = SamplingParams(structured_outputs=StructuredOutput(regex="a+"))
+    for message in (("add", 1, b"", slow, []), ("add", 2, b"", SamplingParams(), []), ("abort", 1)):
+        replica.handle(message)
+    assert done == [("add", 2), ("abort", 1)]
+    compiled.set()
+    assert all_there.wait(20)
+    assert done[2:] == [("add", 1), ("abort", 1)]
+
+
+def test_a_rank_that_dies_while_nothing_runs_is_noticed() -> None:
+    def check() -> None:
+        raise RuntimeError("rank 1 died")
+
+    engine: Any = SimpleNamespace(
+        is_busy=lambda: False, config=SimpleNamespace(device="cpu"), executor=SimpleNamespace(failed=True, check=check)
+    )
+    with pytest.raises(RuntimeError, match="rank 1 died"):
+        Replica(print)._serve(engine)
 
 
 def test_a_full_queue_refuses(llm: LLM) -> None:
