@@ -5,12 +5,13 @@ Started by the front in place of nanovllm.replicas.replica.
 
 import os
 import pickle
+import socket
 import sys
 from array import array
-from multiprocessing.connection import Connection
 from typing import Any
 
 from nanovllm.outputs import EngineStats
+from nanovllm.replicas.channel import Channel
 from nanovllm.replicas.messages import Completed, Gained, Ready, Start
 
 ROWS = 256
@@ -31,7 +32,7 @@ def step(rows: dict[int, int], tokens: tuple[int, int]) -> Gained:
 
 
 def main(fd: int) -> None:
-    link = Connection(fd)
+    link = Channel(socket.socket(fileno=fd))
     rows: dict[int, int] = {}
     prefilled = decoded = 0
 
@@ -39,7 +40,7 @@ def main(fd: int) -> None:
         nonlocal prefilled
         if isinstance(message, Start):
             info = {"num_kvcache_blocks": 1 << 16}
-            link.send_bytes(pickle.dumps(Ready(message.config, info["num_kvcache_blocks"], info)))
+            link.send(pickle.dumps(Ready(message.config, info["num_kvcache_blocks"], info)))
         elif message[0] == "add":
             _, request_id, prompt, params, _ = message
             prefilled += len(prompt) // 4
@@ -49,11 +50,13 @@ def main(fd: int) -> None:
 
     try:
         while True:
-            while not rows or link.poll():
-                take(link.recv())
+            for message in link.receive(waits=not rows):
+                take(message)
+            if not rows:
+                continue
             gained = step(rows, (prefilled, decoded))
             decoded += len(gained.request_ids)
-            link.send_bytes(pickle.dumps(gained, pickle.HIGHEST_PROTOCOL))
+            link.send(pickle.dumps(gained, pickle.HIGHEST_PROTOCOL))
     except (EOFError, OSError):
         os._exit(1)
 

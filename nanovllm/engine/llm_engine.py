@@ -164,12 +164,13 @@ class LLMEngine(EngineControl):
         self, prompt_token_ids: list[int], params: SamplingParams, request_id: int | None = None,
         output_token_ids: list[int] | None = None,
     ) -> int:  # fmt: skip
-        """Queues a request; returns its id, `request_id` where that was reserved. `output_token_ids`: the output begins
-        with these. From any thread.
+        """Queues a request; returns its id. `request_id`: one that was reserved, for a request that was checked.
+        `output_token_ids`: the output begins with these. From any thread.
 
         Raises ValueError as check_request does; QueueFull where max_queued_requests wait (reserved ids do not count).
         """
-        self.check_request(prompt_token_ids, params, output_token_ids or [])
+        if request_id is None:
+            self.check_request(prompt_token_ids, params, output_token_ids or [])
         if params.max_tokens == 0:
             params = _only_prompt(params)
         eos = frozenset() if params.ignore_eos else frozenset(self.model_config.eos_token_ids)

@@ -1,6 +1,5 @@
 """What a trainer does to several replicas as one: the part of ReplicatedEngine that asks all of them."""
 
-import queue
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +7,7 @@ from nanovllm.engine.control import IN_FLIGHT, incomplete
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import refuse
 from nanovllm.outputs import StepColumns
+from nanovllm.replicas.inbox import Inbox
 from nanovllm.replicas.link import ReplicaLink
 from nanovllm.replicas.messages import Answer
 from nanovllm.replicas.router import Router
@@ -24,7 +24,7 @@ class ReplicaControl(LLMEngine):
     """Between two steps, by the thread that may step; but abort_all, pause_steps and resume from any thread."""
 
     _links: list[ReplicaLink | None]
-    _events: "queue.SimpleQueue[Any]"
+    _events: Inbox
     _router: Router
     _num_calls: int
     _answers: dict[ReplicaLink, Answer]

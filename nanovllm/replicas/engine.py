@@ -5,7 +5,6 @@ same tokens on any number of replicas, and goes on elsewhere when its replica is
 """
 
 import logging
-import queue
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from nanovllm.errors import ReplicaError
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import EngineStats, StepColumns
 from nanovllm.replicas.control import WAKE, ReplicaControl
+from nanovllm.replicas.inbox import Inbox
 from nanovllm.replicas.link import Lost, ReplicaLink, close_links
 from nanovllm.replicas.messages import Answer, Completed, Gained, Ready, Refused
 from nanovllm.replicas.ranks import ReplicaRanks
@@ -38,7 +38,7 @@ class ReplicatedEngine(ReplicaControl):
 
     def __init__(
         self, links: Sequence[ReplicaLink], restart: Callable[[int, int], ReplicaLink],
-        inbox: "queue.SimpleQueue[Any]", ready: Sequence[Ready], config: EngineConfig, model_config: ModelConfig,
+        inbox: Inbox, ready: Sequence[Ready], config: EngineConfig, model_config: ModelConfig,
         tokenizer: Tokenizer,
     ) -> None:  # fmt: skip
         """`ready`: of each link, which is this engine's to close from here on. `restart`: (number, num_kvcache_blocks)
@@ -59,6 +59,8 @@ class ReplicatedEngine(ReplicaControl):
         for number in range(len(links)):
             self._router.join(number)
         self._live: dict[int, RequestState] = {}
+        self._plain: dict[int, Row] = {}
+        """Rows of requests in flight that do nothing but gain tokens, until their end."""
         self._stats: dict[ReplicaLink, EngineStats] = {}
         """The last of each link, those of lost ones too: counters go on."""
         self._computed: dict[ReplicaLink, tuple[int, int]] = {}
@@ -92,7 +94,7 @@ class ReplicatedEngine(ReplicaControl):
 
     def is_busy(self) -> bool:
         """See LLMEngine.is_busy."""
-        if self._inbox or self._unreported.request_ids or not self._events.empty():
+        if self._inbox or self._unreported.request_ids or self._events.has_events():
             return True
         return not self.is_paused and (self.has_begun() if self.scheduler.holds_new else bool(self._live))
 
@@ -180,10 +182,7 @@ class ReplicatedEngine(ReplicaControl):
 
     def _next_event(self, waits: bool) -> Any:
         """None where there is none."""
-        try:
-            return self._events.get(timeout=_LOOK_SECONDS) if waits else self._events.get_nowait()
-        except queue.Empty:
-            return None
+        return self._events.get(_LOOK_SECONDS if waits else 0.0)
 
     def _take_in(self, event: Any, columns: StepColumns) -> None:
         link, message = event
@@ -208,29 +207,46 @@ class ReplicatedEngine(ReplicaControl):
         self._computed[link] = now_computed = message.num_prefill_tokens, message.num_decode_tokens
         self.num_prefill_tokens += now_computed[0] - before[0]
         self.num_decode_tokens += now_computed[1] - before[1]
-        now, live, ended, scores = time.perf_counter(), self._live, message.ended, message.scores
+        now, plain, ended, count = time.perf_counter(), self._plain, message.ended, 0
+        ids, indices, tokens = columns.request_ids, columns.indices, columns.token_ids
         for entry, (request_id, index, token_id) in enumerate(
             zip(message.request_ids, message.indices, message.token_ids, strict=True)
         ):
-            request = live.get(request_id)
-            if request is None:
+            seq = plain.get(request_id)
+            if seq is None or entry in ended:
+                self._take_entry(columns, request_id, index, token_id, message.scores.get(entry), ended.get(entry), now)
                 continue
-            seq = request.seqs[index]
-            if seq.status is SequenceStatus.FINISHED:  # before its first replica was lost
-                continue
-            completed = ended.get(entry)
-            if token_id >= 0 and request.to_skip[index]:
-                request.to_skip[index] -= 1  # type: ignore[index]
-                if completed is None:
-                    continue
-                token_id = -1  # it ends with a token that is known
-            if token_id >= 0:
-                self._gain(seq, token_id, scores.get(entry), now)
-            new = columns.add(request_id, index, token_id)
-            if seq.sampling is not None and (rows := seq.sampling.logprob_rows) is not None and token_id >= 0:
-                columns.logprobs[new] = rows, len(rows) - 1
-            if completed is not None:
-                self._complete(columns, new, request, seq, completed, now)
+            seq.token_ids.append(token_id)
+            seq.num_tokens += 1
+            seq.metrics.token_times.append(now)
+            ids.append(request_id)
+            indices.append(0)
+            tokens.append(token_id)
+            count += 1
+        self._num_generated += count
+
+    def _take_entry(
+        self, columns: StepColumns, request_id: int, index: int, token_id: int, words: Any,
+        completed: Completed | None, now: float,
+    ) -> None:  # fmt: skip
+        """`words`: the token's line of log-probabilities."""
+        request = self._live.get(request_id)
+        if request is None or (seq := request.seqs[index]).status is SequenceStatus.FINISHED:
+            return  # before its first replica was lost
+        if token_id >= 0 and request.to_skip[index]:
+            request.to_skip[index] -= 1  # type: ignore[index]
+            if completed is None:
+                return
+            token_id = -1  # it ends with a token that is known
+        if token_id >= 0:
+            self._gain(seq, token_id, words, now)
+            if seq.sampling is None and request.goes_on:
+                self._plain[request_id] = seq
+        entry = columns.add(request_id, index, token_id)
+        if seq.sampling is not None and (rows := seq.sampling.logprob_rows) is not None and token_id >= 0:
+            columns.logprobs[entry] = rows, len(rows) - 1
+        if completed is not None:
+            self._complete(columns, entry, request, seq, completed, now)
 
     def _gain(self, seq: Row, token_id: int, words: Any, now: float) -> None:
         metrics = seq.metrics
@@ -270,6 +286,7 @@ class ReplicatedEngine(ReplicaControl):
         if any(each.status is not SequenceStatus.FINISHED for each in request.seqs):
             return
         del self._live[seq.parent_id]
+        self._plain.pop(seq.parent_id, None)
         if request.replica is not None:
             seqs = request.seqs
             count = sum(each.num_tokens - each.num_prompt_tokens for each in seqs)
@@ -362,5 +379,6 @@ class ReplicatedEngine(ReplicaControl):
         self.wake()
         close_links([link for link in self._links if link is not None])
         self._links = [None] * len(self._links)
+        self._events.close()
         while self.at_close:
             self.at_close.pop(0)()

@@ -1,22 +1,27 @@
-"""The front's hold on one replica: here a child process, a socket to it, and a thread that listens."""
+"""The front's hold on one replica: here a child process, and a socket to it."""
 
 import os
 import pickle
-import queue
+import select
 import signal
+import socket
 import subprocess
 import threading
+import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
-from multiprocessing.connection import Pipe
 from typing import Any
 
+from nanovllm.replicas.channel import Channel, framed
+from nanovllm.replicas.inbox import Inbox
 from nanovllm.replicas.messages import Failed, Start
 from nanovllm.startup.child import no_standard_numbers, start_python
 
 _MODULE = "nanovllm.replicas.replica"
 SILENCE = 60.0
 """Seconds without any sign of life, which is due every second; importing may hold a process that long."""
+_MOST_UNSENT = 64 << 20  # bytes
 EXIT_GRACE = 6.0
 """Seconds for a replica to end its ranks in order."""
 
@@ -28,7 +33,7 @@ class Lost(str):
 class ReplicaLink(ABC):
     """What a replica says is put into `inbox` with this link; the last is Lost."""
 
-    def __init__(self, number: int, inbox: "queue.SimpleQueue[Any]") -> None:
+    def __init__(self, number: int, inbox: Inbox) -> None:
         self.number = number
         self._inbox = inbox
         self._failure: str | None = None
@@ -39,14 +44,6 @@ class ReplicaLink(ABC):
             self._failure = message.text
         if message is not None:
             self._inbox.put((self, message))
-
-    def _listen_in_thread(self) -> None:
-        self._listener = threading.Thread(target=self._listen, name=f"nanovllm-replica-{self.number}", daemon=True)
-        self._listener.start()
-
-    @abstractmethod
-    def _listen(self) -> None:
-        """Takes in what the replica says, up to Lost."""
 
     @abstractmethod
     def pack(self, message: Any) -> Any:
@@ -67,47 +64,91 @@ class ReplicaLink(ABC):
 class ProcessLink(ReplicaLink):
     """A replica in a process of this host."""
 
-    def __init__(
-        self, number: int, start: Start, inbox: "queue.SimpleQueue[Any]", module: str = _MODULE
-    ) -> None:
+    def __init__(self, number: int, start: Start, inbox: Inbox, module: str = _MODULE) -> None:
         """`module`: what it runs; a benchmark puts a simulator here."""
         super().__init__(number, inbox)
         with no_standard_numbers():
-            self._socket, theirs = Pipe()
+            ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
         try:
             self._process = start_python(module, str(theirs.fileno()), pass_fds=(theirs.fileno(),))
         except BaseException:
-            self._socket.close()
+            ours.close()
             raise
         finally:
             theirs.close()
-        self._listen_in_thread()
+        self._sends = threading.Lock()
+        self._unsent: deque[memoryview] = deque()
+        """What waits until the replica reads. No other replica waits for that."""
+        self._heard = time.monotonic()
+        self._reason: str | None = None
+        """Why it was given up."""
+        self._is_there = True
+        inbox.watch(self)
         self.send(self.pack(start))
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
     def pack(self, message: Any) -> bytes:
         return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
     def send(self, packed: bytes) -> None:
-        try:
-            self._socket.send_bytes(packed)
-        except OSError:
-            pass
+        with self._sends:
+            if self._is_there:
+                self._unsent += map(memoryview, framed(packed))
+        self.flush()
+        while sum(map(len, self._unsent)) > _MOST_UNSENT:
+            self._wait(1.0)
+            self._inbox.gather()
 
-    def _listen(self) -> None:
-        reason = "closed its connection"
+    def flush(self) -> None:
+        with self._sends:
+            try:
+                while self._unsent:
+                    self._unsent[0] = self._channel.send_some(self._unsent[0])
+                    if self._unsent[0]:
+                        break
+                    self._unsent.popleft()
+            except OSError:
+                self._unsent.clear()
+            self._inbox.expect_room(self, bool(self._unsent))
+
+    def _wait(self, seconds: float) -> bool:
+        """For something to read, or room to send what is unsent. Returns whether there is."""
+        either = select.poll()
+        either.register(self, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+        return bool(either.poll(seconds * 1000))
+
+    def read(self) -> None:
+        self._heard = time.monotonic()
         try:
-            while True:
-                if not self._socket.poll(SILENCE):
-                    reason = f"gave no sign of life for {SILENCE:.0f} s"
-                    self._process.kill()  # `send` may wait for it to read
-                    break
-                self._take(self._socket.recv())
+            for message in self._channel.receive():
+                self._take(message)
         except (EOFError, OSError):
-            reason = self._how_it_ended() or reason
+            self._end()
+
+    def look(self, since: float) -> None:
+        if self._is_there and time.monotonic() - max(self._heard, since) > SILENCE:
+            self._reason = f"gave no sign of life for {SILENCE:.0f} s"
+            self._process.kill()
+            self._end()
+
+    def _end(self) -> None:
+        if self._is_there:
+            self._inbox.forget(self)
+            with self._sends:
+                self._is_there = False
+                self._unsent.clear()
+            threading.Thread(target=self._report_end, name=f"nanovllm-replica-{self.number}", daemon=True).start()
+
+    def _report_end(self) -> None:
+        """A process may take a moment to end when its socket is closed."""
+        reason = self._reason or self._how_it_ended() or "closed its connection"
         self._inbox.put((self, Lost(self._failure or reason)))
 
     def _how_it_ended(self) -> str | None:
@@ -118,13 +159,21 @@ class ProcessLink(ReplicaLink):
         return f"died by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
 
     def close(self, patience: float = EXIT_GRACE) -> None:
+        self._inbox.forget(self)
+        deadline = time.monotonic() + patience
         try:
-            self._process.wait(patience)
+            while (rest := deadline - time.monotonic()) > 0 and self._wait(rest):
+                self.flush()
+                self._channel.receive()  # it may wait for us to read
+        except (EOFError, OSError):
+            pass
+        try:
+            self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             os.kill(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        self._listener.join(5.0)
-        self._socket.close()
+        self._is_there = False
+        self._channel.close()
 
 
 def close_links(links: Sequence[ReplicaLink]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from nanovllm.replicas.inbox import Inbox
 from nanovllm.replicas.link import EXIT_GRACE, SILENCE, Lost, ReplicaLink
 from nanovllm.replicas.messages import Start
 from nanovllm.replicas.ray_cluster import Placement
@@ -21,12 +22,28 @@ _LARGE_AHEAD = 2
 _POLL_SECONDS = 1.0
 
 
+class Bell:
+    """The intake of a replica to which another thread hands what comes."""
+
+    def __init__(self) -> None:
+        self._rung = threading.Event()
+
+    def next(self, seconds: float) -> None:
+        if seconds:
+            self._rung.wait(seconds)
+            self._rung.clear()
+
+    def wake(self) -> None:
+        self._rung.set()
+
+
 class ReplicaActor:
     """An engine beside its ranks, in an actor's process."""
 
     def __init__(self) -> None:
         self._said: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._replica = Replica(self._said.put)
+        self._bell = Bell()
+        self._replica = Replica(self._said.put, self._bell)
 
     @ray.method(concurrency_group="down")
     def begin(self, packed: bytes) -> None:
@@ -45,6 +62,7 @@ class ReplicaActor:
         except Exception as error:
             traceback.print_exc()
             self._said.put(Lost(f"{type(error).__name__}: {error}"))
+        self._bell.wake()
 
     @ray.method(concurrency_group="up")
     def poll(self) -> bytes:
@@ -65,7 +83,7 @@ class ReplicaActor:
 class RayLink(ReplicaLink):
     """A replica in an actor, on the node of its bundle."""
 
-    def __init__(self, number: int, start: Start, inbox: "queue.SimpleQueue[Any]", placement: Placement) -> None:
+    def __init__(self, number: int, start: Start, inbox: Inbox, placement: Placement) -> None:
         super().__init__(number, inbox)
         options = {"concurrency_groups": {"down": 1, "up": 1}, "max_restarts": 0, "max_task_retries": 0}
         actor: Any = ray.remote(**options, **placement.options(number, **placement.share()))(ReplicaActor)
@@ -74,7 +92,8 @@ class RayLink(ReplicaLink):
         """Answers to large messages that the actor may not have taken in."""
         self._ended = threading.Event()
         self._actor.begin.remote(self.pack(start))
-        self._listen_in_thread()
+        self._listener = threading.Thread(target=self._listen, name=f"nanovllm-replica-{number}", daemon=True)
+        self._listener.start()
 
     @property
     def pid(self) -> int:

@@ -1,13 +1,12 @@
 """Replicas as actors of a Ray cluster, behind the front that processes of one host have too."""
 
-import queue
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.models.registry import resolve_model_folder
 from nanovllm.replicas.engine import ReplicatedEngine
+from nanovllm.replicas.inbox import Inbox
 from nanovllm.replicas.link import ReplicaLink
 from nanovllm.replicas.messages import Start
 from nanovllm.replicas.ray_cluster import Connection, Placement
@@ -37,7 +36,7 @@ def start_ray_replicas(config: EngineConfig) -> ReplicatedEngine:
         start = Start(of_one_replica(config), None, None)
         reserved = placement
 
-        def link(number: int, num_blocks: int | None, inbox: "queue.SimpleQueue[Any]") -> ReplicaLink:
+        def link(number: int, num_blocks: int | None, inbox: Inbox) -> ReplicaLink:
             from nanovllm.replicas.ray_link import RayLink
 
             return RayLink(number, start.with_blocks(num_blocks), inbox, reserved)

@@ -1,22 +1,25 @@
 """A replica: `python -m nanovllm.replicas.replica FD`, started by the front (link.py): an engine in a process beside
 its ranks, stepped as long as it has work.
 
-The main thread steps. One thread takes messages in, one compiles grammars, one gives a sign of life. The process ends
-with its socket.
+The main thread takes messages in and steps. One thread compiles grammars; one gives a sign of life, and ends the
+process with its socket.
 """
 
 import os
 import pickle
 import queue
+import select
 import signal
+import socket
 import sys
 import threading
-import traceback
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
 
+from nanovllm.replicas.channel import Channel
 from nanovllm.replicas.messages import Answer, Completed, Failed, Gained, Ready, Refused, Start
 
 if TYPE_CHECKING:
@@ -26,23 +29,34 @@ if TYPE_CHECKING:
     from nanovllm.outputs import StepColumns
 
 _LIFE_SECONDS = 1.0
-_LOOK_SECONDS = 0.5
 _KINDS = (ValueError, TypeError, FileNotFoundError)  # mistakes of the user, which the front raises again
 _BUCKETS_AHEAD = 2  # of new weights, taken in before the ranks have those before them
+
+
+class Intake(Protocol):
+    """Where a replica finds the messages of its front, unless another thread calls Replica.handle. One thread at a time
+    takes them out."""
+
+    def next(self, seconds: float) -> Any:
+        """None where there is none; waits up to `seconds` for it, or for `wake`."""
+
+    def wake(self) -> None:
+        """From any thread."""
 
 
 class Replica:
     """One engine and the way to its front. `handle` may be called from another thread than `run`."""
 
-    def __init__(self, send: Callable[[Any], None]) -> None:
-        self._send = send
+    def __init__(self, send: Callable[[Any], None], intake: Intake) -> None:
+        self._send, self._intake = send, intake
         self._engine: LLMEngine | None = None
-        self._work = threading.Event()
         self._leaving = False
         self._calls: queue.SimpleQueue[tuple[int, str, tuple[Any, ...], bool]] = queue.SimpleQueue()
         self._waits_for_others = False
         """An update of the weights has begun that other replicas may not have finished."""
         self._buckets: queue.Queue[list[Any] | str | None] = queue.Queue(_BUCKETS_AHEAD)
+        self._last_is_here = threading.Event()
+        """The last of the buckets that follow a call."""
         self._to_compile: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self._compiling: set[int] = set()
         """Requests whose grammar is not compiled yet."""
@@ -76,7 +90,6 @@ class Replica:
         """Takes a message of the front in: (name of a method below, its arguments)."""
         name, *args = message
         getattr(self, name)(*args)
-        self._work.set()
 
     # -- what the front may ask for -----------------------------------------------------------------------------
 
@@ -94,7 +107,6 @@ class Replica:
             self._engine.add_request(array("i", prompt).tolist(), params, request_id, known)
         except Exception as error:  # of this request alone
             self._send(Refused(request_id, str(error)))
-
     def abort(self, request_id: int) -> None:
         assert self._engine is not None
         if request_id in self._compiling:
@@ -116,6 +128,8 @@ class Replica:
     def bucket(self, pickled: bytes | None, error: str | None) -> None:
         """Some weights, or why there are no more of them, or neither at their end."""
         self._buckets.put(error if pickled is None else pickle.loads(pickled))
+        if pickled is None:
+            self._last_is_here.set()
 
     def leave(self) -> None:
         self._leaving = True
@@ -130,47 +144,78 @@ class Replica:
             if request_id in self._aborted:
                 self._aborted.discard(request_id)
                 self.abort(request_id)
-            self._work.set()
+            self._intake.wake()
 
     # -- the main thread ----------------------------------------------------------------------------------------
 
     def _serve(self, engine: "LLMEngine") -> None:
+        from nanovllm.engine.step_clock import StepClock
         from nanovllm.engine.step_watch import watch_of
 
-        watch = watch_of(engine.config)
+        clock = StepClock() if engine.config.device == "cuda" and engine.config.uses("late_scheduling") else None
+        watch, seconds = watch_of(engine.config), 0.0
         while not self._leaving:
+            self._take_in(seconds)
+            seconds = 0.0
             if not self._calls.empty():
                 self._send(self._answer(engine, *self._calls.get()))
-            elif engine.is_busy() and not self._waits_for_others and not engine.lacks_weights:
-                with watch:
-                    gained = engine.step()
-                self._send_gained(engine, gained)
-            else:
-                self._work.wait(_LIFE_SECONDS)
-                self._work.clear()
+            elif not engine.is_busy() or self._waits_for_others or engine.lacks_weights:
+                seconds = _LIFE_SECONDS
                 if engine.executor.failed:
                     engine.executor.check()  # raises
+            else:
+                if clock is not None and engine.running_step is not None:
+                    clock.wait(engine.executor.has_result)
+                    self._take_in(0.0)
+                with watch:
+                    gained = engine.step()
+                if clock is not None:
+                    clock.note(engine.running_step)
+                self._send_gained(engine, gained)
+
+    def _take_in(self, seconds: float) -> None:
+        """All messages up to a call, which those behind it may belong to."""
+        while (message := self._intake.next(seconds)) is not None:
+            self.handle(message)
+            if not self._calls.empty():
+                break
+            seconds = 0.0
 
     def _answer(
         self, engine: "LLMEngine", number: int, method: str, args: tuple[Any, ...], takes_weights: bool
     ) -> Answer:
-        weights = _Weights(self._buckets)
         try:
             if method == "begin_update":
                 self._waits_for_others = True
-            if takes_weights:
-                args = (*args, weights)
-            value = getattr(engine, method)(*args)
+            with self._weights(engine) if takes_weights else nullcontext(()) as weights:
+                value = getattr(engine, method)(*args, *weights)
             engine.settle()
             self._send_gained(engine, engine.take_unreported())
             return Answer(number, value)
         except Exception as error:
             if engine.executor.failed:
                 raise
-            if takes_weights:
-                weights.skip()
             kind = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
             return Answer(number, None, kind, str(error))
+
+    @contextmanager
+    def _weights(self, engine: "LLMEngine") -> "Iterator[tuple[_Weights]]":
+        """Those of the buckets that follow a call. Another thread takes them in, while those before are used."""
+        weights = _Weights(self._buckets)
+        thread = threading.Thread(target=self._take_buckets_in, name="nanovllm-buckets", daemon=True)
+        thread.start()
+        try:
+            yield (weights,)
+        finally:
+            if not engine.executor.failed:  # else this process ends
+                weights.skip()
+                thread.join()
+
+    def _take_buckets_in(self) -> None:
+        while not self._last_is_here.is_set():
+            if (message := self._intake.next(_LIFE_SECONDS)) is not None:
+                self.handle(message)
+        self._last_is_here.clear()
 
     def _send_gained(self, engine: "LLMEngine", gained: "StepColumns") -> None:
         if len(gained):
@@ -220,50 +265,66 @@ class _Weights:
             self._ended = not isinstance(self._buckets.get(), list)
 
 
-def _receive(link: Connection, replica: Replica, starts: "queue.SimpleQueue[Start]") -> None:
-    parent = os.getppid()
-    try:
-        while True:
-            while not link.poll(_LOOK_SECONDS):
-                if os.getppid() != parent:  # a process that the front forked may hold its end of the socket open
-                    os._exit(1)
-            message = link.recv()
-            if isinstance(message, Start):
-                starts.put(message)
-            else:
-                replica.handle(message)
-    except (EOFError, OSError):
-        pass
-    except Exception:
-        traceback.print_exc()
-    finally:
-        os._exit(1)  # ranks end with this process
+class SocketIntake:
+    """Messages of the front of this host, whose end is this process's too."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._messages: deque[Any] = deque()
+        self._bell, self._ringer = socket.socketpair()
+        self._ringer.setblocking(False)
+        self._poll = select.poll()
+        for end in (channel, self._bell):
+            self._poll.register(end, select.POLLIN)
+
+    def next(self, seconds: float) -> Any:
+        if not self._messages:
+            for fd, _ in self._poll.poll(seconds * 1000):
+                if fd == self._bell.fileno():
+                    self._bell.recv(64)
+                else:
+                    self._read()
+        return self._messages.popleft() if self._messages else None
+
+    def _read(self) -> None:
+        try:
+            self._messages += self._channel.receive()
+        except (EOFError, OSError):
+            os._exit(1)  # ranks end with this process
+
+    def wake(self) -> None:
+        try:
+            self._ringer.send(b"!")
+        except BlockingIOError:
+            pass  # it rings already
 
 
 def main(fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front's to handle
-    link = Connection(fd)
-    lock = threading.Lock()
+    channel = Channel(socket.socket(fileno=fd))
+    lock, parent = threading.Lock(), os.getppid()
 
     def send(message: Any) -> None:
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         try:
             with lock:
-                link.send_bytes(data)
+                channel.send(data)
         except OSError:
             os._exit(1)  # the front is gone
 
     def live() -> None:
-        while True:
-            never.wait(_LIFE_SECONDS)
+        gone = select.poll()
+        gone.register(channel, 0)  # its end
+        # A process that the front forked may hold the other end open.
+        while not gone.poll(_LIFE_SECONDS * 1000) and os.getppid() == parent:
             send(None)
+        os._exit(1)
 
-    never = threading.Event()
-    replica = Replica(send)
-    starts: queue.SimpleQueue[Start] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(link, replica, starts), name="nanovllm-link", daemon=True).start()
     threading.Thread(target=live, name="nanovllm-life", daemon=True).start()
-    replica.run(starts.get())
+    intake = SocketIntake(channel)
+    while (start := intake.next(_LIFE_SECONDS)) is None:
+        pass
+    Replica(send, intake).run(start)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # not sys.exit: library threads may wait for what is gone

@@ -1,12 +1,10 @@
 """All replicas of a configuration, started at once: here as processes of this host."""
 
 import os
-import queue
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ReplicaError
@@ -14,6 +12,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import read_model_config, resolve_model_folder
 from nanovllm.replicas.devices import devices_of_replicas
 from nanovllm.replicas.engine import ReplicatedEngine
+from nanovllm.replicas.inbox import Inbox
 from nanovllm.replicas.link import Lost, ProcessLink, ReplicaLink
 from nanovllm.replicas.messages import Failed, Ready, Start
 from nanovllm.tokenizer import Tokenizer
@@ -29,7 +28,7 @@ def start_replicas(config: EngineConfig) -> ReplicatedEngine:
         num_threads = max(1, len(os.sched_getaffinity(0)) // config.data_parallel_size)
     starts = [Start(of_one_replica(config), each, num_threads) for each in devices]
 
-    def link(number: int, num_blocks: int | None, inbox: "queue.SimpleQueue[Any]") -> ReplicaLink:
+    def link(number: int, num_blocks: int | None, inbox: Inbox) -> ReplicaLink:
         return ProcessLink(number, starts[number].with_blocks(num_blocks), inbox)
 
     return start_links(config, model_config, link)
@@ -55,14 +54,16 @@ def start_links(
     replica that starts."""
     begin = time.perf_counter()
     tokenizer = Tokenizer(config)
-    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    inbox = Inbox()
     links: list[ReplicaLink] = []
     ready: dict[int, Ready] = {}
     try:
         for number in range(config.data_parallel_size):
             links.append(link(number, None, inbox=inbox))
         while len(ready) < len(links):
-            sender, message = inbox.get()
+            if (event := inbox.get(timeout=1.0)) is None:
+                continue
+            sender, message = event
             if isinstance(message, Failed) and message.kind is not None:
                 raise message.kind(message.text)
             if isinstance(message, Lost):
@@ -75,6 +76,7 @@ def start_links(
     except BaseException:
         for each in links:
             each.close(patience=0)
+        inbox.close()
         raise
     engine.startup_seconds = time.perf_counter() - begin
     return engine

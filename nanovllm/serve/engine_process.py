@@ -255,10 +255,9 @@ class EngineProcess:
             ids = array("i")
             ids.frombytes(frame.prompt)
             prompt, params = ids.tolist(), sampling_params(frame.params)
-            if params.structured_outputs is not None:
-                engine.check_request(prompt, params)  # compiles its grammar
-                if frame.request_id not in self._compiling:
-                    return
+            engine.check_request(prompt, params)  # compiles its grammar
+            if params.structured_outputs is not None and frame.request_id not in self._compiling:
+                return
             if params.prompt_logprobs is not None:
                 self._prompts_due.add(frame.request_id)
             engine.add_request(prompt, params, frame.request_id)

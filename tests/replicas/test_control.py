@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from replica_workload import DEMO, OPTIONS
@@ -95,7 +96,7 @@ def test_a_replica_that_was_lost_comes_back_with_the_next_weights(llm: LLM) -> N
 
 def test_a_pause_ends_while_a_replica_starts() -> None:
     said: list[Any] = []
-    Replica(said.append).handle(("resume",))
+    Replica(said.append, Mock()).handle(("resume",))
     assert not said
 
 
@@ -113,7 +114,7 @@ def test_a_slow_grammar_holds_up_its_own_request_alone() -> None:
         if compiled.is_set():
             all_there.set()
 
-    replica = Replica(done.append)
+    replica = Replica(done.append, Mock())
     replica._engine = SimpleNamespace(add_request=add, abort=abort)  # type: ignore[assignment]
     threading.Thread(target=replica._compile, daemon=True).start()
     slow = SamplingParams(structured_outputs=StructuredOutput(regex="a+"))
@@ -133,7 +134,7 @@ def test_a_rank_that_dies_while_nothing_runs_is_noticed() -> None:
         is_busy=lambda: False, config=SimpleNamespace(device="cpu"), executor=SimpleNamespace(failed=True, check=check)
     )
     with pytest.raises(RuntimeError, match="rank 1 died"):
-        Replica(print)._serve(engine)
+        Replica(print, SimpleNamespace(next=lambda seconds: None, wake=print))._serve(engine)
 
 
 def test_a_full_queue_refuses(llm: LLM) -> None:

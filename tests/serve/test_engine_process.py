@@ -82,7 +82,7 @@ def test_refused_request_leaves_nothing() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         process = EngineProcess(theirs)
-        process._engine = SimpleNamespace(add_request=refuse)  # type: ignore[assignment]
+        process._engine = SimpleNamespace(check_request=print, add_request=refuse)  # type: ignore[assignment]
         process._add(frames.Add(7, b"", {"prompt_logprobs": 1}))
         [said] = map(frames.up_decoder.decode, frames.FrameBuffer().feed(ours.recv(1 << 16)))
         assert said == frames.Refused(7, "too long") and not process._prompts_due
