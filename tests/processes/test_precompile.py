@@ -114,9 +114,10 @@ assert sum(n for name, n in counts.items() if "skinny" in name) >= len(expected)
 """
 
 
-# Tiles for few choices and for many, and a sort of more tokens than one program takes.
+# Experts of few tokens and of many, and a sort of more tokens than one program takes.
 MIXTURE = DRY_RUN + """
-assert counts["_grouped_gemm_kernel"] >= 3 and counts["_route_kernel"] >= 3 and counts["_sort_kernel"], counts
+names = "_gate_up_kernel _down_kernel _route_kernel _sort_kernel".split()
+assert counts["_grouped_gemm_kernel"] >= 2 and set(counts) >= set(names), counts
 """
 
 
