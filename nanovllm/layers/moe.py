@@ -17,6 +17,7 @@ from nanovllm.kernels.moe.choice import expert_configs
 from nanovllm.kernels.moe.experts import ExpertActivation
 from nanovllm.kernels.moe.router import router_logits, router_logits_in_one_order
 from nanovllm.kernels.moe.routing import TopK
+from nanovllm.kernels.pointwise.norm import MOST_PARTS
 from nanovllm.layers.linear import part_of
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.quantized import FP8Matrix, column_multiple
@@ -56,7 +57,7 @@ class Router(WeightedModule):
 
 
 class MoE(WeightedModule):
-    """x [T, hidden] -> a partial sum: [T, hidden], or float32 [top_k, T, hidden] whose sum it is, for a ReduceAddNorm.
+    """x [T, hidden] -> a partial sum: [T, hidden], or [top_k, T, hidden] whose sum it is, for a ReduceAddNorm.
 
     gate_up [experts, 2 I, hidden], gates first, and down [experts, hidden, I], where I is this rank's part of the
     width, padded with zeros to a multiple of 8.
@@ -147,8 +148,7 @@ class MoE(WeightedModule):
         routing = kernels.route(logits, self.top_k, configs.block_m, self.router.bias, self.router.correction)
         shared = self.shared(x) if self.shared is not None else None
         # Parts of many rows are large: they are rounded, as a dense MLP's results are.
-        few = rows <= DECODE_ROWS or self.router.one_order
-        part_dtype = torch.float32 if few else x.dtype
+        part_dtype = torch.float32 if rows <= DECODE_ROWS and not self.router.one_order else x.dtype
         if self.quantized is not None:
             gate_up, down = self.quantized
             h = gate_up.expert_gate_up(x, routing, configs.gate_up)
@@ -157,7 +157,7 @@ class MoE(WeightedModule):
             h = kernels.expert_gate_up(x, self.gate_up, routing, configs.gate_up, self.activation, self.gate_up_bias)
             down_bias = self.down_bias if self.adds_bias else None
             parts = kernels.expert_down(h, self.down, routing, configs.down, part_dtype, down_bias)
-        if few and shared is None and self.group_size == 1 and self.top_k.top_k > 1:
+        if shared is None and self.group_size == 1 and 1 < self.top_k.top_k <= MOST_PARTS:
             return parts
         gate = logits if self.config.shared_gate else None
         return kernels.combine(parts, x.dtype, shared, gate, self.top_k.num_experts)

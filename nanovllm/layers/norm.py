@@ -44,7 +44,7 @@ class ReduceAddNorm(WeightedModule):
     model.
 
     (partial [T, hidden], residual [T, hidden] or None at the start) -> (normalised [T, hidden], residual [T, hidden]).
-    A partial may also be float32 [parts, T, hidden], sums over parts of K that make it (kernels/gemm/decode.py).
+    A partial may also be [parts, T, hidden], whose sum it is: over parts of K (kernels/gemm/decode.py), or of experts.
     The residual is for the next ReduceAddNorm of the same step alone: with several ranks, rows of it may be another's,
     or missing.
     """

@@ -99,10 +99,6 @@ def fix_order(model: DecoderForCausalLM, table: GemmTable, group: TensorParallel
         gemm = linear.gemm(group.size == 1)
         leaves = fixed_order.leaves_of(gemm.k * group.size) // group.size if group.exact_bits == "tp" else 0
         linear.ranges = fixed_order.ranges(gemm, table, linear.takes_parts, leaves, group.device.type == "cpu")
-    if group.device.type == "cuda" and group.size == 1 and group.exact_bits == "batch":
-        for joint, consumer in model.joints_and_consumers():
-            assert joint.norm is not None
-            joint.is_inside = joint.norm.in_whole_numbers = consumer.takes_unnormed
 
 
 def check_order(model: nn.Module, most_rows: int) -> None:

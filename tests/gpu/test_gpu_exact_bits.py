@@ -65,7 +65,7 @@ def draw_engine(draw: random.Random, number: int) -> dict[str, Any]:
     disabled, is_tight = [name for name in OPTIMISATIONS if draw.random() < 0.3], number % 4 in (1, 2)
     return {
         "enforce_eager": number % 2 == 1,
-        "num_kvcache_blocks": draw.randint(27, 40) if is_tight else 1024,
+        "num_kvcache_blocks": draw.randint(27, 30) if is_tight else 1024,
         "max_num_seqs": draw.choice((16, 64, 256)),
         "max_num_batched_tokens": int(256 * 40 ** draw.random()),
         "enable_prefix_caching": draw.random() < 0.8,

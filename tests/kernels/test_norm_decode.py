@@ -8,7 +8,7 @@ from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm, add_norms, add_norms_reference
 
 ON_GPU = torch.cuda.is_available()
-CONFIGS = [GemmConfig("decode", 64, 16, 256, 4), GemmConfig("decode", 64, 32, 128, 4)]
+CONFIGS = [GemmConfig("decode", 64, 16, 64, 6), GemmConfig("decode", 64, 32, 128, 4)]
 SHAPES = [(200, 96, 2), (64, 1000, 1), (128, 512, 4)]
 LARGE = [(1024, 1024, 2), (6144, 4096, 2), (3000, 3584, 1), (256, 2880, 2)]
 

@@ -40,12 +40,13 @@ class Norm(NamedTuple):
 
 
 _NONE = Norm(None, 0.0)
+MOST_PARTS = 16
 
 
 @triton.jit
 def in_pairs(parts):
-    """The sum of a tuple of up to 16 tiles: of neighbours, then of these sums, and so on, so that a group's sum is
-    the same whether its members come one by one or added up already. An odd one out joins a round later."""
+    """The sum of a tuple of up to MOST_PARTS tiles: of neighbours, then of these sums, and so on, so that a group's sum
+    is the same whether its members come one by one or added up already. An odd one out joins a round later."""
     for _ in tl.static_range(4):
         sums = ()
         for i in tl.static_range((len(parts) + 1) // 2):
@@ -104,7 +105,7 @@ def _norm_kernel(
     MULTIPLIER: tl.constexpr, PARTS: tl.constexpr, IN_WHOLE_NUMBERS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Row `program_id` of add_norms, without the addition where not ADD. RESIDUAL and OUT are contiguous, and so is X
-    where it is PARTS float32 matrices to add up. What is None is not there: AFTER_WEIGHT, biases, and WEIGHT where OUT
+    where it is PARTS matrices to add up. What is None is not there: AFTER_WEIGHT, biases, and WEIGHT where OUT
     is not wanted. Where there are SCALES, OUT is rounded to e4m3 (kernels/fp8/)."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
@@ -116,10 +117,10 @@ def _norm_kernel(
         tl.extra.cuda.gdc_wait()
     x = tl.load(X + row * x_stride + cols, mask=mask, other=0.0)
     if PARTS > 1:
-        parts = (x,)
+        parts = (x.to(tl.float32),)
         for part in tl.static_range(1, PARTS):
             at = X + (part * tl.num_programs(0) + row) * HIDDEN + cols
-            parts = parts + (tl.load(at, mask=mask, other=0.0),)
+            parts = parts + (tl.load(at, mask=mask, other=0.0).to(tl.float32),)
         x = in_pairs(parts).to(RESIDUAL.dtype.element_ty)
     if AFTER_WEIGHT is not None:
         x = _normed(x, after_weight, after_bias, after_eps, mask, HIDDEN, AFTER_KIND, AFTER_BIAS is not None)
@@ -174,9 +175,9 @@ def add_norms(
     """(norm(new residual), new residual = residual + multiplier * after(x)), each [T, H].
 
     The sum replaces `residual` in place. Without a residual x is the new one, as it is. Without `norm` both results are
-    the new residual. x may also be float32 [parts, T, H], a GEMM's sums over parts of its columns
-    (kernels/gemm/decode.py); their sum is rounded to residual's dtype before it is added. Rows of x may be strided,
-    parts of it are contiguous as residual is.
+    the new residual. x may also be [parts, T, H], a GEMM's sums over parts of its columns (kernels/gemm/decode.py) or
+    the results of a token's experts, whose float32 sum is rounded to residual's dtype before it is added. Rows of x may
+    be strided, parts of it are contiguous as residual is.
     """
     like = x if residual is None else residual
     out = like if norm is None else empty_rows(like.shape[0], like.shape[1], like.dtype, like.device)
@@ -206,8 +207,8 @@ def rms_norm_reference(
 
 
 def add_up(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """float32 [parts, T, hidden] -> their sum, rounded once, [T, hidden]; added in pairs, as in_pairs does."""
-    sums = list(parts)
+    """[parts, T, hidden] -> their float32 sum, rounded once, [T, hidden]; added in pairs, as in_pairs does."""
+    sums = list(parts.float())
     while len(sums) > 1:
         sums = [sum(sums[i + 1 : i + 2], sums[i]) for i in range(0, len(sums), 2)]
     return sums[0].to(dtype)
