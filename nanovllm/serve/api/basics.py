@@ -74,11 +74,12 @@ async def tokenize(front: "Front", call: Call) -> None:
 
 async def detokenize(front: "Front", call: Call) -> None:
     front.require_tokenizer()
-    fields = api.convert(api.DetokenizeFields, await call.json())
+    body, most, vocab = await call.json(), front.info["max_model_len"], front.info["vocab_size"]
+    if isinstance(body.get("tokens"), list) and len(body["tokens"]) > most:  # before each is looked at
+        raise bad_request(f"tokens: must have at most {most} items", "tokens")
+    fields = api.convert(api.DetokenizeFields, body)
     front.check_model(fields.model)
-    ids, vocab = fields.tokens, front.info["vocab_size"]
-    if max(ids, default=0) >= vocab:
+    if max(fields.tokens, default=0) >= vocab:
         raise bad_request(f"tokens: must be a list of token ids in 0..{vocab - 1}", "tokens")
-    if len(ids) > front.info["max_model_len"]:
-        raise bad_request(f"tokens: must have at most {front.info['max_model_len']} items", "tokens")
-    await call.respond_json({"prompt": front.tokenizer.decode(ids, False)})
+    text = await front.in_pool(lambda: front.tokenizer.decode(fields.tokens, False), len(fields.tokens))
+    await call.respond_json({"prompt": text})
