@@ -71,8 +71,7 @@ class ReduceAddNorm(WeightedModule):
         self.is_inside = False
         """One row's goes into the GEMM after it (kernels/gemm/norm_decode.py), on one rank."""
         self.rounds = False
-        """The normalised rows are rounded to e4m3, on one rank, since what takes them would do so. The model sets
-        it."""
+        """The normalised rows may be rounded to e4m3, since what takes them would do so. The model sets it."""
 
     @property
     def weight(self) -> torch.Tensor:
@@ -99,7 +98,9 @@ class ReduceAddNorm(WeightedModule):
             return self.add_norm(peers.all_reduce(partial), residual)
         if peers is not None:
             dependent = rows in self.dependent_rows
-            return peers.all_reduce_add_rms_norm(partial, residual, self.weight, self.eps, dependent=dependent)
+            return peers.all_reduce_add_rms_norm(
+                partial, residual, self.weight, self.eps, dependent=dependent, rounds=self.rounds
+            )
         if self.group.size > 1 and partial.dim() == 3:
             assert residual is not None
             partial = add_up(partial, residual.dtype)
