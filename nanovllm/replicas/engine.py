@@ -94,9 +94,11 @@ class ReplicatedEngine(ReplicaControl):
 
     def is_busy(self) -> bool:
         """See LLMEngine.is_busy."""
-        if self._inbox or self._unreported.request_ids or self._events.has_events():
+        if self._inbox or self._unreported.request_ids:
             return True
-        return not self.is_paused and (self.has_begun() if self.scheduler.holds_new else bool(self._live))
+        if not self.is_paused and (self.has_begun() if self.scheduler.holds_new else self._live):
+            return True
+        return self._events.has_events()
 
     def has_begun(self) -> bool:
         """Whether any unfinished request was sent to a replica."""
@@ -330,7 +332,8 @@ class ReplicatedEngine(ReplicaControl):
         else:
             logger.warning("replica %d was lost, and the others go on without it: %s", number, reason)
         if not any(self._links) and not self._lost_asleep:
-            raise ReplicaError(f"no replica is left: replica {number}: {reason}")
+            self._error = ReplicaError(f"no replica is left: replica {number}: {reason}")
+            raise self._error
         for request_id in reversed(bound):
             request = self._live[request_id]  # type: ignore[index]
             request.replica = None

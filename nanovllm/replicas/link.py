@@ -148,8 +148,8 @@ class ProcessLink(ReplicaLink):
 
     def _report_end(self) -> None:
         """A process may take a moment to end when its socket is closed."""
-        reason = self._reason or self._how_it_ended() or "closed its connection"
-        self._inbox.put((self, Lost(self._failure or reason)))
+        how = self._how_it_ended() or "closed its connection"
+        self._inbox.put((self, Lost(self._failure or self._reason or how)))
 
     def _how_it_ended(self) -> str | None:
         try:

@@ -7,14 +7,21 @@ import socket
 import threading
 import time
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
+from replica_workload import DEMO
 
-from nanovllm.replicas import link
+from nanovllm import SamplingParams
+from nanovllm.config import EngineConfig
+from nanovllm.errors import ReplicaError
+from nanovllm.models.registry import read_model_config
+from nanovllm.replicas import engine, link
 from nanovllm.replicas.channel import Channel, framed
 from nanovllm.replicas.inbox import Inbox
-from nanovllm.replicas.link import ProcessLink
-from nanovllm.replicas.messages import Start
+from nanovllm.replicas.link import Lost, ProcessLink, ReplicaLink
+from nanovllm.replicas.messages import Ready, Start
+from nanovllm.tokenizer import Tokenizer
 
 
 def test_a_channel_hands_out_whole_messages_however_they_are_cut() -> None:
@@ -65,3 +72,18 @@ def test_front_and_replica_that_both_send_do_not_wait_for_each_other(monkeypatch
     assert received[::3] == received[1::3] == received[2::3] == ["start", *sent]
     echo.close(patience=0)
     inbox.close()
+
+
+def test_no_step_waits_where_the_last_replica_was_lost_during_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "MOST_RESTARTS", 0)
+    config = EngineConfig(DEMO, max_model_len=64, kvcache_block_size=16, skip_tokenizer_init=True)
+    inbox, only = Inbox(), Mock(ReplicaLink, number=0)
+    args = ([only], Mock(), inbox, [Ready(config, 64, {})], config, read_model_config(config), Tokenizer(config))
+    front = engine.ReplicatedEngine(*args)
+    inbox.put((only, Lost("died")))
+    with pytest.raises(ReplicaError, match="no replica is left"):
+        front.checksum()
+    front.add_request([1, 2], SamplingParams())
+    with pytest.raises(RuntimeError, match="cannot go on"):
+        front.step()
+    front.close()
