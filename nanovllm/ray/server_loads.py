@@ -54,7 +54,7 @@ class ServerLoads:
 
     def end(self, request: str) -> None:
         server, cost = self._running.pop(request, (None, 0.0))
-        if server is not None:
+        if server in self._loads:
             self._loads[server] -= cost
 
     def keep(self, servers: set[Any]) -> None:

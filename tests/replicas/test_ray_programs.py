@@ -59,6 +59,9 @@ def test_requests_that_begin_alike_meet_until_their_server_is_loaded() -> None:
     assert min(crowd.count(each) for each in servers) > 30
     loads.keep({"a"})
     assert loads.order(["a", "c"], prefix_of(b"not json")) == ["c", "a"]
+    for n in range(120):
+        loads.end(str(n))
+    assert loads.order(servers, prefix_of(b"not json")) == servers  # what ends of one that was gone counts for nothing
 
 
 @pytest.mark.slow
