@@ -107,6 +107,7 @@ class Replica:
             self._engine.add_request(array("i", prompt).tolist(), params, request_id, known)
         except Exception as error:  # of this request alone
             self._send(Refused(request_id, str(error)))
+
     def abort(self, request_id: int) -> None:
         assert self._engine is not None
         if request_id in self._compiling:
