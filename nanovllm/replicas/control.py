@@ -35,10 +35,7 @@ class ReplicaControl(LLMEngine):
     _lost_stale: list[int]
     """Replicas to start again when all weights come anew: their checkpoint has others."""
 
-    def _take_in(self, event: Any, columns: StepColumns) -> None:
-        raise NotImplementedError
-
-    def _next_event(self, waits: bool) -> Any:
+    def _take_events_in(self, columns: StepColumns, waits: bool) -> None:
         raise NotImplementedError
 
     def _start_again(self, number: int) -> None:
@@ -80,8 +77,7 @@ class ReplicaControl(LLMEngine):
 
     def _await_answers(self, asked: list[ReplicaLink]) -> None:
         while any(link in self._links and link not in self._answers for link in asked):
-            if (event := self._next_event(True)) is not None:
-                self._take_in(event, self._unreported)
+            self._take_events_in(self._unreported, waits=True)
 
     def begin_update(self, in_flight: str, partial: bool) -> None:
         """Of all weights, it waits for replicas to start that were lost since the update before."""

@@ -172,9 +172,7 @@ class ReplicatedEngine(ReplicaControl):
             self._drain_inbox(gained)
             self._bind()
             waits = not len(gained) and bool(self._live) and not self.is_paused
-            while (event := self._next_event(waits)) is not None:
-                waits = False
-                self._take_in(event, gained)
+            self._take_events_in(gained, waits)
             self._drain_inbox(gained)
             self._bind()
             return gained
@@ -182,9 +180,9 @@ class ReplicatedEngine(ReplicaControl):
             self._error = error
             raise
 
-    def _next_event(self, waits: bool) -> Any:
-        """None where there is none."""
-        return self._events.get(_LOOK_SECONDS if waits else 0.0)
+    def _take_events_in(self, columns: StepColumns, waits: bool) -> None:
+        for event in self._events.take(_LOOK_SECONDS if waits else 0.0):
+            self._take_in(event, columns)
 
     def _take_in(self, event: Any, columns: StepColumns) -> None:
         link, message = event

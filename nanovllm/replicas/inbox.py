@@ -73,12 +73,11 @@ class Inbox:
             self._poll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if expects else 0))
             (self._full.add if expects else self._full.remove)(fd)
 
-    def get(self, timeout: float = 0.0) -> Any:
-        """The next event; None where none comes within `timeout` seconds."""
+    def take(self, timeout: float = 0.0) -> list[Any]:
+        """The events that are there; waits up to `timeout` seconds for one."""
         with self._reads:
-            if not self._events:
-                self._read(timeout)
-            return self._events.popleft() if self._events else None
+            self._read(timeout)
+            return [self._events.popleft() for _ in range(len(self._events))]
 
     def gather(self) -> None:
         """Reads what has come, and takes nothing out."""

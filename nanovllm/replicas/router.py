@@ -132,6 +132,8 @@ class Router:
     def bind(self) -> list[tuple[int, Hashable]]:
         """(replica, request) of all that are to be sent now, in their order."""
         bound: list[tuple[int, Hashable]] = []
+        if not any(replica.queue for replica in self._replicas):
+            return bound
         for number, replica in enumerate(self._replicas):
             while replica.is_there and (victim := self._queue_for(replica)) is not None:
                 load = victim.queue[0]

@@ -61,15 +61,13 @@ def start_links(
         for number in range(config.data_parallel_size):
             links.append(link(number, None, inbox=inbox))
         while len(ready) < len(links):
-            if (event := inbox.get(timeout=1.0)) is None:
-                continue
-            sender, message = event
-            if isinstance(message, Failed) and message.kind is not None:
-                raise message.kind(message.text)
-            if isinstance(message, Lost):
-                raise ReplicaError(f"replica {sender.number} could not start: {message}")
-            if isinstance(message, Ready):
-                ready[sender.number] = message
+            for sender, message in inbox.take(timeout=1.0):
+                if isinstance(message, Failed) and message.kind is not None:
+                    raise message.kind(message.text)
+                if isinstance(message, Lost):
+                    raise ReplicaError(f"replica {sender.number} could not start: {message}")
+                if isinstance(message, Ready):
+                    ready[sender.number] = message
         found = [ready[number] for number in range(len(links))]
         restart = partial(link, inbox=inbox)
         engine = ReplicatedEngine(links, restart, inbox, found, config, model_config, tokenizer)

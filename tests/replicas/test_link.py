@@ -50,9 +50,9 @@ def test_another_threads_event_ends_the_wait() -> None:
     inbox = Inbox()
     threading.Timer(0.05, inbox.put, ["event"]).start()
     began = time.monotonic()
-    assert inbox.get(timeout=20) == "event"
+    assert inbox.take(timeout=20) == ["event"]
     assert time.monotonic() - began < 10
-    assert inbox.get() is None and not inbox.has_events()
+    assert inbox.take() == [] and not inbox.has_events()
     inbox.close()
 
 
@@ -66,9 +66,9 @@ def test_front_and_replica_that_both_send_do_not_wait_for_each_other(monkeypatch
         echo.send(echo.pack(message))
     received: list[Any] = []
     while len(received) < 3 * (len(sent) + 1):
-        event = inbox.get(timeout=20)
-        assert event is not None
-        received.append(event[1])
+        events = inbox.take(timeout=20)
+        assert events
+        received += [message for _, message in events]
     assert received[::3] == received[1::3] == received[2::3] == ["start", *sent]
     echo.close(patience=0)
     inbox.close()
