@@ -202,6 +202,7 @@ class TransformersModel(WeightedModule):
         """Two copies of a text, packed, must both get the logits that transformers gives the text alone. So what is not
         attention (states that run on, positions by place) is found out here, and not by a wrong text."""
         module = self.module
+        module.set_attn_implementation("eager")  # sdpa leaves soft-caps out, and is what 5.17 gives Gemma 2
         ids, positions = (torch.arange(begin, begin + _PROBE, device=module.device) for begin in (1, 0))
         alone = self._logits(ids, positions).float()
         module.set_attn_implementation(self._name)
