@@ -74,7 +74,7 @@ class Inbox:
             (self._full.add if expects else self._full.remove)(fd)
 
     def take(self, timeout: float = 0.0) -> list[Any]:
-        """The events that are there; waits up to `timeout` seconds for one."""
+        """The events that are there; waits up to `timeout` seconds for one, or for a part of one."""
         with self._reads:
             self._read(timeout)
             return [self._events.popleft() for _ in range(len(self._events))]

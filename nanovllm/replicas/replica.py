@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -176,10 +177,8 @@ class Replica:
 
     def _take_in(self, seconds: float) -> None:
         """All messages up to a call, which those behind it may belong to."""
-        while (message := self._intake.next(seconds)) is not None:
+        while self._calls.empty() and (message := self._intake.next(seconds)) is not None:
             self.handle(message)
-            if not self._calls.empty():
-                break
             seconds = 0.0
 
     def _answer(
@@ -213,10 +212,14 @@ class Replica:
                 thread.join()
 
     def _take_buckets_in(self) -> None:
-        while not self._last_is_here.is_set():
-            if (message := self._intake.next(_LIFE_SECONDS)) is not None:
-                self.handle(message)
-        self._last_is_here.clear()
+        try:
+            while not self._last_is_here.is_set():
+                if (message := self._intake.next(_LIFE_SECONDS)) is not None:
+                    self.handle(message)
+            self._last_is_here.clear()
+        except Exception:  # a mistake of ours: the main thread would wait without an end
+            traceback.print_exc()
+            os._exit(1)
 
     def _send_gained(self, engine: "LLMEngine", gained: "StepColumns") -> None:
         if len(gained):
