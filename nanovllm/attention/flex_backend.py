@@ -20,9 +20,10 @@ from nanovllm.errors import refuse
 _QUERY_BLOCK = 128  # of a BlockMask; a tile is one
 _CPU_TILE = 32
 _compiled = torch.compile(flex_attention, dynamic=True, fullgraph=True)
-_VARIANTS = 256
-"""That a process compiles at most: for one tile and several, of one query and more, layers' kinds and users' functions.
-PyTorch's own limit is 8, after which it would compute uncompiled."""
+_COMPILING = {"recompile_limit": 256, "specialize_int": True, "specialize_float": True}
+"""For one tile and several, of one query and more, layers' kinds and users' functions there is a variant each; PyTorch
+would stop at 8 and compute uncompiled. Numbers in functions are constants of theirs: as inputs, which `dynamic` would
+make of them, floats do not compile for a GPU."""
 
 Mod = Callable[..., torch.Tensor]
 
@@ -149,7 +150,7 @@ class FlexBackend(AttentionBackend):
             key = (number, spec.window)
             if key not in work.masks:
                 work.masks[key] = self._block_mask(tiles, spec.window, k.shape[2])
-            with torch._dynamo.config.patch(recompile_limit=_VARIANTS):
+            with torch._dynamo.config.patch(_COMPILING):
                 found = attend(q[tiles.tokens].transpose(1, 2), k, v, score_mod=self._scores(tiles, spec.softcap),
                                block_mask=work.masks[key], scale=spec.scale, enable_gqa=spec.group_size > 1)
             out[tiles.tokens[tiles.is_real]] = found.transpose(1, 2)[tiles.is_real]
