@@ -12,13 +12,13 @@ from typing import Any
 
 from nanovllm.outputs import EngineStats
 from nanovllm.replicas.channel import Channel
-from nanovllm.replicas.messages import Completed, Gained, Ready, Start
+from nanovllm.replicas.messages import Completed, Counted, Gained, Ready, Start
 
 ROWS = 256
 STATS = EngineStats(0, 0, 0.0, 0, 0, 0, 0, 0, {}, (0,) * 14, 0)
 
 
-def step(rows: dict[int, int], tokens: tuple[int, int]) -> Gained:
+def step(rows: dict[int, int]) -> Gained:
     """A token for each of the first ROWS rows; drops those that end. `rows`: tokens that are left, by request."""
     ids = list(rows)[:ROWS]
     ended = {}
@@ -28,7 +28,7 @@ def step(rows: dict[int, int], tokens: tuple[int, int]) -> Gained:
             del rows[request_id]
             ended[entry] = Completed("length", None, 0, 0.0, None, None)
     columns = array("q", ids), array("i", bytes(4 * len(ids))), array("i", [7] * len(ids))
-    return Gained(*columns, ended, {}, *tokens, STATS)
+    return Gained(*columns, ended, {})
 
 
 def main(fd: int) -> None:
@@ -54,8 +54,10 @@ def main(fd: int) -> None:
                 take(message)
             if not rows:
                 continue
-            gained = step(rows, (prefilled, decoded))
+            gained = step(rows)
             decoded += len(gained.request_ids)
+            if gained.ended:
+                link.send(pickle.dumps(Counted(prefilled, decoded, STATS), pickle.HIGHEST_PROTOCOL))
             link.send(pickle.dumps(gained, pickle.HIGHEST_PROTOCOL))
     except (EOFError, OSError):
         os._exit(1)

@@ -43,6 +43,8 @@ class Channel:
             return []
         if not size:
             raise EOFError
+        if not self._unread and size - _LENGTH.size == _LENGTH.unpack_from(self._piece)[0]:  # nearly always
+            return [pickle.loads(self._piece[_LENGTH.size : size])]
         self._unread += self._piece[:size]
         messages, begin = [], 0
         with memoryview(self._unread) as unread:

@@ -21,7 +21,7 @@ from nanovllm.outputs import EngineStats, StepColumns
 from nanovllm.replicas.control import WAKE, ReplicaControl
 from nanovllm.replicas.inbox import Inbox
 from nanovllm.replicas.link import Lost, ReplicaLink, close_links
-from nanovllm.replicas.messages import Answer, Completed, Gained, Ready, Refused
+from nanovllm.replicas.messages import Answer, Completed, Counted, Gained, Ready, Refused
 from nanovllm.replicas.ranks import ReplicaRanks
 from nanovllm.replicas.request import RequestState
 from nanovllm.replicas.router import Load, Router
@@ -30,6 +30,7 @@ from nanovllm.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 MOST_RESTARTS = 3  # of each replica that was lost; then the others go on without it
+_SPIN_REQUESTS, _SPIN_SECONDS = 4, 0.008
 _LOOK_SECONDS = 0.1  # the longest that a step waits for any replica
 
 
@@ -181,15 +182,23 @@ class ReplicatedEngine(ReplicaControl):
             raise
 
     def _take_events_in(self, columns: StepColumns, waits: bool) -> None:
-        for event in self._events.take(_LOOK_SECONDS if waits else 0.0):
+        spin = _SPIN_SECONDS if waits and self._awaits_first_token() else 0.0
+        for event in self._events.take(_LOOK_SECONDS if waits else 0.0, spin):
             self._take_in(event, columns)
+
+    def _awaits_first_token(self) -> bool:
+        """Of one of few requests: then waking up would be a good part of its way."""
+        live = self._live.values()
+        return len(live) <= _SPIN_REQUESTS and any(each.seqs[0].metrics.first_token_time is None for each in live)
 
     def _take_in(self, event: Any, columns: StepColumns) -> None:
         link, message = event
         if link is None or self._links[link.number] is not link:
             return  # of a replica that is given up
         if isinstance(message, Gained):
-            self._take_gained(link, message, columns)
+            self._take_gained(message, columns)
+        elif isinstance(message, Counted):
+            self._take_counted(link, message)
         elif isinstance(message, Lost):
             self._lose(link, str(message), columns)
         elif isinstance(message, Ready):
@@ -200,13 +209,15 @@ class ReplicatedEngine(ReplicaControl):
         elif isinstance(message, Answer) and message.number == self._num_calls:
             self._answers[link] = message
 
-    def _take_gained(self, link: ReplicaLink, message: Gained, columns: StepColumns) -> None:
-        """A loop over all rows of a step: kept lean."""
+    def _take_counted(self, link: ReplicaLink, message: Counted) -> None:
         self._stats[link] = message.stats
         before = self._computed.get(link, (0, 0))
         self._computed[link] = now_computed = message.num_prefill_tokens, message.num_decode_tokens
         self.num_prefill_tokens += now_computed[0] - before[0]
         self.num_decode_tokens += now_computed[1] - before[1]
+
+    def _take_gained(self, message: Gained, columns: StepColumns) -> None:
+        """A loop over all rows of a step: kept lean."""
         now, plain, ended, count = time.perf_counter(), self._plain, message.ended, 0
         ids, indices, tokens = columns.request_ids, columns.indices, columns.token_ids
         for entry, (request_id, index, token_id) in enumerate(

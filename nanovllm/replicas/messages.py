@@ -75,8 +75,7 @@ class Completed(NamedTuple):
     kept_ids: KeptIds | None
 
 
-@dataclass(frozen=True)
-class Gained:
+class Gained(NamedTuple):
     """outputs.StepColumns of one step."""
 
     request_ids: "array[int]"
@@ -85,6 +84,11 @@ class Gained:
     ended: dict[int, Completed]
     scores: dict[int, Any]
     """By entry: the line of log-probabilities of the token."""
+
+
+class Counted(NamedTuple):
+    """The engine's counters: now and then, and before a Gained with which something ends."""
+
     num_prefill_tokens: int
     num_decode_tokens: int
     stats: EngineStats

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from array import array
 from collections import deque
@@ -21,7 +22,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nanovllm.replicas.channel import Channel
-from nanovllm.replicas.messages import Answer, Completed, Failed, Gained, Ready, Refused, Start
+from nanovllm.replicas.messages import Answer, Completed, Counted, Failed, Gained, Ready, Refused, Start
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from nanovllm.outputs import StepColumns
 
 _LIFE_SECONDS = 1.0
+_COUNT_SECONDS = 0.1
 _KINDS = (ValueError, TypeError, FileNotFoundError)  # mistakes of the user, which the front raises again
 _BUCKETS_AHEAD = 2  # of new weights, taken in before the ranks have those before them
 
@@ -52,6 +54,7 @@ class Replica:
         self._send, self._intake = send, intake
         self._engine: LLMEngine | None = None
         self._leaving = False
+        self._counted = 0.0
         self._calls: queue.SimpleQueue[tuple[int, str, tuple[Any, ...], bool]] = queue.SimpleQueue()
         self._waits_for_others = False
         """An update of the weights has begun that other replicas may not have finished."""
@@ -166,7 +169,7 @@ class Replica:
                 if engine.executor.failed:
                     engine.executor.check()  # raises
             else:
-                if clock is not None and engine.running_step is not None:
+                if clock is not None and engine.running_step is not None and engine.scheduler.has_room:
                     clock.wait(engine.executor.has_result)
                     self._take_in(0.0)
                 with watch:
@@ -222,8 +225,17 @@ class Replica:
             os._exit(1)
 
     def _send_gained(self, engine: "LLMEngine", gained: "StepColumns") -> None:
-        if len(gained):
-            self._send(self._message(engine, gained))
+        if not len(gained):
+            return
+        if gained.endings:
+            self._send_counted(engine)
+        self._send(self._message(engine, gained))
+        if time.monotonic() - self._counted > _COUNT_SECONDS:
+            self._send_counted(engine)
+
+    def _send_counted(self, engine: "LLMEngine") -> None:
+        self._counted = time.monotonic()
+        self._send(Counted(engine.num_prefill_tokens, engine.num_decode_tokens, engine.stats()))
 
     def _message(self, engine: "LLMEngine", gained: "StepColumns") -> Gained:
         scores = {entry: rows.words(position) for entry, (rows, position) in gained.logprobs.items()}
@@ -244,7 +256,7 @@ class Replica:
             if engine.is_finished(request_id):
                 engine.forget(request_id)
         rows = (array("q", gained.request_ids), array("i", gained.indices), array("i", gained.token_ids))
-        return Gained(*rows, ended, scores, engine.num_prefill_tokens, engine.num_decode_tokens, engine.stats())
+        return Gained(*rows, ended, scores)
 
 
 class _Weights:
