@@ -30,6 +30,8 @@ class ReplicaControl(LLMEngine):
     _answers: dict[ReplicaLink, Answer]
     """To the last call."""
     _weights_replaced: bool
+    _falls_asleep = False
+    """Whether a call of `sleep` is on its way."""
     _lost_asleep: list[int]
     """Replicas to start again when the others wake up."""
     _lost_stale: list[int]
@@ -123,13 +125,21 @@ class ReplicaControl(LLMEngine):
 
     def sleep(self, level: int, tags: Iterable[str] | None) -> int:
         """See LLM.sleep; the bytes of all replicas."""
-        freed = super().sleep(level, tags)
+        self._falls_asleep = True
+        try:
+            freed = super().sleep(level, tags)
+        finally:
+            self._falls_asleep = False
+            self._start_lost()
         self._router.forget_cached()
         return freed
 
     def wake_up(self, tags: Iterable[str] | None) -> None:
         """See LLM.wake_up."""
         super().wake_up(tags)
-        if not self.asleep:
-            while self._lost_asleep:
-                self._start_again(self._lost_asleep.pop())
+        self._start_lost()
+
+    def _start_lost(self) -> None:
+        """Those that were lost while the others slept, once these are awake."""
+        while self._lost_asleep and not self.asleep:
+            self._start_again(self._lost_asleep.pop())

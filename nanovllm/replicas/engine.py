@@ -334,7 +334,7 @@ class ReplicatedEngine(ReplicaControl):
             logger.warning("replica %d was lost and is started again%s: %s", number, when, reason)
             if self._weights_replaced:
                 self._lost_stale.append(number)
-            elif self.asleep:
+            elif self.asleep or self._falls_asleep:
                 self._lost_asleep.append(number)
             else:
                 self._start_again(number)

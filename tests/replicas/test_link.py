@@ -20,7 +20,7 @@ from nanovllm.replicas import engine, link
 from nanovllm.replicas.channel import Channel, framed
 from nanovllm.replicas.inbox import Inbox
 from nanovllm.replicas.link import Lost, ProcessLink, ReplicaLink
-from nanovllm.replicas.messages import Ready, Start
+from nanovllm.replicas.messages import Answer, Ready, Start
 from nanovllm.tokenizer import Tokenizer
 
 
@@ -74,16 +74,34 @@ def test_front_and_replica_that_both_send_do_not_wait_for_each_other(monkeypatch
     inbox.close()
 
 
+def front_of(links: list[Any], restart: Any, **options: Any) -> tuple[engine.ReplicatedEngine, Inbox]:
+    config = EngineConfig(DEMO, max_model_len=64, kvcache_block_size=16, skip_tokenizer_init=True, **options)
+    inbox, ready = Inbox(), [Ready(config, 64, {})] * len(links)
+    args = (links, restart, inbox, ready, config, read_model_config(config), Tokenizer(config))
+    return engine.ReplicatedEngine(*args), inbox
+
+
 def test_no_step_waits_where_the_last_replica_was_lost_during_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "MOST_RESTARTS", 0)
-    config = EngineConfig(DEMO, max_model_len=64, kvcache_block_size=16, skip_tokenizer_init=True)
-    inbox, only = Inbox(), Mock(ReplicaLink, number=0)
-    args = ([only], Mock(), inbox, [Ready(config, 64, {})], config, read_model_config(config), Tokenizer(config))
-    front = engine.ReplicatedEngine(*args)
+    only = Mock(ReplicaLink, number=0)
+    front, inbox = front_of([only], Mock())
     inbox.put((only, Lost("died")))
     with pytest.raises(ReplicaError, match="no replica is left"):
         front.checksum()
     front.add_request([1, 2], SamplingParams())
     with pytest.raises(RuntimeError, match="cannot go on"):
         front.step()
+    front.close()
+
+
+def test_a_replica_that_is_lost_while_it_falls_asleep_starts_when_the_others_wake_up() -> None:
+    links, restart = [Mock(ReplicaLink, number=number) for number in range(2)], Mock()
+    front, inbox = front_of(links, restart, enable_sleep=True)
+    inbox.put((links[1], Lost("died")))
+    inbox.put((links[0], Answer(1, 100)))
+    assert front.sleep(1, None) == 100
+    assert not restart.called
+    inbox.put((links[0], Answer(2, None)))
+    front.wake_up(None)
+    restart.assert_called_once_with(1, 64)
     front.close()
