@@ -15,10 +15,9 @@ import torch
 
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.fp8.operands import FP8Rows
-from nanovllm.kernels.gemm import decode, norm_decode, skinny
+from nanovllm.kernels.gemm import decode, skinny
 from nanovllm.kernels.gemm.choice import LIBRARY, Gemm, GemmConfig, Ranges
 from nanovllm.kernels.gemm.dispatch import matmul
-from nanovllm.kernels.gemm.norm_decode import Unnormed
 from nanovllm.kernels.pointwise.norm import add_up
 from nanovllm.layers.int4 import Int4Matrix
 from nanovllm.layers.quantized import FP8Matrix, column_multiple, quantized_matrix
@@ -100,17 +99,10 @@ class ParallelLinear(WeightedModule):
         """Whoever makes the inputs may round them to e4m3 (kernels/fp8/)."""
         return isinstance(self.quantized, FP8Matrix) and self.quantized.takes_rounded
 
-    @property
-    def takes_unnormed(self) -> bool:
-        """One row's joint may go into the product."""
-        return self.quantized is None and norm_decode.takes(self.choice(1))
-
-    def matmul(self, x: torch.Tensor | FP8Rows | Unnormed) -> torch.Tensor:
+    def matmul(self, x: torch.Tensor | FP8Rows) -> torch.Tensor:
         """x [T, in] @ weight^T: [T, out], or float32 [parts, T, out], sums over parts of `in`, where the choice says
         so: only layers whose result goes to a ReduceAddNorm have such a choice."""
         config = self.choice(x.shape[0])
-        if isinstance(x, Unnormed):
-            return norm_decode.linear(x, self.weight, config)
         if isinstance(self.quantized, FP8Matrix):
             return self.quantized.matmul(x, config)
         assert isinstance(x, torch.Tensor)
@@ -118,7 +110,7 @@ class ParallelLinear(WeightedModule):
             return self.quantized.matmul(x, config)
         return matmul(x, self.weight, config)
 
-    def forward(self, x: torch.Tensor | FP8Rows | Unnormed) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | FP8Rows) -> torch.Tensor:
         """[T, in] -> [T, out], or float32 [parts, T, out] as `matmul`."""
         y = self.matmul(x)
         if self.bias is not None and self.adds_bias:
@@ -215,15 +207,13 @@ class MergedColumnParallelLinear(ParallelLinear):
         return skinny.norm_linear_silu_mul(x, norm_weight, eps, self.weight, config)
 
     def forward_silu_mul(
-        self, x: torch.Tensor | FP8Rows | Unnormed, kernels: Kernels, rounds: bool = False
+        self, x: torch.Tensor | FP8Rows, kernels: Kernels, rounds: bool = False
     ) -> torch.Tensor | FP8Rows:
         """This layer as gate and up, SiLU(gate) * up: [T, in] -> [T, out / 2]. rounds: the kernel of the activation may
         round it to e4m3."""
         config = self.choice(x.shape[0])
         if not config.is_own or self.bias is not None:
             return (kernels.silu_mul_fp8 if rounds else kernels.silu_mul)(self(x))
-        if isinstance(x, Unnormed):
-            return norm_decode.linear_silu_mul(x, self.weight, config)
         if isinstance(self.quantized, FP8Matrix):
             return self.quantized.linear_silu_mul(x, config)
         assert isinstance(x, torch.Tensor)

@@ -8,7 +8,6 @@ import torch
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.gemm.choice import SKINNY_ROWS
-from nanovllm.kernels.gemm.norm_decode import Unnormed
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.quantized import column_multiple
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
@@ -55,7 +54,7 @@ class MLP(WeightedModule):
         """As ParallelLinear has it."""
         return self.gate_up_proj.takes_rounded
 
-    def forward(self, x: torch.Tensor | FP8Rows | Unnormed) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | FP8Rows) -> torch.Tensor:
         if self.can_fuse:
             rounds = self.down_proj.takes_rounded
             return self.down_proj(self.gate_up_proj.forward_silu_mul(x, self.kernels, rounds))

@@ -7,7 +7,6 @@ import torch
 
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.fp8.operands import FP8Rows
-from nanovllm.kernels.gemm.norm_decode import Unnormed
 from nanovllm.kernels.pointwise.norm import Norm, add_up
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
 from nanovllm.parallel.group import TensorParallelGroup
@@ -26,12 +25,11 @@ class RowNorm(WeightedModule):
         """adds_one: the checkpoint holds weight - 1; the weight is kept in float32, where the sum is exact."""
         super().__init__()
         self.eps, self.kind, self.adds_one = eps, kind, adds_one
-        self.in_whole_numbers = False
         self.weight = parameter(hidden_size, dtype=torch.float32 if adds_one else dtype, device=device)
         self.bias = parameter(hidden_size, dtype=dtype, device=device) if has_bias else None
 
     def for_kernel(self) -> Norm:
-        return Norm(self.weight, self.eps, self.kind, self.bias, self.in_whole_numbers)
+        return Norm(self.weight, self.eps, self.kind, self.bias)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield whole(f"{prefix}.weight", self.weight, offset=float(self.adds_one))
@@ -68,8 +66,6 @@ class ReduceAddNorm(WeightedModule):
         self.dependent_rows: AbstractSet[int] = frozenset()
         """Numbers of rows whose partial comes from a kernel of our own, after which the all-reduce is launched
         with PDL: `pdl_rows` of the layer before, which the model sets."""
-        self.is_inside = False
-        """One row's goes into the GEMM after it (kernels/gemm/norm_decode.py), on one rank."""
         self.rounds = False
         """The normalised rows may be rounded to e4m3, since what takes them would do so. The model sets it."""
 
@@ -85,11 +81,7 @@ class ReduceAddNorm(WeightedModule):
 
     def forward(
         self, partial: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor | FP8Rows | Unnormed, torch.Tensor]:
-        if self.is_inside and partial.shape[-2] == 1 and residual is not None:
-            assert self.norm is not None
-            total = torch.empty_like(residual)
-            return Unnormed(partial, residual, self.norm.for_kernel(), total), total
+    ) -> tuple[torch.Tensor | FP8Rows, torch.Tensor]:
         if self.group.exact_bits == "tp" and self.group.size > 1:
             return self.add_norm(self._nodes(partial, residual), residual)
         rows = partial.shape[-2]

@@ -16,7 +16,7 @@ from torch import nn
 from nanovllm.attention.base import AttentionBackend, AttentionSpec
 from nanovllm.kernels import Kernels
 from nanovllm.layers.attention import Attention, AttentionOptions, ForwardStep, wanted_rows
-from nanovllm.layers.linear import HeadSplit, ParallelLinear, RowParallelLinear
+from nanovllm.layers.linear import HeadSplit, RowParallelLinear
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.moe import MoE
 from nanovllm.layers.norm import ReduceAddNorm, RowNorm
@@ -271,14 +271,6 @@ class DecoderForCausalLM(WeightedModule):
         if self.config.logits_multiplier != 1.0:
             logits.mul_(self.config.logits_multiplier)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
-
-    def joints_and_consumers(self) -> Iterator[tuple[ReduceAddNorm, ParallelLinear]]:
-        """Those joints that are only a sum, an addition and an RMSNorm, and go to one linear layer; with that."""
-        for layer in self.layers:
-            if layer.input_layernorm.is_plain and not layer.is_parallel:
-                yield layer.input_layernorm, layer.self_attn.qkv_proj
-                if isinstance(layer.mlp, MLP) and layer.post_attention_layernorm.is_plain:
-                    yield layer.post_attention_layernorm, layer.mlp.gate_up_proj
 
     def attention_layers(self) -> list[Attention]:
         return [layer.self_attn for layer in self.layers]

@@ -92,7 +92,7 @@ def _merge_first_rows(o_proj: ParallelLinear) -> frozenset[int]:
     return frozenset(rows for rows in rows_of_skinny if merges_before(rows, num_bytes))
 
 
-def fix_order(model: DecoderForCausalLM, table: GemmTable, group: TensorParallelGroup) -> None:
+def fix_order(model: nn.Module, table: GemmTable, group: TensorParallelGroup) -> None:
     """Gives every linear layer choices for all numbers of rows that give a row the same bits (EngineConfig.exact_bits).
     A rank decides for itself: no order depends on what else was chosen."""
     for linear in linears(model):

@@ -35,8 +35,6 @@ class Norm(NamedTuple):
     times weight in float32, then rounded; "layer": LayerNorm, in float32, then rounded."""
     bias: torch.Tensor | None = None
     """[H], added before the rounding."""
-    in_whole_numbers: bool = False
-    """The mean square's bits do not depend on the kernel that computes it; for "rms"."""
 
 
 _NONE = Norm(None, 0.0)
@@ -59,20 +57,6 @@ def in_pairs(parts):
 
 
 @triton.jit
-def mean_square(x, HIDDEN: tl.constexpr, IN_WHOLE_NUMBERS: tl.constexpr):
-    """Of a float32 row [BLOCK], zero past HIDDEN. As whole numbers squares have a sum without an order: they are taken
-    in units of 2^-40 of the square of the largest element's power of two."""
-    if IN_WHOLE_NUMBERS:
-        exponent = tl.max(tl.abs(x), 0).to(tl.int32, bitcast=True) >> 23
-        y = x * ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-        power = (exponent << 23).to(tl.float32, bitcast=True)
-        total = tl.sum((y * y * 1099511627776.0).to(tl.int64), 0).to(tl.float32) * 9.094947017729282e-13
-        return total * power * power / HIDDEN
-    else:
-        return tl.sum(x * x, 0) / HIDDEN
-
-
-@triton.jit
 def _load_row(POINTER, cols, mask):
     """A row of float32; where there is none, a number that is not used."""
     row = 0.0
@@ -82,13 +66,12 @@ def _load_row(POINTER, cols, mask):
 
 
 @triton.jit
-def _normed(x, weight, bias, eps, mask, HIDDEN: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr,
-            IN_WHOLE_NUMBERS: tl.constexpr = False):  # fmt: skip
+def _normed(x, weight, bias, eps, mask, HIDDEN: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr):
     """One row x [BLOCK] normalised, in x's dtype; see Norm."""
     x32 = x.to(tl.float32)
     if KIND == "layer":
         x32 = tl.where(mask, x32 - tl.sum(x32, 0) / HIDDEN, 0.0)
-    normed = x32 * tl.rsqrt(mean_square(x32, HIDDEN, IN_WHOLE_NUMBERS) + eps)
+    normed = x32 * tl.rsqrt(tl.sum(x32 * x32, 0) / HIDDEN + eps)
     if KIND == "rms":
         # A product of two bfloat16 is exact in float32, so this rounds once, as a bfloat16 product does.
         normed = normed.to(x.dtype).to(tl.float32)
@@ -102,7 +85,7 @@ def _normed(x, weight, bias, eps, mask, HIDDEN: tl.constexpr, KIND: tl.constexpr
 def _norm_kernel(
     X, RESIDUAL, WEIGHT, BIAS, OUT, SCALES, AFTER_WEIGHT, AFTER_BIAS, x_stride, scale_stride, eps, after_eps,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, KIND: tl.constexpr, AFTER_KIND: tl.constexpr,
-    MULTIPLIER: tl.constexpr, PARTS: tl.constexpr, IN_WHOLE_NUMBERS: tl.constexpr, PDL: tl.constexpr,
+    MULTIPLIER: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Row `program_id` of add_norms, without the addition where not ADD. RESIDUAL and OUT are contiguous, and so is X
     where it is PARTS matrices to add up. What is None is not there: AFTER_WEIGHT, biases, and WEIGHT where OUT
@@ -131,7 +114,7 @@ def _norm_kernel(
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(RESIDUAL + row * HIDDEN + cols, x, mask=mask)
     if WEIGHT is not None:
-        normed = _normed(x, weight, bias, eps, mask, HIDDEN, KIND, BIAS is not None, IN_WHOLE_NUMBERS)
+        normed = _normed(x, weight, bias, eps, mask, HIDDEN, KIND, BIAS is not None)
         if SCALES is not None:
             store_rounded(tl.where(mask, normed.to(tl.float32), 0.0), OUT, SCALES, row, 0, scale_stride, HIDDEN, BLOCK)
         else:
@@ -152,7 +135,7 @@ def _launch(
             x, x if residual is None else residual, norm.weight, norm.bias, out, scales, after.weight, after.bias,
             x.stride(-2), 0 if scales is None else scales.stride(1), norm.eps, after.eps,
             HIDDEN=hidden, BLOCK=block, ADD=residual is not None, KIND=norm.kind, AFTER_KIND=after.kind,
-            MULTIPLIER=multiplier, PARTS=parts, IN_WHOLE_NUMBERS=norm.in_whole_numbers,
+            MULTIPLIER=multiplier, PARTS=parts,
             num_warps=min(max(block // (1024 if parts == 1 else 512), 1), 4 if parts == 1 else 8),
             # A norm's result is rounded before it is added: no multiply-add in bfloat16 may join the two.
             enable_fp_fusion=after is _NONE and multiplier == 1.0, **pdl_options(x.device, num_rows <= most_pdl_rows),
