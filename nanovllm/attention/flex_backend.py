@@ -20,10 +20,10 @@ from nanovllm.errors import refuse
 _QUERY_BLOCK = 128  # of a BlockMask; a tile is one
 _CPU_TILE = 32
 _compiled = torch.compile(flex_attention, dynamic=True, fullgraph=True)
-_COMPILING = {"recompile_limit": 256, "specialize_int": True, "specialize_float": True}
+_COMPILING = {"recompile_limit": 256, "specialize_float": True}
 """For one tile and several, of one query and more, layers' kinds and users' functions there is a variant each; PyTorch
-would stop at 8 and compute uncompiled. Numbers in functions are constants of theirs: as inputs, which `dynamic` would
-make of them, floats do not compile for a GPU."""
+would stop at 8 and compute uncompiled. Floats in functions are constants of theirs: as inputs, which `dynamic` would
+make of them, they do not compile for a GPU."""
 
 Mod = Callable[..., torch.Tensor]
 
