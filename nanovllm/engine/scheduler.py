@@ -56,11 +56,6 @@ class Scheduler:
         return len(self.waiting)
 
     @property
-    def has_room(self) -> bool:
-        """Whether a request that came now might begin with the next step."""
-        return bool(self._free_slots) and not self.waiting
-
-    @property
     def holds_new(self) -> bool:
         """Whether requests that have not begun wait, whatever room there is."""
         return self.waiting.holds_new

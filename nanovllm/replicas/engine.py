@@ -30,7 +30,6 @@ from nanovllm.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 MOST_RESTARTS = 3  # of each replica that was lost; then the others go on without it
-_SPIN_REQUESTS, _SPIN_SECONDS = 4, 0.008
 _LOOK_SECONDS = 0.1  # the longest that a step waits for any replica
 
 
@@ -182,14 +181,8 @@ class ReplicatedEngine(ReplicaControl):
             raise
 
     def _take_events_in(self, columns: StepColumns, waits: bool) -> None:
-        spin = _SPIN_SECONDS if waits and self._awaits_first_token() else 0.0
-        for event in self._events.take(_LOOK_SECONDS if waits else 0.0, spin):
+        for event in self._events.take(_LOOK_SECONDS if waits else 0.0):
             self._take_in(event, columns)
-
-    def _awaits_first_token(self) -> bool:
-        """Of one of few requests: then waking up would be a good part of its way."""
-        live = self._live.values()
-        return len(live) <= _SPIN_REQUESTS and any(each.seqs[0].metrics.first_token_time is None for each in live)
 
     def _take_in(self, event: Any, columns: StepColumns) -> None:
         link, message = event

@@ -73,13 +73,9 @@ class Inbox:
             self._poll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if expects else 0))
             (self._full.add if expects else self._full.remove)(fd)
 
-    def take(self, timeout: float = 0.0, spin: float = 0.0) -> list[Any]:
-        """The events that are there; waits up to `timeout` seconds for one, or for a part of one, after `spin` seconds
-        of looking without a pause."""
+    def take(self, timeout: float = 0.0) -> list[Any]:
+        """The events that are there; waits up to `timeout` seconds for one, or for a part of one."""
         with self._reads:
-            until = time.monotonic() + spin
-            while not self._events and time.monotonic() < until:
-                self._read(0.0)
             self._read(timeout)
             return [self._events.popleft() for _ in range(len(self._events))]
 

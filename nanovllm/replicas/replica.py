@@ -154,10 +154,8 @@ class Replica:
     # -- the main thread ----------------------------------------------------------------------------------------
 
     def _serve(self, engine: "LLMEngine") -> None:
-        from nanovllm.engine.step_clock import StepClock
         from nanovllm.engine.step_watch import watch_of
 
-        clock = StepClock() if engine.config.device == "cuda" and engine.config.uses("late_scheduling") else None
         watch, seconds = watch_of(engine.config), 0.0
         while not self._leaving:
             self._take_in(seconds)
@@ -169,13 +167,8 @@ class Replica:
                 if engine.executor.failed:
                     engine.executor.check()  # raises
             else:
-                if clock is not None and engine.running_step is not None and engine.scheduler.has_room:
-                    clock.wait(engine.executor.has_result)
-                    self._take_in(0.0)
                 with watch:
                     gained = engine.step()
-                if clock is not None:
-                    clock.note(engine.running_step)
                 self._send_gained(engine, gained)
 
     def _take_in(self, seconds: float) -> None:

@@ -120,7 +120,7 @@ class EngineProcess:
         while not self._leaving:
             admin.advance()
             if engine.is_busy():
-                if clock is not None and engine.running_step is not None and engine.scheduler.has_room:
+                if clock is not None and engine.running_step is not None:
                     clock.wait(engine.executor.has_result)
                 with watch:
                     gained = engine.step()
