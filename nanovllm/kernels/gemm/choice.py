@@ -191,22 +191,31 @@ def fallback(gemm: Gemm, rows: int) -> GemmConfig:
     return GemmConfig("fma", 16, block_k=512, stages=1) if rows == 2 else stream_config(gemm.n, gemm.k, 3)
 
 
+_FP8_TILES = {
+    "qkv": ((16, (64, 16, 256, 4)), (32, None), (64, (32, 64, 128, 6)), (128, (32, 128, 128, 5))),
+    "gate_up": ((16, (64, 16, 256, 3)), (32, (64, 32, 128, 4))),
+    "o": ((16, (64, 16, 256, 4)), (32, (64, 32, 128, 5)), (64, (64, 64, 128, 5)), (DECODE_ROWS, (64, 128, 128, 3))),
+}
+"""(most rows, (weight rows, rows, columns, stages) of a tile); None, and what is not there: the library. "o" is for all
+whose consumers add up parts of K."""
+
+
 def _fp8_fallback(gemm: Gemm, rows: int) -> GemmConfig:
     """CUDA cores for one row. Beyond, tiles that hold all rows; where the consumer adds up parts of K, as many of them
-    as keep all programs resident. The library multiplies many rows by weights whose consumers take no parts. So it was
-    best for the four layers of 8B on an H200, at 1 to 256 rows."""
-    summed = gemm.kind in SUMMED
-    if rows > (DECODE_ROWS if summed else 32) or gemm.k % 16:
+    as keep all programs resident. So it was best for the four layers of 8B on an H200, at 1 to 256 rows."""
+    if gemm.k % 16:
         return LIBRARY
+    summed = gemm.kind in SUMMED
     if rows == 1:
         block_k = 2048 if summed and gemm.k >= 4096 else 1024 if gemm.k >= 1024 else 512
         return GemmConfig("fma", 8, block_k=block_k, stages=2)
-    block_m = next(size for size in (16, 32, 64, 128) if rows <= size or size == 128)
-    tiles = -(-gemm.n // 64) * -(-rows // block_m)
-    parts = max(1, min(4, 3 * _PROCESSORS // tiles, gemm.k // 256)) if summed else 1
-    if block_m == 16:
-        return GemmConfig("decode", 64, 16, 256, 3 if gemm.kind == "gate_up" else 4, parts)
-    return GemmConfig("decode", 64, block_m, 128, 3 if block_m == 128 else 5, parts)
+    by_rows = _FP8_TILES.get("o" if summed else gemm.kind, ())
+    tile = next((tile for most, tile in by_rows if rows <= most), None)
+    if tile is None:
+        return LIBRARY
+    programs = -(-gemm.n // tile[0]) * -(-rows // tile[1])
+    parts = max(1, min(4, 3 * _PROCESSORS // programs, gemm.k // 256)) if summed else 1
+    return GemmConfig("decode", *tile, parts)
 
 
 def int4_few_config(gemm: Gemm) -> GemmConfig:
