@@ -4,19 +4,18 @@ import torch
 
 from nanovllm.kernels.base.device import supports_tma
 from nanovllm.kernels.gemm import decode, fixed_order
-from nanovllm.kernels.gemm.choice import DECODE_ROWS, GemmConfig
+from nanovllm.kernels.gemm.choice import GemmConfig
 
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, H] @ weight [W, H]^T: float32 [parts, T, W], sums over parts of H.
 
-    Up to a few hundred rows a kernel of our own does it, in narrow tiles and several parts: W is so small that the
+    A kernel of our own does it in several parts, up to where the library was faster for 30B-A3B: W is so small that the
     library would keep a handful of processors busy.
     """
     rows, hidden = x.shape
-    if rows <= DECODE_ROWS and supports_tma(x.device) and x.element_size() == 2 and hidden % 8 == 0 and hidden >= 512:
-        block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
-        return decode.linear(x, weight, GemmConfig("decode", 16, block_m, 128, 4, split_k=4))
+    if rows <= _OWN_ROWS and supports_tma(x.device) and x.element_size() == 2 and hidden % 8 == 0 and hidden >= 512:
+        return router_logits_in_one_order(x, weight)
     if x.is_cuda and x.element_size() == 2:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)[None]
     return (x.float() @ weight.float().t())[None]
@@ -32,5 +31,6 @@ def router_logits_in_one_order(x: torch.Tensor, weight: torch.Tensor) -> torch.T
     return decode.linear(x, weight, GemmConfig("decode", block_n, block_m, block_k, 4, split_k=4))
 
 
+_OWN_ROWS = 2048
 _TILES = ((16, 16, 16), (32, 16, 32), (1024, 16, 64), (fixed_order.ANY_ROWS, 64, 128))
 """Most rows; weight rows and rows of a tile."""
