@@ -67,7 +67,8 @@ class ReduceAddNorm(WeightedModule):
         """Numbers of rows whose partial comes from a kernel of our own, after which the all-reduce is launched
         with PDL: `pdl_rows` of the layer before, which the model sets."""
         self.rounds = False
-        """The normalised rows may be rounded to e4m3, since what takes them would do so. The model sets it."""
+        """The normalised rows are rounded to e4m3, on one rank, since what takes them would do so. The model sets
+        it."""
 
     @property
     def weight(self) -> torch.Tensor:
@@ -90,9 +91,7 @@ class ReduceAddNorm(WeightedModule):
             return self.add_norm(peers.all_reduce(partial), residual)
         if peers is not None:
             dependent = rows in self.dependent_rows
-            return peers.all_reduce_add_rms_norm(
-                partial, residual, self.weight, self.eps, dependent=dependent, rounds=self.rounds
-            )
+            return peers.all_reduce_add_rms_norm(partial, residual, self.weight, self.eps, dependent=dependent)
         if self.group.size > 1 and partial.dim() == 3:
             assert residual is not None
             partial = add_up(partial, residual.dtype)
@@ -104,8 +103,9 @@ class ReduceAddNorm(WeightedModule):
     def _nodes(self, partial: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """The ranks' nodes of the tree that a row-parallel sum is, float32 [ranks, T, hidden]; at the start of the
         model, where all addends but one are zero, their sum."""
-        nodes = self.group.gather_sums(partial, partial.shape[-2] in self.dependent_rows)
-        return add_up(nodes, partial.dtype) if residual is None else nodes
+        if residual is None:
+            return self.group.all_reduce(partial)
+        return self.group.all_gather(add_up(partial, torch.float32))
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> Normed:
         """The same for x [T, hidden] (or in parts) that is complete."""

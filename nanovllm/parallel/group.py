@@ -69,20 +69,14 @@ class TensorParallelGroup:
         raise. All ranks call it."""
         from nanovllm.parallel.peer.all_reduce import PeerAllReduce
         from nanovllm.parallel.peer.copy_engine import CopyEngineSums
-        from nanovllm.parallel.peer.limits import AllReduceLimits
-        from nanovllm.parallel.peer.memory import Layout, PeerMemory, PeerMemoryUnavailable
+        from nanovllm.parallel.peer.memory import PeerMemory, PeerMemoryUnavailable
 
         assert self._store is not None and self.size > 1
-        layout = None
-        if self.exact_bits == "tp":
-            layout = Layout.for_gathers(self.size, hidden_size, max_rows, max_keys, AllReduceLimits())
-            dtype = torch.float32
         args = (self._store, self.rank, self.size, self.device, max_rows, hidden_size, dtype)
         half_rows = 0 if self.overlap is None else self.overlap.first_half(max_rows)
-        share = self._share_gpus
         try:
             memory = PeerMemory(
-                *args, max_keys=max_keys, half_rows=half_rows, layout=layout, allow_shared_device=share
+                *args, max_keys=max_keys, half_rows=half_rows, allow_shared_device=self._share_gpus
             )
             self._peer = PeerAllReduce(memory, one_order=self.exact_bits is not None)
             if self.overlap is not None:
@@ -142,13 +136,6 @@ class TensorParallelGroup:
         else:
             self._group.allgather([list(out.unbind(0))], [x]).wait()
         return out
-
-    def gather_sums(self, partial: torch.Tensor, dependent: bool = False) -> torch.Tensor:
-        """Every rank's partial [T, hidden], or float32 [parts, T, hidden] whose sum it is, in float32: [ranks, T,
-        hidden]. For exact_bits="tp". dependent: see PeerAllReduce."""
-        if self._peer is not None:
-            return self._peer.all_gather(partial.float(), dependent=dependent)
-        return self.all_gather(partial.float() if partial.dim() == 2 else add_up(partial, torch.float32))
 
     @contextmanager
     def muted(self) -> Iterator[None]:

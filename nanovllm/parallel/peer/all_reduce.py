@@ -23,11 +23,8 @@ import torch
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.padded_rows import empty_rows
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.fp8.operands import FP8Rows
-from nanovllm.kernels.fp8.quantize import empty_rows_for
-from nanovllm.kernels.fp8.reference import GROUP
 from nanovllm.kernels.pointwise.norm import add_up
-from nanovllm.parallel.peer.kernels import gather_kernel, max_keys_kernel, one_shot_kernel, two_shot_kernel
+from nanovllm.parallel.peer.kernels import max_keys_kernel, one_shot_kernel, two_shot_kernel
 from nanovllm.parallel.peer.memory import MAX_PROGRAMS, MAX_SPLIT, SENTINELS, PeerMemory
 from nanovllm.parallel.peer.two_shot import split_two_shot_kernel
 
@@ -138,8 +135,8 @@ class PeerAllReduce:
 
     def all_reduce_add_rms_norm(
         self, partial: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, *,
-        path: Path | None = None, dependent: bool = False, rounds: bool = False,
-    ) -> tuple[torch.Tensor | FP8Rows, torch.Tensor]:  # fmt: skip
+        path: Path | None = None, dependent: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Sum over the ranks + residual (float32, one rounding), and the RMSNorm of that.
 
         partial [T, hidden]: this rank's addend, contiguous, any memory; or float32 [parts, T, hidden], whose sum it is.
@@ -147,19 +144,15 @@ class PeerAllReduce:
         (normalised [T, hidden], residual [T, hidden]).
         The residual is for further calls with the same T alone: where two-shot is taken, each rank updates only the
         rows that it owns (row mod world = rank), which is a third less on the wire.
-        path: overrules `path(T)` (benchmarks). dependent: launch it with PDL, whatever its rows. rounds: a one-shot sum
-        rounds what it normalised to e4m3.
+        path: overrules `path(T)` (benchmarks). dependent: launch it with PDL, whatever its rows.
         """
         rows = self._check(partial, residual, weight)
-        found = None
-        if rounds and (path or self.path(rows)) == "one_shot" and self._shape["BLOCK"] >= GROUP:
-            found = empty_rows_for(rows, self._hidden, weight.dtype, weight.device)
-        out = empty_rows(rows, self._hidden, weight.dtype, weight.device) if found is None else found.values
-        residual_out = torch.empty_like(out, dtype=weight.dtype) if residual is None else residual
+        out = empty_rows(rows, self._hidden, weight.dtype, weight.device)
+        residual_out = torch.empty_like(out) if residual is None else residual
         for own in self._pieces(rows, path):
             operands = (partial[..., own, :].contiguous(), residual_out[own], weight, out[own])
-            self._launch(path, operands, eps, residual is not None, dependent, scales=found and found.scales)
-        return out if found is None else found, residual_out
+            self._launch(path, operands, eps, residual is not None, dependent)
+        return out, residual_out
 
     def all_reduce(self, partial: torch.Tensor, *, path: Path | None = None) -> torch.Tensor:
         """The sum over the ranks alone (float32, one rounding), whole on every rank: a new tensor [T, hidden]. partial,
@@ -169,23 +162,6 @@ class PeerAllReduce:
         for own in self._pieces(rows, path):
             part, total = partial[..., own, :].contiguous(), out[own]
             self._launch(path, (part, total, total, total), 0.0, False, False, norm=False)
-        return out
-
-    def all_gather(self, partial: torch.Tensor, *, dependent: bool = False) -> torch.Tensor:
-        """Every rank's float32 partial [T, hidden], or [parts, T, hidden] whose sum it is, added in pairs: a new tensor
-        [ranks, T, hidden], in which -0.0 became +0.0. For a block of float32. dependent: as above."""
-        rows, memory = self._check(partial, None, None), self.memory
-        parts = partial.shape[0] if partial.ndim == 3 else 1
-        out = partial.new_empty(memory.world_size, rows, self._hidden)
-        source = partial.view(torch.int32) if parts == 1 else partial
-        most = memory.layout.one_shot_rows
-        pdl = pdl_options(partial.device, dependent or rows <= PDL_ROWS)
-        for begin in range(0, rows, most):
-            count = min(most, rows - begin)
-            gather_kernel[(min(count, MAX_PROGRAMS),)](
-                source[..., begin:, :], out[:, begin:], memory.peers, memory.parity[0], memory.abort_word, count, rows,
-                memory.rank, self.max_spins, CAPACITY=most, PARTS=parts, **self._shape, **pdl,
-            )  # fmt: skip
         return out
 
     def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:
@@ -218,10 +194,9 @@ class PeerAllReduce:
 
     def _launch(
         self, path: Path | None, operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], eps: float,
-        has_residual: bool, dependent: bool, norm: bool = True, scales: torch.Tensor | None = None,
+        has_residual: bool, dependent: bool, norm: bool = True,
     ) -> None:  # fmt: skip
-        """operands: partial, residual (in and out, or only out), weight, out; without `norm` the sum goes to out.
-        scales: of an `out` in e4m3."""
+        """operands: partial, residual (in and out, or only out), weight, out; without `norm` the sum goes to out."""
         partial, residual, weight, out = operands
         memory, layout, rows = self.memory, self.memory.layout, out.shape[0]
         path, parts = path or self.path(rows), partial.shape[0] if partial.ndim == 3 else 1
@@ -233,9 +208,8 @@ class PeerAllReduce:
         fixed |= pdl_options(partial.device, dependent or rows <= PDL_ROWS)
         if path == "one_shot" and rows <= layout.one_shot_rows:
             one_shot_kernel[(min(rows, MAX_PROGRAMS),)](
-                *tensors, memory.parity[0], *scalars, scales, 0 if scales is None else scales.stride(1), NORM=norm,
-                CAPACITY=layout.one_shot_rows, **fixed,
-            )  # fmt: skip
+                *tensors, memory.parity[0], *scalars, NORM=norm, CAPACITY=layout.one_shot_rows, **fixed
+            )
         elif path == "two_shot" and rows <= layout.two_shot_rows:
             self._two_shot(tensors, scalars, fixed, norm)
         else:

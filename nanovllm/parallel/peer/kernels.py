@@ -1,7 +1,6 @@
 """The Triton kernels of the sums through peer memory; all_reduce.py launches them, and says why they are right."""
 
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.fp8.quantize import store_rounded
 from nanovllm.kernels.pointwise.norm import in_pairs
 from nanovllm.parallel.peer.memory import MAX_PROGRAMS
 
@@ -75,19 +74,19 @@ def load_addend(partial, at, rows, mask, out, PARTS: tl.constexpr, HIDDEN: tl.co
 
 
 @triton.jit
-def _finished_row(arrived, kept_before, gain, at, residual_out, mask, eps, HIDDEN: tl.constexpr, NORM: tl.constexpr,
-                  INT: tl.constexpr, SENTINEL: tl.constexpr):  # fmt: skip
-    """arrived INT [sources, BLOCK]: one row of every rank. Sums, adds the residual, stores that at `at` of
-    residual_out, normalises; returns the bits. Without NORM those of the sum itself, and nothing is stored."""
-    dtype = residual_out.dtype.element_ty
-    total = tl.sum(arrived.to(dtype, bitcast=True).to(tl.float32), 0) + kept_before
-    result = rounded(total, residual_out, INT, SENTINEL)
+def _finish_row(arrived, kept_before, gain, at, residual_out, out, mask, eps, HIDDEN: tl.constexpr,
+                NORM: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr):  # fmt: skip
+    """arrived INT [sources, BLOCK]: one row of every rank. Sums, adds the residual, normalises, stores at `at` of
+    residual_out and out; returns the bits of out. Without NORM the sum itself goes to out alone."""
+    total = tl.sum(arrived.to(out.dtype.element_ty, bitcast=True).to(tl.float32), 0) + kept_before
+    result = rounded(total, out, INT, SENTINEL)
     if NORM:
-        x = result.to(dtype, bitcast=True)
+        x = result.to(out.dtype.element_ty, bitcast=True)
         tl.store(residual_out + at, x, mask=mask)
         x32 = x.to(tl.float32)
-        normed = (x32 * tl.math.rsqrt(tl.sum(x32 * x32, 0) / HIDDEN + eps)).to(dtype)
-        result = rounded(normed.to(tl.float32) * gain, residual_out, INT, SENTINEL)
+        normed = (x32 * tl.math.rsqrt(tl.sum(x32 * x32, 0) / HIDDEN + eps)).to(out.dtype.element_ty)
+        result = rounded(normed.to(tl.float32) * gain, out, INT, SENTINEL)
+    tl.store(out + at, result.to(out.dtype.element_ty, bitcast=True), mask=mask)
     return result
 
 
@@ -100,79 +99,33 @@ def float_or_zeros(pointers, mask, WANTED: tl.constexpr):
         return tl.zeros(mask.shape, tl.float32)
 
 
-@triton.jit
-def _blocks(peers, rank, WORLD: tl.constexpr, INT: tl.constexpr):
-    """Pointers to the ranks' blocks, this rank's last. They are never written after the start, so read before any wait.
-    Each rank starts with another peer, so that no link is crowded."""
-    blocks = ()
-    for step in tl.static_range(WORLD):
-        blocks = blocks + (_peer_pointer(peers, (rank + 1 + step) % WORLD, 0, INT),)
-    return blocks
-
-
-@triton.jit
-def _send_rows(partial, blocks, place, rows, total, out, WORLD: tl.constexpr, HIDDEN: tl.constexpr,
-               BLOCK: tl.constexpr, PARTS: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr):  # fmt: skip
-    """This program's share of `rows` rows of `partial`, a part of which has `total`, to `place` in all blocks."""
-    cols = tl.arange(0, BLOCK)
-    mask = cols < HIDDEN
-    row = tl.program_id(0)
-    while row < rows:
-        at = row.to(tl.int64) * HIDDEN
-        bits = load_addend(partial, at + cols, total, mask, out, PARTS, HIDDEN, INT, SENTINEL)
-        for step in tl.static_range(WORLD):
-            tl.store(blocks[step] + (place + at) + cols, bits, mask=mask)
-        row += tl.num_programs(0)
-
-
-@triton.jit(do_not_specialize=["rows", "total", "rank", "max_spins"])
-def gather_kernel(partial, out, peers, parity_state, abort, rows, total, rank, max_spins, WORLD: tl.constexpr,
-                  WORLD_BLOCK: tl.constexpr, CAPACITY: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
-                  PARTS: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Every rank sends `rows` of its rows to all ranks, and stores those of every rank.
-
-    partial, out: as one_shot_kernel's, and float32 [WORLD, rows, HIDDEN], from the first of these rows on; there are
-    `total` in all. Places and programs: as one_shot_kernel, whose parity it shares.
-    """
-    cols = tl.arange(0, BLOCK)
-    blocks = _blocks(peers, rank, WORLD, INT)
-    parity = begin_call(parity_state, PDL)
-    half = parity.to(tl.int64) * (WORLD * CAPACITY * HIDDEN)
-    place = half + (rank * CAPACITY).to(tl.int64) * HIDDEN
-    _send_rows(partial, blocks, place, rows, total, out, WORLD, HIDDEN, BLOCK, PARTS, INT, SENTINEL)
-    source = tl.arange(0, WORLD_BLOCK).to(tl.int64)[:, None] * HIDDEN
-    mask = (tl.arange(0, WORLD_BLOCK) < WORLD)[:, None] & (cols < HIDDEN)[None, :]
-    row = tl.program_id(0)
-    while row < rows:
-        at = row.to(tl.int64) * HIDDEN + cols[None, :]
-        arrived = _receive(blocks[WORLD - 1] + half + source * CAPACITY + at, mask, abort, max_spins, SENTINEL)
-        tl.store(out + source * total + at, arrived.to(tl.float32, bitcast=True), mask=mask)
-        row += tl.num_programs(0)
-    end_call(parity_state, parity)
-
-
-@triton.jit(do_not_specialize=["rows", "rank", "max_spins", "scale_stride"])
+@triton.jit(do_not_specialize=["rows", "rank", "max_spins"])
 def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_state, abort, rows, rank, eps,
-                    max_spins, scales, scale_stride, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr,
-                    CAPACITY: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr,
-                    NORM: tl.constexpr, PARTS: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr,
-                    PDL: tl.constexpr):  # fmt: skip
+                    max_spins, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
+                    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr,
+                    PARTS: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Every rank sends its rows to all ranks (itself too, which keeps the code one) and sums all that arrive.
 
     partial INT [rows, HIDDEN] (the bits of the model's dtype), or float32 [PARTS, rows, HIDDEN], which are added up and
     rounded before they are sent. residual, residual_out, out [rows, HIDDEN]; weight [HIDDEN]; without NORM out is the
-    sum, and residual_out and weight are not touched. Where there are scales, float32 [groups, scale_stride], out is
-    e4m3. Places: [2, WORLD (source), CAPACITY, HIDDEN], where the block begins. Program p takes rows p, p + programs,
-    ...
+    sum, and residual_out and weight are not touched. Places: [2, WORLD
+    (source), CAPACITY, HIDDEN], where the block begins. Program p takes rows p, p + programs, ...
     """
     pid, programs = tl.program_id(0), tl.num_programs(0)
     cols = tl.arange(0, BLOCK)
     mask = cols < HIDDEN
-    blocks = _blocks(peers, rank, WORLD, INT)
+    blocks = ()  # never written after the start, so read before any wait
+    for step in tl.static_range(WORLD):  # each rank starts with another peer, so that no link is crowded
+        blocks = blocks + (_peer_pointer(peers, (rank + 1 + step) % WORLD, 0, INT),)
     parity = begin_call(parity_state, PDL)
     half = parity.to(tl.int64) * (WORLD * CAPACITY * HIDDEN)
-    place = half + (rank * CAPACITY).to(tl.int64) * HIDDEN
-    _send_rows(partial, blocks, place, rows, rows, residual_out, WORLD, HIDDEN, BLOCK, PARTS, INT, SENTINEL)
+    row = pid
+    while row < rows:
+        bits = load_addend(partial, row.to(tl.int64) * HIDDEN + cols, rows, mask, out, PARTS, HIDDEN, INT, SENTINEL)
+        place = half + (rank * CAPACITY + row).to(tl.int64) * HIDDEN
+        for step in tl.static_range(WORLD):
+            tl.store(blocks[step] + place + cols, bits, mask=mask)
+        row += programs
     gain = float_or_zeros(weight + cols, mask, NORM)  # before a wait, which hides its latency
     source = tl.arange(0, WORLD_BLOCK)
     tile = (source * CAPACITY * HIDDEN)[:, None] + cols[None, :]
@@ -182,13 +135,7 @@ def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
         at = row.to(tl.int64) * HIDDEN
         kept = float_or_zeros(residual + at + cols, mask, RESIDUAL)
         arrived = _receive(blocks[WORLD - 1] + half + at + tile, tile_mask, abort, max_spins, SENTINEL)
-        bits = _finished_row(arrived, kept, gain, at + cols, residual_out, mask, eps, HIDDEN, NORM, INT, SENTINEL)
-        result = bits.to(residual_out.dtype.element_ty, bitcast=True)
-        if scales is not None:
-            result = tl.where(mask, result.to(tl.float32), 0.0)
-            store_rounded(result, out, scales, row, 0, scale_stride, HIDDEN, BLOCK)
-        else:
-            tl.store(out + at + cols, result, mask=mask)
+        _finish_row(arrived, kept, gain, at + cols, residual_out, out, mask, eps, HIDDEN, NORM, INT, SENTINEL)
         row += programs
     end_call(parity_state, parity)
 
@@ -236,8 +183,8 @@ def two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
             kept = float_or_zeros(residual + at + cols, mask, RESIDUAL)
             place = scatter + half + unit.to(tl.int64) * HIDDEN
             arrived = _receive(_peer_pointer(peers, rank, place, INT) + tile, tile_mask, abort, max_spins, SENTINEL)
-            bits = _finished_row(arrived, kept, gain, at + cols, residual_out, mask, eps, HIDDEN, NORM, INT, SENTINEL)
-            tl.store(out + at + cols, bits.to(out.dtype.element_ty, bitcast=True), mask=mask)
+            bits = _finish_row(arrived, kept, gain, at + cols, residual_out, out, mask, eps, HIDDEN, NORM, INT,
+                               SENTINEL)
             place = half + at
             for step in tl.static_range(WORLD - 1):
                 to = (rank + 1 + step) % WORLD

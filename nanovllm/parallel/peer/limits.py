@@ -45,8 +45,6 @@ class AllReduceLimits:
     half_bytes: int = 80 << 20
     """Of half a step: larger ones are not cut (parallel/two_batch.py). The block holds four times as much for them."""
 
-    gather_bytes: int = 8 << 20
-    """Of the float32 rows that a rank sends in one gather; more rows go in pieces."""
     most_cut_rows: int = 256
     """With more, whole rows occupy the chip."""
     least_cut_bytes: int = 4096

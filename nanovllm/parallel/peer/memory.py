@@ -103,15 +103,6 @@ class Layout:
         return cls(world_size, hidden_size, itemsize, one_shot_rows, two_shot_rows, max_keys, half_rows)
 
 
-    @classmethod
-    def for_gathers(
-        cls, world_size: int, hidden_size: int, max_rows: int, max_keys: int, limits: AllReduceLimits
-    ) -> "Layout":
-        """Capacities for gathers of up to `max_rows` float32 rows, and no sums."""
-        rows = max(1, min(max_rows, limits.gather_bytes // (4 * hidden_size)))
-        return cls(world_size, hidden_size, 4, rows, 0, max_keys)
-
-
 def fill_with_sentinels(block: torch.Tensor, layout: Layout) -> None:
     """block uint8 [layout.nbytes]: every place becomes empty, every flag zero."""
     rows, squares, keys = block[: layout.inbox].tensor_split((layout.squares, layout.keys))
