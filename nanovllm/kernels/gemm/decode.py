@@ -101,17 +101,12 @@ def _launch(x: Tensor, weight: Tensor, n_out: int, config: GemmConfig, out: Tens
     columns = PREFETCH_BYTES // (config.block_n * (2 if gated else 1) * weight.element_size())
     grid = (triton.cdiv(rows, config.block_m), triton.cdiv(n_out, config.block_n), config.split_k)
     readable = min(rows_in_memory(x), grid[0] * config.block_m)
-    shape, strides, tile = [n_out, k], [k, 1], [config.block_n, config.block_k]
-    stacked = gated and config.block_n == 32 and config.block_m < 64
-    if stacked:
-        shape, strides, tile = [2, *shape], [n_out * k, *strides], [2, *tile]
     decode_gemm_kernel[grid](
         TensorDescriptor(x, [readable, k], [k, 1], [config.block_m, config.block_k]),
-        TensorDescriptor(weight, shape if stacked else list(weight.shape), strides, tile),
+        TensorDescriptor(weight, list(weight.shape), [k, 1], [config.block_n, config.block_k]),
         weight, out, rows=rows, n_out=n_out, k=k,
         BLOCK_N=config.block_n, BLOCK_M=config.block_m, BLOCK_K=config.block_k, STAGES=config.stages,
-        GATED=gated, STACKED=stacked, PARTS=config.split_k > 1, LEAVES=config.leaves,
-        X_LEFT=config.block_n < 64 and not stacked,
+        GATED=gated, PARTS=config.split_k > 1, LEAVES=config.leaves, X_LEFT=config.block_n < 64,
         PREFETCH=max(64, min(columns, triton.next_power_of_2(k))), num_warps=config.num_warps,
         **pdl_options(x.device, pdl),
     )  # fmt: skip

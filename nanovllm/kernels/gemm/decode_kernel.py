@@ -65,12 +65,11 @@ def store_sums(
 def decode_gemm_kernel(
     X, W, w_ptr, out_ptr, rows, n_out, k,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    GATED: tl.constexpr, STACKED: tl.constexpr, PARTS: tl.constexpr, LEAVES: tl.constexpr, X_LEFT: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, PARTS: tl.constexpr, LEAVES: tl.constexpr, X_LEFT: tl.constexpr, PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of rows, tiles of weights, splits of K). X and W are descriptors of x [rows, k] and of the weights
     [n_out, k], or [2 n_out, k] where GATED: then a program has BLOCK_N gates and the BLOCK_N ups that belong to them.
-    STACKED: these are one operand, and W describes [2, n_out, k].
     out [rows, n_out]; with PARTS float32 [splits, rows, n_out], a sum for each split. A split of several LEAVES sums
     each by itself, and then in pairs; then LEAVES * splits cut k into equal parts, whole steps each.
     """
@@ -81,15 +80,10 @@ def decode_gemm_kernel(
     begin, end = steps * split // splits, steps * (split + 1) // splits
     wait_for_rows(w_ptr, first_col, n_out, begin * BLOCK_K, k, BLOCK_N, GATED, PREFETCH, PDL)
 
-    acc = tl.zeros([BLOCK_M, BLOCK_N] if X_LEFT else [BLOCK_N * (2 if STACKED else 1), BLOCK_M], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_N] if X_LEFT else [BLOCK_N, BLOCK_M], dtype=tl.float32)
     if GATED:
         up = tl.zeros(acc.shape, dtype=tl.float32)
-    if STACKED:
-        for step in tl.range(begin, end, num_stages=STAGES):
-            w = tl.reshape(W.load([0, first_col, step * BLOCK_K]), [2 * BLOCK_N, BLOCK_K])
-            acc = multiply(X.load([first_row, step * BLOCK_K]), w, acc, X_LEFT)
-        acc, up = tl.split(tl.permute(tl.reshape(acc, [2, BLOCK_N, BLOCK_M]), [1, 2, 0]))
-    elif LEAVES == 1:
+    if LEAVES == 1:
         for step in tl.range(begin, end, num_stages=STAGES):
             x = X.load([first_row, step * BLOCK_K])
             acc = multiply(x, W.load([first_col, step * BLOCK_K]), acc, X_LEFT)

@@ -90,7 +90,7 @@ def _for_rows(gemm: Gemm, rows: int, measured: Ranges, parts: int, otherwise: Ge
         return config
     own = next((config for most, config in _OWN[parts] if rows <= most), otherwise)
     if gemm.kind == "gate_up" and own is not otherwise and rows <= 32:
-        own = _GATED if rows > 16 or gemm.n > _FEW_GATES else _FEW_GATED
+        own = _GATED
     return otherwise if misfit(gemm, own) else own
 
 
@@ -109,8 +109,6 @@ _OWN: dict[int, Ranges] = {
 """By parts of K: what is launched for few rows, where the library leaves the memory idle."""
 _GATED = GemmConfig("decode", 64, 32, 128, 5)
 """The same for gate and up, of which a program has a tile each."""
-_FEW_GATED, _FEW_GATES = GemmConfig("decode", 32, 16, 256, 4), 128 * 132
-"""Half tiles, up to so many gates and ups: whole ones would be fewer than an H200 has multiprocessors."""
 _ANY_TILES = GemmConfig("decode", 128, 128, 64, 4, num_warps=8)
 _TREE_TILES = (
     (16, 64, 16, 5, 4), (32, 64, 32, 5, 4), (64, 64, 64, 4, 4), (128, 64, 64, 4, 8), (256, 64, 64, 4, 8),
