@@ -86,8 +86,6 @@ _INT4 = {
     128: [(64, 3, 4), (128, 3, 8)],
 }
 """By rows of a tile: (weight rows, stages, warps)."""
-_INT4_FEW = [(32, 4, 8), (32, 3, 8), (16, 4, 8), (64, 2, 8), (32, 6, 4), (16, 6, 4), (32, 2, 16), (16, 4, 16)]
-"""The same for one row."""
 
 
 def int4_contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
@@ -99,8 +97,6 @@ def int4_contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
         for n, stages, warps in _INT4[block_m] for kernel in kernels for split_k in (1, 2, 4, 8)
         if (gemm.kind in SUMMED) <= (split_k > 1) and not (gemm.kind == "gate_up" and split_k > 2)
     ]  # fmt: skip
-    if rows == 1:
-        found += [GemmConfig("int4_few", n, 8, 128, stages, num_warps=warps) for n, stages, warps in _INT4_FEW]
     return [LIBRARY] * (rows > 64) + [config for config in found if not misfit(gemm, config)]
 
 

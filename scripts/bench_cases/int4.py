@@ -11,7 +11,7 @@ from tune_steps import int4_contenders
 from bench_cases.gemm import gemms
 from bench_cases.harness import EPS, Line, Point, Setup, compare
 from nanovllm.kernels import Kernels, select_kernels
-from nanovllm.kernels.gemm import int4, int4_few_rows
+from nanovllm.kernels.gemm import int4
 from nanovllm.kernels.gemm.choice import INT4, SUMMED, Gemm, GemmConfig
 from nanovllm.kernels.gemm.int4 import Int4Weight
 from nanovllm.kernels.pointwise.norm import Norm
@@ -50,10 +50,9 @@ class Projection:
 
     def run(self, config: GemmConfig, index: int) -> torch.Tensor:
         weight = self.weights[index]
-        few = config.kernel == "int4_few"
         if self.gemm.kind == "gate_up":
-            return (int4_few_rows if few else int4).linear_silu_mul(self.x, weight, config)
-        return self._followed((int4_few_rows.linear if few else int4.multiply)(self.x, weight, config))
+            return int4.linear_silu_mul(self.x, weight, config)
+        return self._followed(int4.multiply(self.x, weight, config))
 
     def _followed(self, product: torch.Tensor) -> torch.Tensor:
         if self.gemm.kind == "gate_up":
@@ -64,7 +63,7 @@ class Projection:
 
 
 def name_of(config: GemmConfig) -> str:
-    whole = {"int4_whole": "whole-", "int4_few": "few-"}.get(config.kernel, "")
+    whole = "whole-" if config.kernel == "int4_whole" else ""
     return f"{whole}{config.block_n}x{config.block_m}/{config.stages}s{config.split_k}k{config.num_warps}w"
 
 
@@ -80,8 +79,8 @@ def int4_gemm(setup: Setup) -> Iterator[Line]:
                 "widened": projection.widened,
             }
             configs = [c for c in int4_contenders(gemm._replace(dtype=INT4), rows) if c.is_own]
-            if setup.dry:  # the interpreter is slow, and knows no Gluon
-                configs = [config for config in configs if config.kernel != "int4_few"][:1]
+            if setup.dry:  # the interpreter is slow
+                del configs[1:]
             calls |= {name_of(config): partial(projection.run, config) for config in configs}
             labels: Line = {"gemm": gemm.kind, "n": gemm.n, "k": gemm.k, "rows": rows}
             sets = len(projection.weights)

@@ -8,9 +8,6 @@ from typing import Any
 try:
     import triton
     import triton.language as tl
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
     HAS_TRITON = True
 except ImportError:
@@ -25,6 +22,6 @@ except ImportError:
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return args[0] if args and callable(args[0]) else self
 
-    triton = tl = gluon = gl = async_copy = mma_v2 = _Placeholder()
+    triton = tl = _Placeholder()
 
-__all__ = ["HAS_TRITON", "async_copy", "gl", "gluon", "mma_v2", "tl", "triton"]
+__all__ = ["HAS_TRITON", "tl", "triton"]

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-Kernel = Literal["library", "split", "fma", "stream", "decode", "int4", "int4_whole", "int4_few", "blocks"]
+Kernel = Literal["library", "split", "fma", "stream", "decode", "int4", "int4_whole", "blocks"]
 
 SKINNY_ROWS = 16
 """Most rows of the skinny kernels, "fma" and "stream"."""
@@ -29,8 +29,6 @@ SCRATCH_FLOATS = 1 << 21
 FP8 = "float8_e4m3fn"
 INT4 = "int4"
 """Dtype, in this table, of weights of 4 bits (int4.py)."""
-INT4_FEW_ROWS = 8
-"""Most rows of the kernel "int4_few"."""
 INT4_ROWS = 512
 """Most rows of the kernel "int4"; for more rows weights are widened."""
 _INT4_TILES = ((16, 6), (32, 5), (64, 4), (128, 3))
@@ -39,8 +37,6 @@ _ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Dtypes that our kernels take, and their bytes; FP8 has kernels of its own (kernels/fp8/)."""
 _SHIPPED = Path(__file__).parent / "tuned"
 _SMALL_WEIGHT_BYTES = 16 << 20
-_SHARED_BYTES = 227 << 10
-"""That a program has on an H100 or H200, or an A100 less some."""
 _PROCESSORS = 132  # of an H100 or H200; only the fallback depends on it
 
 
@@ -63,8 +59,8 @@ class GemmConfig:
 
     kernel: "library": cuBLAS. "split": cuBLAS over split_k equal parts of K, whose float32 sums go to the consumer.
     "fma", "stream": skinny.py. "decode": decode.py; its consumer too gets split_k sums where there are several. "int4":
-    int4.py, for weights of 4 bits; "int4_whole" adds up the parts itself. "int4_few": int4_few_rows.py. "blocks":
-    fixed_order.py, a CPU's way to bits that do not depend on the rows.
+    int4.py, for weights of 4 bits; "int4_whole" adds up the parts itself. "blocks": fixed_order.py, a CPU's way to bits
+    that do not depend on the rows.
     block_n: weight rows of a tile (for "decode" with the activation: gates, and as many ups). block_m: rows of x of a
     tile. block_k: columns of a step. stages: steps in flight. split_k: parts of K that are computed side by side.
 
@@ -85,7 +81,7 @@ class GemmConfig:
     @property
     def is_skinny(self) -> bool:
         """It can compute norm, activation and residual too."""
-        return self.kernel in ("fma", "stream", "int4_few")
+        return self.kernel in ("fma", "stream")
 
     @property
     def is_own(self) -> bool:
@@ -110,7 +106,7 @@ def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True) -> str:
     n, k = gemm.n, gemm.k
     if config.kernel == "library":
         return ""
-    if (gemm.dtype == INT4) != (config.kernel in ("int4", "int4_whole", "int4_few")):
+    if (gemm.dtype == INT4) != (config.kernel in ("int4", "int4_whole")):
         return f"{config.kernel!r} does not multiply by weights of {gemm.dtype}"
     if gemm.dtype == FP8:
         reason = _fp8_misfit(k, config)
@@ -120,8 +116,6 @@ def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True) -> str:
         return f"the consumer of {gemm.kind} takes no parts of a sum"
     if config.kernel == "split":
         return "" if config.split_k > 1 and k % config.split_k == 0 else f"K={k} has no {config.split_k} equal parts"
-    if config.kernel == "int4_few" and (reason := int4_few_misfit(gemm.k, 1, gemm.kind == "gate_up", config)):
-        return reason
     if gemm.dtype == INT4:
         left_out = config.split_k > -(-k // 128)
         return f"split_k={config.split_k} leaves a part without columns, K={k}" if left_out else ""
@@ -148,21 +142,6 @@ def _fp8_misfit(k: int, config: GemmConfig) -> str:
     return "" if config.kernel == "decode" or config.split_k == 1 else "FP8 'fma' has no parts of K"
 
 
-def int4_few_misfit(k: int, rows: int, paired: bool, config: GemmConfig) -> str:
-    """Why the kernel "int4_few" cannot be had for so many rows; "" where it can. paired: with SiLU(gate) * up."""
-    if config.block_n not in ((32, 64) if paired else (16, 32, 64)):
-        return f"block_n={config.block_n}: must be 1, 2 or 4 tiles of 16 weight rows; gate and up need two"
-    steps = -(-k // (128 * config.num_warps))
-    if steps < 2:
-        return f"K={k}: {config.num_warps} warps need more than {128 * config.num_warps} columns"
-    # x, words with scales of groups of 32 (the most), and the warps' sums
-    nbytes = (2 * 128 << (steps - 1).bit_length()) * (1 if rows == 1 else 8)
-    nbytes += (config.stages + 1) * config.block_n * (64 + 16) + config.block_n * 32
-    if nbytes * config.num_warps > _SHARED_BYTES:
-        return f"K={k}, {rows} rows: {config} needs {nbytes * config.num_warps} bytes of shared memory"
-    return ""
-
-
 # By projection for one row, where it is fused with what surrounds it.
 _ONE_ROW = {
     "qkv": GemmConfig("fma", 16, block_k=512, stages=3),
@@ -179,7 +158,7 @@ def fallback(gemm: Gemm, rows: int) -> GemmConfig:
     if gemm.dtype == FP8:
         return _fp8_fallback(gemm, rows)
     if gemm.dtype == INT4:
-        return int4_few_config(gemm) if rows == 1 else int4_config(gemm, rows)
+        return int4_config(gemm, rows)
     item_size = _ITEM_SIZES.get(gemm.dtype)
     if item_size is None or gemm.k % 8:
         return LIBRARY
@@ -216,16 +195,6 @@ def _fp8_fallback(gemm: Gemm, rows: int) -> GemmConfig:
     programs = -(-gemm.n // tile[0]) * -(-rows // tile[1])
     parts = max(1, min(4, 3 * _PROCESSORS // programs, gemm.k // 256)) if summed else 1
     return GemmConfig("decode", *tile, parts)
-
-
-def int4_few_config(gemm: Gemm) -> GemmConfig:
-    """For one row and 4-bit weights. Many programs of few warps where a weight is large, for then they are at different
-    stages, and memory is never idle."""
-    if gemm.n > 1 << 14 or gemm.kind == "gate_up":
-        return GemmConfig("int4_few", 32, 8, 128, 3, num_warps=4)
-    block_n = 32 if gemm.n > 4096 else 16
-    stages = 3 if block_n == 16 and gemm.k <= 4096 else 4
-    return GemmConfig("int4_few", block_n, 8, 128, stages, num_warps=8 if gemm.k > 1024 else 4)
 
 
 def int4_config(gemm: Gemm, rows: int) -> GemmConfig:
@@ -353,7 +322,7 @@ def _checked(gemm: Gemm, most: int, config: GemmConfig) -> GemmConfig:
         raise ValueError(f"{gemm}: kernel {config.kernel!r} is none of {get_args(Kernel)}")
     numbers = [getattr(config, field.name) for field in fields(config) if field.name != "kernel"]
     bounds = {"fma": SKINNY_ROWS, "stream": SKINNY_ROWS, "decode": DECODE_ROWS}
-    bounds |= {"int4": INT4_ROWS, "int4_whole": INT4_ROWS, "int4_few": INT4_FEW_ROWS}
+    bounds |= {"int4": INT4_ROWS, "int4_whole": INT4_ROWS}
     sizes = [config.block_n, config.block_k, config.stages] if config.is_own else []
     if any(type(number) is not int or number < 0 for number in numbers) or not all([*sizes, config.num_warps]):
         raise ValueError(f"{gemm}: {config} has sizes that are no positive integers")
