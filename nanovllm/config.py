@@ -208,6 +208,10 @@ class EngineConfig:
                 self.data_parallel_backend == "ray", "ray_address", self.ray_address,
                 "None, or go with data_parallel_backend='ray'",
             )  # fmt: skip
+        self._check_choices()
+
+    def _check_choices(self) -> None:
+        """Of the options that take one of a few words, and of those that need one of these words."""
         self._require_choice("device", "auto", "cuda", "cpu")
         self._require_choice("dtype", "auto", *DTYPES)
         if self.quantization is not None:

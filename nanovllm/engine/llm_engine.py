@@ -26,7 +26,6 @@ from nanovllm.tokenizer import Tokenizer
 from nanovllm.wire.sampling import append_section
 
 if TYPE_CHECKING:
-
     from nanovllm.executor.base import Executor
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: consecutive request numbers land far apart

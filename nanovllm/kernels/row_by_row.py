@@ -33,6 +33,42 @@ def row_by_row(kernels: Kernels) -> Kernels:
     def activation(x: torch.Tensor, *rest: Any) -> torch.Tensor:
         return _joined(x, lambda row: kernels.activation(row, *rest))
 
+    def qk_norm_rope_store(
+        qkv: torch.Tensor, how: QKNormRope, positions: torch.Tensor, slot_mapping: torch.Tensor, k_cache: torch.Tensor,
+        v_cache: torch.Tensor, *, mean_squares: torch.Tensor | None = None, **rest: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        for token in range(qkv.shape[0]):
+            own = slice(token, token + 1)
+            squares = None if mean_squares is None else mean_squares[own]
+            args = (qkv[own], how, positions[own], slot_mapping[own], k_cache, v_cache)
+            kernels.qk_norm_rope_store(*args, mean_squares=squares, **rest)
+        return how.heads(qkv)[:, : how.num_heads]
+
+    def qk_mean_squares(qkv: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return _joined(qkv, lambda row: kernels.qk_mean_squares(row, *rest))
+
+    def token_logprobs(
+        logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, token_rows: torch.Tensor, k: int,
+        vocab_size: int, scale: torch.Tensor | None = None, least: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        tables = []
+        for n in range(rows.shape[0]):
+            own = slice(n, n + 1)
+            processed = (None if each is None else each[own] for each in (scale, least))
+            args = (logits, rows[own], tokens, token_rows[own], k, vocab_size)
+            tables.append(kernels.token_logprobs(*args, *processed))
+        return torch.cat(tables)
+
+    return replace(
+        _experts_row_by_row(kernels), rms_norm=rms_norm, add_norms=add_norms, activation=activation,
+        silu_mul=lambda x: activation(x, "silu", True), qk_norm_rope_store=qk_norm_rope_store,
+        qk_mean_squares=qk_mean_squares, token_logprobs=token_logprobs,
+    )  # fmt: skip
+
+
+def _experts_row_by_row(kernels: Kernels) -> Kernels:
+    """The functions of a mixture of experts."""
+
     def route(logits: torch.Tensor, options: TopK, block_m: int, *rest: Any) -> Routing:
         alone = [kernels.route(logits[:, row : row + 1], options, block_m, *rest) for row in range(logits.shape[1])]
         if not alone:
@@ -71,38 +107,7 @@ def row_by_row(kernels: Kernels) -> Kernels:
                                 None if logits is None else logits[:, row], gate) for row in rows]  # fmt: skip
         return torch.cat(outs) if outs else kernels.combine(parts, dtype, shared, logits, gate)
 
-    def qk_norm_rope_store(
-        qkv: torch.Tensor, how: QKNormRope, positions: torch.Tensor, slot_mapping: torch.Tensor, k_cache: torch.Tensor,
-        v_cache: torch.Tensor, *, mean_squares: torch.Tensor | None = None, **rest: Any,
-    ) -> torch.Tensor:  # fmt: skip
-        for token in range(qkv.shape[0]):
-            own = slice(token, token + 1)
-            squares = None if mean_squares is None else mean_squares[own]
-            args = (qkv[own], how, positions[own], slot_mapping[own], k_cache, v_cache)
-            kernels.qk_norm_rope_store(*args, mean_squares=squares, **rest)
-        return how.heads(qkv)[:, : how.num_heads]
-
-    def qk_mean_squares(qkv: torch.Tensor, *rest: Any) -> torch.Tensor:
-        return _joined(qkv, lambda row: kernels.qk_mean_squares(row, *rest))
-
-    def token_logprobs(
-        logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, token_rows: torch.Tensor, k: int,
-        vocab_size: int, scale: torch.Tensor | None = None, least: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        tables = []
-        for n in range(rows.shape[0]):
-            own = slice(n, n + 1)
-            processed = (None if each is None else each[own] for each in (scale, least))
-            args = (logits, rows[own], tokens, token_rows[own], k, vocab_size)
-            tables.append(kernels.token_logprobs(*args, *processed))
-        return torch.cat(tables)
-
-    return replace(
-        kernels, rms_norm=rms_norm, add_norms=add_norms, activation=activation,
-        silu_mul=lambda x: activation(x, "silu", True), qk_norm_rope_store=qk_norm_rope_store,
-        qk_mean_squares=qk_mean_squares, token_logprobs=token_logprobs, route=route, expert_gate_up=expert_gate_up,
-        expert_down=expert_down, combine=combine,
-    )  # fmt: skip
+    return replace(kernels, route=route, expert_gate_up=expert_gate_up, expert_down=expert_down, combine=combine)
 
 
 def _joined(x: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
