@@ -38,6 +38,7 @@ from nanovllm.kernels.gemm.choice import (
     GemmConfig,
     GemmTable,
     Kernel,
+    Ranges,
     load,
     misfit,
     ranges_of,
@@ -163,7 +164,7 @@ class Tuner:
         self.executor = llm.engine.executor
         runner = self.executor.runner
         self.gemms = list(tuning.gemms(runner.model, runner.group.size == 1))
-        self.lookup = runner.gemm_table.lookup
+        self.lookup, self.measured = runner.gemm_table.lookup, runner.gemm_table.measured
 
     def step_us(self, rows: int) -> Timer:
         """The slowest rank's."""
@@ -190,13 +191,17 @@ class Tuner:
         return best if now < before else starts[0]
 
 
-def fill_between(chosen: Choices, tuned: list[int]) -> Choices:
-    """`chosen`, where numbers of rows between two tuned ones take the choice of the larger."""
-    larger = {rows: min((most for most in tuned if most >= rows), default=rows) for rows in decode_buckets(DECODE_ROWS)}
-    return {
-        gemm: {rows: by_rows[larger[rows] if rows > min(tuned) else rows] for rows in by_rows}
-        for gemm, by_rows in chosen.items()
-    }
+def fill_between(chosen: Choices, tuned: list[int], measured: Callable[[Gemm], Ranges] = lambda _: ()) -> Choices:
+    """`chosen`, where numbers of rows between two tuned ones take the choice of the larger, unless what was `measured`
+    before told the two apart."""
+    least, filled = min(tuned), dict(chosen)
+    for gemm, by_rows in chosen.items():
+        ends = [most for most, _ in measured(gemm)]
+        for rows in by_rows:
+            larger = min((most for most in tuned if most >= rows), default=rows)
+            if rows > least and not any(rows <= end < larger for end in ends):
+                filled = with_choice(filled, gemm, rows, by_rows[larger])
+    return filled
 
 
 def tune_all(llm: LLM, all_rows: list[int], budget: float) -> Choices:
@@ -223,14 +228,14 @@ def tune_all(llm: LLM, all_rows: list[int], budget: float) -> Choices:
         for gemm, by_rows in tuner.tune(rows, deadline).items():
             chosen = with_choice(chosen, gemm, rows, by_rows[rows])
         tuned.append(rows)
-    return fill_between(chosen, tuned) if tuned else chosen
+    return fill_between(chosen, tuned, tuner.measured) if tuned else chosen
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="Qwen3-8B", help="a folder, a hub id, or a size of Qwen3")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
-    rows = "default: those of captured decode steps up to 256; what is between two takes the larger's choice"
+    rows = "default: those of captured steps up to 256; others between two take the larger's choice or keep theirs"
     parser.add_argument("--rows", type=int, nargs="+", help=rows)
     parser.add_argument("--budget", type=float, default=300.0, help="seconds of searching")
     parser.add_argument("--out", type=Path, help="where the table goes; one that is there is kept and added to")

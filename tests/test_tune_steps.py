@@ -71,6 +71,9 @@ def test_what_lies_between_tuned_rows_takes_the_larger(tune_steps: Any) -> None:
     by_rows = {1: LIBRARY, 2: LIBRARY, 8: CONFIGS[0], 16: LIBRARY, 24: CONFIGS[1], 32: LIBRARY}
     filled = tune_steps.fill_between({GEMMS[0]: by_rows}, [8, 24])
     assert filled == {GEMMS[0]: {**by_rows, 16: CONFIGS[1]}}
+    before = ((16, LIBRARY), (32, CONFIGS[2]))
+    kept = tune_steps.fill_between({GEMMS[0]: by_rows}, [8, 24], lambda gemm: before)
+    assert kept == {GEMMS[0]: by_rows}, "16 rows were told from 24"
 
 
 def test_a_table_is_added_to(tune_steps: Any, tmp_path: Path) -> None:
