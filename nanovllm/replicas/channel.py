@@ -1,9 +1,11 @@
-"""Messages between a front and a replica of its host: pickles, each behind its length, over a socket that both hold."""
+"""What connects a front and a replica of its host: pickled messages over a socket that both hold, and a bell."""
 
 import pickle
 import socket
 import struct
 from typing import Any
+
+from nanovllm.wire.framing import FrameBuffer
 
 _LENGTH = struct.Struct("<Q")
 _READ_BYTES = 1 << 18
@@ -16,8 +18,7 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._piece = memoryview(bytearray(_READ_BYTES))
-        self._unread = bytearray()
-        """Begins with a length; the message behind it is not all there."""
+        self._frames = FrameBuffer(_LENGTH)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -43,19 +44,7 @@ class Channel:
             return []
         if not size:
             raise EOFError
-        if not self._unread and size - _LENGTH.size == _LENGTH.unpack_from(self._piece)[0]:  # nearly always
-            return [pickle.loads(self._piece[_LENGTH.size : size])]
-        self._unread += self._piece[:size]
-        messages, begin = [], 0
-        with memoryview(self._unread) as unread:
-            while len(unread) - begin >= _LENGTH.size:
-                end = begin + _LENGTH.size + _LENGTH.unpack_from(unread, begin)[0]
-                if end > len(unread):
-                    break
-                messages.append(pickle.loads(unread[begin + _LENGTH.size : end]))
-                begin = end
-        del self._unread[:begin]
-        return messages
+        return [pickle.loads(body) for body in self._frames.feed(self._piece[:size])]
 
     def close(self) -> None:
         self._socket.close()
@@ -65,3 +54,29 @@ def framed(packed: bytes) -> list[bytes]:
     """A message as it travels, in pieces."""
     length = _LENGTH.pack(len(packed))
     return [length + packed] if len(packed) <= _ONE_PIECE else [length, packed]
+
+
+class Bell:
+    """Wakes a thread that polls its number, from any other thread."""
+
+    def __init__(self) -> None:
+        self._heard, self._rung = socket.socketpair()
+        for end in (self._heard, self._rung):
+            end.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._heard.fileno()
+
+    def ring(self) -> None:
+        try:
+            self._rung.send(b"!")
+        except OSError:
+            pass  # it rings already, or is closed
+
+    def hush(self) -> None:
+        """After a poll that found it ringing."""
+        self._heard.recv(64)
+
+    def close(self) -> None:
+        self._heard.close()
+        self._rung.close()

@@ -4,11 +4,12 @@ The thread that waits for it reads the sockets itself, so that a token on its wa
 """
 
 import select
-import socket
 import threading
 import time
 from collections import deque
 from typing import Any, Protocol
+
+from nanovllm.replicas.channel import Bell
 
 _LOOK_SECONDS = 1.0  # between two looks for replicas that say nothing
 _AWAY_SECONDS = 5.0  # without a caller: what was not heard then says nothing
@@ -37,9 +38,7 @@ class Inbox:
         self._sources: dict[int, Source] = {}
         self._full: set[int] = set()
         """Sockets that something waits to be sent through."""
-        self._bell, self._ringer = socket.socketpair()
-        for end in (self._bell, self._ringer):
-            end.setblocking(False)
+        self._bell = Bell()
         self._poll = select.epoll()
         self._poll.register(self._bell, select.EPOLLIN)
         self._reads = threading.Lock()
@@ -49,10 +48,7 @@ class Inbox:
     def put(self, event: Any) -> None:
         self._events.append(event)
         if self._waits:
-            try:
-                self._ringer.send(b"!")
-            except OSError:
-                pass  # it rings already, or is closed
+            self._bell.ring()
 
     def watch(self, source: Source) -> None:
         """From here on it is read when there is something to read, its end included."""
@@ -105,7 +101,7 @@ class Inbox:
         self._waits = False
         for fd, states in found:
             if fd == self._bell.fileno():
-                self._bell.recv(64)
+                self._bell.hush()
                 continue
             source = self._sources.get(fd)  # None: forgotten by what another said
             if source is not None and states & select.EPOLLOUT:
@@ -117,4 +113,3 @@ class Inbox:
         """After the last source is forgotten."""
         self._poll.close()
         self._bell.close()
-        self._ringer.close()

@@ -22,7 +22,7 @@ _LARGE_AHEAD = 2
 _POLL_SECONDS = 1.0
 
 
-class Bell:
+class HandedIntake:
     """The intake of a replica to which another thread hands what comes."""
 
     def __init__(self) -> None:
@@ -42,8 +42,8 @@ class ReplicaActor:
 
     def __init__(self) -> None:
         self._said: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._bell = Bell()
-        self._replica = Replica(self._said.put, self._bell)
+        self._intake = HandedIntake()
+        self._replica = Replica(self._said.put, self._intake)
 
     @ray.method(concurrency_group="down")
     def begin(self, packed: bytes) -> None:
@@ -62,7 +62,7 @@ class ReplicaActor:
         except Exception as error:
             traceback.print_exc()
             self._said.put(Lost(f"{type(error).__name__}: {error}"))
-        self._bell.wake()
+        self._intake.wake()
 
     @ray.method(concurrency_group="up")
     def poll(self) -> bytes:

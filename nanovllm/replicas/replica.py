@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nanovllm.replicas.channel import Channel
+from nanovllm.replicas.channel import Bell, Channel
 from nanovllm.replicas.messages import Answer, Completed, Counted, Failed, Gained, Ready, Refused, Start
 
 if TYPE_CHECKING:
@@ -280,8 +280,7 @@ class SocketIntake:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._messages: deque[Any] = deque()
-        self._bell, self._ringer = socket.socketpair()
-        self._ringer.setblocking(False)
+        self._bell = Bell()
         self._poll = select.poll()
         for end in (channel, self._bell):
             self._poll.register(end, select.POLLIN)
@@ -290,7 +289,7 @@ class SocketIntake:
         if not self._messages:
             for fd, _ in self._poll.poll(seconds * 1000):
                 if fd == self._bell.fileno():
-                    self._bell.recv(64)
+                    self._bell.hush()
                 else:
                     self._read()
         return self._messages.popleft() if self._messages else None
@@ -302,10 +301,7 @@ class SocketIntake:
             os._exit(1)  # ranks end with this process
 
     def wake(self) -> None:
-        try:
-            self._ringer.send(b"!")
-        except BlockingIOError:
-            pass  # it rings already
+        self._bell.ring()
 
 
 def main(fd: int) -> None:

@@ -5,10 +5,12 @@ completion i of n has id + i. The front gives the ids, ascending.
 """
 
 import struct
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
+
+from nanovllm.wire import framing
 
 _LENGTH = struct.Struct("<I")
 
@@ -166,22 +168,5 @@ def pack(frame: Frame) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-class FrameBuffer:
-    """Cuts a stream of bytes into the bodies of frames."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """Bodies that `data` completes."""
-        buffer = self._buffer
-        buffer += data
-        begin = 0
-        while len(buffer) - begin >= 4:
-            end = begin + 4 + _LENGTH.unpack_from(buffer, begin)[0]
-            if len(buffer) < end:
-                break
-            yield bytes(memoryview(buffer)[begin + 4 : end])
-            begin = end
-        if begin:
-            del buffer[:begin]
+FrameBuffer = partial(framing.FrameBuffer, _LENGTH)
+"""Cuts a stream into the bodies of frames."""
