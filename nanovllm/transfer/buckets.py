@@ -1,5 +1,6 @@
 """Several tensors in one run of bytes, and what says where each of them is."""
 
+import base64
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -84,3 +85,14 @@ def grouped(entries: Iterable[Entry], limit: int) -> Iterator[list[Entry]]:
             group = []
     if group:
         yield group
+
+
+def from_base64(name: str, text: Any, size: int) -> bytes:
+    """The `size` bytes that `text`, the entry `name` of a message, says in base64. Raises ValueError."""
+    try:
+        found = base64.b64decode(text or "", validate=True)
+    except (TypeError, ValueError):
+        found = b""
+    if not isinstance(text, str) or len(found) != size:
+        refuse(name, text, f"{size} bytes in base64")
+    return found

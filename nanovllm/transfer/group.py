@@ -5,8 +5,6 @@ lies there as a pickle under `broadcast_from/0/0`, and the ranks sum one number 
 gloo does the same over the same store.
 """
 
-import base64
-import ctypes
 import io
 import pickle
 from datetime import timedelta
@@ -16,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.errors import refuse
+from nanovllm.transfer.buckets import from_base64
 
 _ID_KEY = "broadcast_from/0/0"
+_ID_BYTES = 128  # of NCCL's unique id
 
 
 class Broadcast(Protocol):
@@ -59,7 +59,7 @@ def open_group(
         refuse("world_size", size, f"an integer > {rank}, this rank")
     given = init_info.get("nccl_unique_id_b64")
     if given is not None:
-        return _communicator(size, rank, _decoded(given), device, timeout), None
+        return _communicator(size, rank, from_base64("nccl_unique_id_b64", given, _ID_BYTES), device, timeout), None
     address, port = init_info.get("master_address"), init_info.get("master_port")
     if not isinstance(address, str) or not address:
         refuse("master_address", address, "the name or number of the trainer's host")
@@ -87,16 +87,6 @@ def _communicator(size: int, rank: int, unique_id: bytes, device: torch.device, 
     return Communicator(size, rank, unique_id, device, timeout)
 
 
-def _decoded(text: Any) -> bytes:
-    try:
-        found = base64.b64decode(text, validate=True)
-    except (TypeError, ValueError):
-        found = b""
-    if len(found) != ctypes.sizeof(ctypes.c_ubyte * 128):
-        refuse("nccl_unique_id_b64", text, "128 bytes in base64")
-    return found
-
-
 def read_unique_id(pickled: bytes) -> bytes:
     """The 128 bytes of a pickled ctypes structure, whatever module it is from: nothing else of the pickle is run.
     Raises ValueError for any other."""
@@ -104,7 +94,7 @@ def read_unique_id(pickled: bytes) -> bytes:
         found = _UniqueIdReader(io.BytesIO(pickled)).load()
     except Exception as error:
         raise ValueError(f"{_ID_KEY}: not the pickle of a ncclUniqueId: {error}") from None
-    if not isinstance(found, bytes) or len(found) != 128:
+    if not isinstance(found, bytes) or len(found) != _ID_BYTES:
         raise ValueError(f"{_ID_KEY}: not the pickle of a ncclUniqueId")
     return found
 

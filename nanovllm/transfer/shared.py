@@ -12,7 +12,7 @@ import torch
 
 from nanovllm.errors import refuse
 from nanovllm.parallel.peer.driver import DeviceBytes, Driver
-from nanovllm.transfer.buckets import Entry, NamedTensors, as_bytes, described, entries_of, unpacked
+from nanovllm.transfer.buckets import Entry, NamedTensors, as_bytes, described, entries_of, from_base64, unpacked
 
 _FILE = re.compile(r"/proc/\d+/fd/\d+")
 
@@ -88,7 +88,7 @@ class MappedBuckets:
         self._device = device
         self._mapped: dict[tuple[int, int], torch.Tensor] = {}
         """Files by device and inode: a name goes on to another file where a process closes one and opens a second."""
-        self._addresses: dict[str, int] = {}
+        self._addresses: dict[bytes, int] = {}
         """Of those on a GPU."""
 
     def tensors(self, message: dict[str, Any]) -> NamedTensors:
@@ -105,19 +105,14 @@ class MappedBuckets:
     def _of_device(self, where: Any, nbytes: int, needed: int) -> torch.Tensor:
         """The bucket, or where it is on another GPU a copy of its first `needed` bytes: mapped or copied by this GPU,
         so that none other is touched."""
-        uuid, handle_b64 = (where.get("gpu_uuid"), where.get("handle_b64")) if isinstance(where, dict) else (None, None)
-        try:
-            handle = base64.b64decode(handle_b64 or "", validate=True)
-        except (TypeError, ValueError):
-            handle = b""
-        if not isinstance(handle_b64, str) or len(handle) != 64:
-            refuse("ipc_handle.handle_b64", handle_b64, "64 bytes in base64")
+        where = where if isinstance(where, dict) else {}
+        uuid, handle = where.get("gpu_uuid"), from_base64("ipc_handle.handle_b64", where.get("handle_b64"), 64)
         if self._device.type != "cuda":
             refuse("ipc_handle.gpu_uuid", uuid, f"left out: this engine runs on {self._device}")
         driver = Driver(self._device)
-        if handle_b64 not in self._addresses:
-            self._addresses[handle_b64] = driver.open(handle)
-        address = self._addresses[handle_b64]
+        if handle not in self._addresses:
+            self._addresses[handle] = driver.open(handle)
+        address = self._addresses[handle]
         if uuid == str(torch.cuda.get_device_properties(self._device).uuid):
             return torch.as_tensor(DeviceBytes(address, nbytes), device=self._device)
         memory = torch.empty(needed, dtype=torch.uint8, device=self._device)
