@@ -8,9 +8,9 @@ descriptor may as well read it, since a row's result does not depend on the othe
 import torch
 
 
-def padded_rows(rows: int) -> int:
-    """`rows` up to a whole tile of the decode GEMM kernel (kernels/gemm/decode.py)."""
-    return rows if rows > 256 else -(-rows // 64) * 64
+def padded_rows(rows: int, tile: int = 64) -> int:
+    """`rows` up to a whole `tile` of a decode GEMM kernel (by default of kernels/gemm/decode.py)."""
+    return rows if rows > 256 else -(-rows // tile) * tile
 
 
 def empty_rows(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

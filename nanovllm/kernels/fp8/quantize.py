@@ -76,7 +76,7 @@ def empty_quantized(rows: int, columns: int, device: torch.device) -> tuple[Tens
     """Room for what quantize_rows gives, and for more rows after them."""
     padded = -(-rows // ROWS_MULTIPLE) * ROWS_MULTIPLE
     scales = torch.empty(-(-columns // GROUP), padded, dtype=torch.float32, device=device)
-    whole_tiles = -(-rows // 128) * 128 if 64 < rows <= 256 else padded_rows(rows)
+    whole_tiles = padded_rows(rows, tile=128 if rows > 64 else 64)
     values = torch.empty(max(padded, whole_tiles), columns, dtype=FP8, device=device)
     return values[:rows], scales[:, :rows].t()
 

@@ -10,6 +10,7 @@ depend on the other rows.
 
 from nanovllm.kernels.base.device import prefetch_lines
 from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.gemm.decode_kernel import silu_mul
 from nanovllm.kernels.gemm.epilogue import arrive_last, store_tile, weight_rows
 
 SPAN: tl.constexpr = tl.constexpr(128)
@@ -97,9 +98,7 @@ def _silu_mul(y, ROWS: tl.constexpr, WIDTH: tl.constexpr, dtype: tl.constexpr):
     """silu(gate) * up from float32 [ROWS, 2 WIDTH] of pairs (gate, up), rounded as a GEMM and the activation kernel
     (pointwise/activation.py) would, but for the last rounding."""
     gate, up = tl.split(tl.reshape(y, [ROWS, WIDTH, 2]))
-    gate = gate.to(dtype).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    return silu * up.to(dtype).to(tl.float32)
+    return silu_mul(gate, up, dtype)
 
 
 @triton.jit
@@ -176,14 +175,14 @@ def int4_gemm_kernel(
 
     _finish(
         tl.trans(acc), out_ptr, scratch_ptr, counter_ptr, first_row, rows, n_out,
-        ROWS, BLOCK_N, PAIRED, PARTS, ADDS_UP,
+        ROWS, BLOCK_N, PAIRED, ADDS_UP,
     )  # fmt: skip
 
 
 @triton.jit
 def _finish(
     y, out_ptr, scratch_ptr, counter_ptr, first_row, rows, n_out,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PAIRED: tl.constexpr, PARTS: tl.constexpr, ADDS_UP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PAIRED: tl.constexpr, ADDS_UP: tl.constexpr,
 ):  # fmt: skip
     """Stores y float32 [ROWS, BLOCK_N], or adds up the splits and stores the sum. rows: those from first_row on.
     Scratch is float32 [splits, tiles of rows, ROWS, tiles of weights x BLOCK_N]."""

@@ -14,7 +14,7 @@ from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.kernels.gemm.epilogue import LANE_SPAN, normalise, store_tile, weight_rows
 from nanovllm.kernels.gemm.fma import lane_columns, lane_sums, load_vector, load_weight, row_scale
-from nanovllm.kernels.moe.routing import TopK
+from nanovllm.kernels.moe.routing import LOWEST, TopK
 
 MOST_ROWS = 4
 """With more tokens, two of which choose the same expert more often, tiles of an expert's rows read less."""
@@ -24,8 +24,7 @@ DOWN = GemmConfig("fma", 8, block_k=256, stages=8)
 
 _TAKEN: tl.constexpr = tl.constexpr(-(1 << 31))
 """Below the key of any logit."""
-_LOWEST: tl.constexpr = tl.constexpr(-3e38)
-"""As in routing.py: what a logit that is not a number counts as."""
+_LOWEST: tl.constexpr = tl.constexpr(LOWEST)
 
 
 @triton.jit

@@ -6,6 +6,10 @@ from nanovllm.kernels.base.device import supports_tma
 from nanovllm.kernels.gemm import decode, fixed_order
 from nanovllm.kernels.gemm.choice import GemmConfig
 
+_OWN_ROWS = 2048
+_TILES = ((16, 16, 16), (32, 16, 32), (1024, 16, 64), (fixed_order.ANY_ROWS, 64, 128))
+"""Most rows; weight rows and rows of a tile."""
+
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, H] @ weight [W, H]^T: float32 [parts, T, W], sums over parts of H.
@@ -29,8 +33,3 @@ def router_logits_in_one_order(x: torch.Tensor, weight: torch.Tensor) -> torch.T
     block_n, block_m = next((n, m) for most, n, m in _TILES if rows <= most)
     block_k = 128 if hidden >= 512 else 16
     return decode.linear(x, weight, GemmConfig("decode", block_n, block_m, block_k, 4, split_k=4))
-
-
-_OWN_ROWS = 2048
-_TILES = ((16, 16, 16), (32, 16, 32), (1024, 16, 64), (fixed_order.ANY_ROWS, 64, 128))
-"""Most rows; weight rows and rows of a tile."""

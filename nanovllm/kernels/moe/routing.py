@@ -21,7 +21,7 @@ _FEW_ROWS, _PROGRAMS = 4, 128
 other, which many programs do side by side."""
 _COUNTED_BLOCKS = 32
 """Whose counts _sort_kernel reads at once."""
-_LOWEST = -3e38
+LOWEST = -3e38
 """Below all logits; a logit that is not a number counts as this, so that every token has k different experts."""
 
 
@@ -248,7 +248,7 @@ def route(
         logits, bias, correction, weights, ids, counts, order, tiles, rows, num_tiles,
         WIDTH=width, PARTS=parts, EXPERTS=experts, BLOCK_K=triton.next_power_of_2(top_k), SIGMOID=options.sigmoid,
         RENORMALISE=options.renormalise, GROUPS=options.num_groups, TOP_GROUPS=options.top_groups, SCALE=options.scale,
-        LOWEST=_LOWEST, SINGLE=blocks == 1, **shared, **launch,
+        LOWEST=LOWEST, SINGLE=blocks == 1, **shared, **launch,
     )  # fmt: skip
     if blocks > 1:
         launch["num_warps"] = 8 if elements > 4096 else 4
@@ -270,7 +270,7 @@ def route_reference(
     if options.sigmoid:
         score = score.sigmoid()
     choice = score if correction is None else score + correction
-    choice = choice.nan_to_num(_LOWEST, posinf=float("inf"), neginf=_LOWEST)
+    choice = choice.nan_to_num(LOWEST, posinf=float("inf"), neginf=LOWEST)
     if options.num_groups > 1:
         by_group = choice.unflatten(1, (options.num_groups, options.group_size))
         best = by_group.topk(min(2, options.group_size), dim=-1).values.sum(-1)
