@@ -102,9 +102,10 @@ def main() -> None:
     with LLM(model, load_format=load_format, max_num_seqs=max(args.batch, 16), **options) as llm:
         draw = random.Random(0)
         vocab = llm.model_config.vocab_size
+        # no more than is needed: rows wait until the KV cache has room for all of their tokens
+        params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=2 * args.steps + 150)
         for _ in range(args.batch):
-            prompt = [draw.randrange(vocab) for _ in range(args.context)]
-            llm.add_request(prompt, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=4096))
+            llm.add_request([draw.randrange(vocab) for _ in range(args.context)], params)
         while llm.engine.num_prefill_tokens < args.batch * args.context:
             llm.step()
         for _ in range(20):
