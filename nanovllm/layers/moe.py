@@ -10,6 +10,7 @@ from collections.abc import Set as AbstractSet
 import torch
 
 from nanovllm.kernels import Kernels
+from nanovllm.kernels.fp8 import few_experts
 from nanovllm.kernels.gemm import skinny
 from nanovllm.kernels.gemm.choice import DECODE_ROWS
 from nanovllm.kernels.moe import few_rows
@@ -132,12 +133,18 @@ class MoE(WeightedModule):
         """Kernels of our own do the whole block, with the norm before it."""
         config = self.config
         is_plain = not config.bias and config.activation_limit is None and self.shared is None
-        return is_plain and not self.top_k.sigmoid and self.quantized is None and self.group_size == 1
+        if self.quantized is not None:
+            gate_up, down = self.quantized
+            is_plain &= gate_up.runs_on == "fp8" and few_experts.takes(gate_up.for_kernel(), down.for_kernel())
+        return is_plain and not self.top_k.sigmoid and self.group_size == 1
 
     def add_normed_to(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
         """residual [T, hidden] += this block of its RMSNorm, in place; returns residual. Where it can_fuse."""
         norm, router = (norm_weight, eps), self.router.weight
         logits = skinny.norm_linear(residual, *norm, router, few_rows.ROUTER, out_dtype=torch.float32)
+        if self.quantized is not None:
+            gate_up, down = (matrix.for_kernel() for matrix in self.quantized)
+            return few_experts.add_experts(residual, *norm, logits, self.top_k, gate_up, down)
         return few_rows.add_experts(residual, *norm, logits, self.top_k, self.gate_up, self.down)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

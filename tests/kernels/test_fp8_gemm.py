@@ -7,8 +7,8 @@ import torch
 from torch.nn.functional import silu
 
 from nanovllm.kernels.fp8 import experts as fp8_experts
-from nanovllm.kernels.fp8 import few_rows, gemm
-from nanovllm.kernels.fp8.operands import FP8Weight
+from nanovllm.kernels.fp8 import few_experts, few_rows, gemm
+from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import FP8, quantize_rows_reference
 from nanovllm.kernels.gemm.choice import LIBRARY, GemmConfig
@@ -149,6 +149,35 @@ def test_products_of_experts(block_m: int) -> None:
         one = FP8Weight(down.values[expert], down.scale[expert])
         exactly = exact(*quantize_rows_reference(h[first:end]), one) * routing.weights.flatten()[choices, None]
         assert_close(want[choices % 2, choices // 2], exactly)
+
+
+def test_experts_of_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernels for many tokens: tokens that choose alike and not, by the definition in float64."""
+    rows, hidden, width, experts = 2, 144, 128, 3
+    parts = [weights(2 * width, hidden, 32, True) for _ in range(experts)]
+    scales = [part.scale * (index + 1) for index, part in enumerate(parts)]
+    up = FP8Weight(torch.stack([part.values for part in parts]), torch.stack(scales), 32)
+    parts = [weights(hidden, width, 16, True) for _ in range(experts)]
+    scales = [part.scale * (index + 1) for index, part in enumerate(parts)]
+    down = FP8Weight(torch.stack([part.values for part in parts]), torch.stack(scales), 16)
+    residual, gain = inputs(rows, hidden) / 50, torch.rand(hidden, device=DEVICE) + 0.5
+    logits = torch.randn(rows, 8, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    if DEVICE == "cpu":  # the interpreter does not round to e4m3 as a GPU does
+
+        def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            values, scales = quantize_rows_reference(x)
+            return values, scales.t().contiguous().t()
+
+        monkeypatch.setattr(few_experts, "quantize_rows", rounded)
+        normed = FP8Rows(*rounded(norm.rms_norm_reference(residual, gain, 1e-6)), residual.dtype)
+        monkeypatch.setattr(few_experts, "add_norms_fp8", lambda *_: (normed, None))
+    routing = route_reference(logits[None, :, :experts], TopK(experts, 2), 16)
+    config = GroupedConfig(16, 64, 128, 2)
+    x = norm.rms_norm_reference(residual, gain, 1e-6)
+    h = fp8_experts.expert_gate_up_reference(x, up, routing, config)
+    want = residual + fp8_experts.expert_down_reference(h, down, routing, config, torch.float32).sum(0)
+    got = few_experts.add_experts(residual.clone(), gain, 1e-6, logits, TopK(experts, 2), up, down)
+    assert_close(got, want.double())
 
 
 def test_norm_and_activation_round_what_they_make() -> None:

@@ -28,7 +28,7 @@ _LOWEST: tl.constexpr = tl.constexpr(LOWEST)
 
 
 @triton.jit
-def _load_scores(LOGITS, row, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr):
+def load_scores(LOGITS, row, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr):
     """A token's logits as integers of the same order, a copy for each warp: int32 [WARPS, BLOCK]."""
     expert = tl.arange(0, BLOCK)[None, :] + tl.zeros([WARPS, 1], tl.int32)
     score = tl.load(LOGITS + row * WIDTH + expert, mask=expert < EXPERTS, other=0.0, cache_modifier=".cg")
@@ -38,7 +38,7 @@ def _load_scores(LOGITS, row, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK:
 
 
 @triton.jit
-def _take_best(keys):
+def take_best(keys):
     """(expert [WARPS, 1], its key [WARPS, 1], `keys` without it), the lower number where two are equal. Integers,
     because a warp finds the greatest of 32 in one instruction."""
     expert = tl.arange(0, keys.shape[1])[None, :]
@@ -48,12 +48,12 @@ def _take_best(keys):
 
 
 @triton.jit
-def _choose(keys, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr, SCALE: tl.constexpr):
+def choose(keys, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr, SCALE: tl.constexpr):
     """The best TOP_K experts, best first, and their weights: tuples of [WARPS, 1]."""
     all_keys = keys
     experts, scores = (), ()
     for _ in tl.static_range(TOP_K):
-        expert, key, keys = _take_best(keys)
+        expert, key, keys = take_best(keys)
         experts = experts + (expert,)
         scores = scores + (from_ordered(key),)
     total = tl.zeros(scores[0].shape, tl.float32)
@@ -85,10 +85,10 @@ def _gate_up_kernel(
         tl.extra.cuda.gdc_wait()
         # Not before: what the router wrote may be read by the next kernel as soon as that starts.
         tl.extra.cuda.gdc_launch_dependents()
-    keys = _load_scores(LOGITS, row, WIDTH, EXPERTS, BLOCK, WARPS)
-    expert, _, keys = _take_best(keys)
+    keys = load_scores(LOGITS, row, WIDTH, EXPERTS, BLOCK, WARPS)
+    expert, _, keys = take_best(keys)
     for _ in range(slot):
-        expert, _, keys = _take_best(keys)
+        expert, _, keys = take_best(keys)
 
     w_rows, w_live = weight_rows(warp * PER_WARP + tl.arange(0, PER_WARP)[None, :], pid, n_out, BLOCK_N, True)
     row_ptrs = (W + (expert * (2 * n_out) + w_rows).to(tl.int64) * K)[:, :, None, None]
@@ -129,8 +129,8 @@ def _down_kernel(
     w_rows, w_live = weight_rows(lane, pid, n_out, BLOCK_N, False)
     row_live = w_live[:, :, None, None]
     # The router ended before the kernel before this one let it start, and weights are always there.
-    keys = _load_scores(LOGITS, row, WIDTH, EXPERTS, BLOCK, WARPS)
-    experts, weights = _choose(keys, TOP_K, RENORMALISE, SCALE)
+    keys = load_scores(LOGITS, row, WIDTH, EXPERTS, BLOCK, WARPS)
+    experts, weights = choose(keys, TOP_K, RENORMALISE, SCALE)
     row_ptrs = ()
     for slot in tl.static_range(TOP_K):
         row_ptrs = row_ptrs + ((W + (experts[slot] * n_out + w_rows).to(tl.int64) * K)[:, :, None, None],)

@@ -1,0 +1,155 @@
+"""A mixture of experts in FP8 for a handful of tokens: as moe/few_rows.py, by the products of reference.py.
+
+Two kernels after the router's GEMM, each behind one that rounds its inputs. A program multiplies by the weights of one
+token's experts as row.py says; that of `down` takes the experts one after the other for one long row.
+"""
+
+import torch
+
+from nanovllm.kernels.base.device import pdl_options
+from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.fp8.operands import FP8Weight
+from nanovllm.kernels.fp8.quantize import quantize_rows
+from nanovllm.kernels.fp8.reference import GROUP
+from nanovllm.kernels.fp8.row import add_step, finish, groups_of_steps, load_weights, load_x
+from nanovllm.kernels.gemm.decode_kernel import silu_mul
+from nanovllm.kernels.moe.few_rows import choose, load_scores, take_best
+from nanovllm.kernels.moe.routing import TopK
+from nanovllm.kernels.pointwise.norm import Norm, add_norms_fp8
+
+WARPS = 8
+PRELOAD = (2, 6)
+"""Steps of weights that a program of gate and up, and of down, has in flight."""
+
+
+@triton.jit(do_not_specialize=["scale_stride"])
+def _gate_up_kernel(
+    x_ptr, X_SCALE, W, SCALE, LOGITS, OUT, scale_stride, n_out, groups, scale_rows,
+    K: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
+    STEPS: tl.constexpr, PRELOAD: tl.constexpr, ROWS_EACH: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
+    WARPS: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of 16 columns, TOP_K, tokens). x e4m3 [tokens, K]; OUT [tokens, TOP_K, n_out], best first."""
+    SPAN: tl.constexpr = WARPS * 128
+    first, slot, row = tl.program_id(0) * 16, tl.program_id(1), tl.program_id(2)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        # Not before: what the router wrote may be read by a later kernel as soon as that starts.
+        tl.extra.cuda.gdc_launch_dependents()
+    expert, _, keys = take_best(load_scores(LOGITS, row, WIDTH, EXPERTS, BLOCK, WARPS))
+    for _ in range(slot):
+        expert, _, keys = take_best(keys)
+    expert = tl.reshape(expert, [1, WARPS, 1]).to(tl.int64)
+    weight, scale = W + expert * (2 * n_out * K), SCALE + tl.permute(expert, [1, 0, 2]) * (scale_rows * groups)
+    warp = tl.arange(0, WARPS)
+    cols = warp[None, :, None] * 128 + tl.arange(0, 64)[None, None, :]
+    tiles = ()
+    for step in tl.static_range(PRELOAD):
+        for half in tl.static_range(2):
+            end = (half + 1) * n_out
+            tiles = tiles + (load_weights(weight, half * n_out + first, end, cols + step * SPAN, K, EVEN_K),)
+    accs, loaded, both = (tl.zeros([WARPS, 16, 8], tl.float32), tl.zeros([WARPS, 16, 8], tl.float32)), (), ()
+    for part in tl.static_range((STEPS + 7) // 8):
+        x = load_x(x_ptr + row * K, X_SCALE + row, part * 8, scale_stride, K, WARPS)
+        loaded, group = loaded + (x,), groups_of_steps(part * 8, WARPS)
+        for half in tl.static_range(2):
+            at = scale + (half * n_out + first) // ROWS_EACH * groups + group
+            both = both + (x[2] * tl.load(at, mask=group < groups, other=0.0),)
+    for step in tl.static_range(STEPS):
+        summed = ()
+        for half in tl.static_range(2):
+            summed = summed + (add_step(accs[half], tiles[half], loaded[step // 8], both[step // 8 * 2 + half], step),)
+        accs, tiles = summed, tiles[2:]
+        if step + PRELOAD < STEPS:
+            for half in tl.static_range(2):
+                ahead, end = cols + (step + PRELOAD) * SPAN, (half + 1) * n_out
+                tiles = tiles + (load_weights(weight, half * n_out + first, end, ahead, K, EVEN_K),)
+    y = silu_mul(finish(accs[0]), finish(accs[1]), OUT.dtype.element_ty)
+    col = first + tl.arange(0, 16)
+    tl.store(OUT + (row * TOP_K + slot) * n_out + col, y.to(OUT.dtype.element_ty), mask=col < n_out)
+
+
+@triton.jit(do_not_specialize=["scale_stride"])
+def _down_kernel(
+    h_ptr, H_SCALE, W, SCALE, LOGITS, RESIDUAL, scale_stride, n_out, groups, scale_rows,
+    K: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
+    RENORMALISE: tl.constexpr, SCALING: tl.constexpr, STEPS: tl.constexpr, PRELOAD: tl.constexpr,
+    ROWS_EACH: tl.constexpr, PDL: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of 16 columns, tokens). h e4m3 [tokens, TOP_K * K], K of whole groups; RESIDUAL [tokens, n_out] is
+    added to."""
+    first, row = tl.program_id(0) * 16, tl.program_id(1)
+    warp = tl.arange(0, WARPS)
+    # The router ended before the kernel before this one let it start, and weights are always there.
+    keys = load_scores(LOGITS, row, WIDTH, EXPERTS, BLOCK, WARPS)
+    experts, weights = choose(keys, TOP_K, RENORMALISE, SCALING)
+    bases, factors, tiles = (), (), ()
+    for step in tl.static_range(STEPS):
+        group = step * WARPS + warp[:, None]
+        slot = group // (K // 128)
+        expert, weight = tl.zeros([WARPS, 1], tl.int32), tl.zeros([WARPS, 1], tl.float32)
+        for each in tl.static_range(TOP_K):
+            expert = tl.where(slot == each, experts[each], expert)
+            weight = tl.where(slot == each, weights[each], weight)
+        expert, inside = expert.to(tl.int64), group % (K // 128)
+        at = SCALE + expert * (scale_rows * groups) + first // ROWS_EACH * groups + inside
+        factors = factors + ((weight * tl.load(at, mask=slot < TOP_K, other=0.0))[:, :, None],)
+        bases = bases + (tl.permute((W + expert * (n_out * K) + inside * 128)[:, :, None], [1, 0, 2]),)
+    cols = tl.arange(0, 64)[None, None, :] + warp[None, :, None] * 0
+    for step in tl.static_range(PRELOAD):
+        tiles = tiles + (load_weights(bases[step], first, n_out, cols, K, True),)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    col = first + tl.arange(0, 16)
+    residual = tl.load(RESIDUAL + row * n_out + col, mask=col < n_out, other=0.0)
+    loaded = ()
+    for part in tl.static_range((STEPS + 7) // 8):
+        x = load_x(h_ptr + row * (TOP_K * K), H_SCALE + row, part * 8, scale_stride, TOP_K * K, WARPS)
+        loaded = loaded + (x,)
+    acc = tl.zeros([WARPS, 16, 8], dtype=tl.float32)
+    for step in tl.static_range(STEPS):
+        x = loaded[step // 8]  # type: ignore[var-annotated]
+        acc = add_step(acc, tiles[0], x, x[2] * factors[step], step)
+        tiles = tiles[1:]
+        if step + PRELOAD < STEPS:
+            tiles = tiles + (load_weights(bases[step + PRELOAD], first, n_out, cols, K, True),)
+    y = residual.to(tl.float32) + finish(acc)
+    tl.store(RESIDUAL + row * n_out + col, y.to(RESIDUAL.dtype.element_ty), mask=col < n_out)
+
+
+def add_experts(
+    residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, logits: torch.Tensor, options: TopK,
+    gate_up: FP8Weight, down: FP8Weight,
+) -> torch.Tensor:  # fmt: skip
+    """moe/few_rows.py's, of gate_up [E, 2 I, H] and down [E, H, I] in e4m3 with scales of blocks, I of whole groups."""
+    rows, hidden = residual.shape
+    experts, width = gate_up.values.shape[0], gate_up.values.shape[1] // 2
+    if not takes(gate_up, down):
+        raise ValueError(f"experts of {list(gate_up.values.shape)}: must have scales of blocks that 16 rows share")
+    x = add_norms_fp8(residual, None, Norm(norm_weight, eps))[0]
+    h = residual.new_empty(rows, options.top_k * width)
+    block = max(32, triton.next_power_of_2(experts))
+    shared = {"WIDTH": logits.shape[-1], "EXPERTS": experts, "BLOCK": block, "TOP_K": options.top_k, "WARPS": WARPS}
+    shared |= {"num_warps": WARPS, **pdl_options(residual.device)}
+    steps = triton.cdiv(hidden, WARPS * GROUP)
+    _gate_up_kernel[(triton.cdiv(width, 16), options.top_k, rows)](
+        x.values, x.scales, gate_up.values, gate_up.scale, logits, h, x.scales.stride(1), width,
+        gate_up.scale.shape[2], gate_up.scale.shape[1], K=hidden, STEPS=steps, PRELOAD=min(PRELOAD[0], steps),
+        ROWS_EACH=gate_up.rows_each, EVEN_K=hidden % (WARPS * GROUP) == 0, **shared,
+    )  # fmt: skip
+    values, scales = quantize_rows(h)
+    steps = triton.cdiv(options.top_k * width, WARPS * GROUP)
+    _down_kernel[(triton.cdiv(hidden, 16), rows)](
+        values, scales, down.values, down.scale, logits, residual, scales.stride(1), hidden, down.scale.shape[2],
+        down.scale.shape[1], K=width, RENORMALISE=options.renormalise, SCALING=options.scale, STEPS=steps,
+        PRELOAD=min(PRELOAD[1], steps), ROWS_EACH=down.rows_each, **shared,
+    )  # fmt: skip
+    return residual
+
+
+def takes(gate_up: FP8Weight, down: FP8Weight) -> bool:
+    """Whether add_experts multiplies by them."""
+    shared = gate_up.rows_each % 16 == 0 and down.rows_each % 16 == 0
+    measured = gate_up.input_scale is None and down.input_scale is None
+    return gate_up.in_blocks and down.in_blocks and shared and measured and down.values.shape[2] % GROUP == 0
