@@ -113,6 +113,8 @@ class MappedBuckets:
         if handle not in self._addresses:
             self._addresses[handle] = driver.open(handle)
         address = self._addresses[handle]
+        if driver.size_of(address) < nbytes:
+            refuse("nbytes", nbytes, f"at most the {driver.size_of(address)} that are there")
         if uuid == str(torch.cuda.get_device_properties(self._device).uuid):
             return torch.as_tensor(DeviceBytes(address, nbytes), device=self._device)
         memory = torch.empty(needed, dtype=torch.uint8, device=self._device)

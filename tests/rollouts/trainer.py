@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from nanovllm.transfer.receiver import WeightReceiver
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +34,11 @@ def take_in(receiver: WeightReceiver, kind: str, folder: str, info: dict[str, An
         receiver.start()
         assert trainer.stdin is not None and trainer.stdout is not None
         for line in trainer.stdout:
-            receiver.update(json.loads(line))
+            message = json.loads(line)
+            if kind == "bucket":
+                with pytest.raises(ValueError, match="nbytes=1099511627776"):
+                    receiver.update({**message, "nbytes": 1 << 40})
+            receiver.update(message)
             trainer.stdin.write("taken in\n")
             trainer.stdin.flush()
         receiver.finish()

@@ -337,6 +337,8 @@ def test_what_the_server_says_of_itself(admin: httpx.Client) -> None:
         ("/sleep?level=x", {}, "level"),
         ("/start_weight_update", {"in_flight": "maybe"}, "in_flight"),
         ("/update_weights", {}, "update_info"),
+        ("/update_weights", {"update_info": {}, "in_flight": "keep"}, "in_flight"),
+        ("/update_weights", {"update_info": {}, "weight_version": 2}, "weight_version"),
         ("/update_weights", {"update_info": {}, "weight_dir": "x"}, "update_info"),
         ("/init_weight_transfer_engine", {"init_info": []}, "init_info"),
         ("/init_weight_transfer_engine", {"init_info": {"pigeon": 1}}, "world_size"),

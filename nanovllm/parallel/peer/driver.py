@@ -21,6 +21,7 @@ class Driver:
         pointer, size = ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t
         self._lib.cuMemAlloc_v2.argtypes = [pointer, size]
         self._lib.cuMemFree_v2.argtypes = [ctypes.c_uint64]
+        self._lib.cuMemGetAddressRange_v2.argtypes = [pointer, ctypes.POINTER(size), ctypes.c_uint64]
         self._lib.cuIpcGetMemHandle.argtypes = [ctypes.POINTER(_Handle), ctypes.c_uint64]
         self._lib.cuIpcOpenMemHandle_v2.argtypes = [pointer, _Handle, ctypes.c_uint]
         self._lib.cuIpcCloseMemHandle.argtypes = [ctypes.c_uint64]
@@ -57,6 +58,12 @@ class Driver:
         lazy_peer_access = 1
         self.call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), lazy_peer_access)
         return address.value
+
+    def size_of(self, address: int) -> int:
+        """Bytes of the allocation that begins there."""
+        base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
+        self.call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), address)
+        return nbytes.value
 
     def close(self, address: int) -> None:
         self.call("cuIpcCloseMemHandle", address)

@@ -119,6 +119,10 @@ async def update_weights(front: "Front", call: Call) -> None:
     if (given.update_info is None) == (given.weight_dir is None):
         raise bad_request("update_info, weight_dir: exactly one of them must be given", "update_info")
     if given.update_info is not None:
+        for name in ("in_flight", "weight_version"):
+            if getattr(given, name) is not None:
+                where = "start_weight_update" if name == "in_flight" else "finish_weight_update"
+                raise bad_request(f"{name}: beside update_info it must be left out; {where} takes it", name)
         await call.respond_json(await front.control("update_weights", update_info=given.update_info))
         return
     options = {name: value for name, value in msgspec.structs.asdict(given).items() if value is not None}
