@@ -43,7 +43,7 @@ def _items(name: str, value: Any, most: int, what: str) -> tuple[Any, ...]:
 
 def _plain(value: Any) -> Any:
     """A number of numpy's, from an array of lengths say, as Python's own; anything else as it is."""
-    if isinstance(value, (int, float)) or not isinstance(value, Real):
+    if value is None or isinstance(value, (int, float, tuple, list)) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
 
@@ -160,9 +160,9 @@ class SamplingParams:
     first token tells nothing about the prompts of others (CVE-2025-46570)."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            if (plain := _plain(value := getattr(self, each.name))) is not value:
-                object.__setattr__(self, each.name, plain)
+        for name, value in list(vars(self).items()):
+            if (plain := _plain(value)) is not value:
+                object.__setattr__(self, name, plain)
         self._check_counts()
         self._check_numbers()
         self._check_lists()

@@ -27,8 +27,8 @@ def step(rows: dict[int, int]) -> Gained:
         if not rows[request_id]:
             del rows[request_id]
             ended[entry] = Completed("length", None, 0, 0.0, None, None)
-    columns = array("q", ids), array("i", bytes(4 * len(ids))), array("i", [7] * len(ids))
-    return Gained(*columns, ended, {})
+    columns = array("q", ids + [0] * len(ids) + [7] * len(ids))
+    return Gained(columns.tobytes(), ended, {})
 
 
 def main(fd: int) -> None:
@@ -54,8 +54,8 @@ def main(fd: int) -> None:
                 take(message)
             if not rows:
                 continue
+            decoded += min(len(rows), ROWS)
             gained = step(rows)
-            decoded += len(gained.request_ids)
             if gained.ended:
                 link.send(pickle.dumps(Counted(prefilled, decoded, STATS), pickle.HIGHEST_PROTOCOL))
             link.send(pickle.dumps(gained, pickle.HIGHEST_PROTOCOL))

@@ -5,6 +5,7 @@ same tokens on any number of replicas, and goes on elsewhere when its replica is
 """
 
 import logging
+import pickle
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 MOST_RESTARTS = 3  # of each replica that was lost; then the others go on without it
 _LOOK_SECONDS = 0.1  # the longest that a step waits for any replica
+_SPIN_SECONDS, _SPIN_REQUESTS = 0.008, 4  # on a GPU: a first token is awaited without a pause, where so few run
 
 
 class ReplicatedEngine(ReplicaControl):
@@ -65,6 +67,7 @@ class ReplicatedEngine(ReplicaControl):
         """The last of each link, those of lost ones too: counters go on."""
         self._computed: dict[ReplicaLink, tuple[int, int]] = {}
         self._weights_replaced = False
+        self._spin_until = 0.0
         self.at_close: list[Callable[[], None]] = []
         """What ends with the replicas."""
         self._num_calls = 0
@@ -79,6 +82,8 @@ class ReplicatedEngine(ReplicaControl):
 
     def add_request(self, *args: Any, **options: Any) -> int:
         """See LLMEngine.add_request."""
+        if not self._live and (link := self._links[0]) is not None:
+            link.rouse()
         request_id = super().add_request(*args, **options)
         self._events.put(WAKE)
         return request_id
@@ -160,7 +165,9 @@ class ReplicatedEngine(ReplicaControl):
             params, most = first.params, first.max_total_tokens - first.num_prompt_tokens
             if most < params.max_tokens:  # the replica's KV cache may hold more than that of others
                 params = replace(params, max_tokens=most, min_tokens=min(most, params.min_tokens))
-            self._send(number, ("add", request_id, prompt, params, known))
+            self._send(number, ("add", request_id, prompt, pickle.dumps(params, pickle.HIGHEST_PROTOCOL), known))
+            if len(self._live) <= _SPIN_REQUESTS and self.config.device == "cuda":
+                self._spin_until = time.monotonic() + _SPIN_SECONDS
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
@@ -181,7 +188,7 @@ class ReplicatedEngine(ReplicaControl):
             raise
 
     def _take_events_in(self, columns: StepColumns, waits: bool) -> None:
-        for event in self._events.take(_LOOK_SECONDS if waits else 0.0):
+        for event in self._events.take(_LOOK_SECONDS if waits else 0.0, self._spin_until if waits else 0.0):
             self._take_in(event, columns)
 
     def _take_in(self, event: Any, columns: StepColumns) -> None:
@@ -212,9 +219,12 @@ class ReplicatedEngine(ReplicaControl):
     def _take_gained(self, message: Gained, columns: StepColumns) -> None:
         """A loop over all rows of a step: kept lean."""
         now, plain, ended, count = time.perf_counter(), self._plain, message.ended, 0
+        self._spin_until = 0.0
         ids, indices, tokens = columns.request_ids, columns.indices, columns.token_ids
+        numbers = memoryview(message.columns).cast("q")
+        size = len(numbers) // 3
         for entry, (request_id, index, token_id) in enumerate(
-            zip(message.request_ids, message.indices, message.token_ids, strict=True)
+            zip(numbers[:size], numbers[size : 2 * size], numbers[2 * size :], strict=True)
         ):
             seq = plain.get(request_id)
             if seq is None or entry in ended:

@@ -69,10 +69,13 @@ class Inbox:
             self._poll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if expects else 0))
             (self._full.add if expects else self._full.remove)(fd)
 
-    def take(self, timeout: float = 0.0) -> list[Any]:
-        """The events that are there; waits up to `timeout` seconds for one, or for a part of one."""
+    def take(self, timeout: float = 0.0, spin_until: float = 0.0) -> list[Any]:
+        """The events that are there; waits up to `timeout` seconds for one, or for a part of one. Before `spin_until`
+        (time.monotonic) it looks without a pause instead."""
         with self._reads:
-            self._read(timeout)
+            self._read(0.0 if time.monotonic() < spin_until else timeout)
+            while not self._events and time.monotonic() < spin_until:
+                self._read(0.0)
             return [self._events.popleft() for _ in range(len(self._events))]
 
     def gather(self) -> None:

@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from nanovllm.replicas.channel import Channel, framed
@@ -21,6 +22,7 @@ from nanovllm.startup.child import no_standard_numbers, start_python
 _MODULE = "nanovllm.replicas.replica"
 SILENCE = 60.0
 """Seconds without any sign of life, which is due every second; importing may hold a process that long."""
+_ROUSE = memoryview(framed(pickle.dumps(("rouse",)))[0])
 _MOST_UNSENT = 64 << 20  # bytes
 EXIT_GRACE = 6.0
 """Seconds for a replica to end its ranks in order."""
@@ -52,6 +54,10 @@ class ReplicaLink(ABC):
     @abstractmethod
     def send(self, packed: Any) -> None:
         """One that a lost replica does not get is answered by Lost. From one thread."""
+
+    @abstractmethod
+    def rouse(self) -> None:
+        """A request is likely to be sent in a moment: a replica that sleeps wakes up meanwhile. From any thread."""
 
     def ask_to_leave(self) -> None:
         self.send(self.pack(("leave",)))
@@ -105,6 +111,11 @@ class ProcessLink(ReplicaLink):
         while sum(map(len, self._unsent)) > _MOST_UNSENT:
             self._wait(1.0)
             self._inbox.gather()
+
+    def rouse(self) -> None:
+        with self._sends, suppress(OSError):  # its end is noticed by who reads
+            if self._is_there and not self._unsent:
+                self._channel.send_some(_ROUSE)
 
     def flush(self) -> None:
         with self._sends:

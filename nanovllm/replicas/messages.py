@@ -1,6 +1,5 @@
 """What a replica and its front say to each other; pickled, over a socket that only they hold."""
 
-from array import array
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -78,9 +77,8 @@ class Completed(NamedTuple):
 class Gained(NamedTuple):
     """outputs.StepColumns of one step."""
 
-    request_ids: "array[int]"
-    indices: "array[int]"
-    token_ids: "array[int]"
+    columns: bytes
+    """int64: request ids, then indices, then token ids."""
     ended: dict[int, Completed]
     scores: dict[int, Any]
     """By entry: the line of log-probabilities of the token."""

@@ -115,6 +115,9 @@ class RayLink(ReplicaLink):
             if ray.wait([self._large[0]], timeout=_POLL_SECONDS)[0]:
                 self._large.popleft()
 
+    def rouse(self) -> None:
+        """It would take as long as the request itself."""
+
     def _listen(self) -> None:
         reason: str | None = None
         while reason is None:

@@ -19,6 +19,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nanovllm.replicas.channel import Bell, Channel
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _LIFE_SECONDS = 1.0
 _COUNT_SECONDS = 0.1
+_AWAKE_SECONDS = 0.001
 _KINDS = (ValueError, TypeError, FileNotFoundError)  # mistakes of the user, which the front raises again
 _BUCKETS_AHEAD = 2  # of new weights, taken in before the ranks have those before them
 
@@ -54,7 +56,7 @@ class Replica:
         self._send, self._intake = send, intake
         self._engine: LLMEngine | None = None
         self._leaving = False
-        self._counted = 0.0
+        self._counted = self._awake_until = 0.0
         self._calls: queue.SimpleQueue[tuple[int, str, tuple[Any, ...], bool]] = queue.SimpleQueue()
         self._waits_for_others = False
         """An update of the weights has begun that other replicas may not have finished."""
@@ -97,8 +99,10 @@ class Replica:
 
     # -- what the front may ask for -----------------------------------------------------------------------------
 
-    def add(self, request_id: int, prompt: bytes, params: Any, known: list[int]) -> None:
-        """`prompt`: int32 token ids. `known`: the output's first tokens. The request was checked by the front."""
+    def add(self, request_id: int, prompt: bytes, pickled: bytes, known: list[int]) -> None:
+        """`prompt`: int32 token ids. `pickled`: SamplingParams. `known`: the output's first tokens. The request was
+        checked by the front."""
+        params = _unpickled(pickled)
         if params.structured_outputs is None:
             self._add(request_id, prompt, params, known)
         else:
@@ -111,6 +115,10 @@ class Replica:
             self._engine.add_request(array("i", prompt).tolist(), params, request_id, known)
         except Exception as error:  # of this request alone
             self._send(Refused(request_id, str(error)))
+
+    def rouse(self) -> None:
+        """A request is on its way."""
+        self._awake_until = time.monotonic() + _AWAKE_SECONDS
 
     def abort(self, request_id: int) -> None:
         assert self._engine is not None
@@ -163,7 +171,7 @@ class Replica:
             if not self._calls.empty():
                 self._send(self._answer(engine, *self._calls.get()))
             elif not engine.is_busy() or self._waits_for_others or engine.lacks_weights:
-                seconds = _LIFE_SECONDS
+                seconds = _LIFE_SECONDS if time.monotonic() > self._awake_until else 0.0
                 if engine.executor.failed:
                     engine.executor.check()  # raises
             else:
@@ -248,8 +256,11 @@ class Replica:
         for request_id in {gained.request_ids[entry] for entry in ended}:
             if engine.is_finished(request_id):
                 engine.forget(request_id)
-        rows = (array("q", gained.request_ids), array("i", gained.indices), array("i", gained.token_ids))
-        return Gained(*rows, ended, scores)
+        columns = array("q", gained.request_ids + gained.indices + gained.token_ids)
+        return Gained(columns.tobytes(), ended, scores)
+
+
+_unpickled = lru_cache(4)(pickle.loads)  # many requests have equal options
 
 
 class _Weights:

@@ -1,11 +1,12 @@
 """What a trainer or a server does to several replicas as one; the rest is in tests/rollouts, which has replicas too."""
 
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -118,12 +119,27 @@ def test_a_slow_grammar_holds_up_its_own_request_alone() -> None:
     replica._engine = SimpleNamespace(add_request=add, abort=abort)  # type: ignore[assignment]
     threading.Thread(target=replica._compile, daemon=True).start()
     slow = SamplingParams(structured_outputs=StructuredOutput(regex="a+"))
-    for message in (("add", 1, b"", slow, []), ("add", 2, b"", SamplingParams(), []), ("abort", 1)):
+    adds = (("add", n, b"", pickle.dumps(params), []) for n, params in ((1, slow), (2, SamplingParams())))
+    for message in (*adds, ("abort", 1)):
         replica.handle(message)
     assert done == [("add", 2), ("abort", 1)]
     compiled.set()
     assert all_there.wait(20)
     assert done[2:] == [("add", 1), ("abort", 1)]
+
+
+def test_a_roused_replica_looks_for_a_moment_before_it_sleeps() -> None:
+    waits: list[float] = []
+
+    def next_message(seconds: float) -> None:
+        waits.append(seconds)
+        replica._leaving = len(waits) > 2 and seconds > 0
+
+    replica = Replica(print, SimpleNamespace(next=next_message, wake=print))
+    replica.handle(("rouse",))
+    executor, config = SimpleNamespace(failed=False), SimpleNamespace(device="cpu")
+    replica._serve(cast(Any, SimpleNamespace(is_busy=lambda: False, config=config, executor=executor, lacks_weights=0)))
+    assert len(waits) > 3 and not any(waits[:-1])
 
 
 def test_a_rank_that_dies_while_nothing_runs_is_noticed() -> None:

@@ -46,11 +46,12 @@ def test_a_channel_hands_out_whole_messages_however_they_are_cut() -> None:
     channel.close()
 
 
-def test_another_threads_event_ends_the_wait() -> None:
+@pytest.mark.parametrize("spin", [0.0, 20.0])
+def test_another_threads_event_ends_the_wait(spin: float) -> None:
     inbox = Inbox()
     threading.Timer(0.05, inbox.put, ["event"]).start()
     began = time.monotonic()
-    assert inbox.take(timeout=20) == ["event"]
+    assert inbox.take(timeout=20, spin_until=began + spin) == ["event"]
     assert time.monotonic() - began < 10
     assert inbox.take() == [] and not inbox.has_events()
     inbox.close()
