@@ -38,6 +38,9 @@ class Tokenizer:
             # Looked up again: the library replaces its module at the end of its import. A thread that waited for
             # another engine's import has the first module in hand.
             self._tokenizer = sys.modules["transformers"].AutoTokenizer.from_pretrained(self._folder)
+            # The engine knows its own bound and names it; the library's warns of an index error that never comes.
+            seen: dict[str, bool] = getattr(self._tokenizer, "deprecation_warnings", {})
+            seen["sequence-length-is-longer-than-the-specified-maximum"] = True
         except Exception as error:
             self._error = error
 

@@ -135,6 +135,11 @@ def test_too_little_memory_for_a_block() -> None:
         LLM(str(DEMO), device="cpu", cpu_kvcache_gib=1e-7)
 
 
+def test_more_memory_than_the_machine_has() -> None:
+    with pytest.raises(ValueError, match=r"cpu_kvcache_gib=1000000000\.0: must be at most \d+\.\d"):
+        LLM(str(DEMO), device="cpu", cpu_kvcache_gib=1e9)
+
+
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match=r"device='cuda': torch sees no GPU"):

@@ -177,6 +177,15 @@ def test_the_bar_goes_to_stderr_or_nowhere(
     assert "3/3" in err and "prefill" in err and "decode" in err and "tok/s" in err
 
 
+def test_a_prompt_too_long_is_refused_without_a_warning(
+    llm: LLM, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [caplog.handler])
+    with pytest.raises(ValueError, match="max_model_len"):
+        llm.generate("one two three " * 3000)
+    assert not caplog.records
+
+
 def test_a_loop_of_ones_own(llm: LLM) -> None:
     prompts = ["one two three", "red and blue"]
     expected = [output.token_ids for output in generate(llm, prompts)]

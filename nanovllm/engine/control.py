@@ -218,7 +218,7 @@ class EngineControl:
             self._raise_failure()
         wanted = tuple(sorted(self.asleep)) if tags is None else self._tags(tags)
         if not wanted or not self.asleep.issuperset(wanted):
-            raise RuntimeError(f"wake_up: not asleep: {', '.join(sorted(set(wanted) - self.asleep)) or 'anything'}")
+            raise RuntimeError(f"wake_up: not asleep: {', '.join(sorted(set(wanted) - self.asleep)) or 'the engine'}")
         self.executor.call("wake_up", wanted)
         self.asleep -= set(wanted)
         with self._work:

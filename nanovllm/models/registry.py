@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig
+from nanovllm.errors import short
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.config_reader import ConfigReader, refuse
 from nanovllm.models.families import gemma, llama, moe, olmo, others, phi, qwen
@@ -135,7 +136,10 @@ def resolve_model_folder(config: EngineConfig) -> EngineConfig:
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.txt", "*.jinja"] + (["*.safetensors"] if config.load_format == "auto" else [])
-    folder = snapshot_download(config.model, allow_patterns=patterns)
+    try:
+        folder = snapshot_download(config.model, allow_patterns=patterns)
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(f"model={config.model!r}: no such folder, and the hub: {short(error)}") from error
     return replace(config, model=folder, tokenizer=config.tokenizer or folder)
 
 

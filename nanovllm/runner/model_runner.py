@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.attention import AttentionBackend, AttentionSpec, select_backend
+from nanovllm.errors import refuse
 from nanovllm.kernels import select_kernels
 from nanovllm.kernels.base.compile_keys import hash_triton, resolve_keys
 from nanovllm.kernels.gemm.fixed_order import library_without_parts
@@ -189,10 +190,12 @@ class ModelRunner(WeightCommands):
         config = self.config
         per_block = block_bytes(self.model.attention_layers(), self.block_size, self.kv_dtype)
         if self.device.type == "cpu":
-            if config.num_kvcache_blocks is None:
-                option, budget = f"cpu_kvcache_gib={config.cpu_kvcache_gib}", int(config.cpu_kvcache_gib * GIB)
-                return blocks_that_fit(budget, per_block, option)
-            return self._blocks_asked_for(host_memory() // config.tensor_parallel_size // per_block)
+            share, gib = host_memory() / config.tensor_parallel_size, config.cpu_kvcache_gib
+            if config.num_kvcache_blocks is not None:
+                return self._blocks_asked_for(int(share / per_block))
+            if gib * GIB > share:
+                refuse("cpu_kvcache_gib", gib, f"at most {share / GIB:.1f}, a rank's share of this machine's memory")
+            return blocks_that_fit(int(gib * GIB), per_block, f"cpu_kvcache_gib={gib}")
         with self.io.stream_context():
             self.allocate_kv_cache(1)
             self.warm_up_attention()

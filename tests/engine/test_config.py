@@ -315,6 +315,15 @@ def test_a_missing_folder_is_named(model: str) -> None:
     assert repr(model) in str(error.value)
 
 
+def test_a_model_that_the_hub_does_not_give_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no connection\nfurther lines")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(FileNotFoundError, match=r"^model='owner/name': .*no connection$"):
+        resolve_model_folder(EngineConfig("owner/name"))
+
+
 def test_a_missing_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
         read_model_config(EngineConfig(str(tmp_path)))

@@ -214,12 +214,15 @@ def test_a_failing_constraint_ends_its_own_request_only(llm: LLM, monkeypatch: p
     assert llm.is_finished() and llm.engine._num_sampling == 0
 
 
-def test_without_a_way_out(llm: LLM) -> None:
-    """The grammar is done, but min_tokens forbids the end: the request ends, and only it."""
+def test_without_a_way_out(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    """The grammar is done, but min_tokens forbids the end, or no token that fits is allowed: the request ends, and only
+    it, and nothing is written to the terminal."""
     wanted = StructuredOutput(choice=["yes"])
     params = SamplingParams(temperature=1.0, seed=1, min_tokens=10, max_tokens=20, structured_outputs=wanted)
-    (output,) = llm.generate([PROMPT], params, use_tqdm=False)
+    never = SamplingParams(bad_words=["y"], allowed_token_ids=[5, 6], structured_outputs=wanted)
+    output, second = llm.generate([PROMPT] * 2, [params, never], use_tqdm=False)
     assert output.finish_reason in ("stop", "abort") and output.text.startswith("yes")
+    assert second.finish_reason == "abort" and capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("eos_ids", [[1023], [1021, 1023, 5000]])

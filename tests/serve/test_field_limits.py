@@ -7,12 +7,31 @@ import httpx
 import pytest
 from serving import Server, user
 
+from nanovllm.serve.api import admin
+from nanovllm.serve.api import fields as api
+from nanovllm.serve.errors import ApiError
+
 CHAT = "/v1/chat/completions"
 ASK = {"messages": user("What is the capital of France?"), "max_tokens": 4, "temperature": 0}
 
 # -- fields ---------------------------------------------------------------------------------------------
 
 MANY = list(map(str, range(1_000_000)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "message"),
+    [
+        (admin.Pause, {"mode": "stop"}, "mode='stop': must be one of 'abort', 'wait', 'keep'"),
+        (admin.Sleep, {"tags": ["weights", "all"]}, "tags[1]='all': must be one of 'weights', 'kv_cache'"),
+        (api.DetokenizeFields, {"tokens": [1, -1]}, "tokens[1]=-1: must be int >= 0"),
+        (api.ChatFields, {"messages": [{}], "n": {"a": 1}}, "n={'a': 1}: must be int, got object"),
+    ],
+)
+def test_field_value_and_bound_are_named(kind: Any, body: dict[str, Any], message: str) -> None:
+    with pytest.raises(ApiError) as error:
+        api.convert(kind, body)
+    assert error.value.message == message
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ class StructuredOutputs:
             form = library.grammar_from_json_schema(text, defaults=self._json_defaults)
         else:
             form = library.grammar_from_lark(text) if kind == "grammar" else library.grammar_from_regex(text)
-        start = library(self._tokenizer, form)
+        start = library(self._tokenizer, form, log_level=0)  # its errors become the matcher's `error`
         if start.is_error():
             raise ValueError(start.get_error())
         check_masks(start.deep_copy(), self._eos_ids)

@@ -1,7 +1,8 @@
 """The fields of chat and completion requests, and what they ask of the engine. Null means absent."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -215,7 +216,7 @@ def convert(kind: type[Struct], body: dict[str, Any], strict: bool = True) -> St
     try:
         return msgspec.convert(given, kind, strict=strict)
     except msgspec.ValidationError as error:
-        raise _type_error(body, str(error)) from None
+        raise _type_error(kind, body, str(error)) from None
 
 
 def _refuse_unsupported(body: dict[str, Any]) -> None:
@@ -230,7 +231,7 @@ def _refuse_unsupported(body: dict[str, Any]) -> None:
         raise bad_request("best_of: must be n; sampling more is not supported", "best_of", "unsupported_field")
 
 
-def _type_error(body: dict[str, Any], text: str) -> Exception:
+def _type_error(kind: type[msgspec.Struct], body: dict[str, Any], text: str) -> Exception:
     """msgspec's message in our words: the field, what it must be, what it is."""
     if text.startswith("Object missing required field"):
         name = text.split("`")[1]
@@ -239,8 +240,19 @@ def _type_error(body: dict[str, Any], text: str) -> Exception:
     path = where.rstrip("`")
     name = path.partition("[")[0].partition(".")[0]
     wanted = what.removeprefix("Expected ").replace("`", "").replace(" | null", "")
+    if what.startswith("Invalid enum value"):
+        wanted = "one of " + ", ".join(map(repr, _choices(get_type_hints(kind)[name])))
     code = "invalid_type" if ", got " in wanted else "invalid_value"
-    return bad_request(f"{path}={shown(body.get(name))}: must be {wanted}", name or None, code)
+    found: Any = body
+    for part in re.findall(r"[^.\[\]]+", path):
+        found = found[int(part)] if isinstance(found, list) else found[part]
+    return bad_request(f"{path}={shown(found)}: must be {wanted}", name or None, code)
+
+
+def _choices(hint: Any) -> Iterator[Any]:
+    """The values of a Literal, which may stand in a list or beside None."""
+    for inner in get_args(hint):
+        yield from [inner] if get_origin(hint) is Literal else _choices(inner)
 
 
 def _check(fields: CommonFields) -> None:
