@@ -15,9 +15,10 @@ import torch
 
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.fp8.operands import FP8Rows
-from nanovllm.kernels.gemm import decode, skinny
+from nanovllm.kernels.gemm import decode, one_row, skinny
 from nanovllm.kernels.gemm.choice import LIBRARY, Gemm, GemmConfig, Ranges
 from nanovllm.kernels.gemm.dispatch import matmul
+from nanovllm.kernels.gemm.one_row import Gated, Row, Unnormed
 from nanovllm.kernels.pointwise.norm import add_up
 from nanovllm.layers.int4 import Int4Matrix
 from nanovllm.layers.quantized import FP8Matrix, column_multiple, quantized_matrix
@@ -99,10 +100,12 @@ class ParallelLinear(WeightedModule):
         """Whoever makes the inputs may round them to e4m3 (kernels/fp8/)."""
         return isinstance(self.quantized, FP8Matrix) and self.quantized.takes_rounded
 
-    def matmul(self, x: torch.Tensor | FP8Rows) -> torch.Tensor:
+    def matmul(self, x: Row | FP8Rows) -> torch.Tensor:
         """x [T, in] @ weight^T: [T, out], or float32 [parts, T, out], sums over parts of `in`, where the choice says
         so: only layers whose result goes to a ReduceAddNorm have such a choice."""
         config = self.choice(x.shape[0])
+        if isinstance(x, Unnormed | Gated):
+            return one_row.linear(x, self.weight, config)
         if isinstance(self.quantized, FP8Matrix):
             return self.quantized.matmul(x, config)
         assert isinstance(x, torch.Tensor)
@@ -110,7 +113,7 @@ class ParallelLinear(WeightedModule):
             return self.quantized.matmul(x, config)
         return matmul(x, self.weight, config)
 
-    def forward(self, x: torch.Tensor | FP8Rows) -> torch.Tensor:
+    def forward(self, x: Row | FP8Rows) -> torch.Tensor:
         """[T, in] -> [T, out], or float32 [parts, T, out] as `matmul`."""
         y = self.matmul(x)
         if self.bias is not None and self.adds_bias:
@@ -207,12 +210,12 @@ class MergedColumnParallelLinear(ParallelLinear):
         return skinny.norm_linear_silu_mul(x, norm_weight, eps, self.weight, config)
 
     def forward_silu_mul(
-        self, x: torch.Tensor | FP8Rows, kernels: Kernels, rounds: bool = False
+        self, x: Row | FP8Rows, kernels: Kernels, rounds: bool = False
     ) -> torch.Tensor | FP8Rows:
         """This layer as gate and up, SiLU(gate) * up: [T, in] -> [T, out / 2]. rounds: the kernel of the activation may
         round it to e4m3."""
         config = self.choice(x.shape[0])
-        if not config.is_own or self.bias is not None:
+        if not config.is_own or self.bias is not None or isinstance(x, Unnormed | Gated):
             return (kernels.silu_mul_fp8 if rounds else kernels.silu_mul)(self(x))
         if isinstance(self.quantized, FP8Matrix):
             return self.quantized.linear_silu_mul(x, config)

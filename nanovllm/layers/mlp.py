@@ -8,6 +8,7 @@ import torch
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.gemm.choice import SKINNY_ROWS
+from nanovllm.kernels.gemm.one_row import Gated, Row
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.quantized import column_multiple
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
@@ -54,7 +55,9 @@ class MLP(WeightedModule):
         """As ParallelLinear has it."""
         return self.gate_up_proj.takes_rounded
 
-    def forward(self, x: torch.Tensor | FP8Rows) -> torch.Tensor:
+    def forward(self, x: Row | FP8Rows) -> torch.Tensor:
+        if self.can_fuse and self.down_proj.choice(x.shape[0]).kernel == "one_row":
+            return self.down_proj(Gated(self.gate_up_proj(x)))
         if self.can_fuse:
             rounds = self.down_proj.takes_rounded
             return self.down_proj(self.gate_up_proj.forward_silu_mul(x, self.kernels, rounds))

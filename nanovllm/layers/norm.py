@@ -7,6 +7,7 @@ import torch
 
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.fp8.operands import FP8Rows
+from nanovllm.kernels.gemm.one_row import Row, Unnormed
 from nanovllm.kernels.pointwise.norm import Norm, add_up
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
 from nanovllm.parallel.group import TensorParallelGroup
@@ -66,6 +67,8 @@ class ReduceAddNorm(WeightedModule):
         self.dependent_rows: AbstractSet[int] = frozenset()
         """Numbers of rows whose partial comes from a kernel of our own, after which the all-reduce is launched
         with PDL: `pdl_rows` of the layer before, which the model sets."""
+        self.is_inside = False
+        """One row's goes into the product after it (kernels/gemm/one_row.py)."""
         self.rounds = False
         """The normalised rows are rounded to e4m3, on one rank, since what takes them would do so. The model sets
         it."""
@@ -82,7 +85,11 @@ class ReduceAddNorm(WeightedModule):
 
     def forward(
         self, partial: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor | FP8Rows, torch.Tensor]:
+    ) -> tuple[Row | FP8Rows, torch.Tensor]:
+        if self.is_inside and partial.shape[-2] == 1 and residual is not None:
+            assert self.norm is not None
+            total = torch.empty_like(residual)
+            return Unnormed(partial, residual, self.norm.for_kernel(), total), total
         if self.group.exact_bits == "tp" and self.group.size > 1:
             return self.add_norm(self._nodes(partial, residual), residual)
         rows = partial.shape[-2]

@@ -16,7 +16,7 @@ from torch import nn
 from nanovllm.attention.base import AttentionBackend, AttentionSpec
 from nanovllm.kernels import Kernels
 from nanovllm.layers.attention import Attention, AttentionOptions, ForwardStep, wanted_rows
-from nanovllm.layers.linear import HeadSplit, RowParallelLinear
+from nanovllm.layers.linear import HeadSplit, ParallelLinear, RowParallelLinear
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.moe import MoE
 from nanovllm.layers.norm import ReduceAddNorm, RowNorm
@@ -164,6 +164,13 @@ class DecoderLayer(WeightedModule):
             return attended + self.mlp(wanted_rows(x, wanted)), residual
         x, residual = self.post_attention_layernorm(attended, residual)
         return self.mlp(x), residual
+
+    def joints_and_consumers(self) -> Iterator[tuple[ReduceAddNorm, ParallelLinear]]:
+        """Those joints whose result goes to one linear layer alone, with that."""
+        if not self.is_parallel:
+            yield self.input_layernorm, self.self_attn.qkv_proj
+            if isinstance(self.mlp, MLP):
+                yield self.post_attention_layernorm, self.mlp.gate_up_proj
 
     def precedes(self, joint: ReduceAddNorm) -> None:
         """`joint` takes in what this layer hands on."""

@@ -131,7 +131,7 @@ class ModelRunner(WeightCommands):
             self.memory.release_cached()
         self.gemm_table = tuning.table_for(self.device, config.kernel_choices)
         if config.exact_bits is not None and foreign is None:
-            tuning.fix_order(self.model, self.gemm_table, self.group)
+            tuning.fix_order(self.model, self.gemm_table, self.group)  # type: ignore[arg-type]
         self.sleepable: SleepableMemory | None = None
         if config.enable_sleep and self.device.type == "cuda" and self.live_module is None:
             self.sleepable = SleepableMemory(self.device)

@@ -92,13 +92,16 @@ def _merge_first_rows(o_proj: ParallelLinear) -> frozenset[int]:
     return frozenset(rows for rows in rows_of_skinny if merges_before(rows, num_bytes))
 
 
-def fix_order(model: nn.Module, table: GemmTable, group: TensorParallelGroup) -> None:
+def fix_order(model: DecoderForCausalLM, table: GemmTable, group: TensorParallelGroup) -> None:
     """Gives every linear layer choices for all numbers of rows that give a row the same bits (EngineConfig.exact_bits).
     A rank decides for itself: no order depends on what else was chosen."""
     for linear in linears(model):
         gemm = linear.gemm(group.size == 1)
         leaves = fixed_order.leaves_of(gemm.k * group.size) // group.size if group.exact_bits == "tp" else 0
         linear.ranges = fixed_order.ranges(gemm, table, linear.takes_parts, leaves, group.device.type == "cpu")
+    for layer in model.layers:
+        for joint, consumer in layer.joints_and_consumers():
+            joint.is_inside = joint.is_plain and consumer.choice(1).kernel == "one_row"
 
 
 def check_order(model: nn.Module, most_rows: int) -> None:
@@ -118,11 +121,11 @@ def check_order(model: nn.Module, most_rows: int) -> None:
 
 def rows_that_differ(weight: torch.Tensor, by_rows: Ranges, most_rows: int) -> list[int]:
     """Numbers of rows up to `most_rows`, of those around the ends of ranges and some between, for which `by_rows` gives
-    some row of a random x other bits than its first configuration."""
+    some row of a random x other bits than its first configuration for several."""
     make = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(most_rows, weight.shape[1], generator=make, device=weight.device).to(weight.dtype)
     tried = {rows for most, _ in by_rows for rows in (most, most + 1)} | {3, 100, 257, 300, 512, 1000, 2048, most_rows}
-    expected = _whole(x, weight, by_rows[0][1])
+    expected = _whole(x, weight, next(config for _, config in by_rows if config.kernel != "one_row"))
     return [
         rows for rows in sorted(tried) if rows <= most_rows and not torch.equal(
             _whole(x[:rows], weight, next(config for most, config in by_rows if rows <= most)), expected[:rows])

@@ -15,6 +15,10 @@ from comparing import Expected, assert_mostly_sure, assert_same
 from observing import LogitRecorder, StepWitness, margins
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.kernels.gemm import fixed_order, one_row
+from nanovllm.kernels.gemm.choice import LIBRARY
+from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.runner import tuning
 from nanovllm.runner.model_runner import ModelRunner
 
 BLOCK = 16
@@ -34,10 +38,22 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def serve(folder: str, backend: str, fused_kernels: bool) -> dict[str, Any]:
+def take_one_row(model: DecoderForCausalLM) -> None:
+    """Steps of one row take what is around products into them, as with exact_bits on a GPU."""
+    for linear in tuning.linears(model):
+        if linear.kind != "head" and (config := one_row.config_for(linear.weight.shape[1], 1)):
+            linear.ranges = ((1, config), (fixed_order.ANY_ROWS, LIBRARY))
+    for layer in model.layers:
+        for joint, _ in layer.joints_and_consumers():
+            joint.is_inside = True
+
+
+def serve(folder: str, backend: str, fused_kernels: bool, gemms: str = "library") -> dict[str, Any]:
     """All calls on one engine: texts, margins, and what the scheduler had to do for them."""
     disable = ("lookahead",) if fused_kernels else ("lookahead", "fused_kernels")
     with LLM(folder, attention_backend=backend, disable=disable, **OPTIONS) as llm:
+        if gemms == "one row":
+            take_one_row(llm.engine.executor.runner.model)
         recorder, witness = LogitRecorder(llm), StepWitness().watch(llm)
         texts, leads, cached, ids = [], [], 0, []
         for number, call in enumerate(CALLS):
@@ -81,26 +97,27 @@ def checkpoint(kind: str, where: Path) -> str:
 @pytest.mark.parametrize(
     ("kind", "fused_kernels", "gemms"),
     [
-        pytest.param("qwen3", True, True, marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", True, True, marks=pytest.mark.slow),
-        ("qwen3", False, False),
+        pytest.param("qwen3", True, "ours", marks=pytest.mark.slow),
+        pytest.param("qwen3", True, "one row", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", True, "ours", marks=pytest.mark.slow),
+        ("qwen3", False, "library"),
     ],
 )
 def test_triton_backend_through_a_chunk_a_hit_and_a_preemption(
-    kind: str, fused_kernels: bool, gemms: bool, tmp_path: Path
+    kind: str, fused_kernels: bool, gemms: str, tmp_path: Path
 ) -> None:
     """With the GEMMs and the kernels around attention in Triton too, and with attention alone in it."""
     pytest.importorskip("triton")
     folder = checkpoint(kind, tmp_path)
     plain = serve(folder, "torch", fused_kernels)
-    command = [sys.executable, str(Path(__file__).resolve()), folder, str(int(fused_kernels)), str(int(gemms))]
+    command = [sys.executable, str(Path(__file__).resolve()), folder, str(int(fused_kernels)), gemms]
     root = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     triton = json.loads(done.stdout.splitlines()[-1])
     assert (triton["backend"], triton["fused"]) == ("triton", fused_kernels)
-    assert triton["fused_rows"] == ([1, 2, 4] if gemms else [])
+    assert triton["fused_rows"] == ([1, 2, 4] if gemms == "ours" else [])
     assert plain["backend"] == "torch"
     for seen in (plain, triton):
         assert seen["chunks"] > 0
@@ -113,6 +130,6 @@ def test_triton_backend_through_a_chunk_a_hit_and_a_preemption(
 
 
 if __name__ == "__main__":
-    if sys.argv[3] == "1":
+    if sys.argv[3] == "ours":
         ModelRunner._tunes = True  # type: ignore[assignment]  # a CPU's engine leaves GEMMs to the library
-    print(json.dumps(serve(sys.argv[1], "triton", fused_kernels=sys.argv[2] == "1")))
+    print(json.dumps(serve(sys.argv[1], "triton", fused_kernels=sys.argv[2] == "1", gemms=sys.argv[3])))

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-Kernel = Literal["library", "split", "fma", "stream", "decode", "int4", "int4_whole", "blocks"]
+Kernel = Literal["library", "split", "fma", "stream", "decode", "int4", "int4_whole", "blocks", "one_row"]
 
 SKINNY_ROWS = 16
 """Most rows of the skinny kernels, "fma" and "stream"."""
@@ -60,7 +60,7 @@ class GemmConfig:
     kernel: "library": cuBLAS. "split": cuBLAS over split_k equal parts of K, whose float32 sums go to the consumer.
     "fma", "stream": skinny.py. "decode": decode.py; its consumer too gets split_k sums where there are several. "int4":
     int4.py, for weights of 4 bits; "int4_whole" adds up the parts itself. "blocks": fixed_order.py, a CPU's way to bits
-    that do not depend on the rows.
+    that do not depend on the rows. "one_row": one_row.py, for the same.
     block_n: weight rows of a tile (for "decode" with the activation: gates, and as many ups). block_m: rows of x of a
     tile. block_k: columns of a step. stages: steps in flight. split_k: parts of K that are computed side by side.
 
@@ -318,7 +318,7 @@ def _parse(raw: dict[str, Any]) -> GemmTable:
 
 def _checked(gemm: Gemm, most: int, config: GemmConfig) -> GemmConfig:
     """`config`; ValueError where it cannot multiply `most` rows by this weight."""
-    if config.kernel not in get_args(Kernel) or config.kernel == "blocks":
+    if config.kernel not in get_args(Kernel) or config.kernel in ("blocks", "one_row"):
         raise ValueError(f"{gemm}: kernel {config.kernel!r} is none of {get_args(Kernel)}")
     numbers = [getattr(config, field.name) for field in fields(config) if field.name != "kernel"]
     bounds = {"fma": SKINNY_ROWS, "stream": SKINNY_ROWS, "decode": DECODE_ROWS}

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.gemm import decode, fixed_order, skinny
+from nanovllm.kernels.gemm import decode, fixed_order, one_row, skinny
 from nanovllm.kernels.gemm.choice import GemmConfig, Kernel
 
 
@@ -20,6 +20,7 @@ _BY_KERNEL: dict[Kernel, Callable[[Tensor, Tensor, GemmConfig], Tensor]] = {
     "stream": skinny.linear,
     "decode": decode.linear,
     "blocks": fixed_order.linear_in_blocks,
+    "one_row": one_row.linear,
 }
 
 

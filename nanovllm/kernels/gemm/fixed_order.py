@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.gemm import one_row
 from nanovllm.kernels.gemm.choice import (
     DECODE_ROWS,
     LIBRARY,
@@ -56,14 +57,22 @@ def ranges(gemm: Gemm, table: GemmTable, takes_parts: bool, leaves: int, on_cpu:
         return tuple((most, _tree_config(gemm, leaves, most, *tile)) for most, *tile in _TREE_TILES)
     if on_cpu:
         return ((ANY_ROWS, GemmConfig("blocks")),)
-    whole_steps = gemm.k % (2 * max(config.block_k for _, config in _OWN[2])) == 0  # all kernels cut K in the middle
-    parts = 2 if gemm.kind in SUMMED and takes_parts and whole_steps else 1
+    parts = _parts_of(gemm.k) if gemm.kind in SUMMED and takes_parts else 1
     if gemm.k % 8:
         raise ValueError(f"exact_bits: {gemm.k} inputs of {gemm.kind}: must be a multiple of 8")
     many = GemmConfig("split", split_k=parts) if parts > 1 else LIBRARY
-    measured = table.measured(gemm)
-    ends = sorted({1} | {most for most, _ in (*measured, *_OWN[parts]) if most <= DECODE_ROWS})
-    return ranges_of([*((rows, _for_rows(gemm, rows, measured, parts, many)) for rows in ends), (ANY_ROWS, many)])
+    measured, own = table.measured(gemm), _OWN if parts == 1 else _OWN_IN_PARTS
+    ends = sorted({1} | {most for most, _ in (*measured, *own) if most <= DECODE_ROWS})
+    by_rows = {rows: _for_rows(gemm, rows, measured, parts, many) for rows in ends}
+    if gemm.fused and not leaves and gemm.kind != "head" and (alone := one_row.config_for(gemm.k, parts)):
+        by_rows[1] = alone
+    return ranges_of([*by_rows.items(), (ANY_ROWS, many)])
+
+
+def _parts_of(k: int) -> int:
+    """Of a K that may be cut: two, or three where one row gains by it (one_row.py), of whole steps of all kernels."""
+    wanted = 3 if k == 3 * one_row.COLUMNS else 2
+    return wanted if k % (wanted * max(config.block_k for _, config in _OWN_IN_PARTS)) == 0 else 1
 
 
 def _tree_config(gemm: Gemm, leaves: int, rows: int, block_n: int, block_m: int, stages: int, warps: int) -> GemmConfig:
@@ -86,27 +95,27 @@ def _for_rows(gemm: Gemm, rows: int, measured: Ranges, parts: int, otherwise: Ge
     """What was measured for so many rows, if it cuts K into so many parts; else what we have for few rows."""
     config = next((config for most, config in measured if rows <= most), None)
     kinds = ("library", "split", "decode") if rows > 1 else ("split", "decode")  # the library's for a vector differs
-    if config is not None and config.kernel in kinds and config.parts == parts:
-        return config
-    own = next((config for most, config in _OWN[parts] if rows <= most), otherwise)
+    if config is not None and config.kernel in kinds and (config.parts == parts or 1 not in (config.parts, parts)):
+        return replace(config, split_k=parts)
+    own = next((config for most, config in (_OWN if parts == 1 else _OWN_IN_PARTS) if rows <= most), otherwise)
     if gemm.kind == "gate_up" and own is not otherwise and rows <= 32:
         own = _GATED
+    own = replace(own, split_k=parts)
     return otherwise if misfit(gemm, own) else own
 
 
-_OWN: dict[int, Ranges] = {
-    1: (
-        (16, GemmConfig("decode", 64, 16, 256, 5)),
-        (32, GemmConfig("decode", 64, 32, 128, 5)),
-        (64, GemmConfig("decode", 64, 64, 128, 4)),
-    ),
-    2: (
-        (16, GemmConfig("decode", 64, 16, 256, 5, 2)),
-        (32, GemmConfig("decode", 64, 32, 256, 4, 2)),
-        (64, GemmConfig("decode", 64, 64, 128, 6, 2)),
-    ),
-}
-"""By parts of K: what is launched for few rows, where the library leaves the memory idle."""
+_OWN: Ranges = (
+    (16, GemmConfig("decode", 64, 16, 256, 5)),
+    (32, GemmConfig("decode", 64, 32, 128, 5)),
+    (64, GemmConfig("decode", 64, 64, 128, 4)),
+)
+"""What is launched for few rows, where the library leaves the memory idle."""
+_OWN_IN_PARTS: Ranges = (
+    (16, GemmConfig("decode", 64, 16, 256, 5)),
+    (32, GemmConfig("decode", 64, 32, 256, 4)),
+    (64, GemmConfig("decode", 64, 64, 128, 6)),
+)
+"""The same over parts of K."""
 _GATED = GemmConfig("decode", 64, 32, 128, 5)
 """The same for gate and up, of which a program has a tile each."""
 _ANY_TILES = GemmConfig("decode", 128, 128, 64, 4, num_warps=8)

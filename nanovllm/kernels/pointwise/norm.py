@@ -39,6 +39,10 @@ class Norm(NamedTuple):
 
 _NONE = Norm(None, 0.0)
 MOST_PARTS = 16
+PAIRED_WIDTH = 1024
+"""Squares of rows up to it are added in pairs, which costs nothing there: so that kernels/gemm/one_row.py, whose
+programs have other sizes, gets the same bits."""
+_PAIRED_WIDTH = tl.constexpr(PAIRED_WIDTH)
 
 
 @triton.jit
@@ -66,12 +70,37 @@ def _load_row(POINTER, cols, mask):
 
 
 @triton.jit
-def _normed(x, weight, bias, eps, mask, HIDDEN: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr):
+def load_sum(X, stride, cols, mask, PARTS: tl.constexpr, dtype: tl.constexpr):
+    """A row of X; where it has PARTS, `stride` apart, their sum, rounded to dtype."""
+    x = tl.load(X + cols, mask=mask, other=0.0)
+    if PARTS > 1:
+        parts = (x.to(tl.float32),)
+        for part in tl.static_range(1, PARTS):
+            parts = parts + (tl.load(X + part * stride + cols, mask=mask, other=0.0).to(tl.float32),)
+        x = in_pairs(parts).to(dtype)
+    return x
+
+
+@triton.jit
+def _sum(x):
+    """The sum of x [a power of two]; up to PAIRED_WIDTH of pairs, then of pairs of these sums, and so on: the same bits
+    however many threads hold it. Neighbours, which are mostly one thread's, come first, then halves."""
+    for level in tl.static_range(10):
+        if x.shape[0] > 1 and x.shape[0] <= _PAIRED_WIDTH:
+            if level < 3:
+                x = tl.sum(tl.reshape(x, [x.shape[0] // 2, 2]), 1)
+            else:
+                x = tl.sum(tl.reshape(x, [2, x.shape[0] // 2]), 0)
+    return tl.sum(x, 0)
+
+
+@triton.jit
+def norm_row(x, weight, bias, eps, mask, HIDDEN: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr):
     """One row x [BLOCK] normalised, in x's dtype; see Norm."""
     x32 = x.to(tl.float32)
     if KIND == "layer":
         x32 = tl.where(mask, x32 - tl.sum(x32, 0) / HIDDEN, 0.0)
-    normed = x32 * tl.rsqrt(tl.sum(x32 * x32, 0) / HIDDEN + eps)
+    normed = x32 * tl.rsqrt(_sum(x32 * x32) / HIDDEN + eps)
     if KIND == "rms":
         # A product of two bfloat16 is exact in float32, so this rounds once, as a bfloat16 product does.
         normed = normed.to(x.dtype).to(tl.float32)
@@ -98,15 +127,10 @@ def _norm_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    x = tl.load(X + row * x_stride + cols, mask=mask, other=0.0)
-    if PARTS > 1:
-        parts = (x.to(tl.float32),)
-        for part in tl.static_range(1, PARTS):
-            at = X + (part * tl.num_programs(0) + row) * HIDDEN + cols
-            parts = parts + (tl.load(at, mask=mask, other=0.0).to(tl.float32),)
-        x = in_pairs(parts).to(RESIDUAL.dtype.element_ty)
+    part_stride = tl.num_programs(0).to(tl.int64) * HIDDEN
+    x = load_sum(X + row * x_stride, part_stride, cols, mask, PARTS, RESIDUAL.dtype.element_ty)
     if AFTER_WEIGHT is not None:
-        x = _normed(x, after_weight, after_bias, after_eps, mask, HIDDEN, AFTER_KIND, AFTER_BIAS is not None)
+        x = norm_row(x, after_weight, after_bias, after_eps, mask, HIDDEN, AFTER_KIND, AFTER_BIAS is not None)
     if ADD:
         if MULTIPLIER != 1.0:
             x = (x.to(tl.float32) * MULTIPLIER).to(x.dtype)
@@ -114,7 +138,7 @@ def _norm_kernel(
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(RESIDUAL + row * HIDDEN + cols, x, mask=mask)
     if WEIGHT is not None:
-        normed = _normed(x, weight, bias, eps, mask, HIDDEN, KIND, BIAS is not None)
+        normed = norm_row(x, weight, bias, eps, mask, HIDDEN, KIND, BIAS is not None)
         if SCALES is not None:
             store_rounded(tl.where(mask, normed.to(tl.float32), 0.0), OUT, SCALES, row, 0, scale_stride, HIDDEN, BLOCK)
         else:
