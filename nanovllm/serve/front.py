@@ -88,7 +88,8 @@ class Front:
         self.is_idle.set()
         self.changed = asyncio.Event()
         """Set whenever `state` changes."""
-        self._tokenizer: asyncio.Future[FrontTokenizer] = asyncio.get_running_loop().create_future()
+        self._text: asyncio.Task[None] | None = None
+        """Reads the tokenizer and what belongs to it."""
         self._pool = ThreadPoolExecutor(2, "nanovllm-text")
         self._loop = asyncio.get_running_loop()
         self._sweeper: asyncio.TimerHandle | None = None
@@ -120,7 +121,7 @@ class Front:
             self.progress = (frame.stage, frame.percent)
             self.on_progress(frame.stage, frame.percent)
             if frame.folder:
-                self._pool.submit(self._load_text, frame.folder)
+                self._text = self._loop.create_task(self._load_text(frame.folder))
         elif isinstance(frame, frames.Ready):
             self.info = self.metrics.info = frame.info
             self._loop.create_task(self._become_ready())
@@ -135,17 +136,19 @@ class Front:
             if (answered := self._calls.get(frame.call_id)) is not None and not answered.done():
                 answered.set_result(frame)
 
-    def _load_text(self, folder: str) -> None:
-        """In the pool: tokenizer and sampling defaults, while the engine loads."""
+    async def _load_text(self, folder: str) -> None:
+        """Tokenizer and sampling defaults, while the engine loads; a mistake in them ends the start at once."""
         try:
-            self._read_defaults(folder)
-            tokenizer = FrontTokenizer(folder, self.options.chat_template)
-            _ = tokenizer.longest_token
-            self.parser = OutputParser(tokenizer, self.options.tool_call_parser, self.options.reasoning_parser)
+            await self._loop.run_in_executor(self._pool, self._read_text, folder)
         except Exception as error:
-            self._loop.call_soon_threadsafe(self._tokenizer.set_exception, error)
-        else:
-            self._loop.call_soon_threadsafe(self._tokenizer.set_result, tokenizer)
+            self.failure = frames.Failed(str(error), isinstance(error, (ValueError, OSError)))
+            self.set_state("failed")
+
+    def _read_text(self, folder: str) -> None:
+        self._read_defaults(folder)
+        self.tokenizer = FrontTokenizer(folder, self.options.chat_template)
+        _ = self.tokenizer.longest_token
+        self.parser = OutputParser(self.tokenizer, self.options.tool_call_parser, self.options.reasoning_parser)
 
     def _read_defaults(self, folder: str) -> None:
         wanted = self.options.generation_config
@@ -158,12 +161,8 @@ class Front:
         self.default_max_tokens = found.get("max_new_tokens")
 
     async def _become_ready(self) -> None:
-        try:
-            self.tokenizer = await self._tokenizer
-        except Exception as error:
-            self.failure = frames.Failed(str(error), isinstance(error, (ValueError, OSError)))
-            self.set_state("failed")
-            return
+        assert self._text is not None
+        await self._text
         gc.collect()
         gc.freeze()  # what is here now stays: no collection needs to look at it
         if self.state == "loading":

@@ -1,6 +1,7 @@
 """From the command to the exit code: bind, start the engine, serve, drain, clean up."""
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -22,25 +23,36 @@ _LAST_WORDS = 0.3  # seconds for the last bytes of error events to leave
 
 
 def bind(options: ServeOptions) -> socket.socket:
-    """The listening socket. Raises OSError naming what is taken, and by which process where that can be seen."""
+    """The listening socket. Raises OSError naming what is taken, and by which process where that can be seen, or what
+    cannot be listened on."""
     if options.uds is not None:
-        return _bind_unix(options.uds)
-    found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        return _listen(socket.socket(socket.AF_UNIX), _free_path(options.uds), f"uds={options.uds!r}")
+    name = f"port {options.port} of {options.host}"
+    try:
+        found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise OSError(f"{name}: {error.strerror}") from None
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return _listen(listener, address, name)
+
+
+def _listen(listener: socket.socket, address: Any, name: str) -> socket.socket:
     try:
         listener.bind(address)
         listener.listen(2048)
     except OSError as error:
         listener.close()
-        owner = _owner_of(options.port)
+        if error.errno != errno.EADDRINUSE:
+            raise OSError(f"{name}: {error.strerror or error}") from None
+        owner = _owner_of(address[1])
         by = f" by process {owner}" if owner else ""
-        raise OSError(f"port {options.port} of {options.host} is taken{by} ({error.strerror})") from None
+        raise OSError(f"{name} is taken{by} ({error.strerror})") from None
     return listener
 
 
-def _bind_unix(path: str) -> socket.socket:
+def _free_path(path: str) -> str:
     """An earlier server may have left its socket: it goes. A file of another kind stays."""
     if os.path.exists(path):
         if not stat.S_ISSOCK(os.stat(path).st_mode):
@@ -55,10 +67,7 @@ def _bind_unix(path: str) -> socket.socket:
                 raise OSError(f"socket {path} is taken") from None
             else:
                 raise OSError(f"socket {path} is taken")
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(path)
-    listener.listen(2048)
-    return listener
+    return path
 
 
 def _owner_of(port: int) -> int | None:

@@ -2,10 +2,11 @@
 
 import importlib.util
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from nanovllm.errors import shown
+from nanovllm.errors import refuse, shown
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,12 @@ class ServeOptions:
             raise ValueError("admin_api_keys: must be other keys than api_keys")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("ssl_keyfile and ssl_certfile: must be given together")
+        for name in ("chat_template", "ssl_keyfile", "ssl_certfile"):
+            if (file := getattr(self, name)) is not None and not Path(file).is_file():
+                refuse(name, file, "a file")
+        folder = self.generation_config
+        if folder not in ("auto", "vllm") and not (Path(folder) / "generation_config.json").is_file():
+            refuse("generation_config", folder, "'auto', 'vllm' or a folder with generation_config.json")
 
 
 def _check_collector(url: str) -> None:

@@ -112,6 +112,31 @@ def test_model_that_is_not_there(tmp_path: Path) -> None:
         assert "Traceback" not in server.log
 
 
+def test_parser_that_is_not_there(tmp_path: Path) -> None:
+    """Said while the engine still loads, which may take minutes."""
+    with Server(tmp_path, "--tool-call-parser", "none-such") as server:
+        assert server.process.wait(30) == 1
+        assert "tool_call_parser='none-such': must be" in server.log
+        assert "Traceback" not in server.log and "capturing graphs" not in server.log
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"host": "192.0.2.1"}, r"port 8000 of 192\.0\.2\.1: (?!taken).+"),
+        ({"host": "no host"}, "port 8000 of no host: .+"),
+        ({"uds": "/no/folder/socket"}, "uds='/no/folder/socket': .+"),
+        ({"chat_template": "/no/file"}, "chat_template='/no/file': must be a file"),
+        ({"ssl_keyfile": "/no/file", "ssl_certfile": __file__}, "ssl_keyfile='/no/file': must be a file"),
+        ({"generation_config": "/no/folder"}, "generation_config='/no/folder': must be .* a folder with"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_opened_is_named(options: dict[str, str], message: str) -> None:
+    with pytest.raises((OSError, ValueError), match=f"^{message}"):
+        bind(ServeOptions(**options))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("n", [1, 4])
 def test_client_that_leaves_is_aborted(small: Server, stream: bool, n: int) -> None:
