@@ -131,12 +131,18 @@ class MoE(WeightedModule):
     @property
     def can_fuse(self) -> bool:
         """Kernels of our own do the whole block, with the norm before it."""
-        config = self.config
-        is_plain = not config.bias and config.activation_limit is None and self.shared is None
+        is_plain = self.is_plain
         if self.quantized is not None:
             gate_up, down = self.quantized
             is_plain &= gate_up.runs_on == "fp8" and few_experts.takes(gate_up.for_kernel(), down.for_kernel())
-        return is_plain and not self.top_k.sigmoid and self.group_size == 1
+        return is_plain and self.group_size == 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing but a softmax, experts without biases and their sum."""
+        config, top_k = self.config, self.top_k
+        is_plain = not config.bias and config.activation_limit is None and self.shared is None
+        return is_plain and not top_k.sigmoid and top_k.num_groups == 1
 
     def add_normed_to(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
         """residual [T, hidden] += this block of its RMSNorm, in place; returns residual. Where it can_fuse."""
@@ -150,6 +156,10 @@ class MoE(WeightedModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kernels, rows = self.kernels, x.shape[0]
         item_size = x.element_size() if self.quantized is None else 1
+        is_few = kernels.fused and rows <= few_rows.MOST_ROWS and item_size == 2
+        if is_few and self.is_plain and not self.router.one_order:
+            logits = skinny.linear(x, self.router.weight, few_rows.ROUTER, out_dtype=torch.float32)
+            return few_rows.sum_experts(x, logits, self.top_k, self.gate_up, self.down)
         configs = expert_configs(rows * self.top_k.top_k, self.top_k.num_experts, item_size)
         logits = self.router(x)
         routing = kernels.route(logits, self.top_k, configs.block_m, self.router.bias, self.router.correction)

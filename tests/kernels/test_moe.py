@@ -19,7 +19,7 @@ from nanovllm.kernels.moe.experts import (
     expert_gate_up,
     expert_gate_up_reference,
 )
-from nanovllm.kernels.moe.few_rows import add_experts
+from nanovllm.kernels.moe.few_rows import add_experts, sum_experts
 from nanovllm.kernels.moe.router import router_logits
 from nanovllm.kernels.moe.routing import Routing, TopK, route, route_reference
 from nanovllm.kernels.pointwise.norm import rms_norm_reference
@@ -163,8 +163,12 @@ def test_few_tokens_without_sorting_are_the_twins_of_many(options: TopK) -> None
     if options.renormalise:  # else the twin's sum over all is no number either
         logits[0, 1, 3] = float("nan")
     routing = route_reference(logits, options, 16)
-    h = expert_gate_up_reference(rms_norm_reference(residual, gain, 1e-6), gate_up, routing, SMALL, PLAIN)
-    expected = combine_reference(expert_down_reference(h, down, routing, SMALL, torch.float32), DTYPE, residual)
+    x = rms_norm_reference(residual, gain, 1e-6)
+    h = expert_gate_up_reference(x, gate_up, routing, SMALL, PLAIN)
+    parts = expert_down_reference(h, down, routing, SMALL, torch.float32)
+    expected = combine_reference(parts, DTYPE, residual)
+    total = sum_experts(x, logits, options, gate_up, down)
+    torch.testing.assert_close(total, combine_reference(parts, DTYPE), **TOLERANCE)
     alone = [
         add_experts(residual[row : row + 1].clone(), gain, 1e-6, logits[:, row : row + 1], options, gate_up, down)
         for row in range(rows)

@@ -15,7 +15,7 @@ from nanovllm.kernels.moe import experts
 from nanovllm.kernels.moe.choice import expert_configs
 from nanovllm.kernels.moe.combine import combine
 from nanovllm.kernels.moe.experts import ExpertActivation, expert_down, expert_gate_up
-from nanovllm.kernels.moe.few_rows import MOST_ROWS, add_experts
+from nanovllm.kernels.moe.few_rows import MOST_ROWS, add_experts, sum_experts
 from nanovllm.kernels.moe.routing import TopK, route
 
 device.supports_pdl = experts.supports_tma = lambda device: True
@@ -39,13 +39,15 @@ combine(parts, torch.bfloat16)
 if rows <= MOST_ROWS:
     weights = bf16(num_experts, 2 * width, hidden), bf16(num_experts, hidden, width)
     add_experts(x, bf16(hidden), 1e-6, logits, options, *weights)
+    sum_experts(x, logits, options, *weights)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "rows"),
-    [((2048, 768, 128, 8, False), rows) for rows in (1, 16, 256, 768, 4096)] + [((2880, 2880, 32, 4, True), 64)],
+    [((2048, 768, 128, 8, False), rows) for rows in (1, 16, 256, 768, 4096)]
+    + [((2048, 384, 128, 8, False), 1), ((2880, 2880, 32, 4, True), 64)],
 )
 def test_kernels_fit_a_multiprocessor(shape: tuple[object, ...], rows: int) -> None:
     run_alone(COMPILE, repr((*shape, rows)))

@@ -41,9 +41,11 @@ def norm_linear_silu_mul(
     return _launch(x, gate_up_weight, gate_up_weight.shape[0] // 2, norm_weight, eps, None, True, config, pdl)
 
 
-def linear(x: Tensor, weight: Tensor, config: GemmConfig, *, pdl: bool = True) -> Tensor:
-    """x [M <= 16, K] @ weight [N, K]^T -> [M, N]."""
-    return _launch(x, weight, weight.shape[0], None, 0.0, None, False, config, pdl)
+def linear(
+    x: Tensor, weight: Tensor, config: GemmConfig, *, pdl: bool = True, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """x [M <= 16, K] @ weight [N, K]^T -> [M, N] of x's dtype or of `out_dtype`."""
+    return _launch(x, weight, weight.shape[0], None, 0.0, None, False, config, pdl, out_dtype)
 
 
 def linear_silu_mul(x: Tensor, gate_up_weight: Tensor, config: GemmConfig, *, pdl: bool = True) -> Tensor:

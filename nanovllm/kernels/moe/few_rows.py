@@ -1,4 +1,5 @@
-"""A mixture of experts for a handful of tokens: two kernels after the router's GEMM, with norm and residual inside.
+"""A mixture of experts for a handful of tokens: two kernels after the router's GEMM, on one rank with norm and residual
+inside.
 
 With so few choices nearly every one is of another expert, so each reads its expert's weights by itself, as the skinny
 GEMM of one row does (kernels/gemm/fma.py), and nothing is sorted. Every program finds the experts of its token anew
@@ -73,10 +74,10 @@ def choose(keys, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr, SCALE: tl.const
 def _gate_up_kernel(
     X, GAIN, W, LOGITS, OUT, n_out, eps,
     K: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr, PRELOAD: tl.constexpr, EVEN_K: tl.constexpr,
-    EVEN_N: tl.constexpr, PDL: tl.constexpr, WARPS: tl.constexpr,
+    NORM: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr, PRELOAD: tl.constexpr,
+    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PDL: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (column tiles, TOP_K, tokens). X [tokens, K] before the norm; OUT [tokens, TOP_K, n_out], best first."""
+    """Grid (column tiles, TOP_K, tokens). X [tokens, K], NORM: before it; OUT [tokens, TOP_K, n_out], best first."""
     SPAN: tl.constexpr = CHUNKS * LANE_SPAN
     PER_WARP: tl.constexpr = BLOCK_N // WARPS
     pid, slot, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -98,7 +99,8 @@ def _gate_up_kernel(
         cols = lane_columns(step * SPAN, CHUNKS, LANE_SPAN)
         tiles = tiles + (load_weight(row_ptrs, row_live, cols, K, EVEN_K, EVEN_N),)
     x_ptr = X + row * K
-    scale = row_scale(x_ptr, True, eps, K, WARPS, CHUNKS, EVEN_K)
+    if NORM:
+        scale = row_scale(x_ptr, True, eps, K, WARPS, CHUNKS, EVEN_K)
     acc = tl.zeros([WARPS, PER_WARP, 32], dtype=tl.float32)
     for step in tl.static_range(STEPS):
         cols = lane_columns(step * SPAN, CHUNKS, LANE_SPAN)
@@ -106,8 +108,9 @@ def _gate_up_kernel(
         tiles = tiles[1:]
         if step + PRELOAD < STEPS:
             tiles = tiles + (load_weight(row_ptrs, row_live, cols + PRELOAD * SPAN, K, EVEN_K, EVEN_N),)
-        gain = load_vector(GAIN, True, cols, K, WARPS, EVEN_K)
-        x = normalise(load_vector(x_ptr, True, cols, K, WARPS, EVEN_K), gain, scale)
+        x = load_vector(x_ptr, True, cols, K, WARPS, EVEN_K)
+        if NORM:
+            x = normalise(x, load_vector(GAIN, True, cols, K, WARPS, EVEN_K), scale)
         acc += lane_sums(tile * x.to(tl.float32), WARPS, CHUNKS)
     out_lane = warp * (PER_WARP // 2) + tl.arange(0, PER_WARP // 2)[None, :]
     store_tile(tl.sum(acc, axis=2), 0.0, out_lane, 0, OUT + (row * TOP_K + slot) * n_out, 1, pid, n_out, BLOCK_N, True)
@@ -115,13 +118,14 @@ def _gate_up_kernel(
 
 @triton.jit
 def _down_kernel(
-    H, W, LOGITS, RESIDUAL, n_out,
+    H, W, LOGITS, OUT, n_out,
     K: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
-    RENORMALISE: tl.constexpr, SCALE: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr,
-    PRELOAD: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PDL: tl.constexpr, WARPS: tl.constexpr,
+    RENORMALISE: tl.constexpr, SCALE: tl.constexpr, ADDS: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
+    STEPS: tl.constexpr, PRELOAD: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PDL: tl.constexpr,
+    WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (column tiles, tokens). H [tokens, TOP_K, K]; RESIDUAL [tokens, n_out] is added to. The experts' steps along
-    K follow one another, and weights are fetched PRELOAD of them ahead."""
+    """Grid (column tiles, tokens). H [tokens, TOP_K, K]; OUT [tokens, n_out], with ADDS added to. The experts' steps
+    along K follow one another, and weights are fetched PRELOAD of them ahead."""
     SPAN: tl.constexpr = CHUNKS * LANE_SPAN
     PER_WARP: tl.constexpr = BLOCK_N // WARPS
     pid, row = tl.program_id(0), tl.program_id(1)
@@ -141,8 +145,9 @@ def _down_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    out = RESIDUAL + row * n_out + w_rows
-    residual = tl.load(out, mask=w_live, other=0.0)
+    out = OUT + row * n_out + w_rows
+    if ADDS:
+        residual = tl.load(out, mask=w_live, other=0.0)
     total = tl.zeros([WARPS, PER_WARP, 32], dtype=tl.float32)
     for slot in tl.static_range(TOP_K):
         acc = tl.zeros([WARPS, PER_WARP, 32], dtype=tl.float32)
@@ -157,8 +162,10 @@ def _down_kernel(
             h = load_vector(H + (row * TOP_K + slot) * K, True, cols, K, WARPS, EVEN_K)
             acc += lane_sums(tile * h.to(tl.float32), WARPS, CHUNKS)
         total += acc * weights[slot][:, :, None]
-    y = residual.to(tl.float32) + tl.sum(total, axis=2)
-    tl.store(out, y.to(RESIDUAL.dtype.element_ty), mask=w_live)
+    y = tl.sum(total, axis=2)
+    if ADDS:
+        y += residual.to(tl.float32)
+    tl.store(out, y.to(OUT.dtype.element_ty), mask=w_live)
 
 
 def add_experts(
@@ -171,24 +178,41 @@ def add_experts(
     logits float32 [T, >= E]: the router's, of x. The softmax of them chooses (`options` without sigmoid or groups).
     Everything is contiguous, and but for logits of one dtype.
     """
-    rows, hidden = residual.shape
+    configs = gate_up_config, down_config
+    return _launch(residual, (norm_weight, eps), residual, logits, options, gate_up, down, configs)
+
+
+def sum_experts(
+    x: torch.Tensor, logits: torch.Tensor, options: TopK, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """The sum alone, [T, H], for x [T, H] as it is; the other operands as in add_experts."""
+    return _launch(x, None, torch.empty_like(x), logits, options, gate_up, down, (GATE_UP, DOWN))
+
+
+def _launch(
+    x: torch.Tensor, norm: tuple[torch.Tensor, float] | None, out: torch.Tensor, logits: torch.Tensor, options: TopK,
+    gate_up: torch.Tensor, down: torch.Tensor, configs: tuple[GemmConfig, GemmConfig],
+) -> torch.Tensor:  # fmt: skip
+    """out may be x, and is added to then."""
+    rows, hidden = x.shape
     experts, width = gate_up.shape[0], gate_up.shape[1] // 2
     if options.sigmoid or options.num_groups > 1:
         raise ValueError(f"{options}: a softmax over all experts expected")
     if not (gate_up.shape == (experts, 2 * width, hidden) and down.shape == (experts, hidden, width)):
         raise ValueError(f"{list(gate_up.shape)} and {list(down.shape)} are no experts for rows of {hidden}")
-    h = residual.new_empty(rows, options.top_k, width)
+    h = x.new_empty(rows, options.top_k, width)
+    gain, eps = norm or (x, 0.0)
     block = max(32, triton.next_power_of_2(experts))
     shared = {"WIDTH": logits.shape[-1], "EXPERTS": experts, "BLOCK": block, "TOP_K": options.top_k}
-    shared |= pdl_options(residual.device)
-    _gate_up_kernel[(triton.cdiv(2 * width, gate_up_config.block_n), options.top_k, rows)](
-        residual, norm_weight, gate_up, logits, h, width, eps, **shared, **_sizes(gate_up, gate_up_config, 1)
+    shared |= pdl_options(x.device)
+    _gate_up_kernel[(triton.cdiv(2 * width, configs[0].block_n), options.top_k, rows)](
+        x, gain, gate_up, logits, h, width, eps, NORM=norm is not None, **shared, **_sizes(gate_up, configs[0], 1)
     )
-    _down_kernel[(triton.cdiv(hidden, down_config.block_n), rows)](
-        h, down, logits, residual, hidden, RENORMALISE=options.renormalise, SCALE=options.scale,
-        **shared, **_sizes(down, down_config, options.top_k),
+    _down_kernel[(triton.cdiv(hidden, configs[1].block_n), rows)](
+        h, down, logits, out, hidden, RENORMALISE=options.renormalise, SCALE=options.scale, ADDS=out is x,
+        **shared, **_sizes(down, configs[1], options.top_k),
     )  # fmt: skip
-    return residual
+    return out
 
 
 def _sizes(weight: torch.Tensor, config: GemmConfig, num_experts: int) -> dict[str, int | bool]:
