@@ -6,7 +6,9 @@ there. So each block starts by taking in the result of the block before it, a la
 residual stream), and a layer communicates exactly twice.
 """
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -281,6 +283,22 @@ class DecoderForCausalLM(WeightedModule):
 
     def attention_layers(self) -> list[Attention]:
         return [layer.self_attn for layer in self.layers]
+
+    @contextmanager
+    def few_layers(self, of_each: int) -> Iterator[None]:
+        """Within it the model has the first `of_each` layers of each signature alone. Layers of one signature differ in
+        their weights alone, but a prompt leaves rows out of the last one."""
+        layers, found = self.layers, Counter[Hashable]()
+        kept = nn.ModuleList()
+        for layer in layers:
+            found[layer.signature] += 1
+            if found[layer.signature] <= of_each:
+                kept.append(layer)
+        self.layers = kept  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            self.layers = layers
 
     def checkpoint_weights(self, prefix: str = "model") -> Iterator[CheckpointWeight]:
         """All tensors by their names in the checkpoint (of one whose names are stripped; see CheckpointNames)."""

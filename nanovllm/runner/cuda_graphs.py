@@ -2,6 +2,7 @@
 
 import bisect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 
 import torch
@@ -36,11 +37,14 @@ class StepGraphs:
         max_tokens: int,
         stream: torch.cuda.Stream,
         progress: Callable[[], None] = lambda: None,
+        few_layers: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`run(shape)`: the work of a step of that padded shape, on static buffers, in `stream`. `max_tokens`: the
-        largest chunk worth capturing. `progress`: called after each graph."""
+        largest chunk worth capturing. `progress`: called after each graph. `few_layers`: within it `run` takes less
+        time, and launches all kernels nevertheless."""
         self._progress = progress
         self._run = run
+        self._few_layers = few_layers
         self._stream = stream
         self._decode_buckets = decode_buckets(max_num_seqs)
         self._mixed = mixed_shapes(max_num_seqs, max_tokens)
@@ -75,7 +79,8 @@ class StepGraphs:
         return first + sum(more) + max(0, min(more, default=0)) * (len(self._shapes) - len(readings) + 1)
 
     def _capture(self, shape: StepShape) -> None:
-        self._run(shape)  # compiles, and lets libraries allocate what they keep
+        with self._few_layers():
+            self._run(shape)  # compiles, and lets libraries load kernels and allocate what they keep
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads (NCCL's watchdog, another engine) may use CUDA meanwhile

@@ -25,12 +25,8 @@ _patching = threading.Lock()
 
 def dry_run(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> None:
     """Hands every kernel that start-up needs to `submit`. Rank 0 alone does it; weights need not be there yet, for
-    nothing that is computed here means anything. Afterwards the runner is as before, but for memory in torch's cache.
-
-    Takes one layer of each signature: layers of one signature differ in their weights alone.
-    """
-    config, work, layers = runner.config, runner.work, runner.model.layers
-    distinct = {layer.signature: layer for layer in reversed(layers)}
+    nothing computed here means anything. Afterwards the runner is as before, but for memory in torch's cache."""
+    config, work = runner.config, runner.work
     with torch.inference_mode(), runner.io.stream_context(), runner.group.muted(), launching_nothing(submit):
         runner.allocate_kv_cache(1)
         choices = runner.choose_kernels()
@@ -38,15 +34,14 @@ def dry_run(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> None
             tuning.apply(runner.model, choices, fused=runner.group.size == 1)
             local_ids = runner.model.lm_head.weight.shape[0]
             runner.option_sampler.dry_run(local_ids, runner.dtype, work.buffers, work.state)  # the longest first
-            runner.model.layers = torch.nn.ModuleList(reversed(distinct.values()))  # type: ignore[assignment]
-            if runner.no_graphs_because is None:
-                for shape in sorted(runner._new_graphs().shapes, key=sum):  # few rows have the most kernels
-                    work.run_padded(shape)
-            runner.warm_up_attention()
-            num_tokens = min(config.max_num_batched_tokens, 2 * config.max_num_seqs)
-            _run_largest(runner, dummy_step(config.max_num_seqs, num_tokens, runner.max_model_len))
+            with runner.model.few_layers(of_each=1):
+                if runner.no_graphs_because is None:
+                    for shape in sorted(runner._new_graphs().shapes, key=sum):  # few rows have the most kernels
+                        work.run_padded(shape)
+                runner.warm_up_attention()
+                num_tokens = min(config.max_num_batched_tokens, 2 * config.max_num_seqs)
+                _run_largest(runner, dummy_step(config.max_num_seqs, num_tokens, runner.max_model_len))
         finally:
-            runner.model.layers = layers
             tuning.apply(runner.model, {}, fused=False)
             work.captured_logits.clear()
     runner.io.synchronize()
