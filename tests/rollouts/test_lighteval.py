@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("lighteval")
 integration = pytest.importorskip("nanovllm.integrations.lighteval")
@@ -42,11 +43,12 @@ def ours() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def theirs() -> Any:
-    from lighteval.models.transformers.transformers_model import TransformersModel, TransformersModelConfig
+def theirs() -> Iterator[Any]:
+    with torch.no_grad():  # importing it turns gradients off, for later tests too
+        from lighteval.models.transformers.transformers_model import TransformersModel, TransformersModelConfig
 
-    config = TransformersModelConfig(model_name=DEMO, dtype="float32", batch_size=1, device="cpu", max_length=256)
-    return TransformersModel(config)
+        config = TransformersModelConfig(model_name=DEMO, dtype="float32", batch_size=1, device="cpu", max_length=256)
+        yield TransformersModel(config)
 
 
 def documents(**more: Any) -> list[Any]:
