@@ -92,10 +92,11 @@ def without_library(by_rows: Ranges) -> Ranges:
 
 
 def _for_rows(gemm: Gemm, rows: int, measured: Ranges, parts: int, otherwise: GemmConfig) -> GemmConfig:
-    """What was measured for so many rows, if it cuts K into so many parts; else what we have for few rows."""
+    """What was measured for so many rows, if it cuts K into so many parts, or two for three; else what we have for few
+    rows."""
     config = next((config for most, config in measured if rows <= most), None)
     kinds = ("library", "split", "decode") if rows > 1 else ("split", "decode")  # the library's for a vector differs
-    if config is not None and config.kernel in kinds and (config.parts == parts or 1 not in (config.parts, parts)):
+    if config is not None and config.kernel in kinds and config.parts == min(parts, 2):
         return replace(config, split_k=parts)
     own = next((config for most, config in (_OWN if parts == 1 else _OWN_IN_PARTS) if rows <= most), otherwise)
     if gemm.kind == "gate_up" and own is not otherwise and rows <= 32:
