@@ -10,13 +10,14 @@ from nanovllm.cli.options import Parser
 
 
 def parse_with_config(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
-    """What `parser` makes of the arguments, with the file of --config before them. Ends with an error that names file
+    """What `parser` makes of the arguments and of what the file of --config adds. Ends with an error that names file
     and option where the file is wrong."""
     given = parser.parse_args(arguments)
     if given.config is None:
         return given
     named = set(vars(_parse_without_defaults(parser, arguments)))
-    return parser.parse_args([*_arguments_of(parser, given.config, named), *arguments])
+    model, options = _arguments_of(parser, given.config, named)
+    return parser.parse_args([*model, *arguments, *options])  # no model behind an option that takes several values
 
 
 def _parse_without_defaults(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
@@ -31,20 +32,19 @@ def _parse_without_defaults(parser: Parser, arguments: Sequence[str]) -> argpars
             action.default = default
 
 
-def _arguments_of(parser: Parser, path: str, named: set[str]) -> list[str]:
-    """The file's entries as arguments, but for those of options that `named` has."""
+def _arguments_of(parser: Parser, path: str, named: set[str]) -> tuple[list[str], list[str]]:
+    """The file's model and its other entries as arguments, but for those that `named` has."""
     found: list[str] = []
-    for key, value in _read(parser, path).items():
-        if key == "model":
-            found += [] if "model" in named else [str(value)]
-            continue
+    entries = _read(parser, path)
+    model = entries.pop("model", None)
+    for key, value in entries.items():
         name = "--" + str(key).replace("_", "-")
         action = parser.action(name)
         if action is None or name in ("--config", "--help"):
             parser.refuse_unknown(name, f"{path}: ")
         if action.dest not in named and value is not None:
             found += _as_arguments(parser, action, name, value, path)
-    return found
+    return [] if model is None or "model" in named else [str(model)], found
 
 
 def _read(parser: Parser, path: str) -> dict[Any, Any]:

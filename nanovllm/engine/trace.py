@@ -109,8 +109,8 @@ class Trace:
         """Ends the file and writes the page."""
         if self._file is None:
             return
-        self._file.write(json.dumps(self._event("i", "end", time.perf_counter(), _ENGINE, 1, s="g")) + "\n]\n")
         try:
+            self._file.write(json.dumps(self._event("i", "end", time.perf_counter(), _ENGINE, 1, s="g")) + "\n]\n")
             self._file.close()
             self._write_page()
         except OSError as error:

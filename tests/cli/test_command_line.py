@@ -105,6 +105,14 @@ def test_config_file(config: Path) -> None:
     assert given.api_key == ["one", "two"]
 
 
+@pytest.mark.parametrize("text", ["served-model-name: [A, B]", "served-model-name: [A, B]\nmodel: other\n"])
+def test_the_model_is_no_value_of_a_list_before_it(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "options.yaml"
+    path.write_text(text)
+    given = parse_with_config(serve.make_parser(), [*([] if "model:" in text else ["other"]), "--config", str(path)])
+    assert (given.model, given.served_model_name) == ("other", ["A", "B"])
+
+
 def test_command_line_wins_over_the_file(config: Path) -> None:
     arguments = ["mine", "--port", "5", "-tp", "4", "--ui", "--api-key", "three", "--config", str(config)]
     given = parse_with_config(serve.make_parser(), [*arguments, "--served-model-name", "C"])
