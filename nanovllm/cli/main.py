@@ -25,6 +25,10 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by some daemons: the new one gets its number, also in our children
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
+            os.set_inheritable(getattr(sys, name).fileno(), True)
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0].startswith("-"):
         return _without_command(words)

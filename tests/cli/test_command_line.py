@@ -85,6 +85,13 @@ def test_mistakes_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gpu_memory_utilization=7.0" in capsys.readouterr().err
 
 
+def test_closed_streams_are_empty_ones() -> None:
+    script = f"{sys.executable} -m nanovllm complete --url http://127.0.0.1:1 {{}}; echo $?"
+    for arguments, said in (("<&-", "prompt='': must not be empty"), ("-p x 2>&-", ""), ("-p x <&- >&- 2>&-", "")):
+        done = subprocess.run(["sh", "-c", script.format(arguments)], capture_output=True, text=True, timeout=60)
+        assert done.stdout.endswith("2\n") and said in done.stderr and "Traceback" not in done.stderr
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "options.yaml"
