@@ -268,4 +268,6 @@ def run(parser: Parser, arguments: list[str]) -> int:
         if len(results.finished) < total:
             with server_url(given, given.quiet) as url:
                 asyncio.run(_run(given, url, results, total))
+        elif not given.quiet:
+            print(f"all {total} requests have their results already", file=sys.stderr)
     return 0

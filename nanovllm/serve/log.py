@@ -18,7 +18,7 @@ class _JsonFormatter(logging.Formatter):
 class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%H:%M:%S", time.localtime(record.created))
-        text = f"{moment} {record.levelname.lower()[:4]} {record.getMessage()}"
+        text = f"{moment} {record.levelname.lower()} {record.getMessage()}"
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
