@@ -18,11 +18,10 @@ from nanovllm.kernels import select_kernels
 from nanovllm.kernels.base.compile_keys import hash_triton, resolve_keys
 from nanovllm.kernels.gemm.fixed_order import library_without_parts
 from nanovllm.kernels.row_by_row import row_by_row
-from nanovllm.models.checkpoint import check_names, load_checkpoint, load_dummy, open_checkpoint
+from nanovllm.models.checkpoint import load_checkpoint, load_dummy
 from nanovllm.models.decoder import ModelContext, attention_specs
 from nanovllm.models.int4_tensors import reader_for
 from nanovllm.models.live_module import LiveModule
-from nanovllm.models.mxfp4 import widened
 from nanovllm.models.names import CheckpointNames
 from nanovllm.models.registry import decoder_class, family
 from nanovllm.parallel.group import TensorParallelGroup
@@ -178,11 +177,7 @@ class ModelRunner(WeightCommands):
         if self.config.load_format == "dummy":
             load_dummy(self.weights, self.dtype, self.device, self.config.seed, self._progress)
         else:
-            found = open_checkpoint(Path(self.config.model))
-            tensors = widened(dict(self._spelling.select(found.items())), self.device)
-            if self.int4_reader is not None:
-                tensors = dict(self.int4_reader.read(tensors.items(), wide=False))
-            check_names(self.weights, tensors, self.model_config.tie_word_embeddings)
+            tensors = self._tensors_of(Path(self.config.model), wide=False)
             load_checkpoint(self.weights, tensors, self.device, self._progress, self.on_share)
 
     @torch.inference_mode()

@@ -11,6 +11,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models.checkpoint import HEAD, check_names, load_checkpoint, open_checkpoint
 from nanovllm.models.int4_tensors import Int4Reader
 from nanovllm.models.live_module import LiveModule
+from nanovllm.models.mxfp4 import widened
 from nanovllm.models.names import CheckpointNames
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.kv_cache import MemoryProbe
@@ -44,14 +45,19 @@ class WeightCommands:
     def open_weights(self, folder: Path) -> dict[str, TensorSource]:
         """The tensors of a folder under the names of `weights`. Raises ValueError or FileNotFoundError where one is
         missing, surplus or misshapen."""
-        tensors: dict[str, TensorSource] = dict(self._spelling.select(open_checkpoint(folder).items()))
-        if self.int4_reader is not None:
-            tensors = dict(self.int4_reader.read(tensors.items()))
-        check_names(self.weights, tensors, self.model_config.tie_word_embeddings)
+        tensors = self._tensors_of(folder)
         if self.model_config.tie_word_embeddings:
             tensors.pop(HEAD, None)
         for weight in self.weights:
             weight.check(tensors[weight.name])
+        return tensors
+
+    def _tensors_of(self, folder: Path, wide: bool = True) -> dict[str, TensorSource]:
+        """wide: see Int4Reader.read."""
+        tensors = widened(dict(self._spelling.select(open_checkpoint(folder).items())), self.device)
+        if self.int4_reader is not None:
+            tensors = dict(self.int4_reader.read(tensors.items(), wide))
+        check_names(self.weights, tensors, self.model_config.tie_word_embeddings)
         return tensors
 
     @torch.inference_mode()

@@ -361,6 +361,9 @@ def test_mxfp4_weights_are_widened(ranks: int, tmp_path: Path) -> None:
     save_file(others | packed, tmp_path / "model.safetensors")
     with LLM(str(tmp_path), **OPTIONS, tensor_parallel_size=ranks) as llm:
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        llm.load_weights(tmp_path)
+        again = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [output.token_ids for output in again] == [output.token_ids for output in outputs]
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         best = reference_logits(model, prompt, output.token_ids).topk(2)
         sure = best.values[:, 0] - best.values[:, 1] > 1e-3
