@@ -32,12 +32,13 @@ def read_decoder(
     kinds: list[str] | None = None,
     window: int | None = None,
     nope: Iterable[int] = (),
+    partial_rope: bool = False,
     **switches: Any,
 ) -> dict[str, Any]:
     """The fields of ModelConfig, of which `switches` are some. eps, hidden_act: names of entries. ropes: the tables,
-    where there is not one for all layers. kinds, window, nope: see read_layers."""
+    where there is not one for all layers. kinds, window, nope: see read_layers; partial_rope: read_rope."""
     heads, kv_heads, head_dim = read_heads(config)
-    tables = ropes or {FULL: read_rope(config)}
+    tables = ropes or {FULL: read_rope(config, partial=partial_rope)}
     own_tables = len(tables) > 1
     return {
         **read_common(config, generation, eps),

@@ -118,11 +118,15 @@ def override(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """config.json and generation_config.json with `overrides` in force, whichever spelling the files use."""
     raw = _text_config(raw)
-    rope = raw.get("rope_parameters")
-    if rope and "rope_parameters" not in overrides:  # it would win over the older spelling, and so over the override
-        theta = overrides.get("rope_theta", rope.get("rope_theta", 10000.0))
-        rope = dict(overrides["rope_scaling"] or {}) if "rope_scaling" in overrides else rope
-        overrides = {**overrides, "rope_parameters": {**rope, "rope_theta": theta}}
+    rope = raw.get("rope_parameters") or {}
+    if "rope_parameters" in overrides:
+        overrides = {"rope_scaling": None, **overrides}
+    elif rope and overrides.keys() & {"rope_theta", "rope_scaling"}:
+        if any(isinstance(table, dict) for table in rope.values()):
+            raise refuse("hf_overrides", overrides, "given rope_parameters, for the model has a table by kind of layer")
+        theta = {name: value for name, value in {**rope, **overrides}.items() if name == "rope_theta"}
+        rope = overrides["rope_scaling"] or {} if "rope_scaling" in overrides else raw.get("rope_scaling") or rope
+        overrides = {**overrides, "rope_scaling": None, "rope_parameters": {**rope, **theta}}
     generation = {name: value for name, value in generation.items() if name not in overrides}
     return {**raw, **overrides}, generation
 

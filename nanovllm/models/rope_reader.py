@@ -11,15 +11,23 @@ KINDS = ("default", "linear", "yarn", "llama3", "longrope", "proportional")
 _NUMBERS = ("factor", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
 
 
-def read_rope(config: ConfigReader, theta: float = 10000.0) -> RopeConfig:
-    """The model's one table. `theta`: where config.json gives none."""
-    scaling = config.get("rope_parameters", config.get("rope_scaling", {}))
-    _require_dict(scaling)
+def rope_entries(config: ConfigReader) -> dict[str, Any]:
+    """Of the model's one table; the older spelling wins, as in transformers."""
+    newer, older = config.get("rope_parameters", {}), config.get("rope_scaling", {})
+    found = older or newer
+    _require_dict(found)
+    if {FULL, SLIDING} & found.keys():
+        raise refuse("rope_parameters", found, "one table for all layers")
+    return found
+
+
+def read_rope(config: ConfigReader, theta: float = 10000.0, partial: bool = False) -> RopeConfig:
+    """The model's one table. `theta`: where config.json gives none. `partial`: a part of a head may be rotated."""
     plain = {
         "rope_theta": config.get("rope_theta", theta),
         "partial_rotary_factor": config.get("partial_rotary_factor"),
     }
-    return _table({**plain, **scaling}, config)
+    return _table({**plain, **rope_entries(config)}, config, partial)
 
 
 def read_ropes(config: ConfigReader, theta: float, sliding_theta: float, scales_sliding: bool) -> dict[str, RopeConfig]:
@@ -28,7 +36,7 @@ def read_ropes(config: ConfigReader, theta: float, sliding_theta: float, scales_
     nested, scaling = config.get("rope_parameters", {}), config.get("rope_scaling", {})
     _require_dict(nested)
     _require_dict(scaling)
-    full = {"rope_theta": config.get("rope_theta", theta), **scaling, **(nested.get(FULL) or {})}
+    full = {"rope_theta": config.get("rope_theta", theta), **(nested.get(FULL) or {}), **scaling}
     local = config.get("rope_local_base_freq", config.get("rope_theta", theta) if scales_sliding else sliding_theta)
     sliding = {"rope_theta": local, **(nested.get(SLIDING) or {})}
     return {FULL: _table(full, config), SLIDING: _table(sliding, config)}
@@ -39,7 +47,7 @@ def _require_dict(scaling: Any) -> None:
         raise refuse("rope_scaling", scaling, "a dict")
 
 
-def _table(raw: dict[str, Any], config: ConfigReader) -> RopeConfig:
+def _table(raw: dict[str, Any], config: ConfigReader, partial: bool = False) -> RopeConfig:
     rope = ConfigReader(raw)
     kind = rope.choice("rope_type", KINDS, rope.get("type", "default"))
     if kind in ("linear", "yarn", "llama3") and rope.get("factor") is None:
@@ -59,10 +67,10 @@ def _table(raw: dict[str, Any], config: ConfigReader) -> RopeConfig:
         given.setdefault("original_max_position_embeddings", config.integer("max_position_embeddings"))
         longest = config.integer("max_position_embeddings") / given["original_max_position_embeddings"]
         given["factor"] = given.get("factor", longest)
-    partial = rope.positive("partial_rotary_factor", 1.0)
-    if partial > 1:
-        raise refuse("partial_rotary_factor", partial, "at most 1")
-    return RopeConfig(rope.positive("rope_theta", 0.0), kind, partial_rotary_factor=partial, **given)
+    share = rope.positive("partial_rotary_factor", 1.0)
+    if share > 1 or (share < 1 and not partial and kind != "proportional"):
+        raise refuse("partial_rotary_factor", share, "at most 1" if partial else "1 or absent in this architecture")
+    return RopeConfig(rope.positive("rope_theta", 0.0), kind, partial_rotary_factor=share, **given)
 
 
 def _mscale(factor: float, mscale: float) -> float:

@@ -306,6 +306,10 @@ def test_overrides_win_whichever_spelling_the_checkpoint_has(folder: Path, newer
     assert read(hidden_size=128).hidden_size == 128
     with pytest.raises(ValueError, match="vocab_size=0"):
         read(vocab_size=0)
+    by_kind = {"rope_parameters": {"full_attention": {"rope_type": "default"}}}
+    (folder / "config.json").write_text(json.dumps({**SMALL, **by_kind}), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"hf_overrides=.*9\.0}: must be given rope_parameters"):
+        read(rope_theta=9.0)
 
 
 @pytest.mark.parametrize("model", ["no-such-folder", "./no/such", "/no/such", "a/b/c"])

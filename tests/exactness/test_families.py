@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.models.config_reader import CHANGES_RESULT, ConfigReader
-from nanovllm.models.registry import FAMILIES
+from nanovllm.models.registry import FAMILIES, override, parse_config
 
 WINDOW, NUM_TOKENS = 7, 12
 PROMPTS = [[5], [7, 3, 200, 9, 31, 77], [(37 * i + 11) % 211 for i in range(28)]]
@@ -405,6 +406,45 @@ def test_no_entry_of_transformers_configuration_is_passed_over(architecture: str
     config.pop("_sliding_window_pattern", None)  # a copy that is not in files
     passed_over = set(config) - reader.was_read - set(CHANGES_RESULT) - NO_DIFFERENCE
     assert not passed_over
+
+
+PLAIN: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 512, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "max_position_embeddings": 512, "moe_intermediate_size": 32,
+    "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+SPARSE = [name for name, family in FAMILIES.items() if family.read.__module__.endswith(".moe")]
+
+
+@pytest.mark.parametrize("rope", [{}, {"rope_parameters": {"rope_type": "default"}}], ids=["silent", "no theta"])
+@pytest.mark.parametrize("architecture", [name for name in FAMILIES if "Conditional" not in name])
+def test_what_a_configuration_leaves_out_is_what_transformers_fills_in(architecture: str, rope: dict[str, Any]) -> None:
+    model_type = {name: model_type for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}[architecture]
+    raw = {**PLAIN, **rope, "architectures": [architecture]}
+    filled_in = transformers.AutoConfig.for_model(model_type, **deepcopy(raw)).to_dict() | {"dtype": None}
+    ours, theirs = (parse_config(*override(one, {}, {})) for one in (raw, filled_in))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("architectures", "entries"),
+    [
+        (FAMILIES, {"is_causal": False}),
+        (FAMILIES, {"per_layer_config": {"1": {"num_key_value_heads": 4}}}),
+        (SPARSE, {"hidden_act": "relu2"}),
+        (["LlamaForCausalLM", "GptOssForCausalLM"], {"partial_rotary_factor": 0.5}),
+        (["LlamaForCausalLM", "MixtralForCausalLM"], {"rope_parameters": TWO_BASES}),
+        (["Gemma3ForCausalLM"], {"attn_logit_softcapping": 2.0}),
+        (
+            ["Phi3ForCausalLM", "Starcoder2ForCausalLM", "MixtralForCausalLM", "Ministral3ForCausalLM"],
+            {"layer_types": [SLIDING, FULL] * 3, "sliding_window": WINDOW},
+        ),
+    ],
+)
+def test_what_transformers_computes_otherwise_is_refused(architectures: list[str], entries: dict[str, Any]) -> None:
+    for architecture in architectures:
+        with pytest.raises(ValueError, match=rf"^{next(iter(entries))}=.*: must be"):
+            parse_config(*override({**PLAIN, "architectures": [architecture], **entries}, {}, {}))
 
 
 def serve_with_triton(case: Case) -> None:

@@ -35,7 +35,8 @@ def read_gemma(config: ConfigReader, generation: Fields) -> Fields:
 
 
 def read_gemma2(config: ConfigReader, generation: Fields) -> Fields:
-    return _read(config, generation, **_sandwich(config, 2))
+    cap = config.optional_positive("attn_logit_softcapping")
+    return _read(config, generation, attention_softcap=cap, **_sandwich(config, 2))
 
 
 def read_gemma3(config: ConfigReader, generation: Fields) -> Fields:
@@ -51,7 +52,6 @@ def _sandwich(config: ConfigReader, pattern: int) -> Fields:
         "hidden_act": "hidden_activation",
         "norm_placement": "sandwich",
         "attention_scale": config.positive("query_pre_attn_scalar", 256) ** -0.5,
-        "attention_softcap": config.optional_positive("attn_logit_softcapping"),
         "logits_softcap": config.optional_positive("final_logit_softcapping"),
         "kinds": [SLIDING if (i + 1) % pattern else FULL for i in range(count)],
         "window": config.integer("sliding_window"),

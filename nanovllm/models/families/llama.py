@@ -7,7 +7,7 @@ from nanovllm.model_config import FULL, SLIDING
 from nanovllm.models.config_reader import ConfigReader, refuse
 from nanovllm.models.family import Family, read_decoder
 from nanovllm.models.names import PRE_NORMS, CheckpointNames
-from nanovllm.models.rope_reader import read_rope
+from nanovllm.models.rope_reader import read_rope, rope_entries
 
 Fields = dict[str, Any]
 
@@ -19,22 +19,26 @@ def read_llama(config: ConfigReader, generation: Fields, **switches: Any) -> Fie
     )
 
 
-def windows_everywhere(config: ConfigReader) -> Fields:
-    """Of a family whose layers all see a window where `sliding_window` is a number."""
+def windows_everywhere(config: ConfigReader, mixed: bool = False) -> Fields:
+    """Of a family whose layers all see a window where `sliding_window` is a number; mixed: unless `layer_types` says
+    otherwise."""
     window = config.get("sliding_window")
     if window is None:
         return {}
+    types = config.get("layer_types")
+    if isinstance(types, list) and set(types) != {SLIDING} and not mixed:
+        raise refuse("layer_types", types, f"{SLIDING!r} in all layers, or absent, beside a sliding_window")
     return {"kinds": [SLIDING] * config.integer("num_hidden_layers"), "window": config.integer("sliding_window")}
 
 
 def read_mistral(config: ConfigReader, generation: Fields) -> Fields:
-    return read_decoder(config, generation, **windows_everywhere(config))
+    return read_decoder(config, generation, **windows_everywhere(config, mixed=True))
 
 
 def read_ministral3(config: ConfigReader, generation: Fields) -> Fields:
     """Queries grow with the position past the original context (as in Llama 4)."""
     rope = read_rope(config)
-    raw = config.get("rope_parameters", config.get("rope_scaling", {}))
+    raw = rope_entries(config)
     scaling = (beta, rope.original_max_position_embeddings) if (beta := raw.get("llama_4_scaling_beta")) else None
     return read_decoder(config, generation, query_scaling=scaling, **windows_everywhere(config))
 
@@ -79,12 +83,12 @@ def read_ernie4_5(config: ConfigReader, generation: Fields) -> Fields:
 
 def read_hunyuan(config: ConfigReader, generation: Fields) -> Fields:
     """`alpha` stretches the base of the rotary embedding once and for all, whatever the text's length."""
-    raw = config.get("rope_parameters", config.get("rope_scaling", {}))
-    if isinstance(raw, dict) and raw.get("alpha") and raw.get("rope_type", raw.get("type")) == "dynamic":
+    raw = rope_entries(config)
+    if raw.get("alpha") and raw.get("rope_type", raw.get("type")) == "dynamic":
         dim = config.integer("head_dim", config.integer("hidden_size") // config.integer("num_attention_heads"))
         theta = raw.get("rope_theta", config.get("rope_theta", 10000.0)) * math.pow(raw["alpha"], dim / (dim - 2))
         plain = {"rope_type": "default", "rope_theta": theta}
-        ropes = {FULL: read_rope(config.replaced(rope_parameters=plain))}
+        ropes = {FULL: read_rope(config.replaced(rope_parameters=plain, rope_scaling=None))}
     else:
         ropes = {FULL: read_rope(config)}
     return read_llama(config, generation, ropes=ropes, qk_norm="head", qk_norm_after_rope=True)
@@ -99,7 +103,9 @@ _YARN16 = {
 FAMILIES = {
     "LlamaForCausalLM": Family(read_llama),
     "MistralForCausalLM": Family(read_mistral, defaults={"sliding_window": 4096, "num_key_value_heads": 8}),
-    "Ministral3ForCausalLM": Family(read_ministral3, defaults={"head_dim": 128, "rope_parameters": _YARN16}),
+    "Ministral3ForCausalLM": Family(
+        read_ministral3, defaults={"head_dim": 128, "rope_parameters": _YARN16, "rms_norm_eps": 1e-5}
+    ),
     "SmolLM3ForCausalLM": Family(read_smollm3, defaults={"rope_theta": 2e6, "tie_word_embeddings": True}),
     "GraniteForCausalLM": Family(read_granite),
     "SeedOssForCausalLM": Family(read_seed_oss, defaults={"head_dim": 128, "attention_bias": True}),

@@ -22,6 +22,7 @@ def _with_moe(fields: Fields, moe: MoEConfig, layers: set[int] | None = None) ->
 
 def _experts(config: ConfigReader, name: str, size: str, **more: Any) -> MoEConfig:
     """name, size: of the entries with the number of experts and the width of one."""
+    config.choice("hidden_act", ("silu",), "silu")
     count, top_k = config.integer(name), config.integer("num_experts_per_tok")
     if top_k > count:
         raise refuse("num_experts_per_tok", top_k, f"at most {name}={count}")
@@ -76,7 +77,9 @@ def read_granite_moe(config: ConfigReader, generation: Fields) -> Fields:
 def read_glm4_moe(config: ConfigReader, generation: Fields) -> Fields:
     """The first layers are dense."""
     qk_norm = "head" if config.flag("use_qk_norm") else None
-    fields = read_decoder(config, generation, qkv_bias=config.flag("attention_bias"), qk_norm=qk_norm)
+    fields = read_decoder(
+        config, generation, qkv_bias=config.flag("attention_bias"), qk_norm=qk_norm, partial_rope=True
+    )
     moe = _experts(
         config,
         "n_routed_experts",
@@ -167,7 +170,7 @@ FAMILIES = {
             "sliding_window": 128,
             "rms_norm_eps": 1e-5,
             "rope_theta": 150000.0,
-            "rope_scaling": _GPT_OSS_ROPE,
+            "rope_parameters": _GPT_OSS_ROPE,
         },
     ),
 }

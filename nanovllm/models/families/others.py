@@ -13,7 +13,9 @@ Fields = dict[str, Any]
 
 def read_glm4(config: ConfigReader, generation: Fields) -> Fields:
     bias = config.flag("attention_bias")
-    return read_decoder(config, generation, norm_placement="sandwich", interleaved_rope=True, qkv_bias=bias)
+    return read_decoder(
+        config, generation, norm_placement="sandwich", interleaved_rope=True, partial_rope=True, qkv_bias=bias
+    )
 
 
 def read_exaone4(config: ConfigReader, generation: Fields) -> Fields:
@@ -65,7 +67,7 @@ def read_nemotron(config: ConfigReader, generation: Fields) -> Fields:
     bias = config.flag("attention_bias")
     biases: Fields = {"qkv_bias": bias, "o_bias": bias, "mlp_bias": config.flag("mlp_bias")}
     switches: Fields = {"norm_kind": "layer", "norm_adds_one": True, "norm_bias": True, "gated_mlp": False}
-    return read_decoder(config, generation, eps="norm_eps", **switches, **biases)
+    return read_decoder(config, generation, eps="norm_eps", partial_rope=True, **switches, **biases)
 
 
 _GLM4_NORMS = {
@@ -84,7 +86,9 @@ FAMILIES = {
         CheckpointNames(_GLM4_NORMS, GATE_UP),
         {"attention_bias": True, "head_dim": 128, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-07},
     ),
-    "Exaone4ForCausalLM": Family(read_exaone4, CheckpointNames(POST_NORMS), {"rms_norm_eps": 1e-5}),
+    "Exaone4ForCausalLM": Family(
+        read_exaone4, CheckpointNames(POST_NORMS), {"rms_norm_eps": 1e-5, "sliding_window": 4096}
+    ),
     "Cohere2ForCausalLM": Family(read_cohere2, defaults=_COHERE2),
     "Starcoder2ForCausalLM": Family(read_starcoder2, _STARCODER2_NAMES, {**_GELU, "norm_epsilon": 1e-5}),
     "NemotronForCausalLM": Family(

@@ -14,7 +14,9 @@ def read_phi3(config: ConfigReader, generation: dict[str, Any]) -> dict[str, Any
         rope = config.raw.get(name)
         if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in ("su", "yarn"):
             config = config.replaced(**{name: {**rope, "rope_type": "longrope"}})
-    return read_decoder(config, generation, **windows_everywhere(config))
+    return read_decoder(config, generation, partial_rope=True, **windows_everywhere(config))
 
 
-FAMILIES = {"Phi3ForCausalLM": Family(read_phi3, CheckpointNames(PRE_NORMS, {**QKV, **GATE_UP}))}
+FAMILIES = {
+    "Phi3ForCausalLM": Family(read_phi3, CheckpointNames(PRE_NORMS, {**QKV, **GATE_UP}), {"rms_norm_eps": 1e-5})
+}
