@@ -101,7 +101,22 @@ dry_run(runner, jobs.append)
 assert runner.model.layers is layers and not runner.model.fused_rows and not runner.work.captured_logits
 counts = collections.Counter(job.name for job in set(jobs))
 """
-DENSE = DRY_RUN + """
+# What is run before a graph is captured launches all that the graph will.
+FEW_LAYERS = """
+from nanovllm.startup.dry_run import launching_nothing
+launched = []
+tuning.apply(runner.model, runner.choose_kernels(), True)
+with torch.inference_mode():
+    runner.allocate_kv_cache(1)
+    for count in (2, 5):
+        jobs = set()
+        with launching_nothing(jobs.add), runner.model.few_layers(of_each=count):
+            for shape in runner._new_graphs().shapes:
+                runner.work.run_padded(shape)
+        launched.append(jobs)
+assert launched[0] == launched[1] and len(launched[0]) > 20 and runner.model.layers is layers
+"""
+DENSE = DRY_RUN + FEW_LAYERS + """
 single = "apply_deltas expand_rows prepare_decode publish_tokens qk_norm_rope_store activation norm".split()
 assert set(counts) >= {f"_{name}_kernel" for name in single} | {"_best_of_chunks_kernel",
     "prefill_attention_kernel", "plan_prefill_kernel", "merge_chunks_kernel"}, counts
@@ -115,7 +130,7 @@ assert sum(n for name, n in counts.items() if "skinny" in name) >= len(expected)
 
 
 # Experts of few tokens and of many, and a sort of more tokens than one program takes.
-MIXTURE = DRY_RUN + """
+MIXTURE = DRY_RUN + FEW_LAYERS + """
 names = "_gate_up_kernel _down_kernel _route_kernel _sort_kernel".split()
 assert counts["_grouped_gemm_kernel"] >= 2 and set(counts) >= set(names), counts
 """
@@ -126,7 +141,7 @@ def run_script(script: str, folder: Path, **config: object) -> None:
     not be there: compiling for it takes none."""
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache"), "TRITON_INTERPRET": "0"}
-    script = script.replace("MODEL", write_tiny_config(folder / "model", head_dim=64, hidden_size=512, **config))
+    script = script.replace("MODEL", write_tiny_config(folder / "model", head_dim=64, hidden_size=512, num_hidden_layers=5, **config))
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
