@@ -34,7 +34,7 @@ def dry_run(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> None
             tuning.apply(runner.model, choices, fused=runner.group.size == 1)
             local_ids = runner.model.lm_head.weight.shape[0]
             runner.option_sampler.dry_run(local_ids, runner.dtype, work.buffers, work.state)  # the longest first
-            with runner.model.few_layers(of_each=1):
+            with runner.model.few_layers():
                 if runner.no_graphs_because is None:
                     for shape in sorted(runner._new_graphs().shapes, key=sum):  # few rows have the most kernels
                         work.run_padded(shape)
