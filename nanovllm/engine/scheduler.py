@@ -115,7 +115,7 @@ class Scheduler:
         """The next step, or None where no row can go on before results arrive (or none is there). The step before must
         have been launched."""
         if self._last_plan is not None:  # later steps may read what it writes: the tokens of prompts are known already
-            self._publish_written(self._last_plan, range(self._last_plan.num_decode_rows, self._last_plan.num_rows))
+            self._publish_written(self._last_plan, range(self._last_plan.num_old_rows, self._last_plan.num_rows))
         plan = StepPlan()
         budget = self._schedule_decodes(plan, self.config.max_num_batched_tokens)
         finishing: list[tuple[Sequence, int]] = []
@@ -156,7 +156,7 @@ class Scheduler:
             seq.num_computed_tokens = start + 1
             seq.num_inflight_tokens += 1
             budget -= 1
-        plan.num_decode_rows = plan.num_tokens = len(seqs)
+        plan.num_old_rows = plan.num_decode_rows = plan.num_tokens = len(seqs)
         plan.counts = [1] * len(seqs)
         return budget
 
@@ -254,7 +254,9 @@ class Scheduler:
             sharing.note(seq)
             num_long += self.waiting.is_long(remaining)
             budget -= count
-            if count == remaining:
+            if remaining == 1 and not (seq.sampling is not None and seq.sampling.num_prompt_logprobs_missing):
+                self._add_decode(plan, seq)
+            elif count == remaining:
                 finishing.append((seq, count))
             else:
                 partial.append((seq, count))
@@ -290,15 +292,24 @@ class Scheduler:
         plan.num_tokens += count
         seq.num_computed_tokens = start + count
 
+    def _add_decode(self, plan: StepPlan, seq: Sequence) -> None:
+        """A row that begins, all but one of its tokens cached: with its record the device has what a decode needs. So
+        far the step has decodes alone."""
+        self._add_row(plan, seq, 1)
+        plan.host_token_ids.pop()
+        plan.num_decode_rows += 1
+        seq.num_inflight_tokens += 1
+        seq.last_token_on_device = True
+
     # -- results ------------------------------------------------------------------------------------------------
 
     def apply(self, plan: StepPlan, token_ids: list[int]) -> list[tuple[Sequence, int]]:
         """Takes in a step's sampled tokens (one for each of its first rows); returns who gained which."""
         block_size = self.block_manager.block_size
         self._publish_written(
-            plan, (row for row in range(plan.num_decode_rows) if (plan.starts[row] + 1) % block_size == 0)
+            plan, (row for row in range(plan.num_old_rows) if (plan.starts[row] + 1) % block_size == 0)
         )
-        self._publish_written(plan, range(plan.num_decode_rows, plan.num_rows))
+        self._publish_written(plan, range(plan.num_old_rows, plan.num_rows))
         gained: list[tuple[Sequence, int]] = []
         waiting, finished = SequenceStatus.WAITING, SequenceStatus.FINISHED  # members of an Enum are slow to look up
         for seq, token_id in zip(plan.seqs[: plan.num_sample_rows], token_ids, strict=True):

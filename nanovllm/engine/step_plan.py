@@ -22,7 +22,10 @@ class StepPlan:
     """Tokens that are computed, by row."""
     epochs: list[int] = field(default_factory=list)
     """Sequence.epoch when the row was scheduled."""
+    num_old_rows: int = 0
+    """Decodes of rows that had begun before."""
     num_decode_rows: int = 0
+    """These first, then rows that begin with all but one token cached."""
     num_sample_rows: int = 0
     num_tokens: int = 0
     block_updates: list[int] = field(default_factory=list)
@@ -30,7 +33,7 @@ class StepPlan:
     block_copies: list[int] = field(default_factory=list)
     """Flat pairs source, destination: blocks that are copied one after another before anything is computed."""
     new_slots: list[Sequence] = field(default_factory=list)
-    """Rows that took a slot in this step: their sampling parameters travel along."""
+    """Rows that took a slot in this step: their last token and sampling parameters travel along."""
     host_token_ids: list[int] = field(default_factory=list)
     """Tokens of all rows that are not decodes, in row order."""
 
@@ -48,6 +51,8 @@ class StepPlan:
             max_num_seqs, slots=[seq.slot for seq in self.seqs], starts=self.starts, counts=self.counts,
             num_decode_rows=self.num_decode_rows, num_sample_rows=self.num_sample_rows, num_tokens=self.num_tokens,
             block_updates=self.block_updates,
-            slot_records=[(seq.slot, seq.params.temperature, seq.seed) for seq in self.new_slots],
+            slot_records=[
+                (seq.slot, seq.params.temperature, seq.seed, seq.token_ids[-1]) for seq in self.new_slots
+            ],
             token_ids=self.host_token_ids, block_copies=self.block_copies,
         )  # fmt: skip

@@ -82,7 +82,7 @@ class DeviceIO:
         self.step_buffer[:size].copy_(self._staging[self._index][:size], non_blocking=True)
         return self.step_buffer
 
-    def post(self, packed: np.ndarray) -> torch.Tensor:
+    def post(self, packed: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """In place of `upload`, for the captured step that is launched next: see Mailbox.post."""
         assert self.mailbox is not None
         if self.is_cuda:

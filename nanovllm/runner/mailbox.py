@@ -33,9 +33,10 @@ class Mailbox:
         self.ring_index.zero_()
         self._posted = 0
 
-    def post(self, packed: np.ndarray) -> torch.Tensor:
-        """Puts a packed step where its graph will fetch it; returns where that leaves its tokens, int32 [max_rows]."""
+    def post(self, packed: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Puts a packed step where its graph will fetch it; returns that line, int32 [capacity], and where the graph
+        leaves its tokens, int32 [max_rows]."""
         line = self._posted % RING
         self._posted += 1
         self._views[line][: packed.shape[0]] = packed
-        return self.tokens[line]
+        return self.steps[line], self.tokens[line]

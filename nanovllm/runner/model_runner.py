@@ -317,9 +317,10 @@ class ModelRunner(WeightCommands):
                 shape = self.graphs.shape_for(num_decode_rows, prefill_rows, chunk_tokens)
             if self.graphs is not None and shape is not None:
                 if self.io.mailbox is not None and not shape.chunk_tokens:
-                    posted = self.io.post(packed)
+                    step, posted = self.io.post(packed)
                 else:
-                    work.copy_blocks(self.io.upload(packed), packed)
+                    step = self.io.upload(packed)
+                work.copy_blocks(step, packed)
                 self.graphs.replay(shape)
                 first_chunk_row = shape.decode_rows
             else:

@@ -7,16 +7,17 @@
     | counts     | per row      | 1st position  | tokens      | U x (slot, index, | N x 8 words      | rows that are no
     |            | S words      | S words       | S words     |      block)       |                  | decodes
 
-    ... | block copies             |   These happen first of all, one after another; a step of decodes alone has none.
+    ... | block copies             |   These happen first of all, one after another.
         | C x (source, destination)|
 
     header: 0 rows R, 1 decode rows, 2 rows that sample a token, 3 tokens, 4 block updates U, 5 slot records N,
             6 most tokens of a row, 7 words of the sampling section after all this (wire/sampling.py),
             8 block copies C, 9.. reserved
-    slot record: slot, temperature (float32 bits), seed low word, seed high word, 4 reserved
+    slot record: slot, temperature (float32 bits), seed low word, seed high word, last token id, 3 reserved
 
-Decode rows come first and have one token. Its id is not in the array: it is the token that the slot sampled last, which
-only the device need know. Within a step each (slot, index) and each slot record appears once.
+Decode rows come first and have one token. Its id is the last of the slot: that of its record, where it has one in this
+step, else the one sampled last, which only the device need know. Within a step each (slot, index) and each slot record
+appears once.
 """
 
 import struct
@@ -32,7 +33,7 @@ COPIES_WORD = 8
 UPDATE_SIZE = 3
 COPY_SIZE = 2
 RECORD_SIZE = 8
-_RECORD = struct.Struct("<ifq16x")
+_RECORD = struct.Struct("<ifqi12x")
 assert _RECORD.size == 4 * RECORD_SIZE
 
 
@@ -50,11 +51,11 @@ def packed_capacity(num_blocks: int, max_num_seqs: int, max_num_batched_tokens: 
 
 def pack_step(
     max_num_seqs: int, *, slots: list[int], starts: list[int], counts: list[int], num_decode_rows: int,
-    num_sample_rows: int, num_tokens: int, block_updates: list[int], slot_records: Iterable[tuple[int, float, int]],
-    token_ids: list[int], block_copies: Sequence[int] = (),
+    num_sample_rows: int, num_tokens: int, block_updates: list[int],
+    slot_records: Iterable[tuple[int, float, int, int]], token_ids: list[int], block_copies: Sequence[int] = (),
 ) -> np.ndarray:  # fmt: skip
-    """The int32 array of the drawing. slot_records: (slot, temperature, seed) of each row that took a slot;
-    block_copies: flat pairs."""
+    """The int32 array of the drawing. slot_records: (slot, temperature, seed, last token id) of each row that
+    took a slot; block_copies: flat pairs."""
     records = [_RECORD.pack(*record) for record in slot_records]
     num_updates, num_copies = len(block_updates) // UPDATE_SIZE, len(block_copies) // COPY_SIZE
     header = (len(slots), num_decode_rows, num_sample_rows, num_tokens, num_updates, len(records))

@@ -107,7 +107,7 @@ class FakeDevice:
         slot = int(record[0])
         self.temperature[slot] = float(record[1:2].view(np.float32)[0])
         self.seed[slot] = int(record[2:4].copy().view(np.int64)[0])
-        self.last_token[slot] = None  # whoever had the slot before must not speak for its next owner
+        self.last_token[slot] = int(record[4])
 
     def _place(self, slot: int, position: int) -> tuple[int, int]:
         index, offset = divmod(position, self.block_size)

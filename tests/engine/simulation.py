@@ -206,7 +206,7 @@ class Simulation:
         assert 0 < plan.num_tokens == sum(plan.counts) <= config.max_num_batched_tokens
         assert plan.num_rows == len(set(plan.seqs)) <= config.max_num_seqs
         assert len(self.scheduler.running) <= config.max_num_seqs
-        if plan.num_decode_rows:
+        if plan.num_old_rows:
             cap = config.max_num_prefill_tokens_with_decodes
             if cap is None:
                 cap = min(4096, max(512, sum(seq.num_total_tokens for seq in [*waiting_before, *plan.seqs]) // 8))

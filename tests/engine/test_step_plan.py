@@ -23,13 +23,14 @@ def unpack(packed: np.ndarray, max_num_seqs: int) -> dict[str, list]:
     assert not columns[:, rows:].any()
     end = at + 3 * updates
     record = packed[end : end + RECORD_SIZE * records].reshape(records, RECORD_SIZE)
-    assert not record[:, 4:].any(), "reserved"
+    assert not record[:, 5:].any(), "reserved"
     return {
         "counts": [rows, decodes, samples, tokens, longest],
         "rows": columns[:, :rows].T.tolist(),
         "updates": packed[at:end].tolist(),
         "slots": record[:, 0].tolist(),
         "temperatures": record[:, 1].copy().view(np.float32).tolist(),
+        "last_tokens": record[:, 4].tolist(),
         "seeds": record[:, 2:4].copy().view(np.int64).ravel().tolist(),
         "token_ids": packed[end + RECORD_SIZE * records :].tolist(),
     }
@@ -46,7 +47,7 @@ def test_round_trip(
 ) -> None:
     seqs = []
     for slot in slots:
-        seqs.append(make_sequence(slot, [1], seed=data.draw(SEEDS), temperature=data.draw(TEMPERATURES)))
+        seqs.append(make_sequence(slot, [data.draw(INT32)], seed=data.draw(SEEDS), temperature=data.draw(TEMPERATURES)))
         seqs[-1].slot = slot
     column = st.lists(INT32.filter(lambda n: n > 0), min_size=len(slots), max_size=len(slots))
     new = data.draw(st.lists(st.sampled_from(seqs), unique=True)) if seqs else []
@@ -71,6 +72,7 @@ def test_round_trip(
         "updates": plan.block_updates,
         "slots": [seq.slot for seq in new],
         "temperatures": [seq.params.temperature for seq in new],
+        "last_tokens": [seq.token_ids[-1] for seq in new],
         "seeds": [seq.seed for seq in new],
         "token_ids": token_ids,
     }

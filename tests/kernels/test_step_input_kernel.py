@@ -32,7 +32,7 @@ class Step:
     num_decode: int = 0
     num_sample: int = 0
     updates: list[tuple[int, int, int]] = field(default_factory=list)
-    records: list[tuple[int, float, int]] = field(default_factory=list)
+    records: list[tuple[int, float, int, int]] = field(default_factory=list)
     given_ids: list[int] = field(default_factory=list)
 
     def pack(self) -> torch.Tensor:
@@ -45,10 +45,11 @@ class Step:
         header[:6] = torch.tensor([*counts, len(self.updates), len(self.records)])
         updates = torch.tensor(self.updates, dtype=torch.int32).flatten()
         records = torch.zeros(len(self.records), 8, dtype=torch.int32)
-        for record, (slot, temperature, seed) in zip(records, self.records, strict=True):
+        for record, (slot, temperature, seed, token) in zip(records, self.records, strict=True):
             record[0] = slot
             record[1:2] = torch.tensor([temperature]).view(torch.int32)
             record[2:4] = torch.tensor([seed]).view(torch.int32)
+            record[4] = token
         given = torch.tensor(self.given_ids, dtype=torch.int32)
         return torch.cat((header, arrays.flatten(), updates, records.flatten(), given, torch.full((50,), 777))).int()
 
@@ -66,7 +67,7 @@ def random_step(rng: random.Random, max_num_seqs: int, decode_only: bool) -> Ste
     for slot, index in rng.sample(places, rng.choice([0, 1, 5, min(300, len(places))])):
         step.updates.append((slot, index, rng.randint(0, 2**31 // BLOCK_SIZE - 1)))
     for slot in rng.sample(range(max_num_seqs), rng.choice([0, 1, max_num_seqs])):
-        step.records.append((slot, rng.random(), rng.randint(-(2**63), 2**63 - 1)))
+        step.records.append((slot, rng.random(), rng.randint(-(2**63), 2**63 - 1), rng.randrange(10**6)))
     step.given_ids = [rng.randint(0, 10**6) for _ in range(sum(step.counts) - step.num_decode)]
     return step
 
@@ -163,7 +164,8 @@ def test_twin_says_what_the_host_meant(case: int) -> None:
     apply_deltas_reference(packed, 9, state)
     for slot, index, block in step.updates:
         assert state.block_table[slot, index] == block
-    for slot, temperature, seed in step.records:
+    for slot, temperature, seed, last in step.records:
+        assert state.last_token[slot] == last
         assert state.temperature[slot] == torch.tensor(temperature)
         assert state.seed[slot] == seed
     out = StepBuffers.allocate(12, 4000, "cpu")

@@ -24,7 +24,7 @@ class DeviceState:
     block_table: torch.Tensor
     """int32 [S, max_blocks]"""
     last_token: torch.Tensor
-    """int32 [S]: sampled last."""
+    """int32 [S]: sampled last, or the last of what the row began with."""
     temperature: torch.Tensor
     """float32 [S]"""
     seed: torch.Tensor
@@ -84,7 +84,7 @@ class StepBuffers:
 
 @triton.jit
 def _apply_deltas(
-    BUFFER, BLOCK_TABLE, TEMPERATURE, SEED, table_stride, first, step, S: tl.constexpr, BLOCK: tl.constexpr
+    BUFFER, BLOCK_TABLE, LAST_TOKEN, TEMPERATURE, SEED, table_stride, first, step, S: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Applies entries first .. first + BLOCK - 1 of both lists, then those `step` further, and so on."""
     num_updates = tl.load(BUFFER + 4)
@@ -108,15 +108,19 @@ def _apply_deltas(
         temperature = tl.load(records + entry * _RECORD + 1, mask=live, other=0).to(tl.float32, bitcast=True)
         low = tl.load(records + entry * _RECORD + 2, mask=live, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
         high = tl.load(records + entry * _RECORD + 3, mask=live, other=0).to(tl.int64)
+        token = tl.load(records + entry * _RECORD + 4, mask=live, other=0)
+        tl.store(LAST_TOKEN + slot, token, mask=live)
         tl.store(TEMPERATURE + slot, temperature, mask=live)
         tl.store(SEED + slot, (high << 32) | low, mask=live)
         begin += step
 
 
 @triton.jit
-def _apply_deltas_kernel(BUFFER, BLOCK_TABLE, TEMPERATURE, SEED, table_stride, S: tl.constexpr, BLOCK: tl.constexpr):
+def _apply_deltas_kernel(
+    BUFFER, BLOCK_TABLE, LAST_TOKEN, TEMPERATURE, SEED, table_stride, S: tl.constexpr, BLOCK: tl.constexpr
+):
     first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
-    _apply_deltas(BUFFER, BLOCK_TABLE, TEMPERATURE, SEED, table_stride, first, step, S, BLOCK)
+    _apply_deltas(BUFFER, BLOCK_TABLE, LAST_TOKEN, TEMPERATURE, SEED, table_stride, first, step, S, BLOCK)
 
 
 @triton.jit
@@ -184,7 +188,7 @@ def _prepare_decode_kernel(
     if IN_RING:
         BUFFER += tl.load(RING_INDEX) * ring_stride
     num_rows = tl.load(BUFFER + 0)
-    _apply_deltas(BUFFER, BLOCK_TABLE, TEMPERATURE, SEED, table_stride, 0, BLOCK, S, BLOCK)
+    _apply_deltas(BUFFER, BLOCK_TABLE, LAST_TOKEN, TEMPERATURE, SEED, table_stride, 0, BLOCK, S, BLOCK)
     tl.debug_barrier()
     row = tl.arange(0, BLOCK)
     inside = row < out_rows
@@ -206,8 +210,8 @@ def _prepare_decode_kernel(
 def apply_deltas(buffer: torch.Tensor, max_num_seqs: int, state: DeviceState) -> None:
     """Writes the block updates and slot records of a packed step (int32 [any]) into the state."""
     _apply_deltas_kernel[(16,)](
-        buffer, state.block_table, state.temperature, state.seed, state.block_table.stride(0), S=max_num_seqs,
-        BLOCK=128, num_warps=4,
+        buffer, state.block_table, state.last_token, state.temperature, state.seed, state.block_table.stride(0),
+        S=max_num_seqs, BLOCK=128, num_warps=4,
     )  # fmt: skip
 
 
@@ -257,6 +261,7 @@ def apply_deltas_reference(buffer: torch.Tensor, max_num_seqs: int, state: Devic
     state.block_table[slot, index] = block.int()
     records = buffer[middle : middle + RECORD_SIZE * num_records].view(-1, RECORD_SIZE)
     slot = records[:, 0].long()
+    state.last_token[slot] = records[:, 4]
     state.temperature[slot] = records[:, 1].contiguous().view(torch.float32)
     low, high = records[:, 2].long() & 0xFFFFFFFF, records[:, 3].long()
     state.seed[slot] = (high << 32) | low
