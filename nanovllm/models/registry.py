@@ -140,8 +140,9 @@ def resolve_model_folder(config: EngineConfig) -> EngineConfig:
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.txt", "*.jinja"] + (["*.safetensors"] if config.load_format == "auto" else [])
+    twice = ["*/*.safetensors", "consolidated*.safetensors"]  # the same weights by other names, never read
     try:
-        folder = snapshot_download(config.model, allow_patterns=patterns)
+        folder = snapshot_download(config.model, allow_patterns=patterns, ignore_patterns=twice)
     except (OSError, ValueError) as error:
         raise FileNotFoundError(f"model={config.model!r}: no such folder, and the hub: {short(error)}") from error
     return replace(config, model=folder, tokenizer=config.tokenizer or folder)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from nanovllm.config import OPTIMISATIONS, EngineConfig
 from nanovllm.executor.resolve import resolve
@@ -326,6 +327,20 @@ def test_a_model_that_the_hub_does_not_give_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
     with pytest.raises(FileNotFoundError, match=r"^model='owner/name': .*no connection$"):
         resolve_model_folder(EngineConfig("owner/name"))
+
+
+def test_weights_that_a_repository_has_twice_are_fetched_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = ["config.json", "model-1.safetensors", "original/model.safetensors", "consolidated.safetensors", "a.bin",
+             "additional_chat_templates/tools.jinja"]  # fmt: skip
+    fetched: list[str] = []
+
+    def fetch(_: str, **patterns: Any) -> str:
+        fetched.extend(filter_repo_objects(names, **patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert resolve_model_folder(EngineConfig("owner/name")).model == str(tmp_path)
+    assert fetched == [names[0], names[1], names[5]]
 
 
 def test_a_missing_config_is_named(tmp_path: Path) -> None:
