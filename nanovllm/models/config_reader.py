@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from nanovllm.errors import refuse
 from nanovllm.model_config import FULL, SLIDING, LayerSpec
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -49,12 +50,6 @@ CHANGES_RESULT: dict[str, tuple[Any, ...]] = {
 read such an entry does not serve it."""
 
 
-def refuse(name: str, value: Any, bound: str) -> ValueError:
-    """The error that names an entry, its value (cut after 200 characters) and what it must be."""
-    shown = repr(value)
-    return ValueError(f"{name}={shown[:200]}{'...' if len(shown) > 200 else ''}: must be {bound}")
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
 
@@ -83,13 +78,13 @@ class ConfigReader:
         if value is None:
             raise ValueError(f"config.json: {name!r} is missing")
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise refuse(name, value, f"an integer >= {low}")
+            refuse(name, value, f"an integer >= {low}")
         return value
 
     def positive(self, name: str, default: float) -> float:
         value = self.get(name, default)
         if not _is_number(value) or value <= 0:
-            raise refuse(name, value, "a finite number > 0")
+            refuse(name, value, "a finite number > 0")
         return float(value)
 
     def optional_positive(self, name: str) -> float | None:
@@ -98,13 +93,13 @@ class ConfigReader:
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.get(name, default)
         if not isinstance(value, bool):
-            raise refuse(name, value, "True or False")
+            refuse(name, value, "True or False")
         return value
 
     def choice(self, name: str, choices: Iterable[str], default: str | None = None) -> str:
         value, known = self.get(name, default), list(choices)
         if value not in known:
-            raise refuse(name, value, ("one of " if len(known) > 1 else "") + ", ".join(map(repr, known)))
+            refuse(name, value, ("one of " if len(known) > 1 else "") + ", ".join(map(repr, known)))
         return value
 
     def finish(self) -> None:
@@ -115,7 +110,7 @@ class ConfigReader:
                 continue
             if name not in self.was_read and value is not None and value not in neutral:
                 bounds = [*map(repr, neutral), "absent"]
-                raise refuse(name, value, " or ".join(bounds) + " (others are not supported)")
+                refuse(name, value, " or ".join(bounds) + " (others are not supported)")
 
 
 # -- parts that families share --------------------------------------------------------------------------------------
@@ -136,10 +131,10 @@ def read_layers(
     count = config.integer("num_hidden_layers")
     kinds = config.get("layer_types", kinds or [FULL] * count) if kinds is not None else [FULL] * count
     if not isinstance(kinds, list) or len(kinds) < count or not set(kinds) <= {FULL, SLIDING}:
-        raise refuse("layer_types", kinds, f"{count} of {FULL!r} and {SLIDING!r}, one for each layer")
+        refuse("layer_types", kinds, f"{count} of {FULL!r} and {SLIDING!r}, one for each layer")
     kinds = kinds[:count]  # fewer layers were asked for
     if SLIDING in kinds and window is None:
-        raise refuse("sliding_window", None, f"an integer >= 1 where a layer is {SLIDING!r}")
+        refuse("sliding_window", None, f"an integer >= 1 where a layer is {SLIDING!r}")
     without = set(nope)
     return tuple(
         LayerSpec(
@@ -157,10 +152,10 @@ def read_heads(config: ConfigReader, head_dim: int | None = None) -> tuple[int, 
     heads = config.integer("num_attention_heads")
     kv_heads = config.integer("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise refuse("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
+        refuse("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
     head_dim = config.integer("head_dim", head_dim or config.integer("hidden_size") // heads)
     if head_dim % 2:
-        raise refuse("head_dim", head_dim, "even, for its halves are rotated")
+        refuse("head_dim", head_dim, "even, for its halves are rotated")
     return heads, kv_heads, head_dim
 
 
@@ -169,7 +164,7 @@ def read_common(config: ConfigReader, generation: dict[str, Any], eps_name: str 
     vocab_size = config.integer("vocab_size")
     dtype = config.get("dtype", config.get("torch_dtype", "bfloat16"))
     if dtype not in _DTYPES:
-        raise refuse("config.json: dtype", dtype, "one of " + ", ".join(map(repr, _DTYPES)))
+        refuse("config.json: dtype", dtype, "one of " + ", ".join(map(repr, _DTYPES)))
     return {
         "vocab_size": vocab_size,
         "hidden_size": config.integer("hidden_size"),
@@ -187,5 +182,5 @@ def end_of_text(generation: Any, config: Any, vocab_size: int) -> tuple[int, ...
     ids = () if found is None else tuple(found) if isinstance(found, (list, tuple)) else (found,)
     for token_id in ids:
         if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
-            raise refuse("eos_token_id", token_id, f"an integer in 0..{vocab_size - 1}")
+            refuse("eos_token_id", token_id, f"an integer in 0..{vocab_size - 1}")
     return ids

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from nanovllm.errors import refuse
 from nanovllm.model_config import Quantization
-from nanovllm.models.config_reader import refuse
 
 GROUP = 128
 """Columns of a group where weights are made while loading."""
@@ -13,13 +13,13 @@ def _option(raw: dict[str, Any], name: str, *known: Any, path: str = "") -> Any:
     """raw's entry `name`, one of `known`, of which the first is the default."""
     value = raw.get(name, known[0])
     if value not in known:
-        raise refuse(f"quantization_config: {path}{name}", value, "one of " + ", ".join(map(repr, known)))
+        refuse(f"quantization_config: {path}{name}", value, "one of " + ", ".join(map(repr, known)))
     return value
 
 
 def _required(raw: dict[str, Any], name: str, value: int, path: str = "") -> None:
     if raw.get(name) != value:
-        raise refuse(f"quantization_config: {path}{name}", raw.get(name), f"{value}, for other widths are not served")
+        refuse(f"quantization_config: {path}{name}", raw.get(name), f"{value}, for other widths are not served")
 
 
 def _group_size(value: Any, path: str = "") -> int:
@@ -27,7 +27,7 @@ def _group_size(value: Any, path: str = "") -> int:
     if value in (None, -1):
         return 0
     if type(value) is not int or (value not in (32, 64) and (value < 128 or value % 128)):
-        raise refuse(f"quantization_config: {path}group_size", value, "-1, 32, 64 or a multiple of 128")
+        refuse(f"quantization_config: {path}group_size", value, "-1, 32, 64 or a multiple of 128")
     return value
 
 
@@ -48,7 +48,7 @@ def read_gptq(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
     layout = _option(raw, "checkpoint_format", "gptq", "gptq_v2")
     for name in ("dynamic", "modules_in_block_to_quantize"):
         if raw.get(name):
-            raise refuse(f"quantization_config: {name}", raw[name], "absent")
+            refuse(f"quantization_config: {name}", raw[name], "absent")
     return Quantization("int4", layout=layout, group=_group_size(raw.get("group_size")), has_zeros=True), []
 
 
@@ -56,7 +56,7 @@ def read_packed(weights: dict[str, Any], inputs: dict[str, Any] | None, form: An
     """The weights and input_activations of a group of compressed-tensors, of integers, and its format."""
     _required(weights, "num_bits", 4, "weights.")
     if inputs is not None:
-        raise refuse("quantization_config: input_activations", inputs, "absent beside weights of integers")
+        refuse("quantization_config: input_activations", inputs, "absent beside weights of integers")
     _option({"format": form}, "format", "pack-quantized")
     _option(weights, "dynamic", False, path="weights.")
     _option(weights, "actorder", None, "weight", "static", path="weights.")

@@ -6,8 +6,8 @@ from dataclasses import replace
 from types import NoneType
 from typing import Any
 
+from nanovllm.errors import refuse
 from nanovllm.model_config import LayerSpec, MoEConfig, Quantization
-from nanovllm.models.config_reader import refuse
 from nanovllm.models.int4_config import GROUP, read_awq, read_gptq, read_packed
 from nanovllm.models.names import CheckpointNames
 
@@ -23,7 +23,7 @@ _BLOCK = [128, 128]
 
 def _option(value: Any, name: str, *known: Any) -> Any:
     if value not in known:
-        raise refuse(f"quantization_config: {name}", value, "one of " + ", ".join(map(repr, known)))
+        refuse(f"quantization_config: {name}", value, "one of " + ", ".join(map(repr, known)))
     return value
 
 
@@ -41,14 +41,14 @@ def _read_compressed(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
     """quant_method "compressed-tensors"."""
     groups = raw.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1 or not all(isinstance(one, dict) for one in groups.values()):
-        raise refuse("quantization_config: config_groups", groups, "one group, an object")
+        refuse("quantization_config: config_groups", groups, "one group, an object")
     if raw.get("kv_cache_scheme") is not None:
-        raise refuse("quantization_config: kv_cache_scheme", raw["kv_cache_scheme"], "absent")
+        refuse("quantization_config: kv_cache_scheme", raw["kv_cache_scheme"], "absent")
     [group] = groups.values()
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
     for name, part in (("weights", weights), ("input_activations", inputs)):
         if not isinstance(part, (dict, NoneType)):
-            raise refuse(f"quantization_config: {name}", part, "an object")
+            refuse(f"quantization_config: {name}", part, "an object")
     _option(group.get("targets", ["Linear"]), "targets", ["Linear"])
     if weights.get("type", "float") == "int":
         return read_packed(weights, inputs, group.get("format") or raw.get("format")), raw.get("ignore") or []
@@ -77,12 +77,12 @@ def read_quantization(raw: dict[str, Any] | None, wanted: str | None) -> tuple[Q
         group = GROUP if wanted == "int4" else 0
         return (Quantization(wanted, while_loading=True, group=group), []) if wanted is not None else (None, [])
     if not isinstance(raw, dict) or raw.get("quant_method") not in list(METHODS):
-        raise refuse("quantization_config", raw, "absent, or with quant_method " + " or ".join(map(repr, METHODS)))
+        refuse("quantization_config", raw, "absent, or with quant_method " + " or ".join(map(repr, METHODS)))
     found, names = METHODS[raw["quant_method"]](raw)
     if wanted not in (None, found.method):
-        raise refuse("quantization", wanted, f"None or {found.method!r}, as the checkpoint has it")
+        refuse("quantization", wanted, f"None or {found.method!r}, as the checkpoint has it")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise refuse("quantization_config: modules that are not converted", names, "a list of names")
+        refuse("quantization_config: modules that are not converted", names, "a list of names")
     return found, names
 
 
@@ -95,7 +95,7 @@ class _Named:
             self._patterns = [re.compile(name.removeprefix("re:")) for name in names if name.startswith("re:")]
         except re.error as error:
             bound = f"paths, or patterns of Python's: {error}"
-            raise refuse("quantization_config: modules that are not converted", names, bound) from None
+            refuse("quantization_config: modules that are not converted", names, bound)
         self._parts = {name for name in names if not name.startswith("re:")}
 
     def __contains__(self, module: str) -> bool:
@@ -130,7 +130,7 @@ def quantized_layers(fields: dict[str, Any], found: Quantization, names: list[st
             skipped = [module for module in sorted(spelt) if module in named]
             if 0 < len(skipped) < len(spelt):
                 bound = f"all or none of {', '.join(sorted(spelt)[:3])}, which are one matrix here"
-                raise refuse("quantization_config: modules that are not converted", skipped[0], bound)
+                refuse("quantization_config: modules that are not converted", skipped[0], bound)
             wide |= {part} if skipped else set()
         layers.append(replace(spec, quantization=found, wide=frozenset(wide)))
     return tuple(layers)

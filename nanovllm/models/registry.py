@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.errors import short
+from nanovllm.errors import refuse, short
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.config_reader import ConfigReader, refuse
+from nanovllm.models.config_reader import ConfigReader
 from nanovllm.models.families import gemma, llama, moe, olmo, others, phi, qwen
 from nanovllm.models.family import Family
 from nanovllm.models.published import PUBLISHED_SHAPES
@@ -34,7 +34,7 @@ FAMILIES: dict[str, Family] = {
 def family(architecture: str) -> Family:
     """Raises ValueError for an architecture that is not here."""
     if architecture not in FAMILIES:
-        raise refuse("architectures", architecture, "one of " + ", ".join(map(repr, sorted(FAMILIES))))
+        refuse("architectures", architecture, "one of " + ", ".join(map(repr, sorted(FAMILIES))))
     return FAMILIES[architecture]
 
 
@@ -52,7 +52,7 @@ def parse_config(
     naming what is wrong or not served."""
     architectures = raw.get("architectures") or []
     if len(architectures) != 1:
-        raise refuse("architectures", architectures, "exactly one architecture in config.json")
+        refuse("architectures", architectures, "exactly one architecture in config.json")
     found = family(architectures[0])
     config = ConfigReader({**found.defaults, **_text_config(raw)})
     fields = found.read(config, generation or {})
@@ -62,7 +62,7 @@ def parse_config(
             how = settled(how, fields, found.names)
             fields["layers"] = quantized_layers(fields, how, skipped, found.names)
     elif quantization is not None:
-        raise refuse("quantization", quantization, f"None for {architectures[0]}")
+        refuse("quantization", quantization, f"None for {architectures[0]}")
     config.finish()
     return ModelConfig(architecture=architectures[0], **fields)
 
@@ -73,7 +73,7 @@ def _text_config(raw: dict[str, Any]) -> dict[str, Any]:
     if nested is None:
         return raw
     if not isinstance(nested, dict):
-        raise refuse("text_config", nested, "a dict")
+        refuse("text_config", nested, "a dict")
     outer = {name: value for name, value in raw.items() if name != "text_config"}
     return {**outer, **nested, "architectures": raw.get("architectures")}
 
@@ -90,7 +90,7 @@ def read_model_config(config: EngineConfig) -> ModelConfig:
             generation = _read_json(folder / "generation_config.json")
     if _is_for_transformers(raw, config):
         if config.quantization is not None:
-            raise refuse("quantization", config.quantization, "None where transformers computes the model (model_impl)")
+            refuse("quantization", config.quantization, "None where transformers computes the model (model_impl)")
         from nanovllm.models.transformers_model import read_transformers_config
 
         return read_transformers_config({**raw, **config.hf_overrides}, generation)
@@ -123,7 +123,7 @@ def override(
         overrides = {"rope_scaling": None, **overrides}
     elif rope and overrides.keys() & {"rope_theta", "rope_scaling"}:
         if any(isinstance(table, dict) for table in rope.values()):
-            raise refuse("hf_overrides", overrides, "given rope_parameters, for the model has a table by kind of layer")
+            refuse("hf_overrides", overrides, "given rope_parameters, for the model has a table by kind of layer")
         theta = {name: value for name, value in {**rope, **overrides}.items() if name == "rope_theta"}
         rope = overrides["rope_scaling"] or {} if "rope_scaling" in overrides else raw.get("rope_scaling") or rope
         overrides = {**overrides, "rope_scaling": None, "rope_parameters": {**rope, **theta}}

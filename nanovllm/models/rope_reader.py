@@ -4,8 +4,9 @@
 import math
 from typing import Any
 
+from nanovllm.errors import refuse
 from nanovllm.model_config import FULL, SLIDING, RopeConfig
-from nanovllm.models.config_reader import ConfigReader, refuse
+from nanovllm.models.config_reader import ConfigReader
 
 KINDS = ("default", "linear", "yarn", "llama3", "longrope", "proportional")
 _NUMBERS = ("factor", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
@@ -17,7 +18,7 @@ def rope_entries(config: ConfigReader) -> dict[str, Any]:
     found = older or newer
     _require_dict(found)
     if {FULL, SLIDING} & found.keys():
-        raise refuse("rope_parameters", found, "one table for all layers")
+        refuse("rope_parameters", found, "one table for all layers")
     return found
 
 
@@ -44,14 +45,14 @@ def read_ropes(config: ConfigReader, theta: float, sliding_theta: float, scales_
 
 def _require_dict(scaling: Any) -> None:
     if not isinstance(scaling, dict):
-        raise refuse("rope_scaling", scaling, "a dict")
+        refuse("rope_scaling", scaling, "a dict")
 
 
 def _table(raw: dict[str, Any], config: ConfigReader, partial: bool = False) -> RopeConfig:
     rope = ConfigReader(raw)
     kind = rope.choice("rope_type", KINDS, rope.get("type", "default"))
     if kind in ("linear", "yarn", "llama3") and rope.get("factor") is None:
-        raise refuse("rope_scaling", raw, f"given a 'factor' for rope type {kind!r}")
+        refuse("rope_scaling", raw, f"given a 'factor' for rope type {kind!r}")
     given: dict[str, Any] = {name: rope.positive(name, 0.0) for name in _NUMBERS if rope.get(name) is not None}
     original = rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
     if original is not None and kind != "default":
@@ -69,7 +70,7 @@ def _table(raw: dict[str, Any], config: ConfigReader, partial: bool = False) -> 
         given["factor"] = given.get("factor", longest)
     share = rope.positive("partial_rotary_factor", 1.0)
     if share > 1 or (share < 1 and not partial and kind != "proportional"):
-        raise refuse("partial_rotary_factor", share, "at most 1" if partial else "1 or absent in this architecture")
+        refuse("partial_rotary_factor", share, "at most 1" if partial else "1 or absent in this architecture")
     return RopeConfig(rope.positive("rope_theta", 0.0), kind, partial_rotary_factor=share, **given)
 
 
@@ -81,7 +82,7 @@ def _factors(rope: ConfigReader, name: str) -> tuple[float, ...]:
     found = rope.get(name)
     numbers = isinstance(found, list) and all(isinstance(x, (int, float)) and x > 0 for x in found)
     if not numbers:
-        raise refuse(f"rope {name}", found, "a list of numbers > 0")
+        refuse(f"rope {name}", found, "a list of numbers > 0")
     return tuple(map(float, found))
 
 

@@ -3,8 +3,9 @@
 import math
 from typing import Any
 
+from nanovllm.errors import refuse
 from nanovllm.model_config import FULL, SLIDING
-from nanovllm.models.config_reader import ConfigReader, refuse
+from nanovllm.models.config_reader import ConfigReader
 from nanovllm.models.family import Family, read_decoder
 from nanovllm.models.names import PRE_NORMS, CheckpointNames
 from nanovllm.models.rope_reader import read_rope, rope_entries
@@ -27,7 +28,7 @@ def windows_everywhere(config: ConfigReader, mixed: bool = False) -> Fields:
         return {}
     types = config.get("layer_types")
     if isinstance(types, list) and set(types) != {SLIDING} and not mixed:
-        raise refuse("layer_types", types, f"{SLIDING!r} in all layers, or absent, beside a sliding_window")
+        refuse("layer_types", types, f"{SLIDING!r} in all layers, or absent, beside a sliding_window")
     return {"kinds": [SLIDING] * config.integer("num_hidden_layers"), "window": config.integer("sliding_window")}
 
 
@@ -49,7 +50,7 @@ def read_smollm3(config: ConfigReader, generation: Fields) -> Fields:
     interval = config.integer("no_rope_layer_interval", 4)
     has_rope = config.get("no_rope_layers", [int((i + 1) % interval != 0) for i in range(count)])
     if not isinstance(has_rope, list) or len(has_rope) < count:
-        raise refuse("no_rope_layers", has_rope, f"a list of {count} numbers, 0 where a layer has no rope")
+        refuse("no_rope_layers", has_rope, f"a list of {count} numbers, 0 where a layer has no rope")
     window = config.get("sliding_window") if config.flag("use_sliding_window") else None
     nope = [i for i in range(count) if not has_rope[i]]
     kinds = [SLIDING if window and i in nope else FULL for i in range(count)]

@@ -4,8 +4,9 @@
 from dataclasses import replace
 from typing import Any
 
+from nanovllm.errors import refuse
 from nanovllm.model_config import FULL, SLIDING, MoEConfig
-from nanovllm.models.config_reader import ConfigReader, refuse
+from nanovllm.models.config_reader import ConfigReader
 from nanovllm.models.families.llama import read_granite, windows_everywhere
 from nanovllm.models.family import Family, read_decoder
 from nanovllm.models.names import PRE_NORMS, CheckpointNames
@@ -25,7 +26,7 @@ def _experts(config: ConfigReader, name: str, size: str, **more: Any) -> MoEConf
     config.choice("hidden_act", ("silu",), "silu")
     count, top_k = config.integer(name), config.integer("num_experts_per_tok")
     if top_k > count:
-        raise refuse("num_experts_per_tok", top_k, f"at most {name}={count}")
+        refuse("num_experts_per_tok", top_k, f"at most {name}={count}")
     return MoEConfig(count, top_k, config.integer(size), **more)
 
 
@@ -33,7 +34,7 @@ def _sparse_layers(config: ConfigReader) -> set[int]:
     """Every decoder_sparse_step-th layer, but those of mlp_only_layers."""
     step, dense = config.integer("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
     if not isinstance(dense, list):
-        raise refuse("mlp_only_layers", dense, "a list of layers")
+        refuse("mlp_only_layers", dense, "a list of layers")
     return {i for i in range(config.integer("num_hidden_layers")) if (i + 1) % step == 0 and i not in dense}
 
 
@@ -93,7 +94,7 @@ def read_glm4_moe(config: ConfigReader, generation: Fields) -> Fields:
     )
     if moe.num_experts % moe.num_groups or moe.num_experts // moe.num_groups * moe.top_groups < moe.top_k:
         bound = f"a divisor of n_routed_experts={moe.num_experts} whose topk_group groups hold {moe.top_k} experts"
-        raise refuse("n_group", moe.num_groups, bound)
+        refuse("n_group", moe.num_groups, bound)
     dense = config.integer("first_k_dense_replace", 1, low=0)
     return _with_moe(fields, moe, set(range(dense, len(fields["layers"]))))
 
@@ -102,7 +103,7 @@ def read_gpt_oss(config: ConfigReader, generation: Fields) -> Fields:
     """Every second layer sees a window, and all have sinks."""
     quantization = config.get("quantization_config", {})
     if not isinstance(quantization, dict) or quantization.get("quant_method", "mxfp4") != "mxfp4":
-        raise refuse("quantization_config", quantization, "absent, or with quant_method 'mxfp4'")
+        refuse("quantization_config", quantization, "absent, or with quant_method 'mxfp4'")
     bias, count = config.flag("attention_bias", True), config.integer("num_hidden_layers")
     fields = read_decoder(
         config,
