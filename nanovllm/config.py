@@ -1,13 +1,12 @@
 """What the user chose. Frozen, validated, no torch. What the checkpoint says is in model_config.py."""
 
 import difflib
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from nanovllm.errors import refuse
+from nanovllm.errors import is_integer, is_number, refuse
 
 MAX_TENSOR_PARALLEL_SIZE = 8
 MAX_DATA_PARALLEL_SIZE = 1024
@@ -33,18 +32,13 @@ def _require(condition: bool, option: str, value: Any, bound: str) -> None:
         refuse(option, value, bound)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
-
-
 def _require_int(option: str, value: Any, low: int, high: int | None = None) -> None:
     bound = f"an integer >= {low}" if high is None else f"an integer in {low}..{high}"
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    _require(is_int and value >= low and (high is None or value <= high), option, value, bound)
+    _require(is_integer(value) and value >= low and (high is None or value <= high), option, value, bound)
 
 
 def _require_positive(option: str, value: Any) -> None:
-    _require(_is_number(value) and value > 0, option, value, "a finite number > 0")
+    _require(is_number(value) and value > 0, option, value, "a finite number > 0")
 
 
 def _disabled(names: Any) -> tuple[str, ...]:
@@ -191,7 +185,7 @@ class EngineConfig:
                 self.kvcache_block_size % 16 == 0, "kvcache_block_size", self.kvcache_block_size, "a multiple of 16"
             )
         share = self.gpu_memory_utilization
-        _require(_is_number(share) and 0 < share <= 1, "gpu_memory_utilization", share, "a number in (0, 1]")
+        _require(is_number(share) and 0 < share <= 1, "gpu_memory_utilization", share, "a number in (0, 1]")
         for option in ("cpu_kvcache_gib", "step_timeout"):
             _require_positive(option, getattr(self, option))
         _require(

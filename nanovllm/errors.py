@@ -1,8 +1,9 @@
 """What a user's mistake is called: option, value and bound, and never more than a line of the value. No torch."""
 
+import math
 import reprlib
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 MAX_SHOWN = 200
 """Characters of a value that a message repeats. Values come from clients too, and a schema can have a million."""
@@ -35,6 +36,16 @@ def shown(value: Any) -> str:
     except ValueError:  # an int of more digits than Python writes
         text = f"<{type(value).__name__}>"
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+
+
+def is_integer(value: Any) -> TypeGuard[int]:
+    """True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """A finite one."""
+    return (isinstance(value, float) or is_integer(value)) and -math.inf < value < math.inf
 
 
 def short(error: object) -> str:

@@ -5,14 +5,13 @@ then allowed_token_ids, bad_words, the grammar of `structured_outputs`, min_toke
 temperature, min_p, top_k, top_p, then sampling.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
-from nanovllm.errors import refuse
+from nanovllm.errors import is_integer, is_number, refuse
 
 MAX_FLOAT32 = 3.4e38
 MAX_BIAS = 100.0
@@ -46,14 +45,6 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, (int, float, tuple, list)) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 @dataclass(frozen=True)
@@ -180,33 +171,33 @@ class SamplingParams:
             _refuse("stop", self.stop, "empty with detokenize=False: stop strings are looked for in the text")
 
     def _check_counts(self) -> None:
-        if not _is_int(self.n) or not 1 <= self.n <= MAX_N:
+        if not is_integer(self.n) or not 1 <= self.n <= MAX_N:
             _refuse("n", self.n, f"an integer in 1..{MAX_N}")
         for name, low in (("max_tokens", 0), ("min_tokens", 0), ("top_k", -1), ("prompt_logprob_start", 0)):
             value = getattr(self, name)
-            if not _is_int(value) or value < low:
+            if not is_integer(value) or value < low:
                 _refuse(name, value, f"an integer >= {low}")
-        if self.seed is not None and (not _is_int(self.seed) or not -(2**63) <= self.seed < 2**63):
+        if self.seed is not None and (not is_integer(self.seed) or not -(2**63) <= self.seed < 2**63):
             _refuse("seed", self.seed, "None or a 64-bit integer")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            if value is not None and (not _is_int(value) or value < -1):
+            if value is not None and (not is_integer(value) or value < -1):
                 _refuse(name, value, "None or an integer >= -1 (-1: the whole vocabulary)")
         if self.logprobs_mode not in (None, "raw", "processed"):
             _refuse("logprobs_mode", self.logprobs_mode, "None, 'raw' or 'processed'")
 
     def _check_numbers(self) -> None:
-        if not _is_number(self.temperature) or not 0 <= self.temperature <= MAX_FLOAT32:
+        if not is_number(self.temperature) or not 0 <= self.temperature <= MAX_FLOAT32:
             _refuse("temperature", self.temperature, "a finite number >= 0 (of float32's range)")
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+        if not is_number(self.top_p) or not 0 < self.top_p <= 1:
             _refuse("top_p", self.top_p, "a number in (0, 1]")
-        if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
+        if not is_number(self.min_p) or not 0 <= self.min_p <= 1:
             _refuse("min_p", self.min_p, "a number in [0, 1]")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
-            if not _is_number(value) or not -2 <= value <= 2:
+            if not is_number(value) or not -2 <= value <= 2:
                 _refuse(name, value, "a number in [-2, 2]")
-        if not _is_number(self.repetition_penalty) or not 1e-6 <= self.repetition_penalty <= 1e6:
+        if not is_number(self.repetition_penalty) or not 1e-6 <= self.repetition_penalty <= 1e6:
             _refuse("repetition_penalty", self.repetition_penalty, "a number > 0 (in [1e-6, 1e6])")
 
     def _check_lists(self) -> None:
@@ -229,7 +220,7 @@ class SamplingParams:
     def _ids(self, name: str, most: int) -> tuple[int, ...]:
         bound = "a list of token ids"
         ids = tuple(map(_plain, _items(name, getattr(self, name), most, bound)))
-        if not all(_is_int(one) and one >= 0 for one in ids):
+        if not all(is_integer(one) and one >= 0 for one in ids):
             _refuse(name, ids, bound)
         return ids
 
@@ -241,9 +232,9 @@ class SamplingParams:
         for token_id in _items("logit_bias", bias, MAX_IDS, "a dict"):
             in_json = isinstance(token_id, str) and token_id.isdecimal() and len(token_id) < 20
             number, value = int(token_id) if in_json else _plain(token_id), _plain(bias[token_id])
-            if not _is_int(number) or number < 0:
+            if not is_integer(number) or number < 0:
                 _refuse("logit_bias", {token_id: value}, "a dict whose keys are token ids")
-            if not _is_number(value) or abs(value) > MAX_BIAS:
+            if not is_number(value) or abs(value) > MAX_BIAS:
                 _refuse("logit_bias", {token_id: value}, f"a dict of numbers in [-{MAX_BIAS}, {MAX_BIAS}]")
             copy[number] = float(value)
         return copy

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step_plan import StepPlan
-from nanovllm.errors import refuse
+from nanovllm.errors import is_integer, refuse
 from nanovllm.outputs import StepColumns
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class EngineControl:
 
     def _check_version(self, version: int | None) -> None:
         least = self.weight_version + 1
-        if version is not None and (not isinstance(version, int) or isinstance(version, bool) or version < least):
+        if version is not None and (not is_integer(version) or version < least):
             refuse("version", version, f"None or an integer >= {least}, as versions go up")
 
     def _write_weights(self, write: Any) -> None:

@@ -1,10 +1,9 @@
 """Reading config.json: values checked by name, and a refusal of every entry that matters and that no one has read."""
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
-from nanovllm.errors import refuse
+from nanovllm.errors import is_integer, is_number, refuse
 from nanovllm.model_config import FULL, SLIDING, LayerSpec
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -50,10 +49,6 @@ CHANGES_RESULT: dict[str, tuple[Any, ...]] = {
 read such an entry does not serve it."""
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
-
-
 class ConfigReader:
     """One config.json, or one dict in it. A null counts as absent, as transformers has it."""
 
@@ -77,13 +72,13 @@ class ConfigReader:
         value = self.get(name, default)
         if value is None:
             raise ValueError(f"config.json: {name!r} is missing")
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        if not is_integer(value) or value < low:
             refuse(name, value, f"an integer >= {low}")
         return value
 
     def positive(self, name: str, default: float) -> float:
         value = self.get(name, default)
-        if not _is_number(value) or value <= 0:
+        if not is_number(value) or value <= 0:
             refuse(name, value, "a finite number > 0")
         return float(value)
 
@@ -181,6 +176,6 @@ def end_of_text(generation: Any, config: Any, vocab_size: int) -> tuple[int, ...
     found = config if generation is None else generation
     ids = () if found is None else tuple(found) if isinstance(found, (list, tuple)) else (found,)
     for token_id in ids:
-        if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
+        if not is_integer(token_id) or not 0 <= token_id < vocab_size:
             refuse("eos_token_id", token_id, f"an integer in 0..{vocab_size - 1}")
     return ids

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from nanovllm.errors import refuse
+from nanovllm.errors import is_integer, refuse
 from nanovllm.transfer.buckets import from_base64
 
 _ID_KEY = "broadcast_from/0/0"
@@ -55,7 +55,7 @@ def open_group(
     seconds.
     """
     size = init_info.get("world_size")
-    if not isinstance(size, int) or isinstance(size, bool) or not rank < size:
+    if not is_integer(size) or not rank < size:
         refuse("world_size", size, f"an integer > {rank}, this rank")
     given = init_info.get("nccl_unique_id_b64")
     if given is not None:
@@ -63,7 +63,7 @@ def open_group(
     address, port = init_info.get("master_address"), init_info.get("master_port")
     if not isinstance(address, str) or not address:
         refuse("master_address", address, "the name or number of the trainer's host")
-    if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:
+    if not is_integer(port) or not 0 < port < 65536:
         refuse("master_port", port, "in 1..65535")
     limit = timedelta(seconds=timeout)
     store = dist.TCPStore(address, port, size, is_master=rank == 0, timeout=limit, wait_for_workers=False)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from nanovllm.errors import refuse
+from nanovllm.errors import is_integer, refuse
 from nanovllm.transfer.buckets import NamedTensors, as_bytes, entries_of, grouped, unpacked
 from nanovllm.transfer.group import Broadcast, open_group
 from nanovllm.transfer.shared import MappedBuckets
@@ -74,7 +74,7 @@ class WeightReceiver:
         self.close()
         if init_info:
             rank = init_info.get("rank_offset", 1)
-            if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+            if not is_integer(rank) or rank < 1:
                 refuse("rank_offset", rank, "an integer >= 1, as rank 0 is the trainer's")
             self._group, self._store = open_group(init_info, rank, self._device, self._timeout)
         self._init_info = dict(init_info)
