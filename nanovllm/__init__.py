@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-# These pull in torch; the vocabulary above does not. Loading them on first use keeps `import nanovllm` instant.
+# These pull in much; the vocabulary above does not. Loading them on first use keeps `import nanovllm` instant.
 _ON_FIRST_USE = {
     "LLM": "nanovllm.llm",
     "StepTimeout": "nanovllm.runner.device_io",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.trace import Trace
+from nanovllm.executor.processes import WorkerProcesses
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import read_model_config, resolve_model_folder
 from nanovllm.startup.compile_pool import start_compiler
@@ -36,11 +37,20 @@ def start_ranks(
     """The engine over the ranks of `config`. module: see ModelRunner."""
     begin = time.perf_counter()
     trace = Trace(config.trace) if config.trace is not None else None
-    compiler = start_compiler(config, model_config) if model_config.implementation == "native" else None
+    processes = WorkerProcesses(config.tensor_parallel_size, config.step_timeout)
+    compiler = None
     try:
-        from nanovllm.executor.local import LocalExecutor  # torch comes in here, while the tokenizer is loading
+        if model_config.implementation == "native":
+            compiler = start_compiler(config, model_config)
+        # Torch comes in here, and in all other processes at the same time, while the tokenizer is loading.
+        from nanovllm.executor.local import LocalExecutor
 
-        executor = LocalExecutor(config, model_config, compiler, module, report or (lambda stage, share: None))
+        report = report or (lambda stage, share: None)
+        executor = LocalExecutor(config, model_config, processes, compiler, module, report)
+    except BaseException:
+        processes.close()
+        processes.close_store()
+        raise
     finally:
         if compiler is not None:
             compiler.close()

@@ -15,13 +15,11 @@ from nanovllm.config import EngineConfig
 from nanovllm.executor.base import Executor, Report
 from nanovllm.executor.processes import WorkerError, WorkerProcesses
 from nanovllm.executor.resolve import resolve
-from nanovllm.executor.store import WatchedStore, create_store_file, open_store
+from nanovllm.executor.store import WatchedStore, open_store
 from nanovllm.model_config import ModelConfig
-from nanovllm.parallel.peer.memory import forbid_multicast
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.runner_init import RunnerInit
 from nanovllm.runner.weight_update import merged_checksums, named_tensor
-from nanovllm.startup.child import no_standard_numbers
 from nanovllm.startup.compile_pool import KernelCompiler
 from nanovllm.startup.dry_run import dry_run
 from nanovllm.transfer.shared import SharedBucket
@@ -37,19 +35,18 @@ class LocalExecutor(Executor):
         self,
         config: EngineConfig,
         model: ModelConfig,
+        processes: WorkerProcesses,
         compiler: KernelCompiler | None = None,
         module: torch.nn.Module | None = None,
         report: Report = lambda stage, share: None,
     ) -> None:
-        """`compiler`: compiles the kernels, where there is one; it is the caller's to close. `module`: see
-        ModelRunner. `report`: called as stages of the start begin, and as the first goes on."""
-        # Workers first: they import while options are resolved. NVLink multicast is never used.
-        forbid_multicast()
+        """`processes`: of the other ranks, which are this executor's to close from here on. `compiler`: compiles the
+        kernels, where there is one; it is the caller's to close. `module`: see ModelRunner. `report`: called as stages
+        of the start begin, and as the first goes on."""
         self.seconds: dict[str, float] = {}
         self._report = report
         self._runner: ModelRunner | None = None
         self._store: WatchedStore | None = None
-        self._store_fd = -1
         self._failed = False
         self.shares_weights = module is not None
         self._buckets: list[SharedBucket] = []
@@ -58,10 +55,7 @@ class LocalExecutor(Executor):
         """The other ranks have not yet said that they have what was sent last."""
         self.owner = os.getpid()
         """The process whose workers, threads and locks these are."""
-        if config.tensor_parallel_size > 1:
-            with no_standard_numbers():
-                self._store_fd = create_store_file()
-        self.processes = WorkerProcesses(config.tensor_parallel_size, config.step_timeout, self._store_fd)
+        self.processes = processes
         try:
             self.config = resolve(config, model)
             self._start(model, compiler if self.config.device == "cuda" else None, module)
@@ -76,7 +70,7 @@ class LocalExecutor(Executor):
     ) -> None:
         size = self.config.tensor_parallel_size
         if size > 1:
-            self._store = WatchedStore(open_store(self._store_fd), self.processes.check)
+            self._store = WatchedStore(open_store(self.processes.store), self.processes.check)
         spin = 2.0 if self.config.device == "cuda" else 0.0
         self._num_threads = max(1, torch.get_num_threads() // size)
         init = RunnerInit(self.config, model, spin, self._num_threads)
@@ -283,13 +277,10 @@ class LocalExecutor(Executor):
                 runner.close(failed=self.failed)
 
     def _close_store(self) -> None:
-        """Last: what still uses the store finds its file by number."""
         store, self._store = self._store, None
         if store is not None:
             store.close()
-        fd, self._store_fd = self._store_fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self.processes.close_store()
 
 
 def _dry_run(runner: ModelRunner, compiler: KernelCompiler) -> None:

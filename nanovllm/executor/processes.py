@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NoReturn
 
 from nanovllm.executor.channel import CommandWriter, WorkerState, create_shared_memory
-from nanovllm.startup.child import no_standard_numbers, start_python
+from nanovllm.startup.child import forbid_multicast, no_standard_numbers, start_python
 
 _WATCH_INTERVAL = 0.2  # seconds between looks at workers' progress
 _LONGEST_LOOK_AWAY = 1.0  # seconds that count between two looks: in a longer pause this process stood still itself
@@ -60,12 +60,16 @@ class _Failure:
 
 
 class WorkerProcesses:
-    """Ranks 1 .. size-1 and the channel to them. With size 1 there is nothing here and every call is a no-op."""
+    """Ranks 1 .. size-1 and the channel to them. With size 1 there is nothing here and every call is a no-op.
 
-    def __init__(self, size: int, step_timeout: float, store: int = -1) -> None:
-        """`store`: file descriptor that every worker inherits, to meet the others (store.py); the caller's to close."""
+    No torch here: where workers start before this process imports it, all import at once.
+    """
+
+    def __init__(self, size: int, step_timeout: float) -> None:
+        forbid_multicast()  # before any of them starts CUDA
         self.size = size
-        self._store = store
+        self.store = -1
+        """File descriptor of memory without a name that every worker inherits, to meet the others (store.py)."""
         self.step_timeout = step_timeout
         self.is_starting = True
         """Until the caller says that the first step can come: what a start takes has little to do with a step."""
@@ -80,6 +84,8 @@ class WorkerProcesses:
         self._watcher = threading.Thread(target=self._watch, name="nanovllm-watch", daemon=True)
         with no_standard_numbers():
             memory = create_shared_memory()
+            if size > 1:
+                self.store = os.memfd_create("nanovllm-store")
         try:
             self.ring = CommandWriter(memory, self._doorbells)
             for rank in range(1, size):
@@ -98,7 +104,7 @@ class WorkerProcesses:
             bell_read, bell_write = os.pipe()
         self._controls.append(ours)
         self._doorbells.append(bell_write)
-        fds = (theirs.fileno(), memory, bell_read, self._store)
+        fds = (theirs.fileno(), memory, bell_read, self.store)
         try:
             process = start_python(_WORKER_MODULE, str(rank), *map(str, fds), pass_fds=fds)
         finally:
@@ -249,6 +255,12 @@ class WorkerProcesses:
         while self._doorbells:
             os.close(self._doorbells.pop())
         self.ring.close()
+
+    def close_store(self) -> None:
+        """Last, after `close`: what still uses the store finds its file by number."""
+        store, self.store = self.store, -1
+        if store >= 0:
+            os.close(store)
 
 
 def _worker_failure(rank: int, kind: type[Exception] | None, text: str, trace: str) -> _Failure:

@@ -3,7 +3,6 @@
 A TCPStore would answer every user of this machine, and who writes to it chooses where activations go.
 """
 
-import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,11 +11,6 @@ import torch.distributed as dist
 
 _TIMEOUT = timedelta(seconds=300)  # for what is set late, but by a rank that lives
 _LOOK_INTERVAL = 0.01  # seconds between looks at the store: everybody is about to arrive
-
-
-def create_store_file() -> int:
-    """File descriptor of fresh memory for one store; it has no name, and goes when its last holder goes."""
-    return os.memfd_create("nanovllm-store")
 
 
 def open_store(fd: int) -> dist.FileStore:

@@ -6,6 +6,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+"""What keeps NCCL, torch and NVSHMEM from creating NVLink multicast objects; to be set before CUDA starts."""
+
+
+def forbid_multicast() -> None:
+    """Sets the switches of MULTICAST_OFF in this process (children inherit them). Call it before CUDA starts."""
+    os.environ.update(MULTICAST_OFF)
+
 
 def start_python(module: str, *args: str, pass_fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
     """Runs a module of ours in a new interpreter that finds what this one finds."""

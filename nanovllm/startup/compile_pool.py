@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _SERVER_MODULE = "nanovllm.startup.compile_server"
 _MIN_CORES = 4
-_MAX_PROCESSES = 16
+_MAX_PROCESSES = 24
 _PATIENCE = 60.0  # seconds to wait for the processes, from when there is nothing else left to do
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
 

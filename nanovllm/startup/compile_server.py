@@ -16,8 +16,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from nanovllm.kernels.base.compile_keys import hash_triton, resolve_keys
-
 _LOOK_SECONDS = 0.5
 
 
@@ -78,6 +76,8 @@ def _build_driver_module() -> None:
 
 def _import_everything(parent: int) -> None:
     """What forks then need not do again: the kernels' modules, and what Triton computes once a process."""
+    from nanovllm.kernels.base.compile_keys import hash_triton, resolve_keys  # not for compile_pool.py: it brings torch
+
     hashing = threading.Thread(target=hash_triton)
     hashing.start()
     import torch  # noqa: F401

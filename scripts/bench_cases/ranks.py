@@ -14,7 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from nanovllm.parallel.peer.memory import Layout, PeerMemory, forbid_multicast
+from nanovllm.startup.child import forbid_multicast
 
 forbid_multicast()
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host
@@ -24,6 +24,7 @@ import torch.distributed as dist  # noqa: E402
 
 from bench_cases.harness import Line, Setup, collect  # noqa: E402
 from nanovllm.parallel.peer.all_reduce import PeerAllReduce  # noqa: E402
+from nanovllm.parallel.peer.memory import Layout, PeerMemory  # noqa: E402
 
 MAX_ROWS, MAX_SPINS = 8192, 1 << 25
 

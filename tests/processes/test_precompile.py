@@ -218,7 +218,7 @@ def test_stamp_stands_for_build_options_and_cache_folder(tmp_path: Path, monkeyp
     assert stamp_path(CONFIG, MODEL) != stamp
 
 
-@pytest.mark.parametrize(("cores", "processes"), [(1, 0), (3, 0), (4, 3), (16, 12), (128, 16)])
+@pytest.mark.parametrize(("cores", "processes"), [(1, 0), (3, 0), (4, 3), (16, 12), (128, 24)])
 def test_process_count(cores: int, processes: int) -> None:
     assert process_count(cores) == processes
 

@@ -11,7 +11,7 @@ import pytest
 from process_checks import listening_ports, tiny_llm, token_ids
 
 from nanovllm.executor.processes import WorkerError
-from nanovllm.executor.store import WatchedStore, create_store_file, open_store
+from nanovllm.executor.store import WatchedStore, open_store
 
 FORGER = """
 import os, sys, time
@@ -52,7 +52,7 @@ def test_a_wait_ends_when_the_rank_waited_for_has_died() -> None:
         if len(looks) > 3:
             raise WorkerError("rank 1 died")
 
-    file = create_store_file()
+    file = os.memfd_create("store")
     store = WatchedStore(open_store(file), check)
     store.set("here", "1")
     assert store.get("here") == b"1"

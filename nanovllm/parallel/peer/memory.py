@@ -7,7 +7,6 @@ block and says what each region holds.
 """
 
 import contextlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,9 +16,6 @@ from torch.distributed import Store
 
 from nanovllm.parallel.peer.driver import DeviceBytes, Driver
 from nanovllm.parallel.peer.limits import AllReduceLimits
-
-MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-"""What keeps NCCL, torch and NVSHMEM from creating NVLink multicast objects; to be set before CUDA starts."""
 
 MAX_PROGRAMS = 128
 """Most programs of one launch: each must be resident for its peers to make progress, and the chip has 132 SMs."""
@@ -38,11 +34,6 @@ _ALIGNMENT = 512  # bytes: every region starts where 16-byte accesses and whole 
 
 class PeerMemoryUnavailable(RuntimeError):
     """The ranks cannot map each other's memory; every rank raises it together, and the caller falls back to NCCL."""
-
-
-def forbid_multicast() -> None:
-    """Sets the switches of MULTICAST_OFF in this process (children inherit them). Call it before CUDA starts."""
-    os.environ.update(MULTICAST_OFF)
 
 
 @dataclass(frozen=True)
