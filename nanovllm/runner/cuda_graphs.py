@@ -37,14 +37,14 @@ class StepGraphs:
         max_tokens: int,
         stream: torch.cuda.Stream,
         progress: Callable[[], None] = lambda: None,
-        few_layers: Callable[[], AbstractContextManager[None]] = nullcontext,
+        before_capture: Callable[[StepShape], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         """`run(shape)`: the work of a step of that padded shape, on static buffers, in `stream`. `max_tokens`: the
-        largest chunk worth capturing. `progress`: called after each graph. `few_layers`: within it `run` takes less
-        time, and launches all kernels nevertheless."""
+        largest chunk worth capturing. `progress`: called after each graph. `before_capture`: `run` is called within
+        it first, where it launches every kernel that the graph will."""
         self._progress = progress
         self._run = run
-        self._few_layers = few_layers
+        self._before_capture = before_capture
         self._stream = stream
         self._decode_buckets = decode_buckets(max_num_seqs)
         self._mixed = mixed_shapes(max_num_seqs, max_tokens)
@@ -79,7 +79,7 @@ class StepGraphs:
         return first + sum(more) + max(0, min(more, default=0)) * (len(self._shapes) - len(readings) + 1)
 
     def _capture(self, shape: StepShape) -> None:
-        with self._few_layers():
+        with self._before_capture(shape):
             self._run(shape)  # compiles, and lets libraries load kernels and allocate what they keep
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()

@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -300,7 +301,8 @@ class ModelRunner(WeightCommands):
         assert self.io.stream is not None
         self.io.step_buffer.zero_()  # a step without rows: everything is padding
         sizes = (self.config.max_num_seqs, self.config.max_num_batched_tokens)
-        return StepGraphs(self.work.run_padded, *sizes, self.io.stream, self._progress, self.model.few_layers)
+        before = partial(tuning.before_capture, self.model)
+        return StepGraphs(self.work.run_padded, *sizes, self.io.stream, self._progress, before)
 
     # -- one step -----------------------------------------------------------------------------------------------
 

@@ -6,11 +6,13 @@ only with the same choices. The decisions are data (kernels/gemm/choice.py); not
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
 
 from nanovllm.kernels.base.device import supports_tma
+from nanovllm.kernels.base.memory_split import equal_memory_split
 from nanovllm.kernels.gemm import fixed_order
 from nanovllm.kernels.gemm.choice import (
     LIBRARY,
@@ -28,11 +30,13 @@ from nanovllm.kernels.pointwise.norm import add_up
 from nanovllm.layers.linear import ParallelLinear
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.parallel.group import TensorParallelGroup
-from nanovllm.wire.shapes import decode_buckets
+from nanovllm.wire.shapes import StepShape, decode_buckets
 
 logger = logging.getLogger(__name__)
 
 _ROWS_CHECKED, _HEAD_ROWS_CHECKED = 4096, 512
+_SHARED_PERCENT = 75
+"""Of an H200's kernels for one row of 0.6B: 556 us a step, 597 where each has a division of its own."""
 
 
 def table_for(device: torch.device, path: str | None) -> GemmTable:
@@ -90,6 +94,16 @@ def _merge_first_rows(o_proj: ParallelLinear) -> frozenset[int]:
     num_bytes = sum(parameter.nbytes for parameter in o_proj.parameters())
     rows_of_skinny = (rows for rows, config in o_proj.configs.items() if config.is_skinny)
     return frozenset(rows for rows in rows_of_skinny if merges_before(rows, num_bytes))
+
+
+@contextmanager
+def before_capture(model: DecoderForCausalLM, shape: StepShape) -> Iterator[None]:
+    """For a run of `shape` that readies what its graph will launch: fewer layers launch the same kernels. In a chain of
+    kernels for one row, none of which waits for all of the one before it, each asks for the same division of memory.
+    """
+    is_chain = 1 in model.fused_rows and 1 not in model.attention_layers()[0].backend.merge_first_rows
+    with model.few_layers(), equal_memory_split(_SHARED_PERCENT) if is_chain and sum(shape) == 1 else nullcontext():
+        yield
 
 
 def fix_order(model: DecoderForCausalLM, table: GemmTable, group: TensorParallelGroup) -> None:
