@@ -46,8 +46,8 @@ TUNED_KV_HEADS = 8
 TUNED_HEAD_DIM = 128
 TUNING: tuple[tuple[int | None, DecodeConfig], ...] = (
     (2, DecodeConfig(programs_per_sm=2, min_chunk=64, merge_heads=1)),
-    (12, DecodeConfig(num_stages=2, programs_per_sm=4, min_chunk=128, merge_heads=1)),
-    (24, DecodeConfig(programs_per_sm=3, min_chunk=512)),
+    (8, DecodeConfig(num_stages=2, programs_per_sm=4, min_chunk=128, merge_heads=1)),
+    (16, DecodeConfig(programs_per_sm=3, min_chunk=256)),
     (40, DecodeConfig(programs_per_sm=3, min_chunk=1024)),
     (48, DecodeConfig(programs_per_sm=6, min_chunk=1024)),
     (224, DecodeConfig()),
