@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -30,6 +30,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models.config_reader import end_of_text
 
 _PROBE = 6  # tokens of the texts by which a module is tried
+_LONG = 160  # of one that is long enough for keys of many tokens; DeepSeek V4 adds one after 128
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.2}
 """Of a logit, as a share of the logits' standard deviation."""
 
@@ -43,7 +44,7 @@ def load_module(
     """The module with its weights from `folder`, or random ones. Raises ValueError or OSError as transformers does."""
     raw = config.transformers_config
     assert raw is not None
-    settings = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
+    settings = _settings(raw)
     with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if dummy:
@@ -175,12 +176,14 @@ class TransformersModel(WeightedModule):
             _refuse(f"{what} has a mask of its own")
         if key.shape != value.shape:
             _refuse(f"{what} has values of {value.shape[-1]} dimensions and keys of {key.shape[-1]}")
+        if key.shape[2] != query.shape[2]:
+            _refuse(f"{what} has {key.shape[2]} keys for {query.shape[2]} tokens")
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         sizes = (query.shape[1], key.shape[1], query.shape[3])
         spec = AttentionSpec(*sizes, scale, sliding_window or None, softcap or None, s_aux is not None)
         assert self._attend is not None
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return self._attend(q, k, v, spec, s_aux)[None]
+        return self._attend(q, k, v, spec, s_aux).contiguous()[None]
 
     @contextmanager
     def _attending(self, attend: Attend) -> Iterator[None]:
@@ -191,10 +194,10 @@ class TransformersModel(WeightedModule):
         finally:
             self._attend = None
 
-    def _logits(self, input_ids: torch.Tensor, positions: torch.Tensor, **options: Any) -> torch.Tensor:
-        return self.module(
-            input_ids=input_ids[None].long(), position_ids=positions[None].long(), use_cache=False, **options
-        ).logits[0]
+    def _logits(self, input_ids: torch.Tensor, positions: torch.Tensor | None, **options: Any) -> torch.Tensor:
+        """positions: None for those that the module takes by itself."""
+        places = None if positions is None else positions[None].long()
+        return self.module(input_ids=input_ids[None].long(), position_ids=places, use_cache=False, **options).logits[0]
 
     # -- the trial ----------------------------------------------------------------------------------------------
 
@@ -204,17 +207,24 @@ class TransformersModel(WeightedModule):
         module = self.module
         module.set_attn_implementation("eager")  # sdpa leaves soft-caps out, and is what 5.17 gives Gemma 2
         ids, positions = (torch.arange(begin, begin + _PROBE, device=module.device) for begin in (1, 0))
-        alone = self._logits(ids, positions).float()
+        alone = self._logits(ids, None).float()
         module.set_attn_implementation(self._name)
-        with self._attending(self._try_attention):
-            packed = self._logits(ids.repeat(2), positions.repeat(2)).float()
+        text = module.config.get_text_config(decoder=True)
+        places = torch.arange(min(_LONG, text.max_position_embeddings), device=module.device)
+        try:
+            with self._attending(self._try_attention):
+                packed = self._logits(ids.repeat(2), positions.repeat(2)).float()
+            with self._attending(lambda q, *_: q):
+                self._logits(places % text.vocab_size, places)
+        except (AttributeError, IndexError, TypeError) as error:
+            _refuse(f"it asks for what packed rows do not have: {error}")
         specs, windows = self._trial.specs, self._trial.windows
         if not specs:
             _refuse("its attention does not go through transformers' attention interface")
         if unknown := windows - {spec.window for spec in specs}:
             _refuse(f"it masks pieces of {min(unknown)} tokens, which its attention is not told")
-        error = (packed.view(2, *alone.shape) - alone).abs().max() / alone.std()
-        if not error <= _TOLERANCE[module.dtype]:
+        largest = (packed.view(2, *alone.shape) - alone).abs().max() / alone.std()
+        if not largest <= _TOLERANCE[module.dtype]:
             _refuse("two texts, packed, do not get the logits that each gets alone")
 
     def _try_attention(
@@ -246,17 +256,29 @@ def is_known(raw: dict[str, Any]) -> bool:
     return [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(raw.get("model_type", ""))] == raw.get("architectures")
 
 
+def _settings(raw: dict[str, Any]) -> PreTrainedConfig:
+    """Raises ValueError where transformers raises errors of kinds of its own."""
+    try:
+        return CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
+    except Exception as error:
+        raise ValueError(f"config.json: transformers does not take it: {error}") from error
+
+
+def _integer(settings: PreTrainedConfig, name: str) -> int:
+    value = getattr(settings, name, None)
+    if not isinstance(value, int):
+        refuse(name, value, "an integer (hf_overrides can set it)")
+    return value
+
+
 def read_transformers_config(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     """config.json of any model that transformers knows, as far as the engine itself needs it; `generation`: as
     parse_config. Raises ValueError where transformers does not know it."""
     if not is_known(raw):
         refuse("architectures", raw.get("architectures"), "a causal model that transformers has for its model_type")
-    settings = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
+    settings = _settings(raw)
     text = settings.get_text_config(decoder=True)
-    longest = getattr(text, "max_position_embeddings", None)
-    if not isinstance(longest, int):
-        refuse("max_position_embeddings", longest, "an integer (hf_overrides can set it)")
-    heads = text.num_attention_heads
+    longest, heads = (_integer(text, name) for name in ("max_position_embeddings", "num_attention_heads"))
     dtype = getattr(settings, "dtype", None) or torch.float32
     return ModelConfig(
         architecture=raw["architectures"][0],
@@ -265,13 +287,13 @@ def read_transformers_config(raw: dict[str, Any], generation: dict[str, Any]) ->
         intermediate_size=0,
         num_attention_heads=heads,
         num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        head_dim=0,
         max_position_embeddings=longest,
         norm_eps=0.0,
         layers=(),
         ropes={},
         tie_word_embeddings=bool(getattr(settings, "tie_word_embeddings", False)),
         torch_dtype=str(dtype).removeprefix("torch."),
-        eos_token_ids=end_of_text(generation.get("eos_token_id"), text.eos_token_id, text.vocab_size),
+        eos_token_ids=end_of_text(generation.get("eos_token_id"), getattr(text, "eos_token_id", None), text.vocab_size),
         transformers_config=raw,
     )

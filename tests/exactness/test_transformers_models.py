@@ -10,8 +10,11 @@ import torch
 import transformers
 from observing import LogitRecorder
 from test_families import (
+    ALTERNATING,
     CASES,
+    EXPERTS,
     GREEDY,
+    HEADS,
     NUM_TOKENS,
     OPTIONS,
     PROMPTS,
@@ -33,6 +36,7 @@ FOREIGN = {
     "Cohere: logits are scaled": Case("Cohere", {"logit_scale": 0.3}),
     "DiffLlama: attends twice in a layer": Case("DiffLlama", {}),
     "Persimmon: attention without keywords": Case("Persimmon", {}),
+    "AFMoE: takes views of what attention gives": Case("Afmoe", {**HEADS, **EXPERTS, **ALTERNATING}),
 }
 FORCED = {name: CASES[name] for name in ("llama", "gemma2", "gemma3", "qwen3", "mistral")}
 """Windows, soft-caps and scales come through the interface."""
@@ -80,6 +84,9 @@ REFUSED = {
     "Falcon": ({}, "does not go through transformers' attention interface"),
     "Lfm2": ({"layer_types": ["conv", "full_attention", "conv", "full_attention"]}, "two texts, packed"),
     "Llama4Text": ({"attention_chunk_size": 8}, "masks pieces of 8 tokens"),
+    "Roberta": ({"is_decoder": True, "pad_token_id": 1}, "two texts, packed"),  # its positions begin at 2
+    "DeepseekV4": ({**EXPERTS, "q_lora_rank": 16, "head_dim": 8, "num_hidden_layers": 3}, "keys for 160 tokens"),
+    "HYV4": (EXPERTS, "asks for what packed rows do not have"),
 }
 
 
@@ -90,6 +97,12 @@ def test_what_packed_rows_cannot_give_is_refused(config: str, tmp_path: Path) ->
     folder = save(make_model(case), case, tmp_path)
     with pytest.raises(ValueError, match=f"model_impl='transformers': must be of another model: .*{message}"):
         LLM(str(folder), model_impl="transformers", **OPTIONS)
+
+
+def test_a_configuration_that_transformers_does_not_take_is_named(tmp_path: Path) -> None:
+    case = Case("GPTNeoX", {}, {"num_attention_heads": "x"})
+    with pytest.raises(ValueError, match=r"transformers does not take it: .*num_attention_heads"):
+        LLM(str(save(make_model(case), case, tmp_path)), **OPTIONS)
 
 
 def test_new_weights_and_two_engines_at_once(tmp_path: Path) -> None:
