@@ -77,11 +77,11 @@ class TritonBackend(AttentionBackend):
                 kv_scales: torch.Tensor | None = None) -> torch.Tensor:
         self.ensure_prepared(q, metadata)
         n = metadata.num_decode_rows
+        if metadata.num_prefill_rows:
+            self._forward_prefill(q, k_cache, v_cache, metadata, out, spec, sinks, kv_scales)
         if n:
             self.decode[spec](q[:n], k_cache, v_cache, metadata.block_table, metadata.max_context_len, out[:n], sinks,
                               merge_first=n in self.merge_first_rows, kv_scales=kv_scales)
-        if metadata.num_prefill_rows:
-            self._forward_prefill(q, k_cache, v_cache, metadata, out, spec, sinks, kv_scales)
         return out
 
     def _prepare_prefill(self, metadata: AttentionMetadata) -> Any:
