@@ -178,6 +178,7 @@ def test_aborts_by_id_and_of_all(admin: httpx.Client, pool: ThreadPoolExecutor, 
     assert second.reason == "abort"
     assert first.text() == whole
     third = Stream(admin, pool, max_tokens=1900).begun()
+    assert call(admin, "/abort_requests", request_ids=[])["aborted"] == 0
     assert call(admin, "/abort_requests")["aborted"] == 1
     third.text()
     assert third.reason == "abort"

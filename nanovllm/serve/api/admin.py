@@ -108,9 +108,9 @@ async def world_size(front: "Front", call: Call) -> None:
 
 
 async def abort_requests(front: "Front", call: Call) -> None:
-    """Ends requests with what they have: those of these ids, or all."""
-    ids = frozenset((await _options(call, AbortRequests)).request_ids or ())
-    count = front.streams.abort_all(lambda request: not ids or bool(ids & {request.id, request.call_id}))
+    """Ends requests with what they have: those of these ids, or all where none are given."""
+    ids = (await _options(call, AbortRequests)).request_ids
+    count = front.streams.abort_all(lambda request: ids is None or request.id in ids or request.call_id in ids)
     await call.respond_json({"status": "aborted", "aborted": count})
 
 

@@ -114,7 +114,7 @@ class Source:
         """Takes one JSON value and emits its text as it comes."""
         scan = _Value()
         while True:
-            end = scan.end_in(self.text, self.ended)
+            end = scan.end_in(self.text)
             emit(self.take(len(self.text) if end is None else end))
             if end is not None or self.ended:
                 return
@@ -130,7 +130,7 @@ class _Value:
         self._depth = 0
         self._in_string = self._escaped = self._bare = self._begun = False
 
-    def end_in(self, text: str, ended: bool) -> int | None:
+    def end_in(self, text: str) -> int | None:
         """The index after the value's last character, if it is in this piece."""
         at = 0
         if text and not self._begun:
