@@ -38,6 +38,15 @@ def shown(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
 
 
+def require_unicode(text: str) -> None:
+    """Raises ValueError for half a surrogate pair, which JSON and file names may bring."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"found {text[error.start]!r} at {error.start}"
+        raise ValueError(f"text: must not hold half a surrogate pair alone, {found}") from None
+
+
 def is_integer(value: Any) -> TypeGuard[int]:
     """True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool)

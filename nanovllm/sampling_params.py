@@ -63,9 +63,9 @@ class StructuredOutput:
     """True: any JSON object."""
 
     def __post_init__(self) -> None:
-        given = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False)]
+        given = self.given
         if len(given) != 1:
-            raise ValueError(f"StructuredOutput: must be given exactly one of its fields, found {given or 'none'}")
+            raise ValueError(f"StructuredOutput: must be given exactly one of its fields, found {[*given] or 'none'}")
         if self.json is not None and not isinstance(self.json, (str, Mapping)):
             refuse("StructuredOutput.json", self.json, "a JSON schema, as a dict or as text")
         for name in ("regex", "grammar"):
@@ -79,6 +79,11 @@ class StructuredOutput:
             object.__setattr__(self, "choice", choices)
         if not isinstance(self.json_object, bool):
             refuse("StructuredOutput.json_object", self.json_object, "True or False")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The one field that is given, by name."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) not in (None, False)}
 
 
 @dataclass(frozen=True)

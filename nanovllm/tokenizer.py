@@ -8,7 +8,7 @@ from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer
-from nanovllm.errors import short
+from nanovllm.errors import require_unicode, short
 
 
 class Tokenizer:
@@ -72,8 +72,8 @@ class Tokenizer:
     def _encode(self, text: str, **options: Any) -> list[int]:
         try:
             return list(self.hf.encode(text, **options))
-        except TypeError:  # the library says no more about half a surrogate pair, which JSON and file names may bring
-            _require_unicode(text)
+        except TypeError:  # the library says no more about half a surrogate pair
+            require_unicode(text)
             raise
 
     @property
@@ -111,11 +111,3 @@ class Tokenizer:
             return str(hf.apply_chat_template(messages, tokenize=False, **options))
         except Exception as error:  # whatever a template raises
             raise ValueError(f"messages: the chat template cannot render them: {short(error)}") from error
-
-
-def _require_unicode(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        found = f"found {text[error.start]!r} at {error.start}"
-        raise ValueError(f"text: must not hold half a surrogate pair alone, {found}") from None

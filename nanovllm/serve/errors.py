@@ -1,6 +1,7 @@
 """Errors as OpenAI's API words them: {"error": {"message", "type", "param", "code"}}."""
 
 import re
+from typing import Any
 
 import orjson
 
@@ -31,6 +32,13 @@ class ApiError(Exception):
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, code, param)
+
+
+def require_list(value: Any, where: str) -> list[Any]:
+    """`value`. Raises ApiError (400) where it is no list; `where` begins with the field's name."""
+    if not isinstance(value, list):
+        raise bad_request(f"{where}: must be a list", where.partition("[")[0])
+    return value
 
 
 def from_value_error(text: str) -> ApiError:

@@ -278,7 +278,7 @@ class Front:
                 own["min_tokens"] = most
             self.link.add(request_id, prompt, own)
 
-    def _note_end(self, request: Request) -> None:
+    def _note_end(self) -> None:
         if not self.streams.requests:
             self.is_idle.set()
 

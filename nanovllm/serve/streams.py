@@ -25,7 +25,7 @@ class Streams:
         self._turn = 0
         self._next_id = 0
         self.num_rows = 0
-        self.on_end: Callable[[Request], None] = lambda request: None
+        self.on_end: Callable[[], None] = lambda: None
         """Called when a request is over."""
 
     def add(self, request: Request) -> list[int]:
@@ -212,7 +212,7 @@ class Streams:
             gone = sum(self._rows.pop(each.row, None) is not None for each in request.completions)
             self.num_rows -= gone
             self._metrics.finished[reason] += gone
-        self.on_end(request)
+        self.on_end()
 
     def sweep(self, now: float, request_timeout: float | None) -> None:
         """Once a second: comments for silent streams, an end for clients that do not read."""

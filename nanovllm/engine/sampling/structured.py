@@ -89,7 +89,7 @@ class StructuredOutputs:
     def matcher(self, wanted: StructuredOutput) -> Matcher:
         """A fresh matcher at the start of its grammar. Raises ValueError naming what does not compile, is larger than
         grammar_limits.py allows, or takes too long for each token."""
-        kind, value = next((n, getattr(wanted, n)) for n in _KINDS if getattr(wanted, n) not in (None, False))
+        [(kind, value)] = wanted.given.items()
         try:
             text = _text(kind, value)
             with self._lock:
@@ -138,9 +138,6 @@ class StructuredOutputs:
             for word, bit in places[1:]:
                 masks[ends, word] |= bit
         return masks[:, : self._vocab_words]
-
-
-_KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 def _literal(text: str) -> str:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from nanovllm.serve.errors import ApiError, bad_request
+from nanovllm.serve.errors import ApiError, bad_request, require_list
 from nanovllm.serve.parsers import Delta
 
 Event = dict[str, Any]
@@ -39,7 +39,7 @@ def chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
     if body.get("stream"):
         request["stream_options"] = {"include_usage": True}
     if body.get("tools"):
-        request["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(_list(body["tools"], "tools"))]
+        request["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(require_list(body["tools"], "tools"))]
         request |= _tool_choice(body.get("tool_choice") or {"type": "auto"})
     thinking = body.get("thinking")
     if isinstance(thinking, Mapping):
@@ -47,17 +47,11 @@ def chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
     return request
 
 
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise bad_request(f"{where}: must be a list", where.partition("[")[0])
-    return value
-
-
 def _text(content: Any, where: str) -> str:
     """A text, or text blocks joined."""
     if isinstance(content, str):
         return content
-    blocks = _list(content, where)
+    blocks = require_list(content, where)
     for block in blocks:
         if not isinstance(block, Mapping) or block.get("type") != "text" or not isinstance(block.get("text"), str):
             raise bad_request(f"{where}: must be a text or blocks of type 'text'", where.partition("[")[0])
@@ -77,7 +71,7 @@ def _messages(message: Any, where: str) -> list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     texts, thoughts, calls, results = [], [], [], []
-    for i, block in enumerate(_list(content, f"{where}.content")):
+    for i, block in enumerate(require_list(content, f"{where}.content")):
         kind = block.get("type") if isinstance(block, Mapping) else None
         place = f"{where}.content[{i}]"
         if kind == "text":

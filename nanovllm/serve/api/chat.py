@@ -214,7 +214,7 @@ async def prepare(front: "Front", call: Call, body: dict[str, Any]) -> Prepared:
     else:  # a grammar is written, of schemas that may be large
         plan = await front.in_pool(lambda: front.parser.plan(text, choice, wanted))
     if plan.structured is not None:
-        params["structured_outputs"] = api.as_fields(plan.structured)
+        params["structured_outputs"] = plan.structured.given
     return Prepared(fields, prompt, params, plan, max_tokens)
 
 

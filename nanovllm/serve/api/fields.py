@@ -1,5 +1,6 @@
 """The fields of chat and completion requests, and what they ask of the engine. Null means absent."""
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -298,16 +299,11 @@ def sampling_fields(
     except (ValueError, TypeError) as error:
         raise from_value_error(str(error)) from None
     if structured is not None:
-        found["structured_outputs"] = as_fields(structured)
+        found["structured_outputs"] = structured.given
     return found
 
 
-def as_fields(wanted: StructuredOutput) -> dict[str, Any]:
-    """A constraint as it travels to the engine."""
-    return {name: value for name in _KINDS if (value := getattr(wanted, name)) not in (None, False)}
-
-
-_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_KINDS = tuple(each.name for each in dataclasses.fields(StructuredOutput))
 
 
 def structured(fields: CommonFields) -> StructuredOutput | None:

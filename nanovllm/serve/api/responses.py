@@ -6,7 +6,7 @@ Pure functions and one stateful writer; nothing here knows of connections, and n
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from nanovllm.serve.errors import ApiError, bad_request
+from nanovllm.serve.errors import ApiError, bad_request, require_list
 from nanovllm.serve.parsers import Delta
 
 Event = dict[str, Any]
@@ -34,7 +34,7 @@ def chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
     if body.get("stream"):
         request["stream_options"] = {"include_usage": True}
     if body.get("tools"):
-        request["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(_list(body["tools"], "tools"))]
+        request["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(require_list(body["tools"], "tools"))]
         request["tool_choice"] = _tool_choice(body.get("tool_choice"))
     reasoning = body.get("reasoning")
     if isinstance(reasoning, Mapping) and reasoning.get("effort") is not None:
@@ -46,12 +46,6 @@ def chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
         is_schema = form["type"] == "json_schema"
         request["response_format"] = {"type": form["type"], **({"json_schema": schema} if is_schema else {})}
     return request
-
-
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise bad_request(f"{where}: must be a list", where.partition("[")[0])
-    return value
 
 
 def _messages(items: Any) -> list[dict[str, Any]]:
@@ -104,7 +98,7 @@ def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     texts = []
-    for part in _list(content, where):
+    for part in require_list(content, where):
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, Mapping) else None
         if kind not in ("input_text", "output_text", "text", "refusal") or not isinstance(text, str):

@@ -14,6 +14,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders
 
 from nanovllm.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer
+from nanovllm.errors import require_unicode
 from nanovllm.serve.text.template import ChatTemplate
 
 _SPECIAL_NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -72,7 +73,7 @@ class FrontTokenizer:
         try:  # a batch of one lets go of the GIL, one text does not
             [encoding] = self.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError:
-            _require_unicode(text)
+            require_unicode(text)
             raise
         return list(encoding.ids)
 
@@ -302,10 +303,3 @@ def _content(token: Any) -> str:
 def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
     """Any of the texts, the longest first; none of them matches nothing."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
-
-
-def _require_unicode(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"text: must not hold half a surrogate pair alone, found at {error.start}") from None
