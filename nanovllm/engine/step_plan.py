@@ -43,7 +43,7 @@ class StepPlan:
 
     @property
     def num_prefill_tokens(self) -> int:
-        return self.num_tokens - self.num_decode_rows
+        return self.num_tokens - self.num_old_rows
 
     def pack(self, max_num_seqs: int) -> np.ndarray:
         """The step as every rank receives it (wire/step.py)."""
