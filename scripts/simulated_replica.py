@@ -8,6 +8,7 @@ import pickle
 import socket
 import sys
 from array import array
+from functools import lru_cache
 from typing import Any
 
 from nanovllm.outputs import EngineStats
@@ -16,6 +17,7 @@ from nanovllm.replicas.messages import Completed, Counted, Gained, Ready, Start
 
 ROWS = 256
 STATS = EngineStats(0, 0, 0.0, 0, 0, 0, 0, 0, {}, (0,) * 14, 0)
+unpickled = lru_cache(4)(pickle.loads)
 
 
 def step(rows: dict[int, int]) -> Gained:
@@ -44,7 +46,7 @@ def main(fd: int) -> None:
         elif message[0] == "add":
             _, request_id, prompt, params, _ = message
             prefilled += len(prompt) // 4
-            rows[request_id] = params.max_tokens
+            rows[request_id] = unpickled(params).max_tokens
         elif message[0] == "leave":
             os._exit(0)
 

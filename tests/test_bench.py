@@ -315,3 +315,17 @@ def test_table_script_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "| broken | CalledProcessError" in table
     good, bad = map(json.loads, (output / "results.jsonl").read_text().splitlines())
     assert good["results"] and "error" in bad
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("bench_replicas.py", ["--replicas", "2", "--requests", "20", "--input-len", "28", "--output-len", "5"]),
+        ("bench_front.py", ["--streams", "2", "--rate", "20", "--seconds", "0.5", "--requests", "2"]),
+    ],
+)
+def test_the_fronts_benchmarks_run(script: str, options: list[str]) -> None:
+    """Their replicas and engines are simulated, and must speak as the real ones do."""
+    command = [sys.executable, str(ROOT / "scripts" / script), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    assert done.returncode == 0 and " a token" in done.stdout, done.stderr[-2000:]
