@@ -42,9 +42,10 @@ def _read_compressed(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
     groups = raw.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1 or not all(isinstance(one, dict) for one in groups.values()):
         refuse("quantization_config: config_groups", groups, "one group, an object")
-    if raw.get("kv_cache_scheme") is not None:
-        refuse("quantization_config: kv_cache_scheme", raw["kv_cache_scheme"], "absent")
     [group] = groups.values()
+    for part, name in ((raw, "kv_cache_scheme"), (raw, "transform_config"), (group, "output_activations")):
+        if part.get(name):
+            refuse(f"quantization_config: {name}", part[name], "absent")
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
     for name, part in (("weights", weights), ("input_activations", inputs)):
         if not isinstance(part, (dict, NoneType)):

@@ -183,6 +183,8 @@ REFUSED = [
     ({**BLOCKS, "modules_to_not_convert": ["model.layers.0.self_attn.q_proj"]}, "q_proj'.*which are one matrix here"),
     ({"quant_method": "bitsandbytes"}, "quantization_config=.*must be absent, or with quant_method"),
     ({**compressed("channel"), "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+    ({**compressed("channel"), "transform_config": {"config_groups": {"R4": {}}}}, "transform_config"),
+    ({**compressed("channel"), "config_groups": {"g": {"output_activations": {"num_bits": 8}}}}, "output_activations"),
     ({"quant_method": ["fp8"]}, "quantization_config=.*must be absent, or with quant_method"),
     ({**compressed("channel"), "config_groups": {}}, "config_groups={}: must be one group"),
     ({**compressed("channel"), "config_groups": {"FP8": ["Linear"]}}, r"config_groups={'FP8': .*: must be one group"),
