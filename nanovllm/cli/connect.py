@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from nanovllm.cli.options import Parser, add_fields, chosen, json_object
-from nanovllm.cli.serve import add_model, demo_model
+from nanovllm.cli.serve import add_model, check_engine, demo_model
 from nanovllm.config import EngineConfig
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop", "repetition_penalty")
@@ -58,7 +58,7 @@ def server_url(given: argparse.Namespace, quiet: bool = False) -> Iterator[str]:
         yield given.url
         return
     model = demo_model() if model is None else model
-    EngineConfig.from_options(model, **engine)
+    check_engine(model, engine)
     from nanovllm.cli.local_server import LocalServer
 
     with LocalServer(model, engine) as server:

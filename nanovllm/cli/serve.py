@@ -8,6 +8,7 @@ from typing import Any
 from nanovllm.cli.config_file import parse_with_config
 from nanovllm.cli.options import Parser, add_fields, chosen
 from nanovllm.config import EngineConfig
+from nanovllm.models.registry import is_hub_id
 from nanovllm.serve.options import ServeOptions
 
 SUMMARY = "serve a model over HTTP"
@@ -73,6 +74,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_engine(model: str, options: dict[str, Any]) -> None:
+    """Raises ValueError or FileNotFoundError, before anything starts, for a mistake that needs no look at the model's
+    files."""
+    is_hub_id(EngineConfig.from_options(model, **options))
+
+
 def demo_model() -> str:
     """The folder of the checkpoint that ships with the project."""
     folder = Path(__file__).resolve().parents[1] / "demo_model"
@@ -98,7 +105,7 @@ def run(parser: Parser, arguments: list[str]) -> int:
         server.setdefault("served_model_name", ("demo",))
     if "logprobs_mode" in engine:
         engine["logprobs_mode"] = engine["logprobs_mode"].removesuffix("_logprobs")  # vLLM's names are longer
-    EngineConfig.from_options(model, **engine)  # a mistake in an option is found before anything starts
+    check_engine(model, engine)
     admin = _api_keys(given.admin_api_key, "NANOVLLM_ADMIN_API_KEY")
     options = ServeOptions(**server, api_keys=_api_keys(given.api_key, "NANOVLLM_API_KEY"), admin_api_keys=admin)
     from nanovllm.serve.lifecycle import serve

@@ -131,12 +131,19 @@ def override(
     return {**raw, **overrides}, generation
 
 
-def resolve_model_folder(config: EngineConfig) -> EngineConfig:
-    """Replaces a hub id by the local folder of its files (downloaded where they are not there yet)."""
+def is_hub_id(config: EngineConfig) -> bool:
+    """Whether the model's files are the hub's. Raises FileNotFoundError where there is no such folder either."""
     if Path(config.model).is_dir() or (config.load_format == "dummy" and config.model in PUBLISHED_SHAPES):
-        return config
+        return False
     if config.model.count("/") != 1 or config.model.startswith((".", "/", "~")):
         raise FileNotFoundError(f"model={config.model!r}: no such folder, and not a hub id of the form 'owner/name'")
+    return True
+
+
+def resolve_model_folder(config: EngineConfig) -> EngineConfig:
+    """Replaces a hub id by the local folder of its files (downloaded where they are not there yet)."""
+    if not is_hub_id(config):
+        return config
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.txt", "*.jinja"] + (["*.safetensors"] if config.load_format == "auto" else [])

@@ -107,9 +107,15 @@ def test_port_that_is_taken(small: Server, tmp_path: Path) -> None:
 
 def test_model_that_is_not_there(tmp_path: Path) -> None:
     with Server(tmp_path, model=tmp_path / "nothing") as server:
+        assert server.process.wait(30) == 2
+    [line] = server.log.splitlines()
+    assert "no such folder" in line
+
+
+def test_folder_without_a_model(tmp_path: Path) -> None:
+    with Server(tmp_path, model=tmp_path) as server:
         assert server.process.wait(30) == 1
-        assert "no such folder" in server.log
-        assert "Traceback" not in server.log
+        assert ".json is missing" in server.log and "Traceback" not in server.log
 
 
 def test_parser_that_is_not_there(tmp_path: Path) -> None:
