@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanovllm.errors import refuse
 from nanovllm.model_config import FULL, RopeConfig
 from nanovllm.models.config_reader import ACTIVATIONS, ConfigReader, read_common, read_heads, read_layers
 from nanovllm.models.names import CheckpointNames
@@ -40,6 +41,9 @@ def read_decoder(
     heads, kv_heads, head_dim = read_heads(config)
     tables = ropes or {FULL: read_rope(config, partial=partial_rope)}
     own_tables = len(tables) > 1
+    for rope in tables.values():
+        if rope.rotary_dim(head_dim) % 2:
+            refuse("partial_rotary_factor", rope.partial_rotary_factor, f"an even share of head_dim={head_dim}")
     return {
         **read_common(config, generation, eps),
         "num_attention_heads": heads,

@@ -434,6 +434,7 @@ def test_what_a_configuration_leaves_out_is_what_transformers_fills_in(architect
         (SPARSE, {"hidden_act": "relu2"}),
         (["LlamaForCausalLM", "GptOssForCausalLM"], {"partial_rotary_factor": 0.5}),
         (["LlamaForCausalLM", "MixtralForCausalLM"], {"rope_parameters": TWO_BASES}),
+        (["Glm4ForCausalLM", "NemotronForCausalLM"], {"partial_rotary_factor": 0.4, "head_dim": 18}),
         (["Gemma3ForCausalLM"], {"attn_logit_softcapping": 2.0}),
         (
             ["Phi3ForCausalLM", "Starcoder2ForCausalLM", "MixtralForCausalLM", "Ministral3ForCausalLM"],
