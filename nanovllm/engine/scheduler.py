@@ -77,9 +77,7 @@ class Scheduler:
         return bool(self.running) or any(map(has_begun, self.waiting))
 
     def add(self, seq: Sequence) -> None:
-        """Queues `seq`. One that was aborted before it came here is left out."""
-        if seq.status is SequenceStatus.FINISHED:
-            return
+        """Queues `seq`."""
         assert seq.status is SequenceStatus.WAITING and seq.arrival is None, seq
         assert seq.num_tokens < seq.max_total_tokens <= self.capacity_tokens + 1, seq  # the last token needs no KV
         seq.arrival = self._num_added
@@ -89,8 +87,7 @@ class Scheduler:
     def abort(self, seq: Sequence) -> None:
         """Ends `seq` wherever it is; tokens of it that are still on the device are dropped when they arrive."""
         if seq.status is SequenceStatus.WAITING:
-            if seq.arrival is not None:
-                self.waiting.remove(seq)
+            self.waiting.remove(seq)
             seq.status, seq.finish_reason = SequenceStatus.FINISHED, "abort"
         elif seq.status is SequenceStatus.RUNNING:
             self._finish(seq, "abort")

@@ -284,16 +284,6 @@ def test_outputs_do_not_depend_on_the_schedule(name: str) -> None:
     simulation.run_to_end()
 
 
-def test_an_abort_may_come_before_its_request() -> None:
-    simulation = Simulation()
-    early, other = make_sequence(7, [1, 2]), simulation.add([3, 4])
-    simulation.scheduler.abort(early)
-    assert early.finish_reason == "abort"
-    simulation.scheduler.add(early)
-    simulation.run_to_end()
-    assert other.gained == other.output_alone()[0] and early.output_token_ids == []
-
-
 def num_computed(simulation: Simulation) -> int:
     """Steps to the end; returns the prompt tokens that they computed."""
     computed = 0
