@@ -74,10 +74,8 @@ _FP8_GATED = {
     64: [(64, 64, 128, 4, 4), (64, 64, 256, 2, 4)],
     256: [(64, 128, 128, 3, 8)],
 }
-_FP8_FEW_ROWS = [
-    (8, 1024, 4, 4), (8, 1024, 2, 4), (16, 1024, 2, 4), (4, 1024, 4, 4), (8, 2048, 2, 4), (16, 512, 4, 8),
-    (4, 2048, 2, 2),
-]  # fmt: skip
+_FP8_ONE_ROW = [(16, 8, 4), (16, 4, 4), (16, 3, 4), (16, 2, 4), (16, 4, 8), (16, 2, 8), (32, 2, 8), (16, 2, 16)]
+"""(weight rows, stages, warps)"""
 
 
 _INT4 = {
@@ -87,6 +85,12 @@ _INT4 = {
     128: [(64, 3, 4), (128, 3, 8)],
 }
 """By rows of a tile: (weight rows, stages, warps)."""
+_INT4_ONE_ROW = [(64, 2, 4), (32, 3, 4), (32, 4, 4), (32, 3, 8), (16, 3, 8), (16, 4, 8), (16, 6, 4), (32, 4, 8)]
+"""(weight rows, stages, warps)"""
+
+
+def one_row(block_n: int, stages: int, num_warps: int) -> GemmConfig:
+    return GemmConfig("quantized_row", block_n, 0, 128 * num_warps, stages, num_warps=num_warps)
 
 
 def int4_contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
@@ -98,6 +102,8 @@ def int4_contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
         for n, stages, warps in _INT4[block_m] for kernel in kernels for split_k in (1, 2, 4, 8)
         if (gemm.kind in SUMMED) <= (split_k > 1) and not (gemm.kind == "gate_up" and split_k > 2)
     ]  # fmt: skip
+    if rows == 1:
+        found += [one_row(*sizes) for sizes in _INT4_ONE_ROW]
     return [LIBRARY] * (rows > 64) + [config for config in found if not misfit(gemm, config)]
 
 
@@ -106,8 +112,8 @@ def contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
     found = [LIBRARY]
     if gemm.dtype == FP8:
         by_rows = _FP8_GATED if gemm.kind == "gate_up" else _FP8
-        if rows <= 4:
-            found += [GemmConfig("fma", n, 0, k, stages, 1, warps) for n, k, stages, warps in _FP8_FEW_ROWS]
+        if rows == 1:
+            found += [one_row(*sizes) for sizes in _FP8_ONE_ROW]
         for n, m, k, stages, warps in next(tiles for most, tiles in by_rows.items() if rows <= most):
             found += [GemmConfig("decode", n, m, k, stages, split_k, warps) for split_k in (1, 2, 3, 4)]
         return [config for config in found if not misfit(gemm, config)]

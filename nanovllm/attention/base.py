@@ -106,6 +106,10 @@ class AttentionBackend(ABC):
             metadata.num_tokens = metadata.num_tokens or q.shape[0]
             self.prepare(metadata)
 
+    def leave_l1(self, wanted: bool) -> None:  # noqa: B027 (a backend may not take so much)
+        """Whether decode attention of a row or two is to take little of the shared memory, which is L1 for the kernels
+        that start behind it; set with the kernels' choices."""
+
     @abstractmethod
     def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata,
                 out: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None,

@@ -65,6 +65,10 @@ class TritonBackend(AttentionBackend):
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise ValueError(f"dtype={dtype}: {where} takes bfloat16, float16 or float32")
 
+    def leave_l1(self, wanted: bool) -> None:
+        for plan in self.plans.values():
+            plan.leaves_l1 = wanted
+
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Plans the decode rows in this object's buffers: one step at a time is between prepare and last forward."""
         if metadata.num_decode_rows:

@@ -1,12 +1,11 @@
 """4-bit weights of a linear layer: what it holds, and where a checkpoint's parts go."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
 
-from nanovllm.kernels.gemm import int4
+from nanovllm.kernels.gemm import int4, int4_row
 from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.kernels.gemm.int4 import SPAN, WORDS, Int4Weight
 from nanovllm.layers.weights import CheckpointWeight, Cut, Shard
@@ -23,8 +22,8 @@ class Int4Matrix(nn.Module):
     (models/int4_tensors.py makes these of every layout). Where nothing is loaded the weight is zero.
     """
 
-    few_rows: Any = None
-    """No choice for 4-bit weights computes norm and residual too."""
+    few_rows = int4_row
+    """Products of a few rows with what surrounds them, by `for_kernel`."""
 
     def __init__(
         self, quantization: Quantization, rows: int, columns: int, dtype: torch.dtype, device: torch.device
@@ -38,7 +37,7 @@ class Int4Matrix(nn.Module):
 
     def takes(self, config: GemmConfig) -> bool:
         """Whether it can be multiplied by what `config` names."""
-        return True
+        return config.kernel != "quantized_row" or self.groups.dtype != torch.float32
 
     def for_kernel(self) -> Int4Weight:
         return Int4Weight(self.words, self.groups, self.group, self.quantization.has_zeros, self.columns)
@@ -66,11 +65,13 @@ class Int4Matrix(nn.Module):
 
     def matmul(self, x: torch.Tensor, config: GemmConfig) -> torch.Tensor:
         """x [T, columns] -> x @ weight^T [T, rows], or float32 [config.parts, T, rows], sums over parts of columns."""
-        return int4.multiply(x, self.for_kernel(), config)
+        product = int4_row.linear if config.kernel == "quantized_row" else int4.multiply
+        return product(x, self.for_kernel(), config)
 
     def linear_silu_mul(self, x: torch.Tensor, config: GemmConfig) -> torch.Tensor:
         """silu(gate) * up of x [T, columns], where gates are the first half of the rows: [T, rows / 2]."""
-        return int4.linear_silu_mul(x, self.for_kernel(), config)
+        product = int4_row if config.kernel == "quantized_row" else int4
+        return product.linear_silu_mul(x, self.for_kernel(), config)
 
 
 def _shard(held: torch.Tensor, cut: Cut, each: int, count: int) -> Shard:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.base.device import supports_fp8
-from nanovllm.kernels.fp8 import experts, few_rows, gemm
+from nanovllm.kernels.fp8 import experts, gemm, one_row
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.reference import BLOCK, FP8
 from nanovllm.kernels.gemm.choice import GemmConfig
@@ -37,7 +37,7 @@ _PRODUCTS_SILU_MUL = {
 class FP8Matrix(nn.Module):
     """A weight [rows, columns] in e4m3 with float32 scales; x @ weight^T is what kernels/fp8/reference.py says."""
 
-    few_rows = few_rows
+    few_rows = one_row
     """Products of a few rows with what surrounds them, by `for_kernel`."""
 
     def __init__(
@@ -114,7 +114,7 @@ class FP8Matrix(nn.Module):
         """Whether a tile's rows share their scales, which the kernel for a few rows asks."""
         if self.runs_on == "widened":
             return config.kernel == "library"
-        return config.kernel != "fma" or not self.in_blocks or self.rows_each % config.block_n == 0
+        return config.kernel != "quantized_row" or not self.in_blocks or self.rows_each % 16 == 0
 
     def for_kernel(self) -> FP8Weight:
         return FP8Weight(self.weight, self.scale, self.rows_each, self.input_scale)

@@ -15,6 +15,7 @@ from nanovllm.kernels.base.device import supports_tma
 from nanovllm.kernels.base.memory_split import equal_memory_split
 from nanovllm.kernels.gemm import fixed_order
 from nanovllm.kernels.gemm.choice import (
+    FP8,
     LIBRARY,
     Choices,
     Gemm,
@@ -87,6 +88,8 @@ def apply(model: DecoderForCausalLM, choices: Choices, fused: bool) -> None:
     model.fused_rows = fused_rows if fused else set()
     for attention in model.attention_layers():
         attention.backend.merge_first_rows = _merge_first_rows(attention.o_proj)
+        is_skinny_fp8 = attention.o_proj.gemm(fused).dtype == FP8 and attention.o_proj.choice(1).is_skinny
+        attention.backend.leave_l1(is_skinny_fp8)  # weights that go into registers, and so through L1
 
 
 def _merge_first_rows(o_proj: ParallelLinear) -> frozenset[int]:

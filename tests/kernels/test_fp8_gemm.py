@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import silu
 
 from nanovllm.kernels.fp8 import experts as fp8_experts
-from nanovllm.kernels.fp8 import few_experts, few_rows, gemm
+from nanovllm.kernels.fp8 import few_experts, gemm, one_row
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import FP8, quantize_rows_reference
@@ -104,23 +104,25 @@ def test_products_times_both_scales(config: GemmConfig, n: int, k: int, rows_eac
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_products_of_a_few_rows(gated: bool) -> None:
-    """On CUDA cores, with norm, activation and residual: the same results."""
-    config = GemmConfig("fma", 8, block_k=512, stages=2, num_warps=2)
-    for n, k, rows_each, in_blocks in ((32, 528, 16, True), (32, 512, 1, False)):
-        weight, x = weights(n, k, rows_each, in_blocks), already_rounded(inputs(2, k) / 1000)
-        want = exact(*quantize_rows_reference(x), weight)
+def test_products_of_one_row(gated: bool) -> None:
+    """With norm, activation and residual the same results, whether x comes rounded or not."""
+    config = GemmConfig("quantized_row", 16, block_k=256, stages=2, num_warps=2)
+    for n, k, rows_each, in_blocks in ((64, 528, 16, True), (80, 2320, 1, False)):
+        weight, x = weights(n, k, rows_each, in_blocks), already_rounded(inputs(1, k) / 1000)
+        rounded = FP8Rows(*quantize_rows_reference(x), x.dtype)
+        want = exact(rounded.values, rounded.scales, weight)
         if gated:
             gate, up = want.chunk(2, 1)
+            assert_close(gemm.linear_silu_mul(rounded, weight, config), silu(gate) * up)
             ones = torch.ones(k, device=DEVICE)
             normed = already_rounded(x) / x.square().mean(1, keepdim=True).sqrt()
             gate, up = exact(*quantize_rows_reference(normed), weight).chunk(2, 1)
             if DEVICE == "cuda":
-                assert_close(few_rows.norm_linear_silu_mul(x, ones, 0.0, weight, config), silu(gate) * up)
+                assert_close(one_row.norm_linear_silu_mul(x, ones, 0.0, weight, config), silu(gate) * up)
             continue
-        assert_close(gemm.linear(x, weight, config), want)
-        residual = torch.randn(2, n, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-        assert_close(few_rows.linear_residual(x, weight, residual.clone(), config), want + residual.double())
+        assert_close(gemm.linear(rounded, weight, config), want)
+        residual = torch.randn(1, n, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+        assert_close(one_row.linear_residual(x, weight, residual.clone(), config), want + residual.double())
 
 
 @pytest.mark.parametrize("block_m", [16, 64])

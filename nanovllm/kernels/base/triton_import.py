@@ -8,6 +8,9 @@ from typing import Any
 try:
     import triton
     import triton.language as tl
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
     HAS_TRITON = True
 except ImportError:
@@ -22,6 +25,6 @@ except ImportError:
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return args[0] if args and callable(args[0]) else self
 
-    triton = tl = _Placeholder()
+    triton = tl = gluon = gl = async_copy = mma_v2 = _Placeholder()
 
-__all__ = ["HAS_TRITON", "tl", "triton"]
+__all__ = ["HAS_TRITON", "async_copy", "gl", "gluon", "mma_v2", "tl", "triton"]

@@ -8,7 +8,7 @@ from torch import Tensor
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.padded_rows import empty_rows, rows_in_memory
 from nanovllm.kernels.base.triton_import import triton
-from nanovllm.kernels.fp8 import few_rows
+from nanovllm.kernels.fp8 import one_row
 from nanovllm.kernels.fp8.gemm_kernel import fp8_gemm_kernel
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import ROWS_MULTIPLE, empty_rows_for, quantize_rows
@@ -28,8 +28,8 @@ def linear(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, pdl: b
     rows, n, device = x.shape[0], weight.values.shape[0], weight.values.device
     if not rows:  # of the last layer, where a step ends no prompt
         return torch.empty(0, n, dtype=x.dtype, device=device)
-    if config.kernel == "fma":
-        return few_rows.linear(_rounded(x, weight), weight, config, pdl=pdl)
+    if config.kernel == "quantized_row":
+        return one_row.linear(x, weight, config, pdl=pdl)
     if config.kernel not in ("decode", "library") or (config.kernel == "library" and not library_takes(weight)):
         config = MANY_ROWS
     if config.kernel == "library":
@@ -41,8 +41,8 @@ def linear(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, pdl: b
 
 def linear_silu_mul(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, pdl: bool = True) -> Tensor:
     """silu(gate) * up of `linear`, where gates are the first N / 2 columns: [T, N / 2]; not by the library."""
-    if config.kernel == "fma":
-        return few_rows.linear_silu_mul(_rounded(x, weight), weight, config, pdl=pdl)
+    if config.kernel == "quantized_row":
+        return one_row.linear_silu_mul(x, weight, config, pdl=pdl)
     size = weight.values.shape[0] // 2
     out = empty_rows(x.shape[0], size, x.dtype, weight.values.device)
     return _launch(x, weight, size, config, out, gated=True, pdl=pdl)

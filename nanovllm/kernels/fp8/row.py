@@ -1,19 +1,25 @@
-"""A row of e4m3 times tiles of 16 weight rows, on tensor cores.
+"""One row times weights in FP8, on tensor cores: the kernel, which one_row.py launches, and what it is made of.
 
 Each warp takes every WARPS-th group of 128 columns: a step is a group of each warp. Tensor cores multiply 16 weight
 rows by 8 columns of the other operand, and these are x of 8 steps: of each product one column counts, and x is read and
 widened once for all. So a weight costs half a conversion and hardly more, where on CUDA cores conversions, products and
 sums take as long as the reads. e4m3 is widened to float16, which is exact, and float32 sums of a group are multiplied
 by both scales.
+
+The first steps of weights are read into registers before `gdc_wait`, as in gemm/fma.py. Where x comes unrounded every
+program normalises and rounds all of it: the lane that rounds a number is the one that multiplies by it, and one
+dependent kernel less is worth more than that.
 """
 
 from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.fp8.quantize import group_scales, rounded
+from nanovllm.kernels.gemm.decode_kernel import silu_mul
 
 
 @triton.jit
 def _widened(tile):
-    """e4m3 [8, W, 64] -> float16, columns in another order: the 16 bytes that a lane loads at once become those that
-    the product wants in this lane, so nothing moves between lanes."""
+    """e4m3 [8, W, 64] -> float16, columns in another order: 16 neighbours, which a lane loads at once, become what the
+    product wants in this lane, so nothing moves between lanes."""
     lanes = tl.reshape(tile, [tile.shape[0], tile.shape[1], 4, 2, 8])
     return tl.reshape(tl.permute(lanes, [0, 1, 3, 2, 4]), tile.shape).to(tl.float16)
 
@@ -54,15 +60,42 @@ def groups_of_steps(begin, WARPS: tl.constexpr):
 
 
 @triton.jit
-def load_x(x_ptr, X_SCALE, begin, scale_stride, K: tl.constexpr, WARPS: tl.constexpr):
-    """x of 8 steps from `begin` on: both halves of the groups [W, 64, 8], and scales [W, 1, 8]."""
+def _load_halves(ptr, begin, K: tl.constexpr, WARPS: tl.constexpr):
+    """Both halves, [8, W, 64], of the groups of a row in 8 steps from `begin` on."""
     step, warp = begin + tl.arange(0, 8)[:, None, None], tl.arange(0, WARPS)[None, :, None]
     at = (step * WARPS + warp) * 128 + tl.arange(0, 64)[None, None, :]
-    low = tl.load(x_ptr + at, mask=at < K, other=0.0)
-    high = tl.load(x_ptr + at + 64, mask=at < K - 64, other=0.0)
+    return tl.load(ptr + at, mask=at < K, other=0.0), tl.load(ptr + at + 64, mask=at < K - 64, other=0.0)
+
+
+@triton.jit
+def _right(low, high):
+    """Halves in e4m3 -> float16 [W, 64, 8]."""
+    return tl.permute(_widened(low), [1, 2, 0]), tl.permute(_widened(high), [1, 2, 0])
+
+
+@triton.jit
+def load_x(x_ptr, X_SCALE, begin, scale_stride, K: tl.constexpr, WARPS: tl.constexpr):
+    """x of 8 steps from `begin` on: both halves of the groups [W, 64, 8], and scales [W, 1, 8]."""
+    halves = _load_halves(x_ptr, begin, K, WARPS)
     group = groups_of_steps(begin, WARPS)
     scale = tl.load(X_SCALE + group * scale_stride, mask=group < tl.cdiv(K, 128), other=0.0)
-    return tl.permute(_widened(low), [1, 2, 0]), tl.permute(_widened(high), [1, 2, 0]), scale
+    low, high = _right(halves[0], halves[1])
+    return low, high, scale
+
+
+@triton.jit
+def _normed(x, gain, factor):
+    """As pointwise/norm.py has it."""
+    return ((x.to(tl.float32) * factor).to(x.dtype).to(tl.float32) * gain.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def _round_x(low, high):
+    """Halves that are not rounded -> what load_x gives."""
+    low, high = low.to(tl.float32), high.to(tl.float32)
+    scale = group_scales(tl.maximum(tl.abs(low), tl.abs(high)))[:, :, None]
+    low, high = _right(rounded(low, scale), rounded(high, scale))
+    return low, high, tl.permute(scale, [1, 2, 0])
 
 
 @triton.jit
@@ -77,3 +110,92 @@ def add_step(acc, tile, x, scale, step):
 def finish(acc):
     """Sums of warps and columns: [W, 16, 8] -> [16]."""
     return tl.sum(tl.sum(acc, axis=0), axis=1)
+
+
+@triton.jit(do_not_specialize=["scale_stride"])
+def fp8_row_kernel(
+    x_ptr, X_SCALE, GAIN, w_ptr, SCALE, out_ptr, res_ptr, scale_stride, n_out, groups, eps,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, PRELOAD: tl.constexpr, ROWS_EACH: tl.constexpr,
+    IN_BLOCKS: tl.constexpr, EVEN_K: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Grid (column tiles). x [K]: e4m3 with X_SCALE [groups of K], scale_stride apart, or, where there is none, to be
+    rounded; with GAIN [K] it is normalised first. GATED: weights are [2 n_out, K], and a program has BLOCK_N gates and
+    the ups that belong to them. Where IN_BLOCKS, 16 divides ROWS_EACH and n_out, and SCALE is [weight rows / ROWS_EACH,
+    groups]. PRELOAD: steps of weights in flight. res_ptr: None, or [n_out], which is added."""
+    BLOCKS: tl.constexpr = BLOCK_N // 16
+    TILES: tl.constexpr = BLOCKS * (2 if GATED else 1)
+    PARTS: tl.constexpr = (STEPS + 7) // 8
+    first = tl.program_id(0) * BLOCK_N
+    cols = tl.arange(0, WARPS)[None, :, None] * 128 + tl.arange(0, 64)[None, None, :]
+
+    tiles = ()
+    for step in tl.static_range(PRELOAD):
+        for tile in tl.static_range(TILES):
+            base, at = tile // BLOCKS * n_out, first + tile % BLOCKS * 16
+            ahead = cols + step * (WARPS * 128)
+            tiles = tiles + (load_weights(w_ptr, base + at, base + n_out, ahead, K, EVEN_K),)
+    scales, gains = (), ()
+    for part in tl.static_range(PARTS):
+        if GAIN is not None:
+            gains = gains + (_load_halves(GAIN, part * 8, K, WARPS),)
+        group = groups_of_steps(part * 8, WARPS)
+        for tile in tl.static_range(TILES if IN_BLOCKS else 0):
+            block = (tile // BLOCKS * n_out + first + tile % BLOCKS * 16) // ROWS_EACH
+            scales = scales + (tl.load(SCALE + block * groups + group, mask=group < groups, other=0.0),)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    residuals, loaded, both, accs = (), (), (), ()
+    for tile in tl.static_range(BLOCKS if res_ptr is not None else 0):
+        col = first + tile * 16 + tl.arange(0, 16)
+        residuals = residuals + (tl.load(res_ptr + col, mask=col < n_out, other=0.0).to(tl.float32),)
+    factor = 1.0
+    if GAIN is not None:
+        total = tl.zeros([8, WARPS, 64], tl.float32)
+        for part in tl.static_range(PARTS):
+            low, high = _load_halves(x_ptr, part * 8, K, WARPS)
+            total += low.to(tl.float32) * low.to(tl.float32) + high.to(tl.float32) * high.to(tl.float32)
+        factor = tl.rsqrt(tl.sum(tl.reshape(total, [8 * WARPS * 64])) / K + eps)
+    for part in tl.static_range(PARTS):
+        if X_SCALE is not None:
+            loaded = loaded + (load_x(x_ptr, X_SCALE, part * 8, scale_stride, K, WARPS),)
+        else:
+            low, high = _load_halves(x_ptr, part * 8, K, WARPS)
+            if GAIN is not None:
+                low, high = _normed(low, gains[part][0], factor), _normed(high, gains[part][1], factor)
+            loaded = loaded + (_round_x(low, high),)
+        for tile in tl.static_range(TILES):
+            both = both + (loaded[part][2] * (scales[part * TILES + tile] if IN_BLOCKS else 1.0),)
+    for _ in tl.static_range(TILES):
+        accs = accs + (tl.zeros([WARPS, 16, 8], dtype=tl.float32),)
+    for step in tl.static_range(STEPS):
+        summed = ()
+        for tile in tl.static_range(TILES):
+            scale = both[step // 8 * TILES + tile]  # type: ignore[var-annotated]
+            summed = summed + (add_step(accs[tile], tiles[tile], loaded[step // 8], scale, step),)
+        accs, tiles = summed, tiles[TILES:]
+        if step + PRELOAD < STEPS:
+            for tile in tl.static_range(TILES):
+                base, at = tile // BLOCKS * n_out, first + tile % BLOCKS * 16
+                ahead = cols + (step + PRELOAD) * (WARPS * 128)
+                tiles = tiles + (load_weights(w_ptr, base + at, base + n_out, ahead, K, EVEN_K),)
+
+    for tile in tl.static_range(BLOCKS):
+        col = first + tile * 16 + tl.arange(0, 16)
+        y = _finish(accs[tile], SCALE, col, n_out, IN_BLOCKS)
+        if GATED:
+            up = _finish(accs[BLOCKS + tile], SCALE, n_out + col, 2 * n_out, IN_BLOCKS)
+            y = silu_mul(y, up, out_ptr.dtype.element_ty)
+        if res_ptr is not None:
+            y = y.to(out_ptr.dtype.element_ty).to(tl.float32) + residuals[tile]
+        tl.store(out_ptr + col, y.to(out_ptr.dtype.element_ty), mask=col < n_out)
+
+
+@triton.jit
+def _finish(acc, SCALE, rows_of_w, n_end, IN_BLOCKS: tl.constexpr):
+    """`finish`, times the scales of the weights' rows."""
+    y = finish(acc)
+    if not IN_BLOCKS:
+        y *= tl.load(SCALE + tl.minimum(rows_of_w, n_end - 1))
+    return y

@@ -14,7 +14,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-Kernel = Literal["library", "split", "fma", "stream", "decode", "int4", "int4_whole", "blocks", "one_row"]
+Kernel = Literal[
+    "library", "split", "fma", "stream", "decode", "int4", "int4_whole", "quantized_row", "blocks", "one_row",
+]  # fmt: skip
 
 SKINNY_ROWS = 16
 """Most rows of the skinny kernels, "fma" and "stream"."""
@@ -37,6 +39,8 @@ _ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Dtypes that our kernels take, and their bytes; FP8 has kernels of its own (kernels/fp8/)."""
 _SHIPPED = Path(__file__).parent / "tuned"
 _SMALL_WEIGHT_BYTES = 16 << 20
+_SHARED_BYTES = 227 << 10
+"""That a program has on an H100 or H200, or an A100 less some."""
 _PROCESSORS = 132  # of an H100 or H200; only the fallback depends on it
 
 
@@ -59,8 +63,9 @@ class GemmConfig:
 
     kernel: "library": cuBLAS. "split": cuBLAS over split_k equal parts of K, whose float32 sums go to the consumer.
     "fma", "stream": skinny.py. "decode": decode.py; its consumer too gets split_k sums where there are several. "int4":
-    int4.py, for weights of 4 bits; "int4_whole" adds up the parts itself. "blocks": fixed_order.py, a CPU's way to bits
-    that do not depend on the rows. "one_row": one_row.py, for the same.
+    int4.py, for weights of 4 bits; "int4_whole" adds up the parts itself. "quantized_row": one row by weights in FP8
+    (fp8/one_row.py) or of 4 bits (int4_row.py). "blocks": fixed_order.py, a CPU's way to bits that do not depend on the
+    rows. "one_row": one_row.py, for the same.
     block_n: weight rows of a tile (for "decode" with the activation: gates, and as many ups). block_m: rows of x of a
     tile. block_k: columns of a step. stages: steps in flight. split_k: parts of K that are computed side by side.
 
@@ -81,7 +86,7 @@ class GemmConfig:
     @property
     def is_skinny(self) -> bool:
         """It can compute norm, activation and residual too."""
-        return self.kernel in ("fma", "stream")
+        return self.kernel in ("fma", "stream", "quantized_row")
 
     @property
     def is_own(self) -> bool:
@@ -106,7 +111,8 @@ def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True) -> str:
     n, k = gemm.n, gemm.k
     if config.kernel == "library":
         return ""
-    if (gemm.dtype == INT4) != (config.kernel in ("int4", "int4_whole")):
+    of_int4 = config.kernel in ("int4", "int4_whole")
+    if gemm.dtype not in (INT4, FP8) if config.kernel == "quantized_row" else (gemm.dtype == INT4) != of_int4:
         return f"{config.kernel!r} does not multiply by weights of {gemm.dtype}"
     if gemm.dtype == FP8:
         reason = _fp8_misfit(k, config)
@@ -117,6 +123,8 @@ def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True) -> str:
     if config.kernel == "split":
         return "" if config.split_k > 1 and k % config.split_k == 0 else f"K={k} has no {config.split_k} equal parts"
     if gemm.dtype == INT4:
+        if config.kernel == "quantized_row":
+            return row_misfit(k, gemm.kind == "gate_up", config)
         left_out = config.split_k > -(-k // 128)
         return f"split_k={config.split_k} leaves a part without columns, K={k}" if left_out else ""
     if gemm.dtype != FP8 and (gemm.dtype not in _ITEM_SIZES or k % 8):
@@ -127,19 +135,33 @@ def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True) -> str:
         return "" if tma else "the device has no tensor copy engine"
     if config.split_k > 1 and config.split_k * SKINNY_ROWS * -(-n // config.block_n) * config.block_n > SCRATCH_FLOATS:
         return f"split_k={config.split_k} needs more scratch than there is for N={n}"
-    pairs = config.kernel == "fma" and gemm.kind == "gate_up" and gemm.dtype != FP8
-    if pairs and config.block_n < 2 * config.num_warps:
+    if config.kernel == "fma" and gemm.kind == "gate_up" and config.block_n < 2 * config.num_warps:
         return "a warp has one weight row; gate and up need two"
     return ""
 
 
 def _fp8_misfit(k: int, config: GemmConfig) -> str:
-    steps = {"decode": 128, "fma": 512}.get(config.kernel)
-    if steps is None or k % 16:
-        return f"K={k} by {config.kernel!r}: FP8 has 'decode' and 'fma', for multiples of 16"
-    if config.block_k % steps or 128 % config.block_n:
-        return f"block_k={config.block_k}, block_n={config.block_n}: must be steps of {steps}, and of rows in a block"
-    return "" if config.kernel == "decode" or config.split_k == 1 else "FP8 'fma' has no parts of K"
+    if config.kernel not in ("decode", "quantized_row") or k % 16:
+        return f"K={k} by {config.kernel!r}: FP8 has 'decode' and 'quantized_row', for multiples of 16"
+    if config.block_k % 128 or 128 % config.block_n:
+        return f"block_k={config.block_k}, block_n={config.block_n}: must be steps of 128, and of rows in a block"
+    if config.kernel == "decode":
+        return ""
+    fits = config.block_n >= 16 and config.block_k == 128 * config.num_warps and config.split_k == 1
+    return "" if fits else f"{config}: must have 16s of rows, a warp for each 128 columns of a step, no parts of K"
+
+
+def row_misfit(k: int, paired: bool, config: GemmConfig) -> str:
+    """Why "quantized_row" cannot multiply by weights of 4 bits; "" where it can. paired: with SiLU(gate) * up."""
+    if config.block_n not in ((32, 64) if paired else (16, 32, 64)):
+        return f"block_n={config.block_n}: must be 1, 2 or 4 tiles of 16 weight rows; gate and up need two"
+    steps = -(-k // (128 * config.num_warps))
+    if steps < 2 or config.block_k != 128 * config.num_warps:
+        return f"K={k}: {config.num_warps} warps take steps of 128 columns each, and more than one"
+    # x, words with scales of groups of 32 (the most), and the warps' sums
+    nbytes = (2 * 128 << (steps - 1).bit_length()) + (config.stages + 1) * config.block_n * (64 + 16)
+    nbytes = (nbytes + config.block_n * 32) * config.num_warps
+    return "" if nbytes <= _SHARED_BYTES else f"K={k}: {config} needs {nbytes} bytes of shared memory"
 
 
 # By projection for one row, where it is fused with what surrounds it.
@@ -158,7 +180,7 @@ def fallback(gemm: Gemm, rows: int) -> GemmConfig:
     if gemm.dtype == FP8:
         return _fp8_fallback(gemm, rows)
     if gemm.dtype == INT4:
-        return int4_config(gemm, rows)
+        return int4_row_config(gemm) if rows == 1 else int4_config(gemm, rows)
     item_size = _ITEM_SIZES.get(gemm.dtype)
     if item_size is None or gemm.k % 8:
         return LIBRARY
@@ -180,14 +202,15 @@ whose consumers add up parts of K."""
 
 
 def _fp8_fallback(gemm: Gemm, rows: int) -> GemmConfig:
-    """CUDA cores for one row. Beyond, tiles that hold all rows; where the consumer adds up parts of K, as many of them
-    as keep all programs resident. So it was best for the four layers of 8B on an H200, at 1 to 256 rows."""
+    """A kernel of its own for one row. Beyond, tiles that hold all rows; where the consumer adds up parts of K, as many
+    of them as keep all programs resident. So it was best for the four layers of 8B on an H200, at 1 to 256 rows."""
     if gemm.k % 16:
         return LIBRARY
     summed = gemm.kind in SUMMED
     if rows == 1:
-        block_k = 2048 if summed and gemm.k >= 4096 else 1024 if gemm.k >= 1024 else 512
-        return GemmConfig("fma", 8, block_k=block_k, stages=2)
+        long = gemm.k > 4096
+        warps, stages = (8 if long else 4, 4 if long else 8) if summed else (4, 3 if long else 4)
+        return GemmConfig("quantized_row", 16, block_k=128 * warps, stages=stages, num_warps=warps)
     by_rows = _FP8_TILES.get("o" if summed else gemm.kind, ())
     tile = next((tile for most, tile in by_rows if rows <= most), None)
     if tile is None:
@@ -195,6 +218,13 @@ def _fp8_fallback(gemm: Gemm, rows: int) -> GemmConfig:
     programs = -(-gemm.n // tile[0]) * -(-rows // tile[1])
     parts = max(1, min(4, 3 * _PROCESSORS // programs, gemm.k // 256)) if summed else 1
     return GemmConfig("decode", *tile, parts)
+
+
+def int4_row_config(gemm: Gemm) -> GemmConfig:
+    """For one row and 4-bit weights, as it was best for 8B on an H200."""
+    block_n, stages, warps = {"gate_up": (64, 2, 4), "o": (16, 4, 8), "down": (16, 3, 8)}.get(gemm.kind, (16, 2, 8))
+    warps = warps if gemm.k > 1024 else 4
+    return GemmConfig("quantized_row", block_n, block_k=128 * warps, stages=stages, num_warps=warps)
 
 
 def int4_config(gemm: Gemm, rows: int) -> GemmConfig:
@@ -321,7 +351,7 @@ def _checked(gemm: Gemm, most: int, config: GemmConfig) -> GemmConfig:
     if config.kernel not in get_args(Kernel) or config.kernel in ("blocks", "one_row"):
         raise ValueError(f"{gemm}: kernel {config.kernel!r} is none of {get_args(Kernel)}")
     numbers = [getattr(config, field.name) for field in fields(config) if field.name != "kernel"]
-    bounds = {"fma": SKINNY_ROWS, "stream": SKINNY_ROWS, "decode": DECODE_ROWS}
+    bounds = {"fma": SKINNY_ROWS, "stream": SKINNY_ROWS, "quantized_row": 1, "decode": DECODE_ROWS}
     bounds |= {"int4": INT4_ROWS, "int4_whole": INT4_ROWS}
     sizes = [config.block_n, config.block_k, config.stages] if config.is_own else []
     if any(type(number) is not int or number < 0 for number in numbers) or not all([*sizes, config.num_warps]):

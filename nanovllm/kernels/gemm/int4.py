@@ -69,6 +69,13 @@ def check_group(group: int) -> None:
         raise ValueError(f"groups of {group} columns: must be of 32, 64 or 128, or one for all (0)")
 
 
+def check_fits(x: Tensor, weight: Int4Weight) -> None:
+    """Raises ValueError where x cannot be multiplied by the weight."""
+    if x.shape[1] != weight.k or x.dtype != weight.groups.dtype or not x.is_contiguous():
+        found = f"x {list(x.shape)} of {x.dtype}, strides {x.stride()}"
+        raise ValueError(f"4-bit weight [{weight.n}, {weight.k}] of {weight.groups.dtype} does not fit {found}")
+
+
 def pack(codes: Tensor) -> Tensor:
     """uint8 [n, k], numbers of 4 bits -> words [ceil(k / 128), n, 32]; padding is 0."""
     n, k = codes.shape
@@ -186,9 +193,7 @@ def _launch(
 ) -> Tensor:  # fmt: skip
     """Fills and returns `out`."""
     rows, k = x.shape
-    if k != weight.k or x.dtype != weight.groups.dtype or not x.is_contiguous():
-        found = f"x {list(x.shape)} of {x.dtype}, strides {x.stride()}"
-        raise ValueError(f"4-bit weight [{weight.n}, {weight.k}] of {weight.groups.dtype} does not fit {found}")
+    check_fits(x, weight)
     blocks = weight.words.shape[0]
     if config.split_k > blocks:
         raise ValueError(f"{config} leaves a split without columns, K = {k}")

@@ -30,8 +30,8 @@ lop3.b32 $2, t, 0x000f000f, OFFSETS, 0xea;
 shr.u32 t, $4, 12;
 lop3.b32 $3, t, 0x000f000f, OFFSETS, 0xea;
 }"""
-_UNPACK_BF16: tl.constexpr = tl.constexpr(_UNPACK.replace("OFFSETS", "0x43004300"))
-_UNPACK_FP16: tl.constexpr = tl.constexpr(_UNPACK.replace("OFFSETS", "0x64006400"))
+UNPACK_BF16: tl.constexpr = tl.constexpr(_UNPACK.replace("OFFSETS", "0x43004300"))
+UNPACK_FP16: tl.constexpr = tl.constexpr(_UNPACK.replace("OFFSETS", "0x64006400"))
 
 
 @triton.jit
@@ -39,12 +39,12 @@ def _unpacked(words, dtype: tl.constexpr, PTX: tl.constexpr):
     """The four columns of each word, plus an offset (see _offset), in `dtype`."""
     if PTX and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
-            _UNPACK_BF16, "=r,=r,=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            UNPACK_BF16, "=r,=r,=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
             is_pure=True, pack=2,
         )  # fmt: skip
     elif PTX and dtype == tl.float16:
         return tl.inline_asm_elementwise(
-            _UNPACK_FP16, "=r,=r,=r,=r,r", [words], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            UNPACK_FP16, "=r,=r,=r,=r,r", [words], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True, pack=2,
         )  # fmt: skip
     else:

@@ -1,0 +1,136 @@
+"""The kernel of 4-bit weights for one row, with what is fused into it, against float64 on a GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from compiling import run_alone
+from test_int4_gemm import DEVICE, EPS, TOLERANCE, exact, inputs, made, relative_error
+
+from nanovllm.kernels.base.graph_timing import captured
+from nanovllm.kernels.gemm import int4_row
+from nanovllm.kernels.gemm.choice import INT4, Gemm, GemmConfig, fallback
+from nanovllm.kernels.gemm.int4 import Int4Weight
+from nanovllm.kernels.pointwise.norm import rms_norm
+
+CONFIG = replace(fallback(Gemm("qkv", 4096, 4096, INT4, True), 1), block_n=32)
+FEW_COLUMNS = replace(CONFIG, block_k=512, num_warps=4)
+OPS = ("linear", "linear_silu_mul", "norm_linear", "norm_linear_silu_mul", "linear_residual")
+
+
+def gain_of(x: torch.Tensor) -> torch.Tensor:
+    return inputs(1, x.shape[1], x.dtype, seed=7)[0].abs() + 0.5
+
+
+def run(
+    op: str, x: torch.Tensor, weight: Int4Weight, residual: torch.Tensor, config: GemmConfig = CONFIG
+) -> torch.Tensor:
+    if op == "linear_residual":
+        return int4_row.linear_residual(x, weight, residual.clone(), config)
+    if op.startswith("norm_"):
+        return getattr(int4_row, op)(x, gain_of(x), EPS, weight, config)
+    return getattr(int4_row, op)(x, weight, config)
+
+
+def wanted(op: str, x: torch.Tensor, values: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    if op.startswith("norm_"):
+        x = rms_norm(x, gain_of(x), EPS)
+    y = exact(op.removeprefix("norm_"), x, values)
+    return residual.double() + y if op == "linear_residual" else y
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("shape", "dtype", "tile"), [
+    ((512, 2048, 128, False), torch.bfloat16, 16),
+    ((304, 1100, 32, True), torch.bfloat16, 32),
+    ((608, 3000, 64, True), torch.float16, 64),
+    ((96, 680, 0, True), torch.bfloat16, 32),
+], ids=str)  # fmt: skip
+def test_matches_float64(op: str, shape: tuple[int, int, int, bool], dtype: torch.dtype, tile: int) -> None:
+    n, k, group, has_zeros = shape
+    weight, values = made(n, k, group, has_zeros, dtype)
+    x, residual = inputs(1, k, dtype), inputs(1, n, dtype, seed=2)
+    config = CONFIG if k > 1024 else FEW_COLUMNS
+    config = replace(config, block_n=max(tile, 32 if "silu" in op else 16), stages=2)
+    got = run(op, x, weight, residual, config)
+    assert relative_error(got, wanted(op, x, values, residual)) < TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+def test_sums_are_float32_of_whole_numbers() -> None:
+    """A weight of 1 and a sum whose terms cancel: what is left would be lost in bfloat16."""
+    weight, values = made(512, 4096, 128, True, torch.bfloat16)
+    x = inputs(1, 4096, torch.bfloat16)
+    product = exact("linear", x, values)
+    left = int4_row.linear_residual(x, weight, (-product).to(torch.bfloat16), CONFIG).double()
+    want = product + (-product).to(torch.bfloat16).double()
+    assert relative_error(left, want) < 1e-2
+
+
+@pytest.mark.gpu
+def test_dependent_launch_in_a_graph_gives_the_same_bits() -> None:
+    """30 dependent layers, each reading what the one before wrote: a missing wait would show as a difference."""
+    start = inputs(1, 1152, torch.bfloat16)
+    gate_up, _ = made(2048, 1152, 128, False, torch.bfloat16)
+    down, _ = made(1152, 1024, 128, False, torch.bfloat16, 5)
+    gain, hidden, few = gain_of(start), start.clone(), FEW_COLUMNS
+
+    def chain(pdl: bool) -> torch.Tensor:
+        def layers() -> None:
+            for _ in range(30):
+                x = int4_row.norm_linear_silu_mul(hidden, gain, EPS, gate_up, CONFIG, pdl=pdl)
+                int4_row.linear_residual(x, down, hidden, few, pdl=pdl)
+
+        graph = captured([layers])
+        hidden.copy_(start)
+        graph.replay()
+        return hidden.clone()
+
+    plain = chain(pdl=False)
+    assert plain.isfinite().all()
+    for _ in range(3):
+        assert torch.equal(chain(pdl=True), plain)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    weight, _ = made(32, 2048, 128, False, torch.float32)
+    with pytest.raises(ValueError, match="take one row, got 2"):
+        int4_row.linear(torch.zeros(2, 2048, device=DEVICE), weight, CONFIG)
+    with pytest.raises(ValueError, match=r"residual is \[1, 16\]"):
+        x, residual = torch.zeros(1, 2048, device=DEVICE), torch.zeros(1, 16, device=DEVICE)
+        int4_row.linear_residual(x, weight, residual, CONFIG)
+
+
+
+COMPILE = """
+import sys
+import torch
+from compiling import compile_only
+from nanovllm.kernels.gemm import int4_row as few
+from nanovllm.kernels.gemm.choice import INT4, Gemm, fallback
+from nanovllm.kernels.gemm.int4 import Int4Weight
+
+few.pdl_options = lambda device, wanted: {"PDL": True, "launch_pdl": True}
+
+def check(ptx, options):
+    assert "cp.async" in ptx and "mma.sync" in ptx and "st.local" not in ptx
+
+compile_only(check)
+k, group, has_zeros = eval(sys.argv[1])
+for kind in ("o", "gate_up"):
+    weight = Int4Weight.empty(6144, k, group, has_zeros, torch.bfloat16, torch.device("cpu"))
+    x, config = torch.empty(1, k, dtype=torch.bfloat16), fallback(Gemm(kind, 6144, k, INT4, True), 1)
+    if kind == "o":
+        few.linear_residual(x, weight, x.new_empty(1, 6144), config)
+    else:
+        few.norm_linear_silu_mul(x, x[0], 1e-6, weight, config)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [(4096, 128, False), (1100, 32, True), (1536, 0, True)])
+def test_it_fits_a_multiprocessor_and_moves_no_weight_between_threads(case: tuple[int, int, bool]) -> None:
+    """The kernel asserts the latter where it changes layouts."""
+    pytest.importorskip("triton")
+    run_alone(COMPILE, repr(case))
