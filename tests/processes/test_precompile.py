@@ -121,7 +121,8 @@ single = "apply_deltas expand_rows prepare_decode publish_tokens qk_norm_rope_st
 assert set(counts) >= {f"_{name}_kernel" for name in single} | {"_best_of_chunks_kernel",
     "prefill_attention_kernel", "plan_prefill_kernel", "merge_chunks_kernel"}, counts
 [plan] = runner.backend.plans.values()
-classes = {(plan.config(rows), rows == 1) for rows in range(1, 73)}
+configs = {rows: plan.config(rows) for rows in range(1, 73)}
+classes = {(c.block_n, c.num_warps, c.num_stages, plan.max_splits(c), rows == 1) for rows, c in configs.items()}
 assert counts["decode_attention_kernel"] == len(classes) > 1 and counts["plan_decode_kernel"] >= len(classes), counts
 expected = {(gemm, config.kernel) for gemm, by_rows in runner.choose_kernels().items() for config in by_rows.values()}
 assert {kernel for _, kernel in expected} == {job.name.split("_")[1] for job in jobs if "skinny" in job.name}
