@@ -333,7 +333,7 @@ class RowParallelLinear(ParallelLinear):
         """pads: a rank's share of the inputs may be padded, to `multiple` or what `precision` asks; False: the ranks
         divide them."""
         size, begin, valid = part_of(in_features, group, max(multiple, column_multiple(precision)) if pads else 1)
-        if begin % column_multiple(precision) and precision is not None:
+        if valid and begin % column_multiple(precision) and precision is not None:
             found = f"{kind}: {size} of {in_features} inputs for each rank"
             bound = f"a multiple of {column_multiple(precision)} in {precision.method}"
             raise ValueError(f"tensor_parallel_size={group.size}: {found}: must be {bound}")

@@ -217,7 +217,8 @@ def test_ranks_that_would_cut_a_group_of_columns_are_refused() -> None:
         RowParallelLinear(*layer, kind="o", pads=False, precision=Quantization())
     padded = RowParallelLinear(*layer, precision=Quantization(scales="block", while_loading=True))
     assert padded.quantized.weight.shape == (192, 128)
-    group.rank = 3  # has nothing of 256 inputs in shares of 128
+    group.rank = 3  # has nothing of 200 or 256 inputs in shares of 128
+    RowParallelLinear(200, *layer[1:], precision=padded.quantized.quantization)
     [weight] = RowParallelLinear(*layer, precision=padded.quantized.quantization).checkpoint_weights("o")
     weight.load(torch.randn(192, 256))
     outputs = {"gate_proj": 256, "up_proj": 256}
