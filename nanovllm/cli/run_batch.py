@@ -106,17 +106,17 @@ class Results:
 
     def _take_in(self) -> int:
         """Reads the records; returns where the last whole one ends."""
-        self._file.seek(0)
         end = 0
-        for number, line in enumerate(open(self._path, "rb"), 1):  # noqa: SIM115
-            if not line.endswith(b"\n"):
-                break
-            try:
-                record = json.loads(line)
-                self.finished[int(record["id"].removeprefix(_PREFIX))] = record["custom_id"]
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise ValueError(f"{self._path}: line {number} is no result of run-batch") from None
-            end += len(line)
+        with open(self._path, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    record = json.loads(line)
+                    self.finished[int(record["id"].removeprefix(_PREFIX))] = record["custom_id"]
+                except (ValueError, KeyError, TypeError, AttributeError):
+                    raise ValueError(f"{self._path}: line {number} is no result of run-batch") from None
+                end += len(line)
         return end
 
     def append(self, record: dict[str, Any]) -> None:

@@ -55,10 +55,7 @@ def margins(logits: torch.Tensor, first_position: int, temperature: float, seed:
 class StepWitness:
     """Counts what was scheduled, so that a test of chunks or preemption knows that there were any."""
 
-    num_steps: int = 0
     num_partial_chunks: int = 0
-    num_mixed_steps: int = 0
-    """Steps with decodes and prompt chunks."""
     num_rows_after_preemption: int = 0
     most_rows: int = 0
 
@@ -76,8 +73,6 @@ class StepWitness:
         return self
 
     def _note(self, plan: StepPlan) -> None:
-        self.num_steps += 1
         self.num_partial_chunks += plan.num_rows - plan.num_sample_rows
-        self.num_mixed_steps += 0 < plan.num_decode_rows < plan.num_rows
         self.num_rows_after_preemption += sum(1 for seq in plan.new_slots if seq.epoch > 0)
         self.most_rows = max(self.most_rows, plan.num_rows)

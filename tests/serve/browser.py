@@ -104,11 +104,6 @@ class Page:
         self.send("Page.navigate", url=url)
         self.wait("document.readyState == 'complete' && location.protocol != 'about:'")
 
-    def screenshot(self) -> bytes:
-        import base64
-
-        return base64.b64decode(self.send("Page.captureScreenshot")["data"])
-
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
