@@ -53,8 +53,8 @@ def _launch(
     (rows, k), values, dtype = tuple(x.shape), weight.values, x.dtype
     if rows != 1 or values.shape[1] != k or k % 16:
         raise ValueError(f"x {list(x.shape)}: must have 1 row and fit weight {list(values.shape)}")
-    if not values.is_contiguous() or config.block_n % 16 or config.block_k != GROUP * config.num_warps:
-        raise ValueError(f"{config}: must take 16s of contiguous weight rows, and {GROUP} columns a warp and step")
+    if not values.is_contiguous() or config.block_n != 16 or config.block_k != GROUP * config.num_warps:
+        raise ValueError(f"{config}: must take 16 contiguous weight rows, and {GROUP} columns a warp and step")
     if weight.in_blocks and (weight.rows_each % 16 or n_out % 16):
         raise ValueError(f"weight {list(values.shape)}: 16s of rows must share scales, not {weight.rows_each}")
     if isinstance(x, Tensor) and weight.input_scale is not None:
@@ -65,9 +65,8 @@ def _launch(
     x, x_scale, stride = (x, None, 0) if isinstance(x, Tensor) else (x.values, x.scales, x.scales.stride(1))
     fp8_row_kernel[(triton.cdiv(n_out, config.block_n),)](
         x, x_scale, norm_weight, values, weight.scale, out, residual, scale_stride=stride, n_out=n_out,
-        groups=weight.scale.shape[1], eps=eps, K=k, BLOCK_N=config.block_n, STEPS=steps,
-        PRELOAD=min(config.stages, steps), ROWS_EACH=weight.rows_each, IN_BLOCKS=weight.in_blocks,
-        EVEN_K=k == steps * config.block_k, GATED=gated, WARPS=config.num_warps, num_warps=config.num_warps,
-        **pdl_options(values.device, pdl),
+        groups=weight.scale.shape[1], eps=eps, K=k, STEPS=steps, PRELOAD=min(config.stages, steps),
+        ROWS_EACH=weight.rows_each, IN_BLOCKS=weight.in_blocks, EVEN_K=k == steps * config.block_k, GATED=gated,
+        WARPS=config.num_warps, num_warps=config.num_warps, **pdl_options(values.device, pdl),
     )  # fmt: skip
     return out

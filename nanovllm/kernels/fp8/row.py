@@ -112,46 +112,13 @@ def finish(acc):
     return tl.sum(tl.sum(acc, axis=0), axis=1)
 
 
-@triton.jit(do_not_specialize=["scale_stride"])
-def fp8_row_kernel(
-    x_ptr, X_SCALE, GAIN, w_ptr, SCALE, out_ptr, res_ptr, scale_stride, n_out, groups, eps,
-    K: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, PRELOAD: tl.constexpr, ROWS_EACH: tl.constexpr,
-    IN_BLOCKS: tl.constexpr, EVEN_K: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr, WARPS: tl.constexpr,
+@triton.jit
+def _all_of_x(
+    x_ptr, X_SCALE, gains, scale_stride, eps, K: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr
 ):  # fmt: skip
-    """Grid (column tiles). x [K]: e4m3 with X_SCALE [groups of K], scale_stride apart, or, where there is none, to be
-    rounded; with GAIN [K] it is normalised first. GATED: weights are [2 n_out, K], and a program has BLOCK_N gates and
-    the ups that belong to them. Where IN_BLOCKS, 16 divides ROWS_EACH and n_out, and SCALE is [weight rows / ROWS_EACH,
-    groups]. PRELOAD: steps of weights in flight. res_ptr: None, or [n_out], which is added."""
-    BLOCKS: tl.constexpr = BLOCK_N // 16
-    TILES: tl.constexpr = BLOCKS * (2 if GATED else 1)
-    PARTS: tl.constexpr = (STEPS + 7) // 8
-    first = tl.program_id(0) * BLOCK_N
-    cols = tl.arange(0, WARPS)[None, :, None] * 128 + tl.arange(0, 64)[None, None, :]
-
-    tiles = ()
-    for step in tl.static_range(PRELOAD):
-        for tile in tl.static_range(TILES):
-            base, at = tile // BLOCKS * n_out, first + tile % BLOCKS * 16
-            ahead = cols + step * (WARPS * 128)
-            tiles = tiles + (load_weights(w_ptr, base + at, base + n_out, ahead, K, EVEN_K),)
-    scales, gains = (), ()
-    for part in tl.static_range(PARTS):
-        if GAIN is not None:
-            gains = gains + (_load_halves(GAIN, part * 8, K, WARPS),)
-        group = groups_of_steps(part * 8, WARPS)
-        for tile in tl.static_range(TILES if IN_BLOCKS else 0):
-            block = (tile // BLOCKS * n_out + first + tile % BLOCKS * 16) // ROWS_EACH
-            scales = scales + (tl.load(SCALE + block * groups + group, mask=group < groups, other=0.0),)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-    residuals, loaded, both, accs = (), (), (), ()
-    for tile in tl.static_range(BLOCKS if res_ptr is not None else 0):
-        col = first + tile * 16 + tl.arange(0, 16)
-        residuals = residuals + (tl.load(res_ptr + col, mask=col < n_out, other=0.0).to(tl.float32),)
-    factor = 1.0
-    if GAIN is not None:
+    """What load_x gives, of every 8 steps. Without X_SCALE x is rounded here, where there are gains after its norm."""
+    loaded, factor = (), 1.0
+    if len(gains) > 0:
         total = tl.zeros([8, WARPS, 64], tl.float32)
         for part in tl.static_range(PARTS):
             low, high = _load_halves(x_ptr, part * 8, K, WARPS)
@@ -162,34 +129,72 @@ def fp8_row_kernel(
             loaded = loaded + (load_x(x_ptr, X_SCALE, part * 8, scale_stride, K, WARPS),)
         else:
             low, high = _load_halves(x_ptr, part * 8, K, WARPS)
-            if GAIN is not None:
+            if len(gains) > 0:
                 low, high = _normed(low, gains[part][0], factor), _normed(high, gains[part][1], factor)
             loaded = loaded + (_round_x(low, high),)
-        for tile in tl.static_range(TILES):
-            both = both + (loaded[part][2] * (scales[part * TILES + tile] if IN_BLOCKS else 1.0),)
-    for _ in tl.static_range(TILES):
+    return loaded
+
+
+@triton.jit(do_not_specialize=["scale_stride"])
+def fp8_row_kernel(
+    x_ptr, X_SCALE, GAIN, w_ptr, SCALE, out_ptr, res_ptr, scale_stride, n_out, groups, eps,
+    K: tl.constexpr, STEPS: tl.constexpr, PRELOAD: tl.constexpr, ROWS_EACH: tl.constexpr, IN_BLOCKS: tl.constexpr,
+    EVEN_K: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of 16 columns). x [K]: e4m3 with X_SCALE [groups of K], scale_stride apart, or, where there is none,
+    to be rounded; with GAIN [K] it is normalised first. GATED: weights are [2 n_out, K], and a program has 16 gates and
+    the ups that belong to them. Where IN_BLOCKS, 16 divides ROWS_EACH and n_out, and SCALE is [weight rows / ROWS_EACH,
+    groups]. PRELOAD: steps of weights in flight. res_ptr: None, or [n_out], which is added."""
+    SPAN: tl.constexpr = WARPS * 128
+    HALVES: tl.constexpr = 2 if GATED else 1
+    PARTS: tl.constexpr = (STEPS + 7) // 8
+    first = tl.program_id(0) * 16
+    cols = tl.arange(0, WARPS)[None, :, None] * 128 + tl.arange(0, 64)[None, None, :]
+
+    tiles = ()
+    for step in tl.static_range(PRELOAD):
+        for half in tl.static_range(HALVES):
+            at, end = half * n_out + first, (half + 1) * n_out
+            tiles = tiles + (load_weights(w_ptr, at, end, cols + step * SPAN, K, EVEN_K),)
+    scales, gains = (), ()
+    for part in tl.static_range(PARTS):
+        if GAIN is not None:
+            gains = gains + (_load_halves(GAIN, part * 8, K, WARPS),)
+        group = groups_of_steps(part * 8, WARPS)
+        for half in tl.static_range(HALVES if IN_BLOCKS else 0):
+            at = SCALE + (half * n_out + first) // ROWS_EACH * groups + group
+            scales = scales + (tl.load(at, mask=group < groups, other=0.0),)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    col = first + tl.arange(0, 16)
+    if res_ptr is not None:
+        residual = tl.load(res_ptr + col, mask=col < n_out, other=0.0).to(tl.float32)
+    loaded = _all_of_x(x_ptr, X_SCALE, gains, scale_stride, eps, K, PARTS, WARPS)
+    accs, both = (), ()
+    for _ in tl.static_range(HALVES):
         accs = accs + (tl.zeros([WARPS, 16, 8], dtype=tl.float32),)
+    for part in tl.static_range(PARTS):
+        for half in tl.static_range(HALVES):
+            both = both + (loaded[part][2] * (scales[part * HALVES + half] if IN_BLOCKS else 1.0),)
     for step in tl.static_range(STEPS):
         summed = ()
-        for tile in tl.static_range(TILES):
-            scale = both[step // 8 * TILES + tile]  # type: ignore[var-annotated]
-            summed = summed + (add_step(accs[tile], tiles[tile], loaded[step // 8], scale, step),)
-        accs, tiles = summed, tiles[TILES:]
+        for half in tl.static_range(HALVES):
+            scale = both[step // 8 * HALVES + half]  # type: ignore[var-annotated]
+            summed = summed + (add_step(accs[half], tiles[half], loaded[step // 8], scale, step),)
+        accs, tiles = summed, tiles[HALVES:]
         if step + PRELOAD < STEPS:
-            for tile in tl.static_range(TILES):
-                base, at = tile // BLOCKS * n_out, first + tile % BLOCKS * 16
-                ahead = cols + (step + PRELOAD) * (WARPS * 128)
-                tiles = tiles + (load_weights(w_ptr, base + at, base + n_out, ahead, K, EVEN_K),)
+            for half in tl.static_range(HALVES):
+                at, end = half * n_out + first, (half + 1) * n_out
+                tiles = tiles + (load_weights(w_ptr, at, end, cols + (step + PRELOAD) * SPAN, K, EVEN_K),)
 
-    for tile in tl.static_range(BLOCKS):
-        col = first + tile * 16 + tl.arange(0, 16)
-        y = _finish(accs[tile], SCALE, col, n_out, IN_BLOCKS)
-        if GATED:
-            up = _finish(accs[BLOCKS + tile], SCALE, n_out + col, 2 * n_out, IN_BLOCKS)
-            y = silu_mul(y, up, out_ptr.dtype.element_ty)
-        if res_ptr is not None:
-            y = y.to(out_ptr.dtype.element_ty).to(tl.float32) + residuals[tile]
-        tl.store(out_ptr + col, y.to(out_ptr.dtype.element_ty), mask=col < n_out)
+    y = _finish(accs[0], SCALE, col, n_out, IN_BLOCKS)
+    if GATED:
+        y = silu_mul(y, _finish(accs[1], SCALE, n_out + col, 2 * n_out, IN_BLOCKS), out_ptr.dtype.element_ty)
+    if res_ptr is not None:
+        y = y.to(out_ptr.dtype.element_ty).to(tl.float32) + residual
+    tl.store(out_ptr + col, y.to(out_ptr.dtype.element_ty), mask=col < n_out)
 
 
 @triton.jit

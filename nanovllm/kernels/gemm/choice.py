@@ -147,8 +147,8 @@ def _fp8_misfit(k: int, config: GemmConfig) -> str:
         return f"block_k={config.block_k}, block_n={config.block_n}: must be steps of 128, and of rows in a block"
     if config.kernel == "decode":
         return ""
-    fits = config.block_n >= 16 and config.block_k == 128 * config.num_warps and config.split_k == 1
-    return "" if fits else f"{config}: must have 16s of rows, a warp for each 128 columns of a step, no parts of K"
+    fits = config.block_n == 16 and config.block_k == 128 * config.num_warps and config.split_k == 1
+    return "" if fits else f"{config}: must have 16 weight rows, a warp for each 128 columns of a step, no parts of K"
 
 
 def row_misfit(k: int, paired: bool, config: GemmConfig) -> str:
