@@ -147,7 +147,8 @@ class CheckpointWeight:
             length = shard.length(len(self.shape))
             if length:
                 part = source.narrow(shard.dim, shard.start, length).view(shard.target.shape)
-                rows = len(part) if isinstance(source, torch.Tensor) else max(1, PIECE_BYTES // max(1, part[0].nbytes))
+                is_here = isinstance(source, torch.Tensor) or part.is_cuda
+                rows = len(part) if is_here else max(1, PIECE_BYTES // max(1, part[0].nbytes))
                 yield from zip(shard.target.split(rows), part.split(rows), strict=True)
 
     def contiguous_target(self) -> torch.Tensor | None:

@@ -86,7 +86,7 @@ class WeightCommands:
         """The same for what rank 0 has filled into a bucket: see transfer/shared.py."""
         self.buckets = self.buckets or MappedBuckets(self.device)
         with self.io.stream_context():
-            self.weight_update.load(list(self.buckets.tensors(message)))
+            self.weight_update.load(list(self.buckets.sources(message)))
         self.io.synchronize()
 
     def forget_buckets(self) -> None:

@@ -1,6 +1,6 @@
 """New values for the weights of one rank, which come a few at a time while the engine lives; and checksums of them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 
 import numpy as np
@@ -11,6 +11,7 @@ from nanovllm.layers.weights import PIECE_BYTES, CheckpointWeight, Scales, Shard
 from nanovllm.models.checkpoint import DTYPES
 from nanovllm.models.int4_tensors import Int4Reader
 from nanovllm.models.names import CheckpointNames
+from nanovllm.transfer.shared import FarTensor
 
 
 def named_tensor(item: object) -> tuple[str, torch.Tensor]:
@@ -62,7 +63,7 @@ class WeightUpdate:
             self._awaited[name].check(tensor)
             names.add(name)
 
-    def _read(self, tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str, TensorSource]]:
+    def _read(self, tensors: Sequence[tuple[str, TensorSource]]) -> list[tuple[str, TensorSource]]:
         pairs: list[tuple[str, TensorSource]] = list(self._spelling.select(tensors))
         return pairs if self._int4_reader is None else self._int4_reader.read(pairs)
 
@@ -71,11 +72,11 @@ class WeightUpdate:
 
     def _as_held(self, name: str, tensor: TensorSource) -> TensorSource:
         """Bytes as the e4m3 that they are where the weight is (executor/base.py's to_send)."""
-        if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.uint8 and FP8 in self._held_as(name):
+        if isinstance(tensor, (torch.Tensor, FarTensor)) and tensor.dtype == torch.uint8 and FP8 in self._held_as(name):
             return tensor.view(FP8)
         return tensor
 
-    def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    def load(self, tensors: Sequence[tuple[str, TensorSource]]) -> None:
         """Copies whole tensors, which `check` has seen, into the rank's parameters, in place."""
         for name, tensor in self._read(tensors):
             if name in self._awaited:  # not the copy of a tied head

@@ -2,6 +2,8 @@
 of a CPU by a file without a name. From a trainer to an engine, and from rank 0 of an engine to its other ranks."""
 
 import base64
+import itertools
+import math
 import mmap
 import os
 import re
@@ -81,6 +83,35 @@ class SharedBucket:
             os.close(self._file)
 
 
+class FarTensor:
+    """A tensor in memory of another GPU that this process has mapped: a TensorSource, of which this GPU copies what is
+    asked for."""
+
+    def __init__(self, address: int, dtype: torch.dtype, shape: tuple[int, ...], driver: Driver) -> None:
+        """driver: of this GPU."""
+        self.address, self.dtype, self.shape, self._driver = address, dtype, torch.Size(shape), driver
+
+    def view(self, dtype: torch.dtype) -> "FarTensor":
+        """Of another type of as many bytes."""
+        return FarTensor(self.address, dtype, self.shape, self._driver)
+
+    def whole(self) -> torch.Tensor:
+        return self.narrow(0, 0, (*self.shape, 1)[0]).view(self.shape)
+
+    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
+        shape = [*(self.shape or (1,))]
+        rows, width = math.prod(shape[:dim]), math.prod(shape[dim + 1 :]) * self.dtype.itemsize
+        stride, shape[dim] = shape[dim] * width, length
+        out = torch.empty(shape, dtype=self.dtype, device=self._driver.device)
+        stream = torch.cuda.current_stream(out.device).cuda_stream
+        where = out.data_ptr(), self.address + start * width, length * width
+        if out.numel() and rows == 1:
+            self._driver.copy(*where, stream)
+        elif out.numel():
+            self._driver.copy_rows(*where, stride, rows, stream)
+        return out
+
+
 class MappedBuckets:
     """The other side: buckets that a process on `device` has mapped, until `close`."""
 
@@ -92,19 +123,25 @@ class MappedBuckets:
         """Of those on a GPU."""
 
     def tensors(self, message: dict[str, Any]) -> NamedTensors:
-        """The tensors of a SharedBucket's message, as views: to be copied before the bucket is filled again. Raises
-        ValueError naming what is wrong with the message."""
+        """The tensors of a SharedBucket's message: to be copied before the bucket is filled again. Raises ValueError
+        naming what is wrong with the message."""
+        found = self.sources(message)
+        return ((name, source if isinstance(source, torch.Tensor) else source.whole()) for name, source in found)
+
+    def sources(self, message: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor | FarTensor]]:
+        """The same where they are, for whoever needs but a part of them."""
         entries, nbytes = entries_of(message), message.get("nbytes")
         needed = sum(entry.nbytes for entry in entries)
         if not isinstance(nbytes, int) or nbytes < needed:
             refuse("nbytes", nbytes, f"an integer >= {needed}, the bytes of the tensors")
         if "ipc_handle" in message:
-            return unpacked(self._of_device(message["ipc_handle"], nbytes, needed), entries)
+            return self._of_device(message["ipc_handle"], nbytes, entries)
         return unpacked(self._of_file(message.get("shared_memory"), nbytes), entries)
 
-    def _of_device(self, where: Any, nbytes: int, needed: int) -> torch.Tensor:
-        """The bucket, or where it is on another GPU a copy of its first `needed` bytes: mapped or copied by this GPU,
-        so that none other is touched."""
+    def _of_device(
+        self, where: Any, nbytes: int, entries: list[Entry]
+    ) -> Iterator[tuple[str, torch.Tensor | FarTensor]]:
+        """Mapped by this GPU, also where the bucket is on another, so that none other is touched."""
         where = where if isinstance(where, dict) else {}
         uuid, handle = where.get("gpu_uuid"), from_base64("ipc_handle.handle_b64", where.get("handle_b64"), 64)
         if self._device.type != "cuda":
@@ -116,11 +153,12 @@ class MappedBuckets:
         if driver.size_of(address) < nbytes:
             refuse("nbytes", nbytes, f"at most the {driver.size_of(address)} that are there")
         if uuid == str(torch.cuda.get_device_properties(self._device).uuid):
-            return torch.as_tensor(DeviceBytes(address, nbytes), device=self._device)
-        memory = torch.empty(needed, dtype=torch.uint8, device=self._device)
-        stream = torch.cuda.current_stream(self._device)
-        driver.copy(memory.data_ptr(), address, needed, stream.cuda_stream)
-        return memory
+            return unpacked(torch.as_tensor(DeviceBytes(address, nbytes), device=self._device), entries)
+        ends = itertools.accumulate(entry.nbytes for entry in entries)
+        return (
+            (entry.name, FarTensor(address + end - entry.nbytes, entry.dtype, entry.shape, driver))
+            for entry, end in zip(entries, ends, strict=True)
+        )
 
     def _of_file(self, name: Any, nbytes: int) -> torch.Tensor:
         if not isinstance(name, str) or not _FILE.fullmatch(name):

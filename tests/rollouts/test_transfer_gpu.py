@@ -8,7 +8,9 @@ from safetensors.torch import load_file
 from trainer import init_info, take_in
 
 from nanovllm import LLM
+from nanovllm.parallel.peer.driver import Driver
 from nanovllm.transfer.receiver import WeightReceiver
+from nanovllm.transfer.shared import FarTensor
 
 pytestmark = pytest.mark.gpu
 DEMO = str(Path(__file__).resolve().parents[2] / "assets" / "demo-qwen3")
@@ -44,6 +46,15 @@ def test_weights_reach_the_other_rank(device: str) -> None:
         assert llm.checksum() != expected
         llm.load_weights(weights.items())
         assert llm.checksum() == expected
+
+
+def test_ranges_by_copies_of_the_driver() -> None:
+    """Of a tensor that is on this GPU, for want of another."""
+    tensor = torch.randn(6, 5, 8, device="cuda", dtype=torch.bfloat16)
+    far = FarTensor(tensor.data_ptr(), tensor.dtype, tensor.shape, Driver(tensor.device))
+    assert far.whole().equal(tensor)
+    for dim, size in enumerate(tensor.shape):
+        assert far.narrow(dim, 1, size - 2).equal(tensor.narrow(dim, 1, size - 2))
 
 
 def test_a_communicator_of_one() -> None:

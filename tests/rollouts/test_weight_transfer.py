@@ -20,7 +20,7 @@ from nanovllm.transfer.buckets import Entry, described
 from nanovllm.transfer.group import read_unique_id
 from nanovllm.transfer.nccl import Communicator
 from nanovllm.transfer.receiver import WeightReceiver, WeightSender
-from nanovllm.transfer.shared import MappedBuckets, SharedBucket
+from nanovllm.transfer.shared import FarTensor, MappedBuckets, SharedBucket
 
 
 @pytest.fixture
@@ -196,3 +196,31 @@ def test_an_id_is_read_and_nothing_else() -> None:
     for other in (pickle.dumps(os.getcwd), pickle.dumps(b"short"), b"garbage"):
         with pytest.raises(ValueError, match="not the pickle of a ncclUniqueId"):
             read_unique_id(other)
+
+
+class MemoryOfThisProcess:
+    """A Driver whose devices are the host."""
+
+    device = torch.device("cpu")
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        ctypes.memmove(target, source, nbytes)
+
+    def copy_rows(self, target: int, source: int, nbytes: int, stride: int, rows: int, stream: int) -> None:
+        for row in range(rows):
+            ctypes.memmove(target + row * nbytes, source + row * stride, nbytes)
+
+
+def test_ranges_of_a_tensor_on_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every range along every dimension, of a scalar and of nothing too."""
+    driver: Any = MemoryOfThisProcess()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    for shape in ((), (5,), (4, 3), (3, 2, 4), (0, 2)):
+        tensor = torch.randn(shape).to(torch.bfloat16)
+        far = FarTensor(tensor.data_ptr(), tensor.dtype, tensor.shape, driver)
+        assert far.whole().equal(tensor)
+        assert far.view(torch.int16).whole().equal(tensor.view(torch.int16))
+        for dim, size in enumerate(shape):
+            for start in range(size):
+                for length in range(size - start + 1):
+                    assert far.narrow(dim, start, length).equal(tensor.narrow(dim, start, length))

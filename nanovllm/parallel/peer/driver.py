@@ -12,6 +12,19 @@ class _Handle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_char * 64)]
 
 
+class _Rows(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = [
+        (f"{side}_{field}", kind)
+        for side in ("source", "target")
+        for field, kind in (
+            ("x", ctypes.c_size_t), ("y", ctypes.c_size_t), ("kind", ctypes.c_uint), ("host", ctypes.c_void_p),
+            ("address", ctypes.c_uint64), ("array", ctypes.c_void_p), ("pitch", ctypes.c_size_t),
+        )
+    ] + [("width", ctypes.c_size_t), ("height", ctypes.c_size_t)]  # fmt: skip
+
+
 class Driver:
     """The driver calls for inter-process memory; the CUDA context of `device` is current while they run."""
 
@@ -26,6 +39,7 @@ class Driver:
         self._lib.cuIpcOpenMemHandle_v2.argtypes = [pointer, _Handle, ctypes.c_uint]
         self._lib.cuIpcCloseMemHandle.argtypes = [ctypes.c_uint64]
         self._lib.cuMemcpyAsync.argtypes = [ctypes.c_uint64, ctypes.c_uint64, size, ctypes.c_void_p]
+        self._lib.cuMemcpy2DAsync_v2.argtypes = [ctypes.POINTER(_Rows), ctypes.c_void_p]
         self._lib.cuGetErrorName.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
 
     def call(self, name: str, *args: Any) -> None:
@@ -72,6 +86,16 @@ class Driver:
         """Puts a copy between device addresses into a stream, which may be captured: so nothing else may be called, and
         the context must be current already."""
         self._check("cuMemcpyAsync", self._lib.cuMemcpyAsync(target, source, nbytes, stream))
+
+    def copy_rows(self, target: int, source: int, nbytes: int, stride: int, rows: int, stream: int) -> None:
+        """The same of `nbytes` of each of `rows` rows, which begin every `stride` bytes (less than 2 GiB) at the source
+        and follow one another at the target."""
+        unified = 4
+        what = _Rows(
+            source_kind=unified, source_address=source, source_pitch=stride, target_kind=unified, target_address=target,
+            target_pitch=nbytes, width=nbytes, height=rows,
+        )  # fmt: skip
+        self._check("cuMemcpy2DAsync_v2", self._lib.cuMemcpy2DAsync_v2(ctypes.byref(what), stream))
 
 
 class DeviceBytes:
