@@ -40,9 +40,8 @@ def by_other_kernels(x: Row) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("parts", "n", "k"), SHAPES)
-def test_it_computes_what_its_twin_says(
-    parts: int, n: int, k: int, dtype: torch.dtype, device: torch.device
-) -> None:
+def test_it_computes_what_its_twin_says(parts: int, n: int, k: int, device: torch.device) -> None:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # whose tiles no multiprocessor holds
     config = config_for(k, parts)
     assert config is not None
     for x in rows(k, dtype, device) if parts == 1 else rows(k, dtype, device)[:2]:
