@@ -54,7 +54,8 @@ def test_pages_that_rows_share_and_that_are_elsewhere_in_the_cache() -> None:
         cache = getattr(case, name)
         setattr(case, name, cache.transpose(1, 2).contiguous().transpose(1, 2))
     reference = TorchBackend([case.spec], 16, 5, 80, DEVICE, DTYPE)
-    torch.testing.assert_close(run(case, backend(case)), run(case, reference))
+    found, expected = (run(case, each).double() for each in (backend(case), reference))
+    assert (found - expected).norm() / expected.norm() < TOLERANCE
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
