@@ -64,8 +64,7 @@ def ranges(gemm: Gemm, table: GemmTable, takes_parts: bool, leaves: int, on_cpu:
     measured, own = table.measured(gemm), _OWN if parts == 1 else _OWN_IN_PARTS
     ends = sorted({1} | {most for most, _ in (*measured, *own) if most <= DECODE_ROWS})
     by_rows = {rows: _for_rows(gemm, rows, measured, parts, many) for rows in ends}
-    item_size = getattr(torch, gemm.dtype).itemsize
-    if gemm.fused and not leaves and gemm.kind != "head" and (alone := one_row.config_for(gemm.k, parts, item_size)):
+    if gemm.fused and not leaves and gemm.kind != "head" and (alone := one_row.config_for(gemm.k, parts)):
         by_rows[1] = alone
     return ranges_of([*by_rows.items(), (ANY_ROWS, many)])
 

@@ -21,7 +21,7 @@ from nanovllm.kernels.pointwise.activation import silu_mul_reference
 from nanovllm.kernels.pointwise.norm import PAIRED_WIDTH, Norm, add_norms_reference, load_sum, norm_row
 
 COLUMNS = PAIRED_WIDTH
-"""Most columns of K that a program holds, of 64 weight rows of two bytes an element: 128 KB."""
+"""Most columns of K that a program holds, of 64 weight rows: 128 KB."""
 _BLOCK_N, _ROWS = 64, tl.constexpr(16)  # the least that a matrix instruction of Hopper takes, and Triton gives it
 
 
@@ -55,11 +55,10 @@ class Gated(NamedTuple):
 Row = Tensor | Unnormed | Gated
 
 
-def config_for(k: int, parts: int, item_size: int = 2) -> GemmConfig | None:
-    """This kernel over so many parts of K; None where a program does not hold one, or they are no powers of two.
-    item_size: bytes of a weight."""
+def config_for(k: int, parts: int) -> GemmConfig | None:
+    """This kernel over so many parts of K; None where a program does not hold one, or they are no powers of two."""
     block_k = triton.next_power_of_2(k // parts)
-    if block_k * item_size > COLUMNS * 2 or (parts > 1 and block_k * parts != k):
+    if block_k > COLUMNS or (parts > 1 and block_k * parts != k):
         return None
     return GemmConfig("one_row", _BLOCK_N, _ROWS.value, block_k, 1, parts)
 
