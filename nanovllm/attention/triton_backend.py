@@ -67,7 +67,7 @@ class TritonBackend(AttentionBackend):
 
     def leave_l1(self, wanted: bool) -> None:
         for plan in self.plans.values():
-            plan.leaves_l1 = wanted
+            plan.leave_l1(wanted)
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Plans the decode rows in this object's buffers: one step at a time is between prepare and last forward."""

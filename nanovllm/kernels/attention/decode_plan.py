@@ -156,15 +156,12 @@ class DecodePlan:
     """The work list of a step's decode rows for layers of one window, in buffers of its own. Nothing is allocated after
     construction."""
 
-    leaves_l1 = False
-    """The class of fewest rows takes less than the 48 KB of shared memory above which Triton asks for all that there is
-    of it. Alone it is slower so."""
-
     def __init__(self, num_kv_heads: int, head_dim: int, window: int | None, max_num_seqs: int, max_model_len: int,
                  device: torch.device, config: DecodeConfig | None = None, fp8: bool = False) -> None:
         """config: in place of the tuned ones, for all batch sizes."""
         self.window, self.max_num_seqs, self.max_model_len = window, max_num_seqs, max_model_len
-        self.tuning = self._tuned(num_kv_heads, head_dim, fp8) if config is None else ((None, config),)
+        self._alone = self._tuned(num_kv_heads, head_dim, fp8) if config is None else ((None, config),)
+        self.tuning = self._alone
         self.most_splits = max(self.max_splits(config) for _, config in self.tuning)
         self.work = torch.zeros(max_num_seqs * self.most_splits, 4, dtype=torch.int32, device=device)
         self.num_work = torch.zeros(1, dtype=torch.int32, device=device)
@@ -178,10 +175,15 @@ class DecodePlan:
         return self.max_num_seqs * self.most_splits
 
     def config(self, num_rows: int) -> DecodeConfig:
-        config = next(config for most, config in self.tuning if most is None or num_rows <= most)
-        if self.leaves_l1 and config is self.tuning[0][1] and config.num_warps == 4:
-            return replace(config, num_stages=2, num_warps=8)
-        return config
+        return next(config for most, config in self.tuning if most is None or num_rows <= most)
+
+    def leave_l1(self, wanted: bool) -> None:
+        """Whether the class of fewest rows takes less than the 48 KB of shared memory above which Triton asks for all
+        that there is of it. Alone it is slower so."""
+        (most, config), *others = self._alone
+        if wanted and config.num_warps == 4:
+            config = replace(config, num_stages=2, num_warps=8)
+        self.tuning = ((most, config), *others)
 
     def _most_keys(self, config: DecodeConfig, context_len: int) -> int:
         """Bound on the keys of the chunks of a row of up to `context_len` tokens."""

@@ -14,6 +14,7 @@ dependent kernel less is worth more than that.
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.quantize import group_scales, rounded
 from nanovllm.kernels.gemm.decode_kernel import silu_mul
+from nanovllm.kernels.gemm.epilogue import normalise
 
 
 @triton.jit
@@ -84,12 +85,6 @@ def load_x(x_ptr, X_SCALE, begin, scale_stride, K: tl.constexpr, WARPS: tl.const
 
 
 @triton.jit
-def _normed(x, gain, factor):
-    """As pointwise/norm.py has it."""
-    return ((x.to(tl.float32) * factor).to(x.dtype).to(tl.float32) * gain.to(tl.float32)).to(x.dtype)
-
-
-@triton.jit
 def _round_x(low, high):
     """Halves that are not rounded -> what load_x gives."""
     low, high = low.to(tl.float32), high.to(tl.float32)
@@ -130,7 +125,7 @@ def _all_of_x(
         else:
             low, high = _load_halves(x_ptr, part * 8, K, WARPS)
             if len(gains) > 0:
-                low, high = _normed(low, gains[part][0], factor), _normed(high, gains[part][1], factor)
+                low, high = normalise(low, gains[part][0], factor), normalise(high, gains[part][1], factor)
             loaded = loaded + (_round_x(low, high),)
     return loaded
 
