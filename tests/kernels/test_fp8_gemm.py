@@ -42,6 +42,13 @@ def weights(n: int, k: int, rows_each: int, in_blocks: bool, input_scale: list[f
     return FP8Weight(values.to(DEVICE), scale.to(DEVICE), rows_each, static)
 
 
+def expert_weights(experts: int, n: int, k: int, rows_each: int, in_blocks: bool) -> FP8Weight:
+    """Whose scales differ by expert."""
+    one = weights(n, k, rows_each, in_blocks)
+    scales = [one.scale * (index + 1) for index in range(experts)]
+    return FP8Weight(torch.stack([one.values] * experts), torch.stack(scales), rows_each)
+
+
 def exact(xq: torch.Tensor, x_scale: torch.Tensor, weight: FP8Weight) -> torch.Tensor:
     """Widened by their scales, multiplied in float64."""
     n, k = weight.values.shape
@@ -130,12 +137,7 @@ def test_products_of_experts(block_m: int) -> None:
     """Tokens that chose experts, by the kernels that round x themselves and those after the kernel that does, and by
     the twins."""
     rows, hidden, width, experts = 5, 192, 128, 3
-    parts = [weights(2 * width, hidden, 64, True) for _ in range(experts)]
-    scales = [part.scale * (index + 1) for index, part in enumerate(parts)]
-    up = FP8Weight(torch.stack([part.values for part in parts]), torch.stack(scales), 64)
-    parts = [weights(hidden, width, 1, False) for _ in range(experts)]
-    scales = [part.scale * (index + 1) for index, part in enumerate(parts)]
-    down = FP8Weight(torch.stack([part.values for part in parts]), torch.stack(scales))
+    up, down = expert_weights(experts, 2 * width, hidden, 64, True), expert_weights(experts, hidden, width, 1, False)
     logits = torch.randn(1, rows, experts, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     routing = route_reference(logits, TopK(experts, 2), block_m)
     config = GroupedConfig(block_m, 64, 128, 2)
@@ -156,12 +158,7 @@ def test_products_of_experts(block_m: int) -> None:
 def test_experts_of_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the kernels for many tokens: tokens that choose alike and not, by the definition in float64."""
     rows, hidden, width, experts = 2, 144, 128, 3
-    parts = [weights(2 * width, hidden, 32, True) for _ in range(experts)]
-    scales = [part.scale * (index + 1) for index, part in enumerate(parts)]
-    up = FP8Weight(torch.stack([part.values for part in parts]), torch.stack(scales), 32)
-    parts = [weights(hidden, width, 16, True) for _ in range(experts)]
-    scales = [part.scale * (index + 1) for index, part in enumerate(parts)]
-    down = FP8Weight(torch.stack([part.values for part in parts]), torch.stack(scales), 16)
+    up, down = expert_weights(experts, 2 * width, hidden, 32, True), expert_weights(experts, hidden, width, 16, True)
     residual, gain = inputs(rows, hidden) / 50, torch.rand(hidden, device=DEVICE) + 0.5
     logits = torch.randn(rows, 8, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     if DEVICE == "cpu":  # the interpreter does not round to e4m3 as a GPU does
