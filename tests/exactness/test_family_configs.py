@@ -1,0 +1,76 @@
+"""config.json of every family: read as transformers reads it, or refused."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import transformers
+from test_families import FULL, SLIDING, TWO_BASES, WINDOW
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from nanovllm.models.config_reader import CHANGES_RESULT, ConfigReader
+from nanovllm.models.registry import FAMILIES, override, parse_config
+
+CAUSAL = [name for name in FAMILIES if "Conditional" not in name]
+MODEL_TYPES = {name: model_type for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+COMMON = set(transformers.PreTrainedConfig().to_dict()) | {"vocab_size", "use_cache", "initializer_range"}
+NO_DIFFERENCE = COMMON | {
+    "attention_dropout", "embd_pdrop", "embedding_dropout", "resid_pdrop", "residual_dropout", "bos_token_id",
+    "eod_token_id", "pad_token_id", "pretraining_tp", "output_router_logits", "router_aux_loss_coef",
+    "router_jitter_noise", "num_nextn_predict_layers",
+}  # fmt: skip
+"""What transformers' inference does not look at."""
+
+
+@pytest.mark.parametrize("architecture", CAUSAL)
+def test_no_entry_of_transformers_configuration_is_passed_over(architecture: str) -> None:
+    """Every entry is read, or refused where it changes the result, or changes nothing."""
+    model_type = MODEL_TYPES[architecture]
+    config = transformers.AutoConfig.for_model(model_type).to_dict() | {"eos_token_id": 0}
+    if model_type == "glm4_moe":
+        config["head_dim"] = 128  # as its checkpoints say; of the default, 42, half cannot be rotated
+    reader = ConfigReader({**FAMILIES[architecture].defaults, **config})
+    FAMILIES[architecture].read(reader, {})
+    config.pop("_sliding_window_pattern", None)  # a copy that is not in files
+    passed_over = set(config) - reader.was_read - set(CHANGES_RESULT) - NO_DIFFERENCE
+    assert not passed_over
+
+
+PLAIN: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 512, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "max_position_embeddings": 512, "moe_intermediate_size": 32,
+    "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+SPARSE = [name for name, family in FAMILIES.items() if family.read.__module__.endswith(".moe")]
+
+
+@pytest.mark.parametrize("rope", [{}, {"rope_parameters": {"rope_type": "default"}}], ids=["silent", "no theta"])
+@pytest.mark.parametrize("architecture", CAUSAL)
+def test_what_a_configuration_leaves_out_is_what_transformers_fills_in(architecture: str, rope: dict[str, Any]) -> None:
+    model_type = MODEL_TYPES[architecture]
+    raw = {**PLAIN, **rope, "architectures": [architecture]}
+    filled_in = transformers.AutoConfig.for_model(model_type, **deepcopy(raw)).to_dict() | {"dtype": None}
+    ours, theirs = (parse_config(*override(one, {}, {})) for one in (raw, filled_in))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("architectures", "entries"),
+    [
+        (FAMILIES, {"is_causal": False}),
+        (FAMILIES, {"per_layer_config": {"1": {"num_key_value_heads": 4}}}),
+        (SPARSE, {"hidden_act": "relu2"}),
+        (["LlamaForCausalLM", "GptOssForCausalLM"], {"partial_rotary_factor": 0.5}),
+        (["LlamaForCausalLM", "MixtralForCausalLM"], {"rope_parameters": TWO_BASES}),
+        (["Glm4ForCausalLM", "NemotronForCausalLM"], {"partial_rotary_factor": 0.4, "head_dim": 18}),
+        (["Gemma3ForCausalLM"], {"attn_logit_softcapping": 2.0}),
+        (
+            ["Phi3ForCausalLM", "Starcoder2ForCausalLM", "MixtralForCausalLM", "Ministral3ForCausalLM"],
+            {"layer_types": [SLIDING, FULL] * 3, "sliding_window": WINDOW},
+        ),
+    ],
+)
+def test_what_transformers_computes_otherwise_is_refused(architectures: list[str], entries: dict[str, Any]) -> None:
+    for architecture in architectures:
+        with pytest.raises(ValueError, match=rf"^{next(iter(entries))}=.*: must be"):
+            parse_config(*override({**PLAIN, "architectures": [architecture], **entries}, {}, {}))
