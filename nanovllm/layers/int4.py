@@ -63,15 +63,11 @@ class Int4Matrix(nn.Module):
         """(rows, columns, type) of its products in the GEMM table."""
         return self.rows, self.columns, "int4"
 
-    def matmul(self, x: torch.Tensor, config: GemmConfig) -> torch.Tensor:
-        """x [T, columns] -> x @ weight^T [T, rows], or float32 [config.parts, T, rows], sums over parts of columns."""
-        product = int4_row.linear if config.kernel == "quantized_row" else int4.multiply
-        return product(x, self.for_kernel(), config)
-
-    def linear_silu_mul(self, x: torch.Tensor, config: GemmConfig) -> torch.Tensor:
-        """silu(gate) * up of x [T, columns], where gates are the first half of the rows: [T, rows / 2]."""
-        product = int4_row if config.kernel == "quantized_row" else int4
-        return product.linear_silu_mul(x, self.for_kernel(), config)
+    def matmul(self, x: torch.Tensor, config: GemmConfig, gated: bool = False) -> torch.Tensor:
+        """x [T, columns] -> x @ weight^T [T, rows], or float32 [config.parts, T, rows], sums over parts of columns.
+        gated: gates are the first half of the rows; silu(gate) * up, [T, rows / 2]."""
+        product = int4_row.linear if config.kernel == "quantized_row" else int4.linear
+        return product(x, self.for_kernel(), config, gated=gated)
 
 
 def _shard(held: torch.Tensor, cut: Cut, each: int, count: int) -> Shard:

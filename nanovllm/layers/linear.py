@@ -10,6 +10,7 @@ is 0. So any width is served, and a rank's rows start where the hardware's copie
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from nanovllm.kernels.gemm import decode, one_row, skinny
 from nanovllm.kernels.gemm.choice import LIBRARY, Gemm, GemmConfig, Ranges
 from nanovllm.kernels.gemm.dispatch import matmul
 from nanovllm.kernels.gemm.one_row import Gated, Row, Unnormed
-from nanovllm.kernels.pointwise.norm import add_up
+from nanovllm.kernels.pointwise.norm import Norm, add_up
 from nanovllm.layers.int4 import Int4Matrix
 from nanovllm.layers.quantized import FP8Matrix, column_multiple, quantized_matrix
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Shard, WeightedModule, parameter
@@ -106,11 +107,9 @@ class ParallelLinear(WeightedModule):
         config = self.choice(x.shape[0])
         if isinstance(x, Unnormed | Gated):
             return one_row.linear(x, self.weight, config)
-        if isinstance(self.quantized, FP8Matrix):
-            return self.quantized.matmul(x, config)
-        assert isinstance(x, torch.Tensor)
         if self.quantized is not None:
-            return self.quantized.matmul(x, config)
+            return self.quantized.matmul(x, config)  # type: ignore[arg-type]  # only FP8 is handed FP8Rows
+        assert isinstance(x, torch.Tensor)
         return matmul(x, self.weight, config)
 
     def forward(self, x: Row | FP8Rows) -> torch.Tensor:
@@ -142,22 +141,24 @@ class ParallelLinear(WeightedModule):
             return None
         return config
 
-    def forward_normed(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float, kernels: Kernels) -> torch.Tensor:
-        """RMSNorm of x [T, in] with norm_weight [in], then this layer: [T, out]."""
+    def _fused(self, x: torch.Tensor, config: GemmConfig, **around: Any) -> torch.Tensor:
+        """With what is `around` the product; see kernels/gemm/skinny.py."""
+        if self.quantized is not None:
+            return self.quantized.few_rows.linear(x, self.quantized.for_kernel(), config, **around)  # type: ignore[arg-type]
+        return skinny.linear(x, self.weight, config, **around)
+
+    def forward_normed(self, x: torch.Tensor, norm: Norm, kernels: Kernels) -> torch.Tensor:
+        """RMSNorm of x [T, in], then this layer: [T, out]."""
         config = self.fuses(x.shape[0])
         if config is None:
-            return self(kernels.rms_norm(x, norm_weight, eps))
-        if self.quantized is not None:
-            return self.quantized.few_rows.norm_linear(x, norm_weight, eps, self.quantized.for_kernel(), config)
-        return skinny.norm_linear(x, norm_weight, eps, self.weight, config)
+            return self(kernels.rms_norm(x, norm.weight, norm.eps))
+        return self._fused(x, config, norm=norm)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual [T, out] += this layer of x [T, in], in place; returns residual. For one rank alone."""
         config = self.fuses(x.shape[0])
-        if config is not None and self.quantized is not None:
-            return self.quantized.few_rows.linear_residual(x, self.quantized.for_kernel(), residual, config)
         if config is not None:
-            return skinny.linear_residual(x, self.weight, residual, config)
+            return self._fused(x, config, residual=residual)
         if self.bias is not None and self.adds_bias:
             residual.add_(self.bias)
         if self.quantized is not None:
@@ -197,17 +198,12 @@ class MergedColumnParallelLinear(ParallelLinear):
         kinds = {"pieces": pieces, "bias": bias, "precision": precision}
         super().__init__(kind, rows, in_features, dtype, device, **kinds)  # type: ignore[arg-type]
 
-    def forward_normed_silu_mul(
-        self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float, kernels: Kernels
-    ) -> torch.Tensor | FP8Rows:
-        """RMSNorm of x [T, in] with norm_weight [in], this layer as gate and up, SiLU(gate) * up: [T, out / 2]."""
+    def forward_normed_silu_mul(self, x: torch.Tensor, norm: Norm, kernels: Kernels) -> torch.Tensor | FP8Rows:
+        """RMSNorm of x [T, in], this layer as gate and up, SiLU(gate) * up: [T, out / 2]."""
         config = self.fuses(x.shape[0])
         if config is None:
-            return self.forward_silu_mul(kernels.rms_norm(x, norm_weight, eps), kernels)
-        if self.quantized is not None:
-            weight = self.quantized.for_kernel()
-            return self.quantized.few_rows.norm_linear_silu_mul(x, norm_weight, eps, weight, config)
-        return skinny.norm_linear_silu_mul(x, norm_weight, eps, self.weight, config)
+            return self.forward_silu_mul(kernels.rms_norm(x, norm.weight, norm.eps), kernels)
+        return self._fused(x, config, norm=norm, gated=True)
 
     def forward_silu_mul(
         self, x: Row | FP8Rows, kernels: Kernels, rounds: bool = False
@@ -217,12 +213,10 @@ class MergedColumnParallelLinear(ParallelLinear):
         config = self.choice(x.shape[0])
         if not config.is_own or self.bias is not None or isinstance(x, Unnormed | Gated):
             return (kernels.silu_mul_fp8 if rounds else kernels.silu_mul)(self(x))
-        if isinstance(self.quantized, FP8Matrix):
-            return self.quantized.linear_silu_mul(x, config)
-        assert isinstance(x, torch.Tensor)
         if self.quantized is not None:
-            return self.quantized.linear_silu_mul(x, config)
-        return (skinny if config.is_skinny else decode).linear_silu_mul(x, self.weight, config)
+            return self.quantized.matmul(x, config, gated=True)  # type: ignore[arg-type]
+        assert isinstance(x, torch.Tensor)
+        return (skinny if config.is_skinny else decode).linear(x, self.weight, config, gated=True)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from nanovllm.kernels import Kernels
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.gemm.choice import SKINNY_ROWS
 from nanovllm.kernels.gemm.one_row import Gated, Row
+from nanovllm.kernels.pointwise.norm import Norm
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.quantized import column_multiple
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
@@ -64,10 +65,10 @@ class MLP(WeightedModule):
         up = self.gate_up_proj
         return self.down_proj(self.kernels.activation(up.matmul(x), self.activation, self.gated, up.bias))
 
-    def add_normed_to(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def add_normed_to(self, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
         """residual [T, hidden] += this block of its RMSNorm, in place; returns residual. For one rank alone, where it
         can_fuse."""
-        activated = self.gate_up_proj.forward_normed_silu_mul(residual, norm_weight, eps, self.kernels)
+        activated = self.gate_up_proj.forward_normed_silu_mul(residual, norm, self.kernels)
         assert isinstance(activated, torch.Tensor)  # nobody asked for rounded ones
         return self.down_proj.add_to(residual, activated)
 

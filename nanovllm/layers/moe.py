@@ -18,7 +18,7 @@ from nanovllm.kernels.moe.choice import expert_configs
 from nanovllm.kernels.moe.experts import ExpertActivation
 from nanovllm.kernels.moe.router import router_logits, router_logits_in_one_order
 from nanovllm.kernels.moe.routing import TopK
-from nanovllm.kernels.pointwise.norm import MOST_PARTS
+from nanovllm.kernels.pointwise.norm import MOST_PARTS, Norm
 from nanovllm.layers.linear import part_of
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.quantized import FP8Matrix, column_multiple
@@ -144,14 +144,13 @@ class MoE(WeightedModule):
         is_plain = not config.bias and config.activation_limit is None and self.shared is None
         return is_plain and not top_k.sigmoid and top_k.num_groups == 1
 
-    def add_normed_to(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def add_normed_to(self, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
         """residual [T, hidden] += this block of its RMSNorm, in place; returns residual. Where it can_fuse."""
-        norm, router = (norm_weight, eps), self.router.weight
-        logits = skinny.norm_linear(residual, *norm, router, few_rows.ROUTER, out_dtype=torch.float32)
+        logits = skinny.linear(residual, self.router.weight, few_rows.ROUTER, norm=norm, out_dtype=torch.float32)
         if self.quantized is not None:
             gate_up, down = (matrix.for_kernel() for matrix in self.quantized)
-            return few_experts.add_experts(residual, *norm, logits, self.top_k, gate_up, down)
-        return few_rows.add_experts(residual, *norm, logits, self.top_k, self.gate_up, self.down)
+            return few_experts.add_experts(residual, norm, logits, self.top_k, gate_up, down)
+        return few_rows.add_experts(residual, norm, logits, self.top_k, self.gate_up, self.down)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kernels, rows = self.kernels, x.shape[0]

@@ -74,22 +74,16 @@ class ReduceAddNorm(WeightedModule):
         it."""
 
     @property
-    def weight(self) -> torch.Tensor:
+    def row_norm(self) -> Norm:
         assert self.norm is not None
-        return self.norm.weight
-
-    @property
-    def eps(self) -> float:
-        assert self.norm is not None
-        return self.norm.eps
+        return self.norm.for_kernel()
 
     def forward(
         self, partial: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[Row | FP8Rows, torch.Tensor]:
         if self.is_inside and partial.shape[-2] == 1 and residual is not None:
-            assert self.norm is not None
             total = torch.empty_like(residual)
-            return Unnormed(partial, residual, self.norm.for_kernel(), total), total
+            return Unnormed(partial, residual, self.row_norm, total), total
         if self.group.exact_bits == "tp" and self.group.size > 1:
             return self.add_norm(self._nodes(partial, residual), residual)
         rows = partial.shape[-2]
@@ -98,13 +92,13 @@ class ReduceAddNorm(WeightedModule):
             return self.add_norm(peers.all_reduce(partial), residual)
         if peers is not None:
             dependent = rows in self.dependent_rows
-            return peers.all_reduce_add_rms_norm(partial, residual, self.weight, self.eps, dependent=dependent)
+            return peers.all_reduce_add_rms_norm(partial, residual, self.row_norm, dependent=dependent)
         if self.group.size > 1 and partial.dim() == 3:
             assert residual is not None
             partial = add_up(partial, residual.dtype)
         if self.rounds and self.norm is not None and self.group.size == 1:
             after = None if self.after is None else self.after.for_kernel()
-            return self.kernels.add_norms_fp8(partial, residual, self.norm.for_kernel(), after, self.multiplier)
+            return self.kernels.add_norms_fp8(partial, residual, self.row_norm, after, self.multiplier)
         return self.add_norm(self.group.all_reduce(partial), residual)
 
     def _nodes(self, partial: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:

@@ -27,11 +27,6 @@ def column_multiple(quantization: Quantization | None) -> int:
 
 
 _PRODUCTS = {"cpu": gemm.linear_twin, "fp8": gemm.linear, "widened": gemm.linear_widened}
-_PRODUCTS_SILU_MUL = {
-    "cpu": gemm.linear_silu_mul_twin,
-    "fp8": gemm.linear_silu_mul,
-    "widened": gemm.linear_silu_mul_widened,
-}
 
 
 class FP8Matrix(nn.Module):
@@ -130,13 +125,10 @@ class FP8Matrix(nn.Module):
         can."""
         return self.input_scale is None and self.runs_on != "widened"
 
-    def matmul(self, x: torch.Tensor | FP8Rows, config: GemmConfig) -> torch.Tensor:
-        """x [T, columns] -> x @ weight^T [T, rows], or float32 [config.parts, T, rows], sums over parts of columns."""
-        return _PRODUCTS[self.runs_on](x, self.for_kernel(), config)
-
-    def linear_silu_mul(self, x: torch.Tensor | FP8Rows, config: GemmConfig) -> torch.Tensor:
-        """silu(gate) * up of x [T, columns], where gates are the first half of the rows: [T, rows / 2]."""
-        return _PRODUCTS_SILU_MUL[self.runs_on](x, self.for_kernel(), config)
+    def matmul(self, x: torch.Tensor | FP8Rows, config: GemmConfig, gated: bool = False) -> torch.Tensor:
+        """x [T, columns] -> x @ weight^T [T, rows], or float32 [config.parts, T, rows], sums over parts of columns.
+        gated: gates are the first half of the rows; silu(gate) * up, [T, rows / 2]."""
+        return _PRODUCTS[self.runs_on](x, self.for_kernel(), config, gated=gated)
 
     def expert_gate_up(self, x: torch.Tensor, routing: Routing, config: GroupedConfig) -> torch.Tensor:
         """What kernels/moe/experts.py has by this name, of a matrix for each expert."""

@@ -192,10 +192,9 @@ class DecoderLayer(WeightedModule):
         """The same layer for a handful of rows on one rank, with norm, activation and residual inside our
         skinny GEMM kernels; updates and returns `residual`. For layers that can_fuse."""
         attention, mlp, joint = self.self_attn, self.mlp, self.input_layernorm
-        qkv = attention.qkv_proj.forward_normed(residual, joint.weight, joint.eps, joint.kernels)
+        qkv = attention.qkv_proj.forward_normed(residual, joint.row_norm, joint.kernels)
         attention.o_proj.add_to(residual, attention.attend(qkv, step))
-        joint = self.post_attention_layernorm
-        return mlp.add_normed_to(residual, joint.weight, joint.eps)
+        return mlp.add_normed_to(residual, self.post_attention_layernorm.row_norm)
 
     @property
     def can_fuse(self) -> bool:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
+from nanovllm.kernels.pointwise.norm import Norm
+
 if TYPE_CHECKING:
     from nanovllm.parallel.group import TensorParallelGroup
     from nanovllm.parallel.peer.copy_engine import CopyEngineSums
@@ -106,10 +108,7 @@ class Joint(Protocol):
     is_plain: bool
 
     @property
-    def weight(self) -> torch.Tensor: ...
-
-    @property
-    def eps(self) -> float: ...
+    def row_norm(self) -> Norm: ...
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> Normed: ...
 
@@ -132,7 +131,7 @@ def start(joint: Joint, partial: torch.Tensor, residual: torch.Tensor | None, ha
     kept = sums.empty_residual(partial) if residual is None else residual
     overlap.fork()
     with overlap.side():
-        sums.start(half, partial, residual, kept, joint.weight, joint.eps)
+        sums.start(half, partial, residual, kept, joint.row_norm)
     return overlap.under_way(lambda: (sums.finish(half, partial.shape[0]), kept), partial, kept)
 
 

@@ -48,7 +48,7 @@ class Sum:
         return total * torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS) * self.weight.double()
 
     def by_peers(self, path: Any, index: int) -> torch.Tensor:
-        return self.peer.all_reduce_add_rms_norm(self.mine, self.residual, self.weight, EPS, path=path)[0]
+        return self.peer.all_reduce_add_rms_norm(self.mine, self.residual, Norm(self.weight, EPS), path=path)[0]
 
     def by_nccl(self, index: int) -> torch.Tensor:
         total = self.mine.clone() if self.parts == 1 else self.mine.sum(0).to(self.weight.dtype)

@@ -46,7 +46,7 @@ class Projection:
         if self.gemm.kind == "gate_up":
             if config == LIBRARY:
                 return silu_mul(fp8.linear(self.x, weight, config))
-            return fp8.linear_silu_mul(self.x, weight, config)
+            return fp8.linear(self.x, weight, config, gated=True)
         product = fp8.linear(self.x, weight, config)
         return product.sum(0).to(self.x.dtype) if config.parts > 1 else product
 

@@ -48,12 +48,11 @@ class Projection:
         kind = self.gemm.kind
         if kind in SUMMED:
             if config.is_skinny:
-                return skinny.linear_residual(self.x, weight, self.residual, config)
+                return skinny.linear(self.x, weight, config, residual=self.residual)
             product = matmul(self.x, weight, config)
             return self.residual.add_(product.sum(0) if product.ndim == 3 else product)
         if config.is_skinny:
-            call = skinny.norm_linear_silu_mul if kind == "gate_up" else skinny.norm_linear
-            return call(self.x, self.gain_in, EPS, weight, config)
+            return skinny.linear(self.x, weight, config, norm=Norm(self.gain_in, EPS), gated=kind == "gate_up")
         return self._activated(self.kernels.rms_norm(self.x, self.gain_in, EPS), config, weight)
 
     def _plain(self, config: GemmConfig, weight: torch.Tensor) -> torch.Tensor:
@@ -66,7 +65,7 @@ class Projection:
         if self.gemm.kind != "gate_up":
             return matmul(x, weight, config)
         if config.kernel == "decode":
-            return decode.linear_silu_mul(x, weight, config)
+            return decode.linear(x, weight, config, gated=True)
         return self.kernels.silu_mul(matmul(x, weight, config))
 
 

@@ -50,10 +50,10 @@ class Projection:
 
     def run(self, config: GemmConfig, index: int) -> torch.Tensor:
         weight = self.weights[index]
-        is_row = config.kernel == "quantized_row"
+        call = int4_row.linear if config.kernel == "quantized_row" else int4.linear
         if self.gemm.kind == "gate_up":
-            return (int4_row if is_row else int4).linear_silu_mul(self.x, weight, config)
-        return self._followed((int4_row.linear if is_row else int4.multiply)(self.x, weight, config))
+            return call(self.x, weight, config, gated=True)
+        return self._followed(call(self.x, weight, config))
 
     def _followed(self, product: torch.Tensor) -> torch.Tensor:
         if self.gemm.kind == "gate_up":

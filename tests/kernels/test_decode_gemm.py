@@ -23,7 +23,7 @@ def used_configs() -> list[tuple[str, GemmConfig]]:
     """Every configuration of our kernel that the table of an H200 has, and what runs it."""
     entries = shipped_table("NVIDIA H200").entries.items()
     used = {
-        ("linear_silu_mul" if gemm.kind == "gate_up" else "linear", config)
+        ("gated" if gemm.kind == "gate_up" else "linear", config)
         for gemm, ranges in entries for _, config in ranges if config.kernel == "decode" and gemm.dtype != FP8
     }  # fmt: skip
     return sorted(used, key=repr)
@@ -53,14 +53,14 @@ def exact(op: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def run(op: str, x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, pdl: bool = True) -> torch.Tensor:
     """The product, parts added up."""
-    if op == "linear_silu_mul":
-        return decode.linear_silu_mul(x, weight, config, pdl=pdl)
+    if op == "gated":
+        return decode.linear(x, weight, config, gated=True, pdl=pdl)
     y = decode.linear(x, weight, config, pdl=pdl)
     assert y.dtype == (torch.float32 if config.split_k > 1 else x.dtype)
     return y.sum(0) if config.split_k > 1 else y
 
 
-@pytest.mark.parametrize("op", ["linear", "linear_silu_mul"])
+@pytest.mark.parametrize("op", ["linear", "gated"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
     ("config", "shape"),
@@ -77,14 +77,14 @@ def run(op: str, x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, pdl:
 def test_matches_float64_in_the_interpreter(
     op: str, dtype: torch.dtype, config: GemmConfig, shape: tuple[int, int, int]
 ) -> None:
-    if op == "linear_silu_mul":
+    if op == "gated":
         config = replace(config, split_k=1)
     x, weight = inputs(*shape, dtype)
     assert relative_error(run(op, x, weight, config), exact(op, x, weight)) < TOLERANCE[dtype]
 
 
 @given(
-    st.sampled_from(["linear", "linear_silu_mul"]), st.sampled_from([SMALL, X_LEFT]), st.integers(1, 80),
+    st.sampled_from(["linear", "gated"]), st.sampled_from([SMALL, X_LEFT]), st.integers(1, 80),
     st.integers(1, 60), st.integers(1, 20), st.integers(1, 3),
 )  # fmt: skip
 @settings(max_examples=25, deadline=None)
@@ -115,8 +115,8 @@ def test_twins_cut_k_alike(config: GemmConfig) -> None:
     assert got.shape == want.shape
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     x, weight = inputs(20, 40, 136, torch.float32)
-    got = decode.linear_silu_mul(x, weight, replace(config, split_k=1))
-    torch.testing.assert_close(got, decode.linear_silu_mul_reference(x, weight), rtol=1e-4, atol=1e-5)
+    got = decode.linear(x, weight, replace(config, split_k=1), gated=True)
+    torch.testing.assert_close(got, decode.linear_reference(x, weight, config, gated=True), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
@@ -173,8 +173,8 @@ def test_dependent_launch_in_a_graph_gives_the_same_bits(op: str, config: GemmCo
     second = GemmConfig("decode", 64, 32, 128, 4, split_k=2)
 
     def layer(hidden: torch.Tensor, residual: torch.Tensor, pdl: bool) -> None:
-        if op == "linear_silu_mul":
-            x = decode.linear_silu_mul(hidden, gate_up, config, pdl=pdl)
+        if op == "gated":
+            x = decode.linear(hidden, gate_up, config, gated=True, pdl=pdl)
             x = decode.linear(x, weight, second, pdl=pdl)
         else:
             x = decode.linear(hidden, weight, config, pdl=pdl)
@@ -187,7 +187,7 @@ def test_the_table_names_few_kernels_that_fit() -> None:
     """Compiled variants cost start-up time."""
     assert 1 < len({(op, replace(config, split_k=1)) for op, config in USED}) <= 11
     for op, config in USED:
-        weight_rows = config.block_n * (2 if op == "linear_silu_mul" else 1)
+        weight_rows = config.block_n * (2 if op == "gated" else 1)
         shared_memory = config.stages * 2 * config.block_k * (config.block_m + weight_rows)
         assert shared_memory <= 220 << 10, config
 
@@ -227,4 +227,4 @@ def test_bad_shapes_are_refused(
 
 def test_split_gates_are_refused() -> None:
     with pytest.raises(ValueError, match="whole before the activation"):
-        decode.linear_silu_mul(torch.zeros(20, 64), torch.zeros(16, 64), replace(SMALL, split_k=2))
+        decode.linear(torch.zeros(20, 64), torch.zeros(16, 64), replace(SMALL, split_k=2), gated=True)

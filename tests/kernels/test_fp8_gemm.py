@@ -120,16 +120,18 @@ def test_products_of_one_row(gated: bool) -> None:
         want = exact(rounded.values, rounded.scales, weight)
         if gated:
             gate, up = want.chunk(2, 1)
-            assert_close(gemm.linear_silu_mul(rounded, weight, config), silu(gate) * up)
+            assert_close(gemm.linear(rounded, weight, config, gated=True), silu(gate) * up)
             ones = torch.ones(k, device=DEVICE)
             normed = already_rounded(x) / x.square().mean(1, keepdim=True).sqrt()
             gate, up = exact(*quantize_rows_reference(normed), weight).chunk(2, 1)
             if DEVICE == "cuda":
-                assert_close(one_row.norm_linear_silu_mul(x, ones, 0.0, weight, config), silu(gate) * up)
+                got = one_row.linear(x, weight, config, norm=norm.Norm(ones, 0.0), gated=True)
+                assert_close(got, silu(gate) * up)
             continue
         assert_close(gemm.linear(rounded, weight, config), want)
         residual = torch.randn(1, n, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-        assert_close(one_row.linear_residual(x, weight, residual.clone(), config), want + residual.double())
+        got = one_row.linear(x, weight, config, residual=residual.clone())
+        assert_close(got, want + residual.double())
 
 
 @pytest.mark.parametrize("block_m", [16, 64])
@@ -175,7 +177,7 @@ def test_experts_of_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     x = norm.rms_norm_reference(residual, gain, 1e-6)
     h = fp8_experts.expert_gate_up_reference(x, up, routing, config)
     want = residual + fp8_experts.expert_down_reference(h, down, routing, config, torch.float32).sum(0)
-    got = few_experts.add_experts(residual.clone(), gain, 1e-6, logits, TopK(experts, 2), up, down)
+    got = few_experts.add_experts(residual.clone(), norm.Norm(gain, 1e-6), logits, TopK(experts, 2), up, down)
     assert_close(got, want.double())
 
 
@@ -196,4 +198,4 @@ def test_norm_and_activation_round_what_they_make() -> None:
 def test_gate_and_up() -> None:
     weight, x = weights(256, 320, 128, True), already_rounded(inputs(3, 320) / 1000)
     gate, up = exact(*quantize_rows_reference(x), weight).chunk(2, 1)
-    assert_close(gemm.linear_silu_mul(x, weight, WEIGHTS_LEFT), silu(gate) * up)
+    assert_close(gemm.linear(x, weight, WEIGHTS_LEFT, gated=True), silu(gate) * up)

@@ -18,7 +18,7 @@ EPS = 1e-6
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = GemmConfig("int4", 16, 8, 128, 3, num_warps=1)
 GPU_CONFIGS = [int4_config(Gemm("", 512, 2048, INT4, False), rows) for rows in (1, 32, 64, 128)]
-OPS = ("linear", "linear_whole", "linear_silu_mul")
+OPS = ("parts", "whole", "gated")
 
 
 def made(
@@ -43,13 +43,14 @@ def inputs(rows: int, k: int, dtype: torch.dtype, seed: int = 1) -> torch.Tensor
 
 
 def run(op: str, x: torch.Tensor, weight: Int4Weight, config: GemmConfig, pdl: bool = True) -> torch.Tensor:
-    y = getattr(int4, op)(x, weight, config, pdl=pdl)
+    config = replace(config, kernel="int4" if op == "parts" else "int4_whole")
+    y = int4.linear(x, weight, config, gated=op == "gated", pdl=pdl)
     return y.sum(0) if y.dim() == 3 else y
 
 
 def exact(op: str, x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     y, dtype = x.double() @ values.T, x.dtype
-    if op != "linear_silu_mul":
+    if op != "gated":
         return y
     gate, up = y.to(dtype).double().chunk(2, dim=-1)
     return torch.nn.functional.silu(gate).to(dtype).double() * up
@@ -85,14 +86,14 @@ def test_any_shape_matches_float64(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("config", "op", "shape", "dtype"), [
-    (GPU_CONFIGS[0], "linear", (512, 2048, 128, False, 3), torch.bfloat16),
-    (GPU_CONFIGS[0], "linear", (304, 1000, 32, True, 2), torch.bfloat16),
-    (GPU_CONFIGS[0], "linear_silu_mul", (304, 1000, 32, True, 2), torch.bfloat16),
-    (GPU_CONFIGS[0], "linear", (512, 2048, 64, True, 2), torch.float16),
-    (GPU_CONFIGS[1], "linear", (304, 1000, 128, True, 2), torch.bfloat16),
-    (GPU_CONFIGS[1], "linear_silu_mul", (512, 2048, 128, False, 1), torch.bfloat16),
-    (GPU_CONFIGS[2], "linear", (512, 2048, 0, True, 2), torch.bfloat16),
-    (GPU_CONFIGS[3], "linear_whole", (304, 1000, 32, True, 2), torch.bfloat16),
+    (GPU_CONFIGS[0], "parts", (512, 2048, 128, False, 3), torch.bfloat16),
+    (GPU_CONFIGS[0], "parts", (304, 1000, 32, True, 2), torch.bfloat16),
+    (GPU_CONFIGS[0], "gated", (304, 1000, 32, True, 2), torch.bfloat16),
+    (GPU_CONFIGS[0], "parts", (512, 2048, 64, True, 2), torch.float16),
+    (GPU_CONFIGS[1], "parts", (304, 1000, 128, True, 2), torch.bfloat16),
+    (GPU_CONFIGS[1], "gated", (512, 2048, 128, False, 1), torch.bfloat16),
+    (GPU_CONFIGS[2], "parts", (512, 2048, 0, True, 2), torch.bfloat16),
+    (GPU_CONFIGS[3], "whole", (304, 1000, 32, True, 2), torch.bfloat16),
 ], ids=str)  # fmt: skip
 def test_matches_float64_on_gpu(
     config: GemmConfig, op: str, shape: tuple[int, int, int, bool, int], dtype: torch.dtype
@@ -102,7 +103,7 @@ def test_matches_float64_on_gpu(
     weight, values = made(n, k, group, has_zeros, dtype)
     x = inputs(config.block_m + 3, k, dtype)
     error = relative_error(run(op, x, weight, replace(config, split_k=split_k)), exact(op, x, values))
-    assert error < (1e-4 if op == "linear" else TOLERANCE[dtype])
+    assert error < (1e-4 if op == "parts" else TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [
@@ -122,7 +123,7 @@ def test_widened_ranges_make_the_whole_product(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(int4, "WIDENED_BYTES", 512 * 300 * 2)
     int4._widened.cache_clear()
     x = inputs(77, 512, torch.bfloat16)
-    assert relative_error(int4.linear_widened(x, weight), exact("linear", x, values)) < TOLERANCE[torch.bfloat16]
+    assert relative_error(int4.linear_widened(x, weight), exact("parts", x, values)) < TOLERANCE[torch.bfloat16]
     int4._widened.cache_clear()
 
 
@@ -131,10 +132,10 @@ def test_row_does_not_depend_on_its_neighbours(split_k: int) -> None:
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     weight, _ = made(72, 300, 128, True, dtype)
     x, config = inputs(20, 300, dtype), replace(SMALL, split_k=split_k)
-    together = run("linear", x, weight, config)
+    together = run("parts", x, weight, config)
     x[1:] = 1e4
-    assert torch.equal(run("linear", x, weight, config)[0], together[0])
-    assert torch.equal(run("linear", x[:1].clone(), weight, config)[0], together[0])
+    assert torch.equal(run("parts", x, weight, config)[0], together[0])
+    assert torch.equal(run("parts", x[:1].clone(), weight, config)[0], together[0])
 
 
 @pytest.mark.gpu
@@ -146,8 +147,8 @@ def test_dependent_launch_in_a_graph_gives_the_same_bits(config: GemmConfig) -> 
     gain = torch.ones_like(start[0])
 
     def layer(hidden: torch.Tensor, residual: torch.Tensor, pdl: bool) -> None:
-        x = int4.linear_silu_mul(hidden, gate_up, replace(config, split_k=2), pdl=pdl)
-        x = int4.linear(x, down, replace(config, split_k=2), pdl=pdl)
+        x = int4.linear(hidden, gate_up, replace(config, kernel="int4_whole", split_k=2), gated=True, pdl=pdl)
+        x = int4.linear(x, down, replace(config, kernel="int4", split_k=2), pdl=pdl)
         hidden.copy_(add_norms(x, residual, Norm(gain, EPS))[0])
 
     check_dependent_launch(layer, start)

@@ -11,7 +11,7 @@ from test_int4_gemm import DEVICE, EPS, TOLERANCE, exact, inputs, made, relative
 from nanovllm.kernels.gemm import int4_row
 from nanovllm.kernels.gemm.choice import INT4, Gemm, GemmConfig, fallback
 from nanovllm.kernels.gemm.int4 import Int4Weight
-from nanovllm.kernels.pointwise.norm import rms_norm
+from nanovllm.kernels.pointwise.norm import Norm, rms_norm
 
 CONFIG = replace(fallback(Gemm("qkv", 4096, 4096, INT4, True), 1), block_n=32)
 FEW_COLUMNS = replace(CONFIG, block_k=512, num_warps=4)
@@ -25,11 +25,9 @@ def gain_of(x: torch.Tensor) -> torch.Tensor:
 def run(
     op: str, x: torch.Tensor, weight: Int4Weight, residual: torch.Tensor, config: GemmConfig = CONFIG
 ) -> torch.Tensor:
-    if op == "linear_residual":
-        return int4_row.linear_residual(x, weight, residual.clone(), config)
-    if op.startswith("norm_"):
-        return getattr(int4_row, op)(x, gain_of(x), EPS, weight, config)
-    return getattr(int4_row, op)(x, weight, config)
+    norm = Norm(gain_of(x), EPS) if op.startswith("norm_") else None
+    kept = residual.clone() if op == "linear_residual" else None
+    return int4_row.linear(x, weight, config, norm=norm, gated=op.endswith("silu_mul"), residual=kept)
 
 
 def wanted(op: str, x: torch.Tensor, values: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -63,7 +61,7 @@ def test_sums_are_float32_of_whole_numbers() -> None:
     weight, values = made(512, 4096, 128, True, torch.bfloat16)
     x = inputs(1, 4096, torch.bfloat16)
     product = exact("linear", x, values)
-    left = int4_row.linear_residual(x, weight, (-product).to(torch.bfloat16), CONFIG).double()
+    left = int4_row.linear(x, weight, CONFIG, residual=(-product).to(torch.bfloat16)).double()
     want = product + (-product).to(torch.bfloat16).double()
     assert relative_error(left, want) < 1e-2
 
@@ -73,11 +71,11 @@ def test_dependent_launch_in_a_graph_gives_the_same_bits() -> None:
     start = inputs(1, 1152, torch.bfloat16)
     gate_up, _ = made(2048, 1152, 128, False, torch.bfloat16)
     down, _ = made(1152, 1024, 128, False, torch.bfloat16, 5)
-    gain = gain_of(start)
+    norm = Norm(gain_of(start), EPS)
 
     def layer(hidden: torch.Tensor, residual: torch.Tensor, pdl: bool) -> None:
-        x = int4_row.norm_linear_silu_mul(hidden, gain, EPS, gate_up, CONFIG, pdl=pdl)
-        int4_row.linear_residual(x, down, hidden, FEW_COLUMNS, pdl=pdl)
+        x = int4_row.linear(hidden, gate_up, CONFIG, norm=norm, gated=True, pdl=pdl)
+        int4_row.linear(x, down, FEW_COLUMNS, residual=hidden, pdl=pdl)
 
     check_dependent_launch(layer, start)
 
@@ -88,7 +86,7 @@ def test_what_does_not_fit_is_refused() -> None:
         int4_row.linear(torch.zeros(2, 2048, device=DEVICE), weight, CONFIG)
     with pytest.raises(ValueError, match=r"residual is \[1, 16\]"):
         x, residual = torch.zeros(1, 2048, device=DEVICE), torch.zeros(1, 16, device=DEVICE)
-        int4_row.linear_residual(x, weight, residual, CONFIG)
+        int4_row.linear(x, weight, CONFIG, residual=residual)
 
 
 
@@ -99,6 +97,7 @@ from compiling import compile_only
 from nanovllm.kernels.gemm import int4_row as few
 from nanovllm.kernels.gemm.choice import INT4, Gemm, fallback
 from nanovllm.kernels.gemm.int4 import Int4Weight
+from nanovllm.kernels.pointwise.norm import Norm
 
 few.pdl_options = lambda device, wanted: {"PDL": True, "launch_pdl": True}
 
@@ -111,9 +110,9 @@ for kind in ("o", "gate_up"):
     weight = Int4Weight.empty(6144, k, group, has_zeros, torch.bfloat16, torch.device("cpu"))
     x, config = torch.empty(1, k, dtype=torch.bfloat16), fallback(Gemm(kind, 6144, k, INT4, True), 1)
     if kind == "o":
-        few.linear_residual(x, weight, x.new_empty(1, 6144), config)
+        few.linear(x, weight, config, residual=x.new_empty(1, 6144))
     else:
-        few.norm_linear_silu_mul(x, x[0], 1e-6, weight, config)
+        few.linear(x, weight, config, norm=Norm(x[0], 1e-6), gated=True)
 """
 
 

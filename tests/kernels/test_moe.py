@@ -22,7 +22,7 @@ from nanovllm.kernels.moe.experts import (
 from nanovllm.kernels.moe.few_rows import add_experts, sum_experts
 from nanovllm.kernels.moe.router import router_logits
 from nanovllm.kernels.moe.routing import Routing, TopK, route, route_reference
-from nanovllm.kernels.pointwise.norm import rms_norm_reference
+from nanovllm.kernels.pointwise.norm import Norm, norm_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
@@ -156,24 +156,24 @@ def test_few_tokens_without_sorting_are_the_twins_of_many(options: TopK) -> None
     """Logits with ties, zeros of both signs and what is no number; widths that no tile divides. And each token by
     itself."""
     rows, hidden, width, count = 2, 72, 40, options.num_experts
-    residual, gain = rand(rows, hidden), rand(hidden, seed=1).abs()
+    residual, norm = rand(rows, hidden), Norm(rand(hidden, seed=1).abs(), 1e-6)
     gate_up, down = rand(count, 2 * width, hidden, seed=2) / hidden**0.5, rand(count, hidden, width, seed=3) / 6
     logits = rand(1, rows, count + 1, seed=4, dtype=torch.float32)
     logits[0, 0, 1:4], logits[0, 1, :3] = 2.0, torch.tensor([-0.0, 0.0, -0.0])
     if options.renormalise:  # else the twin's sum over all is no number either
         logits[0, 1, 3] = float("nan")
     routing = route_reference(logits, options, 16)
-    x = rms_norm_reference(residual, gain, 1e-6)
+    x = norm_reference(residual, norm)
     h = expert_gate_up_reference(x, gate_up, routing, SMALL, PLAIN)
     parts = expert_down_reference(h, down, routing, SMALL, torch.float32)
     expected = combine_reference(parts, DTYPE, residual)
     total = sum_experts(x, logits, options, gate_up, down)
     torch.testing.assert_close(total, combine_reference(parts, DTYPE), **TOLERANCE)
     alone = [
-        add_experts(residual[row : row + 1].clone(), gain, 1e-6, logits[:, row : row + 1], options, gate_up, down)
+        add_experts(residual[row : row + 1].clone(), norm, logits[:, row : row + 1], options, gate_up, down)
         for row in range(rows)
     ]
-    got = add_experts(residual, gain, 1e-6, logits, options, gate_up, down)
+    got = add_experts(residual, norm, logits, options, gate_up, down)
     assert got is residual
     torch.testing.assert_close(got, expected, **TOLERANCE)
     assert torch.equal(torch.cat(alone), got)

@@ -17,6 +17,7 @@ from nanovllm.kernels.moe.combine import combine
 from nanovllm.kernels.moe.experts import ExpertActivation, expert_down, expert_gate_up
 from nanovllm.kernels.moe.few_rows import MOST_ROWS, add_experts, sum_experts
 from nanovllm.kernels.moe.routing import TopK, route
+from nanovllm.kernels.pointwise.norm import Norm
 
 device.supports_pdl = experts.supports_tma = lambda device: True
 
@@ -38,7 +39,7 @@ parts = expert_down(h, bf16(num_experts, hidden, width), routing, configs.down, 
 combine(parts, torch.bfloat16)
 if rows <= MOST_ROWS:
     weights = bf16(num_experts, 2 * width, hidden), bf16(num_experts, hidden, width)
-    add_experts(x, bf16(hidden), 1e-6, logits, options, *weights)
+    add_experts(x, Norm(bf16(hidden), 1e-6), logits, options, *weights)
     sum_experts(x, logits, options, *weights)
 """
 

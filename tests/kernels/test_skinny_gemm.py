@@ -1,6 +1,7 @@
 """The skinny GEMM kernels against float64: interpreted on a CPU in float32 and float16, on a GPU in bfloat16."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from interpreting import some_nightly
 
 from nanovllm.kernels.gemm import skinny
 from nanovllm.kernels.gemm.choice import SKINNY_ROWS, GemmConfig
+from nanovllm.kernels.pointwise.norm import Norm
 
 EPS = 1e-6
 OPS = ("norm_linear", "norm_linear_silu_mul", "linear", "linear_silu_mul", "linear_residual")
@@ -40,17 +42,19 @@ def inputs(rows: int, n: int, k: int, dtype: torch.dtype, seed: int = 0) -> dict
     return {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
 
 
+def around(op: str, t: dict[str, torch.Tensor], rows: int | None = None) -> dict[str, Any]:
+    """What is fused to the product."""
+    return {
+        "norm": Norm(t["gain"], EPS) if op.startswith("norm") else None,
+        "gated": op.endswith("silu_mul"),
+        "residual": t["residual"][:rows].clone() if op == "linear_residual" else None,
+    }
+
+
 def run(
     op: str, t: dict[str, torch.Tensor], config: GemmConfig, rows: int | None = None, pdl: bool = True
 ) -> torch.Tensor:
-    x, residual = t["x"][:rows].clone(), t["residual"][:rows].clone()
-    if op == "norm_linear":
-        return skinny.norm_linear(x, t["gain"], EPS, t["weight"], config, pdl=pdl)
-    if op == "norm_linear_silu_mul":
-        return skinny.norm_linear_silu_mul(x, t["gain"], EPS, t["weight"], config, pdl=pdl)
-    if op in ("linear", "linear_silu_mul"):
-        return getattr(skinny, op)(x, t["weight"], config, pdl=pdl)
-    return skinny.linear_residual(x, t["weight"], residual, config, pdl=pdl)
+    return skinny.linear(t["x"][:rows].clone(), t["weight"], config, **around(op, t, rows), pdl=pdl)
 
 
 def exact(op: str, t: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -120,14 +124,7 @@ def test_matches_float64_in_bfloat16(op: str, config: GemmConfig) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_plain_twin_agrees_with_float64(op: str) -> None:
     t = inputs(3, 26, 72, torch.float32)
-    args = {
-        "norm_linear": (t["x"], t["gain"], EPS, t["weight"]),
-        "norm_linear_silu_mul": (t["x"], t["gain"], EPS, t["weight"]),
-        "linear": (t["x"], t["weight"]),
-        "linear_silu_mul": (t["x"], t["weight"]),
-        "linear_residual": (t["x"], t["weight"], t["residual"].clone()),
-    }[op]
-    got = getattr(skinny, f"{op}_reference")(*args)
+    got = skinny.linear_reference(t["x"], t["weight"], **around(op, t))
     assert relative_error(got, exact(op, t)) < TOLERANCE[torch.float32]
 
 
@@ -156,8 +153,8 @@ def test_dependent_launch_in_a_graph_gives_the_same_bits(config: GemmConfig) -> 
     t = inputs(2, 1024, 1024, torch.bfloat16)
 
     def layer(hidden: torch.Tensor, _: torch.Tensor, pdl: bool) -> None:
-        y = skinny.norm_linear(hidden, t["gain"], EPS, t["weight"], GPU_CONFIGS[0], pdl=pdl)
-        skinny.linear_residual(y, t["weight"], hidden, config, pdl=pdl)
+        y = skinny.linear(hidden, t["weight"], GPU_CONFIGS[0], norm=Norm(t["gain"], EPS), pdl=pdl)
+        skinny.linear(y, t["weight"], config, residual=hidden, pdl=pdl)
 
     check_dependent_launch(layer, t["x"])
 
@@ -177,9 +174,7 @@ def test_bad_shapes_are_refused(shape_x: tuple[int, int], shape_w: tuple[int, in
 
 def test_gate_and_up_need_two_weight_rows_for_each_warp() -> None:
     with pytest.raises(ValueError, match="gate and up need two"):
-        skinny.norm_linear_silu_mul(
-            torch.zeros(1, 64), torch.ones(64), EPS, torch.zeros(16, 64), fma(4, 256, 1)
-        )
+        skinny.linear(torch.zeros(1, 64), torch.zeros(16, 64), fma(4, 256, 1), gated=True)
 
 
 def test_strided_input_is_refused() -> None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from nanovllm.kernels import select_kernels
 from nanovllm.kernels.gemm import skinny
 from nanovllm.kernels.gemm.choice import GemmConfig
+from nanovllm.kernels.pointwise.norm import Norm
 from nanovllm.layers.linear import HeadSplit, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.weights import WeightedModule
 
@@ -59,11 +60,11 @@ def test_a_kernel_for_few_rows_computes_the_activation(monkeypatch: pytest.Monke
     """On each of several ranks, where the norm before it is another kernel."""
     chosen: list[GemmConfig] = []
 
-    def multiply(x: torch.Tensor, weight: torch.Tensor, config: GemmConfig) -> torch.Tensor:
+    def multiply(x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, *, gated: bool) -> torch.Tensor:
         chosen.append(config)
-        return skinny.linear_silu_mul_reference(x, weight)
+        return skinny.linear_reference(x, weight, gated=gated)
 
-    monkeypatch.setattr(skinny, "linear_silu_mul", multiply)
+    monkeypatch.setattr(skinny, "linear", multiply)
     layer = MergedColumnParallelLinear(16, {"gate_proj": 24, "up_proj": 24}, group(1, 2), FLOAT, CPU)
     layer.weight.normal_()
     layer.use({1: SKINNY})
@@ -117,7 +118,7 @@ def test_a_layer_with_bias_refuses_to_fuse() -> None:
     biased.use({})
     x, gain = torch.randn(2, 24), torch.rand(24)
     gate, up = F.linear(F.rms_norm(x, (24,), gain, 1e-6), biased.weight, biased.bias).chunk(2, -1)
-    torch.testing.assert_close(biased.forward_normed_silu_mul(x, gain, 1e-6, KERNELS), F.silu(gate) * up)
+    torch.testing.assert_close(biased.forward_normed_silu_mul(x, Norm(gain, 1e-6), KERNELS), F.silu(gate) * up)
 
 
 def test_a_consumer_that_takes_no_parts_gets_none() -> None:

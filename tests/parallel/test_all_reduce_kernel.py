@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nanovllm.kernels.pointwise.norm import Norm
 from nanovllm.parallel.peer.limits import AllReduceLimits
 from nanovllm.parallel.peer.memory import (
     Layout,
@@ -163,7 +164,8 @@ def interpret_rank(rank: int, world_size: int, folder: Path) -> None:
         if plan is not None and plan.split > 1:
             module.MAX_PROGRAMS = 1  # programs of a row wait for each other, and here they run one after another
         before = None if kind in (4, 5) else residual.clone()
-        normed, after = peer.all_reduce_add_rms_norm(partials[rank].contiguous(), before, weight[0], EPS, path=path)
+        norm = Norm(weight[0], EPS)
+        normed, after = peer.all_reduce_add_rms_norm(partials[rank].contiguous(), before, norm, path=path)
         assert len(set(memory.parity.tolist()[path == "two_shot"])) == 1, "the next call may share rows out otherwise"
         total = total if before is None else total + residual.double()
         want = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS) * weight.double()
@@ -226,7 +228,7 @@ def programs_rank(rank: int, world_size: int, folder: Path) -> None:
         total = partials.double().sum(0) + residual.double()
         want = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS) * weight.double()
         got = peer.all_reduce_add_rms_norm(
-            partials[rank].contiguous(), residual.share_memory_(), weight[0], EPS, path="two_shot"
+            partials[rank].contiguous(), residual.share_memory_(), Norm(weight[0], EPS), path="two_shot"
         )
         torch.testing.assert_close(got[0].double(), want, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(got[1][rank::world_size].double(), total[rank::world_size], rtol=1e-5, atol=1e-5)
@@ -261,7 +263,7 @@ def parts_rank(rank: int, world_size: int, folder: Path) -> None:
         own = slice(None) if path == "one_shot" else slice(rank, None, world_size)  # of the residual's rows
         for start in (residual, None):
             got, same, want = (
-                call(addend, None if start is None else start.clone(), weight[0], EPS, **options)
+                call(addend, None if start is None else start.clone(), Norm(weight[0], EPS), **options)
                 for call, addend, options in (
                     (peer.all_reduce_add_rms_norm, partials[rank].contiguous(), {"path": path}),
                     (peer.all_reduce_add_rms_norm, whole[rank], {"path": path}),
@@ -274,7 +276,7 @@ def parts_rank(rank: int, world_size: int, folder: Path) -> None:
             torch.testing.assert_close(got[0], want[0], rtol=2e-3, atol=1e-5)
     for bad in (partials[rank].to(dtype), partials[rank][:1], partials[rank][:, :, :8]):
         with pytest.raises(ValueError, match="need"):
-            peer.all_reduce_add_rms_norm(bad, None, weight[0], EPS)
+            peer.all_reduce_add_rms_norm(bad, None, Norm(weight[0], EPS))
     assert int(memory.abort_word) == 0
 
 
@@ -294,7 +296,7 @@ def alone_rank(rank: int, world_size: int, folder: Path) -> None:
         memory = shared_memory_rank(0, 2, folder)
         reducer = PeerAllReduce(memory, max_spins=5)  # type: ignore[arg-type]
         cut(reducer, plan)
-        reducer.all_reduce_add_rms_norm(partial, None, weight, EPS, path=path)
+        reducer.all_reduce_add_rms_norm(partial, None, Norm(weight, EPS), path=path)
         assert int(memory.abort_word) == 2
     memory = shared_memory_rank(0, 2, folder)
     threading.Timer(0.5, lambda: memory.abort_word.fill_(1)).start()
@@ -315,7 +317,7 @@ def gloo_rank(rank: int, world_size: int, folder: Path) -> None:
         for start in (None, residual):
             mine = partials[rank].clone()
             before = None if start is None else start.clone()
-            normed, after = all_reduce_add_rms_norm_reference(mine, before, weight[0], EPS, group)
+            normed, after = all_reduce_add_rms_norm_reference(mine, before, Norm(weight[0], EPS), group)
             total = partials.double().sum(0) + (0 if start is None else start.double())
             want = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS) * weight.double()
             torch.testing.assert_close(normed.double(), want, rtol=tolerance, atol=tolerance)
@@ -324,7 +326,7 @@ def gloo_rank(rank: int, world_size: int, folder: Path) -> None:
             assert before is None or after is before
             halves = torch.stack((mine.float() - 1, torch.ones(mine.shape)))
             before = None if start is None else start.clone()
-            again = all_reduce_add_rms_norm_reference(halves, before, weight[0], EPS, group)
+            again = all_reduce_add_rms_norm_reference(halves, before, Norm(weight[0], EPS), group)
             torch.testing.assert_close(again[1].double(), total, rtol=tolerance, atol=tolerance)
             assert again[0].dtype == again[1].dtype == dtype
 

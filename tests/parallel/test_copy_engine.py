@@ -14,6 +14,7 @@ import pytest
 import torch
 from test_all_reduce_kernel import run_ranks
 
+from nanovllm.kernels.pointwise.norm import Norm
 from nanovllm.parallel.peer.memory import Layout, fill_with_sentinels
 
 HIDDEN, CAPACITY, CALLS, EPS = 24, 11, 24, 1e-6
@@ -105,15 +106,15 @@ def concurrent_rank(rank: int, world_size: int, folder: Path) -> None:
             if call % 6 == 0:  # a step of other halves begins
                 rows[half], residuals[half], expected_residuals[half] = same.randint(1, CAPACITY), None, None
             partials = torch.randn(world_size, rows[half], HIDDEN, generator=generator)
-            weight = torch.randn(HIDDEN, generator=generator)
+            norm = Norm(torch.randn(HIDDEN, generator=generator), EPS)
             before = residuals[half]
             mine = partials[rank].clone()
             kept = sums.empty_residual(mine) if before is None else before
             time.sleep(delays.random() * 0.02)
-            sums.start(half, mine, before, kept, weight, EPS)
+            sums.start(half, mine, before, kept, norm)
             residuals[half] = kept
             mine.fill_(float("nan"))  # on the device it is free only after the wait: here all copies are done
-            normed, expected_residuals[half] = sum_owned_rows_reference(partials, expected_residuals[half], weight, EPS)
+            normed, expected_residuals[half] = sum_owned_rows_reference(partials, expected_residuals[half], norm)
             wanted.append(normed)
         for half in range(2):
             time.sleep(delays.random() * 0.02)
@@ -139,28 +140,28 @@ def alone_rank(rank: int, world_size: int, folder: Path) -> None:
     for half in range(2):
         for epoch, with_residual in ((1, False), (2, True)):
             partials, before = torch.randn(3, 8, HIDDEN), torch.randn(3, HIDDEN)
-            weight = torch.randn(HIDDEN)
+            norm = Norm(torch.randn(HIDDEN), EPS)
             for peer in (0, 2):
                 inbox[half, peer, :3] = partials[peer, 3:6]
                 flags[half, :, peer] = epoch
             kept = torch.empty(3, HIDDEN)
             residual = before if with_residual else None
-            sums.start(half, partials[1].contiguous(), residual, kept, weight, EPS)
-            normed, expected = sum_owned_rows_reference(partials[:, 3:6], residual, weight, EPS)
+            sums.start(half, partials[1].contiguous(), residual, kept, norm)
+            normed, expected = sum_owned_rows_reference(partials[:, 3:6], residual, norm)
             got = sums.finish(half, 8)
             torch.testing.assert_close(got[3:6], normed, rtol=1e-5, atol=1e-6)
             assert torch.equal(kept, expected) and int(memory.abort_word) == 0
     assert memory.sent == 4 * ((3 + 2 + 3 + 3) * HIDDEN * 4 + 4 * 4)  # rows to 0 and 2, finished ones to both; flags
     flags[0, :, 0] = 3  # rank 2 is dead
-    partial, weight = torch.randn(8, HIDDEN), torch.randn(HIDDEN)
+    partial, norm = torch.randn(8, HIDDEN), Norm(torch.randn(HIDDEN), EPS)
     threading.Timer(0.5, lambda: memory.abort_word.fill_(1)).start()
     begin = time.monotonic()
-    sums.start(0, partial, None, sums.empty_residual(partial), weight, EPS)
+    sums.start(0, partial, None, sums.empty_residual(partial), norm)
     sums.finish(0, 8)
     assert 0.3 < time.monotonic() - begin < 60
     memory.abort_word.zero_()
     sums.max_spins, sums.enabled, memory.sent = 5, False, 0
-    sums.start(1, partial, None, sums.empty_residual(partial), weight, EPS)
+    sums.start(1, partial, None, sums.empty_residual(partial), norm)
     assert int(memory.abort_word) == 2 and memory.sent == 0
     memory.abort_word.zero_()
     sums.finish(1, 8)

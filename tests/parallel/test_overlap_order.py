@@ -125,7 +125,7 @@ def test_what_a_sum_uses_lives_until_it_is_awaited(by_copies: bool) -> None:
         sums.finish = lambda half, rows: torch.full((rows, 8), float(half))
         overlap.sums = sums
     norm = ReduceAddNorm(RowNorm(8, 1e-6, torch.float32, CPU), group, select_kernels(CPU))
-    torch.nn.init.ones_(norm.weight)
+    torch.nn.init.ones_(norm.row_norm.weight)
     partial, residual = torch.randn(4, 8), torch.randn(4, 8)
     alive = [weakref.ref(partial), weakref.ref(residual)]
     under_way = start(norm, partial, residual, 1)

@@ -119,15 +119,14 @@ def _down_kernel(
 
 
 def add_experts(
-    residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, logits: torch.Tensor, options: TopK,
-    gate_up: FP8Weight, down: FP8Weight,
-) -> torch.Tensor:  # fmt: skip
+    residual: torch.Tensor, norm: Norm, logits: torch.Tensor, options: TopK, gate_up: FP8Weight, down: FP8Weight
+) -> torch.Tensor:
     """moe/few_rows.py's, of gate_up [E, 2 I, H] and down [E, H, I] in e4m3 with scales of blocks, I of whole groups."""
     rows, hidden = residual.shape
     experts, width = gate_up.values.shape[0], gate_up.values.shape[1] // 2
     if not takes(gate_up, down):
         raise ValueError(f"experts of {list(gate_up.values.shape)}: must have scales of blocks that 16 rows share")
-    x = add_norms_fp8(residual, None, Norm(norm_weight, eps))[0]
+    x = add_norms_fp8(residual, None, norm)[0]
     h = residual.new_empty(rows, options.top_k * width)
     block = max(32, triton.next_power_of_2(experts))
     shared = {"WIDTH": logits.shape[-1], "EXPERTS": experts, "BLOCK": block, "TOP_K": options.top_k, "WARPS": WARPS}

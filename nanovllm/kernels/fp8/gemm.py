@@ -23,29 +23,27 @@ PREFETCH_BYTES = 64 << 10
 """Of a program's weights, to bring into L2 before it may start."""
 
 
-def linear(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, pdl: bool = True) -> Tensor:
-    """x [T, K] @ weight^T -> [T, N] in x's dtype; with config.parts > 1 float32 [parts, T, N], sums over parts of K."""
+def linear(
+    x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool = False, pdl: bool = True
+) -> Tensor:
+    """x [T, K] @ weight^T -> [T, N] in x's dtype; with config.parts > 1 float32 [parts, T, N], sums over parts of K.
+    gated: gates are the first N / 2 columns, and the result is silu(gate) * up, [T, N / 2]; not by the library."""
     rows, n, device = x.shape[0], weight.values.shape[0], weight.values.device
     if not rows:  # of the last layer, where a step ends no prompt
         return torch.empty(0, n, dtype=x.dtype, device=device)
     if config.kernel == "quantized_row":
-        return one_row.linear(x, weight, config, pdl=pdl)
+        return one_row.linear(x, weight, config, gated=gated, pdl=pdl)
     if config.kernel not in ("decode", "library") or (config.kernel == "library" and not library_takes(weight)):
         config = MANY_ROWS
     if config.kernel == "library":
         return library_linear(_rounded(x, weight), weight)
-    parts = config.split_k > 1
-    shape, dtype = ((config.split_k, rows, n), torch.float32) if parts else ((rows, n), x.dtype)
-    return _launch(x, weight, n, config, torch.empty(shape, dtype=dtype, device=device), gated=False, pdl=pdl)
-
-
-def linear_silu_mul(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, pdl: bool = True) -> Tensor:
-    """silu(gate) * up of `linear`, where gates are the first N / 2 columns: [T, N / 2]; not by the library."""
-    if config.kernel == "quantized_row":
-        return one_row.linear_silu_mul(x, weight, config, pdl=pdl)
-    size = weight.values.shape[0] // 2
-    out = empty_rows(x.shape[0], size, x.dtype, weight.values.device)
-    return _launch(x, weight, size, config, out, gated=True, pdl=pdl)
+    if gated:
+        out = empty_rows(rows, n // 2, x.dtype, device)
+    elif config.split_k > 1:
+        out = torch.empty(config.split_k, rows, n, dtype=torch.float32, device=device)
+    else:
+        out = torch.empty(rows, n, dtype=x.dtype, device=device)
+    return _launch(x, weight, config, out, gated=gated, pdl=pdl)
 
 
 def _rounded(x: Tensor | FP8Rows, weight: FP8Weight) -> FP8Rows:
@@ -84,38 +82,32 @@ def library_linear(x: FP8Rows, weight: FP8Weight) -> Tensor:
     return out[:rows]
 
 
-def linear_widened(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig) -> Tensor:
+def linear_widened(
+    x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool = False
+) -> Tensor:
     """`linear` on a GPU that cannot multiply e4m3; slow."""
-    return widened_products(_rounded_plainly(x, weight), weight)
+    y = widened_products(_rounded_plainly(x, weight), weight)
+    return silu_mul_reference(y) if gated else y
 
 
-def linear_silu_mul_widened(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig) -> Tensor:
-    """Likewise."""
-    return silu_mul_reference(linear_widened(x, weight, config))
-
-
-def linear_twin(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig) -> Tensor:
+def linear_twin(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool = False) -> Tensor:
     """Plain twin of `linear`, but for parts of K."""
     x = _rounded_plainly(x, weight)
-    return linear_reference(x.values, x.scales, weight.values, weight.scale, weight.rows_each).to(x.dtype)
+    y = linear_reference(x.values, x.scales, weight.values, weight.scale, weight.rows_each).to(x.dtype)
+    return silu_mul_reference(y) if gated else y
 
 
 def _rounded_plainly(x: Tensor | FP8Rows, weight: FP8Weight) -> FP8Rows:
     return FP8Rows(*quantize_rows_reference(x, weight.input_scale), x.dtype) if isinstance(x, Tensor) else x
 
 
-def linear_silu_mul_twin(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig) -> Tensor:
-    """Plain twin of `linear_silu_mul`."""
-    return silu_mul_reference(linear_twin(x, weight, config))
-
-
 def _launch(
-    x: Tensor | FP8Rows, weight: FP8Weight, n_out: int, config: GemmConfig, out: Tensor, *, gated: bool, pdl: bool
+    x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, out: Tensor, *, gated: bool, pdl: bool
 ) -> Tensor:
     """Fills and returns `out` [T, n_out] or float32 [split_k, T, n_out]."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    (rows, k), values = tuple(x.shape), weight.values
+    (rows, k), values, n_out = tuple(x.shape), weight.values, out.shape[-1]
     if values.shape[1] != k or k % 16 or not values.is_contiguous():
         raise ValueError(f"weight {list(values.shape)} does not fit x {list(x.shape)}, or K is no multiple of 16")
     if config.block_k % GROUP or config.split_k > triton.cdiv(k, config.block_k):

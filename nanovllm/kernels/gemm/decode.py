@@ -40,56 +40,16 @@ def split_linear(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
     return torch.bmm(x_parts.float(), weight_parts.float())
 
 
-def linear(x: Tensor, weight: Tensor, config: GemmConfig, *, pdl: bool = True) -> Tensor:
+def linear(x: Tensor, weight: Tensor, config: GemmConfig, *, gated: bool = False, pdl: bool = True) -> Tensor:
     """x [M, K] @ weight [N, K]^T in one dtype -> [M, N]; with config.split_k > 1 float32 [split_k, M, N], sums over
-    parts of K."""
-    rows, n = x.shape[0], weight.shape[0]
-    parts = config.split_k > 1
-    out = x.new_empty(config.split_k, rows, n, dtype=torch.float32) if parts else x.new_empty(rows, n)
-    return _launch(x, weight, n, config, out, False, pdl)
-
-
-def linear_silu_mul(x: Tensor, gate_up_weight: Tensor, config: GemmConfig, *, pdl: bool = True) -> Tensor:
-    """silu(gate) * up of x [M, K] for gate_up_weight [2 I, K], gates first -> [M, I]. Rounds as the GEMM and the
-    activation kernel by themselves do. K cannot be split."""
-    if config.split_k != 1:
-        raise ValueError(f"{config}: gate and up must be whole before the activation")
-    size = gate_up_weight.shape[0] // 2
-    out = empty_rows(x.shape[0], size, x.dtype, x.device)
-    return _launch(x, gate_up_weight, size, config, out, True, pdl)
-
-
-def split_linear_reference(x: Tensor, weight: Tensor, splits: int) -> Tensor:
-    """Plain twin of `split_linear`."""
-    return _sums(x, weight, [x.shape[1] // splits * part for part in range(splits + 1)])
-
-
-def linear_reference(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
-    """Plain twin of `linear`: the same columns in each part."""
-    if config.leaves > 1:
-        leaf = x.shape[1] // (config.leaves * config.split_k)
-        sums = _sums(x, weight, [*range(0, x.shape[1] + 1, leaf)]).unflatten(0, (config.split_k, config.leaves))
-        sums = torch.stack([add_up(part, torch.float32) for part in sums])
-        return sums if config.split_k > 1 else sums[0].to(x.dtype)
-    steps = -(-x.shape[1] // config.block_k)
-    sums = _sums(x, weight, [steps * part // config.split_k * config.block_k for part in range(config.split_k + 1)])
-    return sums if config.split_k > 1 else sums[0].to(x.dtype)
-
-
-def linear_silu_mul_reference(x: Tensor, gate_up_weight: Tensor) -> Tensor:
-    """Plain twin of `linear_silu_mul`."""
-    return silu_mul_reference((x.float() @ gate_up_weight.float().T).to(x.dtype))
-
-
-def _sums(x: Tensor, weight: Tensor, ends: list[int]) -> Tensor:
-    return torch.stack([x[:, a:b].float() @ weight[:, a:b].float().T for a, b in pairwise(ends)])
-
-
-def _launch(x: Tensor, weight: Tensor, n_out: int, config: GemmConfig, out: Tensor, gated: bool, pdl: bool) -> Tensor:
-    """Fills and returns `out` [M, n_out] or float32 [split_k, M, n_out]."""
+    parts of K. gated: the weight is [2 I, K], gates first, and the result silu(gate) * up, [M, I], rounded as the GEMM
+    and the activation kernel by themselves do; then K cannot be split."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    rows, k = x.shape
+    (rows, k), parts = x.shape, config.split_k > 1
+    n_out = weight.shape[0] // 2 if gated else weight.shape[0]
+    if gated and parts:
+        raise ValueError(f"{config}: gate and up must be whole before the activation")
     if weight.shape[1] != k or k * x.element_size() % 16:
         raise ValueError(f"weight {list(weight.shape)} does not fit x {list(x.shape)}, or K is no multiple of 16 bytes")
     if not (x.is_contiguous() and weight.is_contiguous()) or x.dtype != weight.dtype:
@@ -98,6 +58,10 @@ def _launch(x: Tensor, weight: Tensor, n_out: int, config: GemmConfig, out: Tens
         raise ValueError(f"{config}: K = {k} has no {config.leaves * config.split_k} parts of whole steps")
     if config.split_k > triton.cdiv(k, config.block_k):
         raise ValueError(f"{config} leaves a split without columns, K = {k}")
+    if gated:
+        out = empty_rows(rows, n_out, x.dtype, x.device)
+    else:
+        out = x.new_empty(config.split_k, rows, n_out, dtype=torch.float32) if parts else x.new_empty(rows, n_out)
     columns = PREFETCH_BYTES // (config.block_n * (2 if gated else 1) * weight.element_size())
     grid = (triton.cdiv(rows, config.block_m), triton.cdiv(n_out, config.block_n), config.split_k)
     readable = min(rows_in_memory(x), grid[0] * config.block_m)
@@ -106,8 +70,31 @@ def _launch(x: Tensor, weight: Tensor, n_out: int, config: GemmConfig, out: Tens
         TensorDescriptor(weight, list(weight.shape), [k, 1], [config.block_n, config.block_k]),
         weight, out, rows=rows, n_out=n_out, k=k,
         BLOCK_N=config.block_n, BLOCK_M=config.block_m, BLOCK_K=config.block_k, STAGES=config.stages,
-        GATED=gated, PARTS=config.split_k > 1, LEAVES=config.leaves, X_LEFT=config.block_n < 64,
+        GATED=gated, PARTS=parts, LEAVES=config.leaves, X_LEFT=config.block_n < 64,
         PREFETCH=max(64, min(columns, triton.next_power_of_2(k))), num_warps=config.num_warps,
         **pdl_options(x.device, pdl),
     )  # fmt: skip
     return out
+
+
+def split_linear_reference(x: Tensor, weight: Tensor, splits: int) -> Tensor:
+    """Plain twin of `split_linear`."""
+    return _sums(x, weight, [x.shape[1] // splits * part for part in range(splits + 1)])
+
+
+def linear_reference(x: Tensor, weight: Tensor, config: GemmConfig, *, gated: bool = False) -> Tensor:
+    """Plain twin of `linear`: the same columns in each part."""
+    if gated:
+        return silu_mul_reference((x.float() @ weight.float().T).to(x.dtype))
+    if config.leaves > 1:
+        leaf = x.shape[1] // (config.leaves * config.split_k)
+        sums = _sums(x, weight, [*range(0, x.shape[1] + 1, leaf)]).unflatten(0, (config.split_k, config.leaves))
+        sums = torch.stack([add_up(part, torch.float32) for part in sums])
+    else:
+        steps = -(-x.shape[1] // config.block_k)
+        sums = _sums(x, weight, [steps * part // config.split_k * config.block_k for part in range(config.split_k + 1)])
+    return sums if config.split_k > 1 else sums[0].to(x.dtype)
+
+
+def _sums(x: Tensor, weight: Tensor, ends: list[int]) -> Tensor:
+    return torch.stack([x[:, a:b].float() @ weight[:, a:b].float().T for a, b in pairwise(ends)])

@@ -149,55 +149,24 @@ def _widened(device: torch.device, stream: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(WIDENED_BYTES // dtype.itemsize, dtype=dtype, device=device)
 
 
-def multiply(x: Tensor, weight: Int4Weight, config: GemmConfig) -> Tensor:
+def linear(x: Tensor, weight: Int4Weight, config: GemmConfig, *, gated: bool = False, pdl: bool = True) -> Tensor:
     """x [M, k] @ weight^T -> [M, n] by what `config` names, or where that is the library by what suits the number of
-    rows; with config.parts > 1 float32 [config.parts, M, n], sums over parts of k."""
-    if config.kernel == "int4":
-        return linear(x, weight, config)
-    if config.kernel == "int4_whole":
-        return linear_whole(x, weight, config)
-    if not x.is_cuda or not HAS_TRITON or x.shape[0] > INT4_ROWS:
-        return linear_widened(x, weight)
-    return linear_whole(x, weight, int4_config(Gemm("", weight.n, weight.k, INT4, False), x.shape[0]))
-
-
-def linear(x: Tensor, weight: Int4Weight, config: GemmConfig, *, pdl: bool = True) -> Tensor:
-    """x [M, k] @ weight^T -> [M, n]; with config.split_k > 1 float32 [split_k, M, n], sums over parts of k."""
-    rows, n = x.shape[0], weight.n
-    parts = config.split_k > 1
-    out = x.new_empty(config.split_k, rows, n, dtype=torch.float32) if parts else x.new_empty(rows, n)
-    return _launch(x, weight, n, config, out, parts=parts, pdl=pdl)
-
-
-def linear_whole(x: Tensor, weight: Int4Weight, config: GemmConfig, *, pdl: bool = True) -> Tensor:
-    """The same, where the last program of a tile adds up the parts: [M, n]."""
-    return _launch(x, weight, weight.n, config, x.new_empty(x.shape[0], weight.n), pdl=pdl)
-
-
-def linear_silu_mul(x: Tensor, weight: Int4Weight, config: GemmConfig, *, pdl: bool = True) -> Tensor:
-    """silu(gate) * up of x [M, k] for gates and ups [2 I, k], gates first -> [M, I]. Rounds as the product and the
-    activation by themselves do."""
-    size = weight.n // 2
-    return _launch(x, weight, size, config, empty_rows(x.shape[0], size, x.dtype, x.device), paired=True, pdl=pdl)
-
-
-def _prefetched(grid: tuple[int, int, int], block_n: int, blocks: int) -> int:
-    """Blocks of each program, a power of two: of PREFETCH_BYTES, and no more than it goes through."""
-    wanted = min(PREFETCH_BYTES // (grid[1] * grid[2] * block_n * 2 * WORDS), blocks // grid[2])
-    return 1 << (max(1, min(16, wanted)).bit_length() - 1)
-
-
-def _launch(
-    x: Tensor, weight: Int4Weight, n_out: int, config: GemmConfig, out: Tensor, *, pdl: bool, paired: bool = False,
-    parts: bool = False,
-) -> Tensor:  # fmt: skip
-    """Fills and returns `out`."""
-    rows, k = x.shape
+    rows; with config.parts > 1 float32 [config.parts, M, n], sums over parts of k. gated: the weight is [2 I, k], gates
+    first, and the result silu(gate) * up, [M, I], rounded as the product and the activation by themselves do."""
+    (rows, k), n_out = x.shape, weight.n // 2 if gated else weight.n
+    if config.kernel == "library":
+        if not x.is_cuda or not HAS_TRITON or rows > INT4_ROWS:
+            return linear_widened(x, weight)
+        config = int4_config(Gemm("", weight.n, weight.k, INT4, False), rows)
     check_fits(x, weight)
-    blocks = weight.words.shape[0]
+    blocks, parts = weight.words.shape[0], config.parts > 1 and not gated
     if config.split_k > blocks:
         raise ValueError(f"{config} leaves a split without columns, K = {k}")
-    outputs = config.block_n // 2 if paired else config.block_n
+    if gated:
+        out = empty_rows(rows, n_out, x.dtype, x.device)
+    else:
+        out = x.new_empty(config.parts, rows, n_out, dtype=torch.float32) if parts else x.new_empty(rows, n_out)
+    outputs = config.block_n // 2 if gated else config.block_n
     grid = (triton.cdiv(rows, config.block_m), triton.cdiv(n_out, outputs), config.split_k)
     scratch = counters = out
     adds_up = config.split_k > 1 and not parts
@@ -209,8 +178,14 @@ def _launch(
     int4_gemm_kernel[grid](
         x, weight.words, weight.groups, out, scratch, counters, rows=rows, n=weight.n, n_out=n_out, k=k,
         ROWS=config.block_m, BLOCK_N=config.block_n, STAGES=config.stages, GROUP=weight.group,
-        HAS_ZEROS=weight.has_zeros, PAIRED=paired, PARTS=parts, ADDS_UP=adds_up,
+        HAS_ZEROS=weight.has_zeros, PAIRED=gated, PARTS=parts, ADDS_UP=adds_up,
         PREFETCH=_prefetched(grid, config.block_n, blocks), EVEN_K=k % SPAN == 0, EVEN_N=n_out % outputs == 0,
         PTX=x.is_cuda, num_warps=config.num_warps, **pdl_options(x.device, pdl),
     )  # fmt: skip
     return out
+
+
+def _prefetched(grid: tuple[int, int, int], block_n: int, blocks: int) -> int:
+    """Blocks of each program, a power of two: of PREFETCH_BYTES, and no more than it goes through."""
+    wanted = min(PREFETCH_BYTES // (grid[1] * grid[2] * block_n * 2 * WORDS), blocks // grid[2])
+    return 1 << (max(1, min(16, wanted)).bit_length() - 1)

@@ -16,6 +16,7 @@ from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.kernels.gemm.epilogue import LANE_SPAN, normalise, store_tile, weight_rows
 from nanovllm.kernels.gemm.fma import lane_columns, lane_sums, load_vector, load_weight, row_scale
 from nanovllm.kernels.moe.routing import LOWEST, TopK
+from nanovllm.kernels.pointwise.norm import Norm
 
 MOST_ROWS = 4
 """With more tokens, two of which choose the same expert more often, tiles of an expert's rows read less."""
@@ -169,29 +170,27 @@ def _down_kernel(
 
 
 def add_experts(
-    residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, logits: torch.Tensor, options: TopK,
-    gate_up: torch.Tensor, down: torch.Tensor, gate_up_config: GemmConfig = GATE_UP, down_config: GemmConfig = DOWN,
-) -> torch.Tensor:  # fmt: skip
+    residual: torch.Tensor, norm: Norm, logits: torch.Tensor, options: TopK, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
     """residual [T, H] += the sum of every token's experts' silu(gate) * up, in place, where x = rms_norm(residual) and
     gate_up [E, 2 I, H], gates first, down [E, H, I]; returns residual.
 
     logits float32 [T, >= E]: the router's, of x. The softmax of them chooses (`options` without sigmoid or groups).
     Everything is contiguous, and but for logits of one dtype.
     """
-    configs = gate_up_config, down_config
-    return _launch(residual, (norm_weight, eps), residual, logits, options, gate_up, down, configs)
+    return _launch(residual, norm, residual, logits, options, gate_up, down)
 
 
 def sum_experts(
     x: torch.Tensor, logits: torch.Tensor, options: TopK, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
     """The sum alone, [T, H], for x [T, H] as it is; the other operands as in add_experts."""
-    return _launch(x, None, torch.empty_like(x), logits, options, gate_up, down, (GATE_UP, DOWN))
+    return _launch(x, None, torch.empty_like(x), logits, options, gate_up, down)
 
 
 def _launch(
-    x: torch.Tensor, norm: tuple[torch.Tensor, float] | None, out: torch.Tensor, logits: torch.Tensor, options: TopK,
-    gate_up: torch.Tensor, down: torch.Tensor, configs: tuple[GemmConfig, GemmConfig],
+    x: torch.Tensor, norm: Norm | None, out: torch.Tensor, logits: torch.Tensor, options: TopK, gate_up: torch.Tensor,
+    down: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """out may be x, and is added to then."""
     rows, hidden = x.shape
@@ -201,16 +200,16 @@ def _launch(
     if not (gate_up.shape == (experts, 2 * width, hidden) and down.shape == (experts, hidden, width)):
         raise ValueError(f"{list(gate_up.shape)} and {list(down.shape)} are no experts for rows of {hidden}")
     h = x.new_empty(rows, options.top_k, width)
-    gain, eps = norm or (x, 0.0)
+    gain, eps = (x, 0.0) if norm is None else (norm.weight, norm.eps)
     block = max(32, triton.next_power_of_2(experts))
     shared = {"WIDTH": logits.shape[-1], "EXPERTS": experts, "BLOCK": block, "TOP_K": options.top_k}
     shared |= pdl_options(x.device)
-    _gate_up_kernel[(triton.cdiv(2 * width, configs[0].block_n), options.top_k, rows)](
-        x, gain, gate_up, logits, h, width, eps, NORM=norm is not None, **shared, **_sizes(gate_up, configs[0], 1)
+    _gate_up_kernel[(triton.cdiv(2 * width, GATE_UP.block_n), options.top_k, rows)](
+        x, gain, gate_up, logits, h, width, eps, NORM=norm is not None, **shared, **_sizes(gate_up, GATE_UP, 1)
     )
-    _down_kernel[(triton.cdiv(hidden, configs[1].block_n), rows)](
+    _down_kernel[(triton.cdiv(hidden, DOWN.block_n), rows)](
         h, down, logits, out, hidden, RENORMALISE=options.renormalise, SCALE=options.scale, ADDS=out is x,
-        **shared, **_sizes(down, configs[1], options.top_k),
+        **shared, **_sizes(down, DOWN, options.top_k),
     )  # fmt: skip
     return out
 

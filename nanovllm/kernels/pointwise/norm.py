@@ -27,7 +27,7 @@ nearly all GEMMs are our own."""
 class Norm(NamedTuple):
     """What a row is normalised with. Statistics are in float32."""
 
-    weight: torch.Tensor | None
+    weight: torch.Tensor
     """[H], in the model's dtype or in float32."""
     eps: float
     kind: str = "rms"
@@ -37,7 +37,7 @@ class Norm(NamedTuple):
     """[H], added before the rounding."""
 
 
-_NONE = Norm(None, 0.0)
+_NONE = Norm(None, 0.0)  # type: ignore[arg-type]
 MOST_PARTS = 16
 PAIRED_WIDTH = 1024
 """Squares of rows up to it are added in pairs, which costs nothing there: so that kernels/gemm/one_row.py, whose
@@ -223,7 +223,6 @@ def add_up(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def norm_reference(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """x [T, H] -> normalised [T, H] in x's dtype; see Norm."""
-    assert norm.weight is not None
     if norm.kind == "rms":
         return rms_norm_reference(x, norm.weight, norm.eps)
     x32 = x.float()

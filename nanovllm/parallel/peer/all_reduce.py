@@ -23,7 +23,7 @@ import torch
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.padded_rows import empty_rows
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.pointwise.norm import add_up
+from nanovllm.kernels.pointwise.norm import Norm, add_up, norm_reference
 from nanovllm.parallel.peer.kernels import max_keys_kernel, one_shot_kernel, two_shot_kernel
 from nanovllm.parallel.peer.memory import MAX_PROGRAMS, MAX_SPLIT, SENTINELS, PeerMemory
 from nanovllm.parallel.peer.two_shot import split_two_shot_kernel
@@ -49,24 +49,22 @@ def _reduce_in_float32(partial: torch.Tensor, group: Any | None) -> torch.Tensor
 
 
 def all_reduce_add_rms_norm_reference(
-    partial: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, group: Any | None
+    partial: torch.Tensor, residual: torch.Tensor | None, norm: Norm, group: Any | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What `PeerAllReduce.all_reduce_add_rms_norm` computes, over any communicator (gloo, NCCL; None: one rank).
 
     partial [T, hidden] of this rank, or float32 [parts, T, hidden], sums over parts of K; residual [T, hidden], updated
-    in place, or None at the start of the model; weight [hidden]; group: an object of torch.distributed with
-    `allreduce`. Returns (normalised, residual), both [T, hidden].
+    in place, or None at the start of the model; group: an object of torch.distributed with `allreduce`. Returns
+    (normalised, residual), both [T, hidden].
     """
     if partial.dim() == 3:
-        partial = add_up(partial, weight.dtype)
+        partial = add_up(partial, norm.weight.dtype)
     total = _reduce_in_float32(partial, group)
     if residual is None:
         residual = torch.empty_like(partial)
     else:
         total = total + residual.float()
-    x32 = residual.copy_(total).float()
-    normed = (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(partial.dtype)
-    return normed * weight, residual
+    return norm_reference(residual.copy_(total), norm), residual
 
 
 @dataclass(frozen=True)
@@ -134,24 +132,25 @@ class PeerAllReduce:
         return CUT_IN_FOUR if rows <= limits.cut_rows(layout.world_size, self._hidden * layout.itemsize) else None
 
     def all_reduce_add_rms_norm(
-        self, partial: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, *,
-        path: Path | None = None, dependent: bool = False,
+        self, partial: torch.Tensor, residual: torch.Tensor | None, norm: Norm, *, path: Path | None = None,
+        dependent: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Sum over the ranks + residual (float32, one rounding), and the RMSNorm of that.
+        """Sum over the ranks + residual (float32, one rounding), and the norm of that, of kind "rms".
 
         partial [T, hidden]: this rank's addend, contiguous, any memory; or float32 [parts, T, hidden], whose sum it is.
-        residual [T, hidden]: updated in place; None: zeros, and a new tensor is returned. weight [hidden]. Returns
-        (normalised [T, hidden], residual [T, hidden]).
+        residual [T, hidden]: updated in place; None: zeros, and a new tensor is returned. Returns (normalised [T,
+        hidden], residual [T, hidden]).
         The residual is for further calls with the same T alone: where two-shot is taken, each rank updates only the
         rows that it owns (row mod world = rank), which is a third less on the wire.
         path: overrules `path(T)` (benchmarks). dependent: launch it with PDL, whatever its rows.
         """
+        weight = norm.weight
         rows = self._check(partial, residual, weight)
         out = empty_rows(rows, self._hidden, weight.dtype, weight.device)
         residual_out = torch.empty_like(out) if residual is None else residual
         for own in self._pieces(rows, path):
             operands = (partial[..., own, :].contiguous(), residual_out[own], weight, out[own])
-            self._launch(path, operands, eps, residual is not None, dependent)
+            self._launch(path, operands, norm.eps, residual is not None, dependent)
         return out, residual_out
 
     def all_reduce(self, partial: torch.Tensor, *, path: Path | None = None) -> torch.Tensor:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from nanovllm.kernels.base.triton_import import triton
+from nanovllm.kernels.pointwise.norm import Norm
 from nanovllm.parallel.peer.all_reduce import MAX_SPINS, num_warps
 from nanovllm.parallel.peer.memory import FLAG_STRIDE, PeerMemory
 from nanovllm.parallel.peer.owner_sum import await_rows_kernel, sum_owned_rows_kernel
@@ -57,11 +58,10 @@ class CopyEngineSums:
         return torch.empty_like(partial[begin:end])
 
     def start(
-        self, half: int, partial: torch.Tensor, residual: torch.Tensor | None, residual_out: torch.Tensor,
-        weight: torch.Tensor, eps: float,
-    ) -> None:  # fmt: skip
+        self, half: int, partial: torch.Tensor, residual: torch.Tensor | None, residual_out: torch.Tensor, norm: Norm
+    ) -> None:
         """Steps 1 to 3 for half 0 or 1, in the current stream. partial [R, hidden]; residual, residual_out [rows that
-        this rank owns, hidden], which may be one tensor; residual None: zeros. weight [hidden]. All contiguous."""
+        this rank owns, hidden], which may be one tensor; residual None: zeros. All contiguous."""
         memory, layout, rows = self.memory, self.memory.layout, partial.shape[0]
         if rows > self.max_rows or not partial.is_contiguous() or partial.dtype != memory.dtype:
             raise ValueError(f"half a step: {partial.dtype} {tuple(partial.shape)}: the block is laid out for {layout}")
@@ -73,9 +73,9 @@ class CopyEngineSums:
         out = self._gathered[half, begin:end]
         block = triton.next_power_of_2(layout.hidden_size)
         sum_owned_rows_kernel[(max(1, min(end - begin, self.programs)),)](
-            partial[begin:end], self._inbox[half], residual_out if residual is None else residual, residual_out, weight,
-            out, self._flags[half, 0], self._epochs[half], memory.abort_word, end - begin, memory.rank, eps,
-            self.max_spins, CAPACITY=layout.half_units, HIDDEN=layout.hidden_size, BLOCK=block,
+            partial[begin:end], self._inbox[half], residual_out if residual is None else residual, residual_out,
+            norm.weight, out, self._flags[half, 0], self._epochs[half], memory.abort_word, end - begin, memory.rank,
+            norm.eps, self.max_spins, CAPACITY=layout.half_units, HIDDEN=layout.hidden_size, BLOCK=block,
             RESIDUAL=residual is not None, num_warps=num_warps(block), **self._shape,
         )  # fmt: skip
         gathered = layout.gathered + (half * layout.half_rows + begin) * self._row_bytes

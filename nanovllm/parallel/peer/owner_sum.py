@@ -8,6 +8,7 @@ writes arrive. A wait looks at `abort` of the local device memory each time roun
 import torch
 
 from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.pointwise.norm import Norm, norm_reference
 from nanovllm.parallel.peer.kernels import float_or_zeros
 
 
@@ -69,14 +70,12 @@ def await_rows_kernel(flags, epoch, abort, rank, max_spins, WORLD: tl.constexpr,
 
 
 def sum_owned_rows_reference(
-    addends: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    addends: torch.Tensor, residual: torch.Tensor | None, norm: Norm
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """addends [ranks, rows, hidden], residual [rows, hidden] or None (zeros), weight [hidden] -> (normalised, sum of
-    the addends in the order of ranks + residual), both [rows, hidden] in the dtype of the addends."""
+    """addends [ranks, rows, hidden], residual [rows, hidden] or None (zeros) -> (normalised, sum of the addends in the
+    order of ranks + residual), both [rows, hidden] in the dtype of the addends."""
     total = torch.zeros_like(addends[0], dtype=torch.float32)
     for addend in addends:
         total = total + addend.float()
     x = (total if residual is None else total + residual.float()).to(addends.dtype)
-    x32 = x.float()
-    normed = (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
-    return normed * weight, x
+    return norm_reference(x, norm), x
