@@ -8,7 +8,6 @@ import pickle
 import socket
 import sys
 from array import array
-from functools import lru_cache
 from typing import Any
 
 from nanovllm.outputs import EngineStats
@@ -17,7 +16,6 @@ from nanovllm.replicas.messages import Completed, Counted, Gained, Ready, Start
 
 ROWS = 256
 STATS = EngineStats(0, 0, 0.0, 0, 0, 0, 0, 0, {}, (0,) * 14, 0)
-unpickled = lru_cache(4)(pickle.loads)
 
 
 def step(rows: dict[int, int]) -> Gained:
@@ -44,9 +42,9 @@ def main(fd: int) -> None:
             info = {"num_kvcache_blocks": 1 << 16}
             link.send(pickle.dumps(Ready(message.config, info["num_kvcache_blocks"], info)))
         elif message[0] == "add":
-            _, request_id, prompt, params, _ = message
-            prefilled += len(prompt) // 4
-            rows[request_id] = unpickled(params).max_tokens
+            for request_id, prompt, params, _ in message[1]:
+                prefilled += len(prompt) // 4
+                rows[request_id] = params.max_tokens
         elif message[0] == "leave":
             os._exit(0)
 

@@ -5,9 +5,7 @@ same tokens on any number of replicas, and goes on elsewhere when its replica is
 """
 
 import logging
-import pickle
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -24,7 +22,7 @@ from nanovllm.replicas.inbox import Inbox
 from nanovllm.replicas.link import Lost, ReplicaLink, close_links
 from nanovllm.replicas.messages import Answer, Completed, Counted, Gained, Ready, Refused
 from nanovllm.replicas.ranks import ReplicaRanks
-from nanovllm.replicas.request import RequestState
+from nanovllm.replicas.request import RequestState, Sent
 from nanovllm.replicas.router import Load, Router
 from nanovllm.tokenizer import Tokenizer
 
@@ -151,21 +149,21 @@ class ReplicatedEngine(ReplicaControl):
         return prefix_hashes(token_ids, self.config.kvcache_block_size, seq.params.cache_salt)
 
     def _bind(self) -> None:
-        """Sends what replicas have room for."""
+        """Sends what replicas have room for; in one message as much as a step may compute, since requests that come one
+        by one begin in as many small steps."""
         if self.scheduler.holds_new or self.is_paused:
             return
+        batches: dict[int, list[Sent]] = {}
+        num_tokens = [0] * len(self._links)
         for number, request_id in self._router.bind():
             request = self._live[request_id]  # type: ignore[index]
-            seqs = request.seqs
-            first = seqs[0]
-            request.replica, request.bound_at = number, time.perf_counter()
-            known = first.output_token_ids if request.goes_on else first.output_token_ids[: request.num_given]
-            request.to_skip = [seq.num_tokens - seq.num_prompt_tokens - len(known) for seq in seqs]
-            prompt = array("i", first.token_ids[: first.num_prompt_tokens]).tobytes()
-            params, most = first.params, first.max_total_tokens - first.num_prompt_tokens
-            if most < params.max_tokens:  # the replica's KV cache may hold more than that of others
-                params = replace(params, max_tokens=most, min_tokens=min(most, params.min_tokens))
-            self._send(number, ("add", request_id, prompt, pickle.dumps(params, pickle.HIGHEST_PROTOCOL), known))
+            batches.setdefault(number, []).append(request.bind(number))
+            num_tokens[number] += request.seqs[0].num_tokens
+            if num_tokens[number] >= self.config.max_num_batched_tokens:
+                self._send(number, ("add", batches.pop(number)))
+                num_tokens[number] = 0
+        for number, batch in batches.items():
+            self._send(number, ("add", batch))
             if len(self._live) <= _SPIN_REQUESTS and self.config.device == "cuda":
                 self._spin_until = time.monotonic() + _SPIN_SECONDS
 

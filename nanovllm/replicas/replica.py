@@ -19,7 +19,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nanovllm.replicas.channel import Bell, Channel
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
     from nanovllm.engine.llm_engine import LLMEngine
     from nanovllm.outputs import StepColumns
+    from nanovllm.replicas.request import Sent
 
 _LIFE_SECONDS = 1.0
 _COUNT_SECONDS = 0.1
@@ -99,15 +99,14 @@ class Replica:
 
     # -- what the front may ask for -----------------------------------------------------------------------------
 
-    def add(self, request_id: int, prompt: bytes, pickled: bytes, known: list[int]) -> None:
-        """`prompt`: int32 token ids. `pickled`: SamplingParams. `known`: the output's first tokens. The request was
-        checked by the front."""
-        params = _unpickled(pickled)
-        if params.structured_outputs is None:
-            self._add(request_id, prompt, params, known)
-        else:
-            self._compiling.add(request_id)
-            self._to_compile.put((request_id, prompt, params, known))
+    def add(self, requests: "list[Sent]") -> None:
+        """Requests that the front has checked."""
+        for request in requests:
+            if request[2].structured_outputs is None:
+                self._add(*request)
+            else:
+                self._compiling.add(request[0])
+                self._to_compile.put(request)
 
     def _add(self, request_id: int, prompt: bytes, params: Any, known: list[int]) -> None:
         assert self._engine is not None
@@ -258,9 +257,6 @@ class Replica:
                 engine.forget(request_id)
         columns = array("q", gained.request_ids + gained.indices + gained.token_ids)
         return Gained(columns.tobytes(), ended, scores)
-
-
-_unpickled = lru_cache(4)(pickle.loads)  # many requests have equal options
 
 
 class _Weights:

@@ -1,7 +1,6 @@
 """What a trainer or a server does to several replicas as one; the rest is in tests/rollouts, which has replicas too."""
 
 import os
-import pickle
 import signal
 import threading
 from collections.abc import Iterator
@@ -119,8 +118,7 @@ def test_a_slow_grammar_holds_up_its_own_request_alone() -> None:
     replica._engine = SimpleNamespace(add_request=add, abort=abort)  # type: ignore[assignment]
     threading.Thread(target=replica._compile, daemon=True).start()
     slow = SamplingParams(structured_outputs=StructuredOutput(regex="a+"))
-    adds = (("add", n, b"", pickle.dumps(params), []) for n, params in ((1, slow), (2, SamplingParams())))
-    for message in (*adds, ("abort", 1)):
+    for message in (("add", [(1, b"", slow, []), (2, b"", SamplingParams(), [])]), ("abort", 1)):
         replica.handle(message)
     assert done == [("add", 2), ("abort", 1)]
     compiled.set()

@@ -105,3 +105,14 @@ def test_a_replica_that_is_lost_while_it_falls_asleep_starts_when_the_others_wak
     front.wake_up(None)
     restart.assert_called_once_with(1, 64)
     front.close()
+
+
+def test_requests_reach_a_replica_by_as_many_as_a_step_computes() -> None:
+    """Messages that bring fewer would make the first steps as small as they are slow."""
+    slow = Mock(ReplicaLink, number=0, pack=lambda message: message)
+    front, _ = front_of([slow], Mock(), max_num_batched_tokens=64, max_num_seqs=16)
+    ids = [front.add_request([7] * 8, SamplingParams()) for _ in range(12)]
+    front.step()
+    arrived = [[request_id for request_id, *_ in call.args[0][1]] for call in slow.send.call_args_list]
+    assert arrived == [ids[:8], ids[8:]]
+    front.close()
