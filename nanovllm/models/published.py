@@ -3,129 +3,57 @@
 from typing import Any
 
 
-def _qwen3(layers: int, hidden: int, intermediate: int, heads: int, tied: bool) -> dict[str, Any]:
+def _shape(
+    family: str, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int, positions: int,
+    eos: int | list[int], **more: Any,
+) -> dict[str, Any]:  # fmt: skip
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "vocab_size": 151936,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": tied,
-        "torch_dtype": "bfloat16",
-        "eos_token_id": 151645,
-    }
+        "architectures": [f"{family}ForCausalLM"], "num_hidden_layers": layers, "hidden_size": hidden,
+        "intermediate_size": intermediate, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "vocab_size": vocab, "max_position_embeddings": positions, "eos_token_id": eos, "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", **more,
+    }  # fmt: skip
 
 
-def _llama(layers: int, hidden: int, intermediate: int, heads: int, factor: float, tied: bool) -> dict[str, Any]:
-    rope = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 128256,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "rope_scaling": {**rope, "original_max_position_embeddings": 8192},
-        "tie_word_embeddings": tied,
-        "torch_dtype": "bfloat16",
-        "eos_token_id": [128001, 128008, 128009],
-    }
-
-
-_QWEN25_7B: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 151645,
-}
-_GEMMA2_9B: dict[str, Any] = {
-    "architectures": ["Gemma2ForCausalLM"],
-    "vocab_size": 256000,
-    "hidden_size": 3584,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 42,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 256,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": [1, 107],
-}
-
+def _qwen3(layers: int, hidden: int, intermediate: int, heads: int, tied: bool = False) -> dict[str, Any]:
+    more = {"head_dim": 128, "rope_theta": 1e6, "tie_word_embeddings": tied}
+    return _shape("Qwen3", layers, hidden, intermediate, heads, 8, 151936, 40960, 151645, **more)
 
 
 def _qwen3_moe(layers: int, hidden: int, intermediate: int, expert: int, heads: int) -> dict[str, Any]:
-    return {
-        **_qwen3(layers, hidden, intermediate, heads, False),
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": expert,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-    }
+    more = {"head_dim": 128, "rope_theta": 1e6, "moe_intermediate_size": expert, "num_experts": 128}
+    more |= {"num_experts_per_tok": 8, "norm_topk_prob": True}
+    return _shape("Qwen3Moe", layers, hidden, intermediate, heads, 4, 151936, 40960, 151645, **more)
 
 
-_GPT_OSS_20B: dict[str, Any] = {
-    "architectures": ["GptOssForCausalLM"],
-    "vocab_size": 201088,
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "num_local_experts": 32,
-    "num_experts_per_tok": 4,
-    "sliding_window": 128,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "attention_bias": True,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 200002,
-}
+def _llama(layers: int, hidden: int, intermediate: int, factor: float, tied: bool = False) -> dict[str, Any]:
+    rope = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope["original_max_position_embeddings"] = 8192
+    more = {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "rope_scaling": rope, "tie_word_embeddings": tied}
+    eos = [128001, 128008, 128009]
+    return _shape("Llama", layers, hidden, intermediate, 32, 8, 128256, 131072, eos, **more)
+
 
 PUBLISHED_SHAPES: dict[str, dict[str, Any]] = {
-    "Qwen3-0.6B": _qwen3(28, 1024, 3072, 16, True),
-    "Qwen3-1.7B": _qwen3(28, 2048, 6144, 16, True),
-    "Qwen3-4B": _qwen3(36, 2560, 9728, 32, True),
-    "Qwen3-8B": _qwen3(36, 4096, 12288, 32, False),
-    "Qwen3-14B": _qwen3(40, 5120, 17408, 40, False),
-    "Qwen3-32B": _qwen3(64, 5120, 25600, 64, False),
-    "Llama-3.1-8B": _llama(32, 4096, 14336, 32, 8.0, False),
-    "Llama-3.2-1B": _llama(16, 2048, 8192, 32, 32.0, True),
-    "Qwen2.5-7B": _QWEN25_7B,
-    "Gemma-2-9B": _GEMMA2_9B,
+    "Qwen3-0.6B": _qwen3(28, 1024, 3072, 16, tied=True),
+    "Qwen3-1.7B": _qwen3(28, 2048, 6144, 16, tied=True),
+    "Qwen3-4B": _qwen3(36, 2560, 9728, 32, tied=True),
+    "Qwen3-8B": _qwen3(36, 4096, 12288, 32),
+    "Qwen3-14B": _qwen3(40, 5120, 17408, 40),
+    "Qwen3-32B": _qwen3(64, 5120, 25600, 64),
+    "Llama-3.1-8B": _llama(32, 4096, 14336, 8.0),
+    "Llama-3.2-1B": _llama(16, 2048, 8192, 32.0, tied=True),
+    "Qwen2.5-7B": _shape("Qwen2", 28, 3584, 18944, 28, 4, 152064, 32768, 151645, rope_theta=1e6),
+    "Gemma-2-9B": _shape(
+        "Gemma2", 42, 3584, 14336, 16, 8, 256000, 8192, [1, 107], head_dim=256, rope_theta=1e4,
+        hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256, sliding_window=4096,
+        attn_logit_softcapping=50.0, final_logit_softcapping=30.0, tie_word_embeddings=True,
+    ),
     "Qwen3-30B-A3B": _qwen3_moe(48, 2048, 6144, 768, 32),
     "Qwen3-235B-A22B": _qwen3_moe(94, 4096, 12288, 1536, 64),
-    "gpt-oss-20b": _GPT_OSS_20B,
-}
+    "gpt-oss-20b": _shape(
+        "GptOss", 24, 2880, 2880, 64, 8, 201088, 131072, 200002, head_dim=64, num_local_experts=32,
+        num_experts_per_tok=4, sliding_window=128, rms_norm_eps=1e-5, attention_bias=True,
+    ),
+}  # fmt: skip
 """By name."""
