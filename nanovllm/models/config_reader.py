@@ -4,11 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from nanovllm.errors import is_integer, is_number, refuse
-from nanovllm.model_config import FULL, SLIDING, LayerSpec
-
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
-"""config.json's name -> ours."""
+from nanovllm.model_config import FULL
 
 CHANGES_RESULT: dict[str, tuple[Any, ...]] = {
     "alibi": (False,),
@@ -106,69 +102,6 @@ class ConfigReader:
             if name not in self.was_read and value is not None and value not in neutral:
                 bounds = [*map(repr, neutral), "absent"]
                 refuse(name, value, " or ".join(bounds) + " (others are not supported)")
-
-
-# -- parts that families share --------------------------------------------------------------------------------------
-
-
-def read_layers(
-    config: ConfigReader,
-    head_dim: int,
-    num_kv_heads: int,
-    *,
-    kinds: list[str] | None = None,
-    window: int | None = None,
-    nope: Iterable[int] = (),
-    own_tables: bool = False,
-) -> tuple[LayerSpec, ...]:
-    """All layers. `kinds`: of each, FULL or SLIDING; config.json's `layer_types` wins. `window`: of sliding layers.
-    `nope`: layers without rotary embedding. `own_tables`: sliding layers have a rope table of their own."""
-    count = config.integer("num_hidden_layers")
-    kinds = config.get("layer_types", kinds or [FULL] * count) if kinds is not None else [FULL] * count
-    if not isinstance(kinds, list) or len(kinds) < count or not set(kinds) <= {FULL, SLIDING}:
-        refuse("layer_types", kinds, f"{count} of {FULL!r} and {SLIDING!r}, one for each layer")
-    kinds = kinds[:count]  # fewer layers were asked for
-    if SLIDING in kinds and window is None:
-        refuse("sliding_window", None, f"an integer >= 1 where a layer is {SLIDING!r}")
-    without = set(nope)
-    return tuple(
-        LayerSpec(
-            head_dim,
-            num_kv_heads,
-            window if kind == SLIDING else None,
-            None if i in without else kind if own_tables else FULL,
-        )
-        for i, kind in enumerate(kinds)
-    )
-
-
-def read_heads(config: ConfigReader, head_dim: int | None = None) -> tuple[int, int, int]:
-    """(query heads, key/value heads, head_dim); `head_dim` where config.json gives none: hidden_size / heads."""
-    heads = config.integer("num_attention_heads")
-    kv_heads = config.integer("num_key_value_heads", heads)
-    if heads % kv_heads:
-        refuse("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
-    head_dim = config.integer("head_dim", head_dim or config.integer("hidden_size") // heads)
-    if head_dim % 2:
-        refuse("head_dim", head_dim, "even, for its halves are rotated")
-    return heads, kv_heads, head_dim
-
-
-def read_common(config: ConfigReader, generation: dict[str, Any], eps_name: str = "rms_norm_eps") -> dict[str, Any]:
-    """The fields of ModelConfig that every family reads alike, but heads, layers and rope."""
-    vocab_size = config.integer("vocab_size")
-    dtype = config.get("dtype", config.get("torch_dtype", "bfloat16"))
-    if dtype not in _DTYPES:
-        refuse("config.json: dtype", dtype, "one of " + ", ".join(map(repr, _DTYPES)))
-    return {
-        "vocab_size": vocab_size,
-        "hidden_size": config.integer("hidden_size"),
-        "intermediate_size": config.integer("intermediate_size"),
-        "norm_eps": config.positive(eps_name, 1e-6),
-        "tie_word_embeddings": config.flag("tie_word_embeddings"),
-        "torch_dtype": dtype,
-        "eos_token_ids": end_of_text(generation.get("eos_token_id"), config.get("eos_token_id"), vocab_size),
-    }
 
 
 def end_of_text(generation: Any, config: Any, vocab_size: int) -> tuple[int, ...]:

@@ -5,55 +5,98 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.errors import refuse
-from nanovllm.model_config import FULL, RopeConfig
-from nanovllm.models.config_reader import ACTIVATIONS, ConfigReader, read_common, read_heads, read_layers
+from nanovllm.model_config import FULL, SLIDING, LayerSpec, RopeConfig
+from nanovllm.models.config_reader import ConfigReader, end_of_text
 from nanovllm.models.names import CheckpointNames
 from nanovllm.models.rope_reader import longest_context, read_rope
+
+Fields = dict[str, Any]
+
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
+"""config.json's name -> ours."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture: how its config.json is read, how its checkpoint names tensors, and who computes it."""
+    """One architecture: how its config.json is read, and how its checkpoint names tensors."""
 
-    read: Callable[[ConfigReader, dict[str, Any]], dict[str, Any]]
+    read: Callable[[ConfigReader, Fields], Fields]
     """(config.json, generation_config.json) -> the fields of ModelConfig but `architecture`."""
     names: CheckpointNames = field(default_factory=CheckpointNames)
-    defaults: dict[str, Any] = field(default_factory=dict)
+    defaults: Fields = field(default_factory=dict)
     """Entries of config.json that transformers fills in where a checkpoint leaves them out."""
-    decoder: str = "nanovllm.models.decoder.DecoderForCausalLM"
 
 
 def read_decoder(
-    config: ConfigReader,
-    generation: dict[str, Any],
-    *,
-    eps: str = "rms_norm_eps",
-    hidden_act: str = "hidden_act",
-    ropes: dict[str, RopeConfig] | None = None,
-    kinds: list[str] | None = None,
-    window: int | None = None,
-    nope: Iterable[int] = (),
-    partial_rope: bool = False,
+    config: ConfigReader, generation: Fields, *, eps: str = "rms_norm_eps", hidden_act: str = "hidden_act",
+    biases: str | None = None, ropes: dict[str, RopeConfig] | None = None, partial_rope: bool = False,
+    kinds: list[str] | None = None, window: int | None = None, nope: Iterable[int] = (), nope_full: bool = False,
     **switches: Any,
-) -> dict[str, Any]:
-    """The fields of ModelConfig, of which `switches` are some. eps, hidden_act: names of entries. ropes: the tables,
-    where there is not one for all layers. kinds, window, nope: see read_layers; partial_rope: read_rope."""
-    heads, kv_heads, head_dim = read_heads(config)
-    tables = ropes or {FULL: read_rope(config, partial=partial_rope)}
-    own_tables = len(tables) > 1
-    for rope in tables.values():
+) -> Fields:  # fmt: skip
+    """The fields of ModelConfig, of which `switches` are some. eps, hidden_act: names of entries. biases: of the entry
+    that gives all projections of attention a bias. ropes: the tables, where there is not one for all layers;
+    partial_rope: see read_rope. kinds: of each layer, FULL or SLIDING, unless `layer_types` says otherwise; None: all
+    are FULL. window: of sliding layers. nope: layers without rotary embedding; nope_full: those that are FULL."""
+    heads = config.integer("num_attention_heads")
+    kv_heads = config.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        refuse("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
+    head_dim = config.integer("head_dim", config.integer("hidden_size") // heads)
+    if head_dim % 2:
+        refuse("head_dim", head_dim, "even, for its halves are rotated")
+    ropes = ropes or {FULL: read_rope(config, partial=partial_rope)}
+    for rope in ropes.values():
         if rope.rotary_dim(head_dim) % 2:
             refuse("partial_rotary_factor", rope.partial_rotary_factor, f"an even share of head_dim={head_dim}")
-    return {
-        **read_common(config, generation, eps),
+    vocab_size = config.integer("vocab_size")
+    dtype = config.get("dtype", config.get("torch_dtype", "bfloat16"))
+    if dtype not in _DTYPES:
+        refuse("config.json: dtype", dtype, "one of " + ", ".join(map(repr, _DTYPES)))
+    common = {
+        "vocab_size": vocab_size,
+        "hidden_size": config.integer("hidden_size"),
+        "intermediate_size": config.integer("intermediate_size"),
+        "norm_eps": config.positive(eps, 1e-6),
+        "tie_word_embeddings": config.flag("tie_word_embeddings"),
+        "torch_dtype": dtype,
+        "eos_token_ids": end_of_text(generation.get("eos_token_id"), config.get("eos_token_id"), vocab_size),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "layers": read_layers(
-            config, head_dim, kv_heads, kinds=kinds, window=window, nope=nope, own_tables=own_tables
-        ),
-        "ropes": tables,
-        "max_position_embeddings": longest_context(config, tables),
-        "activation": ACTIVATIONS[config.choice(hidden_act, ACTIVATIONS, "silu")],
+    }
+    kinds = _read_kinds(config, kinds)
+    if SLIDING in kinds and window is None:
+        refuse("sliding_window", None, f"an integer >= 1 where a layer is {SLIDING!r}")
+    without = {*nope, *(i for i, kind in enumerate(kinds) if nope_full and kind == FULL)}
+    tables = [None if i in without else kind if len(ropes) > 1 else FULL for i, kind in enumerate(kinds)]
+    layers = (
+        LayerSpec(head_dim, kv_heads, window if kind == SLIDING else None, table)
+        for kind, table in zip(kinds, tables, strict=True)
+    )
+    if biases is not None:
+        switches = {"qkv_bias": (bias := config.flag(biases)), "o_bias": bias, **switches}
+    return {
+        **common,
+        "layers": tuple(layers),
+        "ropes": ropes,
+        "max_position_embeddings": longest_context(config, ropes),
+        "activation": _ACTIVATIONS[config.choice(hidden_act, _ACTIVATIONS, "silu")],
         **switches,
     }
+
+
+def _read_kinds(config: ConfigReader, kinds: list[str] | None) -> list[str]:
+    """Of all layers."""
+    count = config.integer("num_hidden_layers")
+    if kinds is None:
+        return [FULL] * count
+    kinds = config.get("layer_types", kinds)
+    if not isinstance(kinds, list) or len(kinds) < count or not set(kinds) <= {FULL, SLIDING}:
+        refuse("layer_types", kinds, f"{count} of {FULL!r} and {SLIDING!r}, one for each layer")
+    return kinds[:count]  # fewer layers were asked for
+
+
+def full_every(config: ConfigReader, period: int) -> list[str]:
+    """Kinds of layers: the last of every `period` sees all keys, the others a window."""
+    return [SLIDING if (i + 1) % period else FULL for i in range(config.integer("num_hidden_layers"))]

@@ -8,7 +8,6 @@ from typing import Any
 
 from nanovllm.errors import refuse
 from nanovllm.model_config import LayerSpec, MoEConfig, Quantization
-from nanovllm.models.int4_config import GROUP, read_awq, read_gptq, read_packed
 from nanovllm.models.names import CheckpointNames
 
 PARTS = {
@@ -19,12 +18,21 @@ PARTS = {
 }
 """What is quantised together (LayerSpec.wide) -> its modules in a layer."""
 _BLOCK = [128, 128]
+_INT4_GROUP = 128
+"""Columns of a group where weights of 4 bits are made while loading."""
 
 
 def _option(value: Any, name: str, *known: Any) -> Any:
     if value not in known:
-        refuse(f"quantization_config: {name}", value, "one of " + ", ".join(map(repr, known)))
+        bound = ("one of " if len(known) > 1 else "") + ", ".join(map(repr, known))
+        refuse(f"quantization_config: {name}", value, bound)
     return value
+
+
+def _require_absent(raw: dict[str, Any], *names: str) -> None:
+    for name in names:
+        if raw.get(name):
+            refuse(f"quantization_config: {name}", raw[name], "absent")
 
 
 def _read_fp8(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
@@ -43,16 +51,15 @@ def _read_compressed(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
     if not isinstance(groups, dict) or len(groups) != 1 or not all(isinstance(one, dict) for one in groups.values()):
         refuse("quantization_config: config_groups", groups, "one group, an object")
     [group] = groups.values()
-    for part, name in ((raw, "kv_cache_scheme"), (raw, "transform_config"), (group, "output_activations")):
-        if part.get(name):
-            refuse(f"quantization_config: {name}", part[name], "absent")
+    _require_absent(raw, "kv_cache_scheme", "transform_config")
+    _require_absent(group, "output_activations")
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
     for name, part in (("weights", weights), ("input_activations", inputs)):
         if not isinstance(part, (dict, NoneType)):
             refuse(f"quantization_config: {name}", part, "an object")
     _option(group.get("targets", ["Linear"]), "targets", ["Linear"])
     if weights.get("type", "float") == "int":
-        return read_packed(weights, inputs, group.get("format") or raw.get("format")), raw.get("ignore") or []
+        return _read_packed(weights, inputs, group.get("format") or raw.get("format")), raw.get("ignore") or []
     for name, part in (("weights", weights), ("input_activations", inputs)):
         part = part or {}
         _option(part.get("num_bits"), f"{name}.num_bits", 8)
@@ -67,7 +74,49 @@ def _read_compressed(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
     return Quantization("fp8", kind, "weight_scale", static), raw.get("ignore") or []
 
 
-METHODS = {"fp8": _read_fp8, "compressed-tensors": _read_compressed, "awq": read_awq, "gptq": read_gptq}
+def _group_size(value: Any, path: str = "") -> int:
+    """Columns of a group; 0 for -1 and None: whole rows."""
+    if value in (None, -1):
+        return 0
+    if type(value) is not int or (value not in (32, 64) and (value < 128 or value % 128)):
+        refuse(f"quantization_config: {path}group_size", value, "-1, 32, 64 or a multiple of 128")
+    return value
+
+
+def _read_awq(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
+    """quant_method "awq", as AutoAWQ writes it."""
+    _option(raw.get("bits"), "bits", 4)
+    _option(str(raw.get("version", "gemm")).lower(), "version", "gemm")
+    _option(raw.get("zero_point", True), "zero_point", True)
+    found = Quantization("int4", layout="awq", group=_group_size(raw.get("group_size")), has_zeros=True)
+    return found, raw.get("modules_to_not_convert") or []
+
+
+def _read_gptq(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
+    """quant_method "gptq", as AutoGPTQ and GPTQModel write it."""
+    _option(raw.get("bits"), "bits", 4)
+    for name in ("desc_act", "lm_head"):
+        _option(raw.get(name, False), name, False)
+    layout = _option(raw.get("checkpoint_format", "gptq"), "checkpoint_format", "gptq", "gptq_v2")
+    _require_absent(raw, "dynamic", "modules_in_block_to_quantize")
+    return Quantization("int4", layout=layout, group=_group_size(raw.get("group_size")), has_zeros=True), []
+
+
+def _read_packed(weights: dict[str, Any], inputs: dict[str, Any] | None, form: Any) -> Quantization:
+    """The weights and input_activations of a group of compressed-tensors, of integers, and its format."""
+    _option(weights.get("num_bits"), "weights.num_bits", 4)
+    if inputs is not None:
+        refuse("quantization_config: input_activations", inputs, "absent beside weights of integers")
+    _option(form, "format", "pack-quantized")
+    _option(weights.get("dynamic", False), "weights.dynamic", False)
+    _option(weights.get("actorder"), "weights.actorder", None, "weight", "static")
+    strategy = _option(weights.get("strategy", "group"), "weights.strategy", "group", "channel")
+    group = _group_size(weights.get("group_size") if strategy == "group" else None, "weights.")
+    symmetric = _option(weights.get("symmetric", True), "weights.symmetric", True, False)
+    return Quantization("int4", layout="compressed-tensors", group=group, has_zeros=not symmetric)
+
+
+METHODS = {"fp8": _read_fp8, "compressed-tensors": _read_compressed, "awq": _read_awq, "gptq": _read_gptq}
 """quant_method -> what reads the entry: how weights are held, and the names of modules that are not."""
 
 
@@ -75,7 +124,7 @@ def read_quantization(raw: dict[str, Any] | None, wanted: str | None) -> tuple[Q
     """(how weights are held, names of modules that are not). raw: config.json's quantization_config; wanted:
     EngineConfig.quantization. Raises ValueError for what is not served."""
     if raw is None:
-        group = GROUP if wanted == "int4" else 0
+        group = _INT4_GROUP if wanted == "int4" else 0
         return (Quantization(wanted, while_loading=True, group=group), []) if wanted is not None else (None, [])
     if not isinstance(raw, dict) or raw.get("quant_method") not in list(METHODS):
         refuse("quantization_config", raw, "absent, or with quant_method " + " or ".join(map(repr, METHODS)))

@@ -6,9 +6,8 @@ No torch: the host reads a configuration before torch is imported.
 import json
 import logging
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import refuse, short
@@ -18,10 +17,6 @@ from nanovllm.models.families import gemma, llama, moe, olmo, others, phi, qwen
 from nanovllm.models.family import Family
 from nanovllm.models.published import PUBLISHED_SHAPES
 from nanovllm.models.quantization import quantized_layers, read_quantization, settled
-
-if TYPE_CHECKING:
-    from nanovllm.models.decoder import DecoderForCausalLM
-
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +31,6 @@ def family(architecture: str) -> Family:
     if architecture not in FAMILIES:
         refuse("architectures", architecture, "one of " + ", ".join(map(repr, sorted(FAMILIES))))
     return FAMILIES[architecture]
-
-
-def decoder_class(architecture: str) -> "type[DecoderForCausalLM]":
-    """The class that computes an architecture; imports torch."""
-    module, name = family(architecture).decoder.rsplit(".", 1)
-    return getattr(import_module(module), name)
 
 
 def parse_config(

@@ -22,12 +22,9 @@ def rope_entries(config: ConfigReader) -> dict[str, Any]:
     return found
 
 
-def read_rope(config: ConfigReader, theta: float = 10000.0, partial: bool = False) -> RopeConfig:
-    """The model's one table. `theta`: where config.json gives none. `partial`: a part of a head may be rotated."""
-    plain = {
-        "rope_theta": config.get("rope_theta", theta),
-        "partial_rotary_factor": config.get("partial_rotary_factor"),
-    }
+def read_rope(config: ConfigReader, partial: bool = False) -> RopeConfig:
+    """The model's one table. `partial`: a part of a head may be rotated."""
+    plain = {"rope_theta": config.get("rope_theta", 1e4), "partial_rotary_factor": config.get("partial_rotary_factor")}
     return _table({**plain, **rope_entries(config)}, config, partial)
 
 

@@ -19,11 +19,11 @@ from nanovllm.kernels.base.compile_keys import hash_triton, resolve_keys
 from nanovllm.kernels.gemm.fixed_order import library_without_parts
 from nanovllm.kernels.row_by_row import row_by_row
 from nanovllm.models.checkpoint import load_checkpoint, load_dummy
-from nanovllm.models.decoder import ModelContext, attention_specs
+from nanovllm.models.decoder import DecoderForCausalLM, ModelContext, attention_specs
 from nanovllm.models.int4_tensors import reader_for
 from nanovllm.models.live_module import LiveModule
 from nanovllm.models.names import CheckpointNames
-from nanovllm.models.registry import decoder_class, family
+from nanovllm.models.registry import family
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.runner import tuning
 from nanovllm.runner.cuda_graphs import StepGraphs, why_no_graphs
@@ -120,7 +120,7 @@ class ModelRunner(WeightCommands):
         context = ModelContext(model, *parts, self.dtype, self.device, self.max_model_len)
         if foreign:
             foreign.backend = self.backend
-        self.model: Any = foreign or decoder_class(model.architecture)(context)
+        self.model: Any = foreign or DecoderForCausalLM(context)
         self._spelling = CheckpointNames() if foreign else family(model.architecture).names
         if rank == 0 and any(getattr(part, "runs_on", "") == "widened" for part in self.model.modules()):
             logger.warning("FP8 weights are widened for each product, which is slow: compute capability 9.0 is needed")

@@ -3,29 +3,20 @@
 import math
 from typing import Any
 
-from nanovllm.model_config import FULL, SLIDING
 from nanovllm.models.config_reader import ConfigReader
-from nanovllm.models.family import Family, read_decoder
+from nanovllm.models.family import Family, Fields, full_every, read_decoder
 from nanovllm.models.names import SANDWICH_NORMS, CheckpointNames
 from nanovllm.models.rope_reader import read_ropes
-
-Fields = dict[str, Any]
 
 
 def _read(config: ConfigReader, generation: Fields, **switches: Any) -> Fields:
     """Norms multiply by 1 + weight in float32; embeddings are scaled by sqrt(hidden_size), rounded."""
-    bias = config.flag("attention_bias")
+    multiplier = math.sqrt(config.integer("hidden_size"))
+    norms: Fields = {"norm_kind": "rms_float32", "norm_adds_one": True}
     return read_decoder(
-        config,
-        generation,
-        norm_kind="rms_float32",
-        norm_adds_one=True,
-        embedding_multiplier=math.sqrt(config.integer("hidden_size")),
-        rounds_embedding_multiplier=True,
-        qkv_bias=bias,
-        o_bias=bias,
-        **switches,
-    )
+        config, generation, biases="attention_bias", embedding_multiplier=multiplier,
+        rounds_embedding_multiplier=True, **norms, **switches,
+    )  # fmt: skip
 
 
 def read_gemma(config: ConfigReader, generation: Fields) -> Fields:
@@ -47,13 +38,12 @@ def read_gemma3(config: ConfigReader, generation: Fields) -> Fields:
 
 def _sandwich(config: ConfigReader, pattern: int) -> Fields:
     """Of `pattern` layers the last sees all keys."""
-    count = config.integer("num_hidden_layers")
     return {
         "hidden_act": "hidden_activation",
         "norm_placement": "sandwich",
         "attention_scale": config.positive("query_pre_attn_scalar", 256) ** -0.5,
         "logits_softcap": config.optional_positive("final_logit_softcapping"),
-        "kinds": [SLIDING if (i + 1) % pattern else FULL for i in range(count)],
+        "kinds": full_every(config, pattern),
         "window": config.integer("sliding_window"),
     }
 
@@ -67,12 +57,11 @@ _GEMMA3 = {
 }  # fmt: skip
 _NAMES = CheckpointNames(SANDWICH_NORMS)
 _BESIDE = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+_NESTED = CheckpointNames(SANDWICH_NORMS, stripped="language_model.", skipped=_BESIDE)
 
 FAMILIES = {
     "GemmaForCausalLM": Family(read_gemma, defaults={**_SHARED, "hidden_act": "gelu_pytorch_tanh"}),
     "Gemma2ForCausalLM": Family(read_gemma2, _NAMES, {**_GEMMA2, "sliding_window": 4096}),
     "Gemma3ForCausalLM": Family(read_gemma3, _NAMES, _GEMMA3),
-    "Gemma3ForConditionalGeneration": Family(
-        read_gemma3, CheckpointNames(SANDWICH_NORMS, stripped="language_model.", skipped=_BESIDE), _GEMMA3
-    ),
+    "Gemma3ForConditionalGeneration": Family(read_gemma3, _NESTED, _GEMMA3),
 }

@@ -6,18 +6,13 @@ from typing import Any
 from nanovllm.errors import refuse
 from nanovllm.model_config import FULL, SLIDING
 from nanovllm.models.config_reader import ConfigReader
-from nanovllm.models.family import Family, read_decoder
+from nanovllm.models.family import Family, Fields, read_decoder
 from nanovllm.models.names import PRE_NORMS, CheckpointNames
 from nanovllm.models.rope_reader import read_rope, rope_entries
 
-Fields = dict[str, Any]
-
 
 def read_llama(config: ConfigReader, generation: Fields, **switches: Any) -> Fields:
-    bias = config.flag("attention_bias")
-    return read_decoder(
-        config, generation, **{"qkv_bias": bias, "o_bias": bias, "mlp_bias": config.flag("mlp_bias"), **switches}
-    )
+    return read_decoder(config, generation, biases="attention_bias", mlp_bias=config.flag("mlp_bias"), **switches)
 
 
 def windows_everywhere(config: ConfigReader, mixed: bool = False) -> Fields:
@@ -58,14 +53,13 @@ def read_smollm3(config: ConfigReader, generation: Fields) -> Fields:
 
 
 def read_granite(config: ConfigReader, generation: Fields) -> Fields:
-    return read_llama(
-        config,
-        generation,
-        embedding_multiplier=config.positive("embedding_multiplier", 1.0),
-        residual_multiplier=config.positive("residual_multiplier", 1.0),
-        attention_scale=config.positive("attention_multiplier", 1.0),
-        logits_multiplier=1.0 / config.positive("logits_scaling", 1.0),
-    )
+    multipliers = {
+        "embedding_multiplier": config.positive("embedding_multiplier", 1.0),
+        "residual_multiplier": config.positive("residual_multiplier", 1.0),
+        "attention_scale": config.positive("attention_multiplier", 1.0),
+        "logits_multiplier": 1.0 / config.positive("logits_scaling", 1.0),
+    }
+    return read_llama(config, generation, **multipliers)
 
 
 def read_seed_oss(config: ConfigReader, generation: Fields) -> Fields:
@@ -77,9 +71,8 @@ def read_arcee(config: ConfigReader, generation: Fields) -> Fields:
 
 
 def read_ernie4_5(config: ConfigReader, generation: Fields) -> Fields:
-    bias = config.flag("use_bias")
-    biases: Fields = {"qkv_bias": bias, "o_bias": bias, "mlp_bias": bias}
-    return read_decoder(config, generation, interleaved_rope=True, float_rope=True, **biases)
+    switches: Fields = {"interleaved_rope": True, "float_rope": True, "mlp_bias": config.flag("use_bias")}
+    return read_decoder(config, generation, biases="use_bias", **switches)
 
 
 def read_hunyuan(config: ConfigReader, generation: Fields) -> Fields:
@@ -95,25 +88,22 @@ def read_hunyuan(config: ConfigReader, generation: Fields) -> Fields:
     return read_llama(config, generation, ropes=ropes, qk_norm="head", qk_norm_after_rope=True)
 
 
-_HUNYUAN_NAMES = CheckpointNames({**PRE_NORMS, "q_norm": "query_layernorm", "k_norm": "key_layernorm"})
 _YARN16 = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
     "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
+_MINISTRAL3 = {"head_dim": 128, "rope_parameters": _YARN16, "rms_norm_eps": 1e-5}
+_ERNIE4_5 = {"head_dim": 128, "rope_theta": 5e5, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+_HUNYUAN_NAMES = CheckpointNames({**PRE_NORMS, "q_norm": "query_layernorm", "k_norm": "key_layernorm"})
 
 FAMILIES = {
     "LlamaForCausalLM": Family(read_llama),
     "MistralForCausalLM": Family(read_mistral, defaults={"sliding_window": 4096, "num_key_value_heads": 8}),
-    "Ministral3ForCausalLM": Family(
-        read_ministral3, defaults={"head_dim": 128, "rope_parameters": _YARN16, "rms_norm_eps": 1e-5}
-    ),
+    "Ministral3ForCausalLM": Family(read_ministral3, defaults=_MINISTRAL3),
     "SmolLM3ForCausalLM": Family(read_smollm3, defaults={"rope_theta": 2e6, "tie_word_embeddings": True}),
     "GraniteForCausalLM": Family(read_granite),
     "SeedOssForCausalLM": Family(read_seed_oss, defaults={"head_dim": 128, "attention_bias": True}),
     "ArceeForCausalLM": Family(read_arcee, defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5}),
-    "Ernie4_5ForCausalLM": Family(
-        read_ernie4_5,
-        defaults={"head_dim": 128, "rope_theta": 5e5, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
-    ),
-    "HunYuanDenseV1ForCausalLM": Family(read_hunyuan, _HUNYUAN_NAMES, defaults={"rms_norm_eps": 1e-5}),
+    "Ernie4_5ForCausalLM": Family(read_ernie4_5, defaults=_ERNIE4_5),
+    "HunYuanDenseV1ForCausalLM": Family(read_hunyuan, _HUNYUAN_NAMES, {"rms_norm_eps": 1e-5}),
 }

@@ -2,26 +2,21 @@
 
 from typing import Any
 
-from nanovllm.model_config import FULL, SLIDING
 from nanovllm.models.config_reader import ConfigReader
-from nanovllm.models.family import Family, read_decoder
+from nanovllm.models.family import Family, Fields, full_every, read_decoder
 from nanovllm.models.names import POST_NORMS, CheckpointNames
 from nanovllm.models.rope_reader import read_ropes
 
-Fields = dict[str, Any]
-
 
 def read_olmo2(config: ConfigReader, generation: Fields, **more: Any) -> Fields:
-    bias = config.flag("attention_bias")
     switches: Fields = {"norm_kind": "rms_float32", "norm_placement": "post", "qk_norm": "width", "float_rope": True}
-    return read_decoder(config, generation, qkv_bias=bias, o_bias=bias, **switches, **more)
+    return read_decoder(config, generation, biases="attention_bias", **switches, **more)
 
 
 def read_olmo3(config: ConfigReader, generation: Fields) -> Fields:
     """Three of four layers see a window; only the others' rotary embedding is scaled."""
-    kinds = [SLIDING if (i + 1) % 4 else FULL for i in range(config.integer("num_hidden_layers"))]
-    ropes = read_ropes(config, 5e5, 5e5, scales_sliding=True)
-    return read_olmo2(config, generation, ropes=ropes, kinds=kinds, window=config.integer("sliding_window"))
+    ropes, window = read_ropes(config, 5e5, 5e5, scales_sliding=True), config.integer("sliding_window")
+    return read_olmo2(config, generation, ropes=ropes, kinds=full_every(config, 4), window=window)
 
 
 _NAMES = CheckpointNames(POST_NORMS)

@@ -1,12 +1,8 @@
 """Qwen2 (arXiv 2407.10671; Qwen2.5 has its architecture) and Qwen3 (arXiv 2505.09388), dense."""
 
-from typing import Any
-
 from nanovllm.model_config import FULL, SLIDING
 from nanovllm.models.config_reader import ConfigReader
-from nanovllm.models.family import Family, read_decoder
-
-Fields = dict[str, Any]
+from nanovllm.models.family import Family, Fields, read_decoder
 
 
 def read_qwen2(config: ConfigReader, generation: Fields) -> Fields:
@@ -14,8 +10,7 @@ def read_qwen2(config: ConfigReader, generation: Fields) -> Fields:
 
 
 def read_qwen3(config: ConfigReader, generation: Fields) -> Fields:
-    bias = config.flag("attention_bias")
-    return read_decoder(config, generation, qk_norm="head", qkv_bias=bias, o_bias=bias, **_windows(config))
+    return read_decoder(config, generation, qk_norm="head", biases="attention_bias", **_windows(config))
 
 
 def _windows(config: ConfigReader) -> Fields:
