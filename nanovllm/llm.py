@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from nanovllm.config import EngineConfig
 from nanovllm.control import LLMControl
 from nanovllm.engine.fair_lock import FairLock
-from nanovllm.engine.inputs import Prompt, as_batch, as_chats, as_params, as_token_ids
+from nanovllm.engine.inputs import GivenPrompt, Prompt, as_batch, as_chats, as_params, as_token_ids, plain_prompt
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import CompletionOutput, EngineStats, RequestOutput, StepColumns, StepOutput
@@ -97,7 +97,7 @@ class LLM(LLMControl):
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: GivenPrompt | Sequence[GivenPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
@@ -255,7 +255,7 @@ class LLM(LLMControl):
 
     def add_request(
         self,
-        prompt: Prompt,
+        prompt: GivenPrompt,
         sampling_params: SamplingParams | None = None,
         output_token_ids: Iterable[int] | None = None,
     ) -> int:
@@ -269,7 +269,7 @@ class LLM(LLMControl):
         if self.engine.executor.shares_weights:
             self._notice_new_weights()
         return self.engine.add_request(
-            self._token_ids(prompt),
+            self._token_ids(plain_prompt(prompt)),
             SamplingParams() if sampling_params is None else sampling_params,
             output_token_ids=None if output_token_ids is None else as_token_ids(list(output_token_ids)),
         )

@@ -43,7 +43,7 @@ class ProgressBar:
 
     def __init__(self, engine: "LLMEngine", total: int, enabled: bool) -> None:
         self._engine = engine
-        hidden = not enabled or sys.stderr is None  # as in a program whose standard error is closed
+        hidden = not (enabled and total) or sys.stderr is None  # as in a program whose standard error is closed
         self._bar = tqdm(total=total, desc="Generating", unit="req", disable=hidden, dynamic_ncols=True)
         self._prefill, self._decode = engine.num_prefill_tokens, engine.num_decode_tokens
 

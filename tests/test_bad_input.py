@@ -90,12 +90,19 @@ def test_prompts_up_to_the_bound_are_served() -> None:
 
 @pytest.mark.parametrize(
     "prompts",
-    [5, None, b"bytes", {"prompt": "text"}, {"a", "b"}, [b"bytes"], [{"prompt": "text"}], [None], [5, "text"]],
+    [5, None, b"bytes", {"a", "b"}, [b"bytes"], [{"prompt": None}], [None], [5, "text"]],
 )
 def test_what_is_no_prompt(prompts: Any, llm: LLM) -> None:
     with pytest.raises(TypeError, match=r"prompts.*must be a str"):
         llm.generate(prompts, PARAMS, use_tqdm=False)
     assert llm.is_finished()
+
+
+@pytest.mark.parametrize("prompt", [{}, {"text": "a"}, {"prompt": "a", "multi_modal_data": {}}])
+def test_a_dict_that_is_no_prompt(prompt: Any, llm: LLM) -> None:
+    for call in (llm.generate, llm.add_request, lambda prompt: llm.generate([prompt])):
+        with pytest.raises(ValueError, match=r"prompt={.*must have one entry, 'prompt' or 'prompt_token_ids'"):
+            call(prompt)
 
 
 def test_parameters_that_do_not_go_with_the_prompts(llm: LLM) -> None:
@@ -218,6 +225,7 @@ BAD_CHATS: dict[str, tuple[Any, type[Exception], str]] = {
     "one of several": ([[{"role": "user", "content": "hi"}], [{}]], ValueError, r"messages\[1\]\[0\]: must be a dict"),
     "mixed": ([{"role": "user", "content": "hi"}, [{}]], ValueError, r"messages\[0\]: must be a list"),
     "an empty one": ([[]], ValueError, r"messages\[0\]: must be a list of at least one"),
+    "an image": ([{"role": "user", "content": [{"type": "image_url"}]}], ValueError, r"\[0\]: content must be a text"),
 }
 
 

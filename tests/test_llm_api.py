@@ -73,10 +73,14 @@ def test_one_prompt_many_prompts_text_and_ids_give_the_same(llm: LLM) -> None:
     ids = llm.tokenizer.encode(text)
     [alone] = generate(llm, text)
     assert [output.token_ids for output in generate(llm, ids)] == [alone.token_ids]
-    mixed = generate(llm, [text, ids, tuple(ids), np.array(ids).tolist(), list(np.array(ids))])
-    assert [output.token_ids for output in mixed] == [alone.token_ids] * 5
+    dicts: list[Any] = [{"prompt": text}, {"prompt_token_ids": ids}]
+    mixed = generate(llm, [text, ids, tuple(ids), np.array(ids).tolist(), list(np.array(ids)), *dicts])
+    assert [output.token_ids for output in mixed] == [alone.token_ids] * 7
+    assert [generate(llm, one)[0].prompt for one in dicts] == [text, None]
+    [added, *_] = [llm.add_request(one, FIXED) for one in dicts]
+    assert run_loop(llm)[0] == {added: alone.token_ids, added + 1: alone.token_ids}
     assert (alone.prompt, alone.prompt_token_ids) == (text, ids)
-    assert [output.prompt for output in mixed] == [text, None, None, None, None]
+    assert [output.prompt for output in mixed] == [text, None, None, None, None, text, None]
     assert all(type(token_id) is int for output in mixed for token_id in output.prompt_token_ids + output.token_ids)
     assert alone.text == llm.tokenizer.decode(alone.token_ids, skip_special_tokens=True)
 
@@ -122,10 +126,11 @@ def test_an_output_is_an_object_and_a_mapping(llm: LLM) -> None:
     assert dict(output)["text"] == output.text
 
 
-def test_empty_batches(llm: LLM) -> None:
+def test_empty_batches(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
     assert llm.generate([]) == []
     assert llm.generate([], []) == []
     assert llm.chat([]) == []
+    assert not capfd.readouterr().err
 
 
 def test_finish_reasons(llm: LLM) -> None:
@@ -142,11 +147,27 @@ def test_finish_reasons(llm: LLM) -> None:
     assert (full.finish_reason, len(full.token_ids)) == ("length", 8)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU")
+def test_a_gpu_that_torch_does_not_see_is_no_silent_cpu(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig.from_options(str(DEMO))
+    for driver, visible, warns in ((DEMO, "0", True), (DEMO, "", False), (DEMO / "none", "0", False)):
+        monkeypatch.setattr("nanovllm.executor.resolve._NVIDIA_DRIVER", driver)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        caplog.clear()
+        assert resolve(config, llm.model_config).device == "cpu"
+        assert ("device='auto': the CPU, which is slow" in caplog.text) == warns
+
+
 def test_several_chats(llm: LLM) -> None:
-    chats = [[{"role": "user", "content": f"What is {a} + {b}?"}] for a, b in ((2, 3), (1, 3))]
+    chats: list[Any] = [[{"role": "user", "content": f"What is {a} + {b}?"}] for a, b in ((2, 3), (1, 3))]
     together = llm.chat(chats, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
     alone = [llm.chat(chat, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)[0] for chat in chats]
     assert [output.text for output in together] == [output.text for output in alone]
+    parts = [[{"role": "user", "content": [{"type": "text", "text": chat[0]["content"]}]}] for chat in chats]
+    given = [output.prompt for output in llm.chat(parts, GREEDY, use_tqdm=False)]
+    assert given == [output.prompt for output in together]
 
 
 def test_an_answer_that_goes_on(llm: LLM) -> None:

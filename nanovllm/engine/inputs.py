@@ -9,6 +9,16 @@ from nanovllm.errors import shown
 from nanovllm.sampling_params import SamplingParams
 
 Prompt = str | list[int]
+GivenPrompt = Prompt | Mapping[str, Prompt]
+"""As vLLM has them too: {"prompt": text} or {"prompt_token_ids": ids}."""
+
+
+def plain_prompt(prompt: GivenPrompt) -> Prompt:
+    if not isinstance(prompt, Mapping):
+        return prompt
+    if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
+        raise ValueError(f"prompt={shown(prompt)}: must have one entry, 'prompt' or 'prompt_token_ids'")
+    return next(iter(prompt.values()))
 
 
 def as_token_ids(prompt: list[int]) -> list[int]:
@@ -25,13 +35,13 @@ def as_token_ids(prompt: list[int]) -> list[int]:
     return [int(token_id) for token_id in prompt]
 
 
-def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, bytearray, Mapping, Set)):
+def as_batch(prompts: GivenPrompt | Sequence[GivenPrompt]) -> list[Prompt]:
+    if isinstance(prompts, (str, Mapping)):
+        return [plain_prompt(prompts)]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, bytearray, Set)):
         found = type(prompts).__name__
         raise TypeError(f"prompts: must be a str, a list of token ids or a list of such, found {found}")
-    batch = list(prompts)
+    batch = [plain_prompt(item) for item in prompts]  # type: ignore[arg-type]
     if batch and all(isinstance(item, (int, np.integer)) for item in batch):
         return [batch]  # type: ignore[list-item]
     for index, prompt in enumerate(batch):
@@ -56,7 +66,19 @@ def as_chats(messages: Any) -> list[Sequence[Mapping[str, Any]]]:
         for index, message in enumerate(chat):
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise ValueError(f"{name}[{index}]: must be a dict with a 'role', found {shown(message)}")
+        chats[number] = [_with_text(message, f"{name}[{index}]") for index, message in enumerate(chat)]
     return chats
+
+
+def _with_text(message: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A message whose content comes in OpenAI's parts, with their texts joined."""
+    parts = message.get("content")
+    if not isinstance(parts, (list, tuple)):
+        return message
+    for part in parts:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"{name}: content must be a text, or parts of type 'text', found {shown(part)}")
+    return {**message, "content": "\n".join(part["text"] for part in parts)}
 
 
 def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

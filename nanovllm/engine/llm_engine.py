@@ -17,7 +17,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.engine.trace import Trace
-from nanovllm.errors import QueueFull, shown
+from nanovllm.errors import QueueFull, short, shown
 from nanovllm.logprobs import LogprobRows
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import ITERATION_TOKENS, Ending, EngineStats, RequestMetrics, StepColumns
@@ -301,7 +301,7 @@ class LLMEngine(EngineControl):
         if isinstance(self._error, WeightsIncomplete):
             raise self._error
         if self._error is not None:
-            raise RuntimeError("this engine has failed and cannot go on") from self._error
+            raise RuntimeError(f"this engine has failed and cannot go on: {short(self._error)}") from self._error
 
     def _launch(self, plan: StepPlan) -> None:
         packed = plan.pack(self.config.max_num_seqs)

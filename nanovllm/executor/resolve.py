@@ -1,12 +1,19 @@
 """Options that the user left open ("auto", None) become values."""
 
+import logging
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.executor.exact_bits import check_exact_bits
 from nanovllm.model_config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
@@ -15,6 +22,10 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+        if device == "cpu" and not hidden and _NVIDIA_DRIVER.exists():
+            built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+            logger.warning("device='auto': the CPU, which is slow. Torch %s and sees no GPU of this machine", built)
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda': torch sees no GPU")
     share_gpus = device == "cuda" and _shares_gpus(config, torch.cuda.device_count())
