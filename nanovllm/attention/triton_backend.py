@@ -29,7 +29,7 @@ class TritonBackend(AttentionBackend):
     """Needs a GPU (or TRITON_INTERPRET=1). Block sizes that are multiples of 64 run fastest."""
 
     name = "triton"
-    _plan, _scratch, _decode, _prefill = DecodePlan, DecodeScratch, DecodeAttention, PrefillAttention
+    _plan, _decode, _prefill = DecodePlan, DecodeAttention, PrefillAttention
     _prefill_config = staticmethod(prefill_config)
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int, max_num_seqs: int, max_model_len: int,
@@ -44,7 +44,7 @@ class TritonBackend(AttentionBackend):
             kind = (spec.num_kv_heads, spec.head_dim, spec.window)
             plans.setdefault(kind, self._plan(*kind, max_num_seqs, max_model_len, self.device, fp8=fp8))
         self.plans = {spec: plans[spec.num_kv_heads, spec.head_dim, spec.window] for spec in self.specs}
-        scratch = self._scratch.for_specs(self.plans, self.device)
+        scratch = DecodeScratch.for_specs(self.plans, self.device)
         self.decode = {spec: self._decode(spec, block_size, plan, scratch) for spec, plan in self.plans.items()}
         self.prefill = {}
         for spec in self.specs:

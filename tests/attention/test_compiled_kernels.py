@@ -12,7 +12,7 @@ from compiling import compile_only
 from nanovllm.kernels.attention import decode, prefill
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
 from nanovllm.kernels.attention.decode_plan import DecodePlan
-from nanovllm.kernels.attention.fixed_order_decode import FixedOrderDecode, FixedOrderScratch
+from nanovllm.kernels.attention.fixed_order_decode import FixedOrderDecode
 from nanovllm.kernels.attention.fixed_order_plan import FixedOrderPlan
 from nanovllm.kernels.attention.fixed_order_prefill import FixedOrderPrefill, fixed_order_config
 from nanovllm.kernels.attention.prefill import PrefillAttention, prefill_config
@@ -41,7 +41,7 @@ tiles = attention.plan(zeros(3), zeros(2), rows)
 attention(q, cache, cache, table, zeros(2), zeros(3), zeros(2), tiles, out, sinks, scales)
 if not fp8:
     plan = FixedOrderPlan(spec.num_kv_heads, spec.head_dim, spec.window, 64, 4096, cpu)
-    scratch = FixedOrderScratch.for_specs({spec: plan}, cpu)
+    scratch = DecodeScratch.for_specs({spec: plan}, cpu)
     for rows in (1, 16, 32, 48, 64):
         q = bf16(rows, spec.num_heads, spec.head_dim)
         plan.make(zeros(rows), zeros(rows), rows)

@@ -9,13 +9,17 @@ pytest.importorskip("triton")
 from cases import DEVICE, TOLERANCE, Case, make_case, nan_like
 from interpreting import nightly
 
-from nanovllm.kernels.attention import decode as decode_attention
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch, decode_attention_reference
 from nanovllm.kernels.attention.decode_plan import FP8_TUNING, TUNING, DecodeConfig, DecodePlan, plan_decode_reference
 
 # Small chunks, so that short rows are split too.
 SMALL = DecodeConfig(block_n=32, min_chunk=64, max_splits=8, num_warps=4, num_stages=2)
 LENGTHS = [1, 63, 64, 65, 0, 200, 590, 17]
+
+
+def longest_unsplit(config: DecodeConfig) -> int:
+    """Keys of the longest row that is one chunk."""
+    return config.min_chunk * 3 // 2 - 1
 
 
 def build(case: Case, config: DecodeConfig | None = SMALL) -> DecodeAttention:
@@ -107,7 +111,7 @@ def test_reference_matches_float64() -> None:
 
 @pytest.mark.parametrize("config", [SMALL, *(config for _, config in (*TUNING, *FP8_TUNING))])
 def test_bounds_on_chunks_are_those_of_the_plan(config: DecodeConfig) -> None:
-    bound = config.unsplit_context_len
+    bound = longest_unsplit(config)
     lengths = torch.arange(bound + 2 * config.min_chunk * config.max_splits if config is SMALL else bound + 2)
     items = plan_decode_reference(torch.zeros_like(lengths), lengths, config)
     chunks = {int(lengths[row]): num_chunks for row, *_, num_chunks in items}
@@ -127,8 +131,8 @@ def test_rows_times_heads_decide_the_class(num_kv_heads: int) -> None:
     whole, part = rank(8), rank(num_kv_heads)
     for rows in range(1, 1101):
         as_many_items = -(-rows * num_kv_heads // 8)
-        assert part.config(rows) is whole.config(as_many_items)
-        assert whole.config(rows) is next(config for most, config in TUNING if most is None or rows <= most)
+        assert part.config(rows) == whole.config(as_many_items)
+        assert whole.config(rows) == next(config for most, config in TUNING if most is None or rows <= most)
 
 
 @pytest.mark.parametrize(("num_kv_heads", "max_num_seqs"), [(8, 256), (2, 200), (3, 300), (10, 5), (1, 1000), (8, 17)])
@@ -144,10 +148,10 @@ def test_size_classes_are_all_that_a_batch_can_be(num_kv_heads: int, max_num_seq
 
 
 def test_nothing_is_merged_up_to_the_bound_and_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = decode_case([SMALL.unsplit_context_len, 1, 0, 64, 60])
+    case = decode_case([longest_unsplit(SMALL), 1, 0, 64, 60])
     expected = run(case)
-    monkeypatch.setattr(decode_attention, "merge_chunks_kernel", None)
-    case.metadata.max_context_len = SMALL.unsplit_context_len
+    monkeypatch.setattr(DecodeAttention, "_merge", None)
+    case.metadata.max_context_len = longest_unsplit(SMALL)
     assert torch.equal(run(case).nan_to_num(), expected.nan_to_num())
     case.metadata.max_context_len += 1
     with pytest.raises(TypeError):

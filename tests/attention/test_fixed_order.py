@@ -10,9 +10,10 @@ pytest.importorskip("triton")
 from cases import DEVICE, DTYPE, TOLERANCE, Case, make_case, nan_like
 
 from nanovllm.attention import select_backend
+from nanovllm.kernels.attention.decode import DecodeScratch
 from nanovllm.kernels.attention.decode_plan import DecodeConfig
 from nanovllm.kernels.attention.fixed_order import CHUNK, WIDE_FROM
-from nanovllm.kernels.attention.fixed_order_decode import FixedOrderDecode, FixedOrderScratch
+from nanovllm.kernels.attention.fixed_order_decode import FixedOrderDecode
 from nanovllm.kernels.attention.fixed_order_plan import FixedOrderPlan, fixed_order_plan_reference
 from nanovllm.kernels.attention.fixed_order_prefill import FixedOrderPrefill, fixed_order_config
 
@@ -36,7 +37,7 @@ def decode(case: Case, first_unit: int) -> torch.Tensor:
     size, config = case.k_cache.shape[2], DecodeConfig(min_chunk=first_unit, num_stages=2)
     kind = (spec.num_kv_heads, spec.head_dim, spec.window)
     plan = FixedOrderPlan(*kind, slots, blocks * size, torch.device(DEVICE), config)
-    scratch = FixedOrderScratch.for_specs({spec: plan}, torch.device(DEVICE))
+    scratch = DecodeScratch.for_specs({spec: plan}, torch.device(DEVICE))
     plan.make(m.row_slot, m.context_lens, m.num_rows)
     attention = FixedOrderDecode(spec, size, plan, scratch)
     args = (case.q, case.k_cache, case.v_cache, m.block_table, m.max_context_len)

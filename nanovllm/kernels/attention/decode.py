@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.attention.decode_plan import DecodePlan
+from nanovllm.kernels.attention.decode_plan import DecodeConfig, DecodePlan
 from nanovllm.kernels.attention.e4m3 import attend_e4m3, load_scales
 from nanovllm.kernels.attention.reference import attend_reference, keys_and_values
 from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims, soft_cap
@@ -196,18 +196,22 @@ class DecodeScratch:
     partial: torch.Tensor
     """float32, for [max_num_seqs, Hq, splits, D]"""
     lse: torch.Tensor
-    """float32, for [max_num_seqs, Hq, splits]"""
+    """float32, for [max_num_seqs, Hq, splits], or two of them: fixed_order_decode.py keeps maximum and sum."""
 
     @classmethod
     def for_specs(cls, plans: dict[AttentionSpec, DecodePlan], device: torch.device) -> "DecodeScratch":
         rows = [(spec.num_heads * plan.most_partials, spec.head_dim) for spec, plan in plans.items()]
         partial = torch.zeros(max(n * dim for n, dim in rows), dtype=torch.float32, device=device)
-        return cls(partial, torch.zeros(max(n for n, _ in rows), dtype=torch.float32, device=device))
+        return cls(partial, torch.zeros(2 * max(n for n, _ in rows), dtype=torch.float32, device=device))
 
 
 class DecodeAttention:
     """The kernel for one kind of layers: the step's `plan` is made first, then this called once per layer. Serves any
     batch up to max_num_seqs from one set of buffers; nothing is allocated after construction."""
+
+    _kernel, _merge = decode_attention_kernel, merge_chunks_kernel
+    _fuses = True
+    """Multiplications and additions into one instruction, where the compiler can."""
 
     def __init__(self, spec: AttentionSpec, block_size: int, plan: DecodePlan, scratch: DecodeScratch) -> None:
         self.spec, self.block_size, self.plan, self.scratch = spec, block_size, plan, scratch
@@ -228,21 +232,26 @@ class DecodeAttention:
         scales = None
         if kv_scales is not None:
             scales, v_cache = kv_scales.view(torch.int32), v_cache.view(torch.int16)
-        use_tma = c.use_tma and self.has_tma and self.block_size % c.block_n == 0
-        k, v = (paged_descriptor(x, c.block_n) if use_tma else x for x in (k_cache, v_cache))
+        block_n = self._block_n(c, q)
+        use_tma = self.has_tma and self.block_size % block_n == 0
+        k, v = (paged_descriptor(x, block_n) if use_tma else x for x in (k_cache, v_cache))
         programs = min(self.num_sms * c.programs_per_sm, num_rows * spec.num_kv_heads * most_chunks)
-        decode_attention_kernel[(programs,)](
+        self._kernel[(programs,)](
             q, k, v, k_cache, v_cache, scales, sinks, out, block_table, plan.work, plan.num_work, scratch.partial,
             scratch.lse, spec.scale * LOG2_E, q.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3],
             block_table.stride(0), out.stride()[:2], HKV=spec.num_kv_heads, G=spec.group_size,
             BLOCK_H=max(16 if scales is None else 8, triton.next_power_of_2(spec.group_size)), D=spec.head_dim,
-            PAGE=self.block_size, BLOCK_N=c.block_n, TMA=use_tma, MAX_SPLITS=splits,
+            PAGE=self.block_size, BLOCK_N=block_n, TMA=use_tma, MAX_SPLITS=splits,
             CAP=spec.softcap and spec.softcap * LOG2_E, WINDOWED=spec.window is not None,
             num_warps=c.num_warps, num_stages=c.num_stages, maxnreg=c.max_registers, EARLY=num_rows == 1,
-            **pdl_options(q.device))
+            enable_fp_fusion=self._fuses, **pdl_options(q.device))
         if most_chunks > 1:
-            merge_chunks_kernel[(num_rows, triton.cdiv(spec.num_heads, c.merge_heads))](
+            self._merge[(num_rows, triton.cdiv(spec.num_heads, c.merge_heads))](
                 scratch.partial, scratch.lse, sinks, out, plan.num_chunks, out.stride()[:2], HQ=spec.num_heads,
                 HEADS=c.merge_heads, D=spec.head_dim, MAX_SPLITS=splits, num_warps=1 if c.merge_heads == 1 else 4,
-                **pdl_options(q.device, not merge_first))
+                enable_fp_fusion=self._fuses, **pdl_options(q.device, not merge_first))
         return out
+
+    def _block_n(self, config: DecodeConfig, q: torch.Tensor) -> int:
+        """Keys of a tile."""
+        return config.block_n

@@ -27,16 +27,10 @@ class DecodeConfig:
     """Of a thread; fewer let more programs share a multiprocessor."""
     merge_heads: int = 8
     """Query heads that one program merges the chunks of."""
-    use_tma: bool = True
-    """Load keys and values by tensor descriptors where a page holds whole tiles (compute capability 9.0 and later)."""
-
-    @property
-    def unsplit_context_len(self) -> int:
-        """Keys of the longest row that is one chunk: the last chunk of a row is half a chunk to one and a half."""
-        return self.min_chunk * 3 // 2 - 1
 
     def most_chunks(self, max_context_len: int) -> int:
-        """Chunks of the row that is cut most, among rows of up to so many keys."""
+        """Chunks of the row that is cut most, among rows of up to so many keys; a row's last one is half a chunk to one
+        and a half."""
         return min(self.max_splits, max(1, (max_context_len + self.min_chunk // 2) // self.min_chunk))
 
 
@@ -44,7 +38,8 @@ UNBOUNDED = 1 << 30
 """Keys of a window that there is not."""
 TUNED_KV_HEADS = 8
 TUNED_HEAD_DIM = 128
-TUNING: tuple[tuple[int | None, DecodeConfig], ...] = (
+Tuning = tuple[tuple[int | None, DecodeConfig], ...]
+TUNING: Tuning = (
     (2, DecodeConfig(programs_per_sm=2, min_chunk=64, merge_heads=1)),
     (8, DecodeConfig(num_stages=2, programs_per_sm=4, min_chunk=128, merge_heads=1)),
     (16, DecodeConfig(programs_per_sm=3, min_chunk=256)),
@@ -55,7 +50,7 @@ TUNING: tuple[tuple[int | None, DecodeConfig], ...] = (
 )
 """Up to so many rows of TUNED_KV_HEADS key heads -> configuration. Few rows must be cut small to keep the memory busy;
 with many it is busy whichever way they are cut, and each further chunk is one more result to write and merge."""
-FP8_TUNING: tuple[tuple[int | None, DecodeConfig], ...] = (
+FP8_TUNING: Tuning = (
     (2, DecodeConfig(num_warps=2, programs_per_sm=2, min_chunk=64, merge_heads=1)),
     (16, DecodeConfig(num_warps=2, num_stages=2, programs_per_sm=4, min_chunk=128, merge_heads=1)),
     (40, DecodeConfig(num_warps=2, programs_per_sm=4, min_chunk=512)),
@@ -65,15 +60,18 @@ FP8_TUNING: tuple[tuple[int | None, DecodeConfig], ...] = (
 """The same over keys and values of e4m3."""
 
 
-def tuning(num_kv_heads: int, head_dim: int, fp8: bool = False) -> tuple[tuple[int | None, DecodeConfig], ...]:
-    """TUNING for a rank that holds so many key heads. What there is to share out is rows x heads: under tensor
-    parallelism more rows still count as few, or the longest row of an uncut batch would decide. Tiles of wide heads
-    are shorter, so that as many bytes are in flight."""
-    table = FP8_TUNING if fp8 else TUNING
-    found = ((most and most * TUNED_KV_HEADS // num_kv_heads, config) for most, config in table)
-    if head_dim <= TUNED_HEAD_DIM:
-        return tuple(found)
-    return tuple((most, replace(config, block_n=32, num_stages=2, num_warps=4)) for most, config in found)
+def tuning(num_kv_heads: int, head_dim: int, fp8: bool = False) -> Tuning:
+    """TUNING for a rank that holds so many key heads. Tiles of wide heads are shorter, so that as many bytes are in
+    flight."""
+    return for_heads(FP8_TUNING if fp8 else TUNING, num_kv_heads, head_dim, block_n=32, num_stages=2, num_warps=4)
+
+
+def for_heads(table: Tuning, num_kv_heads: int, head_dim: int, **of_wide_heads: int) -> Tuning:
+    """What there is to share out is rows x heads: under tensor parallelism more rows still count as few, or the longest
+    row of an uncut batch would decide."""
+    changes = of_wide_heads if head_dim > TUNED_HEAD_DIM else {}
+    return tuple((most and most * TUNED_KV_HEADS // num_kv_heads, replace(config, **changes))  # type: ignore[arg-type]
+                 for most, config in table)
 
 
 @triton.jit

@@ -5,13 +5,11 @@ or one of the chunks after these (fixed_order.py). Few rows have short first uni
 rows long ones, so that little is written and merged. No bit depends on which it was.
 """
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.attention.decode_plan import TUNED_HEAD_DIM, TUNED_KV_HEADS, UNBOUNDED, DecodeConfig, DecodePlan
+from nanovllm.kernels.attention.decode_plan import UNBOUNDED, DecodeConfig, DecodePlan, Tuning, for_heads
 from nanovllm.kernels.attention.fixed_order import CHUNK, WIDE_CHUNK, WIDE_FROM
 from nanovllm.kernels.attention.work_list import store_entry
 
@@ -21,7 +19,7 @@ _LONG_CLASSES, _CLASSES = tl.constexpr(4), tl.constexpr(WIDE_FROM // 256)
 _AT_ONCE = tl.constexpr(16)
 ROWS_PER_PROGRAM = 16
 
-TUNING: tuple[tuple[int | None, DecodeConfig], ...] = (
+TUNING: Tuning = (
     (2, DecodeConfig(programs_per_sm=2, min_chunk=128, merge_heads=1)),
     (16, DecodeConfig(num_stages=2, programs_per_sm=4, min_chunk=256, merge_heads=1, max_registers=168)),
     (32, DecodeConfig(num_stages=2, programs_per_sm=4, min_chunk=512, merge_heads=1, max_registers=168)),
@@ -134,13 +132,10 @@ def fixed_order_plan_reference(row_slot: torch.Tensor, context_lens: torch.Tenso
     return items
 
 
-def tuning(num_kv_heads: int, head_dim: int, fp8: bool = False) -> tuple[tuple[int | None, DecodeConfig], ...]:
-    """TUNING for a rank that holds so many key heads; see decode_plan.tuning. Not for e4m3."""
+def tuning(num_kv_heads: int, head_dim: int, fp8: bool = False) -> Tuning:
+    """TUNING for a rank that holds so many key heads. Not for e4m3."""
     assert not fp8
-    found = ((most and most * TUNED_KV_HEADS // num_kv_heads, config) for most, config in TUNING)
-    if head_dim <= TUNED_HEAD_DIM:
-        return tuple(found)
-    return tuple((most, replace(config, num_stages=2)) for most, config in found)
+    return for_heads(TUNING, num_kv_heads, head_dim, num_stages=2)
 
 
 class FixedOrderPlan(DecodePlan):

@@ -7,37 +7,38 @@ import triton.language as tl
 from nanovllm.kernels.attention.fixed_order import attend, empty, ends_chunk, fold, tile_keys
 from nanovllm.kernels.attention.prefill import PrefillAttention, PrefillConfig
 from nanovllm.kernels.attention.query_tiles import causal_mask, key_ranges, load_queries, load_tile
-from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims
-from nanovllm.kernels.base.device import paged_descriptor
+from nanovllm.kernels.attention.scores import exp_of_sink, padded_dims
 
 
 @triton.jit
 def _walk(q, state, row_state, begin, stop, K, V, TABLE_ROW, kv_head, first, end, position, scale_log2, window,
-          k_strides, v_strides, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, TMA: tl.constexpr,
+          k_strides, v_strides, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
           CAP: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr):
     """The tiles from key `begin` to `stop`, for queries at `position`; state and row_state: see `empty`. Keys first ..
     end are all that any of the queries sees."""
     m, sums, acc = state
     top, total, out = row_state
-    for n in range(begin, stop, TILE):
-        k = load_tile(K, TABLE_ROW, kv_head, n, first, end, k_strides, D, PAGE, TILE, TMA)
-        v = load_tile(V, TABLE_ROW, kv_head, n, first, end, v_strides, D, PAGE, TILE, TMA)
+    for n in range(begin, stop, BLOCK_N):
+        k = load_tile(K, TABLE_ROW, kv_head, n, first, end, k_strides, D, PAGE, BLOCK_N, TMA)
+        v = load_tile(V, TABLE_ROW, kv_head, n, first, end, v_strides, D, PAGE, BLOCK_N, TMA)
         visible = None
         if MASKED:
-            visible = causal_mask(n, position, window, TILE, WINDOWED)
+            visible = causal_mask(n, position, window, BLOCK_N, WINDOWED)
         m, sums, acc = attend(q, k, v, m, sums, acc, visible, scale_log2, CAP)
-        if ends_chunk(n + TILE):
+        if ends_chunk(n + BLOCK_N):
             top, total, out = fold(m, sums, acc, top, total, out)
             m, sums, acc = empty(acc.shape[0], acc.shape[1])
     return (m, sums, acc), (top, total, out)
 
 
 @triton.jit(do_not_specialize=["ROW_SLOT", "CU_SEQLENS", "CONTEXT_LENS", "table_stride", "window"])
-def fixed_order_prefill_kernel(Q, K, V, SINKS, OUT, TABLE, ROW_SLOT, CU_SEQLENS, CONTEXT_LENS, TILES, scale_log2,
-                               window, q_strides, k_strides, v_strides, table_stride, out_strides, HQ: tl.constexpr,
-                               G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr,
-                               TILE: tl.constexpr, CAP: tl.constexpr, WINDOWED: tl.constexpr, TMA: tl.constexpr):
-    """Operands and grid are those of prefill.py's kernel."""
+def fixed_order_prefill_kernel(Q, K, V, KV_SCALES, SINKS, OUT, TABLE, ROW_SLOT, CU_SEQLENS, CONTEXT_LENS, TILES,
+                               scale_log2, window, q_strides, k_strides, v_strides, table_stride, out_strides,
+                               HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+                               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAP: tl.constexpr, WINDOWED: tl.constexpr,
+                               TMA: tl.constexpr):
+    """Operands and grid are those of prefill.py's kernel, without KV_SCALES."""
+    tl.static_assert(KV_SCALES is None)
     DIMS: tl.constexpr = padded_dims(D)
     tile = tl.program_id(0) // HQ
     head = tl.program_id(0) % HQ
@@ -49,18 +50,18 @@ def fixed_order_prefill_kernel(Q, K, V, SINKS, OUT, TABLE, ROW_SLOT, CU_SEQLENS,
     q, live, tokens, position, first_position, context = load_queries(Q, CU_SEQLENS, CONTEXT_LENS, row, query, head,
                                                                       q_strides, D, BLOCK_M)
     kv_head = head // G
-    first, begin, begin_full, end_full, end = key_ranges(first_position, context, window, BLOCK_M, TILE, WINDOWED)
+    first, begin, begin_full, end_full, end = key_ranges(first_position, context, window, BLOCK_M, BLOCK_N, WINDOWED)
     state, row_state = empty(BLOCK_M, DIMS), empty(BLOCK_M, DIMS)
     if WINDOWED:
         state, row_state = _walk(
             q, state, row_state, begin, tl.minimum(begin_full, end), K, V, TABLE_ROW, kv_head, first, end, position,
-            scale_log2, window, k_strides, v_strides, D, PAGE, TILE, TMA, CAP, WINDOWED, True)
+            scale_log2, window, k_strides, v_strides, D, PAGE, BLOCK_N, TMA, CAP, WINDOWED, True)
     state, row_state = _walk(
         q, state, row_state, begin_full, end_full, K, V, TABLE_ROW, kv_head, first, end, position, scale_log2, window,
-        k_strides, v_strides, D, PAGE, TILE, TMA, CAP, WINDOWED, False)
+        k_strides, v_strides, D, PAGE, BLOCK_N, TMA, CAP, WINDOWED, False)
     state, row_state = _walk(
         q, state, row_state, tl.maximum(begin_full, end_full), end, K, V, TABLE_ROW, kv_head, first, end, position,
-        scale_log2, window, k_strides, v_strides, D, PAGE, TILE, TMA, CAP, WINDOWED, True)
+        scale_log2, window, k_strides, v_strides, D, PAGE, BLOCK_N, TMA, CAP, WINDOWED, True)
     top, sums, acc = fold(state[0], state[1], state[2], row_state[0], row_state[1], row_state[2])
     total = tl.max(sums, 1)
     if SINKS is not None:
@@ -80,18 +81,5 @@ def fixed_order_config(head_dim: int, dtype: torch.dtype, fp8: bool = False) -> 
 class FixedOrderPrefill(PrefillAttention):
     """PrefillAttention by the kernel above."""
 
-    def __call__(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
-                 row_slot: torch.Tensor, cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor, tiles: torch.Tensor,
-                 out: torch.Tensor, sinks: torch.Tensor | None = None,
-                 kv_scales: torch.Tensor | None = None) -> torch.Tensor:
-        assert kv_scales is None, "caches of e4m3 are refused"
-        c, spec = self.config, self.spec
-        k, v = (paged_descriptor(x, c.block_n) if self.use_tma else x for x in (k_cache, v_cache))
-        fixed_order_prefill_kernel[(tiles.shape[0] * spec.num_heads,)](
-            q, k, v, sinks, out, block_table, row_slot, cu_seqlens_q, context_lens, tiles, spec.scale * LOG2_E,
-            spec.window or 0, q.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3], block_table.stride(0),
-            out.stride()[:2], HQ=spec.num_heads, G=spec.group_size, D=spec.head_dim, PAGE=self.block_size,
-            BLOCK_M=c.block_m, TILE=c.block_n, CAP=spec.softcap and spec.softcap * LOG2_E,
-            WINDOWED=spec.window is not None, TMA=self.use_tma, num_warps=c.num_warps, num_stages=c.num_stages,
-            enable_fp_fusion=False)
-        return out
+    _kernel = fixed_order_prefill_kernel
+    _fuses = False

@@ -28,8 +28,6 @@ class PrefillConfig:
     block_n: int = 64
     num_warps: int = 4
     num_stages: int = 2
-    use_tma: bool = True
-    """Load keys and values by tensor descriptors where a page holds whole tiles (compute capability 9.0 and later)."""
 
 
 def prefill_config(head_dim: int, dtype: torch.dtype, fp8: bool = False) -> PrefillConfig:
@@ -203,11 +201,15 @@ def prefill_attention_reference(q: torch.Tensor, k_cache: torch.Tensor, v_cache:
 class PrefillAttention:
     """The kernel for one kind of layers. `plan` once per step serves all kinds of one BLOCK_M."""
 
+    _kernel = prefill_attention_kernel
+    _fuses = True
+    """Multiplications and additions into one instruction, where the compiler can."""
+
     def __init__(self, spec: AttentionSpec, block_size: int, max_num_seqs: int, device: torch.device,
                  config: PrefillConfig) -> None:
         self.spec, self.block_size, self.config = spec, block_size, config
         self.search_steps = max(1, max_num_seqs.bit_length())
-        self.use_tma = config.use_tma and supports_tma(device) and block_size % config.block_n == 0
+        self.use_tma = supports_tma(device) and block_size % config.block_n == 0
         self.use_tma &= spec.head_dim == padded_dims(spec.head_dim)
 
     def plan(self, cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor, num_tokens: int) -> torch.Tensor:
@@ -230,10 +232,11 @@ class PrefillAttention:
         c, spec = self.config, self.spec
         k, v = (paged_descriptor(x, c.block_n) if self.use_tma else x for x in (k_cache, v_cache))
         scales = None if kv_scales is None else kv_scales.view(torch.int32)
-        prefill_attention_kernel[(tiles.shape[0] * spec.num_heads,)](
+        self._kernel[(tiles.shape[0] * spec.num_heads,)](
             q, k, v, scales, sinks, out, block_table, row_slot, cu_seqlens_q, context_lens, tiles, spec.scale * LOG2_E,
             spec.window or 0, q.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3], block_table.stride(0),
             out.stride()[:2], HQ=spec.num_heads, G=spec.group_size, D=spec.head_dim, PAGE=self.block_size,
             BLOCK_M=c.block_m, BLOCK_N=c.block_n, CAP=spec.softcap and spec.softcap * LOG2_E,
-            WINDOWED=spec.window is not None, TMA=self.use_tma, num_warps=c.num_warps, num_stages=c.num_stages)
+            WINDOWED=spec.window is not None, TMA=self.use_tma, num_warps=c.num_warps, num_stages=c.num_stages,
+            enable_fp_fusion=self._fuses)
         return out
