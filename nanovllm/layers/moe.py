@@ -6,11 +6,13 @@ all-reduce, no token goes to another rank, and no rank waits for the one with th
 
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
+from typing import Any
 
 import torch
 
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.fp8 import few_experts
+from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.gemm import skinny
 from nanovllm.kernels.gemm.choice import DECODE_ROWS
 from nanovllm.kernels.moe import few_rows
@@ -133,8 +135,8 @@ class MoE(WeightedModule):
         """Kernels of our own do the whole block, with the norm before it."""
         is_plain = self.is_plain
         if self.quantized is not None:
-            gate_up, down = self.quantized
-            is_plain &= gate_up.runs_on == "fp8" and few_experts.takes(gate_up.for_kernel(), down.for_kernel())
+            gate_up, down = (matrix.for_kernel() for matrix in self.quantized)
+            is_plain &= self.quantized[0].runs_on == "fp8" and few_experts.takes(gate_up, down)
         return is_plain and self.group_size == 1
 
     @property
@@ -147,10 +149,15 @@ class MoE(WeightedModule):
     def add_normed_to(self, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
         """residual [T, hidden] += this block of its RMSNorm, in place; returns residual. Where it can_fuse."""
         logits = skinny.linear(residual, self.router.weight, few_rows.ROUTER, norm=norm, out_dtype=torch.float32)
-        if self.quantized is not None:
-            gate_up, down = (matrix.for_kernel() for matrix in self.quantized)
-            return few_experts.add_experts(residual, norm, logits, self.top_k, gate_up, down)
-        return few_rows.add_experts(residual, norm, logits, self.top_k, self.gate_up, self.down)
+        add_experts: Any = (few_rows if self.quantized is None else few_experts).add_experts
+        return add_experts(residual, norm, logits, self.top_k, *self._weights())
+
+    def _weights(self) -> tuple[torch.Tensor, torch.Tensor] | tuple[FP8Weight, FP8Weight]:
+        """Of gate and up, and of down, as kernels take them."""
+        if self.quantized is None:
+            return self.gate_up, self.down
+        gate_up, down = self.quantized
+        return gate_up.for_kernel(), down.for_kernel()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kernels, rows = self.kernels, x.shape[0]
@@ -165,14 +172,10 @@ class MoE(WeightedModule):
         shared = self.shared(x) if self.shared is not None else None
         # Parts of many rows are large: they are rounded, as a dense MLP's results are.
         part_dtype = torch.float32 if rows <= DECODE_ROWS and not self.router.one_order else x.dtype
-        if self.quantized is not None:
-            gate_up, down = self.quantized
-            h = gate_up.expert_gate_up(x, routing, configs.gate_up)
-            parts = down.expert_down(h, routing, configs.down, part_dtype)
-        else:
-            h = kernels.expert_gate_up(x, self.gate_up, routing, configs.gate_up, self.activation, self.gate_up_bias)
-            down_bias = self.down_bias if self.adds_bias else None
-            parts = kernels.expert_down(h, self.down, routing, configs.down, part_dtype, down_bias)
+        gate_up, down = self._weights()
+        h = kernels.expert_gate_up(x, gate_up, routing, configs.gate_up, self.activation, self.gate_up_bias)
+        down_bias = self.down_bias if self.adds_bias else None
+        parts = kernels.expert_down(h, down, routing, configs.down, part_dtype, down_bias)
         if shared is None and self.group_size == 1 and 1 < self.top_k.top_k <= MOST_PARTS:
             return parts
         gate = logits if self.config.shared_gate else None

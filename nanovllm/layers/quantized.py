@@ -7,12 +7,10 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.base.device import supports_fp8
-from nanovllm.kernels.fp8 import experts, gemm, one_row
+from nanovllm.kernels.fp8 import gemm, one_row
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.reference import BLOCK, FP8
 from nanovllm.kernels.gemm.choice import GemmConfig
-from nanovllm.kernels.moe.choice import GroupedConfig
-from nanovllm.kernels.moe.routing import Routing
 from nanovllm.layers.int4 import Int4Matrix
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Scales, Shard, parameter
 from nanovllm.model_config import Quantization
@@ -129,18 +127,6 @@ class FP8Matrix(nn.Module):
         """x [T, columns] -> x @ weight^T [T, rows], or float32 [config.parts, T, rows], sums over parts of columns.
         gated: gates are the first half of the rows; silu(gate) * up, [T, rows / 2]."""
         return _PRODUCTS[self.runs_on](x, self.for_kernel(), config, gated=gated)
-
-    def expert_gate_up(self, x: torch.Tensor, routing: Routing, config: GroupedConfig) -> torch.Tensor:
-        """What kernels/moe/experts.py has by this name, of a matrix for each expert."""
-        call = experts.expert_gate_up if x.is_cuda else experts.expert_gate_up_reference
-        return call(x, self.for_kernel(), routing, config)
-
-    def expert_down(
-        self, h: torch.Tensor, routing: Routing, config: GroupedConfig, out_dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Likewise."""
-        call = experts.expert_down if h.is_cuda else experts.expert_down_reference
-        return call(h, self.for_kernel(), routing, config, out_dtype)
 
 
 def quantized_matrix(

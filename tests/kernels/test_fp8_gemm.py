@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from nanovllm.kernels.fp8 import experts as fp8_experts
 from nanovllm.kernels.fp8 import few_experts, gemm, one_row
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import FP8, quantize_rows_reference
 from nanovllm.kernels.gemm.choice import LIBRARY, GemmConfig
+from nanovllm.kernels.moe import experts as grouped
 from nanovllm.kernels.moe.choice import GroupedConfig
-from nanovllm.kernels.moe.experts import experts_of
 from nanovllm.kernels.moe.routing import TopK, route_reference
 from nanovllm.kernels.pointwise import norm
 from nanovllm.kernels.pointwise.activation import silu_mul_fp8
@@ -144,13 +143,14 @@ def test_products_of_experts(block_m: int) -> None:
     routing = route_reference(logits, TopK(experts, 2), block_m)
     config = GroupedConfig(block_m, 64, 128, 2)
     x = already_rounded(inputs(rows, hidden) / 500)
-    want = fp8_experts.expert_gate_up_reference(x, up, routing, config)
-    assert_close(fp8_experts.expert_gate_up(x, up, routing, config), want.double())
+    want = grouped.expert_gate_up_reference(x, up, routing, config, grouped.ExpertActivation())
+    got = grouped.expert_gate_up(x, up, routing, config, grouped.ExpertActivation())
+    assert_close(got, want.double())
     h = already_rounded(want)
-    want = fp8_experts.expert_down_reference(h, down, routing, config, torch.float32)
-    got = fp8_experts.expert_down(h, down, routing, config, torch.float32)
+    want = grouped.expert_down_reference(h, down, routing, config, torch.float32)
+    got = grouped.expert_down(h, down, routing, config, torch.float32)
     assert_close(got.flatten(0, 1), want.flatten(0, 1).double())
-    for expert, first, end in experts_of(routing):
+    for expert, first, end in grouped.experts_of(routing):
         choices = routing.order[first:end].long()
         one = FP8Weight(down.values[expert], down.scale[expert])
         exactly = exact(*quantize_rows_reference(h[first:end]), one) * routing.weights.flatten()[choices, None]
@@ -175,8 +175,8 @@ def test_experts_of_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     routing = route_reference(logits[None, :, :experts], TopK(experts, 2), 16)
     config = GroupedConfig(16, 64, 128, 2)
     x = norm.rms_norm_reference(residual, gain, 1e-6)
-    h = fp8_experts.expert_gate_up_reference(x, up, routing, config)
-    want = residual + fp8_experts.expert_down_reference(h, down, routing, config, torch.float32).sum(0)
+    h = grouped.expert_gate_up_reference(x, up, routing, config, grouped.ExpertActivation())
+    want = residual + grouped.expert_down_reference(h, down, routing, config, torch.float32).sum(0)
     got = few_experts.add_experts(residual.clone(), norm.Norm(gain, 1e-6), logits, TopK(experts, 2), up, down)
     assert_close(got, want.double())
 

@@ -1,4 +1,5 @@
-"""The experts' GEMMs: rows that chose one expert, side by side, times that expert's weights.
+"""The experts' GEMMs: rows that chose one expert, side by side, times that expert's weights; in FP8 by the products of
+fp8/reference.py.
 
 Up to a few hundred rows the time is that of reading the weights of every expert that a row chose, once. So a tile holds
 all rows of an expert if it can, and small tiles of rows put the weights on the left of the product, where a Hopper
@@ -12,15 +13,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanovllm.kernels.base.device import pdl_options, prefetch_tile, supports_tma
 from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.fp8.gemm_kernel import add_group, times_rows
+from nanovllm.kernels.fp8.operands import FP8Weight
+from nanovllm.kernels.fp8.quantize import quantize_rows
+from nanovllm.kernels.fp8.reference import GROUP, linear_reference, quantize_rows_reference
 from nanovllm.kernels.gemm.decode_kernel import multiply, silu_mul
 from nanovllm.kernels.moe.choice import GroupedConfig
 from nanovllm.kernels.moe.routing import Routing
 
 PREFETCH_BYTES = 32 << 10
 """Of a program's weights, brought into L2 while the kernel before still runs."""
+LINE = 128
+"""Bytes; the least of a weight row that is brought."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,7 @@ def _add_bias(acc, BIAS, first, col, end, X_LEFT: tl.constexpr):
 
 
 @triton.jit
-def tile_of_rows(TILES, GATED: tl.constexpr, PDL: tl.constexpr):
+def _tile_of_rows(TILES, GATED: tl.constexpr, PDL: tl.constexpr):
     """(expert, first position, end) of the program's rows; expert < 0: it has none. GATED: routing has ended."""
     if PDL and GATED:
         # Not before: what routing wrote may then be read by the next kernel as soon as that starts.
@@ -80,7 +88,7 @@ def tile_of_rows(TILES, GATED: tl.constexpr, PDL: tl.constexpr):
 
 
 @triton.jit
-def enter_tile(
+def _enter_tile(
     w_ptr, first_row, end_row, k, ORDER, first_position, end,
     GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -96,7 +104,7 @@ def enter_tile(
 
 
 @triton.jit
-def store_by_choice(
+def _store_by_choice(
     acc, OUT, WEIGHTS, position, live, choice, col, tokens, n_out,
     TOP_K: tl.constexpr, GATED: tl.constexpr, X_LEFT: tl.constexpr,
 ):  # fmt: skip
@@ -111,27 +119,32 @@ def store_by_choice(
     tl.store(at, acc.to(OUT.dtype.element_ty), mask=live[:, None] & (col < n_out)[None, :])
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "scale_stride"])
 def _grouped_gemm_kernel(
-    X, W, w_ptr, BIAS, TILES, ORDER, WEIGHTS, OUT, tokens, n_out, k,
+    X, X_SCALE, W, w_ptr, SCALE, BIAS, TILES, ORDER, WEIGHTS, OUT, tokens, scale_stride, n_out, k, groups, scale_rows,
     TOP_K: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, X_LEFT: tl.constexpr, EVEN_K: tl.constexpr,
-    PREFETCH: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ROWS_EACH: tl.constexpr,
+    IN_BLOCKS: tl.constexpr, X_LEFT: tl.constexpr, EVEN_K: tl.constexpr, PREFETCH: tl.constexpr, TMA: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of columns, tiles of rows). GATED: rows of X are tokens; OUT [choices by expert, n_out] gets the
     activation of columns c and n_out + c. Else rows of X are choices by expert, and OUT [TOP_K, tokens, n_out] their
-    results times WEIGHTS, by slot. W: a descriptor or w_ptr, [experts * (2 n_out or n_out), k]."""
-    dtype: tl.constexpr = X.dtype.element_ty
-    expert, first_position, end = tile_of_rows(TILES, GATED, PDL)
+    results times WEIGHTS, by slot. W: a descriptor or w_ptr, [experts * (2 n_out or n_out), k]. Where there are scales
+    X and W are e4m3, and steps of 128: X_SCALE [groups of k, scale_stride], SCALE [experts, scale_rows, groups]."""
+    expert, first_position, end = _tile_of_rows(TILES, GATED, PDL)
     if expert < 0:
         return
     first_col = tl.program_id(0) * BLOCK_N
     base = expert * (n_out * 2 if GATED else n_out)
     first_row, end_row = base + first_col, base + n_out
-    position, live, choice = enter_tile(
+    position, live, choice = _enter_tile(
         w_ptr, first_row, end_row, k, ORDER, first_position, end, GATED, BLOCK_M, BLOCK_N, PREFETCH, PDL
     )
-    x_ptr = X + (choice // TOP_K if GATED else position).to(tl.int64)[:, None] * k
+    row = choice // TOP_K if GATED else position
+    x_ptrs = X + row.to(tl.int64)[:, None] * k
+    scale_ptrs, of_expert = X_SCALE, SCALE
+    if X_SCALE is not None:
+        scale_ptrs, of_expert = X_SCALE + row, SCALE + expert * scale_rows * groups
 
     acc = tl.zeros([BLOCK_M, BLOCK_N] if X_LEFT else [BLOCK_N, BLOCK_M], dtype=tl.float32)
     if GATED:
@@ -140,66 +153,106 @@ def _grouped_gemm_kernel(
         begin = step * BLOCK_K
         cols = begin + tl.arange(0, BLOCK_K)
         mask = live[:, None] if EVEN_K else live[:, None] & (cols < k)[None, :]
-        x = tl.load(x_ptr + cols[None, :], mask=mask, other=0.0)
+        x = tl.load(x_ptrs + cols[None, :], mask=mask, other=0.0)
+        x_scale = None
+        if X_SCALE is not None:
+            x_scale = tl.load(scale_ptrs + step * scale_stride, mask=live, other=0.0)
         w = _weight_tile(W, first_row, end_row, begin, k, BLOCK_N, BLOCK_K, EVEN_K, TMA)
-        acc = multiply(x, w, acc, X_LEFT)
+        acc = _add_step(acc, x, w, x_scale, of_expert, first_col, n_out, step, groups, BLOCK_N, ROWS_EACH, IN_BLOCKS,
+                        X_LEFT)  # fmt: skip
         if GATED:
             w = _weight_tile(W, n_out + first_row, n_out + end_row, begin, k, BLOCK_N, BLOCK_K, EVEN_K, TMA)
-            up = multiply(x, w, up, X_LEFT)
+            up = _add_step(up, x, w, x_scale, of_expert, n_out + first_col, 2 * n_out, step, groups, BLOCK_N, ROWS_EACH,
+                           IN_BLOCKS, X_LEFT)  # fmt: skip
 
     col = first_col + tl.arange(0, BLOCK_N)
+    acc = _finish(acc, of_expert, BIAS, base, first_col, n_out, col, n_out, BLOCK_N, IN_BLOCKS, X_LEFT)
+    if GATED:
+        up = _finish(up, of_expert, BIAS, base + n_out, n_out + first_col, 2 * n_out, col, n_out, BLOCK_N, IN_BLOCKS,
+                     X_LEFT)  # fmt: skip
+        acc = _activated(acc, up, OUT.dtype.element_ty, ALPHA, LIMIT)
+    _store_by_choice(acc, OUT, WEIGHTS, position, live, choice, col, tokens, n_out, TOP_K, GATED, X_LEFT)
+
+
+@triton.jit
+def _add_step(
+    acc, x, w, x_scale, SCALE, first, end, step, groups,
+    BLOCK_N: tl.constexpr, ROWS_EACH: tl.constexpr, IN_BLOCKS: tl.constexpr, X_LEFT: tl.constexpr,
+):  # fmt: skip
+    """acc plus the products of a step, times both scales where there are any; see add_group."""
+    if x_scale is None:
+        return multiply(x, w, acc, X_LEFT)
+    else:
+        return add_group(acc, x, w, x_scale, SCALE, first, end, step, groups, BLOCK_N, ROWS_EACH, IN_BLOCKS, X_LEFT)
+
+
+@triton.jit
+def _finish(
+    acc, SCALE, BIAS, base, first, end, col, n_out, BLOCK_N: tl.constexpr, IN_BLOCKS: tl.constexpr, X_LEFT: tl.constexpr
+):  # fmt: skip
+    """acc times the scales of the weights' rows, where there are such, plus BIAS[base + col]."""
+    if SCALE is not None and not IN_BLOCKS:
+        acc = times_rows(acc, SCALE, first, end, BLOCK_N, X_LEFT)
     if BIAS is not None:
         acc = _add_bias(acc, BIAS, base, col, n_out, X_LEFT)
-        if GATED:
-            up = _add_bias(up, BIAS, base + n_out, col, n_out, X_LEFT)
-    if GATED:
-        acc = _activated(acc, up, dtype, ALPHA, LIMIT)
-    store_by_choice(acc, OUT, WEIGHTS, position, live, choice, col, tokens, n_out, TOP_K, GATED, X_LEFT)
+    return acc
 
 
 def expert_gate_up(
-    x: torch.Tensor, weight: torch.Tensor, routing: Routing, config: GroupedConfig, activation: ExpertActivation,
-    bias: torch.Tensor | None = None, *, tma: bool | None = None,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor | FP8Weight, routing: Routing, config: GroupedConfig, activation: ExpertActivation,
+    bias: Tensor | None = None, *, tma: bool | None = None,
+) -> Tensor:  # fmt: skip
     """x [T, H], weight [E, 2 I, H] (gates first), bias [E, 2 I] -> the activation of every choice's gate and up, [T *
     k, I] in routing's order. Tma: weights come by descriptors; None: where the device can."""
-    out = x.new_empty(routing.order.shape[0], weight.shape[1] // 2)
+    out = x.new_empty(routing.order.shape[0], values_of(weight).shape[1] // 2)
     switches = {"GATED": True, "ALPHA": activation.alpha, "LIMIT": activation.limit}
     return _launch(x, weight, routing, config, bias, out, tma, switches)
 
 
 def expert_down(
-    h: torch.Tensor, weight: torch.Tensor, routing: Routing, config: GroupedConfig, out_dtype: torch.dtype,
-    bias: torch.Tensor | None = None, *, tma: bool | None = None,
-) -> torch.Tensor:  # fmt: skip
+    h: Tensor, weight: Tensor | FP8Weight, routing: Routing, config: GroupedConfig, out_dtype: torch.dtype,
+    bias: Tensor | None = None, *, tma: bool | None = None,
+) -> Tensor:  # fmt: skip
     """h [T * k, I] in routing's order, weight [E, H, I], bias [E, H] -> out_dtype [k, T, H], every choice's result
     times its weight, by slot: a token's result is the sum over k. Tma: as in expert_gate_up."""
-    out = h.new_empty(routing.top_k, routing.num_tokens, weight.shape[1], dtype=out_dtype)
+    out = h.new_empty(routing.top_k, routing.num_tokens, values_of(weight).shape[1], dtype=out_dtype)
     return _launch(h, weight, routing, config, bias, out, tma, {"GATED": False, "ALPHA": 1.0, "LIMIT": None})
 
 
+def values_of(weight: Tensor | FP8Weight) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.values
+
+
 def _launch(
-    x: torch.Tensor, weight: torch.Tensor, routing: Routing, config: GroupedConfig, bias: torch.Tensor | None,
-    out: torch.Tensor, tma: bool | None, switches: dict[str, Any],
-) -> torch.Tensor:  # fmt: skip
-    """Fills and returns `out`."""
+    x: Tensor, weight: Tensor | FP8Weight, routing: Routing, config: GroupedConfig, bias: Tensor | None, out: Tensor,
+    tma: bool | None, switches: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    """Fills and returns `out`. Weights in FP8 come by descriptors wherever K allows."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    k, n_out = weight.shape[2], out.shape[-1]
-    if x.shape[1] != k or x.dtype != weight.dtype or not (x.is_contiguous() and weight.is_contiguous()):
-        found = f"{x.dtype} {list(x.shape)}, {weight.dtype} {list(weight.shape)}"
+    values, n_out = values_of(weight), out.shape[-1]
+    k, block_k = values.shape[2], config.block_k
+    x_scale = scale = stride = scale_rows = groups = None
+    if isinstance(weight, FP8Weight):
+        x, x_scale = quantize_rows(x)
+        scale, stride, (_, scale_rows, groups) = weight.scale, x_scale.stride(1), weight.scale.shape
+        switches |= {"ROWS_EACH": weight.rows_each, "IN_BLOCKS": weight.in_blocks}
+        tma, block_k = True, GROUP
+    else:
+        switches |= {"ROWS_EACH": 1, "IN_BLOCKS": False}
+        tma = supports_tma(x.device) if tma is None else tma
+    if x.shape[1] != k or x.dtype != values.dtype or not (x.is_contiguous() and values.is_contiguous()):
+        found = f"{x.dtype} {list(x.shape)}, {values.dtype} {list(values.shape)}"
         raise ValueError(f"contiguous rows and weights of one dtype and width expected, got {found}")
-    tma = supports_tma(x.device) if tma is None else tma
     tma = tma and k * x.element_size() % 16 == 0
-    rows = weight.view(-1, k)
-    tile = [config.block_n, config.block_k]
-    prefetch = max(64, PREFETCH_BYTES // (config.block_n * x.element_size()))
+    rows = values.view(-1, k)
+    prefetch = max(LINE // x.element_size(), PREFETCH_BYTES // (config.block_n * x.element_size()))
     _grouped_gemm_kernel[(triton.cdiv(n_out, config.block_n), routing.tiles.shape[0])](
-        x, TensorDescriptor(rows, list(rows.shape), [k, 1], tile) if tma else rows, rows, bias,
-        routing.tiles, routing.order, routing.weights, out, routing.num_tokens, n_out, k,
-        TOP_K=routing.top_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        STAGES=config.stages, X_LEFT=config.x_left, EVEN_K=k % config.block_k == 0,
-        PREFETCH=prefetch, TMA=tma, num_warps=config.num_warps, **switches, **pdl_options(x.device),
+        x, x_scale, TensorDescriptor(rows, list(rows.shape), [k, 1], [config.block_n, block_k]) if tma else rows, rows,
+        scale, bias, routing.tiles, routing.order, routing.weights, out, routing.num_tokens, stride, n_out, k, groups,
+        scale_rows, TOP_K=routing.top_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=block_k,
+        STAGES=config.stages, X_LEFT=config.x_left, EVEN_K=k % block_k == 0, PREFETCH=prefetch, TMA=tma,
+        num_warps=config.num_warps, **switches, **pdl_options(x.device),
     )  # fmt: skip
     return out
 
@@ -213,15 +266,23 @@ def experts_of(routing: Routing) -> list[tuple[int, int, int]]:
     return [(expert, first, end) for expert, (first, end) in found.items()]
 
 
+def _products(x: Tensor, weight: Tensor | FP8Weight, expert: int) -> Tensor:
+    """x times the weights of one expert, in float32."""
+    if isinstance(weight, Tensor):
+        return x.float() @ weight[expert].float().T
+    rounded, values, scale = quantize_rows_reference(x), weight.values[expert], weight.scale[expert]
+    return linear_reference(*rounded, values, scale, weight.rows_each)
+
+
 def expert_gate_up_reference(
-    x: torch.Tensor, weight: torch.Tensor, routing: Routing, config: GroupedConfig, activation: ExpertActivation,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor | FP8Weight, routing: Routing, config: GroupedConfig, activation: ExpertActivation,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Plain twin of `expert_gate_up`."""
-    out = x.new_empty(routing.order.shape[0], weight.shape[1] // 2)
+    out = x.new_empty(routing.order.shape[0], values_of(weight).shape[1] // 2)
     tokens = routing.order.long() // routing.top_k
     for expert, first, end in experts_of(routing):
-        y = x[tokens[first:end]].float() @ weight[expert].float().T
+        y = _products(x[tokens[first:end]], weight, expert)
         y = (y if bias is None else y + bias[expert].float()).to(x.dtype)
         gate, up = y.chunk(2, dim=-1)
         if activation.limit is None:
@@ -234,14 +295,15 @@ def expert_gate_up_reference(
 
 
 def expert_down_reference(
-    h: torch.Tensor, weight: torch.Tensor, routing: Routing, config: GroupedConfig, out_dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    h: Tensor, weight: Tensor | FP8Weight, routing: Routing, config: GroupedConfig, out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Plain twin of `expert_down`."""
-    out = h.new_empty(routing.num_tokens, routing.top_k, weight.shape[1], dtype=out_dtype).flatten(0, 1)
+    shape = (routing.num_tokens, routing.top_k, values_of(weight).shape[1])
+    out = h.new_empty(shape, dtype=out_dtype).flatten(0, 1)
     weights = routing.weights.flatten()
     for expert, first, end in experts_of(routing):
-        y = h[first:end].float() @ weight[expert].float().T
+        y = _products(h[first:end], weight, expert)
         y = y if bias is None else y + bias[expert].float()
         choices = routing.order[first:end].long()
         out[choices] = (y * weights[choices, None]).to(out_dtype)
