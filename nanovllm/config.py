@@ -26,19 +26,40 @@ OPTIMISATIONS = {
 }
 """What EngineConfig.disable takes, and what happens without each. Tokens stay the same, up to rounding."""
 
+_PATHS = {"model": "a path or hub id", "tokenizer": "a path or hub id", "kernel_choices": "a path", "trace": "a path"}
+_WORDS = {
+    "device": ("auto", "cuda", "cpu"),
+    "dtype": ("auto", *DTYPES),
+    "quantization": ("fp8", "int4"),
+    "exact_bits": ("batch", "tp"),
+    "data_parallel_backend": ("local", "ray"),
+    "logprobs_mode": ("raw", "processed"),
+    "load_format": ("auto", "dummy"),
+    "model_impl": ("auto", "native", "transformers"),
+    "kv_cache_dtype": ("auto", "fp8"),
+    "attention_backend": ("auto", "flash", "triton", "torch", "flex"),
+}
+_INTEGERS: dict[str, tuple[int, int | None]] = {
+    "tensor_parallel_size": (1, MAX_TENSOR_PARALLEL_SIZE),
+    "data_parallel_size": (1, MAX_DATA_PARALLEL_SIZE),
+    "seed": (0, 2**63 - 1),
+    "max_model_len": (1, None),
+    "max_num_seqs": (1, None),
+    "max_num_batched_tokens": (1, None),
+    "max_num_prefill_tokens_with_decodes": (1, None),
+    "max_num_partial_prefills": (1, None),
+    "max_long_partial_prefills": (1, None),
+    "long_prefill_token_threshold": (0, None),
+    "max_queued_requests": (1, None),
+    "num_kvcache_blocks": (1, None),
+    "kvcache_block_size": (16, None),
+}
+"""Option -> least and greatest value."""
+
 
 def _require(condition: bool, option: str, value: Any, bound: str) -> None:
     if not condition:
         refuse(option, value, bound)
-
-
-def _require_int(option: str, value: Any, low: int, high: int | None = None) -> None:
-    bound = f"an integer >= {low}" if high is None else f"an integer in {low}..{high}"
-    _require(is_integer(value) and value >= low and (high is None or value <= high), option, value, bound)
-
-
-def _require_positive(option: str, value: Any) -> None:
-    _require(is_number(value) and value > 0, option, value, "a finite number > 0")
 
 
 def _disabled(names: Any) -> tuple[str, ...]:
@@ -155,77 +176,49 @@ class EngineConfig:
     """Seconds after which a step (or a worker) without progress is an error; compiling does not count."""
 
     def __post_init__(self) -> None:
-        for option in ("model", "tokenizer", "kernel_choices", "trace"):
-            value = getattr(self, option)
-            if value is not None or option == "model":
-                is_path = isinstance(value, (str, os.PathLike)) and bool(str(value))
-                bound = "a path or hub id" if option in ("model", "tokenizer") else "a path"
-                _require(is_path, option, value, bound)
-                object.__setattr__(self, option, str(value))
-        for option in (
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_num_partial_prefills",
-            "max_long_partial_prefills",
-        ):
-            _require_int(option, getattr(self, option), 1)
-        for option in (
-            "max_model_len", "num_kvcache_blocks", "max_num_prefill_tokens_with_decodes", "max_queued_requests",
-        ):  # fmt: skip
-            if getattr(self, option) is not None:
-                _require_int(option, getattr(self, option), 1)
-        _require_int("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_TENSOR_PARALLEL_SIZE)
-        _require_int("data_parallel_size", self.data_parallel_size, 1, MAX_DATA_PARALLEL_SIZE)
-        _require_int("seed", self.seed, 0, 2**63 - 1)
-        if self.long_prefill_token_threshold is not None:
-            _require_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
-        if self.kvcache_block_size is not None:
-            _require_int("kvcache_block_size", self.kvcache_block_size, 16)
-            _require(
-                self.kvcache_block_size % 16 == 0, "kvcache_block_size", self.kvcache_block_size, "a multiple of 16"
-            )
-        share = self.gpu_memory_utilization
-        _require(is_number(share) and 0 < share <= 1, "gpu_memory_utilization", share, "a number in (0, 1]")
-        for option in ("cpu_kvcache_gib", "step_timeout"):
-            _require_positive(option, getattr(self, option))
-        _require(
-            isinstance(self.hf_overrides, dict), "hf_overrides", self.hf_overrides, "a dict of config.json entries"
-        )
-        for option in (f.name for f in fields(self) if f.type is bool):
-            _require(isinstance(getattr(self, option), bool), option, getattr(self, option), "True or False")
-        object.__setattr__(self, "disable", _disabled(self.disable))
-        if self.data_parallel_backend is not None:
-            self._require_choice("data_parallel_backend", "local", "ray")
-        if self.ray_address is not None:
-            _require(isinstance(self.ray_address, str), "ray_address", self.ray_address, "a text such as 'auto'")
-            _require(
-                self.data_parallel_backend == "ray", "ray_address", self.ray_address,
-                "None, or go with data_parallel_backend='ray'",
-            )  # fmt: skip
-        self._check_choices()
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if value is not None or option.default is not None:
+                self._check(option.name, value, option.type is bool)
+        self._check_pairs()
 
-    def _check_choices(self) -> None:
-        """Of the options that take one of a few words, and of those that need one of these words."""
-        self._require_choice("device", "auto", "cuda", "cpu")
-        self._require_choice("dtype", "auto", *DTYPES)
-        if self.quantization is not None:
-            self._require_choice("quantization", "fp8", "int4")
-        if self.exact_bits is not None:
-            self._require_choice("exact_bits", "batch", "tp")
-        self._require_choice("logprobs_mode", "raw", "processed")
-        self._require_choice("load_format", "auto", "dummy")
-        self._require_choice("model_impl", "auto", "native", "transformers")
-        self._require_choice("kv_cache_dtype", "auto", "fp8")
-        self._require_choice("attention_backend", "auto", "flash", "triton", "torch", "flex")
+    def _check(self, option: str, value: Any, is_flag: bool) -> None:
+        """One option by itself, which is not left open."""
+        if is_flag:
+            _require(isinstance(value, bool), option, value, "True or False")
+        elif option in _PATHS:
+            _require(isinstance(value, (str, os.PathLike)) and bool(str(value)), option, value, _PATHS[option])
+            object.__setattr__(self, option, str(value))
+        elif option in _WORDS:
+            _require(value in _WORDS[option], option, value, "one of " + ", ".join(map(repr, _WORDS[option])))
+        elif option in _INTEGERS:
+            low, high = _INTEGERS[option]
+            bound = f"an integer >= {low}" if high is None else f"an integer in {low}..{high}"
+            _require(is_integer(value) and low <= value and (high is None or value <= high), option, value, bound)
+            if option == "kvcache_block_size":
+                _require(value % 16 == 0, option, value, "a multiple of 16")
+        elif option in ("cpu_kvcache_gib", "step_timeout"):
+            _require(is_number(value) and value > 0, option, value, "a finite number > 0")
+        elif option == "gpu_memory_utilization":
+            _require(is_number(value) and 0 < value <= 1, option, value, "a number in (0, 1]")
+        elif option == "hf_overrides":
+            _require(isinstance(value, dict), option, value, "a dict of config.json entries")
+        elif option == "disable":
+            object.__setattr__(self, option, _disabled(value))
+        elif option == "ray_address":
+            _require(isinstance(value, str), option, value, "a text such as 'auto'")
+        else:
+            assert option in ("score_mod", "mask_mod"), option
+            _require(callable(value), option, value, "a function")
+
+    def _check_pairs(self) -> None:
+        """Options that need another one."""
+        if self.ray_address is not None and self.data_parallel_backend != "ray":
+            refuse("ray_address", self.ray_address, "None, or go with data_parallel_backend='ray'")
         for option in ("score_mod", "mask_mod"):
             if (value := getattr(self, option)) is not None:
-                _require(callable(value), option, value, "a function")
                 bound = "None, or go with attention_backend='flex' and tensor_parallel_size=1"
                 _require(self.attention_backend == "flex" and self.tensor_parallel_size == 1, option, value, bound)
-
-    def _require_choice(self, option: str, *choices: str) -> None:
-        value = getattr(self, option)
-        _require(value in choices, option, value, "one of " + ", ".join(map(repr, choices)))
 
     @classmethod
     def from_options(cls, model: str, **options: Any) -> "EngineConfig":
