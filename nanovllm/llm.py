@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from nanovllm.engine.sequence import Sequence as Row
-    from nanovllm.executor.base import Report
+    from nanovllm.executor.local import Report
 
 _Gained = TypeVar("_Gained")
 

@@ -15,7 +15,7 @@ from nanovllm.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import torch
 
-    from nanovllm.executor.base import Report
+    from nanovllm.executor.local import Report
 
 
 def start_one(config: EngineConfig, report: "Report | None" = None) -> LLMEngine:

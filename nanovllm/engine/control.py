@@ -15,7 +15,7 @@ from nanovllm.outputs import StepColumns
 if TYPE_CHECKING:
     import torch
 
-    from nanovllm.executor.base import Executor
+    from nanovllm.executor.local import LocalExecutor
 
 TAGS = ("weights", "kv_cache")
 """What can sleep."""
@@ -37,7 +37,7 @@ class EngineControl:
     """The part of LLMEngine that changes what the loop runs with. Between two steps, by the thread that may step; but
     abort_all, pause_steps and resume may be called from any thread."""
 
-    executor: "Executor"
+    executor: "LocalExecutor"
     scheduler: Scheduler
     weight_version: int
     is_paused: bool

@@ -26,7 +26,7 @@ from nanovllm.tokenizer import Tokenizer
 from nanovllm.wire.sampling import append_section
 
 if TYPE_CHECKING:
-    from nanovllm.executor.base import Executor
+    from nanovllm.executor.local import LocalExecutor
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: consecutive request numbers land far apart
 
@@ -61,7 +61,7 @@ class LLMEngine(EngineControl):
     """
 
     def __init__(
-        self, executor: "Executor", model_config: ModelConfig, tokenizer: Tokenizer, trace: Trace | None = None
+        self, executor: "LocalExecutor", model_config: ModelConfig, tokenizer: Tokenizer, trace: Trace | None = None
     ) -> None:
         """`executor`: started, and from here on this engine's to close."""
         self.executor, self.config = executor, executor.config

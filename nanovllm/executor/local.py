@@ -3,7 +3,7 @@
 import os
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,11 @@ import numpy as np
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.executor.base import Executor, Report
 from nanovllm.executor.processes import WorkerError, WorkerProcesses
 from nanovllm.executor.resolve import resolve
 from nanovllm.executor.store import WatchedStore, open_store
 from nanovllm.model_config import ModelConfig
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.runner_init import RunnerInit
 from nanovllm.runner.weight_update import merged_checksums, named_tensor
 from nanovllm.startup.compile_pool import KernelCompiler
 from nanovllm.startup.dry_run import dry_run
@@ -27,19 +25,26 @@ from nanovllm.wire.sampling import StepScores
 
 _BUCKET_BYTES = 256 << 20  # of new weights that go to the other ranks at a time
 
+Report = Callable[[str, float], None]
+"""Takes a stage of the start and the share of it that is done: "load", "compile", "warm-up", "choose kernels" or
+"capture", in this order, not all of them on every device."""
 
-class LocalExecutor(Executor):
-    """All ranks on this machine: rank 0 in this process, the others reached through the command ring."""
+
+class LocalExecutor:
+    """All ranks as one object: rank 0 in this process, the others reached through the command ring.
+
+    Runs packed steps on every rank, and rare calls. Any failure ends it: then every method raises.
+    """
+
+    config: EngineConfig
+    """The options, with no "auto" left."""
+    num_kvcache_blocks: int
+    """KV blocks that requests can use: the least that any rank has."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        model: ModelConfig,
-        processes: WorkerProcesses,
-        compiler: KernelCompiler | None = None,
-        module: torch.nn.Module | None = None,
-        report: Report = lambda stage, share: None,
-    ) -> None:
+        self, config: EngineConfig, model: ModelConfig, processes: WorkerProcesses, compiler: KernelCompiler | None,
+        module: torch.nn.Module | None, report: Report,
+    ) -> None:  # fmt: skip
         """`processes`: of the other ranks, which are this executor's to close from here on. `compiler`: compiles the
         kernels, where there is one; it is the caller's to close. `module`: see ModelRunner. `report`: called as stages
         of the start begin, and as the first goes on."""
@@ -49,12 +54,13 @@ class LocalExecutor(Executor):
         self._store: WatchedStore | None = None
         self._failed = False
         self.shares_weights = module is not None
+        """The weights are a live module's, whose owner writes to them."""
         self._buckets: list[SharedBucket] = []
         """Two, in which new weights go to the other ranks: one is filled while these read the other, the first here."""
         self._is_being_read = False
         """The other ranks have not yet said that they have what was sent last."""
         self.owner = os.getpid()
-        """The process whose workers, threads and locks these are."""
+        """The process whose workers, threads and locks these are; a fork of it cannot use them."""
         self.processes = processes
         try:
             self.config = resolve(config, model)
@@ -71,14 +77,12 @@ class LocalExecutor(Executor):
         size = self.config.tensor_parallel_size
         if size > 1:
             self._store = WatchedStore(open_store(self.processes.store), self.processes.check)
-        spin = 2.0 if self.config.device == "cuda" else 0.0
         self._num_threads = max(1, torch.get_num_threads() // size)
-        init = RunnerInit(self.config, model, spin, self._num_threads)
         with self._phase("load"), self._failures_explained():
-            self.processes.send_init(init)
+            self.processes.send_init((self.config, model, self._num_threads))
             self.processes.replies()  # every worker has imported: from here on ranks wait for each other only briefly
             with self._share_of_threads():
-                self._runner = ModelRunner(init, 0, self._store, module=module)
+                self._runner = ModelRunner(self.config, model, 0, self._store, module=module)
                 self.processes.on_failure = self._runner.group.abort
                 if compiler is not None:
                     _dry_run(self._runner, compiler)
@@ -112,6 +116,7 @@ class LocalExecutor(Executor):
         return self._failed or self.processes.failed
 
     def check(self) -> None:
+        """Raises where a rank has failed, and says how."""
         with self._failures_explained():
             pass
 
@@ -159,13 +164,15 @@ class LocalExecutor(Executor):
             return [mine, *self.processes.replies()]
 
     def launch(self, packed: np.ndarray) -> None:
-        """Starts a packed step on every rank; does not wait for it (a CPU, which has no queue, computes it here)."""
+        """Starts a packed step (wire/step.py) on every rank; does not wait for it (a CPU, which has no queue, computes
+        it here)."""
         with self._failures_explained():
             self.processes.send_step(packed)
             with self._share_of_threads():
                 self.runner.launch(packed)
 
     def has_result(self) -> bool:
+        """Whether `collect` would not wait."""
         return self.runner.io.has_result()
 
     def collect(self) -> list[int]:
@@ -182,8 +189,8 @@ class LocalExecutor(Executor):
         self.call("begin_weight_update", partial)
 
     def load_folder(self, folder: Path) -> None:
-        """Loads a checkpoint's values; rank 0 looks at names and shapes first, since a worker that raised would be
-        gone."""
+        """Writes the values of *.safetensors, of which each rank reads its own byte ranges; raises as loading a model
+        does. Rank 0 looks at names and shapes first, since a worker that raised would be gone."""
         self.runner.open_weights(folder)
         self.call("load_weight_folder", folder)
 
@@ -198,7 +205,8 @@ class LocalExecutor(Executor):
         return merged_checksums(self.call("weight_checksums"))
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Writes whole tensors under their checkpoint names, in place."""
+        """Writes whole tensors under their checkpoint names, in place. Raises ValueError naming what cannot be loaded;
+        what came before it is written."""
         bucket: list[tuple[str, torch.Tensor]] = []
         size = 0
         try:
@@ -247,6 +255,8 @@ class LocalExecutor(Executor):
         self._buckets = []
 
     def weights_changed(self) -> bool:
+        """Where it shares_weights: whether they were written to since the last call of refresh_weights on the ranks.
+        Raises RuntimeError where the module has other tensors by now."""
         return self.runner.live_module is not None and self.runner.live_module.has_changed()
 
     def info(self) -> dict[str, Any]:

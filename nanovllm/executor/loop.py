@@ -6,20 +6,27 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanovllm.config import EngineConfig
 from nanovllm.executor.channel import STEP, CommandReader, WorkerState
 from nanovllm.executor.store import open_store
+from nanovllm.model_config import ModelConfig
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.runner_init import RunnerInit
+
+_SPIN_SECONDS = 2.0  # for which a worker of a GPU waits for its next command before it sleeps
 
 
-def run_worker(ring: CommandReader, control: Connection, rank: int, init: RunnerInit, store_fd: int) -> None:
-    """Returns never; rank 0 ends this process (see main.py)."""
-    ring.spin_seconds = init.spin_seconds
-    if init.config.device == "cpu":
-        torch.set_num_threads(init.num_threads)
-    ring.counts_work = init.config.device == "cpu"
+def run_worker(
+    ring: CommandReader, control: Connection, rank: int, init: tuple[EngineConfig, ModelConfig, int], store_fd: int
+) -> None:
+    """init: the options, with no "auto" left; the model; threads of each rank on a CPU, whose cores the ranks share.
+    Returns never; rank 0 ends this process (see main.py)."""
+    config, model_config, num_threads = init
+    if config.device == "cpu":
+        torch.set_num_threads(num_threads)
+    else:
+        ring.spin_seconds, ring.counts_work = _SPIN_SECONDS, False
     control.send(("result", None))  # imported
-    runner = ModelRunner(init, rank, open_store(store_fd), ring.report_progress)
+    runner = ModelRunner(config, model_config, rank, open_store(store_fd), ring.report_progress)
     runner.load()
     _report_compiling(ring)
     control.send(("result", None))  # loaded

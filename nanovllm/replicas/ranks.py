@@ -15,7 +15,7 @@ Ask = Callable[..., list[Any]]
 
 
 class ReplicaRanks:
-    """The part of executor.base.Executor that changes what steps run with; the replicas launch steps themselves."""
+    """The part of LocalExecutor that changes what steps run with; the replicas launch steps themselves."""
 
     shares_weights = failed = False
 

@@ -12,15 +12,23 @@ _BUCKET_BYTES = 64 << 20  # of new weights in one message
 
 def buckets(weights: "Iterable[tuple[str, torch.Tensor]]") -> Iterable[bytes]:
     """(name, tensor) pairs, pickled, about _BUCKET_BYTES at a time."""
-    from nanovllm.executor.base import to_send  # torch comes in here, with the tensors
-
     bucket: list[Any] = []
     size = 0
     for name, tensor in weights:
-        copy = to_send(tensor)
+        copy = _to_send(tensor)
         bucket.append((name, copy))
         size += copy.nbytes
         if size >= _BUCKET_BYTES:
             yield pickle.dumps(bucket)
             bucket, size = [], 0
     yield pickle.dumps(bucket)
+
+
+def _to_send(tensor: "torch.Tensor") -> "torch.Tensor":
+    """`tensor` on the CPU, in memory of its own: a view, pickled, takes along all that it is a view of. Numbers of a
+    byte go as bytes, since torch does not read them back."""
+    import torch  # comes in here, with the tensors
+
+    tensor = tensor.detach().cpu().contiguous()
+    tensor = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor

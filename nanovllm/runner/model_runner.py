@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.attention import AttentionBackend, AttentionSpec, select_backend
+from nanovllm.config import EngineConfig
 from nanovllm.errors import refuse
 from nanovllm.kernels import select_kernels
 from nanovllm.kernels.base.compile_keys import hash_triton, resolve_keys
 from nanovllm.kernels.gemm.fixed_order import library_without_parts
 from nanovllm.kernels.row_by_row import row_by_row
+from nanovllm.model_config import ModelConfig
 from nanovllm.models.checkpoint import load_checkpoint, load_dummy
 from nanovllm.models.decoder import DecoderForCausalLM, ModelContext, attention_specs
 from nanovllm.models.int4_tensors import reader_for
@@ -29,7 +31,6 @@ from nanovllm.runner import tuning
 from nanovllm.runner.cuda_graphs import StepGraphs, why_no_graphs
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.kv_cache import GIB, MemoryProbe, bind_kv_cache, block_bytes, blocks_that_fit, host_memory
-from nanovllm.runner.runner_init import RunnerInit
 from nanovllm.runner.sampler import OptionSampler
 from nanovllm.runner.sleep import SleepableMemory
 from nanovllm.runner.step_work import StepWork
@@ -51,17 +52,12 @@ class ModelRunner(WeightCommands):
     """The model, memory and graphs of one rank. Every rank runs the same steps in the same order."""
 
     def __init__(
-        self,
-        init: RunnerInit,
-        rank: int,
-        store: dist.Store | None,
-        progress: Callable[[], None] = lambda: None,
-        module: torch.nn.Module | None = None,
-    ) -> None:
-        """Meets the other ranks and builds the model; `load` fills it. `progress`: called after each piece of a long
-        command. `module`: whose parameters the model shares (models/live_module.py)."""
-        self.config, self.model_config, self._progress = init.config, init.model_config, progress
-        config = self.config
+        self, config: EngineConfig, model_config: ModelConfig, rank: int, store: dist.Store | None,
+        progress: Callable[[], None] = lambda: None, module: torch.nn.Module | None = None,
+    ) -> None:  # fmt: skip
+        """Meets the other ranks and builds the model; `load` fills it. `config`: no "auto" is left. `progress`: called
+        after each piece of a long command. `module`: whose parameters the model shares (models/live_module.py)."""
+        self.config, self.model_config, self._progress = config, model_config, progress
         assert config.kvcache_block_size and config.max_model_len
         self.block_size: int = config.kvcache_block_size
         self.max_model_len: int = config.max_model_len
@@ -82,7 +78,7 @@ class ModelRunner(WeightCommands):
         progress()
         if config.uses("peer_all_reduce") and self.device.type == "cuda" and self.group.size > 1:
             rows, keys = config.max_num_batched_tokens, config.max_num_seqs + MAX_PREFILL_ROWS
-            self.group.use_peer_memory(rows, self.model_config.hidden_size, self.dtype, max_keys=keys)
+            self.group.use_peer_memory(rows, model_config.hidden_size, self.dtype, max_keys=keys)
         progress()
         self.io = DeviceIO(self.device, config.uses("pdl"))
         self.graphs: StepGraphs | None = None

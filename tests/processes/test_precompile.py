@@ -82,7 +82,6 @@ from nanovllm.runner import tuning
 from nanovllm.startup.compile_server import _TargetOnly
 from nanovllm.runner.cuda_graphs import StepGraphs
 from nanovllm.executor.resolve import resolve
-from nanovllm.runner.runner_init import RunnerInit
 
 driver.set_active(_TargetOnly(GPUTarget("cuda", 90, 32)))
 torch.cuda.graph_pool_handle = lambda: None
@@ -91,7 +90,7 @@ model_runner.select_backend = lambda *_, **__: Selection(TritonBackend, "")
 model_runner.select_kernels = lambda device, fused, interpret: select_kernels(device, True, True)
 config = EngineConfig("MODEL", load_format="dummy", device="cpu", max_num_seqs=72, skip_tokenizer_init=True)
 model = read_model_config(config)
-runner = model_runner.ModelRunner(RunnerInit(resolve(config, model), model, 0.0, 1), 0, None)
+runner = model_runner.ModelRunner(resolve(config, model), model, 0, None)
 runner.io.step_buffer = torch.zeros(20000, dtype=torch.int32)
 runner.no_graphs_because = None
 runner._new_graphs = lambda: StepGraphs(None, 72, config.max_num_batched_tokens, None)
