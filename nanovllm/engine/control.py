@@ -4,12 +4,13 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nanovllm.engine.sampling.plan import StepSampling
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step_plan import StepPlan
-from nanovllm.errors import is_integer, refuse
+from nanovllm.errors import is_integer, refuse, short
 from nanovllm.outputs import StepColumns
 
 if TYPE_CHECKING:
@@ -33,22 +34,35 @@ def incomplete(why: str) -> WeightsIncomplete:
     return WeightsIncomplete(f"{why}: the weights are a mixture; call it again, or begin_update and finish_update")
 
 
+class Launched(NamedTuple):
+    """A step that runs, and what its rows need beyond greedy and temperature."""
+
+    plan: StepPlan
+    sampling: StepSampling | None
+
+
 class EngineControl:
     """The part of LLMEngine that changes what the loop runs with. Between two steps, by the thread that may step; but
     abort_all, pause_steps and resume may be called from any thread."""
 
-    executor: "LocalExecutor"
-    scheduler: Scheduler
-    weight_version: int
-    is_paused: bool
-    asleep: set[str]
-    _launched: deque[Any]
-    _unreported: StepColumns
-    _error: BaseException | None
-    _closed: bool
-    _work: threading.Condition
-    _inbox: deque[tuple[str, list[Sequence]]]
-    _completions: dict[int, list[Sequence]]
+    def __init__(self, executor: "LocalExecutor", scheduler: Scheduler) -> None:
+        self.executor, self.scheduler = executor, scheduler
+        self._work = threading.Condition()
+        """Notified when a request or an abort comes in, and when the engine is closed."""
+        self._closed = False
+        self._error: BaseException | None = None
+        self.is_paused = False
+        """Whether no step is to be launched for now."""
+        self.asleep: set[str] = set()
+        """What sleeps, of TAGS."""
+        self.weight_version = 0
+        """Of the weights that steps run with."""
+        self._inbox: deque[tuple[str, list[Sequence]]] = deque()
+        self._completions: dict[int, list[Sequence]] = {}
+        """The rows of every request that is known, by its id."""
+        self._launched: deque[Launched] = deque()
+        self._unreported = StepColumns()
+        """What load_weights had to collect; the next step hands it out."""
 
     @property
     def running_step(self) -> StepPlan | None:
@@ -56,7 +70,10 @@ class EngineControl:
         return self._launched[0].plan if self._launched else None
 
     def _raise_failure(self) -> None:
-        raise NotImplementedError
+        if isinstance(self._error, WeightsIncomplete):
+            raise self._error
+        if self._error is not None:
+            raise RuntimeError(f"this engine has failed and cannot go on: {short(self._error)}") from self._error
 
     def _collect(self, columns: StepColumns) -> None:
         raise NotImplementedError

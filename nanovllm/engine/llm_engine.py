@@ -1,23 +1,21 @@
 """The loop: schedule, launch, collect, finish. One step is scheduled and sent while the step before it runs."""
 
-import threading
 import time
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanovllm.engine.control import EngineControl, WeightsIncomplete
-from nanovllm.engine.sampling.plan import StepSampling, plan_sampling, take_logprobs
+from nanovllm.engine.control import EngineControl, Launched
+from nanovllm.engine.sampling.plan import plan_sampling, take_logprobs
 from nanovllm.engine.sampling.requests import RequestSampling
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.engine.trace import Trace
-from nanovllm.errors import QueueFull, short, shown
+from nanovllm.errors import QueueFull, shown
 from nanovllm.logprobs import LogprobRows
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import ITERATION_TOKENS, Ending, EngineStats, RequestMetrics, StepColumns
@@ -46,13 +44,6 @@ def _extremes(token_ids: list[int]) -> tuple[int, int]:
     return min(token_ids), max(token_ids)
 
 
-class _Launched(NamedTuple):
-    """A step that runs, and what its rows need beyond greedy and temperature."""
-
-    plan: StepPlan
-    sampling: StepSampling | None
-
-
 class LLMEngine(EngineControl):
     """Rank 0: owns the scheduler and, through the executor, all ranks. Token ids in, token ids out.
 
@@ -64,32 +55,15 @@ class LLMEngine(EngineControl):
         self, executor: "LocalExecutor", model_config: ModelConfig, tokenizer: Tokenizer, trace: Trace | None = None
     ) -> None:
         """`executor`: started, and from here on this engine's to close."""
-        self.executor, self.config = executor, executor.config
+        self.config = executor.config
         self.model_config, self.tokenizer, self._trace = model_config, tokenizer, trace
         self.request_sampling = RequestSampling(tokenizer, model_config, self.config.logprobs_mode)
         assert self.config.kvcache_block_size and self.config.max_model_len
-        num_blocks, is_dense = self.executor.num_kvcache_blocks, model_config.moe is None
-        self.scheduler = Scheduler(self.config, num_blocks, self.config.kvcache_block_size, is_dense)
-        self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)
-        """Notified when a request or an abort comes in, and when the engine is closed."""
-        self._closed = False
-        self.is_paused = False
-        """Whether no step is to be launched for now."""
-        self.asleep: set[str] = set()
-        """What sleeps: "weights", "kv_cache"."""
-        self.weight_version = 0
-        """Of the weights that steps run with."""
-        self._inbox: deque[tuple[str, list[Sequence]]] = deque()
-        self._completions: dict[int, list[Sequence]] = {}
-        """The rows of every request that is known, by its id."""
+        num_blocks, block_size = executor.num_kvcache_blocks, self.config.kvcache_block_size
+        super().__init__(executor, Scheduler(self.config, num_blocks, block_size, is_dense=model_config.moe is None))
         self._num_sampling = 0
         """Unfinished rows that need more than greedy or temperature."""
-        self._launched: deque[_Launched] = deque()
-        self._unreported = StepColumns()
-        """What load_weights had to collect; the next step hands it out."""
         self._num_requests = 0
-        self._error: BaseException | None = None
         self.num_prefill_tokens = 0
         """Prompt tokens computed so far (those found in the prefix cache not counted)."""
         self.num_decode_tokens = 0
@@ -154,7 +128,7 @@ class LLMEngine(EngineControl):
 
     def reserve_ids(self, params: Iterable[SamplingParams]) -> list[int]:
         """Ids of requests with these parameters, ascending, for add_request to bring in any order."""
-        with self._lock:
+        with self._work:
             ids = [*accumulate((param.n for param in params), initial=self._num_requests)]
             self._num_requests = ids.pop()
         return ids
@@ -181,11 +155,11 @@ class LLMEngine(EngineControl):
             [request_id] = self.reserve_ids([params])
         seqs = [
             Sequence(
-                request_id + index, prompt_token_ids, params, seed=self._seed(params, request_id, index),
+                request_id + index, [*prompt_token_ids, *(output_token_ids or ())], params,
+                num_prompt_tokens=len(prompt_token_ids), seed=self._seed(params, request_id, index),
                 stop_token_ids=stop_ids,
                 max_total_tokens=self._max_total_tokens(len(prompt_token_ids), params.max_tokens),
                 metrics=RequestMetrics(arrival_time=now), parent_id=request_id, index=index, sampling=row,
-                output_token_ids=output_token_ids or [],
             )
             for index, row in enumerate(rows)
         ]
@@ -297,12 +271,6 @@ class LLMEngine(EngineControl):
             self._error = error
             raise
 
-    def _raise_failure(self) -> None:
-        if isinstance(self._error, WeightsIncomplete):
-            raise self._error
-        if self._error is not None:
-            raise RuntimeError(f"this engine has failed and cannot go on: {short(self._error)}") from self._error
-
     def _launch(self, plan: StepPlan) -> None:
         packed = plan.pack(self.config.max_num_seqs)
         sampling = plan_sampling(plan) if self._num_sampling else None
@@ -310,7 +278,7 @@ class LLMEngine(EngineControl):
             packed = append_section(packed, sampling.section)
         now = time.perf_counter()  # before the launch, which takes the whole step on a CPU
         self.executor.launch(packed)
-        self._launched.append(_Launched(plan, sampling))
+        self._launched.append(Launched(plan, sampling))
         self._iterations[bisect_left(ITERATION_TOKENS, plan.num_tokens)] += 1
         self.num_decode_tokens += plan.num_old_rows
         self.num_prefill_tokens += plan.num_prefill_tokens
@@ -350,7 +318,7 @@ class LLMEngine(EngineControl):
         prompt_rows = None
         if seq.sampling is not None:
             prompt_rows = seq.sampling.prompt_logprob_rows
-            with self._lock:  # add_request counts up in other threads
+            with self._work:  # add_request counts up in other threads
                 self._num_sampling -= 1
         if seq.finish_reason == "stop" and seq.stop_reason is None:
             last, params = seq.token_ids[-1], seq.params

@@ -1,5 +1,6 @@
 """One request as a row of tokens, some computed and some not."""
 
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """A request's tokens, lengths, blocks and slot.
 
@@ -27,67 +29,59 @@ class Sequence:
     order of launches, so what a launched step writes is there for every later one.
     """
 
-    __slots__ = (
-        "arrival", "block_table", "epoch", "finish_reason", "index", "is_stale", "last_token_on_device",
-        "max_total_tokens", "may_stop", "metrics", "needs_last_token", "num_cached_tokens", "num_computed_tokens",
-        "num_hashed_blocks", "num_inflight_tokens", "num_prompt_cached_tokens", "num_prompt_tokens", "num_tokens",
-        "params", "parent_hash", "parent_id", "request_id", "sampling", "seed", "slot", "status", "stop_reason",
-        "stop_token_ids", "token_ids", "version_starts",
-    )  # fmt: skip
+    request_id: int
+    """This row's own number; rows of a batch may come in another order."""
+    token_ids: list[int]
+    """Of prompt and output; the row's own list."""
+    params: SamplingParams
+    _: KW_ONLY
+    num_prompt_tokens: int
+    seed: int
+    stop_token_ids: frozenset[int]
+    """Token ids that end the output; empty where they are to be ignored."""
+    max_total_tokens: int
+    """Prompt and output together end at this length."""
+    metrics: RequestMetrics
+    parent_id: int
+    """The request whose completion `index` this is."""
+    index: int = 0
+    sampling: "SamplingRow | None" = None
+    """What greedy and temperature leave out; None for most."""
 
-    def __init__(
-        self, request_id: int, prompt_token_ids: list[int], params: SamplingParams, *, seed: int,
-        stop_token_ids: frozenset[int], max_total_tokens: int, metrics: RequestMetrics, parent_id: int | None = None,
-        index: int = 0, sampling: "SamplingRow | None" = None, output_token_ids: list[int] | None = None,
-    ) -> None:  # fmt: skip
-        """`output_token_ids`: the output's first tokens, where it goes on from others."""
-        self.request_id = request_id
-        """This row's own number; rows of a batch may come in another order."""
-        self.arrival: int | None = None
-        """The scheduler's number for it, in order of arrival; None until it is queued."""
-        self.parent_id = request_id if parent_id is None else parent_id
-        """The request whose completion `index` this is."""
-        self.index = index
-        self.sampling = sampling
-        """What greedy and temperature leave out; None for most."""
-        self.needs_last_token = sampling is not None and sampling.needs_last_token
-        """Whether the row waits for each token to reach the host before it goes on."""
-        self.stop_reason: int | str | None = None
-        self.token_ids = [*prompt_token_ids, *(output_token_ids or ())]
-        self.params = params
-        self.seed = seed
-        self.stop_token_ids = stop_token_ids
-        """Token ids that end the output; empty where they are to be ignored."""
-        self.may_stop = bool(stop_token_ids) or (sampling is not None and sampling.watches)
-        """Whether anything but its length ends the output."""
-        self.max_total_tokens = max_total_tokens
-        """Prompt and output together end at this length."""
-        self.metrics = metrics
-        self.status = SequenceStatus.WAITING
-        self.finish_reason: str | None = None
+    status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)
+    arrival: int | None = field(default=None, init=False)
+    """The scheduler's number for it, in order of arrival; None until it is queued."""
+    finish_reason: str | None = field(default=None, init=False)
+    stop_reason: int | str | None = field(default=None, init=False)
+    needs_last_token: bool = field(init=False)
+    """Whether the row waits for each token to reach the host before it goes on."""
+    may_stop: bool = field(init=False)
+    """Whether anything but its length ends the output."""
+    num_tokens: int = field(init=False)
+    num_inflight_tokens: int = field(default=0, init=False)
+    num_computed_tokens: int = field(default=0, init=False)
+    num_cached_tokens: int = field(default=0, init=False)
+    num_prompt_cached_tokens: int | None = field(default=None, init=False)
+    """num_cached_tokens of the first admission: what a preemption finds later is the request's own work."""
+    slot: int = field(default=-1, init=False)
+    last_token_on_device: bool = field(default=False, init=False)
+    """Whether this slot's last sampled token is the row's next input: then the row decodes without host data."""
+    block_table: list[int] = field(default_factory=list, init=False)
+    num_hashed_blocks: int = field(default=0, init=False)
+    """Leading blocks of the table that are known to the prefix cache."""
+    parent_hash: bytes = field(default=b"", init=False)
+    """Chained hash of those blocks."""
+    epoch: int = field(default=0, init=False)
+    """Counts the times that the blocks were given back: results of a step from an earlier epoch own no blocks."""
+    is_stale: bool = field(default=False, init=False)
+    """Whether blocks hold KV of former weights: then none of them is shared."""
+    version_starts: list[tuple[int, int]] = field(default_factory=list, init=False)
+    """Versions of the weights that the output's tokens come from, and the first token of each."""
 
-        self.num_prompt_tokens = len(prompt_token_ids)
+    def __post_init__(self) -> None:
         self.num_tokens = len(self.token_ids)
-        self.num_inflight_tokens = 0
-        self.num_computed_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_prompt_cached_tokens: int | None = None
-        """num_cached_tokens of the first admission: what a preemption finds later is the request's own work."""
-
-        self.slot = -1
-        self.last_token_on_device = False
-        """Whether this slot's last sampled token is the row's next input: then the row decodes without host data."""
-        self.block_table: list[int] = []
-        self.num_hashed_blocks = 0
-        """Leading blocks of the table that are known to the prefix cache."""
-        self.parent_hash = b""
-        """Chained hash of those blocks."""
-        self.epoch = 0
-        """Counts the times that the blocks were given back: results of a step from an earlier epoch own no blocks."""
-        self.is_stale = False
-        """Whether blocks hold KV of former weights: then none of them is shared."""
-        self.version_starts: list[tuple[int, int]] = []
-        """Versions of the weights that the output's tokens come from, and the first token of each."""
+        self.needs_last_token = self.sampling is not None and self.sampling.needs_last_token
+        self.may_stop = bool(self.stop_token_ids) or (self.sampling is not None and self.sampling.watches)
 
     @property
     def num_total_tokens(self) -> int:

@@ -27,8 +27,10 @@ def make_sequence(
 ) -> Sequence:
     return Sequence(
         request_id,
-        prompt,
+        list(prompt),
         SamplingParams(max_tokens=max_tokens, temperature=temperature),
+        num_prompt_tokens=len(prompt),
+        parent_id=request_id,
         seed=seed,
         stop_token_ids=stop,
         max_total_tokens=min(len(prompt) + max_tokens, capacity + 1),  # the last token needs no KV

@@ -59,8 +59,9 @@ class Fleet:
     def _start(self, replica: int, number: int, work: Work) -> tuple[int, Sequence]:
         prompt, count = work[number]
         seq = Sequence(
-            number, prompt, SamplingParams(max_tokens=count), seed=0, stop_token_ids=frozenset(),
-            max_total_tokens=len(prompt) + count, metrics=RequestMetrics(0.0),
+            number, list(prompt), SamplingParams(max_tokens=count), num_prompt_tokens=len(prompt), seed=0,
+            stop_token_ids=frozenset(), max_total_tokens=len(prompt) + count, metrics=RequestMetrics(0.0),
+            parent_id=number,
         )  # fmt: skip
         self.schedulers[replica].add(seq)
         return replica, seq
