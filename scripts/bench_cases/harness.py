@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from bench_cases.ranks import Rank
 
 Line = dict[str, Any]
-MODULES = {"fp8_gemm": "fp8", "int4_gemm": "int4", "decode_steps": "steps", "prompt_steps": "steps"}
+MODULES = {"fp8_gemm": "gemm", "int4_gemm": "gemm", "decode_steps": "steps", "prompt_steps": "steps"}
 COMPILED_CASES = ("gemm", "fp8_gemm", "int4_gemm", "attention", "sampling", "moe")
 """Cases of many kernels, which take minutes to compile one after the other."""
 RANK_CASES = ("all_reduce",)
