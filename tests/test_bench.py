@@ -248,24 +248,19 @@ def test_age_of_the_process_counts_from_its_start() -> None:
 
 
 def write_tiny(folder: Path) -> Path:
-    bench_table.write_checkpoint(folder, TINY)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TINY))
     return folder
 
 
-def test_written_checkpoint_is_complete(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    from safetensors.torch import load_file
-
-    tensors = load_file(write_tiny(tmp_path) / "model.safetensors")
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == dict(bench_table.parameters(TINY))
-    for name, tensor in tensors.items():
-        if "norm" in name:
-            assert bool((tensor == 1).all())
-        else:
-            assert tensor.dtype == torch.bfloat16 and tensor.abs().min() >= 1 / 128 and tensor.abs().max() < 1 / 32
-    hidden = PUBLISHED_SHAPES["Qwen3-0.6B"]["hidden_size"]
-    named = dict(bench_table.parameters(PUBLISHED_SHAPES["Qwen3-0.6B"]))
-    assert "lm_head.weight" not in named and named["model.embed_tokens.weight"] == (151936, hidden)
+@pytest.mark.slow
+def test_written_checkpoint_is_random_and_in_bfloat16(tmp_path: Path) -> None:
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    bench_table.write_checkpoint(tmp_path / "model", TINY)
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    assert len(tensors) == 3 + TINY["num_hidden_layers"] * 11
+    assert {str(tensor.dtype) for tensor in tensors.values()} == {"torch.bfloat16"}
+    assert all(tensor.float().std() > 0 for name, tensor in tensors.items() if "norm" not in name)
 
 
 def run_program(*command: str) -> str:
@@ -282,7 +277,7 @@ def test_command_line_on_a_cpu(tmp_path: Path) -> None:
     flags = "--throughput --latency --sampling-options --num-seqs 4 --input-len 5-20 --output-len 3-6 --repeats 2"
     stall = "--decode-stall decodes=2 decode_input=8 decode_output=12 prompts=2 prompt_len=40 interval=0.01"
     peaks = "--peak-bandwidth 0.02 --peak-tflops 0.1 --options device=cpu num_kvcache_blocks=64"
-    command = f"--model {model} {flags} {stall} {peaks} --json {result}"
+    command = f"--model {model} --load-format dummy {flags} {stall} {peaks} --json {result}"
     printed = run_program("bench.py", *command.split())
     for words in ("tok/s", "start-up", "settings", "engine", "of it reached", "first token", "ms between tokens"):
         assert words in printed
@@ -300,9 +295,10 @@ def test_command_line_on_a_cpu(tmp_path: Path) -> None:
 def test_table_script_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     model, output = write_tiny(tmp_path / "model"), tmp_path / "out"
-    sizes = f"--model {model} --options device=cpu num_kvcache_blocks=64 --num-seqs 2 --input-len 5 --output-len 3"
+    sizes = f"--model {model} --load-format dummy --num-seqs 2 --input-len 5 --output-len 3"
+    sizes += " --options device=cpu num_kvcache_blocks=64"
     runs = [
-        bench_table.Run("tiny", f"{sizes} --throughput --latency", cold=True),
+        bench_table.Run("tiny", f"--throughput --latency {sizes}", cold=True),
         bench_table.Run("broken", f"--model {tmp_path}/missing"),
     ]
     monkeypatch.setitem(bench_table.GROUPS, "table", runs)
