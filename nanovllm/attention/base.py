@@ -46,9 +46,6 @@ class AttentionMetadata:
     """The step is being captured in a CUDA graph: its lengths are known on the device alone."""
     token_ends: np.ndarray | None = field(default=None, repr=False)
     """int64 [R]: cu_seqlens_q[1:], where the host knows it."""
-    prefill_block_tables: torch.Tensor | None = None
-    """int32 [num_rows - num_decode_rows, max_blocks]: the prefill rows' lines of block_table; filled by
-    AttentionBackend.prepare where the backend needs them side by side."""
     workspace: Any = field(default=None, repr=False)
     """What the backend's prepare computed once for all layers; only the backend reads it."""
 

@@ -1,8 +1,5 @@
-"""FlashAttention for prompt chunks, the project's own Triton kernel for decode rows.
-
-FlashAttention-4 (package flash-attn-4, module flash_attn.cute) is preferred, FlashAttention-2 (package flash-attn)
-serves where only it is installed. Both read the paged cache through a table of the prefill rows' blocks.
-"""
+"""FlashAttention-4 (package flash-attn-4) for prompt chunks, the project's own Triton kernel for decode rows. It reads
+the paged cache through a table of the prefill rows' blocks."""
 
 import logging
 from collections.abc import Sequence
@@ -18,16 +15,14 @@ from nanovllm.errors import refuse
 logger = logging.getLogger(__name__)
 
 if not flash_import.installed():
-    raise ImportError("neither flash-attn-4 nor flash-attn is installed")
-
-FLASH2_BLOCK = 256
-"""FlashAttention-2 wants KV blocks of a multiple of so many tokens."""
+    raise ImportError("flash-attn-4 is not installed")
 
 
 class _PrefillRows(NamedTuple):
     context_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
-    cu_seqlens_k: torch.Tensor | None
+    block_tables: torch.Tensor
+    """Their lines of the step's block table, side by side."""
 
 
 class FlashBackend(TritonBackend):
@@ -41,9 +36,8 @@ class FlashBackend(TritonBackend):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._package = _package(self.block_size, self.device)
         self._is_loaded = False
-        flash_import.start(self._package)
+        flash_import.start()
 
     @classmethod
     def check(cls, specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype,
@@ -56,18 +50,19 @@ class FlashBackend(TritonBackend):
             raise ValueError(f"device={str(device)!r}: {where} needs a CUDA device")
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"dtype={dtype}: {where} takes bfloat16 or float16")
-        package = _package(block_size, device)
+        major, minor = torch.cuda.get_device_capability(device)
+        if major not in (9, 10):
+            needed = f"compute capability 9.x or 10.x, not {major}.{minor}"
+            raise ValueError(f"device={str(device)!r}: {where} needs {needed}")
         for spec in specs:
-            if spec.head_dim not in (64, 128) and torch.cuda.get_device_capability(device)[0] != 9:
+            if spec.head_dim not in (64, 128) and major != 9:
                 raise ValueError(f"head_dim={spec.head_dim}: {where} takes 64 or 128 on this device")
-            if spec.has_sinks and package == flash_import.FLASH2:
-                raise ValueError(f"{where} with flash-attn 2 takes no attention sinks")
 
     def _has_flash(self) -> bool:
         """Waits for the import. Where it failed: False from now on, or ValueError where FlashAttention is required."""
         if not self._is_loaded and not self.fallen_back_from:
             try:
-                self._forward = flash_import.forward(self._package)
+                self._forward = flash_import.forward()
                 self._is_loaded = True
             except flash_import.ImportFailed as error:
                 if self.is_required:
@@ -82,11 +77,7 @@ class FlashBackend(TritonBackend):
         n = metadata.num_decode_rows
         context_lens = metadata.context_lens[n:]
         slots = metadata.row_slot[n:].clamp(min=0)
-        metadata.prefill_block_tables = metadata.block_table.index_select(0, slots)
-        cu_seqlens_k = None
-        if self._package == flash_import.FLASH2:
-            cu_seqlens_k = torch.nn.functional.pad(context_lens.cumsum(0, dtype=torch.int32), (1, 0))
-        return _PrefillRows(context_lens, metadata.cu_seqlens_q[n:], cu_seqlens_k)
+        return _PrefillRows(context_lens, metadata.cu_seqlens_q[n:], metadata.block_table.index_select(0, slots))
 
     def _forward_prefill(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
                          metadata: AttentionMetadata, out: torch.Tensor, spec: AttentionSpec,
@@ -96,15 +87,6 @@ class FlashBackend(TritonBackend):
             return super()._forward_prefill(q, k_cache, v_cache, metadata, out, spec, sinks, kv_scales)
         # As FlashAttention names it, [blocks, tokens, heads, head_dim]: the same memory under other strides.
         k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
-        if rows.cu_seqlens_k is not None:
-            left = spec.window - 1 if spec.window else -1
-            flash2_out = self._forward(
-                q, k, v, cu_seqlens_q=rows.cu_seqlens_q, cu_seqlens_k=rows.cu_seqlens_k,
-                max_seqlen_q=metadata.max_seqlen_q, max_seqlen_k=metadata.max_context_len, softmax_scale=spec.scale,
-                causal=True, window_size=(left, 0 if spec.window else -1), softcap=spec.softcap or 0.0,
-                block_table=metadata.prefill_block_tables)
-            out[metadata.num_decode_rows :] = flash2_out[metadata.num_decode_rows :]
-            return
         options: dict[str, Any] = {}
         if spec.window:
             options |= {"window_size_left": spec.window - 1, "window_size_right": 0}
@@ -114,19 +96,5 @@ class FlashBackend(TritonBackend):
             options["learnable_sink"] = sinks
         self._forward(
             q, k, v, cu_seqlens_q=rows.cu_seqlens_q, seqused_k=rows.context_lens, max_seqlen_q=metadata.max_seqlen_q,
-            max_seqlen_k=metadata.max_context_len, page_table=metadata.prefill_block_tables, softmax_scale=spec.scale,
+            max_seqlen_k=metadata.max_context_len, page_table=rows.block_tables, softmax_scale=spec.scale,
             causal=not spec.window, num_splits=1, out=out, **options)
-
-
-def _package(block_size: int, device: torch.device | str) -> str:
-    """Which of the installed packages serves here. ValueError where none does."""
-    where, capability = "attention_backend='flash'", torch.cuda.get_device_capability(device)
-    if flash_import.FLASH4 in flash_import.installed() and capability[0] in (9, 10):
-        return flash_import.FLASH4
-    if flash_import.FLASH2 not in flash_import.installed():
-        raise ValueError(f"device={str(device)!r}: {where} with flash-attn-4 needs compute capability 9.x or 10.x, "
-                         f"not {capability[0]}.{capability[1]}")
-    if block_size % FLASH2_BLOCK:
-        raise ValueError(
-            f"kvcache_block_size={block_size}: {where} with flash-attn 2 takes multiples of {FLASH2_BLOCK}")
-    return flash_import.FLASH2

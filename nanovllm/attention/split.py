@@ -37,5 +37,5 @@ def _part(
     return replace(
         step, num_rows=lens.shape[0], num_decode_rows=decodes, row_slot=step.row_slot[rows],
         context_lens=lens * (cu_seqlens_q.diff() > 0), cu_seqlens_q=cu_seqlens_q, num_tokens=tokens, token_ends=None,
-        prefill_block_tables=None, workspace=None,
+        workspace=None,
     )  # fmt: skip

@@ -15,7 +15,7 @@ import nanovllm
 from nanovllm.cli.options import Parser
 
 SUMMARY = "versions, GPUs, the attention backend, what is missing"
-_PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "flash-attn-4", "flash-attn")
+_PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "flash-attn-4")
 _BLOCK_SIZE = 128
 
 

@@ -149,7 +149,7 @@ def stamp_path(config: EngineConfig, model: ModelConfig) -> Path:
     root = Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
         digest.update(path.read_bytes())
-    for package in ("torch", "triton", "flash-attn-4", "flash-attn"):
+    for package in ("torch", "triton", "flash-attn-4"):
         try:
             digest.update(f"{package} {version(package)}\n".encode())
         except PackageNotFoundError:

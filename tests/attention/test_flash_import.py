@@ -1,4 +1,4 @@
-"""FlashAttention packages of every sort: absent, whole, half there. All of them are stand-ins made here."""
+"""FlashAttention-4 packages of every sort: absent, whole, half there. All of them are stand-ins made here."""
 
 import logging
 import sys
@@ -24,7 +24,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
             path.write_text(source)
 
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(flash_import, "_imports", {})
+    monkeypatch.setattr(flash_import, "_imports", [])
     for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
         monkeypatch.delitem(sys.modules, name)
     yield write
@@ -34,32 +34,30 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 
 def test_installed_looks_at_files_and_imports_nothing(install: Install) -> None:
     install(__init__="raise SystemExit('imported')", cute__in__interface="")
-    assert flash_import.installed() == {flash_import.FLASH4}
-    install(__init__="raise SystemExit('imported')", flash_attn_interface="")
-    assert flash_import.installed() == {flash_import.FLASH4, flash_import.FLASH2}
+    assert flash_import.installed()
     assert "flash_attn" not in sys.modules
 
 
 def test_forward_into_a_given_tensor_or_by_a_copy(install: Install) -> None:
     install(cute__in__interface="def flash_attn_varlen_func(x): return x + 1, None\n")
     out = torch.zeros(2)
-    flash_import.forward(flash_import.FLASH4)(torch.ones(2), out=out)
+    flash_import.forward()(torch.ones(2), out=out)
     assert out.tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("source", ["raise RuntimeError('no driver')", "import not_there_at_all", "x = 1"])
 def test_half_an_installation_is_named(install: Install, source: str) -> None:
     install(cute__in__interface=source)
-    flash_import.start(flash_import.FLASH4)
+    flash_import.start()
     with pytest.raises(flash_import.ImportFailed, match=r"no driver|not_there_at_all|flash_attn_varlen_func"):
-        flash_import.forward(flash_import.FLASH4)
+        flash_import.forward()
 
 
 def _backend(is_required: bool) -> object:
     from nanovllm.attention.flash_backend import FlashBackend
 
     backend = object.__new__(FlashBackend)
-    backend._package, backend._is_loaded, backend.is_required = flash_import.FLASH4, False, is_required
+    backend._is_loaded, backend.is_required = False, is_required
     return backend
 
 
