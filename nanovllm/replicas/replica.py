@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from nanovllm.replicas.channel import Bell, Channel
 from nanovllm.replicas.messages import Answer, Completed, Counted, Failed, Gained, Ready, Refused, Start
+from nanovllm.startup.child import freeze_objects
 
 if TYPE_CHECKING:
     import torch
@@ -81,6 +82,7 @@ class Replica:
 
                 torch.set_num_threads(start.num_threads)
             self._engine = engine = start_one(start.config)
+            freeze_objects()
             self._send(Ready(engine.config, engine.scheduler.block_manager.num_blocks, engine.info()))
             threading.Thread(target=self._compile, name="nanovllm-grammars", daemon=True).start()
             self._serve(engine)

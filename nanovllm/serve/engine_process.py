@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.serve import frames
 from nanovllm.serve.admin_calls import AdminCalls
+from nanovllm.startup.child import freeze_objects
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
@@ -74,6 +75,7 @@ class EngineProcess:
             self._engine = self._load(start)
             admin = self._admin = AdminCalls(self._engine, self._send)
             threading.Thread(target=self._compile, name="nanovllm-grammars", daemon=True).start()
+            freeze_objects()
             self._send(frames.Ready(describe(self._engine)))
             self._serve(self._engine, admin)
             return 0

@@ -1,7 +1,6 @@
 """The front process: what its handlers share, and where it is in its life (see lifecycle.py)."""
 
 import asyncio
-import gc
 import json
 import logging
 import time
@@ -24,6 +23,7 @@ from nanovllm.serve.parsers import OutputParser
 from nanovllm.serve.request import Request
 from nanovllm.serve.streams import Streams
 from nanovllm.serve.text import FrontTokenizer
+from nanovllm.startup.child import freeze_objects
 
 if TYPE_CHECKING:
     from nanovllm.serve.api.answer import Answer
@@ -163,8 +163,7 @@ class Front:
     async def _become_ready(self) -> None:
         assert self._text is not None
         await self._text
-        gc.collect()
-        gc.freeze()  # what is here now stays: no collection needs to look at it
+        freeze_objects()
         if self.state == "loading":
             self.set_state("ready")
 
