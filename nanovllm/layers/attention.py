@@ -14,7 +14,7 @@ from nanovllm.kernels.gemm.one_row import Row
 from nanovllm.kernels.pointwise.rope import QKNormRope
 from nanovllm.layers.linear import HeadSplit, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
-from nanovllm.model_config import Quantization
+from nanovllm.model_config import LayerSpec, ModelConfig
 from nanovllm.parallel.group import TensorParallelGroup
 
 
@@ -42,82 +42,62 @@ def wanted_rows(hidden: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tens
     return hidden if wanted is None else hidden.index_select(0, wanted)
 
 
-@dataclass(frozen=True)
-class AttentionOptions:
-    """What tells one layer's attention from another's. Layers with equal options and heads run the same kernels."""
+def attention_spec(config: ModelConfig, layer: LayerSpec, heads: HeadSplit) -> AttentionSpec:
+    """What a rank with these heads asks of the attention backend."""
+    scale = layer.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+    sizes = (heads.local_heads, heads.local_kv_heads, layer.head_dim)
+    return AttentionSpec(*sizes, scale, layer.window, config.attention_softcap, layer.has_sinks)
 
-    head_dim: int
-    scale: float | None = None
-    """Factor on the scores; None: head_dim ** -0.5."""
-    window: int | None = None
-    softcap: float | None = None
-    has_sinks: bool = False
-    """These three: see AttentionSpec."""
-    rotary_dim: int | None = None
-    """The first dimensions of each head, which are rotated; None: all; 0: none."""
-    rope_in_float32: bool = False
-    qk_norm: str | None = None
-    norm_after_rope: bool = False
-    norm_in_float32: bool = False
-    """These four: see QKNormRope."""
-    eps: float = 1e-6
-    norm_weight_offset: float = 0.0
-    """What the checkpoint's norm weights lack: 1 where a model multiplies by 1 + weight. The sum is kept in float32."""
-    qkv_bias: bool = False
-    o_bias: bool = False
 
-    def spec(self, heads: HeadSplit) -> AttentionSpec:
-        """What a rank with these heads asks of the attention backend."""
-        scale = self.head_dim**-0.5 if self.scale is None else self.scale
-        sizes = (heads.local_heads, heads.local_kv_heads, self.head_dim)
-        return AttentionSpec(*sizes, scale, self.window, self.softcap, self.has_sinks)
-
-    def norm_rope(self, heads: HeadSplit) -> QKNormRope:
-        """What a rank with these heads asks of qk_norm_rope_store."""
-        return QKNormRope(
-            heads.local_heads, heads.local_kv_heads, self.head_dim,
-            self.head_dim if self.rotary_dim is None else self.rotary_dim, self.qk_norm, self.eps,
-            self.norm_after_rope, self.norm_in_float32, self.rope_in_float32,
-        )  # fmt: skip
+def _norm_rope(config: ModelConfig, layer: LayerSpec, heads: HeadSplit) -> QKNormRope:
+    """What it asks of qk_norm_rope_store."""
+    rotary_dim = 0 if layer.rope is None else config.ropes[layer.rope].rotary_dim(layer.head_dim)
+    return QKNormRope(
+        heads.local_heads, heads.local_kv_heads, layer.head_dim, rotary_dim, config.qk_norm, config.norm_eps,
+        config.qk_norm_after_rope, norm_in_float32=config.norm_kind == "rms_float32",
+        rope_in_float32=config.float_rope,
+    )  # fmt: skip
 
 
 class Attention(WeightedModule):
     """Projections, QK-norm, rotary embedding, KV store and attention: [T, hidden] -> [T, hidden], a partial sum."""
 
     def __init__(
-        self, hidden_size: int, heads: HeadSplit, options: AttentionOptions, cos_sin: torch.Tensor | None,
-        group: TensorParallelGroup, kernels: Kernels, backend: AttentionBackend, dtype: torch.dtype,
-        device: torch.device, query_scale: torch.Tensor | None = None,
-        precisions: tuple[Quantization | None, Quantization | None] = (None, None),
+        self, config: ModelConfig, layer: LayerSpec, heads: HeadSplit, cos_sin: torch.Tensor | None,
+        query_scale: torch.Tensor | None, group: TensorParallelGroup, kernels: Kernels, backend: AttentionBackend,
+        dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         """cos_sin: see cos_sin_table, one table for all layers that rotate alike; None where nothing is rotated.
-        query_scale float32 [max_position]: factor on the queries by position. precisions: of qkv, and of o."""
+        query_scale float32 [max_position]: factor on the queries by position."""
         super().__init__()
-        self.heads, self.options, self.group = heads, options, group
-        self.spec, self.norm_rope = options.spec(heads), options.norm_rope(heads)
+        self.heads, self.group = heads, group
+        self.spec, self.norm_rope = attention_spec(config, layer, heads), _norm_rope(config, layer, heads)
         self.cos_sin, self.query_scale = cos_sin, query_scale
         self.kernels = kernels
         self.backend = backend
         self._dtype, self._device = dtype, device
-        head_dim = options.head_dim
+        head_dim, hidden_size = layer.head_dim, config.hidden_size
         self.qkv_proj = QKVParallelLinear(
-            hidden_size, heads, head_dim, dtype, device, bias=options.qkv_bias, adds_bias=False,
-            precision=precisions[0],
+            hidden_size, heads, head_dim, dtype, device, bias=config.qkv_bias, precision=layer.precision("qkv")
+        )
+        self.o_proj = RowParallelLinear(
+            heads.num_heads * head_dim, hidden_size, group, dtype, device, kind="o", bias=config.o_bias, pads=False,
+            precision=layer.precision("o"),
         )  # fmt: skip
-        width = heads.num_heads * head_dim
-        switches = {"kind": "o", "bias": options.o_bias, "pads": False, "precision": precisions[1]}
-        self.o_proj = RowParallelLinear(width, hidden_size, group, dtype, device, **switches)  # type: ignore[arg-type]
         self.q_norm_weight = self.k_norm_weight = self.sinks = None
-        if options.qk_norm is not None:
-            norm_dtype = torch.float32 if options.norm_weight_offset else dtype
-            counts = (1, 1) if options.qk_norm == "head" else (heads.local_heads, heads.local_kv_heads)
+        self._norm_offset = float(config.norm_adds_one)
+        """What the checkpoint's norm weights lack: 1 where a model multiplies by 1 + weight. The sum is kept in
+        float32."""
+        if config.qk_norm is not None:
+            norm_dtype = torch.float32 if config.norm_adds_one else dtype
+            counts = (1, 1) if config.qk_norm == "head" else (heads.local_heads, heads.local_kv_heads)
             self.q_norm_weight, self.k_norm_weight = (
                 parameter(count * head_dim, dtype=norm_dtype, device=device) for count in counts
             )
-        if options.qk_norm == "width":
+        if config.qk_norm == "width":
             counted = torch.tensor(heads.kv_heads_held_first, dtype=torch.float32, device=device)
             self._k_shares = counted / (heads.num_kv_heads * head_dim)
-        if options.has_sinks:
+        if layer.has_sinks:
             self.sinks = parameter(heads.local_heads, dtype=dtype, device=device)
         self.unbind_cache()
 
@@ -142,7 +122,7 @@ class Attention(WeightedModule):
         q = self.kernels.qk_norm_rope_store(
             qkv, self.norm_rope, step.positions, step.slot_mapping, self.k_cache, self.v_cache, cos_sin=self.cos_sin,
             q_norm_weight=self.q_norm_weight, k_norm_weight=self.k_norm_weight,
-            mean_squares=self._mean_squares(qkv) if self.options.qk_norm == "width" else None, bias=self.qkv_proj.bias,
+            mean_squares=self._mean_squares(qkv) if self.norm_rope.norm == "width" else None, bias=self.qkv_proj.bias,
             query_scale=self.query_scale, kv_scales=self.kv_scales,
         )  # fmt: skip
         out = empty_rows(q.shape[0], q.shape[1] * q.shape[2], qkv.dtype, q.device).view(q.shape)
@@ -152,7 +132,7 @@ class Attention(WeightedModule):
 
     def _mean_squares(self, qkv: torch.Tensor) -> torch.Tensor:
         """float32 [T, 2]: of the whole model's queries and keys, the same on every rank."""
-        q_share = 1 / (self.heads.num_heads * self.options.head_dim)
+        q_share = 1 / (self.heads.num_heads * self.spec.head_dim)
         part = self.kernels.qk_mean_squares(qkv, self.norm_rope, q_share, self._k_shares, self.qkv_proj.bias)
         return self.group.all_reduce(part)
 
@@ -160,8 +140,8 @@ class Attention(WeightedModule):
         yield from self.qkv_proj.checkpoint_weights(prefix)
         yield from self.o_proj.checkpoint_weights(f"{prefix}.o_proj")
         if self.q_norm_weight is not None and self.k_norm_weight is not None:
-            offset, heads = self.options.norm_weight_offset, self.heads
-            of_q, of_k = (whole, whole) if self.options.qk_norm == "head" else (heads.query_weight, heads.kv_weight)
+            offset, heads = self._norm_offset, self.heads
+            of_q, of_k = (whole, whole) if self.norm_rope.norm == "head" else (heads.query_weight, heads.kv_weight)
             yield replace(of_q(f"{prefix}.q_norm.weight", self.q_norm_weight), offset=offset)
             yield replace(of_k(f"{prefix}.k_norm.weight", self.k_norm_weight), offset=offset)
         if self.sinks is not None:

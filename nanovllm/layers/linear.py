@@ -274,12 +274,12 @@ class HeadSplit:
         heads = [self.kv_head(local) for local in range(self.local_kv_heads)]
         return [head > held for head, held in zip(heads, [before, *heads], strict=False)]
 
-    def query_cuts(self, rows: int, place: int = 0) -> tuple[Cut, ...]:
-        """Of all query heads' rows, `rows` each, this rank's, which begin at its row `place`."""
-        return (Cut(0, place, self.first_head * rows, self.local_heads * rows),)
+    def query_cuts(self, rows: int) -> tuple[Cut, ...]:
+        """Of all query heads' rows, `rows` each, this rank's."""
+        return (Cut(0, 0, self.first_head * rows, self.local_heads * rows),)
 
     def kv_cuts(self, rows: int, place: int = 0) -> tuple[Cut, ...]:
-        """The same of key/value heads."""
+        """The same of key/value heads, which begin at the rank's row `place`."""
         runs = self.kv_head_runs()
         return tuple(Cut(0, place + local * rows, head * rows, count * rows) for local, head, count in runs)
 
@@ -298,11 +298,11 @@ class HeadSplit:
 
 class QKVParallelLinear(ParallelLinear):
     """Query, key and value projections as one matrix: [T, in] -> [T, (heads + 2 * kv_heads) * head_dim] of this
-    rank."""
+    rank. Attention adds the bias."""
 
     def __init__(
         self, in_features: int, heads: HeadSplit, head_dim: int, dtype: torch.dtype, device: torch.device, *,
-        bias: bool = False, adds_bias: bool = True, precision: Quantization | None = None,
+        bias: bool, precision: Quantization | None,
     ) -> None:  # fmt: skip
         q_rows, kv_rows = heads.local_heads * head_dim, heads.local_kv_heads * head_dim
         q_shape, kv_shape = ((count * head_dim, in_features) for count in (heads.num_heads, heads.num_kv_heads))
@@ -311,7 +311,7 @@ class QKVParallelLinear(ParallelLinear):
             Piece("k_proj", kv_shape, heads.kv_cuts(head_dim, q_rows)),
             Piece("v_proj", kv_shape, heads.kv_cuts(head_dim, q_rows + kv_rows)),
         )
-        switches = {"pieces": pieces, "bias": bias, "adds_bias": adds_bias, "precision": precision}
+        switches = {"pieces": pieces, "bias": bias, "adds_bias": False, "precision": precision}
         super().__init__("qkv", q_rows + 2 * kv_rows, in_features, dtype, device, **switches)  # type: ignore[arg-type]
 
 

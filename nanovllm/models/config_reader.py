@@ -6,41 +6,21 @@ from typing import Any
 from nanovllm.errors import is_integer, is_number, refuse
 from nanovllm.model_config import FULL
 
+_FLAGS = (
+    "alibi", "attention_bias", "attention_out_bias", "attn_output_gate", "mlp_bias", "use_bias",
+    "use_bidirectional_attention", "use_qk_norm", "use_sliding_window",
+)  # fmt: skip
+_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
+_FACTORS = ("embedding_multiplier", "logit_scale", "logits_scaling", "partial_rotary_factor", "residual_multiplier")
+_OTHERS = (
+    "attention_multiplier", "attn_logit_softcapping", "clip_qkv", "final_logit_softcapping", "hidden_activation",
+    "layer_types", "no_rope_layers", "per_layer_config", "query_pre_attn_scalar", "quantization_config",
+    "rope_local_base_freq", "rope_scaling", "sliding_window", "sliding_window_pattern",
+)  # fmt: skip
 CHANGES_RESULT: dict[str, tuple[Any, ...]] = {
-    "alibi": (False,),
-    "attention_bias": (False,),
-    "attention_multiplier": (),
-    "attention_out_bias": (False,),
-    "attn_logit_softcapping": (),
-    "attn_output_gate": (False,),
-    "clip_qkv": (),
-    "embedding_multiplier": (1.0,),
-    "final_logit_softcapping": (),
-    "hidden_act": ("silu",),
-    "hidden_activation": (),
-    "is_causal": (True,),
-    "layer_types": (),
-    "logit_scale": (1.0,),
-    "logits_scaling": (1.0,),
-    "mlp_bias": (False,),
-    "n_routed_experts": (0,),
-    "no_rope_layers": (),
-    "num_experts": (0,),
-    "num_local_experts": (0,),
-    "partial_rotary_factor": (1.0,),
-    "per_layer_config": (),
-    "query_pre_attn_scalar": (),
-    "quantization_config": (),
-    "residual_multiplier": (1.0,),
-    "rope_local_base_freq": (),
-    "rope_scaling": (),
-    "sliding_window": (),
-    "sliding_window_pattern": (),
-    "use_bias": (False,),
-    "use_bidirectional_attention": (False,),
-    "use_qk_norm": (False,),
-    "use_sliding_window": (False,),
-}
+    **dict.fromkeys(_FLAGS, (False,)), **dict.fromkeys(_COUNTS, (0,)), **dict.fromkeys(_FACTORS, (1.0,)),
+    **dict.fromkeys(_OTHERS, ()), "hidden_act": ("silu",), "is_causal": (True,),
+}  # fmt: skip
 """Entries that change what a model computes -> the values with which they do not, besides null. A family that does not
 read such an entry does not serve it."""
 

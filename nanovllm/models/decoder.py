@@ -17,7 +17,7 @@ from torch import nn
 
 from nanovllm.attention.base import AttentionBackend, AttentionSpec
 from nanovllm.kernels import Kernels
-from nanovllm.layers.attention import Attention, AttentionOptions, ForwardStep, wanted_rows
+from nanovllm.layers.attention import Attention, ForwardStep, attention_spec, wanted_rows
 from nanovllm.layers.linear import HeadSplit, ParallelLinear, RowParallelLinear
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.moe import MoE
@@ -52,17 +52,6 @@ class ModelContext:
         return ReduceAddNorm(norm, self.group, self.kernels, after, self.config.residual_multiplier)
 
 
-def attention_options(config: ModelConfig, layer: LayerSpec) -> AttentionOptions:
-    return AttentionOptions(
-        layer.head_dim, scale=config.attention_scale, window=layer.window, softcap=config.attention_softcap,
-        has_sinks=layer.has_sinks,
-        rotary_dim=0 if layer.rope is None else config.ropes[layer.rope].rotary_dim(layer.head_dim),
-        rope_in_float32=config.float_rope, qk_norm=config.qk_norm, norm_after_rope=config.qk_norm_after_rope,
-        norm_in_float32=config.norm_kind == "rms_float32", eps=config.norm_eps,
-        norm_weight_offset=float(config.norm_adds_one), qkv_bias=config.qkv_bias, o_bias=config.o_bias,
-    )  # fmt: skip
-
-
 def heads_of(config: ModelConfig, layer: LayerSpec, rank: int, size: int) -> HeadSplit:
     """The heads of one of `size` ranks in this layer."""
     return HeadSplit(config.num_attention_heads, layer.num_kv_heads, rank, size)
@@ -70,7 +59,7 @@ def heads_of(config: ModelConfig, layer: LayerSpec, rank: int, size: int) -> Hea
 
 def attention_specs(config: ModelConfig, rank: int, size: int) -> tuple[AttentionSpec, ...]:
     """The kinds of attention layers of one of `size` ranks, each once."""
-    specs = (attention_options(config, layer).spec(heads_of(config, layer, rank, size)) for layer in config.layers)
+    specs = (attention_spec(config, layer, heads_of(config, layer, rank, size)) for layer in config.layers)
     return tuple(dict.fromkeys(specs))
 
 
@@ -134,10 +123,9 @@ class DecoderLayer(WeightedModule):
         get = self.norms.get
         self.input_layernorm = context.joint(get("attention_norm"), incoming)
         self.self_attn = Attention(
-            config.hidden_size, heads_of(config, spec, context.group.rank, context.group.size),
-            attention_options(config, spec), None if spec.rope is None else tables.cos_sin[spec.rope], context.group,
-            context.kernels, context.backend, context.dtype, context.device, tables.query_scale,
-            (spec.precision("qkv"), spec.precision("o")),
+            config, spec, heads_of(config, spec, context.group.rank, context.group.size),
+            None if spec.rope is None else tables.cos_sin[spec.rope], tables.query_scale, context.group,
+            context.kernels, context.backend, context.dtype, context.device,
         )  # fmt: skip
         if not self.is_parallel:
             self.post_attention_layernorm = context.joint(get("mlp_norm"), get("attention_out_norm"))
