@@ -90,7 +90,7 @@ class Roofline:
         size, hidden = tensor_parallel_size, model.hidden_size
         self.figures, self.element_bytes, self.tensor_parallel_size = figures, element_bytes, size
         self.kv_element_bytes = element_bytes if kv_element_bytes is None else kv_element_bytes
-        self.num_layers, self.hidden = model.num_hidden_layers, hidden
+        self.num_layers, self.hidden = len(model.layers), hidden
         # Per rank. KV heads are replicated where ranks exceed them.
         kv_widths = [math.ceil(layer.num_kv_heads / size) * layer.head_dim for layer in model.layers]
         query_widths = [model.num_attention_heads * layer.head_dim // size for layer in model.layers]

@@ -195,10 +195,6 @@ class ModelConfig:
         """"native", or "transformers" where its module computes the model."""
         return "native" if self.transformers_config is None else "transformers"
 
-    @property
-    def num_hidden_layers(self) -> int:
-        return len(self.layers)
-
     def check_tensor_parallel(self, size: int) -> None:
         """Raises ValueError where `size` ranks cannot share this model."""
         if size > 1 and self.transformers_config is not None:

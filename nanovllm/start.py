@@ -28,12 +28,9 @@ def start_one(config: EngineConfig, report: "Report | None" = None) -> LLMEngine
 
 
 def start_ranks(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    tokenizer: Tokenizer,
-    module: "torch.nn.Module | None" = None,
+    config: EngineConfig, model_config: ModelConfig, tokenizer: Tokenizer, module: "torch.nn.Module | None" = None,
     report: "Report | None" = None,
-) -> LLMEngine:
+) -> LLMEngine:  # fmt: skip
     """The engine over the ranks of `config`. module: see ModelRunner."""
     begin = time.perf_counter()
     trace = Trace(config.trace) if config.trace is not None else None

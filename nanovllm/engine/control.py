@@ -105,7 +105,7 @@ class EngineControl:
         else:
             self.scheduler.preempt_all()
         self._error = incomplete("an update of the weights has begun and did not finish")
-        self._write_weights(lambda: self.executor.begin_weight_update(partial))
+        self._write_weights(lambda: self.executor.call("begin_weight_update", partial))
 
     def update(self, weights: "Iterable[tuple[str, torch.Tensor]] | str | Path") -> None:
         """Some of the weights, or a folder's: LLM.update."""

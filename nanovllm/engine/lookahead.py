@@ -103,10 +103,6 @@ class Forecast:
         self._used = _blocks_at_ends(self._held, self._to_come, block_size)
         """int64 [R]: blocks in use when the blocks of row k become free. Rows that ended before have none."""
 
-    def peak_with(self, held: int, to_come: int) -> int:
-        """Most blocks in use at once until all rows have ended, with one more row among them."""
-        return int(self._with(held, to_come).max())
-
     def add_if_it_fits(self, held: int, to_come: int) -> bool:
         """Adds one more row where there are blocks for all rows until they have ended; False where there are not."""
         used = self._with(held, to_come)

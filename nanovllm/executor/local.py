@@ -178,15 +178,11 @@ class LocalExecutor:
     def collect(self) -> list[int]:
         """Tokens of the oldest step not yet collected, one for each of its first rows; waits for it."""
         with self._failures_explained():
-            return self.runner.collect(self.processes.check)
+            return self.runner.io.collect(self.config.step_timeout, self.processes.check)
 
     def collect_logprobs(self) -> StepScores:
         """What the step last collected brings beside its tokens, where it brings any."""
-        return self.runner.collect_logprobs()
-
-    def begin_weight_update(self, partial: bool) -> None:
-        """New values come for all weights, or with `partial` for some. An update that has begun starts over."""
-        self.call("begin_weight_update", partial)
+        return self.runner.option_sampler.collect()
 
     def load_folder(self, folder: Path) -> None:
         """Writes the values of *.safetensors, of which each rank reads its own byte ranges; raises as loading a model

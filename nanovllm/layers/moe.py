@@ -6,6 +6,7 @@ all-reduce, no token goes to another rank, and no rank waits for the one with th
 
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import Any
 
 import torch
@@ -212,26 +213,16 @@ def _experts(moe: MoE, prefix: str) -> Iterator[CheckpointWeight]:
                 yield CheckpointWeight(f"{path}.weight", piece.shape, shards)
 
 
-def _stacked(moe: MoE, gate_up_name: str, down_name: str) -> Iterator[CheckpointWeight]:
+def _stacked(gate_up_name: str, down_name: str, moe: MoE, prefix: str) -> Iterator[CheckpointWeight]:
     """All experts in one tensor: gate and up [experts, 2 I, hidden], and down [experts, hidden, I]."""
     count, size, hidden = moe.config.num_experts, moe.config.intermediate_size, moe.down.shape[1]
     gate_up = moe.gate_and_up(moe.gate_up)
     halves = tuple(Shard(gate_up[:, half], 1, half * size + moe.begin) for half in range(2))
     if moe.down.shape[2] == size:  # no padding and no other rank: one piece
         halves = (Shard(moe.gate_up, 1, 0),)
-    yield CheckpointWeight(gate_up_name, (count, 2 * size, hidden), halves)
+    yield CheckpointWeight(f"{prefix}.{gate_up_name}", (count, 2 * size, hidden), halves)
     shards = (Shard(moe.down[:, :, : moe.valid], 2, moe.begin),)
-    yield CheckpointWeight(down_name, (count, hidden, size), shards)
-
-
-def _linears(moe: MoE, prefix: str) -> Iterator[CheckpointWeight]:
-    """"input_linear.weight" and "output_linear.weight", stacked."""
-    yield from _stacked(moe, f"{prefix}.input_linear.weight", f"{prefix}.output_linear.weight")
-
-
-def _parameters(moe: MoE, prefix: str) -> Iterator[CheckpointWeight]:
-    """"experts.gate_up_proj" and "experts.down_proj", stacked: as transformers' modules hold them in memory."""
-    yield from _stacked(moe, f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj")
+    yield CheckpointWeight(f"{prefix}.{down_name}", (count, hidden, size), shards)
 
 
 def _transposed(moe: MoE, prefix: str) -> Iterator[CheckpointWeight]:
@@ -249,4 +240,9 @@ def _transposed(moe: MoE, prefix: str) -> Iterator[CheckpointWeight]:
         yield whole(f"{prefix}.experts.down_proj_bias", moe.down_bias)
 
 
-_LAYOUTS = {"experts": _experts, "linears": _linears, "parameters": _parameters, "transposed": _transposed}
+_LAYOUTS: dict[str, Callable[[MoE, str], Iterator[CheckpointWeight]]] = {
+    "experts": _experts,
+    "linears": partial(_stacked, "input_linear.weight", "output_linear.weight"),
+    "parameters": partial(_stacked, "experts.gate_up_proj", "experts.down_proj"),  # as transformers' modules have them
+    "transposed": _transposed,
+}

@@ -49,13 +49,9 @@ class ReduceAddNorm(WeightedModule):
     """
 
     def __init__(
-        self,
-        norm: RowNorm | None,
-        group: TensorParallelGroup,
-        kernels: Kernels,
-        after: RowNorm | None = None,
+        self, norm: RowNorm | None, group: TensorParallelGroup, kernels: Kernels, after: RowNorm | None = None,
         multiplier: float = 1.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """norm: of the new residual, for the next block; None: that takes the residual itself. after: of the complete
         sum, before multiplier * it is added; the owner is the block that the sum comes from."""
         super().__init__()

@@ -166,11 +166,9 @@ class CheckpointWeight:
         return first.as_strided(self.shape, first.stride()) if rows == self.shape[0] else None
 
     def load(
-        self,
-        source: TensorSource,
-        progress: Callable[[], None] = lambda: None,
+        self, source: TensorSource, progress: Callable[[], None] = lambda: None,
         stage: Callable[[torch.Tensor], torch.Tensor] = lambda piece: piece,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Copies this rank's parts, after `check`; each piece passes through `stage`. `progress`: called after each."""
         if self.is_scale and not _core(self.shape):
             self.check(source)

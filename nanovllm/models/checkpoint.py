@@ -123,12 +123,9 @@ def check_names(weights: Iterable[CheckpointWeight], given: Iterable[str], tied_
 
 
 def load_checkpoint(
-    weights: list[CheckpointWeight],
-    sources: Mapping[str, TensorSource],
-    device: torch.device,
-    progress: Callable[[], None] = lambda: None,
-    on_share: Callable[[float], None] = lambda share: None,
-) -> None:
+    weights: list[CheckpointWeight], sources: Mapping[str, TensorSource], device: torch.device,
+    progress: Callable[[], None] = lambda: None, on_share: Callable[[float], None] = lambda share: None,
+) -> None:  # fmt: skip
     """Copies every weight from its source; reads overlap, since copying releases the interpreter. `progress`: called
     after each piece of a few MB, from several threads; `on_share`: with the share that is there, after each weight.
     Raises ValueError for a tied model whose head, where one is there, is another."""
@@ -210,12 +207,9 @@ class DummySource:
 
 
 def load_dummy(
-    weights: list[CheckpointWeight],
-    dtype: torch.dtype,
-    device: torch.device,
-    seed: int,
+    weights: list[CheckpointWeight], dtype: torch.dtype, device: torch.device, seed: int,
     progress: Callable[[], None] = lambda: None,
-) -> None:
+) -> None:  # fmt: skip
     """Random weights: matrices and biases from N(0, 0.02), norm scales from N(1, 0.1). `progress`: called after each
     piece."""
     made = {name for weight in weights for name in weight.scaled_by}

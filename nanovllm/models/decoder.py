@@ -139,12 +139,9 @@ class DecoderLayer(WeightedModule):
                     module.takes_parts = False  # the blocks' results are added before a joint sees them
 
     def forward(
-        self,
-        partial: torch.Tensor,
-        residual: torch.Tensor | None,
-        step: ForwardStep,
+        self, partial: torch.Tensor, residual: torch.Tensor | None, step: ForwardStep,
         wanted: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """`wanted` int [N], on one rank: the tokens whose results are read, here and in what follows."""
         x, residual = self.input_layernorm(partial, residual)
         attended = self.self_attn(x, step, wanted)

@@ -31,14 +31,10 @@ class StepGraphs:
     """Graphs by shape, sharing one memory pool."""
 
     def __init__(
-        self,
-        run: Callable[[StepShape], None],
-        max_num_seqs: int,
-        max_tokens: int,
-        stream: torch.cuda.Stream,
+        self, run: Callable[[StepShape], None], max_num_seqs: int, max_tokens: int, stream: torch.cuda.Stream,
         progress: Callable[[], None] = lambda: None,
         before_capture: Callable[[StepShape], AbstractContextManager[None]] = lambda _: nullcontext(),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`run(shape)`: the work of a step of that padded shape, on static buffers, in `stream`. `max_tokens`: the
         largest chunk worth capturing. `progress`: called after each graph. `before_capture`: `run` is called within
         it first, where it launches every kernel that the graph will."""

@@ -48,14 +48,9 @@ def host_memory() -> int:
 
 
 def bind_kv_cache(
-    layers: list[Attention],
-    num_blocks: int,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    token_major: bool = False,
-    memory: SleepableMemory | None = None,
-) -> None:
+    layers: list[Attention], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device,
+    token_major: bool = False, memory: SleepableMemory | None = None,
+) -> None:  # fmt: skip
     """Allocates the cache, in `memory` where there is one, and gives every layer its part: keys, values and, of e4m3,
     scales. token_major: see AttentionBackend.
 

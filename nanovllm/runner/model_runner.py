@@ -35,7 +35,7 @@ from nanovllm.runner.sampler import OptionSampler
 from nanovllm.runner.sleep import SleepableMemory
 from nanovllm.runner.step_work import StepWork
 from nanovllm.runner.weight_commands import WeightCommands
-from nanovllm.wire.sampling import StepScores, split_section
+from nanovllm.wire.sampling import split_section
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
 from nanovllm.wire.step import dummy_step, packed_capacity
 
@@ -304,7 +304,7 @@ class ModelRunner(WeightCommands):
 
     @torch.inference_mode()
     def launch(self, packed: np.ndarray) -> None:
-        """Runs a packed step (wire/step.py); `collect` returns its tokens, oldest step first."""
+        """Runs a packed step (wire/step.py); DeviceIO.collect returns its tokens, oldest step first."""
         packed, section = split_section(packed)
         num_rows, num_decode_rows, num_sample_rows, num_tokens = (int(n) for n in packed[:4])
         keep_hidden = section is not None and section.num_targets > 0
@@ -336,17 +336,6 @@ class ModelRunner(WeightCommands):
                 self.io.expect(posted[:end], num_decode_rows, first_chunk_row)
             else:
                 self.io.download(work.buffers.tokens[:end], num_decode_rows, first_chunk_row)
-
-    def collect(self, check: Callable[[], bool]) -> list[int]:
-        """Sampled tokens of the oldest step not yet collected, by row; waits for the device.
-
-        `check` is called while waiting and may raise; StepTimeout after config.step_timeout seconds.
-        """
-        return self.io.collect(self.config.step_timeout, check)
-
-    def collect_logprobs(self) -> StepScores:
-        """Those of the step last collected, where it has any; see OptionSampler.collect."""
-        return self.option_sampler.collect()
 
     # -- the rest -----------------------------------------------------------------------------------------------
 

@@ -37,8 +37,8 @@ class WeightCommands:
     _progress: Callable[[], None]
     _spelling: CheckpointNames
 
-    def begin_weight_update(self, partial: bool = False) -> None:
-        """All weights are to come anew, or with `partial` some of them."""
+    def begin_weight_update(self, partial: bool) -> None:
+        """All weights are to come anew, or with `partial` some of them. An update that has begun starts over."""
         tied = self.model_config.tie_word_embeddings
         self.weight_update = WeightUpdate(self.weights, tied, self._spelling, partial, self.int4_reader)
 

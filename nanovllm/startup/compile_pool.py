@@ -42,7 +42,7 @@ class KernelCompiler:
         self._stamp = stamp
         self._owner = os.getpid()
         self._seen: set[tuple[str, str, str]] = set()
-        self._num_jobs = self._num_done = 0
+        self.num_jobs = self._num_done = 0
         self.failures: list[str] = []
         """Names of kernels that could not be compiled, and of what else went wrong."""
         self._outbox: queue.SimpleQueue[CompileJob | None] = queue.SimpleQueue()
@@ -60,16 +60,12 @@ class KernelCompiler:
         self._sender = threading.Thread(target=self._send, name="nanovllm-compile", daemon=True)
         self._sender.start()
 
-    @property
-    def num_jobs(self) -> int:
-        return self._num_jobs
-
     def submit(self, job: CompileJob) -> None:
         """Has a kernel compiled, once however often it is asked for."""
         key = (job.module, job.name, job.specialization)
         if key not in self._seen:
             self._seen.add(key)
-            self._num_jobs += 1
+            self.num_jobs += 1
             self._outbox.put(job)
 
     def _send(self) -> None:
@@ -83,9 +79,9 @@ class KernelCompiler:
         """Waits until all jobs are done, `patience` seconds at most. True: all of them were compiled."""
         deadline = time.monotonic() + patience
         try:
-            while self._num_done < self._num_jobs:
+            while self._num_done < self.num_jobs:
                 if not self._control.poll(max(0.0, deadline - time.monotonic())):
-                    self.failures.append(f"{self._num_jobs - self._num_done} not compiled after {patience:.0f} s")
+                    self.failures.append(f"{self.num_jobs - self._num_done} not compiled after {patience:.0f} s")
                     break
                 name, exit_code = self._control.recv()
                 self._num_done += 1
@@ -99,7 +95,7 @@ class KernelCompiler:
 
     def mark_complete(self) -> None:
         """Writes the stamp, so that later starts find the cache filled; only where nothing failed."""
-        if self._stamp is None or self.failures or self._num_done < self._num_jobs:
+        if self._stamp is None or self.failures or self._num_done < self.num_jobs:
             return
         try:
             self._stamp.parent.mkdir(parents=True, exist_ok=True)

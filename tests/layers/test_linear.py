@@ -75,10 +75,9 @@ def test_a_kernel_for_few_rows_computes_the_activation(monkeypatch: pytest.Monke
     assert len(chosen) == 2, "two rows have no choice"
 
 
-@pytest.mark.parametrize("adds_bias", [True, False])
-def test_qkv_bias_is_added_here_or_by_the_consumer(adds_bias: bool) -> None:
+def test_qkv_bias_is_left_to_the_consumer() -> None:
     heads, dim, x = HeadSplit(4, 2, 1, 2), 8, torch.randn(3, 16)
-    layer = QKVParallelLinear(16, heads, dim, FLOAT, CPU, bias=True, adds_bias=adds_bias)
+    layer = QKVParallelLinear(16, heads, dim, FLOAT, CPU, bias=True, precision=None)
     rows = {"q_proj": 32, "k_proj": 16, "v_proj": 16}
     tensors = {f"a.{name}.weight": torch.randn(count, 16) for name, count in rows.items()}
     tensors |= {f"a.{name}.bias": torch.randn(count) for name, count in rows.items()}
@@ -87,7 +86,7 @@ def test_qkv_bias_is_added_here_or_by_the_consumer(adds_bias: bool) -> None:
     bias = torch.cat([tensors[f"a.{name}.bias"][part] for name, part in mine.items()])
     weight = torch.cat([tensors[f"a.{name}.weight"][part] for name, part in mine.items()])
     assert layer.bias is not None and torch.equal(layer.bias, bias)
-    torch.testing.assert_close(layer(x), F.linear(x, weight, bias if adds_bias else None))
+    torch.testing.assert_close(layer(x), F.linear(x, weight))
 
 
 def test_bias_is_added_once_to_a_sum_in_parts() -> None:

@@ -65,12 +65,9 @@ class RequestSampling:
             raise ValueError(f"SamplingParams.allowed_token_ids={allowed}: {bound} (min_tokens={params.min_tokens})")
 
     def rows(
-        self,
-        params: SamplingParams,
-        stop_ids: frozenset[int],
-        prompt_token_ids: list[int],
+        self, params: SamplingParams, stop_ids: frozenset[int], prompt_token_ids: list[int],
         output_token_ids: list[int],
-    ) -> list[SamplingRow | None]:
+    ) -> list[SamplingRow | None]:  # fmt: skip
         """State of each completion of a checked request, whose output begins with `output_token_ids`; None where greedy
         or temperature is all there is to it. Raises ValueError where these cannot be such an output's."""
         if params.is_plain:
