@@ -1,12 +1,11 @@
 """Errors as OpenAI's API words them: {"error": {"message", "type", "param", "code"}}."""
 
 import re
-from typing import Any
 
 import orjson
 
 _MOST_MESSAGE = 1000  # characters
-_OPTION = re.compile(r"^(?:SamplingParams|StructuredOutput)\.(\w{1,40})")
+_NAME = re.compile(r"(\w{1,40})(?:[\[.].*?)?[:=]")
 _RETRY_AFTER = {503: b"1"}
 
 
@@ -31,27 +30,17 @@ class ApiError(Exception):
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    return ApiError(400, message, code, param)
-
-
-def require_list(value: Any, where: str) -> list[Any]:
-    """`value`. Raises ApiError (400) where it is no list; `where` begins with the field's name."""
-    if not isinstance(value, list):
-        raise bad_request(f"{where}: must be a list", where.partition("[")[0])
-    return value
+    """`param`: by default the name that the message begins with, if it begins with one."""
+    found = _NAME.match(message)
+    return ApiError(400, message, code, param or (found[1] if found else None))
 
 
 def from_value_error(text: str) -> ApiError:
     """A ValueError of the library as a 400: its options are the request's fields."""
     text = text.replace("\ud800", "?").encode("utf-8", "replace").decode()
-    found = _OPTION.match(text)
-    if found is None:
-        name = text.partition(":")[0].partition("=")[0].partition("[")[0]
-        return bad_request(text, name if name.isidentifier() else None)
-    param = found[1]
     if text.startswith("StructuredOutput"):
         return bad_request(text.partition(".")[2], "structured_outputs", "invalid_schema")
-    return bad_request(text.partition(".")[2], param)
+    return bad_request(text.removeprefix("SamplingParams."))
 
 
 def server_error() -> ApiError:

@@ -90,13 +90,16 @@ def test_a_messages_request_is_a_chat() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"messages": []}, "messages: must be a list of at least one"),
-        ({"messages": [{"role": "tool", "content": ""}]}, "role='tool': must be 'user' or 'assistant'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type='image': only text and tools"),
-        ({"messages": [{"role": "user", "content": 3}]}, "content: must be a list"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "no other kinds are taken"),
-        ({"tool_choice": {"type": "some"}}, "tool_choice.type='some': must be auto, any, tool or none"),
-        ({"system": 3}, "system: must be a list"),
+        ({"messages": []}, "messages=.*: must be array of length >= 1"),
+        ({"messages": [{"role": "tool", "content": ""}]}, "role='tool': must be one of 'user', 'assistant'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type='image': must be one of 'text',"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "must be in a message of role 'assist"),
+        ({"messages": [{"role": "user", "content": 3}]}, "content=3: must be str | array"),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\].content: is required"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash", "input_schema": {}}]}, "type='bash.*must be one of '"),
+        ({"tools": [{"name": "bash"}]}, r"tools\[0\].input_schema: is required"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice.type='some': must be one of 'auto', 'any', 'tool', 'none'"),
+        ({"system": 3}, "system=3: must be str | array"),
     ],
 )
 def test_what_a_messages_request_must_be(change: dict[str, Any], message: str) -> None:
@@ -108,17 +111,22 @@ def test_what_a_messages_request_must_be(change: dict[str, Any], message: str) -
 
 def message_events() -> list[dict[str, Any]]:
     writer = anthropic.MessageWriter("msg_1", "demo")
-    events = writer.start(30, 16)
+    events = writer.start(USAGE)
     for delta in ANSWER:
         events += writer.write([delta])
-    return events + writer.finish(anthropic.stop_fields("tool_calls", None, writer.made_calls), USAGE)
+    return events + writer.finish("tool_calls", None, USAGE)
+
+
+def whole_message(reason: str = "tool_calls", stop: str | None = None, calls: bool = True) -> dict[str, Any]:
+    writer = anthropic.MessageWriter("msg_1", "demo")
+    writer.write(ANSWER if calls else ANSWER[:4])
+    writer.finish(reason, stop, USAGE)
+    return writer.whole
 
 
 def test_the_official_client_reads_messages() -> None:
     sdk = pytest.importorskip("anthropic")
-    stop = anthropic.stop_fields("tool_calls", None, True)
-    body = anthropic.message("msg_1", "demo", ANSWER, stop, USAGE)
-    message = sdk.types.Message.model_validate(body, strict=True)
+    message = sdk.types.Message.model_validate(whole_message(), strict=True)
     assert [block.type for block in message.content] == ["thinking", "text", "tool_use", "tool_use"]
     assert message.content[0].thinking == "I need the weather." and message.content[1].text == "Let me see."
     assert message.content[2].input == {"city": "Paris"} and message.content[3].input == {}
@@ -136,8 +144,7 @@ def test_the_official_client_puts_streamed_messages_together() -> None:
     asked = {name: MESSAGES_BODY[name] for name in ("model", "max_tokens", "messages", "tools")}
     with client.messages.stream(**asked) as stream:
         streamed = stream.get_final_message()
-    whole = anthropic.message("msg_1", "demo", ANSWER, anthropic.stop_fields("tool_calls", None, True), USAGE)
-    expected = sdk.types.Message.model_validate(whole)
+    expected = sdk.types.Message.model_validate(whole_message())
     assert [block.to_dict() for block in streamed.content] == [block.to_dict() for block in expected.content]
     assert streamed.stop_reason == expected.stop_reason and streamed.usage.output_tokens == 12
 
@@ -153,7 +160,7 @@ def test_the_official_client_puts_streamed_messages_together() -> None:
     ],
 )
 def test_why_a_message_ended(reason: str, stop: str | None, calls: bool, expected: tuple[str, str | None]) -> None:
-    found = anthropic.stop_fields(reason, stop, calls)
+    found = whole_message(reason, stop, calls)
     assert (found["stop_reason"], found["stop_sequence"]) == expected
 
 
@@ -195,8 +202,7 @@ def test_a_responses_request_is_a_chat() -> None:
         "tools": [{"type": "function", "function": FUNCTION}],
         "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
         "reasoning_effort": "low",
-        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}},
-        "store": False,
+        "response_format": {"type": "json_schema", "json_schema": RESPONSES_BODY["text"]["format"]},
     }
     choice = check_tools(request["tools"], request["tool_choice"])
     assert choice is not None and choice.mode == "named"
@@ -206,12 +212,16 @@ def test_a_responses_request_is_a_chat() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"input": []}, "input: must be a text or a list"),
-        ({"input": None}, "input: must be a text or a list"),
-        ({"input": [{"type": "computer_call"}]}, "type='computer_call': not supported"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "type='input_image': must be a text"),
-        ({"input": [{"role": "king", "content": ""}]}, "role='king': must be system"),
-        ({"tools": [{"type": "web_search"}]}, "type='web_search': must be 'function'"),
+        ({"input": []}, "input=.*: must be array of length >= 1"),
+        ({"input": None}, "input: is required"),
+        ({"input": [{"type": "computer_call"}]}, "type='computer_call': must be one of 'message', 'function_call'"),
+        ({"input": [{"type": "reasoning", "content": 5}]}, r"input\[0\].content=5: must be str | array"),
+        ({"input": [{"role": "user"}]}, r"input\[0\].content: is required"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "type='input_image': must be one of"),
+        ({"input": [{"role": "king", "content": ""}]}, "role='king': must be one of 'system'"),
+        ({"tools": [{"type": "web_search", "name": "web"}]}, "type='web_search': must be one of 'function'"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": [1]}}, r"tools\[0\]=1: must be object"),
+        ({"tool_choice": "some"}, "tool_choice='some': must be one of 'auto', 'none', 'required'"),
         ({"previous_response_id": "resp_1"}, "previous_response_id: not supported; nothing is stored"),
     ],
 )
@@ -228,12 +238,13 @@ def test_the_official_client_reads_responses() -> None:
     types = pytest.importorskip("openai.types.responses")
     writer = writer_of(RESPONSES_BODY)
     writer.write(ANSWER)
-    writer.finish("tool_calls", USAGE)
-    response = types.Response.model_validate(writer.response("tool_calls", USAGE))
+    writer.finish("tool_calls", None, USAGE)
+    response = types.Response.model_validate(writer.whole)
     assert [item.type for item in response.output] == ["reasoning", "message", "function_call", "function_call"]
     assert response.output_text == "Let me see." and response.output[2].arguments == '{"city": "Paris"}'
     assert response.status == "completed" and response.usage.output_tokens_details.reasoning_tokens == 5
-    assert writer.response("length", USAGE)["incomplete_details"] == {"reason": "max_output_tokens"}
+    writer.finish("length", None, USAGE)
+    assert writer.whole["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
 def test_the_official_client_reads_streamed_responses() -> None:
@@ -241,10 +252,10 @@ def test_the_official_client_reads_streamed_responses() -> None:
     types = pytest.importorskip("openai.types.responses")
     adapter = pydantic.TypeAdapter(types.ResponseStreamEvent)
     writer = writer_of(RESPONSES_BODY)
-    events = writer.start()
+    events = writer.start(USAGE)
     for delta in ANSWER:
         events += writer.write([delta])
-    events += writer.finish("tool_calls", USAGE)
+    events += writer.finish("tool_calls", None, USAGE)
     parsed = [adapter.validate_python(event) for event in events]
     assert [type(event).__name__ for event in parsed if not hasattr(event, "sequence_number")] == []
     assert [event.sequence_number for event in parsed] == [*range(len(parsed))]

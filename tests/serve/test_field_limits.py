@@ -25,7 +25,7 @@ MANY = list(map(str, range(1_000_000)))
         (admin.Pause, {"mode": "stop"}, "mode='stop': must be one of 'abort', 'wait', 'keep'"),
         (admin.Sleep, {"tags": ["weights", "all"]}, "tags[1]='all': must be one of 'weights', 'kv_cache'"),
         (api.DetokenizeFields, {"tokens": [1, -1]}, "tokens[1]=-1: must be int >= 0"),
-        (api.ChatFields, {"messages": [{}], "n": {"a": 1}}, "n={'a': 1}: must be int, got object"),
+        (api.ChatFields, {"messages": [{"role": "user"}], "n": {"a": 1}}, "n={'a': 1}: must be int, got object"),
     ],
 )
 def test_field_value_and_bound_are_named(kind: Any, body: dict[str, Any], message: str) -> None:

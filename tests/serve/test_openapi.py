@@ -11,8 +11,8 @@ from serving import events, user
 
 from nanovllm import SamplingParams
 from nanovllm.sampling_params import MAX_ALLOWED_IDS
+from nanovllm.serve.api import anthropic, responses, shapes
 from nanovllm.serve.api import fields as api
-from nanovllm.serve.api import shapes
 from nanovllm.serve.api.openapi import OPERATIONS, document
 from nanovllm.serve.errors import ApiError
 
@@ -22,9 +22,10 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 NEEDED: dict[type, dict[str, Any]] = {
     api.ChatFields: {"messages": user("a")},
     api.CompletionFields: {"prompt": "a"},
-    api.MessagesFields: {"messages": user("a"), "max_tokens": 1},
-    api.ResponsesFields: {"input": "a"},
+    anthropic.MessagesFields: {"messages": user("a"), "max_tokens": 1, "tools": [{"name": "a", "input_schema": {}}]},
+    responses.ResponsesFields: {"input": user("a"), "tools": [{"type": "function", "name": "a"}]},
 }
+"""Bodies with all that is required, and with one item of each list of objects."""
 
 
 def test_paths_are_those_that_are_served(client: httpx.Client) -> None:
@@ -52,8 +53,8 @@ def bounded(schema: dict[str, Any], required: bool = False) -> Iterator[dict[str
             yield form
 
 
-def values_at(form: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Values just within a form's bounds, and just beyond."""
+def values_at(form: dict[str, Any], example: Any) -> tuple[list[Any], list[Any]]:
+    """Values just within a form's bounds, and just beyond; `example`: a list of objects."""
     step = 1 if form["type"] == "integer" else 1e-3
     good, bad = [], []
     if "minimum" in form:
@@ -69,7 +70,7 @@ def values_at(form: dict[str, Any]) -> tuple[list[Any], list[Any]]:
         good += ["a" * form["minLength"], "a" * form["maxLength"]]
         bad += ["a" * (form["minLength"] - 1), "a" * (form["maxLength"] + 1)]
     if form["type"] == "array":
-        item = {"string": "a", "object": user("a")[0], "integer": 5}[form["items"]["type"]]
+        item = example[0] if example else {"string": "a", "integer": 5, "object": {}}[form["items"]["type"]]
         good.append([item] * max(1, form.get("minItems", 1)))
         if form["maxItems"] <= MAX_ALLOWED_IDS:
             bad.append([item] * (form["maxItems"] + 1))
@@ -86,7 +87,7 @@ def test_bounds_are_those_that_are_kept(kind: Any) -> None:
     of_engine = set(SamplingParams.__dataclass_fields__)
     for name, schema in components[kind.__name__]["properties"].items():
         for form in bounded(schema) if name != "prompt" else ():  # read apart from the others
-            good, bad = values_at(form)
+            good, bad = values_at(form, NEEDED[kind].get(name))
             for value in good:
                 fields = api.convert(kind, NEEDED[kind] | {name: value})
                 if isinstance(fields, api.CommonFields):

@@ -160,6 +160,12 @@ def test_tools_that_are_not_strict_take_any_object(model: Model) -> None:
     assert message_of(read(plan, ids)).calls == made
 
 
+def test_a_reference_to_no_schema_is_left_to_the_grammar(model: Model) -> None:
+    for reference in ("#/type/x", "#/required/0", "#/$defs/a/b"):
+        schema = {"type": "object", "properties": {"a": {"$ref": reference}}, "required": ["a"]}
+        assert model.plan("", "required", tools=[tool(parameters=schema)]).structured is not None
+
+
 @pytest.mark.parametrize(
     "structured", [StructuredOutput(json={"type": "object"}), StructuredOutput(json_object=True),
                    StructuredOutput(choice=('{"a": 1}',)), StructuredOutput(regex=r'\{"a": [0-9]/?\}')],

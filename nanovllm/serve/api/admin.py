@@ -122,7 +122,7 @@ async def update_weights(front: "Front", call: Call) -> None:
         for name in ("in_flight", "weight_version"):
             if getattr(given, name) is not None:
                 where = "start_weight_update" if name == "in_flight" else "finish_weight_update"
-                raise bad_request(f"{name}: beside update_info it must be left out; {where} takes it", name)
+                raise bad_request(f"{name}: beside update_info it must be left out; {where} takes it")
         await call.respond_json(await front.control("update_weights", update_info=given.update_info))
         return
     options = {name: value for name, value in msgspec.structs.asdict(given).items() if value is not None}
@@ -133,7 +133,7 @@ async def weight_checker(front: "Front", call: Call) -> None:
     """Checksums by name, or the names whose checksums are not those of `baseline`."""
     given = await _options(call, WeightChecker)
     if given.action == "compare" and given.baseline is None:
-        raise bad_request("baseline: is required where action is 'compare'", "baseline")
+        raise bad_request("baseline: is required where action is 'compare'")
     answer = await front.control("checksum")
     if given.baseline is not None:
         found, wanted = answer["checksums"], given.baseline

@@ -76,10 +76,10 @@ async def detokenize(front: "Front", call: Call) -> None:
     front.require_tokenizer()
     body, most, vocab = await call.json(), front.info["max_model_len"], front.info["vocab_size"]
     if isinstance(body.get("tokens"), list) and len(body["tokens"]) > most:  # before each is looked at
-        raise bad_request(f"tokens: must have at most {most} items", "tokens")
+        raise bad_request(f"tokens: must have at most {most} items")
     fields = api.convert(api.DetokenizeFields, body)
     front.check_model(fields.model)
     if max(fields.tokens, default=0) >= vocab:
-        raise bad_request(f"tokens: must be a list of token ids in 0..{vocab - 1}", "tokens")
+        raise bad_request(f"tokens: must be a list of token ids in 0..{vocab - 1}")
     text = await front.in_pool(lambda: front.tokenizer.decode(fields.tokens, False), len(fields.tokens))
     await call.respond_json({"prompt": text})

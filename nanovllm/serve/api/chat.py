@@ -8,7 +8,7 @@ import orjson
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api.answer import Answer, answer, check_characters, fit
 from nanovllm.serve.api.logprobs import chat_entries
-from nanovllm.serve.api.messages import check_messages
+from nanovllm.serve.api.messages import template_values
 from nanovllm.serve.errors import bad_request, from_value_error
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.parsers import Delta, Plan, ToolChoice, check_tools, joined
@@ -136,7 +136,7 @@ def _message(found: list[Delta]) -> dict[str, Any]:
 
 def _check(fields: api.ChatFields) -> None:
     if fields.top_logprobs is not None and not fields.logprobs and fields.top_logprobs != 0:
-        raise bad_request("top_logprobs: needs logprobs=true", "top_logprobs")
+        raise bad_request("top_logprobs: needs logprobs=true")
 
 
 def template_kwargs(front: "Front", fields: api.ChatFields) -> dict[str, Any]:
@@ -151,10 +151,10 @@ def template_kwargs(front: "Front", fields: api.ChatFields) -> dict[str, Any]:
 async def encode(front: "Front", fields: api.ChatFields) -> tuple[str, list[int]]:
     """A chat's text and token ids. Raises ApiError, and ValueError for what the template refuses."""
     if fields.chat_template is not None and not front.options.trust_request_chat_template:
-        raise bad_request("chat_template: not taken from requests (--trust-request-chat-template)", "chat_template")
+        raise bad_request("chat_template: not taken from requests (--trust-request-chat-template)")
     if fields.add_generation_prompt and fields.continue_final_message:
-        raise bad_request("continue_final_message: not together with add_generation_prompt", "continue_final_message")
-    messages = check_messages(fields.messages)
+        raise bad_request("continue_final_message: not together with add_generation_prompt")
+    messages = template_values(fields.messages)
     count = sum(_characters(message["content"]) for message in messages)
     check_characters(front, count, "messages")
     count += 32 * len(messages) + (1 << 20 if fields.tools else 0)  # what the template adds

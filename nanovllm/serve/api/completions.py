@@ -65,14 +65,14 @@ async def _prompts(front: "Front", fields: api.CompletionFields) -> list[list[in
     """The prompts as token ids. Raises ApiError."""
     given = _as_list(fields.prompt)
     if not isinstance(given, list) or not given:
-        raise bad_request("prompt: must be a text, a list of token ids, or a list of such", "prompt")
+        raise bad_request("prompt: must be a text, a list of token ids, or a list of such")
     count = len(given) * (fields.n or 1)  # n is checked by now
     if count > limits.COMPLETIONS:
-        raise bad_request(f"prompt: prompts x n is {count}, must be at most {limits.COMPLETIONS}", "prompt")
+        raise bad_request(f"prompt: prompts x n is {count}, must be at most {limits.COMPLETIONS}")
     texts = [prompt for prompt in given if isinstance(prompt, str)]
     check_characters(front, sum(map(len, texts)) if len(texts) == 1 else max(map(len, texts), default=0), "prompt")
     if "" in texts:
-        raise bad_request("prompt: must not be an empty text", "prompt")
+        raise bad_request("prompt: must not be an empty text")
     special = fields.add_special_tokens is not False
     ids: Iterator[list[int]] = iter(())
     if texts:
@@ -86,10 +86,10 @@ def token_ids(front: "Front", fields: api.CompletionFields, prompt: Any) -> list
     if fields.truncate_prompt_tokens is None and isinstance(prompt, list) and len(prompt) > front.info["max_model_len"]:
         return prompt  # `fit` refuses it: there is no need to look at each
     if not isinstance(prompt, list) or not prompt or not all(type(each) is int for each in prompt):
-        raise bad_request("prompt: must be texts, or lists of token ids that are not empty", "prompt")
+        raise bad_request("prompt: must be texts, or lists of token ids that are not empty")
     vocab = front.info["vocab_size"]
     if min(prompt) < 0 or max(prompt) >= vocab:
-        raise bad_request(f"prompt: token ids must be in 0..{vocab - 1}", "prompt")
+        raise bad_request(f"prompt: token ids must be in 0..{vocab - 1}")
     return prompt
 
 
@@ -100,7 +100,7 @@ async def completions(front: "Front", call: Call) -> None:
     front.check_model(fields.model)
     asked = _DEFAULT_MAX_TOKENS if (most := api.max_tokens(fields)) is None else most
     if asked == 0 and not fields.echo:
-        raise bad_request("max_tokens=0: must be >= 1, or come with echo=true", "max_tokens")
+        raise bad_request("max_tokens=0: must be >= 1, or come with echo=true")
     longest = max(asked, 1, fields.min_tokens or 0)
     params = api.sampling_fields(fields, front.defaults, longest, fields.logprobs, api.structured(fields))
     if fields.echo and fields.logprobs is not None:

@@ -1,8 +1,7 @@
 """POST /v1/responses and /v1/messages: chats in two other dialects (responses.py, anthropic.py), answered by the same
 engine requests as chat completions."""
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import orjson
 
@@ -10,83 +9,57 @@ from nanovllm.serve.api import anthropic, responses
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api.answer import answer
 from nanovllm.serve.api.chat import ChatAnswer, encode, prepare
+from nanovllm.serve.api.writer import Event
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.http.call import Call
-from nanovllm.serve.parsers import Delta, joined
 from nanovllm.serve.request import Completion
 
 if TYPE_CHECKING:
     from nanovllm.serve.front import Front
 
 
-def _events(events: Iterable[dict[str, Any]]) -> bytes:
+def _bytes(events: list[Event]) -> bytes:
     """Server-sent events; each is named by its type."""
     return b"".join(b"event: %b\ndata: %b\n\n" % (each["type"].encode(), orjson.dumps(each)) for each in events)
 
 
-class ResponsesAnswer(ChatAnswer):
-    """One answer in the form of OpenAI's Responses API."""
+class DialectAnswer(ChatAnswer):
+    """One answer in the form that its writer gives it."""
 
-    id_prefix = "resp_"
-    writer: responses.ResponseWriter
-
-    def head(self, completion: Completion) -> bytes:
-        return _events(self.writer.start())
-
-    def chunk(self, completion: Completion, text: str) -> bytes:
-        return _events(self.writer.write(self.read(completion, text)))
-
-    def ending(self) -> bytes:
-        return _events(self.writer.finish(self._reason(), self.usage()))
-
-    def failure(self, error: ApiError) -> bytes:
-        return _events(self.writer.fail(error))
-
-    def response(self) -> bytes:
-        [completion] = self.completions
-        self.writer.write(self.read(completion, "".join(completion.pieces)))
-        self.writer.finish(self._reason(), self.usage())
-        return orjson.dumps(self.writer.response(self._reason(), self.usage()))
-
-    def _reason(self) -> str:
-        return self.finish_reason(self.completions[0]) or "stop"
-
-
-class MessagesAnswer(ChatAnswer):
-    """One answer in the form of Anthropic's Messages API."""
-
-    id_prefix = "msg_"
-    writer: anthropic.MessageWriter
+    writer: responses.ResponseWriter | anthropic.MessageWriter
 
     def head(self, completion: Completion) -> bytes:
-        return _events(self.writer.start(self.num_prompt_tokens))
+        return _bytes(self.writer.start(self.usage()))
 
     def chunk(self, completion: Completion, text: str) -> bytes:
-        return _events(self.writer.write(self.read(completion, text)))
+        return _bytes(self.writer.write(self.read(completion, text)))
 
     def ending(self) -> bytes:
-        return _events(self.writer.finish(self._stop(self.writer.made_calls), self.usage()))
-
-    def failure(self, error: ApiError) -> bytes:
-        return _events([anthropic.error_body(error)])
-
-    def response(self) -> bytes:
-        [completion] = self.completions
-        deltas: list[Delta] = joined(self.read(completion, "".join(completion.pieces)))
-        stop = self._stop(any(delta.kind == "call" for delta in deltas))
-        name = self.fields.model or self.front.name
-        return orjson.dumps(anthropic.message(self.id, name, deltas, stop, self.usage()))
-
-    def _stop(self, made_calls: bool) -> dict[str, Any]:
         [completion] = self.completions
         reason = self.finish_reason(completion) or "stop"
-        return anthropic.stop_fields(reason, completion.stop_reason, made_calls)
+        return _bytes(self.writer.finish(reason, completion.stop_reason, self.usage()))
+
+    def failure(self, error: ApiError) -> bytes:
+        return _bytes(self.writer.fail(error))
+
+    def response(self) -> bytes:
+        [completion] = self.completions
+        self.chunk(completion, "".join(completion.pieces))
+        self.ending()
+        return orjson.dumps(self.writer.whole)
+
+
+class ResponsesAnswer(DialectAnswer):
+    id_prefix = "resp_"
+
+
+class MessagesAnswer(DialectAnswer):
+    id_prefix = "msg_"
 
 
 async def create_response(front: "Front", call: Call) -> None:
     front.admit()
     body = await call.json()
-    api.convert(api.ResponsesFields, body)
     ready = await prepare(front, call, responses.chat_request(body))
     request = ready.answer_as(ResponsesAnswer, front, call)
     name = ready.fields.model or front.name
@@ -96,9 +69,7 @@ async def create_response(front: "Front", call: Call) -> None:
 
 async def create_message(front: "Front", call: Call) -> None:
     front.admit()
-    body = await call.json()
-    api.convert(api.MessagesFields, body)
-    ready = await prepare(front, call, anthropic.chat_request(body))
+    ready = await prepare(front, call, anthropic.chat_request(await call.json()))
     request = ready.answer_as(MessagesAnswer, front, call)
     request.writer = anthropic.MessageWriter(request.id, ready.fields.model or front.name)
     await answer(call, request, ready.params, [ready.max_tokens])
@@ -106,9 +77,8 @@ async def create_message(front: "Front", call: Call) -> None:
 
 async def count_tokens(front: "Front", call: Call) -> None:
     front.admit()
-    body = await call.json()
-    api.convert(api.CountFields, body)
-    fields, _ = api.read(api.ChatFields, anthropic.chat_request({"max_tokens": 1, **body}), False)
+    body = anthropic.chat_request({"max_tokens": 1, **await call.json()})
+    fields, _ = api.read(api.ChatFields, body, False)
     front.check_model(fields.model)
     _, ids = await encode(front, fields)
     await call.respond_json({"input_tokens": len(ids)})

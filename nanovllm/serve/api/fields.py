@@ -11,9 +11,9 @@ from msgspec import Meta
 from nanovllm import sampling_params as bounds
 from nanovllm.errors import shown
 from nanovllm.sampling_params import SamplingParams, StructuredOutput
-from nanovllm.serve.api.messages import ROLES
+from nanovllm.serve.api.messages import Messages
 from nanovllm.serve.errors import bad_request, from_value_error
-from nanovllm.serve.limits import LOGPROBS, MESSAGES
+from nanovllm.serve.limits import LOGPROBS
 from nanovllm.serve.parsers.tools import MAX_TOOLS
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -28,12 +28,6 @@ Stop = Text | Annotated[list[Text], Meta(max_length=bounds.MAX_STOP)]
 TokenIds = Annotated[list[Count], Meta(max_length=bounds.MAX_IDS)]
 Bias = Annotated[float, Meta(ge=-bounds.MAX_BIAS, le=bounds.MAX_BIAS)]
 Tools = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_TOOLS)]
-SomeTools = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
-_MESSAGE = {"required": ["role"], "properties": {"role": {"enum": [*ROLES]}}}
-Messages = Annotated[
-    list[Annotated[dict[str, Any], Meta(extra_json_schema=_MESSAGE)]], Meta(min_length=1, max_length=MESSAGES)
-]
-"""What check_messages takes."""
 _IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 _ONE = [{"type": "string", "minLength": 1}, _IDS]
 Prompts = Annotated[Any, Meta(extra_json_schema={"anyOf": [*_ONE, {**_IDS, "items": {"anyOf": _ONE}}]})]
@@ -126,47 +120,6 @@ class GenerateFields(msgspec.Struct):
     output_mode: str | None = None
 
 
-class ResponsesFields(msgspec.Struct):
-    """Of /v1/responses; what they mean for a chat is told by responses.py."""
-
-    input: str | Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MESSAGES)]
-    model: str | None = None
-    instructions: str | None = None
-    max_output_tokens: Positive | None = None
-    stream: bool | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    tools: SomeTools | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning: dict[str, Any] | None = None
-    text: dict[str, Any] | None = None
-    metadata: dict[str, Any] | None = None
-
-
-class CountFields(msgspec.Struct, kw_only=True):
-    """Of /v1/messages/count_tokens."""
-
-    messages: Messages
-    model: str | None = None
-    system: str | list[dict[str, Any]] | None = None
-    tools: SomeTools | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-
-
-class MessagesFields(CountFields, kw_only=True):
-    """Of /v1/messages; what they mean for a chat is told by anthropic.py."""
-
-    max_tokens: Positive
-    stream: bool | None = None
-    stop_sequences: Annotated[list[Text], Meta(max_length=bounds.MAX_STOP)] | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    top_k: CountOrOff | None = None
-    metadata: dict[str, Any] | None = None
-
-
 class TokenizeFields(msgspec.Struct):
     prompt: str
     model: str | None = None
@@ -210,7 +163,7 @@ def read(kind: type[Fields], body: dict[str, Any], strict: bool) -> tuple[Fields
     return fields, unknown
 
 
-def convert(kind: type[Struct], body: dict[str, Any], strict: bool = True) -> Struct:
+def convert(kind: type[Struct], body: Mapping[str, Any], strict: bool = True) -> Struct:
     """The fields of `kind` in a body, other ones left out. Raises ApiError (400) naming field, value and bound.
     `strict` False: numbers may be texts."""
     given = {name: value for name, value in body.items() if value is not None}
@@ -223,46 +176,51 @@ def convert(kind: type[Struct], body: dict[str, Any], strict: bool = True) -> St
 def _refuse_unsupported(body: dict[str, Any]) -> None:
     for name in _UNSUPPORTED:
         if body.get(name):
-            raise bad_request(f"{name}: not supported", name, "unsupported_field")
+            raise bad_request(f"{name}: not supported", code="unsupported_field")
     modalities = body.get("modalities")
     if modalities and (not isinstance(modalities, list) or any(one != "text" for one in modalities)):
-        raise bad_request("modalities: only text is supported", "modalities", "unsupported_field")
+        raise bad_request("modalities: only text is supported", code="unsupported_field")
     best_of = body.get("best_of")
     if best_of is not None and best_of != (body.get("n") or 1):
-        raise bad_request("best_of: must be n; sampling more is not supported", "best_of", "unsupported_field")
+        raise bad_request("best_of: must be n; sampling more is not supported", code="unsupported_field")
 
 
-def _type_error(kind: type[msgspec.Struct], body: dict[str, Any], text: str) -> Exception:
+def _type_error(kind: type[msgspec.Struct], body: Mapping[str, Any], text: str) -> Exception:
     """msgspec's message in our words: the field, what it must be, what it is."""
-    if text.startswith("Object missing required field"):
-        name = text.split("`")[1]
-        return bad_request(f"{name}: is required", name, "missing_required_parameter")
-    what, _, where = text.partition(" - at `$.")
-    path = where.rstrip("`")
-    name = path.partition("[")[0].partition(".")[0]
+    what, _, where = text.partition(" - at `$")
+    path = where.strip(".`")
+    if what.startswith("Object missing required field"):
+        name = what.split("`")[1]
+        return bad_request(f"{path}.{name}: is required".lstrip("."), code="missing_required_parameter")
     wanted = what.removeprefix("Expected ").replace("`", "").replace(" | null", "")
+    parts = re.findall(r"[^.\[\]]+", path)
     if what.startswith("Invalid enum value"):
-        wanted = "one of " + ", ".join(map(repr, _choices(get_type_hints(kind)[name])))
-    code = "invalid_type" if ", got " in wanted else "invalid_value"
+        wanted = "one of " + ", ".join(map(repr, _choices(kind, parts)))
     found: Any = body
-    for part in re.findall(r"[^.\[\]]+", path):
+    for part in parts:
         found = found[int(part)] if isinstance(found, list) else found[part]
-    return bad_request(f"{path}={shown(found)}: must be {wanted}", name or None, code)
+    code = "invalid_type" if ", got " in wanted else "invalid_value"
+    return bad_request(f"{path}={shown(found)}: must be {wanted}", code=code)
 
 
-def _choices(hint: Any) -> Iterator[Any]:
-    """The values of a Literal, which may stand in a list or beside None."""
-    for inner in get_args(hint):
-        yield from [inner] if get_origin(hint) is Literal else _choices(inner)
+def _choices(hint: Any, path: list[str]) -> Iterator[Any]:
+    """The values of the Literal that is at a path below a type."""
+    if path and isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        yield from _choices(get_type_hints(hint)[path[0]], path[1:])
+    elif get_origin(hint) is Literal:
+        yield from get_args(hint)
+    else:
+        for inner in get_args(hint):
+            yield from _choices(inner, path[get_origin(hint) is list :])
 
 
 def _check(fields: CommonFields) -> None:
     if fields.stream_options is not None and not fields.stream:
-        raise bad_request("stream_options: only with stream=true", "stream_options")
+        raise bad_request("stream_options: only with stream=true")
     if fields.prompt_logprobs is not None and fields.stream:
-        raise bad_request("prompt_logprobs: not with stream=true", "prompt_logprobs")
+        raise bad_request("prompt_logprobs: not with stream=true")
     if fields.priority:
-        raise bad_request(f"priority={fields.priority}: must be 0; there are no others yet", "priority")
+        raise bad_request(f"priority={fields.priority}: must be 0; there are no others yet")
 
 
 def max_tokens(fields: "ChatFields | CompletionFields") -> int | None:
@@ -315,7 +273,7 @@ def structured(fields: CommonFields) -> StructuredOutput | None:
         kinds = {name: given[name] for name in _KINDS if given.get(name) not in (None, False)}
         if len(kinds) != 1:
             one_of = ", ".join(_KINDS)
-            raise bad_request(f"structured_outputs: must hold exactly one of {one_of}", "structured_outputs")
+            raise bad_request(f"structured_outputs: must hold exactly one of {one_of}")
         found["structured_outputs"] = kinds
     for name in ("json", "regex", "choice"):
         if (value := getattr(fields, f"guided_{name}")) is not None:
@@ -342,13 +300,13 @@ def _response_format(form: dict[str, Any]) -> dict[str, Any] | None:
         return {"json_object": True}
     if kind != "json_schema":
         bound = "text, json_object or json_schema"
-        raise bad_request(f"response_format.type={str(kind)[:50]!r}: must be {bound}", "response_format")
+        raise bad_request(f"response_format.type={str(kind)[:50]!r}: must be {bound}")
     inner = form.get("json_schema")
     if not isinstance(inner, dict):
-        raise bad_request("response_format.json_schema: is required and must be an object", "response_format")
+        raise bad_request("response_format.json_schema: is required and must be an object")
     schema = inner.get("schema")
     if schema is None:
         return {"json_object": True}
     if not isinstance(schema, dict):
-        raise bad_request("response_format.json_schema.schema: must be an object", "response_format", "invalid_schema")
+        raise bad_request("response_format.json_schema.schema: must be an object", code="invalid_schema")
     return {"json": schema}

@@ -81,11 +81,11 @@ async def generate(front: "Front", call: Call) -> None:
     front.admit()
     given = api.convert(api.GenerateFields, await call.json())
     if given.output_mode not in (None, "tokens"):
-        raise bad_request("output_mode: must be 'tokens'; /v1/completions has text", "output_mode")
+        raise bad_request("output_mode: must be 'tokens'; /v1/completions has text")
     wanted = dict(given.sampling_params)
     masked = wanted.pop("sampling_mask", False)
     if masked is not False and (masked is not True or given.stream):
-        raise bad_request("sampling_mask: must be true or false, and not with stream=true", "sampling_mask")
+        raise bad_request("sampling_mask: must be true or false, and not with stream=true")
     names = ("model", "stream", "stream_options", "cache_salt", "priority", "return_token_ids")
     body = wanted | {name: value for name in names if (value := getattr(given, name)) is not None}
     fields, ignored = api.read(api.CompletionFields, body | {"prompt": given.token_ids}, front.options.strict_fields)
@@ -98,7 +98,7 @@ async def generate(front: "Front", call: Call) -> None:
     params = api.sampling_fields(fields, front.defaults, longest, fields.logprobs, api.structured(fields))
     if masked:
         if not SamplingParams(**{name: params[name] for name in _FILTERS if name in params}).filters:
-            raise bad_request("sampling_mask: needs top_p, top_k or min_p: all ids are kept", "sampling_mask")
+            raise bad_request("sampling_mask: needs top_p, top_k or min_p: all ids are kept")
         params["sampling_mask"] = True
     if given.request_id is not None:
         call.name(given.request_id)

@@ -1,72 +1,66 @@
-"""Checks a chat's messages; only text is taken, and nothing that they name is ever fetched."""
+"""A chat's messages. Only text is taken, and nothing that they name is ever fetched."""
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from nanovllm.serve import limits
+import msgspec
+from msgspec import Meta
+
 from nanovllm.serve.errors import bad_request
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as templates take them. Raises ApiError (400) naming the one that is wrong."""
-    if not messages:
-        raise bad_request("messages: must have at least one message", "messages")
-    if len(messages) > limits.MESSAGES:
-        raise bad_request(f"messages: must have at most {limits.MESSAGES}, found {len(messages)}", "messages")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+from nanovllm.serve.limits import MESSAGES, TOOL_CALLS
 
 
-def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
-    role = message.get("role")
-    if role not in ROLES:
-        raise bad_request(f"{where}.role={str(role)[:50]!r}: must be one of {', '.join(ROLES)}", "messages")
-    found: dict[str, Any] = {"role": role}
-    calls = message.get("tool_calls")
-    content = message.get("content")
+class Part(msgspec.Struct):
+    type: Literal["text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class ToolCall(msgspec.Struct, omit_defaults=True):
+    function: CalledFunction
+    id: str | None = None
+    type: str | None = None
+
+
+class Message(msgspec.Struct, omit_defaults=True):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[Part], Meta(min_length=1)] | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=TOOL_CALLS)] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=MESSAGES)]
+
+
+def template_values(messages: list[Message]) -> list[dict[str, Any]]:
+    """The messages as templates take them. Raises ApiError (400) naming what is missing."""
+    return [_values(message, f"messages[{index}].content") for index, message in enumerate(messages)]
+
+
+def _values(message: Message, where: str) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.to_builtins(message)
+    if not message.tool_calls or message.role != "assistant":
+        found.pop("tool_calls", None)
+    content = message.content
     if content is None:
-        if role != "assistant" or not calls:
-            raise bad_request(f"{where}.content: is required", "messages")
-        found["content"] = ""
-    else:
-        found["content"] = _content(content, f"{where}.content")
-    if calls and role == "assistant":
-        found["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
-    for name in ("name", "tool_call_id", "reasoning", "reasoning_content"):
-        value = message.get(name)
-        if value is not None:
-            if not isinstance(value, str):
-                raise bad_request(f"{where}.{name}: must be a text", "messages")
-            found[name] = value
+        if "tool_calls" not in found:
+            raise bad_request(f"{where}: is required")
+        content = ""
+    return found | {"content": content if isinstance(content, str) else _parts(content, where)}
+
+
+def _parts(parts: list[Part], where: str) -> list[dict[str, str]]:
+    found = []
+    for index, part in enumerate(parts):
+        text = part.text if part.type == "text" else part.refusal
+        if text is None:
+            raise bad_request(f"{where}[{index}].{part.type}: is required")
+        found.append({"type": "text", "text": text})
     return found
-
-
-def _content(content: Any, where: str) -> Any:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise bad_request(f"{where}: must be a text, or a list of parts that is not empty", "messages")
-    parts = []
-    for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "refusal"):
-            raise bad_request(
-                f"{where}[{index}].type={str(kind)[:50]!r}: must be 'text'; only text is taken", "messages"
-            )
-        text = part.get(kind)
-        if not isinstance(text, str):
-            raise bad_request(f"{where}[{index}].{kind}: must be a text", "messages")
-        parts.append({"type": "text", "text": text})
-    return parts
-
-
-def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list) or len(calls) > limits.TOOL_CALLS:
-        raise bad_request(f"{where}: must be a list of at most {limits.TOOL_CALLS} calls", "messages")
-    for index, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise bad_request(f"{where}[{index}].function: must be an object with a name", "messages")
-        if not isinstance(function.get("arguments", ""), (str, dict)):
-            raise bad_request(f"{where}[{index}].function.arguments: must be a text", "messages")
-    return calls

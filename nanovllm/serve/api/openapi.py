@@ -8,7 +8,7 @@ import msgspec
 import orjson
 
 import nanovllm
-from nanovllm.serve.api import admin, shapes
+from nanovllm.serve.api import admin, anthropic, responses, shapes
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.http.call import Call
 
@@ -41,14 +41,15 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "Continues token ids with token ids", api.GenerateFields, shapes.Generated, shapes.GeneratedChunk
     ),
     ("POST", "/v1/responses"): Operation(
-        "Answers a chat, in the form of OpenAI's Responses", api.ResponsesFields, shapes.ResponseObject, dict[str, Any]
+        "Answers a chat, in the form of OpenAI's Responses",
+        *(responses.ResponsesFields, shapes.ResponseObject, dict[str, Any]),
     ),
     ("POST", "/v1/messages"): Operation(
         "Answers a chat, in Anthropic's form",
-        *(api.MessagesFields, shapes.AnthropicMessage, dict[str, Any], shapes.AnthropicErrorAnswer),
+        *(anthropic.MessagesFields, shapes.AnthropicMessage, dict[str, Any], shapes.AnthropicErrorAnswer),
     ),
     ("POST", "/v1/messages/count_tokens"): Operation(
-        "Tokens of a chat", api.CountFields, shapes.InputTokens, None, shapes.AnthropicErrorAnswer
+        "Tokens of a chat", anthropic.CountFields, shapes.InputTokens, None, shapes.AnthropicErrorAnswer
     ),
     ("GET", "/v1/models"): Operation("The names that are served", None, shapes.Models),
     ("GET", "/v1/models/*"): Operation("One of them", None, shapes.Model),

@@ -72,7 +72,8 @@ def resolved(value: Any, schema: Mapping[str, Any]) -> Mapping[str, Any]:
     reference = value.get("$ref") if isinstance(value, Mapping) else None
     if isinstance(reference, str):
         parts = reference.removeprefix("#/").split("/")
-        found = (schema.get(parts[0]) or {}).get(parts[1]) if len(parts) == 2 else None
+        table = schema.get(parts[0])
+        found = table.get(parts[-1]) if isinstance(table, Mapping) and len(parts) == 2 else None
         value = found if isinstance(found, Mapping) else value
     return value if isinstance(value, Mapping) else {}
 
