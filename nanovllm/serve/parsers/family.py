@@ -1,42 +1,52 @@
 """What a family of models must say about its tool calls, and the one that several share."""
 
 import json
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 from nanovllm.serve.parsers.reader import Malformed, Output, Source, Steps
-from nanovllm.serve.parsers.tags import Tag, Tags
+from nanovllm.serve.parsers.tags import Tags
 from nanovllm.serve.parsers.tools import Tool
 
 MAX_CALLS = 128
 
 
-class ToolFamily(Protocol):
+class ToolFamily(ABC):
     """How models of one family write tool calls: as a grammar, and read back."""
 
-    def marks(self, tags: Tags) -> list[Tag]:
-        """The tags that calls are made of."""
+    tags: tuple[str, ...]
+    """What calls are made of; the first begins a call."""
 
-    def grammar(self, tags: Tags, tools: tuple[Tool, ...], parallel: bool, free: bool) -> str:
+    def __init__(self, tags: Tags) -> None:
+        self.marks = tuple(tags[name] for name in self.tags)
+        self.opening = self.marks[0]
+
+    @abstractmethod
+    def grammar(self, tools: tuple[Tool, ...], parallel: bool, free: bool) -> str:
         """Lark rules, `body` among them: calls of `tools`, one or more; `free` True: or any TEXT (a terminal that is
         there), which may also come before calls where the family's models write it so."""
 
-    def read(self, tags: Tags, tools: tuple[Tool, ...], source: Source, output: Output) -> Steps:
+    @abstractmethod
+    def call(self, tools: tuple[Tool, ...], source: Source, output: Output) -> Steps:
+        """Reads what follows the tag that begins a call. Raises Malformed."""
+
+    def read(self, tools: tuple[Tool, ...], source: Source, output: Output) -> Steps:
         """Reads content and calls up to the end of the text."""
+        while (yield from source.until([self.opening.text], output.text)):
+            yield from read_call(self.call(tools, source, output), self.opening.text, source, output)
 
+    def body(self, free: bool) -> str:
+        """The rule `body` for calls that begin with the tag; the rule `calls` is what follows it."""
+        if not free:
+            return f"body: {self.opening.lark} calls"
+        if self.opening.token_id is not None:
+            return f"body: TEXT ({self.opening.lark} calls)?"
+        return f"body: TEXT | opened calls\nopened[lazy]: TEXT {self.opening.lark}"
 
-def body_after_tag(opening: Tag, free: bool) -> str:
-    """The rule `body` for calls that begin with a tag; the rule `calls` is what follows it."""
-    if not free:
-        return f"body: {opening.lark} calls"
-    if opening.token_id is not None:
-        return f"body: TEXT ({opening.lark} calls)?"
-    return f"body: TEXT | opened calls\nopened[lazy]: TEXT {opening.lark}"
-
-
-def tagged_calls(opening: Tag, parallel: bool, free: bool, *rules: str, gap: str = r"/\n{0,2}/ ") -> str:
-    """All rules, for calls that each begin with a tag, after a `gap`. rules: `call`, the rest of one, and its parts."""
-    calls = "calls: " + repeated("call", gap + opening.lark, parallel)
-    return "\n".join((body_after_tag(opening, free), calls, *rules))
+    def tagged_calls(self, parallel: bool, free: bool, *rules: str, gap: str = r"/\n{0,2}/ ") -> str:
+        """All rules, for calls that each begin with the tag, after a `gap`. rules: `call`, the rest of one, and its
+        parts."""
+        calls = "calls: " + repeated("call", gap + self.opening.lark, parallel)
+        return "\n".join((self.body(free), calls, *rules))
 
 
 def repeated(call: str, between: str, parallel: bool) -> str:
@@ -82,10 +92,11 @@ def read_json_call(source: Source, output: Output) -> Steps:
 
 
 def read_call(steps: Steps, tag_text: str, source: Source, output: Output) -> Steps:
-    """Reads a call with `steps`; what turns out to be none is text, from its tag on."""
+    """Reads a call with `steps`, content follows; what turns out to be none is text, from its tag on."""
     num_calls, source.taken = output.num_calls, tag_text
     try:
         yield from steps
+        output.begin("content", strips=True)
     except Malformed:
         if output.num_calls == num_calls and source.taken and (source.text or not source.ended):
             output.text(source.taken)

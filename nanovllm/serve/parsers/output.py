@@ -16,13 +16,13 @@ from nanovllm.serve.parsers.tags import Tags
 from nanovllm.serve.parsers.tools import ToolChoice
 from nanovllm.serve.text import FrontTokenizer
 
-TOOL_FAMILIES: dict[str, ToolFamily] = {
-    "qwen3_coder": QwenCoder(),
-    "glm45": Glm(),
-    "hermes": Hermes(),
-    "mistral": MistralNamed(),
-    "mistral_list": MistralList(),
-    "llama3_json": Llama(),
+TOOL_FAMILIES: dict[str, type[ToolFamily]] = {
+    "qwen3_coder": QwenCoder,
+    "glm45": Glm,
+    "hermes": Hermes,
+    "mistral": MistralNamed,
+    "mistral_list": MistralList,
+    "llama3_json": Llama,
 }
 HARMONY = "harmony"
 """Tools and reasoning of gpt-oss, which are one."""
@@ -60,7 +60,7 @@ class OutputParser:
         self, tokenizer: FrontTokenizer, tool_call_parser: str = "auto", reasoning_parser: str = "auto"
     ) -> None:
         """"auto" chooses by the chat template's text, "none" is none. Raises ValueError for an unknown name."""
-        self._tokenizer, self._tags = tokenizer, Tags(tokenizer)
+        self._tokenizer, tags = tokenizer, Tags(tokenizer)
         template = tokenizer.template(with_tools=True).source if tokenizer.has_chat_template else ""
         self.tool_family, self.reasoning = tool_family_of(template), reasoning_of(template)
         """The names of the parsers in use, None for none."""
@@ -70,10 +70,11 @@ class OutputParser:
             self.reasoning = _known("reasoning_parser", reasoning_parser, [*REASONING_TAGS, HARMONY])
         if (self.tool_family == HARMONY) != (self.reasoning == HARMONY):
             raise ValueError("tool_call_parser, reasoning_parser: 'harmony' must be both of them or none")
-        self._harmony = Harmony(self._tags) if self.reasoning == HARMONY else None
-        self._family = TOOL_FAMILIES.get(self.tool_family or "")
+        self._harmony = Harmony(tags) if self.reasoning == HARMONY else None
+        kind = TOOL_FAMILIES.get(self.tool_family or "")
+        self._family = None if kind is None else kind(tags)
         names = REASONING_TAGS.get(self.reasoning or "", ())
-        self._thinks = tuple(self._tags[name] for name in names)
+        self._thinks = tuple(tags[name] for name in names)
         self._left_to_model = self._thinks != () and not self._template_opens(self._thinks[0].name)
 
     def _template_opens(self, opening: str) -> bool:
@@ -96,7 +97,7 @@ class OutputParser:
         state = self._state(prompt)
         marks = [*self._thinks]
         if choice is not None and self._family is not None:
-            marks += self._family.marks(self._tags)
+            marks += self._family.marks
         reads = bool(choice is not None or state != "none")
         return Plan(
             self._structured(state, choice, structured),
@@ -143,7 +144,7 @@ class OutputParser:
                 return wanted
             return self._grammar(state, "answer", "gap ", f"answer: {term(wanted)}")
         is_free = choice.mode == "auto" and wanted is None
-        calls = self._family.grammar(self._tags, choice.tools, choice.parallel, is_free)
+        calls = self._family.grammar(choice.tools, choice.parallel, is_free)
         if is_free:
             return self._grammar(state, "body", "", calls)
         if choice.mode == "auto" and wanted is not None:
@@ -168,7 +169,7 @@ class OutputParser:
         if state != "none":
             yield from self._read_reasoning(state, source, output)
         if choice is not None and self._family is not None:
-            yield from self._family.read(self._tags, choice.tools, source, output)
+            yield from self._family.read(choice.tools, source, output)
 
     def _read_reasoning(self, state: ReasoningState, source: Source, output: Output) -> Steps:
         opening, closing = (tag.text for tag in self._thinks)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from nanovllm.serve.parsers.reader import Malformed, Output, Source, Steps
@@ -32,25 +32,37 @@ def value_term(value: Any, tool: Tool, begin: str, end: str) -> str:
     value = resolved(value, tool.parameters)
     if not _is_words(value):
         outer = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
-        return f"{begin}{json_term({**outer, **value}, lenient=tool.strict is None)} {end}"
+        return f"{begin} {json_term({**outer, **value}, lenient=tool.strict is None)} {end}"
     choices = [value["const"]] if "const" in value else value.get("enum")
-    return f"{begin}({' | '.join(json.dumps(str(each)) for each in choices)}) {end}" if choices else "words"
+    return f"{begin} ({' | '.join(json.dumps(str(each)) for each in choices)}) {end}" if choices else "words"
 
 
-def read_value(
-    end: str, schema: Mapping[str, Any], source: Source, output: Output, words: Callable[[str], None]
+def read_parameters(
+    name: str,
+    tools: Sequence[Tool],
+    next_key: Callable[[Source], Generator[None, None, str | None]],
+    begin: str,
+    end: str,
+    source: Source,
+    output: Output,
 ) -> Steps:
-    """One parameter's text up to `end` as JSON: a string piece by piece, by `words`, anything else at its end."""
-    if _is_words(schema):
-        output.arguments('"')
-        if not (yield from source.until([end], words)):
+    """Reads the parameters of a call as one JSON object. next_key: reads up to a value, None where no parameter
+    follows. A value is between `begin`, which it may lack, and `end`."""
+    output.call(name)
+    source.taken = None
+    schema = next((tool.parameters for tool in tools if tool.name == name), {})
+    properties = schema.get("properties") or {}
+    opening = "{"
+    while (key := (yield from next_key(source))) is not None:
+        output.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
+        opening = ", "
+        is_words, raw = _is_words(resolved(properties.get(key, {}), schema)), list[str]()
+        output.arguments('"' if is_words else "")
+        if not (yield from source.until([end], _Words(begin, output) if is_words else raw.append)):
             raise Malformed
-        output.arguments('"')
-        return
-    raw: list[str] = []
-    if not (yield from source.until([end], raw.append)):
-        raise Malformed
-    output.arguments(_as_json("".join(raw)))
+        output.arguments('"' if is_words else _as_json("".join(raw)))
+    output.arguments("}" if opening == ", " else "{}")
+    output.calls_complete = True
 
 
 def _as_json(text: str) -> str:
@@ -62,9 +74,16 @@ def _as_json(text: str) -> str:
     return text.strip()
 
 
-def inside(text: str) -> str:
-    """Text as the inside of a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+class _Words:
+    """Puts out text as the inside of a JSON string, in pieces, without `begin` before it."""
+
+    def __init__(self, begin: str, output: Output) -> None:
+        self._begin, self._output = begin, output
+
+    def __call__(self, text: str) -> None:
+        if text:
+            text, self._begin = text.removeprefix(self._begin), ""
+        self._output.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
 
 
 def resolved(value: Any, schema: Mapping[str, Any]) -> Mapping[str, Any]:

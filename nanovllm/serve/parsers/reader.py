@@ -69,12 +69,13 @@ class Source:
                 return
             yield
 
-    def expect(self, *texts: str) -> Generator[None, None, str]:
-        """Takes the first of `texts` that comes. Raises Malformed where something else does."""
+    def expect(self, *texts: str, takes: bool = True) -> Generator[None, None, str]:
+        """Takes the first of `texts` that comes; `takes` False: leaves it there. Raises Malformed where something else
+        does."""
         while True:
             for text in texts:
                 if self.text.startswith(text):
-                    return self.take(len(text))
+                    return self.take(len(text)) if takes else text
             begins = any(text.startswith(self.text) for text in texts)
             if begins and self.ended:
                 self.take(len(self.text))
