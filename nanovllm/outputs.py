@@ -239,19 +239,19 @@ class EngineStats:
     """What an engine is doing, and what it has done since it started. Completions of n > 1 count one by one, their
     prompt once."""
 
-    num_running: int
-    num_waiting: int
-    kv_cache_usage: float
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
     """Share of the KV blocks that running completions hold, 0..1. A finished prompt that may still be a hit is free."""
-    prompt_tokens: int
+    prompt_tokens: int = 0
     """Of the requests that have begun, those found in the prefix cache too."""
-    generation_tokens: int
-    prefix_cache_queries: int
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0
     """Prompt tokens that were looked up in the prefix cache, at the first admission of each request."""
-    prefix_cache_hits: int
-    num_preemptions: int
-    finished: dict[str, int]
+    prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
     """Completions by the reason of their end."""
-    iteration_tokens: tuple[int, ...]
+    iteration_tokens: tuple[int, ...] = ()
     """Steps by the number of tokens that they computed: up to each of ITERATION_TOKENS, and above."""
-    iteration_tokens_sum: int
+    iteration_tokens_sum: int = 0

@@ -22,7 +22,7 @@ from nanovllm.startup.child import freeze_objects
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
-    from nanovllm.outputs import StepColumns
+    from nanovllm.outputs import EngineStats, StepColumns
 
 _EXIT_GRACE = 5.0  # seconds for an orderly end once the front is gone
 _IDLE_LOOK = 1.0  # seconds between two looks at the ranks, while there is no work
@@ -132,7 +132,7 @@ class EngineProcess:
                     self._send(self._step_frame(engine, gained))
             elif self._stats_due:
                 self._stats_due = False
-                self._send(frames.Step([], [], stats=statistics(engine)))
+                self._send(frames.Step([], [], stats=engine.stats()))
             else:
                 self._work.wait(_IDLE_LOOK)
                 self._work.clear()
@@ -178,7 +178,7 @@ class EngineProcess:
         frame.prompts.append((request_id, [None if each is None else each.tobytes() for each in words]))
         self._prompts_due.discard(request_id)
 
-    def _stats(self) -> frames.Stats | None:
+    def _stats(self) -> "EngineStats | None":
         """Now and then; what a frame goes without is sent when there is nothing more to do."""
         engine = self._engine
         assert engine is not None
@@ -187,7 +187,7 @@ class EngineProcess:
         if self._stats_due:
             return None
         self._stats_sent = now
-        return statistics(engine)
+        return engine.stats()
 
     # -- other threads ------------------------------------------------------------------------------------------
 
@@ -314,23 +314,6 @@ def describe(engine: "LLMEngine") -> dict[str, Any]:
         "logprobs_mode": config.logprobs_mode,
         "pid": os.getpid(),
     }
-
-
-def statistics(engine: "LLMEngine") -> frames.Stats:
-    """Gauges and counters of this moment."""
-    stats = engine.stats()
-    return frames.Stats(
-        running=stats.num_running,
-        waiting=stats.num_waiting,
-        kv_usage=stats.kv_cache_usage,
-        prompt_tokens=stats.prompt_tokens,
-        generation_tokens=stats.generation_tokens,
-        prefix_cache_queries=stats.prefix_cache_queries,
-        prefix_cache_hits=stats.prefix_cache_hits,
-        num_preemptions=stats.num_preemptions,
-        iteration_tokens=list(stats.iteration_tokens),
-        iteration_tokens_sum=stats.iteration_tokens_sum,
-    )
 
 
 def main(fd: int) -> None:

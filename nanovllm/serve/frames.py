@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from nanovllm.outputs import EngineStats
 from nanovllm.wire import framing
 
 _LENGTH = struct.Struct("<I")
@@ -124,21 +125,6 @@ class Done(msgspec.Struct, array_like=True):
     """For each completion, for each of its tokens: int32 ids that it was sampled from; where they were asked for."""
 
 
-class Stats(msgspec.Struct, array_like=True):
-    """Gauges of the moment and counters since the start (see outputs.EngineStats)."""
-
-    running: int = 0
-    waiting: int = 0
-    kv_usage: float = 0.0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    num_preemptions: int = 0
-    iteration_tokens: list[int] = []
-    iteration_tokens_sum: int = 0
-
-
 class Step(Frame):
     """What one step brought: two columns for rows that go on, and lists for the few with more to say."""
 
@@ -150,7 +136,7 @@ class Step(Frame):
     """(row, line of LogprobRows), in the order of the row's tokens."""
     prompts: list[tuple[int, list[bytes | None]]] = []
     """(request, a line of LogprobRows for each position of its prompt), once, at the latest with its Done."""
-    stats: Stats | None = None
+    stats: EngineStats | None = None
     """In some of the frames."""
 
 

@@ -64,7 +64,7 @@ class Front:
         self.names = options.served_model_name or (model,)
         self.created = int(time.time())
         self.fingerprint = f"nanovllm-{nanovllm.__version__}"
-        self.metrics = Metrics()
+        self.metrics = Metrics(self.name)
         self.tracer = _tracer(options.otlp_traces_endpoint)
         self.streams = Streams(self.metrics, self._abort)
         self.streams.on_end = self._note_end
@@ -318,7 +318,7 @@ class Front:
         stats = self.metrics.engine
         logger.info(
             "%d running, %d waiting, KV cache %.1f %%, %.1f prompt tok/s, %.1f output tok/s",
-            *(stats.running, stats.waiting, 100 * stats.kv_usage),
+            *(stats.num_running, stats.num_waiting, 100 * stats.kv_cache_usage),
             *((stats.prompt_tokens - prompts) / seconds, (stats.generation_tokens - outputs) / seconds),
         )
         self._last_totals = (self.now(), stats.prompt_tokens, stats.generation_tokens)

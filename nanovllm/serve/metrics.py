@@ -2,11 +2,11 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.outputs import ITERATION_TOKENS
-from nanovllm.serve.frames import ControlState, Done, Stats
+from nanovllm.outputs import ITERATION_TOKENS, EngineStats
+from nanovllm.serve.frames import ControlState, Done
 
 if TYPE_CHECKING:
     from nanovllm.serve.request import Completion, Request
@@ -22,12 +22,14 @@ _PER_TOKEN = (
 _REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _HTTP = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 120, 600)
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+"""By the level of the sleep."""
 
 
 class Histogram:
     """Counts of values up to each bound, and their sum."""
 
-    def __init__(self, bounds: tuple[float, ...]) -> None:
+    def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
@@ -45,50 +47,70 @@ class Histogram:
         return found
 
 
+_HISTOGRAMS: dict[str, Sequence[float]] = {
+    "time_to_first_token_seconds": _FIRST_TOKEN,
+    "inter_token_latency_seconds": _PER_TOKEN,
+    "request_time_per_output_token_seconds": _PER_TOKEN,
+    "e2e_request_latency_seconds": _REQUEST,
+    "request_queue_time_seconds": _REQUEST,
+    "request_prefill_time_seconds": _REQUEST,
+    "request_decode_time_seconds": _REQUEST,
+    "request_inference_time_seconds": _REQUEST,
+    "request_prompt_tokens": _LENGTHS,
+    "request_generation_tokens": _LENGTHS,
+    "request_max_num_generation_tokens": _LENGTHS,
+    "request_params_n": (1, 2, 5, 10, 20),
+    "request_params_max_tokens": _LENGTHS,
+    "iteration_tokens_total": ITERATION_TOKENS,
+}
+
+
 class Metrics:
     """What has been counted since the start."""
 
-    def __init__(self) -> None:
-        self.first_token = Histogram(_FIRST_TOKEN)
-        self.inter_token = Histogram(_PER_TOKEN)
-        self.per_token = Histogram(_PER_TOKEN)
-        self.end_to_end, self.queue = Histogram(_REQUEST), Histogram(_REQUEST)
-        self.prefill, self.decode, self.inference = Histogram(_REQUEST), Histogram(_REQUEST), Histogram(_REQUEST)
-        self.prompt_lengths, self.output_lengths = Histogram(_LENGTHS), Histogram(_LENGTHS)
-        self.max_lengths, self.max_tokens = Histogram(_LENGTHS), Histogram(_LENGTHS)
-        self.n = Histogram((1, 2, 5, 10, 20))
+    def __init__(self, model_name: str = "") -> None:
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self._histograms = {name: Histogram(bounds) for name, bounds in _HISTOGRAMS.items()}
+        self.first_token = self._histograms["time_to_first_token_seconds"]
+        self.inter_token = self._histograms["inter_token_latency_seconds"]
+        self._histograms["time_per_output_token_seconds"] = self.inter_token  # its older name
         self.slow_clients = 0
         self.finished: Counter[str] = Counter(stop=0, length=0, abort=0, error=0)
         self.rejected: Counter[str] = Counter(queue_full=0, loading=0, draining=0)
         self.http: Counter[tuple[str, str, str]] = Counter()
         self.http_seconds: dict[str, Histogram] = {}
-        self.engine = Stats()
+        self.engine = EngineStats()
         """The engine's latest gauges and counters."""
         self.control = ControlState()
         self.info: dict[str, Any] = {}
         """Of the engine, once it is ready."""
 
+    def _observe(self, **values: float) -> None:
+        for name, value in values.items():
+            self._histograms[name].observe(value)
+
     def count_completion(self, completion: "Completion") -> None:
         self.finished[completion.finish_reason or "stop"] += 1
-        self.output_lengths.observe(completion.num_tokens)
+        self._observe(request_generation_tokens=completion.num_tokens)
 
     def count_part(self, part: Done, request: "Request", num_prompt_tokens: int, now: float) -> None:
         """A prompt's completions have all ended."""
-        self.prompt_lengths.observe(num_prompt_tokens)
-        self.queue.observe(part.queued)
-        self.prefill.observe(part.prefill)
-        self.decode.observe(part.decode)
-        self.inference.observe(part.prefill + part.decode)
-        self.end_to_end.observe(now - request.arrival)
         longest = max(each.num_tokens for each in request.completions)
-        self.max_lengths.observe(longest)
+        self._observe(
+            request_prompt_tokens=num_prompt_tokens,
+            request_queue_time_seconds=part.queued,
+            request_prefill_time_seconds=part.prefill,
+            request_decode_time_seconds=part.decode,
+            request_inference_time_seconds=part.prefill + part.decode,
+            e2e_request_latency_seconds=now - request.arrival,
+            request_max_num_generation_tokens=longest,
+        )
         if longest > 1:
-            self.per_token.observe(part.decode / (longest - 1))
+            self._observe(request_time_per_output_token_seconds=part.decode / (longest - 1))
 
     def count_request(self, n: int, max_tokens: int) -> None:
         """A request was taken in."""
-        self.n.observe(n)
-        self.max_tokens.observe(max_tokens)
+        self._observe(request_params_n=n, request_params_max_tokens=max_tokens)
 
     def count_http(self, handler: str, method: str, status: int, seconds: float) -> None:
         self.http[handler, method, f"{status // 100}xx"] += 1
@@ -96,17 +118,27 @@ class Metrics:
 
     # -- text ---------------------------------------------------------------------------------------------------
 
-    def text(self, model_name: str) -> bytes:
+    def text(self) -> bytes:
         """Prometheus' exposition format."""
         from prometheus_client import CollectorRegistry, generate_latest
 
         registry = CollectorRegistry()
-        registry.register(_Collector(self, {"model_name": model_name, "engine": "0"}))
+        registry.register(self)  # which asks `collect`
         return generate_latest(registry)
 
-    def counters(self) -> dict[str, float]:
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
         engine = self.engine
-        return {
+        steps = self._histograms["iteration_tokens_total"]
+        steps.counts, steps.sum = [*engine.iteration_tokens] or steps.counts, engine.iteration_tokens_sum
+        gauges = {
+            "num_requests_running": engine.num_running,
+            "num_requests_waiting": engine.num_waiting,
+            "kv_cache_usage_perc": engine.kv_cache_usage,
+            "gpu_cache_usage_perc": engine.kv_cache_usage,
+        }
+        counters = {
             "prompt_tokens": engine.prompt_tokens,
             "generation_tokens": engine.generation_tokens,
             "prefix_cache_queries": engine.prefix_cache_queries,
@@ -115,89 +147,36 @@ class Metrics:
             "num_preemptions": engine.num_preemptions,
             "slow_clients_closed": self.slow_clients,
         }
-
-    def gauges(self) -> dict[str, float]:
-        engine = self.engine
-        return {
-            "num_requests_running": engine.running,
-            "num_requests_waiting": engine.waiting,
-            "kv_cache_usage_perc": engine.kv_usage,
-            "gpu_cache_usage_perc": engine.kv_usage,
-        }
-
-    def histograms(self) -> dict[str, Histogram]:
-        steps = Histogram(ITERATION_TOKENS)
-        steps.counts, steps.sum = self.engine.iteration_tokens or steps.counts, self.engine.iteration_tokens_sum
-        return {
-            "time_to_first_token_seconds": self.first_token,
-            "inter_token_latency_seconds": self.inter_token,
-            "time_per_output_token_seconds": self.inter_token,
-            "request_time_per_output_token_seconds": self.per_token,
-            "e2e_request_latency_seconds": self.end_to_end,
-            "request_queue_time_seconds": self.queue,
-            "request_prefill_time_seconds": self.prefill,
-            "request_decode_time_seconds": self.decode,
-            "request_inference_time_seconds": self.inference,
-            "request_prompt_tokens": self.prompt_lengths,
-            "request_generation_tokens": self.output_lengths,
-            "request_max_num_generation_tokens": self.max_lengths,
-            "request_params_n": self.n,
-            "request_params_max_tokens": self.max_tokens,
-            "iteration_tokens_total": steps,
-        }
-
-
-class _Collector:
-    def __init__(self, metrics: Metrics, labels: dict[str, str]) -> None:
-        self._metrics, self._labels = metrics, labels
-
-    def collect(self) -> Iterator[Any]:
-        from prometheus_client import core
-
-        metrics, names, values = self._metrics, list(self._labels), list(self._labels.values())
-        for name, number in metrics.gauges().items():
-            gauge = core.GaugeMetricFamily(f"vllm:{name}", name.replace("_", " "), labels=names)
-            gauge.add_metric(values, number)
-            yield gauge
-        for name, number in metrics.counters().items():
-            counter = core.CounterMetricFamily(f"vllm:{name}", name.replace("_", " "), labels=names)
-            counter.add_metric(values, number)
-            yield counter
-        for name, label, counts in (
-            ("request_success", "finished_reason", metrics.finished),
-            ("admission_rejections", "reason", metrics.rejected),
-        ):
-            counter = core.CounterMetricFamily(f"vllm:{name}", name.replace("_", " "), labels=[*names, label])
-            for which, number in counts.items():
-                counter.add_metric([*values, which], number)
-            yield counter
-        for name, histogram in metrics.histograms().items():
-            family = core.HistogramMetricFamily(f"vllm:{name}", name.replace("_", " "), labels=names)
-            family.add_metric(values, histogram.buckets(), histogram.sum)
+        for name, number in gauges.items():
+            yield self._family(GaugeMetricFamily, name, {"": number})
+        for name, number in counters.items():
+            yield self._family(CounterMetricFamily, name, {"": number})
+        yield self._family(CounterMetricFamily, "request_success", self.finished, "finished_reason")
+        yield self._family(CounterMetricFamily, "admission_rejections", self.rejected, "reason")
+        now = _SLEEP_STATES[self.control.level if self.control.asleep else 0]
+        states = {state: float(state == now) for state in _SLEEP_STATES}
+        yield self._family(GaugeMetricFamily, "engine_sleep_state", states, "sleep_state")
+        for name, histogram in self._histograms.items():
+            family = HistogramMetricFamily(f"vllm:{name}", name.replace("_", " "), labels=[*self._labels])
+            family.add_metric([*self._labels.values()], histogram.buckets(), histogram.sum)
             yield family
-        yield from self._engine_state(core)
-        yield from self._http(core)
-
-    def _engine_state(self, core: Any) -> Iterator[Any]:
-        names, values = list(self._labels), list(self._labels.values())
-        sleep = core.GaugeMetricFamily("vllm:engine_sleep_state", "engine sleep state", labels=[*names, "sleep_state"])
-        states = ("awake", "weights_offloaded", "discard_all")
-        now = states[self._metrics.control.level if self._metrics.control.asleep else 0]
-        for state in states:
-            sleep.add_metric([*values, state], float(state == now))
-        yield sleep
-        info = {name: str(value) for name, value in self._metrics.info.items() if isinstance(value, (str, int, float))}
+        info = {name: str(value) for name, value in self.info.items() if isinstance(value, (str, int, float))}
         if info:
-            shown = core.GaugeMetricFamily("vllm:cache_config_info", "cache config", labels=["engine", *info])
+            shown = GaugeMetricFamily("vllm:cache_config_info", "cache config", labels=["engine", *info])
             shown.add_metric(["0", *info.values()], 1.0)
             yield shown
-
-    def _http(self, core: Any) -> Iterator[Any]:
-        requests = core.CounterMetricFamily("http_requests", "requests", labels=["handler", "method", "status"])
-        for (handler, method, status), number in self._metrics.http.items():
-            requests.add_metric([handler, method, status], number)
+        requests = CounterMetricFamily("http_requests", "requests", labels=["handler", "method", "status"])
+        for labels, number in self.http.items():
+            requests.add_metric(labels, number)
         yield requests
-        seconds = core.HistogramMetricFamily("http_request_duration_seconds", "seconds", labels=["handler"])
-        for handler, histogram in self._metrics.http_seconds.items():
+        seconds = HistogramMetricFamily("http_request_duration_seconds", "seconds", labels=["handler"])
+        for handler, histogram in self.http_seconds.items():
             seconds.add_metric([handler], histogram.buckets(), histogram.sum)
         yield seconds
+
+    def _family(self, kind: Any, name: str, numbers: Mapping[str, float], *labels: str) -> Any:
+        """A metric with a number, or with one for each value of a label."""
+        family = kind(f"vllm:{name}", name.replace("_", " "), labels=[*self._labels, *labels])
+        for value, number in numbers.items():
+            family.add_metric([*self._labels.values(), value][: len(self._labels) + len(labels)], number)
+        return family

@@ -28,13 +28,13 @@ async def version(front: "Front", call: Call) -> None:
 async def load(front: "Front", call: Call) -> None:
     stats = front.metrics.engine
     await call.respond_json(
-        {"server_load": front.streams.num_rows, "running": stats.running, "waiting": stats.waiting}
-        | {"kv_cache_usage": stats.kv_usage}
+        {"server_load": front.streams.num_rows, "running": stats.num_running, "waiting": stats.num_waiting}
+        | {"kv_cache_usage": stats.kv_cache_usage}
     )
 
 
 async def metrics(front: "Front", call: Call) -> None:
-    await call.respond(front.metrics.text(front.name), content_type=_METRICS_TYPE)
+    await call.respond(front.metrics.text(), content_type=_METRICS_TYPE)
 
 
 def _model(front: "Front", name: str) -> dict[str, Any]:
