@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import nanovllm
 from nanovllm.serve import errors, frames, limits
-from nanovllm.serve.api import admin, basics, chat, completions, dialects, generate, openapi, page
+from nanovllm.serve.api import dialects
+from nanovllm.serve.api.routes import ADMIN_ROUTES, ROUTES
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.http.app import App, Handler, Route
 from nanovllm.serve.http.call import Call
@@ -33,27 +34,6 @@ logger = logging.getLogger("nanovllm.serve")
 Result = TypeVar("Result")
 _SHORT = 512  # characters whose tokenizing takes less than a hand-over to a thread and back
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_HANDLERS = {
-    ("POST", "/v1/chat/completions"): chat.chat,
-    ("POST", "/v1/completions"): completions.completions,
-    ("POST", "/inference/v1/generate"): generate.generate,
-    ("POST", "/v1/responses"): dialects.create_response,
-    ("POST", "/v1/messages"): dialects.create_message,
-    ("POST", "/v1/messages/count_tokens"): dialects.count_tokens,
-    ("GET", "/v1/models"): basics.models,
-    ("GET", "/v1/models/*"): basics.model,
-    ("POST", "/tokenize"): basics.tokenize,
-    ("POST", "/detokenize"): basics.detokenize,
-    ("GET", "/health"): basics.health,
-    ("GET", "/ready"): basics.health,
-    ("GET", "/ping"): basics.health,
-    ("POST", "/ping"): basics.health,
-    ("GET", "/version"): basics.version,
-    ("GET", "/load"): basics.load,
-    ("GET", "/metrics"): basics.metrics,
-    ("GET", "/openapi.json"): openapi.openapi,
-    ("GET", "/"): page.page,
-}
 
 
 class Front:
@@ -94,9 +74,8 @@ class Front:
         self._loop = asyncio.get_running_loop()
         self._sweeper: asyncio.TimerHandle | None = None
         self._last_totals = (self.now(), 0, 0)
-        admins = admin.HANDLERS if options.admin_api_keys else {}
-        handlers = {**_HANDLERS, **admins}
-        routes: dict[Route, Handler] = {route: partial(handler, self) for route, handler in handlers.items()}
+        admins = ADMIN_ROUTES if options.admin_api_keys else {}
+        routes: dict[Route, Handler] = {route: partial(each.handler, self) for route, each in (ROUTES | admins).items()}
         admin_paths = frozenset(path for _, path in admins)
         error_forms = dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens"), dialects.message_error)
         self.app = App(routes, options, admin_paths, error_forms, self.metrics)

@@ -83,28 +83,23 @@ async def _options(call: Call, kind: type[Struct]) -> Struct:
 
 async def _control(front: "Front", call: Call) -> None:
     """A call that the engine answers as it is."""
-    kind = OPTIONS[call.scope["method"], call.path]
+    _, kind = ROUTES[call.scope["method"], call.path]
     assert kind is not None
     options = msgspec.structs.asdict(await _options(call, kind))
     given = {key: value for key, value in options.items() if value is not None}
     await call.respond_json(await front.control(call.path[1:], **given))
 
 
-async def is_sleeping(front: "Front", call: Call) -> None:
-    await call.respond_json({"is_sleeping": bool(front.control_state.asleep)})
-
-
-async def is_paused(front: "Front", call: Call) -> None:
-    await call.respond_json({"is_paused": front.control_state.paused})
-
-
-async def weight_info(front: "Front", call: Call) -> None:
-    await call.respond_json({"weight_version": front.control_state.weight_version})
-
-
-async def world_size(front: "Front", call: Call) -> None:
-    """Ranks of a trainer's group that the server is: its own ranks and replicas get weights from the first."""
-    await call.respond_json({"world_size": 1})
+async def _state(front: "Front", call: Call) -> None:
+    """What a GET of one value answers."""
+    state = front.control_state
+    values = {
+        "/is_paused": {"is_paused": state.paused},
+        "/is_sleeping": {"is_sleeping": bool(state.asleep)},
+        "/weight_info": {"weight_version": state.weight_version},
+        "/get_world_size": {"world_size": 1},  # of a trainer's group: ranks and replicas get weights from the first
+    }
+    await call.respond_json(values[call.path])
 
 
 async def abort_requests(front: "Front", call: Call) -> None:
@@ -160,35 +155,22 @@ async def server_info(front: "Front", call: Call) -> None:
     await call.respond_json({"vllm_config": config, "engine": engine, "server": options, "state": state})
 
 
-OPTIONS: dict[tuple[str, str], type[msgspec.Struct] | None] = {
-    ("POST", "/pause"): Pause,
-    ("POST", "/resume"): Nothing,
-    ("GET", "/is_paused"): None,
-    ("POST", "/sleep"): Sleep,
-    ("POST", "/wake_up"): WakeUp,
-    ("GET", "/is_sleeping"): None,
-    ("POST", "/abort_requests"): AbortRequests,
-    ("POST", "/reset_prefix_cache"): Nothing,
-    ("POST", "/init_weight_transfer_engine"): InitWeightTransfer,
-    ("POST", "/start_weight_update"): StartWeightUpdate,
-    ("POST", "/update_weights"): UpdateWeights,
-    ("POST", "/finish_weight_update"): FinishWeightUpdate,
-    ("GET", "/weight_info"): None,
-    ("POST", "/weight_checker"): WeightChecker,
-    ("GET", "/get_world_size"): None,
-    ("GET", "/server_info"): None,
+ROUTES: "dict[tuple[str, str], tuple[Callable[[Front, Call], Awaitable[None]], type[msgspec.Struct] | None]]" = {
+    ("POST", "/pause"): (_control, Pause),
+    ("POST", "/resume"): (_control, Nothing),
+    ("GET", "/is_paused"): (_state, None),
+    ("POST", "/sleep"): (_control, Sleep),
+    ("POST", "/wake_up"): (_control, WakeUp),
+    ("GET", "/is_sleeping"): (_state, None),
+    ("POST", "/abort_requests"): (abort_requests, AbortRequests),
+    ("POST", "/reset_prefix_cache"): (_control, Nothing),
+    ("POST", "/init_weight_transfer_engine"): (_control, InitWeightTransfer),
+    ("POST", "/start_weight_update"): (_control, StartWeightUpdate),
+    ("POST", "/update_weights"): (update_weights, UpdateWeights),
+    ("POST", "/finish_weight_update"): (_control, FinishWeightUpdate),
+    ("GET", "/weight_info"): (_state, None),
+    ("POST", "/weight_checker"): (weight_checker, WeightChecker),
+    ("GET", "/get_world_size"): (_state, None),
+    ("GET", "/server_info"): (server_info, None),
 }
-"""What the calls take."""
-_IN_FRONT = {
-    "/is_paused": is_paused,
-    "/is_sleeping": is_sleeping,
-    "/abort_requests": abort_requests,
-    "/update_weights": update_weights,
-    "/weight_info": weight_info,
-    "/weight_checker": weight_checker,
-    "/get_world_size": world_size,
-    "/server_info": server_info,
-}
-HANDLERS: "dict[tuple[str, str], Callable[[Front, Call], Awaitable[None]]]" = {
-    route: _IN_FRONT.get(route[1], _control) for route in OPTIONS
-}
+"""What answers the calls, and what they take."""

@@ -1,6 +1,6 @@
-"""GET /openapi.json: the paths that are served, made from the types that read requests and from those of answers."""
+"""The paths that are served, and GET /openapi.json, made of them and of the types of requests and answers."""
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -8,7 +8,7 @@ import msgspec
 import orjson
 
 import nanovllm
-from nanovllm.serve.api import admin, anthropic, responses, shapes
+from nanovllm.serve.api import admin, anthropic, basics, chat, completions, dialects, generate, page, responses, shapes
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.http.call import Call
 
@@ -19,6 +19,8 @@ Schema = dict[str, Any]
 
 
 class Operation(NamedTuple):
+    handler: Callable[[Any, Call], Awaitable[None]]
+    """Of a Front and a Call."""
     summary: str
     request: Any = None
     """The type of the body, or several; of an admin call, also of the query."""
@@ -29,48 +31,59 @@ class Operation(NamedTuple):
     error: Any = shapes.ErrorAnswer
 
 
-_HEALTH = Operation("200 when requests are served, else 503", None, shapes.Health)
-OPERATIONS: dict[tuple[str, str], Operation] = {
+async def openapi(front: "Front", call: Call) -> None:
+    await call.respond(_document(front.app.routes, front.name))
+
+
+_HEALTH = Operation(basics.health, "200 when requests are served, else 503", None, shapes.Health)
+ROUTES: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): Operation(
-        "Answers a chat", api.ChatFields, shapes.ChatCompletion, shapes.ChatCompletionChunk
+        *(chat.chat, "Answers a chat", api.ChatFields, shapes.ChatCompletion, shapes.ChatCompletionChunk)
     ),
     ("POST", "/v1/completions"): Operation(
-        "Continues prompts", api.CompletionFields, shapes.Completion, shapes.CompletionChunk
+        completions.completions,
+        *("Continues prompts", api.CompletionFields, shapes.Completion, shapes.CompletionChunk),
     ),
     ("POST", "/inference/v1/generate"): Operation(
-        "Continues token ids with token ids", api.GenerateFields, shapes.Generated, shapes.GeneratedChunk
+        generate.generate,
+        *("Continues token ids with token ids", api.GenerateFields, shapes.Generated, shapes.GeneratedChunk),
     ),
     ("POST", "/v1/responses"): Operation(
-        "Answers a chat, in the form of OpenAI's Responses",
+        *(dialects.create_response, "Answers a chat, in the form of OpenAI's Responses"),
         *(responses.ResponsesFields, shapes.ResponseObject, dict[str, Any]),
     ),
     ("POST", "/v1/messages"): Operation(
-        "Answers a chat, in Anthropic's form",
+        *(dialects.create_message, "Answers a chat, in Anthropic's form"),
         *(anthropic.MessagesFields, shapes.AnthropicMessage, dict[str, Any], shapes.AnthropicErrorAnswer),
     ),
     ("POST", "/v1/messages/count_tokens"): Operation(
-        "Tokens of a chat", anthropic.CountFields, shapes.InputTokens, None, shapes.AnthropicErrorAnswer
+        *(dialects.count_tokens, "Tokens of a chat"),
+        *(anthropic.CountFields, shapes.InputTokens, None, shapes.AnthropicErrorAnswer),
     ),
-    ("GET", "/v1/models"): Operation("The names that are served", None, shapes.Models),
-    ("GET", "/v1/models/*"): Operation("One of them", None, shapes.Model),
+    ("GET", "/v1/models"): Operation(basics.models, "The names that are served", None, shapes.Models),
+    ("GET", "/v1/models/*"): Operation(basics.model, "One of them", None, shapes.Model),
     ("POST", "/tokenize"): Operation(
-        "Token ids of a text or a chat", (api.TokenizeFields, api.TokenizeChatFields), shapes.Tokens
+        *(basics.tokenize, "Token ids of a text or a chat"),
+        *((api.TokenizeFields, api.TokenizeChatFields), shapes.Tokens),
     ),
-    ("POST", "/detokenize"): Operation("The text of token ids", api.DetokenizeFields, shapes.Prompt),
+    ("POST", "/detokenize"): Operation(
+        *(basics.detokenize, "The text of token ids", api.DetokenizeFields, shapes.Prompt)
+    ),
     ("GET", "/health"): _HEALTH,
     ("GET", "/ready"): _HEALTH,
     ("GET", "/ping"): _HEALTH,
     ("POST", "/ping"): _HEALTH,
-    ("GET", "/version"): Operation("The server's version", None, shapes.Version),
-    ("GET", "/load"): Operation("Requests in flight, and the KV cache's use", None, shapes.Load),
-    ("GET", "/metrics"): Operation("Prometheus' text", None, "text/plain"),
-    ("GET", "/"): Operation("A chat page", None, "text/html"),
-    ("GET", "/openapi.json"): Operation("This document", None, dict[str, Any]),
-    **{
-        route: Operation(f"Admin call: {route[1][1:].replace('_', ' ')}", kind, dict[str, Any])
-        for route, kind in admin.OPTIONS.items()
-    },
+    ("GET", "/version"): Operation(basics.version, "The server's version", None, shapes.Version),
+    ("GET", "/load"): Operation(basics.load, "Requests in flight, and the KV cache's use", None, shapes.Load),
+    ("GET", "/metrics"): Operation(basics.metrics, "Prometheus' text", None, "text/plain"),
+    ("GET", "/"): Operation(page.page, "A chat page", None, "text/html"),
+    ("GET", "/openapi.json"): Operation(openapi, "This document", None, dict[str, Any]),
 }
+ADMIN_ROUTES = {
+    route: Operation(handler, f"Admin call: {route[1][1:].replace('_', ' ')}", kind, dict[str, Any])
+    for route, (handler, kind) in admin.ROUTES.items()
+}
+"""Served where there is an admin key."""
 _ERRORS = {
     "400": "a field is wrong",
     "401": "the key is missing or wrong",
@@ -81,7 +94,7 @@ _ERRORS = {
 
 def document(routes: Iterable[tuple[str, str]], name: str) -> Schema:
     """The OpenAPI document of these routes, (method, path)."""
-    described = {route: OPERATIONS[route] for route in routes}
+    described = {route: (ROUTES | ADMIN_ROUTES)[route] for route in routes}
     kinds = [kind for one in described.values() for kind in (*_requests(one), one.answer, one.chunk, one.error)]
     used = [*dict.fromkeys(kind for kind in kinds if kind is not None and not isinstance(kind, str))]
     schemas, components = msgspec.json.schema_components(used, ref_template="#/components/schemas/{name}")
@@ -136,9 +149,5 @@ def _json(schema: Schema) -> Schema:
 
 
 @cache
-def _bytes(routes: frozenset[tuple[str, str]], name: str) -> bytes:
+def _document(routes: frozenset[tuple[str, str]], name: str) -> bytes:
     return orjson.dumps(document(sorted(routes), name))
-
-
-async def openapi(front: "Front", call: Call) -> None:
-    await call.respond(_bytes(front.app.routes, front.name))
