@@ -1,6 +1,5 @@
 """The front's hold on one replica: here a child process, and a socket to it."""
 
-import os
 import pickle
 import select
 import signal
@@ -22,8 +21,9 @@ from nanovllm.startup.child import no_standard_numbers, start_python
 _MODULE = "nanovllm.replicas.replica"
 SILENCE = 60.0
 """Seconds without any sign of life, which is due every second; importing may hold a process that long."""
-_ROUSE = memoryview(framed(pickle.dumps(("rouse",)))[0])
+_ROUSE = memoryview(framed(pickle.dumps(("rouse",)))[0])  # so small that it is sent whole or not at all
 _MOST_UNSENT = 64 << 20  # bytes
+_KILL_SECONDS = 10.0
 EXIT_GRACE = 6.0
 """Seconds for a replica to end its ranks in order."""
 
@@ -181,8 +181,9 @@ class ProcessLink(ReplicaLink):
         try:
             self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            os.kill(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            self._process.kill()
+            with suppress(subprocess.TimeoutExpired):  # a driver may hold it: the others do not wait for that
+                self._process.wait(_KILL_SECONDS)
         self._is_there = False
         self._channel.close()
 

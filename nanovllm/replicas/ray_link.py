@@ -48,11 +48,13 @@ class ReplicaActor:
     @ray.method(concurrency_group="down")
     def begin(self, packed: bytes) -> None:
         """`packed`: Start."""
-        threading.Thread(target=self._run, args=(pickle.loads(packed),), name="nanovllm-replica", daemon=True).start()
+        threading.Thread(target=self._run, args=(packed,), name="nanovllm-replica", daemon=True).start()
 
-    def _run(self, start: Start) -> None:
-        self._replica.run(start)
-        self._said.put(Lost("ended"))
+    def _run(self, packed: bytes) -> None:
+        try:
+            self._replica.run(pickle.loads(packed))
+        finally:
+            self._said.put(Lost("ended"))
 
     @ray.method(concurrency_group="down")
     def handle(self, packed: bytes) -> None:

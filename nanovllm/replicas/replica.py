@@ -338,10 +338,15 @@ def main(fd: int) -> None:
     intake = SocketIntake(channel)
     while (start := intake.next(_LIFE_SECONDS)) is None:
         pass
-    Replica(send, intake).run(start)
+    code = 1
+    try:
+        Replica(send, intake).run(start)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # not sys.exit: library threads may wait for what is gone
+    os._exit(code)  # not sys.exit: library threads may wait for what is gone, and signs of life go on
 
 
 if __name__ == "__main__":

@@ -74,6 +74,17 @@ def test_front_and_replica_that_both_send_do_not_wait_for_each_other(monkeypatch
     inbox.close()
 
 
+def test_a_replica_whose_end_fails_is_lost_though_its_process_would_go_on() -> None:
+    inbox = Inbox()
+    stuck = ProcessLink(0, cast(Start, "start"), inbox, "stuck_replica")
+    deadline, events = time.monotonic() + 20, []
+    while not events and time.monotonic() < deadline:
+        events = inbox.take(timeout=1)
+    assert events == [(stuck, "ended with exit code 1")]
+    stuck.close(patience=0)
+    inbox.close()
+
+
 def front_of(links: list[Any], restart: Any, **options: Any) -> tuple[engine.ReplicatedEngine, Inbox]:
     config = EngineConfig(DEMO, max_model_len=64, kvcache_block_size=16, skip_tokenizer_init=True, **options)
     inbox, ready = Inbox(), [Ready(config, 64, {})] * len(links)
