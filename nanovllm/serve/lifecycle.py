@@ -141,6 +141,7 @@ class _Life:
         await http.start()
         logger.info("%s answers; the model is loading", self._url())
         self._loading = Loading(self._options.log_format)
+        self._loading.show(*front.progress)  # what came while the port was opened
         front.on_progress = self._loading.show
         try:
             return await self._live()

@@ -61,7 +61,7 @@ def start(code: str, tiny: str, mark: str, **options: object) -> "subprocess.Pop
 
 
 @pytest.mark.parametrize(
-    "ending", [pytest.param(e, marks=[pytest.mark.slow] * (e in ("exception", "os._exit", "SIGTERM"))) for e in ENDINGS]
+    "ending", [pytest.param(e, marks=[pytest.mark.slow] * (e not in ("sys.exit in mid-loop", "SIGKILL"))) for e in ENDINGS]
 )
 def test_no_worker_outlives_its_program(ending: str, tiny: str, new_mark: str) -> None:
     code, expected = ENDINGS[ending]

@@ -46,7 +46,7 @@ def killing(find: Any, after: float) -> Iterator[None]:
         thread.join()
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 3))])
 def test_tokens_do_not_depend_on_the_number_of_replicas(count: int, expected: list[Any], mark: str) -> None:
     with replicated(count, data_parallel_backend="local") as llm:
         assert facts(llm.generate(*batch(60), use_tqdm=False)) == expected
@@ -56,26 +56,26 @@ def test_tokens_do_not_depend_on_the_number_of_replicas(count: int, expected: li
         stats = llm.stats()
         assert stats.num_running == stats.num_waiting == 0
         assert sum(stats.finished.values()) == sum(len(rows) for *_, rows in expected)
+        own_loop_and_abort(llm)
 
 
-def test_own_loop_and_abort(mark: str) -> None:
+def own_loop_and_abort(llm: LLM) -> None:
     """Each request is reported once, in order, and ends once, an aborted one as such."""
     prompts, params = batch(20)
-    with replicated(2) as llm:
-        ids = [llm.add_request(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
-        gone = ids[4]
-        ended: list[tuple[int, int]] = []
-        reasons = {}
-        llm.abort(gone)
-        while llm.has_unfinished_requests():
-            for output in llm.step():
-                if output.finished:
-                    ended.append((output.request_id, output.index))
-                    reasons[output.request_id] = output.finish_reason
-        assert len(ended) == len(set(ended)) == sum(param.n for param in params)
-        assert reasons.keys() == set(ids)
-        assert reasons[gone] == "abort"
-        assert not llm.engine._live  # type: ignore[attr-defined]
+    ids = [llm.add_request(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
+    gone = ids[4]
+    ended: list[tuple[int, int]] = []
+    reasons = {}
+    llm.abort(gone)
+    while llm.has_unfinished_requests():
+        for output in llm.step():
+            if output.finished:
+                ended.append((output.request_id, output.index))
+                reasons[output.request_id] = output.finish_reason
+    assert len(ended) == len(set(ended)) == sum(param.n for param in params)
+    assert reasons.keys() == set(ids)
+    assert reasons[gone] == "abort"
+    assert not llm.engine._live  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -94,8 +94,8 @@ def test_a_replica_killed_in_mid_generation(
 
 
 def test_a_rank_killed_in_mid_generation(expected: list[Any], mark: str, caplog: pytest.LogCaptureFixture) -> None:
-    with replicated(2, tensor_parallel_size=2) as llm:
-        [rank, _] = [pid for pid in marked_processes(mark) if pid not in pids(llm)]
+    with replicated(1, data_parallel_backend="local", tensor_parallel_size=2) as llm:
+        [rank] = [pid for pid in marked_processes(mark) if pid not in pids(llm)]
         with killing(lambda: rank, after=0.4):
             assert [rows[0][0] for *_, rows in facts(llm.generate(*batch(60), use_tqdm=False))] == [
                 rows[0][0] for *_, rows in expected
@@ -155,7 +155,7 @@ def test_a_replica_that_stops_is_noticed(
 
 def test_a_replica_that_cannot_start_says_why(mark: str) -> None:
     with pytest.raises(ValueError, match="max_model_len=999999: must be at most"):
-        replicated(2, max_model_len=999999)
+        replicated(1, data_parallel_backend="local", max_model_len=999999)
 
 
 @pytest.mark.slow
