@@ -33,9 +33,9 @@ llm = tiny_llm(sys.argv[1])
 ENDINGS = {
     "end of the program": ("print(len(token_ids(llm, [5] * 9)[0]))", 0),
     "exception": ("raise RuntimeError('an error of the user')", 1),
-    "sys.exit in mid-loop": ("llm.add_request([5] * 9, LONG); llm.step(); llm.step(); sys.exit(3)", 3),
     "os._exit": ("os._exit(4)", 4),
     "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
+    "sys.exit in mid-loop": ("llm.add_request([5] * 9, LONG); llm.step(); llm.step(); sys.exit(3)", 3),
     "SIGKILL": ("llm.add_request([5] * 9, LONG); llm.step(); os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
 }
 
@@ -61,7 +61,7 @@ def start(code: str, tiny: str, mark: str, **options: object) -> "subprocess.Pop
 
 
 @pytest.mark.parametrize(
-    "ending", [pytest.param(e, marks=[pytest.mark.slow] * (e not in ("sys.exit in mid-loop", "SIGKILL"))) for e in ENDINGS]
+    "ending", ["sys.exit in mid-loop", "SIGKILL", *(pytest.param(e, marks=pytest.mark.slow) for e in list(ENDINGS)[:4])]
 )
 def test_no_worker_outlives_its_program(ending: str, tiny: str, new_mark: str) -> None:
     code, expected = ENDINGS[ending]

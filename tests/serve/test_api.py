@@ -71,18 +71,6 @@ def test_prompt_cache_is_seen_and_salted(client: httpx.Client) -> None:
     assert cached[1] > 0
 
 
-def test_several_names(tmp_path: Any) -> None:
-    with Server(tmp_path, "--served-model-name", "a", "owner/b") as server:
-        server.wait_until_ready()
-        listed = httpx.get(server.url + "/v1/models").json()["data"]
-        assert [model["id"] for model in listed] == ["a", "owner/b"]
-        assert listed[0]["max_model_len"] == 2048
-        assert httpx.get(server.url + "/v1/models/owner/b").json()["id"] == "owner/b"
-        assert httpx.get(server.url + "/v1/models/owner%2Fb").status_code == 200
-        assert httpx.post(server.url + CHAT, json=ASK | {"model": "owner/b"}).json()["model"] == "owner/b"
-        assert httpx.post(server.url + CHAT, json=ASK | {"model": "demo"}).status_code == 404
-
-
 @pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/embeddings", "/v1/chat", "/v1/load_lora_adapter", "/sleep"])
 def test_unknown_paths(client: httpx.Client, path: str) -> None:
     for answer in (client.get(path), client.post(path, json={})):
@@ -337,39 +325,7 @@ def test_log_as_json(tmp_path: Any) -> None:
         assert all(json.loads(line)["level"] for line in server.log.splitlines())
 
 
-def test_allowed_origin(tmp_path: Any) -> None:
-    origin = "https://page.example"
-    with Server(tmp_path, "--allowed-origins", origin, "--api-key", "k") as server:
-        server.wait_until_ready()
-        asked = {"origin": origin, "access-control-request-method": "POST"}
-        answer = httpx.options(server.url + CHAT, headers=asked)
-        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, origin)
-        other = httpx.options(server.url + CHAT, headers=asked | {"origin": "https://elsewhere.example"})
-        assert "access-control-allow-origin" not in other.headers
-        head = {"origin": origin, "authorization": "Bearer k"}
-        with httpx.stream("POST", server.url + CHAT, json=ASK | {"stream": True}, headers=head) as stream:
-            assert stream.headers["access-control-allow-origin"] == origin
-            assert list(events(stream))
-
-
-def test_template_of_a_request(client: httpx.Client, tmp_path: Any) -> None:
-    """Taken only where the server was told to."""
+def test_template_of_a_request_is_refused(client: httpx.Client) -> None:
+    """--trust-request-chat-template takes it."""
     body = {"messages": user("hello"), "chat_template": "{{ messages[0].content }}, world"}
     assert client.post("/tokenize", json=body).status_code == 400
-    with Server(tmp_path, "--trust-request-chat-template", "--log-prompts", "--root-path", "/llm") as server:
-        server.wait_until_ready()
-        ids = httpx.post(server.url + "/tokenize", json=body).json()["tokens"]
-        assert httpx.post(server.url + "/detokenize", json={"tokens": ids}).json() == {"prompt": "hello, world"}
-        assert httpx.post(server.url + CHAT, json=body | {"max_tokens": 1}).status_code == 200
-        wait_for(lambda: "'hello, world'" in server.log, "the prompt's line in the log")
-        broken = httpx.post(server.url + CHAT, json=body | {"chat_template": "{% if %}"})
-        assert (broken.status_code, broken.json()["error"]["param"]) == (400, "chat_template")
-
-
-def test_defaults_of_the_server(tmp_path: Any) -> None:
-    override = json.dumps({"temperature": 0, "max_new_tokens": 3})
-    with Server(tmp_path, "--override-generation-config", override) as server:
-        server.wait_until_ready()
-        body = {"messages": ASK["messages"]}
-        texts = {httpx.post(server.url + CHAT, json=body).json()["choices"][0]["message"]["content"] for _ in range(3)}
-        assert texts == {"The capital of"}

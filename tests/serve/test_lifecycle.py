@@ -204,7 +204,7 @@ def metrics(server: Server) -> str:
     return httpx.get(server.url + "/metrics").text
 
 
-def test_slow_client_is_let_go(tmp_path: Path) -> None:
+def test_slow_client_is_let_go_and_a_second_signal_ends_it(tmp_path: Path) -> None:
     with Server(tmp_path, limits={"SLOW_SECONDS": 1.0, "WRITE_BUFFER": 16384}) as server:
         server.wait_until_ready()
         with socket.socket() as slow:
@@ -219,21 +219,21 @@ def test_slow_client_is_let_go(tmp_path: Path) -> None:
                 assert answer.json()["usage"]["completion_tokens"] == 8
             wait_for(lambda: server.num_running() == 0, "end of the slow stream", 40)
         assert 'vllm:slow_clients_closed_total{engine="0",model_name="demo"} 1.0' in metrics(server)
+        thread, found = begin_stream(server)
+        server.process.send_signal(signal.SIGINT)
+        wait_for(lambda: server.health().status_code == 503, "draining")
+        server.process.send_signal(signal.SIGINT)  # the second ends it at once
+        assert server.process.wait(15) == 0
+        thread.join(10)
+        assert found[-1]["error"]["code"] == "shutting_down"
 
 
-def test_request_timeout(tmp_path: Path) -> None:
-    with Server(tmp_path, "--request-timeout", "1") as server:
-        server.wait_until_ready()
-        answer = httpx.post(server.url + COMPLETIONS, json=LONG | {"n": 16}, timeout=30)
-        assert answer.status_code == 408, answer.text
-        wait_for(lambda: server.num_running() == 0, "abort")
-
-
-def test_silent_streams_get_comments(tmp_path: Path) -> None:
+def test_silent_streams_get_comments_and_sigterm_drains(tmp_path: Path) -> None:
     """Also one that waits for its first token: a proxy must not take it for dead."""
     with Server(tmp_path, "--max-num-seqs", "1", limits={"PING_SECONDS": 0.5}) as server:
         server.wait_until_ready()
-        thread, found = begin_stream(server)
+        processes = server.everything()
+        thread, found = begin_stream(server, LONG | {"max_tokens": 900})
         with httpx.stream("POST", server.url + COMPLETIONS, json=LONG | {"stream": True}, timeout=60) as waiting:
             assert waiting.status_code == 200
             pieces = waiting.iter_text()
@@ -241,8 +241,14 @@ def test_silent_streams_get_comments(tmp_path: Path) -> None:
             assert "choices" in found[-1], "the first stream still runs"
         server.process.send_signal(signal.SIGTERM)
         wait_for(lambda: server.health().status_code == 503, "draining")
-        assert server.stop() == 0
-        thread.join(10)
+        assert server.health().json()["status"] == "draining"
+        refused = httpx.post(server.url + COMPLETIONS, json=LONG)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "shutting_down"
+        thread.join(60)
+        assert found[-1]["choices"][0]["finish_reason"] == "length"
+        assert server.process.wait(20) == 0
+        wait_for(lambda: not alive(processes), "end of all processes", 10)
 
 
 def read_stream(server: Server, found: list[Any], request: dict[str, Any] = LONG) -> None:
@@ -259,33 +265,12 @@ def begin_stream(server: Server, request: dict[str, Any] = LONG) -> tuple[thread
     return thread, found
 
 
-def test_sigterm_drains(tmp_path: Path) -> None:
-    with Server(tmp_path) as server:
-        server.wait_until_ready()
-        processes = server.everything()
-        thread, found = begin_stream(server, LONG | {"max_tokens": 300})
-        server.process.send_signal(signal.SIGTERM)
-        wait_for(lambda: server.health().status_code == 503, "draining")
-        assert server.health().json()["status"] == "draining"
-        refused = httpx.post(server.url + COMPLETIONS, json=LONG)
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "shutting_down"
-        thread.join(60)
-        assert found[-1]["choices"][0]["finish_reason"] == "length"
-        assert server.process.wait(20) == 0
-        wait_for(lambda: not alive(processes), "end of all processes", 10)
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_shutdown_does_not_wait_for_ever(tmp_path: Path, again: bool) -> None:
-    """After --shutdown-timeout, or at a second signal, streams end with an error."""
-    with Server(tmp_path, "--shutdown-timeout", "30" if again else "0.5") as server:
+def test_shutdown_does_not_wait_for_ever(tmp_path: Path) -> None:
+    """After --shutdown-timeout streams end with an error."""
+    with Server(tmp_path, "--shutdown-timeout", "0.5") as server:
         server.wait_until_ready()
         thread, found = begin_stream(server, LONG | {"n": 16})
         server.process.send_signal(signal.SIGINT)
-        if again:
-            wait_for(lambda: server.health().status_code == 503, "draining")
-            server.process.send_signal(signal.SIGINT)
         assert server.process.wait(15) == 0
         thread.join(10)
         assert found[-1]["error"]["code"] == "shutting_down"
@@ -357,12 +342,16 @@ def test_idle_costs_nothing(server: Server) -> None:
     assert cpu_seconds(processes) - before <= 0.02
 
 
-def test_unix_socket(tmp_path: Path) -> None:
+def test_unix_socket_and_request_timeout(tmp_path: Path) -> None:
     path = tmp_path / "socket"
-    with Server(tmp_path, "--uds", str(path)) as server:
+    with Server(tmp_path, "--uds", str(path), "--request-timeout", "1") as server:
         server.wait_until_ready()
-        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://server") as client:
+        transport = httpx.HTTPTransport(uds=str(path))
+        with httpx.Client(transport=transport, base_url="http://server", timeout=30) as client:
             assert client.get("/health").status_code == 200
+            answer = client.post(COMPLETIONS, json=LONG | {"n": 16})
+            assert answer.status_code == 408, answer.text
+            wait_for(lambda: client.get("/load").json()["server_load"] == 0, "abort")
         assert server.stop() == 0
         assert not path.exists()
 

@@ -1,0 +1,81 @@
+"""Options of the command that change answers, all of them at one server."""
+
+import json
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from serving import Server, events, user, wait_for
+
+CHAT = "/v1/chat/completions"
+ASK = {"messages": user("What is the capital of France?"), "max_tokens": 20, "temperature": 0}
+ORIGIN = "https://page.example"
+
+
+@pytest.fixture(scope="module")
+def configured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    names, key, origin = ("--served-model-name", "a", "owner/b"), ("--api-key", "k"), ("--allowed-origins", ORIGIN)
+    templates = ("--trust-request-chat-template", "--log-prompts", "--root-path", "/llm")
+    defaults = ("--override-generation-config", json.dumps({"temperature": 0, "max_new_tokens": 3}))
+    options = (*names, *key, *origin, *templates, *defaults, "--stream-interval", "8")
+    with Server(tmp_path_factory.mktemp("configured"), *options) as server:
+        server.wait_until_ready()
+        yield server
+
+
+@pytest.fixture
+def client(configured: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=configured.url, headers={"authorization": "Bearer k"}, timeout=60) as opened:
+        yield opened
+
+
+def test_several_names(client: httpx.Client) -> None:
+    listed = client.get("/v1/models").json()["data"]
+    assert [model["id"] for model in listed] == ["a", "owner/b"]
+    assert listed[0]["max_model_len"] == 2048
+    assert client.get("/v1/models/owner/b").json()["id"] == "owner/b"
+    assert client.get("/v1/models/owner%2Fb").status_code == 200
+    assert client.post(CHAT, json=ASK | {"model": "owner/b"}).json()["model"] == "owner/b"
+    assert client.post(CHAT, json=ASK | {"model": "demo"}).status_code == 404
+
+
+def test_allowed_origin(configured: Server, client: httpx.Client) -> None:
+    asked = {"origin": ORIGIN, "access-control-request-method": "POST"}
+    answer = httpx.options(configured.url + CHAT, headers=asked)
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, ORIGIN)
+    other = httpx.options(configured.url + CHAT, headers=asked | {"origin": "https://elsewhere.example"})
+    assert "access-control-allow-origin" not in other.headers
+    with client.stream("POST", CHAT, json=ASK | {"stream": True}, headers={"origin": ORIGIN}) as stream:
+        assert stream.headers["access-control-allow-origin"] == ORIGIN
+        assert list(events(stream))
+
+
+def test_template_of_a_request(configured: Server, client: httpx.Client) -> None:
+    body = {"messages": user("hello"), "chat_template": "{{ messages[0].content }}, world"}
+    ids = client.post("/tokenize", json=body).json()["tokens"]
+    assert client.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "hello, world"}
+    assert client.post(CHAT, json=body | {"max_tokens": 1}).status_code == 200
+    wait_for(lambda: "'hello, world'" in configured.log, "the prompt's line in the log")
+    broken = client.post(CHAT, json=body | {"chat_template": "{% if %}"})
+    assert (broken.status_code, broken.json()["error"]["param"]) == (400, "chat_template")
+
+
+def test_defaults_of_the_server(client: httpx.Client) -> None:
+    body = {"messages": ASK["messages"]}
+    texts = {client.post(CHAT, json=body).json()["choices"][0]["message"]["content"] for _ in range(3)}
+    assert texts == {"The capital of"}
+
+
+def test_chunks_have_so_many_tokens(client: httpx.Client) -> None:
+    """--stream-interval: fewer chunks, the same text."""
+    ask = {"messages": user("Count"), "max_tokens": 25, "ignore_eos": True, "n": 2}
+    whole = client.post(CHAT, json=ask).json()["choices"]
+    with client.stream("POST", CHAT, json=ask | {"stream": True, "return_token_ids": True}) as response:
+        chunks = [choice for event in events(response) for choice in event["choices"]]
+    for index in (0, 1):
+        mine = [choice for choice in chunks if choice["index"] == index]
+        assert "".join(each["delta"].get("content", "") for each in mine) == whole[index]["message"]["content"]
+        counts = [len(each.get("token_ids") or ()) for each in mine]
+        assert sum(counts) == 25
+        assert all(count >= 8 for count in [count for count in counts if count][1:-1])
+        assert len([count for count in counts if count]) <= 5
