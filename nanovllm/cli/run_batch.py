@@ -14,8 +14,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -143,36 +141,29 @@ class Progress:
     """A bar on a terminal's standard error; else nothing but a last line."""
 
     def __init__(self, total: int, done: int, quiet: bool) -> None:
-        self.total, self.done, self.num_tokens, self.num_errors = total, done, 0, 0
-        self._quiet, self._begin = quiet, time.monotonic()
-        self._bar: Any = None
-        if not quiet and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
+        from tqdm import tqdm
 
-            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
-            self._bar = Bar(*columns, console=Console(stderr=True))
-            self._task = self._bar.add_task("", total=total, completed=done, rate="")
-            self._bar.start()
+        self.num_tokens, self.num_errors, self._quiet, self._begin = 0, 0, quiet, time.monotonic()
+        hidden = quiet or not sys.stderr.isatty()
+        self._bar = tqdm(total=total, initial=done, unit="req", disable=hidden, dynamic_ncols=True)
+        self.done = done
 
     @property
-    def rate(self) -> float:
-        return self.num_tokens / max(time.monotonic() - self._begin, 1e-9)
+    def rate(self) -> str:
+        return f"{self.num_tokens / max(time.monotonic() - self._begin, 1e-9):.0f} tok/s"
 
     def add(self, num_tokens: int, is_error: bool) -> None:
         self.done += 1
         self.num_tokens += num_tokens
         self.num_errors += is_error
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self.done, rate=f"{self.rate:.0f} tok/s")
+        self._bar.set_postfix_str(self.rate, refresh=False)
+        self._bar.update()
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.close()
         if not self._quiet:
             errors = f", {self.num_errors} of them errors" if self.num_errors else ""
-            text = f"{self.done} of {self.total} requests{errors}, {self.num_tokens} tokens, {self.rate:.0f} tok/s"
+            text = f"{self.done} of {self._bar.total} requests{errors}, {self.num_tokens} tokens, {self.rate}"
             print(text, file=sys.stderr)
 
 
@@ -235,15 +226,6 @@ class Batch:
             await asyncio.sleep(_RETRY_SECONDS)
 
 
-@contextmanager
-def _opened(path: str) -> Iterator[Results]:
-    results = Results(Path(path))
-    try:
-        yield results
-    finally:
-        results.close()
-
-
 async def _run(given: argparse.Namespace, url: str, results: Results, total: int) -> None:
     from nanovllm.cli.http_client import Client
 
@@ -264,7 +246,7 @@ def run(parser: Parser, arguments: list[str]) -> int:
         raise ValueError(f"{given.output}: input and output are one file")
     if given.max_concurrency < 1:
         raise ValueError(f"max_concurrency={given.max_concurrency}: must be >= 1")
-    with _opened(given.output) as results:
+    with contextlib.closing(Results(Path(given.output))) as results:
         if len(results.finished) < total:
             with server_url(given, given.quiet) as url:
                 asyncio.run(_run(given, url, results, total))

@@ -2,35 +2,31 @@
 
 import logging
 import sys
-from typing import Any
+from contextlib import ExitStack
 
 logger = logging.getLogger("nanovllm.serve")
 
 
-class Loading:
+class Loading(ExitStack):
     """Shows the stages of the engine's start until `close`."""
 
     def __init__(self, form: str) -> None:
         """`form`: of the log. A bar is for its text alone."""
+        super().__init__()
         self._stage = ""
-        self._bar: Any = None
+        self._bar = None
         if form == "text" and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+            from tqdm import tqdm
+            from tqdm.contrib.logging import logging_redirect_tqdm
 
-            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=5)
-            self._task = self._bar.add_task("starting", total=100)
-            self._bar.start()
+            form = "{desc} {bar} {percentage:3.0f}% {elapsed}"
+            self._bar = self.enter_context(tqdm(total=100, desc="starting", bar_format=form, leave=False))
+            self.enter_context(logging_redirect_tqdm([logger]))
 
     def show(self, stage: str, percent: int) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, description=stage, completed=percent)
+            self._bar.set_description_str(stage, refresh=False)
+            self._bar.update(percent - self._bar.n)
         elif stage != self._stage:
             logger.info("%s", stage)
         self._stage = stage
-
-    def close(self) -> None:
-        """Takes the bar away. Does nothing the second time."""
-        if self._bar is not None:
-            self._bar.stop()

@@ -2,9 +2,7 @@
 
 import json
 import logging
-import sys
 import time
-from typing import TextIO
 
 
 class _JsonFormatter(logging.Formatter):
@@ -22,24 +20,9 @@ class _TextFormatter(logging.Formatter):
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
-class _Handler(logging.StreamHandler[TextIO]):
-    """Writes to what standard error is at the moment: above a bar where there is one."""
-
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self) -> TextIO:
-        return sys.stderr
-
-    @stream.setter
-    def stream(self, _: object) -> None:
-        """Cannot be changed."""
-
-
 def set_up_logging(form: str) -> None:
     """`form`: "text" or "json"."""
-    handler = _Handler()
+    handler = logging.StreamHandler()
     handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())
     logger = logging.getLogger("nanovllm.serve")
     logger.handlers[:] = [handler]
