@@ -25,8 +25,8 @@ class ServerError(OSError):
         self.status = status
 
 
-class _Connection:
-    """One request at a time; also the parser's listener."""
+class Response:
+    """A connection, and what came of its latest request; also the parser's listener."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -66,19 +66,10 @@ class _Connection:
         self.pieces.clear()
         return body
 
-
-class Response:
-    """Of one request, within its `async with`."""
-
-    def __init__(self, connection: _Connection) -> None:
-        self._connection = connection
-        self.status, self.headers = connection.status, connection.headers
-
     async def body(self) -> bytes:
-        connection = self._connection
-        while not connection.is_complete:
-            await connection.read()
-        return connection.take()
+        while not self.is_complete:
+            await self.read()
+        return self.take()
 
     async def json(self) -> Any:
         return json.loads(await self.body())
@@ -86,19 +77,18 @@ class Response:
     async def events(self) -> AsyncIterator[tuple[float, dict[str, Any]]]:
         """(time.perf_counter() at arrival, event) of a stream, up to [DONE]. Raises ServerError for an error event, and
         where the end is missing."""
-        connection, rest = self._connection, b""
+        rest = b""
         while True:
-            if not connection.pieces:
-                if connection.is_complete:
+            if not self.pieces:
+                if self.is_complete:
                     raise ServerError("the stream has no [DONE] at its end", self.status)
-                await connection.read()
+                await self.read()
             now = time.perf_counter()
-            *whole, rest = (rest + connection.take()).replace(b"\r\n", b"\n").split(b"\n\n")
+            *whole, rest = (rest + self.take()).replace(b"\r\n", b"\n").split(b"\n\n")
             for event in whole:
                 data = b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
                 if data == b"[DONE]":
-                    while not connection.is_complete:
-                        await connection.read()
+                    await self.body()
                     return
                 if data:
                     yield now, _checked(json.loads(data), self.status)
@@ -142,7 +132,7 @@ class Client:
         if api_key:
             own["authorization"] = f"Bearer {api_key}"
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in own.items())
-        self._idle: list[_Connection] = []
+        self._idle: list[Response] = []
 
     @asynccontextmanager
     async def request(
@@ -153,16 +143,15 @@ class Client:
         connection = None
         try:
             connection = await self._send(method, path, body, headers)
-            yield Response(connection)
+            yield connection
         finally:
             if connection is not None:
-                keep = connection.is_complete and connection.headers.get("connection", "").lower() != "close"
-                if keep:
+                if connection.is_complete and connection.headers.get("connection", "").lower() != "close":
                     self._idle.append(connection)
                 else:
                     connection.writer.transport.abort()
 
-    async def _send(self, method: str, path: str, body: bytes, headers: str) -> _Connection:
+    async def _send(self, method: str, path: str, body: bytes, headers: str) -> Response:
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{headers}content-length: {len(body)}\r\n\r\n"
         while True:
             is_used = bool(self._idle)
@@ -181,12 +170,12 @@ class Client:
                 connection.writer.transport.abort()
                 raise
 
-    async def _connect(self) -> _Connection:
+    async def _connect(self) -> Response:
         try:
             if self._socket:
-                return _Connection(*await asyncio.open_unix_connection(self._socket))
+                return Response(*await asyncio.open_unix_connection(self._socket))
             context = ssl.create_default_context() if self._tls else None
-            return _Connection(*await asyncio.open_connection(self._host, self._port, ssl=context))
+            return Response(*await asyncio.open_connection(self._host, self._port, ssl=context))
         except OSError as error:
             place = self._socket or f"{self._host}:{self._port}"
             raise ServerError(f"no server at {place}: {error.strerror or error}") from None

@@ -8,7 +8,7 @@ from running import nanovllm
 from serve.serving import DEMO, Server
 
 from nanovllm.cli.bench.data import PromptTokenizer
-from nanovllm.cli.bench.report import Measured, percentile, summarise
+from nanovllm.cli.bench.report import Measured, summarise
 from nanovllm.cli.main import main
 
 SMALL = ("--num-prompts", "6", "--random-input-len", "20", "--random-output-len", "8", "--ignore-eos")
@@ -27,12 +27,7 @@ def test_summary_of_known_times() -> None:
     assert (found["mean_itl_ms"], found["p100_itl_ms"]) == (1500, 2000)
     assert found["p100_e2el_ms"] == 4000
     assert found["max_concurrent_requests"] == 2
-
-
-@pytest.mark.parametrize(("percent", "value"), [(0, 1), (50, 2.5), (100, 4), (75, 3.25)])
-def test_percentile(percent: float, value: float) -> None:
-    assert percentile([4, 1, 3, 2], percent) == value
-    assert percentile([], percent) == 0
+    assert summarise([broken], 10.0, ["itl"], [99])["p99_itl_ms"] == 0
 
 
 def test_random_text_has_the_length_that_was_asked_for() -> None:

@@ -6,8 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nanovllm.cli.bench.data import add_dataset_options, draw_samples
-from nanovllm.cli.bench.report import percentile
 from nanovllm.cli.options import Parser, add_fields, chosen, count
 from nanovllm.cli.serve import demo_model
 from nanovllm.config import EngineConfig
@@ -100,7 +101,7 @@ def latency(given: argparse.Namespace) -> int:
             llm.generate(prompts, params, use_tqdm=False)
             if n >= given.num_iters_warmup:
                 seconds.append(time.perf_counter() - begin)
-    percents = {percent: percentile(seconds, percent) for percent in (10, 25, 50, 75, 90, 99)}
+    percents = {percent: float(np.percentile(seconds, percent)) for percent in (10, 25, 50, 75, 90, 99)}
     mean = sum(seconds) / len(seconds)
     print(f"Avg latency: {mean:.6f} seconds")
     for percent, value in percents.items():

@@ -1,9 +1,10 @@
 """From what was measured of each request to the table and the JSON that `vllm bench serve` gives."""
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 METRICS = {
     "ttft": ("Time to First Token", "TTFT"),
@@ -39,17 +40,6 @@ class Measured:
         return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear between the two nearest values; 0 of none."""
-    ordered = sorted(values)
-    if not ordered:
-        return 0.0
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
 def summarise(
     measured: Sequence[Measured], seconds: float, metrics: Sequence[str], percents: Sequence[float]
 ) -> dict[str, Any]:
@@ -77,12 +67,10 @@ def summarise(
         "e2el": [each.latency for each in good],
     }
     for name in metrics:
-        ms = [1000 * value for value in values[name]]
-        found[f"mean_{name}_ms"] = statistics.fmean(ms) if ms else 0.0
-        found[f"median_{name}_ms"] = percentile(ms, 50)
-        found[f"std_{name}_ms"] = statistics.pstdev(ms) if ms else 0.0
-        for percent in percents:
-            found[f"p{percent:g}_{name}_ms"] = percentile(ms, percent)
+        ms = 1000 * np.array(values[name] or [0.0])
+        found[f"mean_{name}_ms"], found[f"std_{name}_ms"] = float(ms.mean()), float(ms.std())
+        for key, percent in (("median", 50.0), *((f"p{percent:g}", percent) for percent in percents)):
+            found[f"{key}_{name}_ms"] = float(np.percentile(ms, percent))
     return found
 
 
