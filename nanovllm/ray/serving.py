@@ -64,7 +64,7 @@ class Engine:
         from nanovllm.serve.front import Front
         from nanovllm.serve.http.server import HttpServer
         from nanovllm.serve.lifecycle import bind
-        from nanovllm.serve.link import EngineChild, EngineLink
+        from nanovllm.serve.link import EngineChild
         from nanovllm.serve.options import ServeOptions
 
         self._folder = tempfile.TemporaryDirectory(prefix="nanovllm-")
@@ -73,8 +73,7 @@ class Engine:
         listener = bind(options)
         self._child = EngineChild(model, engine_options)
         self._front = front = Front(model, options)
-        front.link = link = EngineLink(front.streams, front.on_frame, front.on_engine_end)
-        await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=self._child.socket)
+        await asyncio.get_running_loop().create_unix_connection(lambda: front.link, sock=self._child.socket)
         self._http = HttpServer(front.app, options, listener)
         await self._http.start()
         while front.state == "loading":

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import time
+from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -46,7 +47,7 @@ class Front:
         self.fingerprint = f"nanovllm-{nanovllm.__version__}"
         self.metrics = Metrics(self.name)
         self.tracer = _tracer(options.otlp_traces_endpoint)
-        self.streams = Streams(self.metrics, self._abort)
+        self.streams = Streams(self.metrics, lambda request_id: self.link.send(frames.Abort(request_id)))
         self.streams.on_end = self._note_end
         self.state = "loading"
         """"loading", "ready", "draining" or "failed"."""
@@ -58,7 +59,7 @@ class Front:
         self.defaults: dict[str, Any] = {}
         """Sampling defaults for what requests leave open."""
         self.default_max_tokens: int | None = None
-        self.link: EngineLink | None = None
+        self.link = EngineLink(self.streams, self.on_frame, self.on_engine_end)
         self.control_state = frames.ControlState()
         self._calls: dict[int, asyncio.Future[frames.Answered]] = {}
         """Of `control`, not answered yet."""
@@ -154,10 +155,6 @@ class Front:
         if self.state != "draining" or self.failure is not None:
             self.set_state("failed")
 
-    def _abort(self, request_id: int) -> None:
-        if self.link is not None:
-            self.link.abort(request_id)
-
     def fail_calls(self, error: ApiError) -> int:
         """Ends calls of `control` that the engine has not answered; returns how many."""
         unanswered = [answered for answered in self._calls.values() if not answered.done()]
@@ -169,11 +166,10 @@ class Front:
         """What the engine answers to a call of admin_calls.py. Raises ApiError."""
         if self.state != "ready":
             self.admit()
-        assert self.link is not None
         self._num_calls += 1
         number, answered = self._num_calls, self._loop.create_future()
         self._calls[number] = answered
-        self.link.control(number, name, options)
+        self.link.send(frames.Control(number, name, options))
         try:
             answer = await answered
         finally:
@@ -243,7 +239,6 @@ class Front:
     def submit(self, request: Request, params: dict[str, Any], max_tokens: list[int]) -> None:
         """Hands a request to the engine, each prompt as one of its own. Raises ApiError where it cannot be taken."""
         self.admit()
-        assert self.link is not None
         self.metrics.count_request(len(request.completions) // len(request.prompts), max(max_tokens))
         least = params.get("min_tokens", 0)
         ids = self.streams.add(request)
@@ -254,7 +249,7 @@ class Front:
             own = {**params, "max_tokens": most}
             if least > most:
                 own["min_tokens"] = most
-            self.link.add(request_id, prompt, own)
+            self.link.send(frames.Add(request_id, array("i", prompt).tobytes(), own))
 
     def _note_end(self) -> None:
         if not self.streams.requests:

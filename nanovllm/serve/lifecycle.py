@@ -128,15 +128,12 @@ class _Life:
     async def run(self) -> int:
         from nanovllm.serve.front import Front
         from nanovllm.serve.http.server import HttpServer
-        from nanovllm.serve.link import EngineLink
 
         loop = asyncio.get_running_loop()
         front = self._front = Front(self._model, self._options)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        front.link = EngineLink(front.streams, front.on_frame, front.on_engine_end)
-        link = front.link
-        await loop.create_unix_connection(lambda: link, sock=self._child.socket)
+        await loop.create_unix_connection(lambda: front.link, sock=self._child.socket)
         http = HttpServer(front.app, self._options, self._listener)
         await http.start()
         logger.info("%s answers; the model is loading", self._url())
@@ -148,7 +145,7 @@ class _Life:
         finally:
             self._loading.close()
             await http.stop()
-            link.close()
+            front.link.close()
             front.close()
 
     def _on_signal(self) -> None:

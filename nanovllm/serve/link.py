@@ -5,8 +5,7 @@ import os
 import signal
 import socket
 import subprocess
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from nanovllm.executor.processes import no_standard_numbers, start_python
@@ -82,16 +81,7 @@ class EngineLink(asyncio.Protocol):
                 self._on_frame(frame)
         streams.flush(now)
 
-    def add(self, request_id: int, prompt: Sequence[int], params: dict[str, Any]) -> None:
-        self._send(frames.Add(request_id, array("i", prompt).tobytes(), params))
-
-    def abort(self, request_id: int) -> None:
-        self._send(frames.Abort(request_id))
-
-    def control(self, call_id: int, name: str, options: dict[str, Any]) -> None:
-        self._send(frames.Control(call_id, name, options))
-
-    def _send(self, frame: frames.Frame) -> None:
+    def send(self, frame: frames.DownFrame) -> None:
         if self._transport is not None:
             self._transport.write(frames.pack(frame))
 
