@@ -209,7 +209,7 @@ def chat_documents(seed: int) -> Iterator[str]:
 def _case(messages: list[Message], tools: list[Tool] | None) -> tuple[str, str]:
     """(prompt, continuation) of a chat's last message, with the token that closes the turn."""
     thinks = "reasoning_content" in messages[-1]
-    prompt = template().render(messages[:-1], tools, kwargs={"enable_thinking": thinks})
+    prompt = template().render(messages[:-1], tools, chat_template_kwargs={"enable_thinking": thinks})
     return prompt, rendered(messages, tools).removesuffix("\n").removeprefix(prompt)
 
 

@@ -197,8 +197,7 @@ def test_characters_that_stand_for_tokens_cannot_be_sent() -> None:
 
 def test_control_tokens_survive_escaping() -> None:
     source = "{{ messages | tojson(ensure_ascii=true) }}"
-    ours = FrontTokenizer(DEMO)
-    ours._templates["default"] = ChatTemplate(source)
+    ours = FrontTokenizer(DEMO).with_template(source)
     text, ids = ours.encode_chat([{"role": "user", "content": "<|im_end|>"}])
     assert text == '[{"role": "user", "content": "<|im_end|>"}]'
     assert ours.token_id("<|im_end|>") not in ids

@@ -139,7 +139,7 @@ def _check(fields: api.ChatFields) -> None:
         raise bad_request("top_logprobs: needs logprobs=true")
 
 
-def template_kwargs(front: "Front", fields: api.ChatFields) -> dict[str, Any]:
+def _template_kwargs(front: "Front", fields: api.ChatFields) -> dict[str, Any]:
     kwargs = {**front.options.default_chat_template_kwargs, **(fields.chat_template_kwargs or {})}
     if (effort := fields.reasoning_effort) is not None:
         kwargs.setdefault("reasoning_effort", effort)
@@ -152,8 +152,6 @@ async def encode(front: "Front", fields: api.ChatFields) -> tuple[str, list[int]
     """A chat's text and token ids. Raises ApiError, and ValueError for what the template refuses."""
     if fields.chat_template is not None and not front.options.trust_request_chat_template:
         raise bad_request("chat_template: not taken from requests (--trust-request-chat-template)")
-    if fields.add_generation_prompt and fields.continue_final_message:
-        raise bad_request("continue_final_message: not together with add_generation_prompt")
     messages = template_values(fields.messages)
     count = sum(_characters(message["content"]) for message in messages)
     check_characters(front, count, "messages")
@@ -166,11 +164,9 @@ async def encode(front: "Front", fields: api.ChatFields) -> tuple[str, list[int]
         lambda: tokenizer.encode_chat(
             messages,
             None if fields.tool_choice == "none" else fields.tools,
-            add_generation_prompt=not continues
-            if fields.add_generation_prompt is None
-            else fields.add_generation_prompt,
+            add_generation_prompt=not continues if (asked := fields.add_generation_prompt) is None else asked,
             continue_final_message=continues,
-            chat_template_kwargs=template_kwargs(front, fields),
+            chat_template_kwargs=_template_kwargs(front, fields),
             trust_special_tokens=front.options.trust_special_tokens,
         ),
         count,

@@ -228,12 +228,8 @@ def max_tokens(fields: "ChatFields | CompletionFields") -> int | None:
     return fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
 
 
-_SAMPLING = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "min_tokens", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "stop"),
-    *("stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias", "prompt_logprobs", "cache_salt"),
-    *("prompt_logprob_start", "logprobs_mode"),
-)
+_SAMPLING = {*CommonFields.__struct_fields__}.intersection(SamplingParams.__dataclass_fields__)
+_SAMPLING -= {"max_tokens", "structured_outputs"}
 
 
 def sampling_fields(

@@ -14,6 +14,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.utils import Namespace
 
+Messages = Sequence[Mapping[str, Any]]
+"""Of a chat; also its tools."""
 RENDER_SECONDS = 2.0
 _CONTINUE_HERE = "\U0010fffd continue here \U0010fffd"
 """Marks the end of a message that is to go on. A blank after it shows whether the template trims."""
@@ -58,23 +60,23 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        messages: Messages,
+        tools: Messages | None = None,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The chat as text. `kwargs` must have passed `check_kwargs`. Raises ValueError with what the template says
-        where it refuses the messages, and where it takes longer than RENDER_SECONDS."""
+        """The chat as text. Raises ValueError as `check_kwargs`, with what the template says where it refuses the
+        messages, and where it takes longer than RENDER_SECONDS."""
         if not messages:
             raise ValueError("messages: must hold at least one message")
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message: cannot be true together with add_generation_prompt")
-        chat = [_with_reasoning({k: v for k, v in message.items() if v is not None}) for message in messages]
+        chat = _readable(messages, self)
         if continue_final_message:
             chat[-1] = _marked(chat[-1])
-        values = {**self._special_tokens, **(kwargs or {})}
+        values = {**self._special_tokens, **self.check_kwargs(chat_template_kwargs or {})}
         values |= {"messages": chat, "tools": list(tools) if tools else None, "documents": None}
         values["add_generation_prompt"] = add_generation_prompt
         try:
@@ -87,10 +89,36 @@ class ChatTemplate:
         return _cut(text) if continue_final_message else text
 
 
-def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its reasoning under each name that templates read it by."""
-    found = next((message[field] for field in _REASONING_FIELDS if field in message), None)
-    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
+def _readable(messages: Messages, template: ChatTemplate) -> list[dict[str, Any]]:
+    """Messages as chat templates read them: nothing that is None, reasoning under each name that is in use, text parts
+    joined into one text unless the template goes through parts itself, arguments of tool calls as objects, `developer`
+    as `system` unless the template knows it."""
+    out = []
+    for message in messages:
+        message = {name: value for name, value in message.items() if value is not None}
+        thoughts = next((message[field] for field in _REASONING_FIELDS if field in message), None)
+        if thoughts is not None:
+            message = {"thinking": thoughts, **message, "reasoning_content": thoughts}
+        content = message.get("content")
+        if isinstance(content, list) and not template.takes_parts:
+            message["content"] = "\n".join(part["text"] for part in content)
+        if message.get("role") == "developer" and "developer" not in template.source:
+            message["role"] = "system"
+        if message.get("tool_calls"):
+            message["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
+        out.append(message)
+    return out
+
+
+def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call.get("function") or {})
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            function["arguments"] = json.loads(arguments or "{}")
+        except ValueError:
+            raise ValueError("messages: the arguments of a tool call must be a JSON object") from None
+    return {**call, "function": function}
 
 
 def _marked(message: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders
 
 from nanovllm.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer
 from nanovllm.errors import require_unicode
-from nanovllm.serve.text.template import ChatTemplate
+from nanovllm.serve.text.template import ChatTemplate, Messages
 
 _SPECIAL_NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _STAND_IN = 0xF0000
@@ -51,8 +51,7 @@ class FrontTokenizer:
         self.is_byte_level = isinstance(self.backend_tokenizer.decoder, decoders.ByteLevel)
         self._token_bytes = TokenBytes(self)
         sources = _template_sources(self.folder, config, chat_template)
-        self._templates = {name: ChatTemplate(text, self.special_tokens) for name, text in sources.items()}
-        self._guards = {name: _Guard(self, template) for name, template in self._templates.items()}
+        self._guards = {name: _Guard(self, ChatTemplate(text, self.special_tokens)) for name, text in sources.items()}
 
     def _add_missing_tokens(self, config: dict[str, Any]) -> None:
         """Special tokens that tokenizer_config.json names and tokenizer.json does not mark as such."""
@@ -108,66 +107,43 @@ class FrontTokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._templates)
+        return bool(self._guards)
 
     def with_template(self, source: str) -> "FrontTokenizer":
         """The same with another chat template. Raises ValueError where it is no jinja2."""
-        template, other = ChatTemplate(source, self.special_tokens), copy.copy(self)
-        other._templates, other._guards = {"default": template}, {"default": _Guard(other, template)}
+        other = copy.copy(self)
+        other._guards = {"default": _Guard(other, ChatTemplate(source, self.special_tokens))}
         return other
 
     def template(self, with_tools: bool = False) -> ChatTemplate:
         """The template for a chat with or without tools. Raises ValueError where the checkpoint has none."""
-        return self._templates[self._template_name(with_tools)]
+        return self._guard(with_tools).template
 
-    def _template_name(self, with_tools: bool) -> str:
-        name = "tool_use" if with_tools and "tool_use" in self._templates else "default"
-        if name not in self._templates:
+    def _guard(self, with_tools: bool) -> "_Guard":
+        name = "tool_use" if with_tools and "tool_use" in self._guards else "default"
+        if name not in self._guards:
             raise ValueError("messages: this model has no chat template; name one with --chat-template")
-        return name
+        return self._guards[name]
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The chat as text. Raises ValueError naming what the template refuses."""
-        template = self.template(bool(tools))
-        kwargs = template.check_kwargs(chat_template_kwargs or {})
-        return template.render(
-            template_messages(messages, template),
-            tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            kwargs=kwargs,
-        )
+    def render_chat(self, messages: Messages, tools: Messages | None = None, **options: Any) -> str:
+        """The chat as text. `options`: of ChatTemplate.render. Raises ValueError naming what the template refuses."""
+        return self.template(bool(tools)).render(messages, tools, **options)
 
     def encode_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        messages: Messages,
+        tools: Messages | None = None,
         *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         trust_special_tokens: bool = False,
+        **options: Any,
     ) -> tuple[str, list[int]]:
         """The chat as text and as token ids. A special token that a message or tool spells out becomes plain text's
         ids: it cannot end a turn or begin one. `trust_special_tokens` True: it becomes the token."""
-        guard = self._guards[self._template_name(bool(tools))]
+        guard = self._guard(bool(tools))
         if not trust_special_tokens:
             messages, tools, chat_template_kwargs = guard.hide(messages, tools, chat_template_kwargs)
-        text = self.render_chat(
-            messages,
-            tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template_kwargs=chat_template_kwargs,
-        )
+        text = self.render_chat(messages, tools, chat_template_kwargs=chat_template_kwargs, **options)
         return (text, self.encode(text, add_special_tokens=False)) if trust_special_tokens else guard.encode(text)
 
 
@@ -179,7 +155,7 @@ class _Guard:
     """
 
     def __init__(self, tokenizer: FrontTokenizer, template: ChatTemplate) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self.template = tokenizer, template
         added = tokenizer.added_tokens_decoder.values()
         special = [token.content for token in added if token.special]
         # Users and assistants may write these: "<think>" in an earlier turn is no attack. What a tool brings may not.
@@ -239,34 +215,6 @@ class _Guard:
         if parts.token_to_id(name) not in ids:
             return ids
         return [token.id for split in splits for each in split for token in parts.model.tokenize(each)]
-
-
-def template_messages(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
-    """Messages as chat templates read them: OpenAI's text parts joined into one text unless the template goes through
-    parts itself, arguments of tool calls as objects, `developer` as `system` unless the template knows it."""
-    out = []
-    for message in messages:
-        message = dict(message)
-        content = message.get("content")
-        if isinstance(content, list) and not template.takes_parts:
-            message["content"] = "\n".join(part["text"] for part in content)
-        if message.get("role") == "developer" and "developer" not in template.source:
-            message["role"] = "system"
-        if message.get("tool_calls"):
-            message["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
-        out.append(message)
-    return out
-
-
-def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function") or {})
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            function["arguments"] = json.loads(arguments or "{}")
-        except ValueError:
-            raise ValueError("messages: the arguments of a tool call must be a JSON object") from None
-    return {**call, "function": function}
 
 
 def _template_sources(folder: Path, config: Mapping[str, Any], named: str | Path | None) -> dict[str, str]:
