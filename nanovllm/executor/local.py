@@ -23,7 +23,8 @@ from nanovllm.startup.dry_run import dry_run
 from nanovllm.transfer.shared import SharedBucket
 from nanovllm.wire.sampling import StepScores
 
-_BUCKET_BYTES = 256 << 20  # of new weights that go to the other ranks at a time
+_BUCKET_BYTES = 256 << 20
+"""Of new weights that go to the other ranks at a time; more where a larger tensor has come."""
 
 Report = Callable[[str, float], None]
 """Takes a stage of the start and the share of it that is done: "load", "compile", "warm-up", "choose kernels" or
@@ -207,11 +208,12 @@ class LocalExecutor:
         size = 0
         try:
             for name, tensor in map(named_tensor, weights):
-                bucket.append((name, tensor))
-                size += tensor.numel() * tensor.element_size()
-                if size >= _BUCKET_BYTES:
+                nbytes = tensor.numel() * tensor.element_size()
+                if bucket and size + nbytes > max([_BUCKET_BYTES, *(shared.nbytes for shared in self._buckets)]):
                     self._send_weights(bucket)
                     bucket, size = [], 0
+                bucket.append((name, tensor))
+                size += nbytes
             if bucket:
                 self._send_weights(bucket)
         finally:
