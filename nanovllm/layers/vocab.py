@@ -11,7 +11,9 @@ from nanovllm.layers.linear import ParallelLinear
 from nanovllm.layers.weights import Cut, Piece
 from nanovllm.parallel.group import TensorParallelGroup
 
-_ALIGNMENT = 16  # rows of a rank; keeps the head's GEMM on the fast tile sizes
+_ALIGNMENT = 16
+"""Rows of a rank: keeps the head's GEMM on the fast tile sizes. Kernels that add up a row of logits add in another order
+where rows begin elsewhere, so where no bit may depend on the ranks, one has as many."""
 
 
 class VocabParallelEmbedding(ParallelLinear):
@@ -26,7 +28,7 @@ class VocabParallelEmbedding(ParallelLinear):
         device: torch.device,
     ) -> None:  # fmt: skip
         rows = -(-vocab_size // group.size)
-        rows = -(-rows // _ALIGNMENT) * _ALIGNMENT if group.size > 1 else rows
+        rows = -(-rows // _ALIGNMENT) * _ALIGNMENT if group.size > 1 or group.exact_bits == "tp" else rows
         start = rows * group.rank
         valid = max(0, min(rows, vocab_size - start))
         cuts = (Cut(0, 0, start, valid),) if valid else ()

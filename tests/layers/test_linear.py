@@ -12,6 +12,7 @@ from nanovllm.kernels.gemm import skinny
 from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm
 from nanovllm.layers.linear import HeadSplit, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.vocab import VocabParallelEmbedding
 from nanovllm.layers.weights import WeightedModule
 
 CPU, FLOAT, WIDE = torch.device("cpu"), torch.float32, torch.float64
@@ -134,3 +135,10 @@ def test_choices_are_taken_back() -> None:
     assert held == {1}, "the norm behind this layer holds it"
     layer.use({})
     assert held == set() and layer(torch.randn(1, 16)).shape == (1, 24)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_rows_of_logits_begin_alike_on_any_number_of_ranks(size: int) -> None:
+    """Kernels are compiled by whether a stride is a multiple of 16, and then add up a row in one order or another."""
+    head = VocabParallelEmbedding(32008, 8, SimpleNamespace(rank=0, size=size, exact_bits="tp"), KERNELS, FLOAT, CPU)
+    assert head.logits(torch.zeros(2, 8)).shape[1] * size % 16 == 0
