@@ -325,16 +325,16 @@ class Soak:
 
 
 def start(model: str, device: str, tensor_parallel_size: int, seed: int, **options: Any) -> LLM:
-    """An engine whose KV cache holds a few of its requests only: a row has three blocks on average."""
+    """An engine whose KV cache holds a few of its requests only, though these share what they begin with."""
     if not Path(model).is_dir() and f"Qwen3-{model}" in PUBLISHED_SHAPES:
         options = {"load_format": "dummy", **options}
         model = f"Qwen3-{model}"
     on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    unit, rows = (128, 48) if on_gpu else (16, 12)
+    unit, rows, blocks = (128, 48, 80) if on_gpu else (16, 12, 36)
     largest, beside = (20, 17) if on_gpu else (8, 5)  # on GPUs there are steps that several ranks run in halves
     small = {
         "kvcache_block_size": unit,
-        "num_kvcache_blocks": 3 * rows,
+        "num_kvcache_blocks": blocks,
         "disable": ("lookahead",),  # or there were few preemptions
         "max_model_len": 16 * unit,
         "max_num_seqs": rows,
