@@ -12,8 +12,8 @@ from nanovllm.layers.weights import Cut, Piece
 from nanovllm.parallel.group import TensorParallelGroup
 
 _ALIGNMENT = 16
-"""Rows of a rank: keeps the head's GEMM on the fast tile sizes. Kernels that add up a row of logits add in another order
-where rows begin elsewhere, so where no bit may depend on the ranks, one has as many."""
+"""Rows of a rank: keeps the head's GEMM on the fast tile sizes. Kernels add up a row of logits in another order where
+rows begin elsewhere, so where no bit may depend on the ranks, one has as many."""
 
 
 class VocabParallelEmbedding(ParallelLinear):
