@@ -4,60 +4,44 @@ have one signature."""
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Annotated
 
 import torch
 
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.moe.routing import Routing
 
-_MODULES = {
-    "pointwise.embedding": "embed_shard",
-    "pointwise.norm": "rms_norm add_norms add_norms_fp8",
-    "pointwise.activation": "silu_mul silu_mul_fp8 activation",
-    "moe.routing": "route",
-    "moe.experts": "expert_gate_up expert_down",
-    "moe.combine": "combine",
-    "pointwise.rope": "qk_norm_rope_store qk_mean_squares",
-    "sampling.gumbel": "gumbel_argmax commit_tokens sample_tokens",
-    "sampling.penalties": "edit_logits",
-    "sampling.filters": "sample_filtered",
-    "sampling.kept": "sample_kept",
-    "sampling.logprobs": "token_logprobs",
-    "step.input": "apply_deltas expand_rows prepare_decode",
-    "step.blocks": "copy_blocks",
-    "step.mailbox": "publish_tokens",
-}
-
 
 @dataclass(frozen=True)
 class Kernels:
-    """The device functions of the forward pass and around it; see the `..._reference` twins for what each computes."""
+    """The device functions of the forward pass and around it, each with its module. Their `..._reference` twins say
+    what they compute."""
 
-    embed_shard: Callable[..., torch.Tensor]
-    rms_norm: Callable[..., torch.Tensor]
-    add_norms: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    add_norms_fp8: Callable[..., tuple[FP8Rows, torch.Tensor]]
-    silu_mul: Callable[..., torch.Tensor]
-    silu_mul_fp8: Callable[..., FP8Rows]
-    activation: Callable[..., torch.Tensor]
-    route: Callable[..., Routing]
-    expert_gate_up: Callable[..., torch.Tensor]
-    expert_down: Callable[..., torch.Tensor]
-    combine: Callable[..., torch.Tensor]
-    qk_norm_rope_store: Callable[..., torch.Tensor]
-    qk_mean_squares: Callable[..., torch.Tensor]
-    gumbel_argmax: Callable[..., torch.Tensor]
-    commit_tokens: Callable[..., torch.Tensor]
-    sample_tokens: Callable[..., torch.Tensor]
-    apply_deltas: Callable[..., None]
-    expand_rows: Callable[..., None]
-    prepare_decode: Callable[..., None]
-    copy_blocks: Callable[..., None]
-    publish_tokens: Callable[..., None]
-    edit_logits: Callable[..., torch.Tensor]
-    sample_filtered: Callable[..., torch.Tensor | None]
-    sample_kept: Callable[..., None]
-    token_logprobs: Callable[..., torch.Tensor]
+    embed_shard: Annotated[Callable[..., torch.Tensor], "pointwise.embedding"]
+    rms_norm: Annotated[Callable[..., torch.Tensor], "pointwise.norm"]
+    add_norms: Annotated[Callable[..., tuple[torch.Tensor, torch.Tensor]], "pointwise.norm"]
+    add_norms_fp8: Annotated[Callable[..., tuple[FP8Rows, torch.Tensor]], "pointwise.norm"]
+    silu_mul: Annotated[Callable[..., torch.Tensor], "pointwise.activation"]
+    silu_mul_fp8: Annotated[Callable[..., FP8Rows], "pointwise.activation"]
+    activation: Annotated[Callable[..., torch.Tensor], "pointwise.activation"]
+    route: Annotated[Callable[..., Routing], "moe.routing"]
+    expert_gate_up: Annotated[Callable[..., torch.Tensor], "moe.experts"]
+    expert_down: Annotated[Callable[..., torch.Tensor], "moe.experts"]
+    combine: Annotated[Callable[..., torch.Tensor], "moe.combine"]
+    qk_norm_rope_store: Annotated[Callable[..., torch.Tensor], "pointwise.rope"]
+    qk_mean_squares: Annotated[Callable[..., torch.Tensor], "pointwise.rope"]
+    gumbel_argmax: Annotated[Callable[..., torch.Tensor], "sampling.gumbel"]
+    commit_tokens: Annotated[Callable[..., torch.Tensor], "sampling.gumbel"]
+    sample_tokens: Annotated[Callable[..., torch.Tensor], "sampling.gumbel"]
+    apply_deltas: Annotated[Callable[..., None], "step.input"]
+    expand_rows: Annotated[Callable[..., None], "step.input"]
+    prepare_decode: Annotated[Callable[..., None], "step.input"]
+    copy_blocks: Annotated[Callable[..., None], "step.blocks"]
+    publish_tokens: Annotated[Callable[..., None], "step.mailbox"]
+    edit_logits: Annotated[Callable[..., torch.Tensor], "sampling.penalties"]
+    sample_filtered: Annotated[Callable[..., torch.Tensor | None], "sampling.filters"]
+    sample_kept: Annotated[Callable[..., None], "sampling.kept"]
+    token_logprobs: Annotated[Callable[..., torch.Tensor], "sampling.logprobs"]
     fused: bool
     """True: Triton; False: the PyTorch twins."""
 
@@ -70,8 +54,8 @@ def select_kernels(device: torch.device | str, fused: bool = True, interpret: bo
     use_triton = fused and (torch.device(device).type == "cuda" or interpret)
     suffix = "" if use_triton else "_reference"
     functions = {
-        name: getattr(import_module(f"{__name__}.{module}"), name + suffix)
-        for module, names in _MODULES.items()
-        for name in names.split()
+        name: getattr(import_module(f"{__name__}.{hint.__metadata__[0]}"), name + suffix)
+        for name, hint in Kernels.__annotations__.items()
+        if name != "fused"
     }
     return Kernels(**functions, fused=use_triton)
