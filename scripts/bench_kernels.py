@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times kernels and whole steps by case: every contender is checked first, then timed. A table comes last.
+"""Times kernels by case: every contender is checked first, then timed. A table comes last.
 
     python scripts/bench_kernels.py gemm --model 8B --rows 1 16 64        GEMMs, with what is fused to them
     python scripts/bench_kernels.py int4_gemm --model 8B --rows 1 16      the same with 4-bit weights
@@ -9,8 +9,6 @@
     python scripts/bench_kernels.py moe --model 30B-A3B --rows 1 256     routing and grouped GEMMs
     python scripts/bench_kernels.py all_reduce --ranks 4 --model 32B       needs a GPU for each rank
     python scripts/bench_kernels.py all_reduce --ranks 2 --check-only --share-gpus      on one GPU
-    python scripts/bench_kernels.py decode_steps --model 8B --rows 64 256 --against disable=gemm_kernels
-    python scripts/bench_kernels.py prompt_steps --model 8B --ranks 2 --rows 4096
     python scripts/bench_kernels.py gemm attention sampling --dry          small shapes on a CPU, no times
 
 Times are microseconds: the median replay of a CUDA graph over inputs that together exceed the L2 cache, the least of
@@ -26,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-CASES = ("gemm", "fp8_gemm", "int4_gemm", "attention", "sampling", "moe", "all_reduce", "decode_steps", "prompt_steps")
+CASES = ("gemm", "fp8_gemm", "int4_gemm", "attention", "sampling", "moe", "all_reduce")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -34,10 +32,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("cases", nargs="+", choices=CASES, metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--model", default="8B", help="a published size: its shapes, random weights")
     parser.add_argument("--ranks", type=int, default=1, help="ranks that share the model")
-    parser.add_argument("--rows", type=int, nargs="+", help="rows, or tokens of a prompt step; default: by case")
+    parser.add_argument("--rows", type=int, nargs="+", help="default: by case")
     parser.add_argument("--batches", nargs="+", help="of attention: ROWSxKEYS, or ROWSxragged (100 to 1,800 keys)")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="of attention")
-    parser.add_argument("--against", nargs="+", default=[], metavar="KEY=VALUE", help="options that steps run without")
     parser.add_argument("--most", type=int, default=4, help="contenders shown in a line")
     parser.add_argument("--limit", type=float, default=170.0, help="seconds after which ranks are ended")
     parser.add_argument("--iterations", type=int, default=20_000, help="all-reduces of the check with delayed ranks")

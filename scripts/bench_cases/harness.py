@@ -24,11 +24,7 @@ if TYPE_CHECKING:
     from bench_cases.ranks import Rank
 
 Line = dict[str, Any]
-MODULES = {"fp8_gemm": "gemm", "int4_gemm": "gemm", "decode_steps": "steps", "prompt_steps": "steps"}
-COMPILED_CASES = ("gemm", "fp8_gemm", "int4_gemm", "attention", "sampling", "moe")
-"""Cases of many kernels, which take minutes to compile one after the other."""
-RANK_CASES = ("all_reduce",)
-"""Cases that run in a process for each rank. Steps start an engine, which starts its own."""
+MODULES = {"fp8_gemm": "gemm", "int4_gemm": "gemm"}
 ROTATION_BYTES = 160 << 20
 """Bytes of inputs before one is read again: more than twice the 60 MB L2 cache of an H200."""
 EPS = 1e-6
@@ -98,7 +94,7 @@ class Point:
 
 
 def run_case(case: str, options: argparse.Namespace) -> list[Line]:
-    if case in RANK_CASES and not options.dry:
+    if case == "all_reduce" and not options.dry:  # runs in a process for each rank
         from bench_cases.ranks import launch
 
         return launch(case, options)
@@ -109,7 +105,7 @@ def run_case(case: str, options: argparse.Namespace) -> list[Line]:
 def collect(case: str, setup: Setup) -> list[Line]:
     """The lines of a case, printed as they come."""
     function: Case = getattr(import_module(f"bench_cases.{MODULES.get(case, case)}"), case)
-    if case in COMPILED_CASES and not setup.dry:
+    if setup.rank is None and not setup.dry:  # minutes, one after the other
         compile_in_parallel(function, setup)
     lines = []
     for line in function(setup):
