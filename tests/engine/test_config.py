@@ -15,7 +15,6 @@ from nanovllm.models.config_reader import ConfigReader
 from nanovllm.models.published import PUBLISHED_SHAPES
 from nanovllm.models.registry import parse_config, read_model_config, resolve_model_folder
 from nanovllm.models.rope_reader import read_rope
-from nanovllm.sampling_params import SamplingParams
 
 SMALL: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -140,45 +139,6 @@ def test_the_long_prompt_threshold_follows_the_budget(threshold: int | None, bud
     assert config.long_prefill_threshold == resolved
 
 
-# -- sampling parameters --------------------------------------------------------------------------------------------
-
-TEMPERATURE, MAX_TOKENS = "a finite number >= 0 (of float32's range)", "an integer >= 0"
-BAD_SAMPLING = [
-    *[("temperature", value, TEMPERATURE) for value in (-0.1, math.nan, math.inf, -math.inf, 1e39)],
-    *[("temperature", value, TEMPERATURE) for value in ("1", None, True)],
-    *[("max_tokens", value, MAX_TOKENS) for value in (-1, 1.0, "5", None, True)],
-    *[("ignore_eos", value, "True or False") for value in (1, None, "no")],
-    *[("seed", value, "None or a 64-bit integer") for value in (2**63, -(2**63) - 1, 1.0, "1", True)],
-]
-
-
-@pytest.mark.parametrize(("name", "value", "bound"), BAD_SAMPLING)
-def test_a_bad_sampling_parameter_is_refused_by_name_value_and_bound(name: str, value: Any, bound: str) -> None:
-    with pytest.raises(ValueError) as error:
-        SamplingParams(**{name: value})
-    assert str(error.value) == f"SamplingParams.{name}={value!r}: must be {bound}"
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("temperature", 0),
-        ("temperature", 2.5),
-        ("max_tokens", 1),
-        ("seed", None),
-        ("seed", -(2**63)),
-        ("seed", 2**63 - 1),
-    ],
-)
-def test_a_good_sampling_parameter_is_taken(name: str, value: Any) -> None:
-    assert getattr(SamplingParams(**{name: value}), name) == value
-
-
-def test_an_unknown_sampling_parameter_is_refused_by_name() -> None:
-    with pytest.raises(TypeError, match="temprature"):
-        SamplingParams(temprature=1.0)  # type: ignore[call-arg]
-
-
 # -- the model's configuration --------------------------------------------------------------------------------------
 
 
@@ -209,6 +169,15 @@ def test_an_unknown_sampling_parameter_is_refused_by_name() -> None:
         ),
         (small(rope_scaling={"rope_type": "yarn"}), "must be given a 'factor' for rope type 'yarn'"),
         (small(rope_scaling="yarn"), "rope_scaling='yarn': must be a dict"),
+        (small(rope_scaling={"type": "linear", "factor": "x"}), "factor='x': must be a finite number > 0"),
+        (small(rope_scaling={"type": "linear", "factor": -1}), "factor=-1: must be a finite number > 0"),
+        (small(rope_theta="x"), "rope_theta='x': must be"),
+        (small(rms_norm_eps="x"), "rms_norm_eps='x': must be"),
+        (small(tie_word_embeddings="x"), "tie_word_embeddings='x': must be"),
+        (small(eos_token_id="x"), "eos_token_id='x': must be an integer in 0..99"),
+        (small(eos_token_id=[1, 100]), "eos_token_id=100: must be an integer in 0..99"),
+        (small(dtype="float8"), "dtype='float8': must be one of"),
+        (small(head_dim=7), "head_dim=7: must be even"),
     ],
 )
 def test_a_bad_model_configuration_is_refused_by_name_value_and_bound(raw: dict[str, Any], message: str) -> None:

@@ -16,17 +16,20 @@ from nanovllm.errors import shown
 BAD: list[tuple[str, Any]] = [
     ("n", 0), ("n", True), ("n", 1.5), ("n", 129),
     ("temperature", -0.1), ("temperature", math.nan), ("temperature", "1"), ("temperature", 10**400),
+    ("temperature", -math.inf), ("temperature", 1e39), ("temperature", None), ("temperature", True),
     ("top_p", 0), ("top_p", 1.1), ("top_p", math.nan), ("top_p", None),
     ("top_k", -2), ("top_k", 0.5),
     ("min_p", -0.1), ("min_p", 1.1),
     ("presence_penalty", 2.1), ("presence_penalty", -2.1), ("frequency_penalty", 3), ("frequency_penalty", math.inf),
     ("repetition_penalty", 0), ("repetition_penalty", -1), ("repetition_penalty", math.inf),
-    ("seed", 2**63), ("seed", 1.0), ("seed", True),
+    ("seed", 2**63), ("seed", 1.0), ("seed", True), ("seed", "1"), ("seed", -(2**63) - 1),
     ("stop", ""), ("stop", ["a", ""]), ("stop", [1]), ("stop", 5), ("stop", "x" * 257),
     ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("stop_token_ids", 7), ("stop_token_ids", "12"),
-    ("include_stop_str_in_output", 1), ("ignore_eos", None), ("detokenize", "no"), ("skip_special_tokens", 0),
-    ("min_tokens", -1), ("min_tokens", 17), ("max_tokens", -1),
-    ("cache_salt", ""), ("cache_salt", "x" * 129), ("cache_salt", 5), ("max_tokens", None),
+    ("include_stop_str_in_output", 1), ("ignore_eos", None), ("ignore_eos", 1), ("detokenize", "no"),
+    ("skip_special_tokens", 0),
+    ("min_tokens", -1), ("min_tokens", 17), ("max_tokens", -1), ("max_tokens", 1.0), ("max_tokens", "5"),
+    ("max_tokens", True), ("max_tokens", None),
+    ("cache_salt", ""), ("cache_salt", "x" * 129), ("cache_salt", 5),
     ("logprobs", -2), ("logprobs", True), ("prompt_logprobs", -2), ("prompt_logprobs", 1.0),
     ("logprobs_mode", "cooked"), ("sampling_mask", 1), ("prompt_logprob_start", -1),
     ("logit_bias", {-1: 1.0}), ("logit_bias", {1: 101}), ("logit_bias", {1: math.nan}), ("logit_bias", {"a": 1.0}),
@@ -41,6 +44,11 @@ BAD: list[tuple[str, Any]] = [
 def test_refused_by_name_and_value(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"SamplingParams\.{name}=.*must be"):
         SamplingParams(**{name: value})
+
+
+def test_bounds_themselves_are_taken() -> None:
+    for name, value in (("temperature", 0), ("max_tokens", 0), ("seed", -(2**63)), ("seed", 2**63 - 1), ("n", 128)):
+        assert getattr(SamplingParams(**{name: value}), name) == value  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
