@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
 
@@ -181,11 +180,6 @@ def refuse(folder: Path, kind: type[Exception], pattern: str, **options: Any) ->
         LLM(str(folder), **{**OPTIONS, **options})
 
 
-def test_no_such_model(tmp_path: Path) -> None:
-    refuse(tmp_path / "nowhere", FileNotFoundError, r"model='.*nowhere'")
-    refuse(tmp_path, FileNotFoundError, r"config\.json is missing")
-
-
 @pytest.mark.parametrize(
     ("changes", "pattern"),
     [
@@ -223,52 +217,6 @@ def test_what_is_no_chat(name: str, llm: LLM) -> None:
     with pytest.raises(kind, match=pattern):
         llm.chat(messages, PARAMS, use_tqdm=False)
     assert llm.is_finished()
-
-
-def test_missing_surplus_and_misshapen_weights(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    weights = load_file(file)
-    save_file({name: tensor for name, tensor in weights.items() if name != "model.norm.weight"}, file)
-    refuse(folder, ValueError, r"1 missing weight: model\.norm\.weight")
-    save_file({**weights, "model.norm.bias": torch.zeros(3)}, file)
-    refuse(folder, ValueError, r"1 surplus weight: model\.norm\.bias")
-    save_file({**weights, "model.norm.weight": torch.zeros(3)}, file)
-    refuse(folder, ValueError, r"model\.norm\.weight.*3")
-    file.unlink()
-    refuse(folder, FileNotFoundError, r"no \*\.safetensors file")
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_file_cut_short(folder: Path, ranks: int) -> None:
-    file = folder / "model.safetensors"
-    whole = file.read_bytes()
-    for content, pattern in ((whole[:-100], r"corrupt or cut short: tensor"), (whole[:5], r"not a safetensors file")):
-        file.write_bytes(content)
-        refuse(folder, ValueError, pattern, tensor_parallel_size=ranks)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"\xff" * 64,
-        (10).to_bytes(8, "little") + b"not json!!",
-        (4).to_bytes(8, "little") + b"[]  ",
-        (10).to_bytes(8, "little") + b'{"a": 12} ',
-        (4).to_bytes(8, "little") + b"\xff\xfe\x00\x00",
-    ],
-)
-def test_a_file_of_something_else(folder: Path, content: bytes) -> None:
-    (folder / "model.safetensors").write_bytes(content)
-    refuse(folder, ValueError, r"model\.safetensors")
-
-
-def test_an_index_of_files_that_are_not_there(folder: Path) -> None:
-    index = {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    refuse(folder, FileNotFoundError, r"model-00002-of-00002\.safetensors")
-    (folder / "model.safetensors.index.json").write_text("{}")
-    refuse(folder, ValueError, r"model\.safetensors\.index\.json")
 
 
 def test_a_tokenizer_that_cannot_be_loaded_is_found_before_tokens_are_made(folder: Path) -> None:
