@@ -33,11 +33,12 @@ def read_ropes(config: ConfigReader, theta: float, sliding_theta: float, scales_
     sliding ones have `rope_local_base_freq`."""
     nested, scaling = config.get("rope_parameters", {}), config.get("rope_scaling", {})
     _require_dict(nested)
-    _require_dict(scaling)
-    full = {"rope_theta": config.get("rope_theta", theta), **(nested.get(FULL) or {}), **scaling}
+    full, sliding = (nested.get(kind) or {} for kind in (FULL, SLIDING))
+    for table in (scaling, full, sliding):
+        _require_dict(table)
+    full = {"rope_theta": config.get("rope_theta", theta), **full, **scaling}
     local = config.get("rope_local_base_freq", config.get("rope_theta", theta) if scales_sliding else sliding_theta)
-    sliding = {"rope_theta": local, **(nested.get(SLIDING) or {})}
-    return {FULL: _table(full, config), SLIDING: _table(sliding, config)}
+    return {FULL: _table(full, config), SLIDING: _table({"rope_theta": local, **sliding}, config)}
 
 
 def _require_dict(scaling: Any) -> None:

@@ -74,3 +74,19 @@ def test_what_transformers_computes_otherwise_is_refused(architectures: list[str
     for architecture in architectures:
         with pytest.raises(ValueError, match=rf"^{next(iter(entries))}=.*: must be"):
             parse_config(*override({**PLAIN, "architectures": [architecture], **entries}, {}, {}))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "entries", "name"),
+    [
+        ("Exaone4ForCausalLM", {"sliding_window": WINDOW, "sliding_window_pattern": 0}, "sliding_window_pattern"),
+        ("Exaone4ForCausalLM", {"sliding_window": WINDOW, "sliding_window_pattern": [1]}, "sliding_window_pattern"),
+        ("Gemma3ForCausalLM", {"rope_parameters": {FULL: 3}}, "rope_scaling"),
+        ("Olmo3ForCausalLM", {"rope_parameters": {FULL: {"rope_type": "default"}, SLIDING: [1]}}, "rope_scaling"),
+        ("HunYuanDenseV1ForCausalLM", {"rope_scaling": {"rope_type": "dynamic", "alpha": "x"}}, "alpha"),
+        ("HunYuanDenseV1ForCausalLM", {"rope_scaling": {"type": "dynamic", "alpha": 2, "rope_theta": 0}}, "rope_theta"),
+    ],
+)  # fmt: skip
+def test_an_entry_of_another_kind_is_refused_by_name(architecture: str, entries: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}=.*: must be"):
+        parse_config({**PLAIN, "architectures": [architecture], **entries})

@@ -80,7 +80,8 @@ def read_hunyuan(config: ConfigReader, generation: Fields) -> Fields:
     raw = rope_entries(config)
     if raw.get("alpha") and raw.get("rope_type", raw.get("type")) == "dynamic":
         dim = config.integer("head_dim", config.integer("hidden_size") // config.integer("num_attention_heads"))
-        theta = raw.get("rope_theta", config.get("rope_theta", 10000.0)) * math.pow(raw["alpha"], dim / (dim - 2))
+        rope = ConfigReader({"rope_theta": config.get("rope_theta"), **raw})
+        theta = rope.positive("rope_theta", 1e4) * math.pow(rope.positive("alpha", 1.0), dim / (dim - 2))
         plain = {"rope_type": "default", "rope_theta": theta}
         ropes = {FULL: read_rope(config.replaced(rope_parameters=plain, rope_scaling=None))}
     else:

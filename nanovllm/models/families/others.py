@@ -14,12 +14,12 @@ def read_glm4(config: ConfigReader, generation: Fields) -> Fields:
 def read_exaone4(config: ConfigReader, generation: Fields) -> Fields:
     """Where some layers see a window, the others have no rotary embedding."""
     switches: Fields = {"norm_placement": "post", "qk_norm": "head"}
-    pattern = config.get("sliding_window_pattern", 4)
+    pattern = config.get("sliding_window_pattern")  # "LLLG" or 4
+    period = len(pattern) if isinstance(pattern, str) and pattern else config.integer("sliding_window_pattern", 4)
     if config.get("sliding_window") is None:
         config.get("layer_types")
         return read_decoder(config, generation, **switches)
-    period, window = len(pattern) if isinstance(pattern, str) else pattern, config.integer("sliding_window")
-    kinds = full_every(config, period)  # "LLLG" or 4
+    kinds, window = full_every(config, period), config.integer("sliding_window")
     return read_decoder(config, generation, kinds=kinds, window=window, nope_full=True, **switches)
 
 
