@@ -11,8 +11,6 @@ import mmap
 import os
 import pickle
 import select
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -45,11 +43,7 @@ class WorkerState(IntEnum):
 
 def create_shared_memory() -> int:
     """File descriptor of fresh memory for one ring; it has no name, and goes when its last holder goes."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("nanovllm")
-    else:
-        with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
+    fd = os.memfd_create("nanovllm")
     os.ftruncate(fd, _TOTAL_BYTES)
     return fd
 
@@ -187,8 +181,7 @@ class CommandReader(_Ring):
         self.counts_work = True
         """Whether computing is progress: not on a GPU, where waiting for the device computes too."""
         # Of this thread alone: others poll for as long as the process lives (gloo's, and the one that reports).
-        can_tell = hasattr(time, "pthread_getcpuclockid")
-        self._work_clock = time.pthread_getcpuclockid(threading.get_ident()) if can_tell else None
+        self._work_clock = time.pthread_getcpuclockid(threading.get_ident())
 
     def receive(self) -> tuple[int, Any]:
         """The next message: (STEP, its bytes) or (CALL, (method, args)). Waits as long as it takes."""
@@ -215,7 +208,7 @@ class CommandReader(_Ring):
             if pure_spins:
                 pure_spins -= 1
             elif time.perf_counter() < deadline:
-                os.sched_yield() if sys.platform != "win32" else time.sleep(0)
+                os.sched_yield()
             else:
                 self._sleep(seen)
         self._fence()  # the slot is read after the counter that announces it
@@ -248,7 +241,7 @@ class CommandReader(_Ring):
     def report_work(self) -> None:
         """Says how long the thread that made this reader has computed, if that counts; from another thread, so that it
         is said in the midst of work. Who waits for other ranks on a CPU sleeps."""
-        if self.counts_work and self._work_clock is not None:
+        if self.counts_work:
             self._words[self._word(_WORK, self._reader)] = time.clock_gettime_ns(self._work_clock)
 
     def mark_done(self) -> None:

@@ -60,10 +60,13 @@ class _Failure:
 
 
 class WorkerProcesses:
-    """Ranks 1 .. size-1 and the channel to them. With size 1 there is nothing here and every call is a no-op.
+    """Ranks 1 .. size-1 and the channel to them. With size 1 there is nothing here and every call is a no-op; more need
+    Linux, for memory without a name.
 
     No torch here: where workers start before this process imports it, all import at once.
     """
+
+    ring: CommandWriter
 
     def __init__(self, size: int, step_timeout: float) -> None:
         forbid_multicast()  # before any of them starts CUDA
@@ -82,16 +85,16 @@ class WorkerProcesses:
         self.on_failure: Callable[[], None] = lambda: None
         """Called, from the watching thread, once when a worker fails: lets blocked collectives go."""
         self._watcher = threading.Thread(target=self._watch, name="nanovllm-watch", daemon=True)
+        if size == 1:
+            return
         with no_standard_numbers():
             memory = create_shared_memory()
-            if size > 1:
-                self.store = os.memfd_create("nanovllm-store")
+            self.store = os.memfd_create("nanovllm-store")
         try:
             self.ring = CommandWriter(memory, self._doorbells)
             for rank in range(1, size):
                 self._spawn(rank, memory)
-            if size > 1:
-                self._watcher.start()
+            self._watcher.start()
         except BaseException:
             self.close()
             raise
@@ -254,7 +257,8 @@ class WorkerProcesses:
                 process.wait()
         while self._doorbells:
             os.close(self._doorbells.pop())
-        self.ring.close()
+        if self.size > 1:
+            self.ring.close()
 
     def close_store(self) -> None:
         """Last, after `close`: what still uses the store finds its file by number."""
