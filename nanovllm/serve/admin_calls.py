@@ -1,7 +1,7 @@
 """Calls of the admin endpoints in the engine's process: pauses, sleep, new weights, between two steps.
 
-A call is a generator that yields where steps must run before it can go on. Calls run one after the other; `resume`
-alone overtakes, and ends a call that still waits.
+A call that needs steps of the engine is a generator, which yields where they must run. Calls run one after the other;
+`resume` alone overtakes, and ends a call that still waits.
 """
 
 import queue
@@ -45,12 +45,12 @@ class AdminCalls:
                 call = self._incoming.get()
                 if call.name == "resume":
                     self._cut_short()
-                    self._running = call, self._resume()
+                    self._running = call, self._steps(call)
                     break
                 self._waiting.append(call)
             if self._running is None:
                 call = self._waiting.popleft()
-                self._running = call, self._begin(call)
+                self._running = call, self._steps(call)
             if not self._go_on(*self._running):
                 return
             self._running = None
@@ -62,9 +62,9 @@ class AdminCalls:
             steps.close()
             self._end(call, 409, message=f"{call.name}: resumed before it was done")
 
-    def _begin(self, call: frames.Control) -> Steps:
-        method: Callable[..., Steps] = getattr(self, "_" + call.name)
-        return method(**call.options)
+    def _steps(self, call: frames.Control) -> Steps:
+        made: Steps | dict[str, Any] = getattr(self, "_" + call.name)(**call.options)
+        return made if isinstance(made, dict) else (yield from made)
 
     def _go_on(self, call: frames.Control, steps: Steps) -> bool:
         """Whether the call is done."""
@@ -125,8 +125,7 @@ class AdminCalls:
         self._is_paused_by_call, self._keeps = True, mode == "keep"
         return {"status": "paused"}
 
-    def _resume(self) -> Steps:
-        yield from ()
+    def _resume(self) -> dict[str, Any]:
         self._is_paused_by_call = self._keeps = False
         return {"status": "resumed"}
 
@@ -142,13 +141,11 @@ class AdminCalls:
         self._level = level
         return {"freed_bytes": freed}
 
-    def _wake_up(self, tags: list[str] | None = None) -> Steps:
-        yield from ()
+    def _wake_up(self, tags: list[str] | None = None) -> dict[str, Any]:
         self._engine.wake_up(tags)
         return {}
 
-    def _reset_prefix_cache(self) -> Steps:
-        yield from ()
+    def _reset_prefix_cache(self) -> dict[str, Any]:
         self._engine.reset_prefix_cache()
         return {"success": True}
 
@@ -162,22 +159,24 @@ class AdminCalls:
             self._made = WeightReceiver(self._engine, self._engine.config.device)
         return self._made
 
-    def _init_weight_transfer_engine(self, init_info: dict[str, Any]) -> Steps:
+    def _init_weight_transfer_engine(self, init_info: dict[str, Any]) -> dict[str, Any]:
         """Returns when all ranks of the trainer's group are there; no step runs meanwhile."""
-        yield from ()
         self._receiver.init(init_info)
         return {"message": "weight transfer initialized"}
 
-    def _start_weight_update(self, in_flight: str | None = None, partial: bool = False) -> Steps:
-        """Requests of a pause by "keep" keep what they have computed, unless something else is asked for."""
-        in_flight = in_flight or ("keep" if self._keeps else "recompute")
+    def _in_flight(self, asked: str | None) -> Generator[None, None, str]:
+        """What becomes of requests that have begun. Those of a pause by "keep" keep what they have computed, unless
+        something else is asked for."""
+        in_flight = asked or ("keep" if self._keeps else "recompute")
         if in_flight in MODES:
             yield from self._end_requests(in_flight)
-        self._engine.begin_update(in_flight, partial)
+        return in_flight
+
+    def _start_weight_update(self, in_flight: str | None = None, partial: bool = False) -> Steps:
+        self._engine.begin_update((yield from self._in_flight(in_flight)), partial)
         return {"message": "weight update started"}
 
-    def _update_weights(self, update_info: dict[str, Any]) -> Steps:
-        yield from ()
+    def _update_weights(self, update_info: dict[str, Any]) -> dict[str, Any]:
         if not self._engine.lacks_weights:
             raise RuntimeError("update_weights: start_weight_update was not called")
         folder = update_info.get("weight_dir")
@@ -187,26 +186,20 @@ class AdminCalls:
             self._receiver.update(update_info)
         return {"message": "weights updated"}
 
-    def _finish_weight_update(self, weight_version: int | None = None) -> Steps:
-        yield from ()
+    def _finish_weight_update(self, weight_version: int | None = None) -> dict[str, Any]:
         self._receiver.finish(weight_version)
         return {"message": "weight update finished"}
 
     def _load_weights(self, weight_dir: str, in_flight: str | None = None, weight_version: int | None = None) -> Steps:
         """All weights of a folder, from start to finish."""
         folder = _folder(weight_dir)
-        in_flight = in_flight or ("keep" if self._keeps else "recompute")
-        if in_flight in MODES:
-            yield from self._end_requests(in_flight)
-        self._engine.load_weights(folder, in_flight, weight_version)
+        self._engine.load_weights(folder, (yield from self._in_flight(in_flight)), weight_version)
         return {"message": "weights updated"}
 
-    def _checksum(self) -> Steps:
-        yield from ()
+    def _checksum(self) -> dict[str, Any]:
         return {"checksums": self._engine.checksum()}
 
-    def _info(self) -> Steps:
-        yield from ()
+    def _info(self) -> dict[str, Any]:
         plain = (bool, int, float, str)
         return {name: value if type(value) in plain else str(value) for name, value in self._engine.info().items()}
 
