@@ -84,9 +84,7 @@ class Chat:
     async def _stream(self, answer: Answer) -> None:
         from nanovllm.cli.http_client import Client
 
-        client = Client(self._url, self._given.api_key)
         body = {
-            "model": self._given.model_name or await client.model(),
             "messages": self.messages,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -94,13 +92,12 @@ class Chat:
         }
         if self._given.no_thinking:
             body["chat_template_kwargs"] = {"enable_thinking": False, **body.get("chat_template_kwargs", {})}
-        answer.begin = time.perf_counter()
-        try:
+        async with Client(self._url, self._given.api_key) as client:
+            body.setdefault("model", self._given.model_name or await client.model())
+            answer.begin = time.perf_counter()
             async with client.stream("/v1/chat/completions", body) as events:
                 async for now, event in events:
                     self._show(answer, now, event)
-        finally:
-            client.close()
 
     def _show(self, answer: Answer, now: float, event: dict[str, Any]) -> None:
         if event.get("usage"):

@@ -24,17 +24,17 @@ def make_parser() -> Parser:
 async def _complete(url: str, given: argparse.Namespace, prompt: str) -> None:
     from nanovllm.cli.http_client import Client
 
-    client = Client(url, given.api_key)
-    body = {"model": given.model_name or await client.model(), "prompt": prompt, "stream": True, "max_tokens": 128}
-    if not given.quiet:
-        sys.stdout.write(prompt)
+    body = {"prompt": prompt, "stream": True, "max_tokens": 128, **sampling_fields(given)}
     try:
-        async with client.stream("/v1/completions", body | sampling_fields(given)) as events:
-            async for _, event in events:
-                sys.stdout.write("".join(choice["text"] for choice in event["choices"]))
-                sys.stdout.flush()
+        async with Client(url, given.api_key) as client:
+            body.setdefault("model", given.model_name or await client.model())
+            if not given.quiet:
+                sys.stdout.write(prompt)
+            async with client.stream("/v1/completions", body) as events:
+                async for _, event in events:
+                    sys.stdout.write("".join(choice["text"] for choice in event["choices"]))
+                    sys.stdout.flush()
     finally:
-        client.close()
         print()
 
 

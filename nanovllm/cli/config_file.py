@@ -15,21 +15,9 @@ def parse_with_config(parser: Parser, arguments: Sequence[str]) -> argparse.Name
     given = parser.parse_args(arguments)
     if given.config is None:
         return given
-    named = set(vars(_parse_without_defaults(parser, arguments)))
+    named = {name for name, value in vars(given).items() if value != parser.get_default(name)}
     model, options = _arguments_of(parser, given.config, named)
     return parser.parse_args([*model, *arguments, *options])  # no model behind an option that takes several values
-
-
-def _parse_without_defaults(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
-    """Only what the arguments name."""
-    defaults = [(action, action.default) for action in parser._actions]
-    for action, _ in defaults:
-        action.default = argparse.SUPPRESS
-    try:
-        return parser.parse_args(arguments)
-    finally:
-        for action, default in defaults:
-            action.default = default
 
 
 def _arguments_of(parser: Parser, path: str, named: set[str]) -> tuple[list[str], list[str]]:

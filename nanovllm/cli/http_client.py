@@ -117,7 +117,7 @@ def _checked(event: Any, status: int) -> dict[str, Any]:
 
 
 class Client:
-    """Of one server. Use it within one event loop."""
+    """Of one server. Use it in an `async with`."""
 
     def __init__(self, url: str, api_key: str | None = None, headers: dict[str, str] | None = None) -> None:
         """`url`: http://host:port, https://..., with a path before /v1 or none, or unix:/path/of/socket."""
@@ -186,12 +186,6 @@ class Client:
             await response.raise_for_status()
             return await response.json()
 
-    async def post(self, path: str, value: Any) -> Any:
-        """The JSON that answers a POST of a JSON value. Raises ServerError."""
-        async with self.request("POST", path, json.dumps(value).encode()) as response:
-            await response.raise_for_status()
-            return await response.json()
-
     @asynccontextmanager
     async def stream(self, path: str, value: Any) -> AsyncIterator[AsyncIterator[tuple[float, dict[str, Any]]]]:
         """The events that answer a POST. Raises ServerError."""
@@ -203,7 +197,11 @@ class Client:
         """The first model's name. Raises ServerError."""
         return str((await self.get("/v1/models"))["data"][0]["id"])
 
-    def close(self) -> None:
+    async def __aenter__(self) -> "Client":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Closes its connections."""
         for connection in self._idle:
             connection.writer.transport.abort()
         self._idle.clear()

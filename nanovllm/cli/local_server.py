@@ -49,20 +49,20 @@ class LocalServer:
         asyncio.run(self._wait(not quiet and sys.stderr.isatty()))
 
     async def _wait(self, shown: bool) -> None:
-        client, begin = Client(self.url), time.monotonic()
-        while True:
-            if self._process.poll() is not None:
-                raise OSError(self._failure())
-            with contextlib.suppress(OSError):
-                async with client.request("GET", "/health") as response:
-                    health = await response.json()
-                if health["status"] == "ok":
-                    break
-                if shown and "stage" in health:
-                    seconds = time.monotonic() - begin
-                    print(f"\r\x1b[K{health['stage']} ({seconds:.0f} s)", end="", file=sys.stderr, flush=True)
-            await asyncio.sleep(_POLL)
-        client.close()
+        begin = time.monotonic()
+        async with Client(self.url) as client:
+            while True:
+                if self._process.poll() is not None:
+                    raise OSError(self._failure())
+                with contextlib.suppress(OSError):
+                    async with client.request("GET", "/health") as response:
+                        health = await response.json()
+                    if health["status"] == "ok":
+                        break
+                    if shown and "stage" in health:
+                        seconds = time.monotonic() - begin
+                        print(f"\r\x1b[K{health['stage']} ({seconds:.0f} s)", end="", file=sys.stderr, flush=True)
+                await asyncio.sleep(_POLL)
         if shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 

@@ -230,12 +230,9 @@ async def _run(given: argparse.Namespace, url: str, results: Results, total: int
     from nanovllm.cli.http_client import Client
 
     progress = Progress(total, len(results.finished), given.quiet)
-    client = Client(url, given.api_key)
-    try:
-        await Batch(client, results, progress, given.max_concurrency).run(given.input)
-    finally:
-        client.close()
-        progress.close()
+    with contextlib.closing(progress):
+        async with Client(url, given.api_key) as client:
+            await Batch(client, results, progress, given.max_concurrency).run(given.input)
 
 
 def run(parser: Parser, arguments: list[str]) -> int:

@@ -27,11 +27,9 @@ def test_events_cut_at_every_byte(end: str) -> None:
 
     async def read() -> list[dict[str, int]]:
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-            client = Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-            async with client.stream("/", {}) as events:
-                found = [event async for _, event in events]
-            client.close()
-            return found
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            async with Client(url) as client, client.stream("/", {}) as events:
+                return [event async for _, event in events]
 
     assert asyncio.run(read()) == [{"a": 1}, {"a": 2}]
 

@@ -167,8 +167,7 @@ def _client(given: argparse.Namespace) -> "Client":
 
 
 async def _measure(given: argparse.Namespace) -> tuple[list[Measured], float, str]:
-    client = _client(given)
-    try:
+    async with _client(given) as client:
         served = (await client.get("/v1/models"))["data"][0]
         model = given.served_model_name or given.model or served["id"]
         samples = draw_samples(given, given.tokenizer or given.model or served.get("root") or served["id"])
@@ -182,8 +181,6 @@ async def _measure(given: argparse.Namespace) -> tuple[list[Measured], float, st
         hidden = given.disable_tqdm or not sys.stderr.isatty()
         with tqdm(total=len(samples), disable=hidden, unit="req", dynamic_ncols=True) as progress:
             measured, seconds = await bench.run(samples, progress)
-    finally:
-        client.close()
     return measured, seconds, model
 
 
