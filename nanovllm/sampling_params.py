@@ -73,7 +73,8 @@ class StructuredOutput:
             if value is not None and (not isinstance(value, str) or not value):
                 refuse(f"StructuredOutput.{name}", value, "a text that is not empty")
         if self.choice is not None:
-            choices = () if isinstance(self.choice, str) else tuple(self.choice)
+            several = isinstance(self.choice, Iterable) and not isinstance(self.choice, str)
+            choices = tuple(self.choice) if several else ()
             if not choices or not all(isinstance(one, str) and one for one in choices):
                 refuse("StructuredOutput.choice", self.choice, "texts, at least one, none empty")
             object.__setattr__(self, "choice", choices)

@@ -1,6 +1,8 @@
 """Errors as OpenAI's API words them: {"error": {"message", "type", "param", "code"}}."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import orjson
 
@@ -41,6 +43,15 @@ def from_value_error(text: str) -> ApiError:
     if text.startswith("StructuredOutput"):
         return bad_request(text.partition(".")[2], "structured_outputs", "invalid_schema")
     return bad_request(text.removeprefix("SamplingParams."))
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Turns the library's ValueErrors into what is said to a client."""
+    try:
+        yield
+    except ValueError as error:
+        raise from_value_error(str(error)) from None
 
 
 def server_error() -> ApiError:

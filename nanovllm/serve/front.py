@@ -231,15 +231,13 @@ class Front:
     async def in_pool(self, work: Callable[[], Result], characters: int = 1 << 30) -> Result:
         """Runs what may take long in one of two threads; on a text of few `characters`, at once, which costs less. A
         ValueError is the request's mistake (400)."""
-        try:
+        with errors.refusing():
             return work() if characters <= _SHORT else await self._loop.run_in_executor(self._pool, work)
-        except ValueError as error:
-            raise errors.from_value_error(str(error)) from None
 
     def submit(self, request: Request, params: dict[str, Any], max_tokens: list[int]) -> None:
         """Hands a request to the engine, each prompt as one of its own. Raises ApiError where it cannot be taken."""
         self.admit()
-        self.metrics.count_request(len(request.completions) // len(request.prompts), max(max_tokens))
+        self.metrics.count_request(request.n, max(max_tokens))
         least = params.get("min_tokens", 0)
         ids = self.streams.add(request)
         self.is_idle.clear()

@@ -142,6 +142,11 @@ class Request:
     # -- streaming ----------------------------------------------------------------------------------------------
 
     @property
+    def n(self) -> int:
+        """Completions of each prompt."""
+        return len(self.completions) // len(self.prompts)
+
+    @property
     def num_output_tokens(self) -> int:
         return sum(each.num_tokens for each in self.completions)
 

@@ -30,8 +30,7 @@ class Streams:
 
     def add(self, request: Request) -> list[int]:
         """Takes a request in; returns the engine's id for each of its prompts."""
-        n = len(request.completions) // len(request.prompts)
-        ids = []
+        n, ids = request.n, []
         for index in range(len(request.prompts)):
             first = self._next_id
             self._next_id += n
@@ -120,8 +119,7 @@ class Streams:
         if request is None:
             return
         index = request.parts.pop(part.request_id)
-        n = len(request.completions) // len(request.prompts)
-        for completion, kept in zip(request.completions[index * n :], part.kept, strict=False):
+        for completion, kept in zip(request.completions[index * request.n :], part.kept, strict=False):
             completion.kept = kept
         request.num_cached_tokens += part.num_cached_tokens
         request.queued, request.prefill = max(request.queued, part.queued), max(request.prefill, part.prefill)

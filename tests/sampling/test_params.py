@@ -117,8 +117,8 @@ def test_stop_needs_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"json": "{}", "regex": "a"}, {"choice": []}, {"choice": "ab"}, {"choice": ["a", ""]}, {"regex": ""},
-               {"json": 3}, {"grammar": 5}, {"json_object": 2}]
+    "fields", [{}, {"json": "{}", "regex": "a"}, {"choice": []}, {"choice": "ab"}, {"choice": 5}, {"choice": ["a", ""]},
+               {"regex": ""}, {"json": 3}, {"grammar": 5}, {"json_object": 2}]
 )  # fmt: skip
 def test_structured_output_is_one_thing(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="StructuredOutput"):

@@ -9,9 +9,9 @@ from nanovllm.serve.api import fields as api
 from nanovllm.serve.api.answer import Answer, answer, check_characters, fit
 from nanovllm.serve.api.logprobs import chat_entries
 from nanovllm.serve.api.messages import template_values
-from nanovllm.serve.errors import bad_request, from_value_error
+from nanovllm.serve.errors import bad_request, refusing
 from nanovllm.serve.http.call import Call
-from nanovllm.serve.parsers import Delta, Plan, ToolChoice, check_tools, joined
+from nanovllm.serve.parsers import Delta, Plan, check_tools, joined
 from nanovllm.serve.parsers.tags import MarkedDetokenizer
 from nanovllm.serve.request import Completion
 
@@ -134,11 +134,6 @@ def _message(found: list[Delta]) -> dict[str, Any]:
     return message | ({"tool_calls": calls} if calls else {})
 
 
-def _check(fields: api.ChatFields) -> None:
-    if fields.top_logprobs is not None and not fields.logprobs and fields.top_logprobs != 0:
-        raise bad_request("top_logprobs: needs logprobs=true")
-
-
 def _template_kwargs(front: "Front", fields: api.ChatFields) -> dict[str, Any]:
     kwargs = {**front.options.default_chat_template_kwargs, **(fields.chat_template_kwargs or {})}
     if (effort := fields.reasoning_effort) is not None:
@@ -197,10 +192,12 @@ async def prepare(front: "Front", call: Call, body: dict[str, Any]) -> Prepared:
     fields, ignored = api.read(api.ChatFields, body, front.options.strict_fields)
     front.note_ignored(call, ignored)
     front.check_model(fields.model)
-    _check(fields)
+    if fields.top_logprobs and not fields.logprobs:
+        raise bad_request("top_logprobs: needs logprobs=true")
     asked = api.max_tokens(fields)
     k = None if not fields.logprobs else fields.top_logprobs or 0
-    choice = _tool_choice(fields)
+    with refusing():
+        choice = check_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
     wanted = api.structured(fields)
     params = api.sampling_fields(fields, front.defaults, max(asked or 1, fields.min_tokens or 0), k, wanted)
     text, prompt = await encode(front, fields)
@@ -218,10 +215,3 @@ async def chat(front: "Front", call: Call) -> None:
     front.admit()
     ready = await prepare(front, call, await call.json())
     await answer(call, ready.answer_as(ChatAnswer, front, call), ready.params, [ready.max_tokens])
-
-
-def _tool_choice(fields: api.ChatFields) -> ToolChoice | None:
-    try:
-        return check_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
-    except ValueError as error:
-        raise from_value_error(str(error)) from None

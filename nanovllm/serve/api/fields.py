@@ -12,7 +12,7 @@ from nanovllm import sampling_params as bounds
 from nanovllm.errors import shown
 from nanovllm.sampling_params import SamplingParams, StructuredOutput
 from nanovllm.serve.api.messages import Messages
-from nanovllm.serve.errors import bad_request, from_value_error
+from nanovllm.serve.errors import bad_request, from_value_error, refusing
 from nanovllm.serve.limits import LOGPROBS
 from nanovllm.serve.parsers.tools import MAX_TOOLS
 
@@ -38,6 +38,15 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
+
+
+class JsonSchema(msgspec.Struct):
+    schema: dict[str, Any] | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
 
 class CommonFields(msgspec.Struct, kw_only=True):
@@ -68,7 +77,7 @@ class CommonFields(msgspec.Struct, kw_only=True):
     prompt_logprobs: Likeliest | None = None
     prompt_logprob_start: Count | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
@@ -248,10 +257,8 @@ def sampling_fields(
     found["max_tokens"] = max_tokens
     if logprobs is not None:
         found["logprobs"] = logprobs
-    try:
+    with refusing():
         SamplingParams(**found, structured_outputs=structured)
-    except (ValueError, TypeError) as error:
-        raise from_value_error(str(error)) from None
     if structured is not None:
         found["structured_outputs"] = structured.given
     return found
@@ -263,8 +270,13 @@ _KINDS = tuple(each.name for each in dataclasses.fields(StructuredOutput))
 def structured(fields: CommonFields) -> StructuredOutput | None:
     """The one constraint that a request asks for. Raises ApiError (400)."""
     found: dict[str, dict[str, Any]] = {}
-    if (form := fields.response_format) is not None and (wanted := _response_format(form)) is not None:
-        found["response_format"] = wanted
+    if (form := fields.response_format) is not None and form.type != "text":
+        schema = None
+        if form.type == "json_schema":
+            if form.json_schema is None:
+                raise bad_request("response_format.json_schema: is required")
+            schema = form.json_schema.schema
+        found["response_format"] = {"json_object": True} if schema is None else {"json": schema}
     if (given := fields.structured_outputs) is not None:
         kinds = {name: given[name] for name in _KINDS if given.get(name) not in (None, False)}
         if len(kinds) != 1:
@@ -278,7 +290,7 @@ def structured(fields: CommonFields) -> StructuredOutput | None:
         raise bad_request(f"{' and '.join(found)}: only one of them can be given", next(iter(found)))
     try:
         return next((StructuredOutput(**wanted) for wanted in found.values()), None)
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         failure = from_value_error(str(error))
         failure.param = next(iter(found))
         raise failure from None
@@ -286,23 +298,3 @@ def structured(fields: CommonFields) -> StructuredOutput | None:
 
 CONSTRAINTS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "tools")
 """Fields that a grammar is made of."""
-
-
-def _response_format(form: dict[str, Any]) -> dict[str, Any] | None:
-    kind = form.get("type")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return {"json_object": True}
-    if kind != "json_schema":
-        bound = "text, json_object or json_schema"
-        raise bad_request(f"response_format.type={str(kind)[:50]!r}: must be {bound}")
-    inner = form.get("json_schema")
-    if not isinstance(inner, dict):
-        raise bad_request("response_format.json_schema: is required and must be an object")
-    schema = inner.get("schema")
-    if schema is None:
-        return {"json_object": True}
-    if not isinstance(schema, dict):
-        raise bad_request("response_format.json_schema.schema: must be an object", code="invalid_schema")
-    return {"json": schema}
