@@ -33,7 +33,6 @@ TINY = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
-needs_engine = pytest.mark.skipif(not (ROOT / "nanovllm" / "llm.py").is_file(), reason="there is no engine yet")
 
 
 def load(path: Path) -> ModuleType:
@@ -270,7 +269,6 @@ def run_program(*command: str) -> str:
     return done.stdout
 
 
-@needs_engine
 def test_command_line_on_a_cpu(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     model, result = write_tiny(tmp_path / "model"), tmp_path / "result.json"
@@ -291,7 +289,6 @@ def test_command_line_on_a_cpu(tmp_path: Path) -> None:
     assert {"temperature 0.6", "greedy", "seed per request"} <= set(by_mode["sampling_options"]["tokens_per_second"])
 
 
-@needs_engine
 def test_table_script_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     model, output = write_tiny(tmp_path / "model"), tmp_path / "out"

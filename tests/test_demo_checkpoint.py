@@ -34,10 +34,10 @@ EXPECTED = [
 STORY_OPENING = "story: Once upon a time there was a"
 
 
-def run(*arguments: str, stdin: str | None = None, cwd: Path = ROOT) -> str:
-    """Runs Python with `arguments` and `stdin` and returns what it printed; a failure shows all of its output."""
+def run(*arguments: str, cwd: Path = ROOT) -> str:
+    """Runs Python with `arguments` and returns what it printed; a failure shows all of its output."""
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=200, cwd=cwd, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=cwd, check=False)
     assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -66,19 +66,6 @@ def test_example_says_what_the_model_was_taught(one_rank_lines: list[str]) -> No
 
 def test_example_says_the_same_on_two_ranks(one_rank_lines: list[str]) -> None:
     assert example_lines("--tensor-parallel-size", "2") == one_rank_lines
-
-
-def test_script_from_stdin_needs_no_main_guard() -> None:
-    script = f"""
-from nanovllm import LLM, SamplingParams
-from nanovllm.serve.parsers import Delta, OutputParser, check_tools, joined
-from nanovllm.serve.text import FrontTokenizer
-print("started")  # a worker that ran this file would print it again
-llm = LLM({str(DEMO)!r}, tensor_parallel_size=2, device="cpu")
-print(llm.generate("9 8 7", SamplingParams(temperature=0.0, max_tokens=6), use_tqdm=False)[0]["text"])
-llm.close()
-"""
-    assert run("-", stdin=script).splitlines() == ["started", " 6 5 4"]
 
 
 @pytest.fixture(scope="module")

@@ -117,8 +117,9 @@ def test_neighbours_keep_the_fast_path(engines: Engines, alone: list[list[int]])
     llm.engine._launch = launch  # type: ignore[method-assign]
 
 
-def test_a_vocabulary_that_ranks_share_unevenly(engines: Engines) -> None:
-    """Random weights, 301 tokens: padding between the shards of two and four ranks is never drawn."""
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_vocabulary_that_ranks_share_unevenly(engines: Engines, ranks: int) -> None:
+    """Random weights, 301 tokens: padding between the shards is never drawn."""
     changes = {"vocab_size": 301, "eos_token_id": 300}
     random_weights = {"load_format": "dummy", "hf_overrides": changes, "skip_tokenizer_init": True}
     plain = {"temperature": 1.0, "max_tokens": 6, "ignore_eos": True}
@@ -128,10 +129,10 @@ def test_a_vocabulary_that_ranks_share_unevenly(engines: Engines) -> None:
     ]
     prompts = [[7 * i + j for j in range(5)] for i in range(len(params))]
     found = []
-    for ranks in (1, 2, 4):
-        llm = engines.get(tensor_parallel_size=ranks, **random_weights)
+    for size in (1, ranks):
+        llm = engines.get(tensor_parallel_size=size, **random_weights)
         found.append([output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
 
 
 def test_triton_kernels_serve_the_same(engines: Engines, alone: list[list[int]], device: torch.device) -> None:
