@@ -91,11 +91,11 @@ class LLMControl:
         with self._step_lock:
             return self.engine.checksum()
 
-    def _let_end(self, in_flight: str) -> None:
+    def _let_end(self, in_flight: str, option: str = "in_flight") -> None:
         """Before new weights: requests that have begun end, or all do."""
         if in_flight == "wait":
             if self.engine.is_paused and self.engine.has_begun():
-                raise ValueError("in_flight='wait': requests that have begun do not end while the engine is paused")
+                raise ValueError(f"{option}='wait': requests that have begun do not end while the engine is paused")
             self._drain()
         elif in_flight == "abort":
             self.abort_all()
@@ -151,7 +151,7 @@ class LLMControl:
         if mode not in PAUSES:
             refuse("mode", mode, "one of " + ", ".join(map(repr, PAUSES)))
         if mode != "keep":
-            self._let_end(mode)
+            self._let_end(mode, "mode")
         self.engine.pause_steps()
         with self._step_lock:
             self.engine.settle()

@@ -44,6 +44,8 @@ def test_kept_requests_go_on_where_they_were(llm: LLM) -> None:
     time.sleep(0.15)
     assert llm.engine.num_decode_tokens == computed and paused.is_alive()
     assert not llm.wait_for_work(0.01)
+    with pytest.raises(ValueError, match="mode='wait': requests that have begun do not end"):
+        llm.pause("wait")
     llm.resume()
     paused.join(60)
     assert [output.token_ids for output in paused.outputs] == [output.token_ids for output in alone.outputs]
