@@ -7,6 +7,7 @@ import torch
 
 from nanovllm.attention.base import AttentionMetadata
 from nanovllm.config import EngineConfig
+from nanovllm.kernels.sampling.gumbel import Draws
 from nanovllm.kernels.step.input import DeviceState, StepBuffers
 from nanovllm.layers.attention import ForwardStep, wanted_rows
 from nanovllm.models.decoder import ModelContext
@@ -118,11 +119,11 @@ class StepWork:
         row_slot = buffers.row_slot[:num_sample_rows]
         logits = self._model.logits(hidden)
         tokens, state, vocab_size = buffers.tokens[:num_sample_rows], self.state, self._vocab_size
-        given = (logits, row_slot, state.temperature, state.seed, buffers.sample_positions[:num_sample_rows])
+        draws = Draws(row_slot, state.temperature, state.seed, buffers.sample_positions[:num_sample_rows])
         if self._group.size == 1:
-            self._kernels.sample_tokens(*given, vocab_size, state.last_token, tokens)
+            self._kernels.sample_tokens(logits, draws, vocab_size, state.last_token, tokens)
         else:
-            keys = self._kernels.gumbel_argmax(*given, self._model.lm_head.vocab_start, vocab_size)
+            keys = self._kernels.gumbel_argmax(logits, draws, self._model.lm_head.vocab_start, vocab_size)
             self._kernels.commit_tokens(self._group.all_reduce_max(keys), row_slot, state.last_token, tokens)
         return logits, kept
 

@@ -8,6 +8,7 @@ import torch
 
 from bench_cases.harness import Line, Point, Setup, compare
 from nanovllm.kernels import Kernels, select_kernels
+from nanovllm.kernels.sampling.gumbel import Draws
 from nanovllm.kernels.sampling.rows import Rows as OptionRows
 from nanovllm.wire.sampling import RECORD
 
@@ -36,12 +37,14 @@ class Rows:
 
     def sample(self, index: int) -> torch.Tensor:
         """Gumbel-max over the whole vocabulary: tokens int32 [rows]."""
-        args = (self.logits[index], self.slots, self.temperature, self.seed, self.slots)
-        return self.kernels.sample_tokens(*args, self.vocab_size, self.last_token)
+        return self._sample(index, self.temperature)
 
     def greedy(self, index: int) -> torch.Tensor:
-        args = (self.logits[index], self.slots, torch.zeros_like(self.temperature), self.seed, self.slots)
-        return self.kernels.sample_tokens(*args, self.vocab_size, self.last_token)
+        return self._sample(index, torch.zeros_like(self.temperature))
+
+    def _sample(self, index: int, temperature: torch.Tensor) -> torch.Tensor:
+        draws = Draws(self.slots, temperature, self.seed, self.slots)
+        return self.kernels.sample_tokens(self.logits[index], draws, self.vocab_size, self.last_token)
 
     def filtered(self, records: torch.Tensor, index: int) -> torch.Tensor:
         """Tokens int32 [rows] from what the filters keep."""

@@ -7,6 +7,7 @@ import torch
 from nanovllm.kernels.sampling import rng
 from nanovllm.kernels.sampling.gumbel import (
     NO_CANDIDATE,
+    Draws,
     commit_tokens,
     commit_tokens_reference,
     gumbel_argmax,
@@ -27,11 +28,12 @@ class Rows:
     seed: torch.Tensor
     positions: torch.Tensor
 
+    @property
+    def draws(self) -> Draws:
+        return Draws(self.row_slot, self.temperature, self.seed, self.positions)
+
     def keys(self, function, vocab_start: int = 0, vocab_size: int | None = None) -> torch.Tensor:  # type: ignore[no-untyped-def]
-        size = self.logits.shape[1] if vocab_size is None else vocab_size
-        return function(
-            self.logits, self.row_slot, self.temperature, self.seed, self.positions, vocab_start, size
-        )
+        return function(self.logits, self.draws, vocab_start, vocab_size or self.logits.shape[1])
 
 
 def make_rows(num_rows: int, vocab: int, dtype: torch.dtype, device: torch.device, temperature: float = 0.8) -> Rows:
@@ -158,7 +160,7 @@ def test_commit_and_sample_equal_their_twins(dtype: torch.dtype, device: torch.d
         outcomes.append((last, out))
     for sample in (sample_tokens, sample_tokens_reference):
         last, out = start.clone(), poison(6, dtype=torch.int32, device=device)
-        sample(rows.logits, rows.row_slot, rows.temperature, rows.seed, rows.positions, 700, last, out)
+        sample(rows.logits, rows.draws, 700, last, out)
         outcomes.append((last, out))
     live = rows.row_slot >= 0
     for last, out in outcomes:
@@ -251,15 +253,13 @@ def test_draws_follow_the_softmax(temperature: float, device: torch.device) -> N
     """Chi-square of one position's draw over many seeds against softmax(logits / temperature)."""
     num_draws, vocab = 20000, 24
     logits = torch.randn(vocab, device=device) * 1.5
-    keys = gumbel_argmax_reference(
-        logits.expand(num_draws, vocab),
+    draws = Draws(
         torch.arange(num_draws, dtype=torch.int32, device=device),
         torch.full((num_draws,), temperature, device=device),
         torch.arange(num_draws, device=device),
         torch.full((num_draws,), 17, dtype=torch.int32, device=device),
-        1000,
-        2000,
     )
+    keys = gumbel_argmax_reference(logits.expand(num_draws, vocab), draws, 1000, 2000)
     expected = torch.softmax(logits / temperature, 0).double().cpu() * num_draws
     counts = torch.bincount(keys_to_tokens(keys).cpu().long() - 1000, minlength=vocab).double()
     common = expected >= 5

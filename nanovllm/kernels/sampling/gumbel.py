@@ -10,6 +10,8 @@ whatever the number of ranks. A candidate travels as one int64 key:
 A signed maximum over ranks (an ordinary all-reduce) finds the winner.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from nanovllm.kernels.base.device import pdl_options
@@ -32,6 +34,19 @@ NO_CANDIDATE = torch.iinfo(torch.int64).min
 
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
 _NO_CANDIDATE = tl.constexpr(NO_CANDIDATE)
+
+
+class Draws(NamedTuple):
+    """How a token of each row is drawn."""
+
+    row_slot: torch.Tensor
+    """int32 [B]: the row's line of temperature and seed; -1: no row."""
+    temperature: torch.Tensor
+    """float32 [S]. 0: the largest logit."""
+    seed: torch.Tensor
+    """int64 [S]."""
+    positions: torch.Tensor
+    """int32 [B]: index in its sequence of the token that is drawn."""
 
 
 @triton.jit
@@ -88,10 +103,9 @@ def _best_of_chunks_kernel(
 
 @triton.jit
 def _reduce_chunks_kernel(
-    PARTIAL, ROW_SLOT, KEYS, LAST_TOKEN, TOKENS, num_chunks, CHUNKS_PADDED: tl.constexpr, WRITE_KEYS: tl.constexpr,
-    COMMIT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Best key of row `program_id(0)`; with WRITE_KEYS it is stored, with COMMIT its token is."""
+    PARTIAL, ROW_SLOT, KEYS, LAST_TOKEN, TOKENS, num_chunks, CHUNKS_PADDED: tl.constexpr, PDL: tl.constexpr
+):
+    """Best key of row `program_id(0)`, into KEYS, or its token, into TOKENS and LAST_TOKEN."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
@@ -100,23 +114,13 @@ def _reduce_chunks_kernel(
     mask = (chunks < num_chunks) & (slot >= 0)
     key = tl.max(tl.load(PARTIAL + row * num_chunks + chunks, mask=mask, other=_NO_CANDIDATE), 0)
     key = tl.where(slot >= 0, key, 0)
-    if WRITE_KEYS:
+    if KEYS is not None:
         tl.store(KEYS + row, key)
-    if COMMIT:
+    if TOKENS is not None:
         token = (~key).to(tl.int32)
         tl.store(TOKENS + row, token)
         if slot >= 0:
             tl.store(LAST_TOKEN + slot, token)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _commit_tokens_kernel(KEYS, ROW_SLOT, LAST_TOKEN, TOKENS, num_rows, BLOCK: tl.constexpr):
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = rows < num_rows
-    slot = tl.load(ROW_SLOT + rows, mask=live, other=-1)
-    token = tl.where(slot >= 0, (~tl.load(KEYS + rows, mask=live, other=0)).to(tl.int32), -1)
-    tl.store(TOKENS + rows, token, mask=live)
-    tl.store(LAST_TOKEN + slot, token, mask=slot >= 0)
 
 
 def _tiling(num_rows: int, num_valid: int) -> tuple[int, int, int]:
@@ -125,89 +129,71 @@ def _tiling(num_rows: int, num_valid: int) -> tuple[int, int, int]:
     return 1024, min(tiles, triton.next_power_of_2(triton.cdiv(num_valid, 1024))), 4
 
 
-def _best_of_chunks(
-    logits: torch.Tensor, row_slot: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor,
-    positions: torch.Tensor, vocab_start: int, num_valid: int,
-) -> torch.Tensor:  # fmt: skip
+def _best_of_chunks(logits: torch.Tensor, draws: Draws, vocab_start: int, num_valid: int) -> torch.Tensor:
     """Keys int64 [B, chunks]; nothing is written for rows of slot -1."""
     num_rows = logits.shape[0]
     tile, tiles, num_warps = _tiling(num_rows, num_valid)
     num_chunks = triton.cdiv(num_valid, tile * tiles)
     partial = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
     _best_of_chunks_kernel[(num_chunks, num_rows)](
-        logits, row_slot, temperature, seed, positions, partial, logits.stride(0), vocab_start, num_valid, num_chunks,
+        logits, *draws, partial, logits.stride(0), vocab_start, num_valid, num_chunks,
         TILE=tile, TILES=tiles, APPROX=logits.is_cuda, num_warps=num_warps, **pdl_options(logits.device),
     )  # fmt: skip
     return partial
 
 
-def gumbel_argmax(
-    logits: torch.Tensor, row_slot: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor,
-    positions: torch.Tensor, vocab_start: int, vocab_size: int,
-) -> torch.Tensor:  # fmt: skip
-    """Key of the best token of each row among this rank's ids, int64 [B].
+def _reduce_chunks(
+    partial: torch.Tensor, row_slot: torch.Tensor, keys: torch.Tensor | None = None,
+    last_token: torch.Tensor | None = None, tokens: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    num_rows, num_chunks = partial.shape
+    padded = triton.next_power_of_2(num_chunks)
+    _reduce_chunks_kernel[(num_rows,)](
+        partial, row_slot, keys, last_token, tokens, num_chunks, CHUNKS_PADDED=padded,
+        num_warps=4 if padded > 128 else 1, **pdl_options(partial.device),
+    )  # fmt: skip
+
+
+def gumbel_argmax(logits: torch.Tensor, draws: Draws, vocab_start: int, vocab_size: int) -> torch.Tensor:
+    """Key of the best token of each row among this rank's ids, int64 [B]; 0 for rows of slot -1.
 
     logits [B, Vs] bfloat16 or float32, for the ids from vocab_start on; ids from vocab_size on are padding and never
-    win (NO_CANDIDATE where there is nothing else). row_slot int32 [B]: the row's line of temperature float32 [S] and
-    seed int64 [S]; -1: no row, key 0. positions int32 [B]: index in its sequence of the token that is sampled.
-    Temperature 0: the largest logit. NaN counts as -inf. Rows of logits may be strided.
+    win (NO_CANDIDATE where there is nothing else). NaN counts as -inf. Rows of logits may be strided.
     """
     num_rows = logits.shape[0]
     num_valid = max(0, min(logits.shape[1], vocab_size - vocab_start))
     if num_rows == 0 or num_valid == 0:
         return torch.full((num_rows,), NO_CANDIDATE, dtype=torch.int64, device=logits.device)
-    partial = _best_of_chunks(logits, row_slot, temperature, seed, positions, vocab_start, num_valid)
     keys = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    _reduce_chunks(partial, row_slot, keys, None, None)
+    _reduce_chunks(_best_of_chunks(logits, draws, vocab_start, num_valid), draws.row_slot, keys)
     return keys
-
-
-def _reduce_chunks(
-    partial: torch.Tensor, row_slot: torch.Tensor, keys: torch.Tensor | None, last_token: torch.Tensor | None,
-    tokens: torch.Tensor | None,
-) -> None:  # fmt: skip
-    num_rows, num_chunks = partial.shape
-    padded = triton.next_power_of_2(num_chunks)
-    _reduce_chunks_kernel[(num_rows,)](
-        partial, row_slot, partial if keys is None else keys, partial if last_token is None else last_token,
-        partial if tokens is None else tokens, num_chunks, CHUNKS_PADDED=padded, WRITE_KEYS=keys is not None,
-        COMMIT=tokens is not None, num_warps=4 if padded > 128 else 1, **pdl_options(partial.device),
-    )  # fmt: skip
 
 
 def commit_tokens(
     keys: torch.Tensor, row_slot: torch.Tensor, last_token: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Unpacks the winners' keys int64 [B], writes them to last_token[row_slot] (int32 [S]) and returns them, int32 [B],
-    -1 for rows of slot -1."""
-    num_rows = keys.shape[0]
-    tokens = torch.empty(num_rows, dtype=torch.int32, device=keys.device) if out is None else out
-    if num_rows:
-        grid = (triton.cdiv(num_rows, 128),)
-        _commit_tokens_kernel[grid](keys, row_slot, last_token, tokens, num_rows, BLOCK=128, num_warps=4)
+    """Unpacks the winners' keys int64 [B] (of [B, n] the largest of each row), writes them to last_token[row_slot]
+    (int32 [S]) and returns them, int32 [B], -1 for rows of slot -1."""
+    tokens = torch.empty(len(keys), dtype=torch.int32, device=keys.device) if out is None else out
+    if len(keys):
+        _reduce_chunks(keys.view(len(keys), -1), row_slot, None, last_token, tokens)
     return tokens
 
 
 def sample_tokens(
-    logits: torch.Tensor, row_slot: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor,
-    positions: torch.Tensor, vocab_size: int, last_token: torch.Tensor, out: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    logits: torch.Tensor, draws: Draws, vocab_size: int, last_token: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """gumbel_argmax over the whole vocabulary and commit_tokens, for a single rank -> tokens int32 [B]. Rows of logits
     may be strided."""
-    num_rows = logits.shape[0]
-    tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device) if out is None else out
-    if num_rows:
-        num_valid = min(logits.shape[1], vocab_size)
-        partial = _best_of_chunks(logits, row_slot, temperature, seed, positions, 0, num_valid)
-        _reduce_chunks(partial, row_slot, None, last_token, tokens)
-    return tokens
+    keys = logits.new_empty(0, 1, dtype=torch.int64)
+    if len(logits):
+        keys = _best_of_chunks(logits, draws, 0, min(logits.shape[1], vocab_size))
+    return commit_tokens(keys, draws.row_slot, last_token, out)
 
 
-def gumbel_argmax_reference(
-    logits: torch.Tensor, row_slot: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor,
-    positions: torch.Tensor, vocab_start: int, vocab_size: int,
-) -> torch.Tensor:  # fmt: skip
+def gumbel_argmax_reference(logits: torch.Tensor, draws: Draws, vocab_start: int, vocab_size: int) -> torch.Tensor:
     """Plain twin of `gumbel_argmax`."""
+    row_slot, temperature, seed, positions = draws
     num_rows, num_ids = logits.shape
     num_valid = max(0, min(num_ids, vocab_size - vocab_start))
     if num_rows == 0 or num_valid == 0:
@@ -249,9 +235,8 @@ def commit_tokens_reference(
 
 
 def sample_tokens_reference(
-    logits: torch.Tensor, row_slot: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor,
-    positions: torch.Tensor, vocab_size: int, last_token: torch.Tensor, out: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    logits: torch.Tensor, draws: Draws, vocab_size: int, last_token: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Plain twin of `sample_tokens`."""
-    keys = gumbel_argmax_reference(logits, row_slot, temperature, seed, positions, 0, vocab_size)
-    return commit_tokens_reference(keys, row_slot, last_token, out)
+    keys = gumbel_argmax_reference(logits, draws, 0, vocab_size)
+    return commit_tokens_reference(keys, draws.row_slot, last_token, out)

@@ -5,7 +5,7 @@ import torch
 
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.sampling.candidates import load_ids
-from nanovllm.kernels.sampling.gumbel import MIN_TEMPERATURE, gumbel_argmax_reference, keys_to_tokens, pack_keys
+from nanovllm.kernels.sampling.gumbel import MIN_TEMPERATURE, Draws, gumbel_argmax_reference, keys_to_tokens, pack_keys
 from nanovllm.kernels.sampling.penalties import edit_logits_reference, is_allowed, load_penalties, penalise
 from nanovllm.kernels.sampling.rng import gumbel_noise, random_words, row_key
 from nanovllm.kernels.sampling.rows import Rows
@@ -150,8 +150,8 @@ def sample_kept_reference(
     if thresholds is not None:
         random = rows.temperature[slots.long()] >= MIN_TEMPERATURE
         x = x.masked_fill((x < thresholds.unsqueeze(1)) & random.unsqueeze(1), -torch.inf)
-    at = rows.positions[rows.target_rows.long()]
-    sampled = keys_to_tokens(gumbel_argmax_reference(x, slots, rows.temperature, rows.seed, at, 0, rows.vocab_size))
+    draws = Draws(slots, rows.temperature, rows.seed, rows.positions[rows.target_rows.long()])
+    sampled = keys_to_tokens(gumbel_argmax_reference(x, draws, 0, rows.vocab_size))
     rows.tokens[rows.target_rows.long()] = sampled
     rows.last_token[slots.long()] = sampled
     if counts is not None:
