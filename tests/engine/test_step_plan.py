@@ -1,7 +1,6 @@
 """The packed step says exactly what the plan says."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from simulation import Simulation, make_sequence
@@ -76,30 +75,6 @@ def test_round_trip(
         "seeds": [seq.seed for seq in new],
         "token_ids": token_ids,
     }
-
-
-@pytest.mark.parametrize("seed", [0, 1, -1, 2**31, 2**32, -(2**63), 2**63 - 1])
-@pytest.mark.parametrize("temperature", [0.0, 0.6, 1, 3.4e38])
-def test_sampling_parameters_travel_with_the_slot(seed: int, temperature: float) -> None:
-    simulation = Simulation(max_num_seqs=4)
-    request = simulation.add([1, 2], seed=seed, temperature=temperature)
-    simulation.launch()
-    slot = request.seq.slot
-    assert simulation.device.seed[slot] == seed
-    assert simulation.device.temperature[slot] == np.float32(temperature)
-
-
-def test_a_steady_decode_step_is_compact() -> None:
-    """Nothing per token of the past: its size depends on the slots only, save where a row starts a block."""
-    simulation = Simulation(num_blocks=400, block_size=16, max_num_seqs=8, depth=1)
-    for i in range(8):
-        simulation.add([i % 4] * 500, max_tokens=40)
-    sizes = []
-    for _ in range(30):
-        plan = simulation.step()
-        if plan.num_decode_rows == 8:
-            sizes.append(plan.pack(8).size - len(plan.block_updates))
-    assert set(sizes) == {HEADER_SIZE + 3 * 8}
 
 
 def test_a_growing_row_sends_its_new_block_only() -> None:

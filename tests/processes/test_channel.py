@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from timing import seconds
 
 from nanovllm.executor.channel import (
     CALL,
@@ -222,34 +221,6 @@ def test_work_is_what_a_process_computes_where_that_counts(ring: Ring, counts: b
     assert work_while(in_thread(compute).join) < 1e7, "nobody waits for the threads beside this one, which sleeps"
     assert (work_while(compute) > 2e8) is counts
     reader.close()
-
-
-def _echo(ring: Ring) -> None:
-    reader = ring.reader(spin_seconds=5.0)
-    while True:
-        reader.receive()
-        reader.mark_done()
-
-
-def test_latency_of_a_4_kb_step() -> None:
-    """From send_step to the reader's mark_done, seen from the writer's side: there and back, with a spinning reader."""
-    ring = Ring()
-    worker = multiprocessing.get_context("fork").Process(target=_echo, args=(ring,), daemon=True)
-    worker.start()
-    step = np.arange(1024, dtype=np.int32)
-
-    def round_trip() -> None:
-        ring.writer.send_step(step, never)
-        while ring.writer.num_done(0) != ring.writer.num_sent:
-            pass
-
-    try:
-        # Tens of microseconds where both sides have a core to themselves; a busy machine has none to give.
-        assert seconds(round_trip, rounds=500, warmup=100)[0] < 5e-3
-    finally:
-        worker.kill()
-        worker.join()
-        ring.close()
 
 
 def test_a_slot_is_read_behind_a_fence(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
