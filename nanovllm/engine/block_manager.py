@@ -37,13 +37,9 @@ _LEAST_COPIED = 16
 _ROOT_OF_SALT = b"cache_salt="
 
 
-def _root_hash(seq: Sequence) -> bytes:
-    """What the hash of a row's first block continues."""
-    return _root_of(seq.params.cache_salt)
-
-
 def _root_of(salt: str | None) -> bytes:
-    """Nothing, or a cache_salt: longer than a block's hash, so that it equals none."""
+    """What the hash of a row's first block continues: nothing, or a cache_salt, which is longer than a block's hash, so
+    that it equals none."""
     return b"" if salt is None else _ROOT_OF_SALT.ljust(32, b".") + salt.encode("utf-8", "surrogatepass")
 
 
@@ -91,7 +87,7 @@ class BlockManager:
         """
         most_tokens = seq.num_tokens - 1 if most_tokens is None else most_tokens
         hits: list[int] = []
-        parent = _root_hash(seq)
+        parent = _root_of(seq.params.cache_salt)
         if self.enable_prefix_caching:
             size = self.block_size
             for start in range(0, most_tokens // size * size, size):
@@ -201,7 +197,7 @@ class BlockManager:
                     self._free.move_to_end(block_id, last=False)  # nothing to find in it: reuse it before any hit
         seq.block_table = []
         seq.num_hashed_blocks = 0
-        seq.parent_hash = _root_hash(seq)
+        seq.parent_hash = _root_of(seq.params.cache_salt)
         seq.is_stale = False
         seq.epoch += 1
 

@@ -125,7 +125,7 @@ class CheckpointWeight:
         if found != wanted and not (self.is_scale and _core(found) == _core(wanted)):
             raise ValueError(f"weight {self.name!r} has shape {found}, the configuration needs {wanted}")
         if self.is_scale:
-            values = _all_of(source).float()
+            values = all_of(source).float()
             bad = values[~(values > 0) | values.isinf()]
             if bad.numel():
                 raise ValueError(f"weight {self.name!r} holds {bad[0].item()}: scales must be finite and > 0")
@@ -173,7 +173,7 @@ class CheckpointWeight:
         if self.is_scale and not _core(self.shape):
             self.check(source)
             for shard in self.shards:
-                shard.target.copy_(_all_of(source).flatten())
+                shard.target.copy_(all_of(source).flatten())
         elif self.is_wide(source):
             self.check(source)
             for shard in self.shards:
@@ -194,7 +194,7 @@ def _core(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape
 
 
-def _all_of(source: TensorSource) -> torch.Tensor:
+def all_of(source: TensorSource) -> torch.Tensor:
     """The whole tensor, of which a scalar is [1]."""
     if isinstance(source, torch.Tensor):
         return source.reshape(source.shape or 1)

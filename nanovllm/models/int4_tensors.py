@@ -20,7 +20,7 @@ import torch
 from nanovllm.kernels.gemm import int4
 from nanovllm.kernels.gemm.int4 import SPAN, WORDS, ZERO
 from nanovllm.layers.int4 import SCALES, ZEROS
-from nanovllm.layers.weights import CheckpointWeight, TensorSource
+from nanovllm.layers.weights import CheckpointWeight, TensorSource, all_of
 from nanovllm.model_config import ModelConfig, Quantization
 
 _INTERLEAVED = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -129,10 +129,6 @@ class Made:
         return self.make().narrow(dim, start, length)
 
 
-def _all_of(source: TensorSource) -> torch.Tensor:
-    return source.narrow(0, 0, source.shape[0])
-
-
 def reader_for(
     config: ModelConfig, weights: Iterable[CheckpointWeight], dtype: torch.dtype, device: torch.device
 ) -> "Int4Reader | None":
@@ -178,7 +174,7 @@ class Int4Reader:
         elif kind in ("qzeros", ZEROS):
             size = (self._rows[weight], tensor.shape[1 if kind == ZEROS else 0])
             yield f"{path}.{ZEROS}", self._of_groups(size, torch.float32, lambda: self._zeros(name, tensor, size[0]))
-        elif kind == "bias" and name not in self._has_bias and not _all_of(tensor).any():
+        elif kind == "bias" and name not in self._has_bias and not all_of(tensor).any():
             return  # some tools write zeros where a layer has none
         elif kind != "weight_shape":
             yield name, tensor
@@ -190,7 +186,7 @@ class Int4Reader:
 
     def _check_order(self, name: str, tensor: TensorSource) -> None:
         """Columns must be in the order of their groups."""
-        index = _all_of(tensor).long()
+        index = all_of(tensor).long()
         group = self.quantization.group or len(index)
         wanted = torch.arange(len(index), device=index.device) // group
         if not torch.equal(index, wanted):
@@ -218,12 +214,12 @@ class Int4Reader:
         return Made(held, dtype, lambda: make().repeat_interleave(times, dim=-1))
 
     def _scales(self, tensor: TensorSource, by_group: bool) -> torch.Tensor:
-        values = _all_of(tensor)
+        values = all_of(tensor)
         return values.T if by_group else values
 
     def _zeros(self, name: str, tensor: TensorSource, rows: int) -> torch.Tensor:
         """float32 [rows, groups]."""
-        values, layout = _all_of(tensor).to(self.device), self.quantization.layout
+        values, layout = all_of(tensor).to(self.device), self.quantization.layout
         if values.dtype == torch.int8:  # of old compressed-tensors: not packed
             return values.float() + ZERO
         by_rows = values if layout != "compressed-tensors" else values.T.contiguous()

@@ -2,14 +2,15 @@
 
 import base64
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from nanovllm.errors import refuse
 
+Item = TypeVar("Item")
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 
@@ -75,14 +76,16 @@ def unpacked(memory: torch.Tensor, entries: list[Entry]) -> NamedTensors:
         yield entry.name, part.view(entry.dtype).view(entry.shape)
 
 
-def grouped(entries: Iterable[Entry], limit: int) -> Iterator[list[Entry]]:
-    """Entries in order, cut after each whose sum of bytes passes `limit`."""
-    group: list[Entry] = []
-    for entry in entries:
-        group.append(entry)
-        if sum(one.nbytes for one in group) > limit:
+def grouped(items: Iterable[Item], limit: int, nbytes: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Items in order, cut after each with which the sum of bytes passes `limit`."""
+    group: list[Item] = []
+    size = 0
+    for item in items:
+        group.append(item)
+        size += nbytes(item)
+        if size > limit:
             yield group
-            group = []
+            group, size = [], 0
     if group:
         yield group
 

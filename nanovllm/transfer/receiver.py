@@ -1,6 +1,7 @@
 """New weights for an engine from a trainer elsewhere, call by call as vLLM's weight transfer has them."""
 
 from collections.abc import Iterable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.errors import is_integer, refuse
-from nanovllm.transfer.buckets import NamedTensors, as_bytes, entries_of, grouped, unpacked
+from nanovllm.transfer.buckets import as_bytes, entries_of, grouped, unpacked
 from nanovllm.transfer.group import Broadcast, open_group
 from nanovllm.transfer.shared import MappedBuckets
 
@@ -93,15 +94,11 @@ class WeightReceiver:
         if self._group is None:
             raise RuntimeError("update_weights: no group was joined: call init_weight_transfer_engine first")
         limit = _bytes_together({**self._init_info, **update_info})
-        for group in grouped(entries_of(update_info), limit):
-            self._engine.update(self._received(sum(entry.nbytes for entry in group), group))
-
-    def _received(self, nbytes: int, entries: list[Any]) -> NamedTensors:
-        assert self._group is not None
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        if nbytes:
-            self._group.broadcast(memory, 0)
-        return unpacked(memory, entries)
+        for group in grouped(entries_of(update_info), limit, attrgetter("nbytes")):
+            memory = torch.empty(sum(entry.nbytes for entry in group), dtype=torch.uint8, device=self._device)
+            if memory.numel():
+                self._group.broadcast(memory, 0)
+            self._engine.update(unpacked(memory, group))
 
     def load_folder(self, folder: str, in_flight: str = "recompute", version: int | None = None) -> int:
         """LLM.load_weights of a folder; returns the version."""
@@ -133,18 +130,10 @@ class WeightSender:
 
     def send(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Broadcasts all, in the order that the receivers' update_info names; DTensors are gathered."""
-        limit = _bytes_together(self._init_info)
-        waiting: list[torch.Tensor] = []
-        for _, tensor in weights:
-            waiting.append(as_bytes(tensor).to(self._device))
-            if sum(map(torch.Tensor.numel, waiting)) > limit:
-                self._broadcast(waiting)
-        self._broadcast(waiting)
-
-    def _broadcast(self, waiting: list[torch.Tensor]) -> None:
-        if waiting:
-            memory = torch.cat(waiting)
-            waiting.clear()
+        contents = (as_bytes(tensor).to(self._device) for _, tensor in weights)
+        for group in grouped(contents, _bytes_together(self._init_info), torch.Tensor.numel):
+            memory = torch.cat(group)
+            group.clear()
             if memory.numel():
                 self._group.broadcast(memory, 0)
 
