@@ -26,35 +26,62 @@ OPTIMISATIONS = {
 }
 """What EngineConfig.disable takes, and what happens without each. Tokens stay the same, up to rounding."""
 
-_PATHS = {"model": "a path or hub id", "tokenizer": "a path or hub id", "kernel_choices": "a path", "trace": "a path"}
-_WORDS = {
-    "device": ("auto", "cuda", "cpu"),
-    "dtype": ("auto", *DTYPES),
-    "quantization": ("fp8", "int4"),
-    "exact_bits": ("batch", "tp"),
-    "data_parallel_backend": ("local", "ray"),
-    "logprobs_mode": ("raw", "processed"),
-    "load_format": ("auto", "dummy"),
-    "model_impl": ("auto", "native", "transformers"),
-    "kv_cache_dtype": ("auto", "fp8"),
-    "attention_backend": ("auto", "flash", "triton", "torch", "flex"),
+Bound = tuple[Callable[[Any], bool], str]
+"""What a value must be: a test, and the words for it."""
+
+
+def _one_of(*words: str) -> Bound:
+    return lambda value: value in words, "one of " + ", ".join(map(repr, words))
+
+
+def _integer(low: int, high: int | None = None) -> Bound:
+    bound = f"an integer >= {low}" if high is None else f"an integer in {low}..{high}"
+    return lambda value: is_integer(value) and low <= value and (high is None or value <= high), bound
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, (str, os.PathLike)) and bool(str(value))
+
+
+_FLAG: Bound = (lambda value: isinstance(value, bool), "True or False")
+_POSITIVE: Bound = (lambda value: is_number(value) and value > 0, "a finite number > 0")
+_BOUNDS: dict[str, Bound] = {
+    "model": (_is_path, "a path or hub id"),
+    "tokenizer": (_is_path, "a path or hub id"),
+    "tensor_parallel_size": _integer(1, MAX_TENSOR_PARALLEL_SIZE),
+    "data_parallel_size": _integer(1, MAX_DATA_PARALLEL_SIZE),
+    "data_parallel_backend": _one_of("local", "ray"),
+    "ray_address": (lambda value: isinstance(value, str), "a text such as 'auto'"),
+    "device": _one_of("auto", "cuda", "cpu"),
+    "dtype": _one_of("auto", *DTYPES),
+    "seed": _integer(0, 2**63 - 1),
+    "load_format": _one_of("auto", "dummy"),
+    "model_impl": _one_of("auto", "native", "transformers"),
+    "quantization": _one_of("fp8", "int4"),
+    "exact_bits": _one_of("batch", "tp"),
+    "hf_overrides": (lambda value: isinstance(value, dict), "a dict of config.json entries"),
+    "max_model_len": _integer(1),
+    "max_num_seqs": _integer(1),
+    "max_num_batched_tokens": _integer(1),
+    "max_num_prefill_tokens_with_decodes": _integer(1),
+    "max_num_partial_prefills": _integer(1),
+    "max_long_partial_prefills": _integer(1),
+    "long_prefill_token_threshold": _integer(0),
+    "max_queued_requests": _integer(1),
+    "gpu_memory_utilization": (lambda value: is_number(value) and 0 < value <= 1, "a number in (0, 1]"),
+    "num_kvcache_blocks": _integer(1),
+    "kvcache_block_size": _integer(16),
+    "cpu_kvcache_gib": _POSITIVE,
+    "kv_cache_dtype": _one_of("auto", "fp8"),
+    "attention_backend": _one_of("auto", "flash", "triton", "torch", "flex"),
+    "score_mod": (callable, "a function"),
+    "mask_mod": (callable, "a function"),
+    "kernel_choices": (_is_path, "a path"),
+    "logprobs_mode": _one_of("raw", "processed"),
+    "trace": (_is_path, "a path"),
+    "step_timeout": _POSITIVE,
 }
-_INTEGERS: dict[str, tuple[int, int | None]] = {
-    "tensor_parallel_size": (1, MAX_TENSOR_PARALLEL_SIZE),
-    "data_parallel_size": (1, MAX_DATA_PARALLEL_SIZE),
-    "seed": (0, 2**63 - 1),
-    "max_model_len": (1, None),
-    "max_num_seqs": (1, None),
-    "max_num_batched_tokens": (1, None),
-    "max_num_prefill_tokens_with_decodes": (1, None),
-    "max_num_partial_prefills": (1, None),
-    "max_long_partial_prefills": (1, None),
-    "long_prefill_token_threshold": (0, None),
-    "max_queued_requests": (1, None),
-    "num_kvcache_blocks": (1, None),
-    "kvcache_block_size": (16, None),
-}
-"""Option -> least and greatest value."""
+"""Of each option by itself; all others are flags. An option whose default is None may be left open."""
 
 
 def _require(condition: bool, option: str, value: Any, bound: str) -> None:
@@ -176,43 +203,17 @@ class EngineConfig:
     """Seconds after which a step (or a worker) without progress is an error; compiling does not count."""
 
     def __post_init__(self) -> None:
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if value is not None or option.default is not None:
-                self._check(option.name, value, option.type is bool)
-        self._check_pairs()
-
-    def _check(self, option: str, value: Any, is_flag: bool) -> None:
-        """One option by itself, which is not left open."""
-        if is_flag:
-            _require(isinstance(value, bool), option, value, "True or False")
-        elif option in _PATHS:
-            _require(isinstance(value, (str, os.PathLike)) and bool(str(value)), option, value, _PATHS[option])
-            object.__setattr__(self, option, str(value))
-        elif option in _WORDS:
-            _require(value in _WORDS[option], option, value, "one of " + ", ".join(map(repr, _WORDS[option])))
-        elif option in _INTEGERS:
-            low, high = _INTEGERS[option]
-            bound = f"an integer >= {low}" if high is None else f"an integer in {low}..{high}"
-            _require(is_integer(value) and low <= value and (high is None or value <= high), option, value, bound)
-            if option == "kvcache_block_size":
-                _require(value % 16 == 0, option, value, "a multiple of 16")
-        elif option in ("cpu_kvcache_gib", "step_timeout"):
-            _require(is_number(value) and value > 0, option, value, "a finite number > 0")
-        elif option == "gpu_memory_utilization":
-            _require(is_number(value) and 0 < value <= 1, option, value, "a number in (0, 1]")
-        elif option == "hf_overrides":
-            _require(isinstance(value, dict), option, value, "a dict of config.json entries")
-        elif option == "disable":
-            object.__setattr__(self, option, _disabled(value))
-        elif option == "ray_address":
-            _require(isinstance(value, str), option, value, "a text such as 'auto'")
-        else:
-            assert option in ("score_mod", "mask_mod"), option
-            _require(callable(value), option, value, "a function")
-
-    def _check_pairs(self) -> None:
-        """Options that need another one."""
+        object.__setattr__(self, "disable", _disabled(self.disable))
+        for entry in fields(self):
+            option, value = entry.name, getattr(self, entry.name)
+            if option == "disable" or (value is None and entry.default is None):
+                continue
+            holds, bound = _BOUNDS.get(option, _FLAG)
+            _require(holds(value), option, value, bound)
+            if holds is _is_path:
+                object.__setattr__(self, option, str(value))
+        size = self.kvcache_block_size
+        _require(size is None or size % 16 == 0, "kvcache_block_size", size, "a multiple of 16")
         if self.ray_address is not None and self.data_parallel_backend != "ray":
             refuse("ray_address", self.ray_address, "None, or go with data_parallel_backend='ray'")
         for option in ("score_mod", "mask_mod"):
