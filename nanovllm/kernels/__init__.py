@@ -18,7 +18,6 @@ class Kernels:
     what they compute."""
 
     embed_shard: Annotated[Callable[..., torch.Tensor], "pointwise.embedding"]
-    rms_norm: Annotated[Callable[..., torch.Tensor], "pointwise.norm"]
     add_norms: Annotated[Callable[..., tuple[torch.Tensor, torch.Tensor]], "pointwise.norm"]
     add_norms_fp8: Annotated[Callable[..., tuple[FP8Rows, torch.Tensor]], "pointwise.norm"]
     silu_mul: Annotated[Callable[..., torch.Tensor], "pointwise.activation"]

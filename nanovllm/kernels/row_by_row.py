@@ -20,9 +20,6 @@ from nanovllm.kernels.pointwise.rope import QKNormRope
 def row_by_row(kernels: Kernels) -> Kernels:
     """The same functions, each with as many calls as rows. Not those that only move values or compare them."""
 
-    def rms_norm(x: Tensor, *rest: Any) -> Tensor:
-        return _joined(len(x), lambda own: kernels.rms_norm(x[own], *rest))
-
     def add_norms(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
         rows = [slice(row, row + 1) for row in range(x.shape[-2])] or [slice(0)]
         outs = [kernels.add_norms(x[..., own, :], _some(residual, own), *rest) for own in rows]
@@ -56,7 +53,7 @@ def row_by_row(kernels: Kernels) -> Kernels:
         return _joined(len(rows), of_row)
 
     return replace(
-        _experts_row_by_row(kernels), rms_norm=rms_norm, add_norms=add_norms, activation=activation,
+        _experts_row_by_row(kernels), add_norms=add_norms, activation=activation,
         silu_mul=lambda x: activation(x, "silu", True), qk_norm_rope_store=qk_norm_rope_store,
         qk_mean_squares=qk_mean_squares, token_logprobs=token_logprobs,
     )  # fmt: skip

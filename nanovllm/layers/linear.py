@@ -151,7 +151,7 @@ class ParallelLinear(WeightedModule):
         """RMSNorm of x [T, in], then this layer: [T, out]."""
         config = self.fuses(x.shape[0])
         if config is None:
-            return self(kernels.rms_norm(x, norm.weight, norm.eps))
+            return self(kernels.add_norms(x, None, norm)[0])
         return self._fused(x, config, norm=norm)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -202,7 +202,7 @@ class MergedColumnParallelLinear(ParallelLinear):
         """RMSNorm of x [T, in], this layer as gate and up, SiLU(gate) * up: [T, out / 2]."""
         config = self.fuses(x.shape[0])
         if config is None:
-            return self.forward_silu_mul(kernels.rms_norm(x, norm.weight, norm.eps), kernels)
+            return self.forward_silu_mul(kernels.add_norms(x, None, norm)[0], kernels)
         return self._fused(x, config, norm=norm, gated=True)
 
     def forward_silu_mul(

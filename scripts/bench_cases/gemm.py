@@ -103,7 +103,7 @@ class Projection:
         if kind in SUMMED:
             product = matmul(self.x, weight, config)
             return self.residual.add_(product.sum(0) if product.ndim == 3 else product)
-        x = self.kernels.rms_norm(self.x, self.gain_in, EPS)
+        x, _ = self.kernels.add_norms(self.x, None, Norm(self.gain_in, EPS))
         if kind == "gate_up" and config.kernel == "decode":
             return decode.linear(x, weight, config, gated=True)
         return self._followed(matmul(x, weight, config))

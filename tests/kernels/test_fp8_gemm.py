@@ -170,11 +170,11 @@ def test_experts_of_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
             return values, scales.t().contiguous().t()
 
         monkeypatch.setattr(few_experts, "quantize_rows", rounded)
-        normed = FP8Rows(*rounded(norm.rms_norm_reference(residual, gain, 1e-6)), residual.dtype)
+        normed = FP8Rows(*rounded(norm.norm_reference(residual, norm.Norm(gain, 1e-6))), residual.dtype)
         monkeypatch.setattr(few_experts, "add_norms_fp8", lambda *_: (normed, None))
     routing = route_reference(logits[None, :, :experts], TopK(experts, 2), 16)
     config = GroupedConfig(16, 64, 128, 2)
-    x = norm.rms_norm_reference(residual, gain, 1e-6)
+    x = norm.norm_reference(residual, norm.Norm(gain, 1e-6))
     h = grouped.expert_gate_up_reference(x, up, routing, config, grouped.ExpertActivation())
     want = residual + grouped.expert_down_reference(h, down, routing, config, torch.float32).sum(0)
     got = few_experts.add_experts(residual.clone(), norm.Norm(gain, 1e-6), logits, TopK(experts, 2), up, down)

@@ -11,7 +11,7 @@ from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import GROUP
 from nanovllm.kernels.fp8.row import fp8_row_kernel
 from nanovllm.kernels.gemm.choice import GemmConfig
-from nanovllm.kernels.pointwise.norm import Norm, rms_norm
+from nanovllm.kernels.pointwise.norm import Norm, add_norms
 
 
 def linear(
@@ -30,7 +30,7 @@ def linear(
         raise ValueError(f"weight {list(values.shape)}: 16s of rows must share scales, not {weight.rows_each}")
     if isinstance(x, Tensor) and (residual is not None or weight.input_scale is not None):
         # Before a residual a kernel of its own takes less time.
-        x = x if norm is None else rms_norm(x, norm.weight, norm.eps)
+        x = x if norm is None else add_norms(x, None, norm)[0]
         x, norm = FP8Rows(*quantize_rows(x, weight.input_scale), dtype), None
     out = torch.empty(1, n_out, dtype=dtype, device=values.device) if residual is None else residual
     steps = triton.cdiv(k, config.block_k)

@@ -167,14 +167,6 @@ def _launch(
     return out
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T, H], weight [H] -> x / sqrt(mean(x ** 2) + eps) * weight, [T, H] in x's dtype; x is left alone. Rows of x
-    may be strided, `out` is contiguous and may be x."""
-    if out is None:
-        out = empty_rows(x.shape[0], x.shape[1], x.dtype, x.device)
-    return _launch(x, None, Norm(weight, eps), out)
-
-
 def add_norms(
     x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, after: Norm | None = None,
     multiplier: float = 1.0,
@@ -203,16 +195,6 @@ def add_norms_fp8(
     return found, like
 
 
-def rms_norm_reference(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Plain twin of `rms_norm`."""
-    x32 = x.float()
-    inverse_rms = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    normed = weight * (x32 * inverse_rms).to(x.dtype)
-    return normed if out is None else out.copy_(normed)
-
-
 def add_up(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[parts, T, hidden] -> their float32 sum, rounded once, [T, hidden]; added in pairs, as in_pairs does."""
     sums = list(parts.float())
@@ -223,12 +205,13 @@ def add_up(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def norm_reference(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """x [T, H] -> normalised [T, H] in x's dtype; see Norm."""
-    if norm.kind == "rms":
-        return rms_norm_reference(x, norm.weight, norm.eps)
     x32 = x.float()
     if norm.kind == "layer":
         x32 = x32 - x32.mean(-1, keepdim=True)
-    normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.float()
+    normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + norm.eps)
+    if norm.kind == "rms":
+        return norm.weight * normed.to(x.dtype)
+    normed = normed * norm.weight.float()
     return (normed if norm.bias is None else normed + norm.bias.float()).to(x.dtype)
 
 
