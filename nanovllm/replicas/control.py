@@ -1,17 +1,20 @@
 """What a trainer does to several replicas as one: the part of ReplicatedEngine that asks all of them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.control import IN_FLIGHT, incomplete
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import refuse
+from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import StepColumns
 from nanovllm.replicas.inbox import Inbox
 from nanovllm.replicas.link import ReplicaLink
 from nanovllm.replicas.messages import Answer
+from nanovllm.replicas.ranks import ReplicaRanks
 from nanovllm.replicas.router import Router
 from nanovllm.replicas.weights import buckets
+from nanovllm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -23,19 +26,23 @@ WAKE = (None, None)
 class ReplicaControl(LLMEngine):
     """Between two steps, by the thread that may step; but abort_all, pause_steps and resume from any thread."""
 
-    _links: list[ReplicaLink | None]
-    _events: Inbox
-    _router: Router
-    _num_calls: int
-    _answers: dict[ReplicaLink, Answer]
-    """To the last call."""
-    _weights_replaced: bool
-    _falls_asleep = False
-    """Whether a call of `sleep` is on its way."""
-    _lost_asleep: list[int]
-    """Replicas to start again when the others wake up."""
-    _lost_stale: list[int]
-    """Replicas to start again when all weights come anew: their checkpoint has others."""
+    def __init__(
+        self, links: Sequence[ReplicaLink], inbox: Inbox, router: Router, ranks: ReplicaRanks,
+        model_config: ModelConfig, tokenizer: Tokenizer,
+    ) -> None:  # fmt: skip
+        super().__init__(ranks, model_config, tokenizer)  # type: ignore[arg-type]
+        self._links: list[ReplicaLink | None] = list(links)
+        self._events, self._router = inbox, router
+        self._num_calls = 0
+        self._answers: dict[ReplicaLink, Answer] = {}
+        """To the last call."""
+        self._weights_replaced = False
+        self._falls_asleep = False
+        """Whether a call of `sleep` is on its way."""
+        self._lost_asleep: list[int] = []
+        """Replicas to start again when the others wake up."""
+        self._lost_stale: list[int] = []
+        """Replicas to start again when all weights come anew: their checkpoint has others."""
 
     def _take_events_in(self, columns: StepColumns, waits: bool) -> None:
         raise NotImplementedError

@@ -48,33 +48,24 @@ class ReplicatedEngine(ReplicaControl):
             ready[0].config, data_parallel_size=len(links), ray_address=config.ray_address,
             data_parallel_backend=config.data_parallel_backend or "local",
         )  # fmt: skip
-        super().__init__(ReplicaRanks(resolved, num_blocks, self._ask), model_config, tokenizer)  # type: ignore[arg-type]
-        config = resolved
-        self._links: list[ReplicaLink | None] = list(links)
-        self._restart, self._events = restart, inbox
+        assert resolved.kvcache_block_size
+        router = Router(len(links), resolved.kvcache_block_size, num_blocks, resolved.max_num_seqs)
+        for number in range(len(links)):
+            router.join(number)
+        ranks = ReplicaRanks(resolved, num_blocks, self._ask)
+        super().__init__(links, inbox, router, ranks, model_config, tokenizer)
+        self._restart = restart
         self._infos = [one.info for one in ready]
         self._num_restarts = [0] * len(links)
-        assert config.kvcache_block_size
-        self._router = Router(len(links), config.kvcache_block_size, num_blocks, config.max_num_seqs)
-        for number in range(len(links)):
-            self._router.join(number)
         self._live: dict[int, RequestState] = {}
         self._plain: dict[int, Row] = {}
         """Rows of requests in flight that do nothing but gain tokens, until their end."""
         self._stats: dict[ReplicaLink, EngineStats] = {}
         """The last of each link, those of lost ones too: counters go on."""
         self._computed: dict[ReplicaLink, tuple[int, int]] = {}
-        self._weights_replaced = False
         self._spin_until = 0.0
         self.at_close: list[Callable[[], None]] = []
         """What ends with the replicas."""
-        self._num_calls = 0
-        self._answers: dict[ReplicaLink, Answer] = {}
-        """To the last call."""
-        self._lost_asleep: list[int] = []
-        """Replicas to start again when the others wake up."""
-        self._lost_stale: list[int] = []
-        """Replicas to start again when all weights come anew: their checkpoint has others."""
 
     # -- requests -----------------------------------------------------------------------------------------------
 
