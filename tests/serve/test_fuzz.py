@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 from serving import Server, user, wait_for
 
-_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%s"
+_HEAD = b"POST %s HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%s"
+_CHAT = b"/v1/chat/completions"
 _VALUES: list[Any] = [
     *(None, 1, -1, 0.5, "x", [], {}, [1], ["a"], {"a": 1}, {"5": 1}, True, 10**12, [[1]], [None], [{}], 1e300)
 ]
@@ -18,6 +19,24 @@ _NAMES = (
     *("stream_options", "structured_outputs", "response_format", "chat_template_kwargs", "bad_words", "min_tokens"),
     *("truncate_prompt_tokens", "stop_token_ids", "allowed_token_ids", "logprobs", "top_logprobs", "stop"),
 )
+_DIALECTS: dict[bytes, dict[str, Any]] = {
+    b"/v1/responses": {
+        "input": [
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "a"}]},
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": "a"}, *user("hello"),
+        ],
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
+        "tools": [{"type": "function", "name": "f"}], "text": {"format": {"type": "text"}}, "max_output_tokens": 2,
+    },
+    b"/v1/messages": {
+        "messages": [
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "a"}]},
+        ],
+        "tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "auto"}, "system": "a", "max_tokens": 2,
+    },
+}  # fmt: skip
 _EXTRAS: list[dict[str, Any]] = [
     *({}, {}, {"logprobs": True, "top_logprobs": 5}, {"stop": ["e", " "]}, {"response_format": {"type": "json_object"}})
 ]
@@ -29,6 +48,24 @@ def random_body(rng: random.Random) -> bytes:
     for _ in range(rng.randint(0, 2)):
         body[rng.choice(_NAMES)] = rng.choice(_VALUES)
     return json.dumps(body).encode()
+
+
+def spoiled(rng: random.Random, value: Any) -> Any:
+    """A body with another value somewhere in it."""
+    if isinstance(value, (dict, list)) and value and rng.random() < 0.8:
+        place = rng.choice([*value] if isinstance(value, dict) else range(len(value)))
+        value = value.copy()
+        value[place] = spoiled(rng, value[place])
+        return value
+    return rng.choice(_VALUES)
+
+
+def test_dialects(client: httpx.Client) -> None:
+    rng = random.Random(7)
+    for _ in range(300):
+        path = rng.choice([*_DIALECTS])
+        body = spoiled(rng, _DIALECTS[path])
+        assert client.post(path.decode(), json=body).status_code in (200, 400, 404), body
 
 
 def mangled(rng: random.Random, message: bytes) -> bytes:
@@ -50,7 +87,7 @@ def test_random_requests(server: Server) -> None:
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.settimeout(20)
             try:
-                message = _HEAD % (len(body), body)
+                message = _HEAD % (_CHAT, len(body), body)
                 sent = mangled(rng, message)
                 connection.sendall(sent)
                 if rng.random() < 0.4:  # leaves
@@ -75,7 +112,7 @@ def test_clients_that_leave_as_tokens_come(server: Server) -> None:
     ).encode()
     waiting = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(60)]
     for connection in waiting:
-        connection.sendall(_HEAD % (len(body), body))
+        connection.sendall(_HEAD % (_CHAT, len(body), body))
     whole, leaving = waiting[:5], waiting[5:]
     for connection in leaving:
         time.sleep(rng.random() * 0.02)
