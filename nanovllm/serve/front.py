@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import nanovllm
-from nanovllm.serve import errors, frames, limits
+from nanovllm.serve import errors, frames
 from nanovllm.serve.api import dialects
+from nanovllm.serve.api import fields as api
 from nanovllm.serve.api.routes import ADMIN_ROUTES, ROUTES
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.http.app import App, Handler, Route
@@ -22,7 +23,6 @@ from nanovllm.serve.link import EngineLink
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.parsers import OutputParser
-from nanovllm.serve.request import Request
 from nanovllm.serve.streams import Streams
 from nanovllm.serve.text import FrontTokenizer
 from nanovllm.startup.child import freeze_objects
@@ -202,7 +202,8 @@ class Front:
             if self.streams.num_rows < most:
                 return
             self.metrics.rejected["queue_full"] += 1
-            raise limits.overloaded(most)
+            message = f"the server is full: {most} requests are in flight (--max-num-queued-reqs)"
+            raise ApiError(503, message, "server_overloaded")
         if self.state == "loading":
             self.metrics.rejected["loading"] += 1
             stage, percent = self.progress
@@ -216,17 +217,21 @@ class Front:
         if not self.info:
             self.admit()
 
+    def read(self, call: Call, kind: type[api.Fields], body: dict[str, Any]) -> api.Fields:
+        """The fields of a request; those that mean nothing here are named in a header. Raises ApiError."""
+        fields, ignored = api.read(kind, body, self.options.strict_fields)
+        if ignored:
+            text = "".join(each if " " <= each <= "~" else "?" for each in ", ".join(ignored)[:500])
+            logger.debug("request %s: ignored fields: %s", call.request_id, text)
+            call.notes.append((b"x-ignored-fields", text.encode()))
+        self.check_model(fields.model)
+        return fields
+
     def check_model(self, name: Any) -> None:
         """Raises ApiError (404) where a request asks for another model."""
         if name is not None and name not in self.names:
             shown = str(name)[:200]
             raise ApiError(404, f"The model `{shown}` does not exist", "model_not_found", "model")
-
-    def note_ignored(self, call: Call, ignored: list[str]) -> None:
-        if ignored:
-            text = "".join(each if " " <= each <= "~" else "?" for each in ", ".join(ignored)[:500])
-            logger.debug("request %s: ignored fields: %s", call.request_id, text)
-            call.notes.append((b"x-ignored-fields", text.encode()))
 
     async def in_pool(self, work: Callable[[], Result], characters: int = 1 << 30) -> Result:
         """Runs what may take long in one of two threads; on a text of few `characters`, at once, which costs less. A
@@ -234,18 +239,17 @@ class Front:
         with errors.refusing():
             return work() if characters <= _SHORT else await self._loop.run_in_executor(self._pool, work)
 
-    def submit(self, request: Request, params: dict[str, Any], max_tokens: list[int]) -> None:
+    def submit(self, request: "Answer") -> None:
         """Hands a request to the engine, each prompt as one of its own. Raises ApiError where it cannot be taken."""
         self.admit()
-        self.metrics.count_request(request.n, max(max_tokens))
-        least = params.get("min_tokens", 0)
+        self.metrics.count_request(request.n, max(request.max_tokens))
         ids = self.streams.add(request)
         self.is_idle.clear()
         if self._sweeper is None:
             self._sweeper = self._loop.call_later(1.0, self._sweep)
-        for request_id, prompt, most in zip(ids, request.prompts, max_tokens, strict=True):
-            own = {**params, "max_tokens": most}
-            if least > most:
+        for request_id, prompt, most in zip(ids, request.prompts, request.max_tokens, strict=True):
+            own = {**request.params, "max_tokens": most}
+            if own.get("min_tokens", 0) > most:
                 own["min_tokens"] = most
             self.link.send(frames.Add(request_id, array("i", prompt).tobytes(), own))
 

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from nanovllm.serve.errors import ApiError, bad_request
+from nanovllm.serve.errors import bad_request
 
 HEADER_BYTES = 64 << 10
 HEADER_COUNT = 100
@@ -120,8 +120,3 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 def _outside_texts(body: bytes) -> list[bytes]:
     return body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2]
-
-
-def overloaded(most: int) -> ApiError:
-    message = f"the server is full: {most} requests are in flight (--max-num-queued-reqs)"
-    return ApiError(503, message, "server_overloaded")

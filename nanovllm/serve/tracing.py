@@ -67,7 +67,7 @@ def _attributes(request: "Answer", now: float) -> dict[str, Any]:
         "gen_ai.provider.name": "nanovllm",
         "gen_ai.request.id": request.id,
         "gen_ai.request.model": request.fields.model or request.front.name,
-        "gen_ai.request.max_tokens": request.max_tokens,
+        "gen_ai.request.max_tokens": max(request.max_tokens),
         "gen_ai.response.id": request.id,
         "gen_ai.response.model": request.front.name,
         "gen_ai.response.finish_reasons": [

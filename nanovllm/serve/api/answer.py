@@ -27,15 +27,14 @@ class Answer(Request):
     needs_ids = False
 
     def __init__(
-        self, front: "Front", call: Call, fields: api.CommonFields, prompts: list[list[int]], params: dict[str, Any]
-    ) -> None:
-        """`params`: fields of SamplingParams, for all prompts."""
+        self, front: "Front", call: Call, fields: api.CommonFields, prompts: list[list[int]], params: dict[str, Any],
+        max_tokens: list[int],
+    ) -> None:  # fmt: skip
+        """`params`: fields of SamplingParams, for all prompts; `max_tokens`: of each."""
         super().__init__(call.given_id or self.id_prefix + call.request_id, prompts, front.now())
         self.call_id = call.request_id
-        self.fields, self.front, self.params = fields, front, params
+        self.fields, self.front, self.params, self.max_tokens = fields, front, params, max_tokens
         self.trace_headers = call.trace_headers if front.tracer is not None else {}
-        self.max_tokens = 0
-        """Of the prompt that may be continued by most."""
         self.is_streamed = bool(fields.stream)
         self.interval = front.options.stream_interval
         options = fields.stream_options
@@ -172,12 +171,11 @@ class Answer(Request):
         return usage
 
 
-async def answer(call: Call, request: Answer, params: dict[str, Any], max_tokens: list[int]) -> None:
-    """Sends a request to the engine and its answer to the client. `max_tokens`: of each prompt."""
+async def answer(call: Call, request: Answer) -> None:
+    """Sends a request to the engine and its answer to the client."""
     front = request.front
-    request.max_tokens = max(max_tokens)
     call.require_client()  # who may have left while the prompt was tokenized
-    front.submit(request, params, max_tokens)
+    front.submit(request)
     connection = call.connection
     connection.on_disconnect = lambda: front.streams.leave(request)
     try:

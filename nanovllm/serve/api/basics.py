@@ -58,14 +58,14 @@ async def tokenize(front: "Front", call: Call) -> None:
     body = await call.json()
     fields: api.TokenizeChatFields | api.TokenizeFields
     if "messages" in body:
-        fields = chat = api.read(api.TokenizeChatFields, body, False)[0]
+        fields = chat = front.read(call, api.TokenizeChatFields, body)
         _, ids = await encode(front, chat)
     else:
         fields = api.convert(api.TokenizeFields, body)
+        front.check_model(fields.model)
         text, special = fields.prompt, fields.add_special_tokens is not False
         check_characters(front, len(text), "prompt")
         ids = await front.in_pool(lambda: front.tokenizer.encode(text, special), len(text))
-    front.check_model(fields.model)
     answer = {"count": len(ids), "max_model_len": front.info["max_model_len"], "tokens": ids, "token_strs": None}
     if fields.return_token_strs:
         answer["token_strs"] = [front.tokenizer.token_bytes(each).decode("utf-8", "replace") for each in ids]

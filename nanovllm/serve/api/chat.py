@@ -1,6 +1,5 @@
 """POST /v1/chat/completions."""
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
@@ -24,13 +23,14 @@ class ChatAnswer(Answer):
     fast_suffix = b'},"logprobs":null,"finish_reason":null}]}\n\n'
 
     def __init__(
-        self, front: "Front", call: Call, fields: api.ChatFields, prompt: list[int], params: dict[str, Any], plan: Plan
-    ) -> None:
+        self, front: "Front", call: Call, fields: api.ChatFields, prompts: list[list[int]], params: dict[str, Any],
+        max_tokens: list[int], plan: Plan,
+    ) -> None:  # fmt: skip
         """`plan`: how reasoning and tool calls are read."""
         self.plan = plan
         self.texts: list[MarkedDetokenizer] = []
         """Those that count reasoning."""
-        super().__init__(front, call, fields, [prompt], params)
+        super().__init__(front, call, fields, prompts, params, max_tokens)
         for completion in self.completions:
             completion.reader = plan.reader()
 
@@ -172,26 +172,9 @@ def _characters(content: Any) -> int:
     return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A checked request, ready for the engine."""
-
-    fields: api.ChatFields
-    prompt: list[int]
-    params: dict[str, Any]
-    plan: Plan
-    max_tokens: int
-
-    def answer_as(self, kind: type[Answered], front: "Front", call: Call) -> Answered:
-        """The request in flight that `kind` puts into a response."""
-        return kind(front, call, self.fields, self.prompt, self.params, self.plan)
-
-
-async def prepare(front: "Front", call: Call, body: dict[str, Any]) -> Prepared:
-    """From a request's body to what the engine is to do. Raises ApiError."""
-    fields, ignored = api.read(api.ChatFields, body, front.options.strict_fields)
-    front.note_ignored(call, ignored)
-    front.check_model(fields.model)
+async def prepare(front: "Front", call: Call, body: dict[str, Any], kind: type[Answered]) -> Answered:
+    """From a request's body to the request in flight, which `kind` puts into a response. Raises ApiError."""
+    fields = front.read(call, api.ChatFields, body)
     if fields.top_logprobs and not fields.logprobs:
         raise bad_request("top_logprobs: needs logprobs=true")
     asked = api.max_tokens(fields)
@@ -208,10 +191,9 @@ async def prepare(front: "Front", call: Call, body: dict[str, Any]) -> Prepared:
         plan = await front.in_pool(lambda: front.parser.plan(text, choice, wanted))
     if plan.structured is not None:
         params["structured_outputs"] = plan.structured.given
-    return Prepared(fields, prompt, params, plan, max_tokens)
+    return kind(front, call, fields, [prompt], params, [max_tokens], plan)
 
 
 async def chat(front: "Front", call: Call) -> None:
     front.admit()
-    ready = await prepare(front, call, await call.json())
-    await answer(call, ready.answer_as(ChatAnswer, front, call), ready.params, [ready.max_tokens])
+    await answer(call, await prepare(front, call, await call.json(), ChatAnswer))

@@ -95,9 +95,7 @@ def token_ids(front: "Front", fields: api.CompletionFields, prompt: Any) -> list
 
 async def completions(front: "Front", call: Call) -> None:
     front.admit()
-    fields, ignored = api.read(api.CompletionFields, await call.json(), front.options.strict_fields)
-    front.note_ignored(call, ignored)
-    front.check_model(fields.model)
+    fields = front.read(call, api.CompletionFields, await call.json())
     asked = _DEFAULT_MAX_TOKENS if (most := api.max_tokens(fields)) is None else most
     if asked == 0 and not fields.echo:
         raise bad_request("max_tokens=0: must be >= 1, or come with echo=true")
@@ -105,8 +103,8 @@ async def completions(front: "Front", call: Call) -> None:
     params = api.sampling_fields(fields, front.defaults, longest, fields.logprobs, api.structured(fields))
     if fields.echo and fields.logprobs is not None:
         params["prompt_logprobs"] = max(fields.logprobs, fields.prompt_logprobs or 0)
-    fitted = [fit(front, prompt, fields, asked) for prompt in await _prompts(front, fields)]
-    request = CompletionAnswer(front, call, fields, [prompt for prompt, _ in fitted], params)
+    prompts, counts = zip(*[fit(front, prompt, fields, asked) for prompt in await _prompts(front, fields)], strict=True)
+    request = CompletionAnswer(front, call, fields, [*prompts], params, [*counts])
     if fields.echo:
         request.needs_prompt_lines = fields.logprobs is not None
         whole = fields.truncate_prompt_tokens is None
@@ -114,7 +112,7 @@ async def completions(front: "Front", call: Call) -> None:
             text if whole and isinstance(text, str) else front.tokenizer.decode(ids, False)
             for text, ids in zip(_as_list(fields.prompt), request.prompts, strict=True)
         ]
-    await answer(call, request, params, [count for _, count in fitted])
+    await answer(call, request)
 
 
 def _as_list(given: Any) -> Any:

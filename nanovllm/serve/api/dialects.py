@@ -60,26 +60,22 @@ class MessagesAnswer(DialectAnswer):
 async def create_response(front: "Front", call: Call) -> None:
     front.admit()
     body = await call.json()
-    ready = await prepare(front, call, responses.chat_request(body))
-    request = ready.answer_as(ResponsesAnswer, front, call)
-    name = ready.fields.model or front.name
+    request = await prepare(front, call, responses.chat_request(body), ResponsesAnswer)
+    name = request.fields.model or front.name
     request.writer = responses.ResponseWriter(request.id, name, request.created, body)
-    await answer(call, request, ready.params, [ready.max_tokens])
+    await answer(call, request)
 
 
 async def create_message(front: "Front", call: Call) -> None:
     front.admit()
-    ready = await prepare(front, call, anthropic.chat_request(await call.json()))
-    request = ready.answer_as(MessagesAnswer, front, call)
-    request.writer = anthropic.MessageWriter(request.id, ready.fields.model or front.name)
-    await answer(call, request, ready.params, [ready.max_tokens])
+    request = await prepare(front, call, anthropic.chat_request(await call.json()), MessagesAnswer)
+    request.writer = anthropic.MessageWriter(request.id, request.fields.model or front.name)
+    await answer(call, request)
 
 
 async def count_tokens(front: "Front", call: Call) -> None:
     front.admit()
-    body = anthropic.chat_request({"max_tokens": 1, **await call.json()})
-    fields, _ = api.read(api.ChatFields, body, False)
-    front.check_model(fields.model)
+    fields = front.read(call, api.ChatFields, anthropic.chat_request({"max_tokens": 1, **await call.json()}))
     _, ids = await encode(front, fields)
     await call.respond_json({"input_tokens": len(ids)})
 

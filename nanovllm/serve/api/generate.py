@@ -88,9 +88,7 @@ async def generate(front: "Front", call: Call) -> None:
         raise bad_request("sampling_mask: must be true or false, and not with stream=true")
     names = ("model", "stream", "stream_options", "cache_salt", "priority", "return_token_ids")
     body = wanted | {name: value for name in names if (value := getattr(given, name)) is not None}
-    fields, ignored = api.read(api.CompletionFields, body | {"prompt": given.token_ids}, front.options.strict_fields)
-    front.note_ignored(call, ignored)
-    front.check_model(fields.model)
+    fields = front.read(call, api.CompletionFields, body | {"prompt": given.token_ids})
     if (asked := api.max_tokens(fields)) == 0:
         raise bad_request("max_tokens=0: must be >= 1", "sampling_params")
     prompt, room = fit(front, token_ids(front, fields, given.token_ids), fields, asked)
@@ -102,4 +100,4 @@ async def generate(front: "Front", call: Call) -> None:
         params["sampling_mask"] = True
     if given.request_id is not None:
         call.name(given.request_id)
-    await answer(call, GenerateAnswer(front, call, fields, [prompt], params), params, [room])
+    await answer(call, GenerateAnswer(front, call, fields, [prompt], params, [room]))
