@@ -3,6 +3,7 @@
 The thread that waits for it reads the sockets itself, so that a token on its way wakes no other thread before.
 """
 
+import os
 import select
 import threading
 import time
@@ -75,6 +76,7 @@ class Inbox:
         with self._reads:
             self._read(0.0 if time.monotonic() < spin_until else timeout)
             while not self._events and time.monotonic() < spin_until:
+                os.sched_yield()  # where cores are few, the replica needs this one
                 self._read(0.0)
             return [self._events.popleft() for _ in range(len(self._events))]
 
