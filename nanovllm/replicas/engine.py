@@ -134,7 +134,8 @@ class ReplicatedEngine(ReplicaControl):
         self._router.add(Load(request_id, self._hashes(seq, known), len(known), most, len(seqs)), first)
 
     def _hashes(self, seq: Row, token_ids: list[int]) -> list[bytes]:
-        if not self.config.enable_prefix_caching:
+        """What the router goes by; nothing where it has no choice."""
+        if not self.config.enable_prefix_caching or len(self._links) == 1:
             return []
         assert self.config.kvcache_block_size
         return prefix_hashes(token_ids, self.config.kvcache_block_size, seq.params.cache_salt)
