@@ -2,25 +2,16 @@
 
 import torch
 
-from nanovllm.attention.base import AttentionMetadata, AttentionSpec
-from nanovllm.attention.torch_backend import TorchBackend, _Row
+from nanovllm.attention.base import AttentionSpec
+from nanovllm.attention.torch_backend import TorchBackend
 
 
 class FixedOrderTorchBackend(TorchBackend):
     """TorchBackend whose products always have one query, over keys that its own position alone says how many."""
 
-    def prepare(self, metadata: AttentionMetadata) -> None:
-        slots, lens = metadata.row_slot.tolist(), metadata.context_lens.tolist()
-        starts = metadata.cu_seqlens_q.tolist()
-        rows: dict[tuple[int | None, int], list[_Row]] = {(s.window, s.group_size): [] for s in self.specs}
-        for r, (slot, context) in enumerate(zip(slots, lens, strict=True)):
-            count = starts[r + 1] - starts[r]
-            for i in range(count if slot >= 0 and context else 0):
-                token = slice(starts[r] + i, starts[r] + i + 1)
-                for (window, group_size), found in rows.items():
-                    end = context - count + i + 1
-                    found.append(self._row(metadata.block_table[slot], token, end, window, group_size))
-        metadata.workspace = rows
+    def _at_once(self, tokens: slice, context: int) -> list[tuple[slice, int]]:
+        numbers = range(tokens.start, tokens.stop)
+        return [(slice(token, token + 1), context - tokens.stop + token + 1) for token in numbers]
 
     @staticmethod
     def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, spec: AttentionSpec,

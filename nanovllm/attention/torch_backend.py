@@ -44,10 +44,14 @@ class TorchBackend(AttentionBackend):
         for r, (slot, context) in enumerate(zip(slots, lens, strict=True)):
             if slot < 0 or context == 0 or starts[r] == starts[r + 1]:
                 continue
-            for (window, group_size), found in rows.items():
-                tokens = slice(starts[r], starts[r + 1])
-                found.append(self._row(metadata.block_table[slot], tokens, context, window, group_size))
+            for tokens, end in self._at_once(slice(starts[r], starts[r + 1]), context):
+                for (window, group_size), found in rows.items():
+                    found.append(self._row(metadata.block_table[slot], tokens, end, window, group_size))
         metadata.workspace = rows
+
+    def _at_once(self, tokens: slice, context: int) -> list[tuple[slice, int]]:
+        """Which of a row's tokens are computed together, each part with the keys that its last one sees."""
+        return [(tokens, context)]
 
     def _row(self, table: torch.Tensor, tokens: slice, context: int, window: int | None, group_size: int) -> _Row:
         count = tokens.stop - tokens.start
