@@ -31,7 +31,7 @@ _Result = TypeVar("_Result")
 
 
 def check_text(kind: str, text: str) -> None:
-    """Raises ValueError where a constraint's text is larger than the bounds above."""
+    """Raises ValueError where a constraint's text is larger than the bounds above, or names another document."""
     most = MAX_BYTES.get(kind)
     if most is not None and (size := len(text.encode("utf-8", "surrogatepass"))) > most:
         raise ValueError(f"it has {size} bytes, at most {most} are allowed")
@@ -63,6 +63,9 @@ def _check_schema(schema: Any) -> None:
                 if isinstance(value, dict):
                     num_rules += len(value) * (name in ("$defs", "definitions"))
                     num_properties += len(value) * (name in ("properties", "patternProperties"))
+            reference = node.get("$ref")
+            if isinstance(reference, str) and not reference.startswith("#"):
+                raise ValueError(f"$ref={reference[:80]!r}: must point into the schema itself, as '#/...' does")
             left += node.values()
         elif isinstance(node, list):
             left += node

@@ -2,14 +2,13 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from nanovllm.engine.sampling.grammar_limits import check_text
+
 MAX_TOOLS = 128
-MAX_SCHEMA_BYTES = 128 * 1024
-MAX_PROPERTIES = 1000
-MAX_DEFINITIONS = 500
 MAX_GRAMMAR_BYTES = 120 * 1024
 """Of the schemas of all tools together; the engine takes grammars of 128 KiB."""
 BLANKS = r"(\n {0,16}|[ ])"
@@ -123,20 +122,10 @@ def check_schema(schema: Any, where: str) -> None:
     """Bounds of a JSON schema that a client sends. Raises ValueError naming `where` and the bound."""
     if not isinstance(schema, Mapping):
         raise ValueError(f"{where}: must be a JSON schema, an object")
-    size = len(json.dumps(schema))
-    if size > MAX_SCHEMA_BYTES:
-        raise ValueError(f"{where}: has {size} bytes, must have at most {MAX_SCHEMA_BYTES}")
-    properties = definitions = 0
-    for part in _parts(schema):
-        properties += _size(part.get("properties"))
-        definitions += _size(part.get("$defs")) + _size(part.get("definitions"))
-        reference = part.get("$ref")
-        if isinstance(reference, str) and not reference.startswith("#"):
-            raise ValueError(f"{where}: $ref={reference[:80]!r}: must point into the schema itself, as '#/...' does")
-    if properties > MAX_PROPERTIES:
-        raise ValueError(f"{where}: has {properties} properties, must have at most {MAX_PROPERTIES}")
-    if definitions > MAX_DEFINITIONS:
-        raise ValueError(f"{where}: has {definitions} definitions, must have at most {MAX_DEFINITIONS}")
+    try:
+        check_text("json", json.dumps(schema))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _check_form(schema: Mapping[str, Any], where: str) -> None:
@@ -150,19 +139,3 @@ def _check_form(schema: Mapping[str, Any], where: str) -> None:
         for key, value in (entries or {}).items():
             if isinstance(value, Mapping) and not isinstance(value.get("enum"), (list, type(None))):
                 raise ValueError(f"{where}.{name}.{key[:80]}.enum: must be a list")
-
-
-def _size(value: Any) -> int:
-    return len(value) if isinstance(value, Mapping) else 0
-
-
-def _parts(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """All objects in a JSON value, without recursion: clients choose its depth."""
-    waiting = [schema]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, Mapping):
-            yield one
-            waiting += one.values()
-        elif isinstance(one, list):
-            waiting += one
