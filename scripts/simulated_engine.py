@@ -91,4 +91,4 @@ class Simulator:
 
 
 if __name__ == "__main__":
-    Simulator(socket.socket(fileno=int(sys.argv[1]))).run()
+    Simulator(frames.opened(socket.socket(fileno=int(sys.argv[1])))).run()

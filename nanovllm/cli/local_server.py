@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.cli.http_client import Client
-from nanovllm.startup.child import no_standard_numbers, start_python
+from nanovllm.startup.child import start_linked
 
 _POLL = 0.05  # seconds between two looks at /health
 _EXIT_PATIENCE = 15.0
@@ -34,13 +34,7 @@ class LocalServer:
         self._log = self._folder / "log"
         uds = str(self._folder / "socket")
         self.url = f"unix:{uds}"
-        with no_standard_numbers():
-            self._link, theirs = socket.socketpair()
-        with theirs:
-            number = theirs.fileno()
-            self._process = start_python(
-                "nanovllm.cli.local_server", str(number), str(self._log), pass_fds=(number,)
-            )
+        self._process, self._link = start_linked("nanovllm.cli.local_server", str(self._log))
         server = {"uds": uds, "ui": False, "shutdown_timeout": 0.0, **server_options}
         self._link.sendall(json.dumps([model, engine_options, server]).encode() + b"\n")
 

@@ -3,7 +3,6 @@
 import pickle
 import select
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -16,7 +15,7 @@ from typing import Any
 from nanovllm.replicas.channel import Channel, framed
 from nanovllm.replicas.inbox import Inbox
 from nanovllm.replicas.messages import Failed, Start
-from nanovllm.startup.child import no_standard_numbers, start_python
+from nanovllm.startup.child import start_linked
 
 _MODULE = "nanovllm.replicas.replica"
 SILENCE = 60.0
@@ -73,16 +72,8 @@ class ProcessLink(ReplicaLink):
     def __init__(self, number: int, start: Start, inbox: Inbox, module: str = _MODULE) -> None:
         """`module`: what it runs; a benchmark puts a simulator here."""
         super().__init__(number, inbox)
-        with no_standard_numbers():
-            ours, theirs = socket.socketpair()
+        self._process, ours = start_linked(module)
         self._channel = Channel(ours)
-        try:
-            self._process = start_python(module, str(theirs.fileno()), pass_fds=(theirs.fileno(),))
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
         self._sends = threading.Lock()
         self._unsent: deque[memoryview] = deque()
         """What waits until the replica reads. No other replica waits for that."""

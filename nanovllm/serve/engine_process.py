@@ -319,7 +319,7 @@ def describe(engine: "LLMEngine") -> dict[str, Any]:
 def main(fd: int) -> None:
     # Ctrl-C is the front's to handle; what it decides arrives through the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    code = EngineProcess(socket.socket(fileno=fd)).run()
+    code = EngineProcess(frames.opened(socket.socket(fileno=fd))).run()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # not sys.exit: library threads may wait for what is gone

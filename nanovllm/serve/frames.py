@@ -4,6 +4,7 @@ A frame is a length (4 bytes, little-endian) and a tagged array. A request is kn
 completion i of n has id + i. The front gives the ids, ascending.
 """
 
+import socket
 import struct
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ import msgspec
 from nanovllm.outputs import EngineStats
 from nanovllm.wire import framing
 
+_SOCKET_BYTES = 4 << 20  # that may be on their way to the other end
 _LENGTH = struct.Struct("<I")
 
 
@@ -146,6 +148,12 @@ UpFrame = Progress | Ready | Failed | Refused | Answered | Step
 _encoder = msgspec.msgpack.Encoder()
 down_decoder = msgspec.msgpack.Decoder(DownFrame)
 up_decoder = msgspec.msgpack.Decoder(UpFrame)
+
+
+def opened(link: socket.socket) -> socket.socket:
+    """One end of the socket, ready for frames."""
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+    return link
 
 
 def pack(frame: Frame) -> bytes:

@@ -3,17 +3,15 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Callable
 from typing import Any
 
-from nanovllm.executor.processes import no_standard_numbers, start_python
 from nanovllm.serve import frames
 from nanovllm.serve.streams import Streams
+from nanovllm.startup.child import start_linked
 
 _MODULE = "nanovllm.serve.engine_process"
-_SOCKET_BYTES = 4 << 20
 _EXIT_PATIENCE = 6.0  # seconds that the engine gets to end its ranks in order
 
 
@@ -22,16 +20,8 @@ class EngineChild:
 
     def __init__(self, model: str, options: dict[str, Any], module: str = _MODULE) -> None:
         """Starts it. `module`: what it runs; a benchmark puts a simulator here."""
-        with no_standard_numbers():
-            self.socket, theirs = socket.socketpair()
-        for end in (self.socket, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-        try:
-            self.process: subprocess.Popen[bytes] = start_python(
-                module, str(theirs.fileno()), pass_fds=(theirs.fileno(),)
-            )
-        finally:
-            theirs.close()
+        self.process, link = start_linked(module)
+        self.socket = frames.opened(link)
         self.socket.sendall(frames.pack(frames.Start(model, options)))
         self.socket.setblocking(False)
 

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,6 +35,18 @@ def freeze_objects() -> None:
     would hold up all requests for some 90 ms, in which it walks through what torch and others have imported."""
     gc.collect()
     gc.freeze()
+
+
+def start_linked(module: str, *args: str) -> tuple["subprocess.Popen[bytes]", socket.socket]:
+    """Runs a module of ours with a socket to us, whose number is its first argument; returns it and our end."""
+    with no_standard_numbers():
+        ours, theirs = socket.socketpair()
+    with theirs:
+        try:
+            return start_python(module, str(theirs.fileno()), *args, pass_fds=(theirs.fileno(),)), ours
+        except BaseException:
+            ours.close()
+            raise
 
 
 @contextmanager

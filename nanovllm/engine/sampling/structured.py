@@ -13,15 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.engine.sampling.grammar_limits import LargeStackThread, check_masks, check_text
+from nanovllm.engine.sampling.grammar_limits import JSON_BLANKS, LargeStackThread, check_masks, check_text
 from nanovllm.errors import short, shown
 from nanovllm.sampling_params import StructuredOutput
 from nanovllm.wire.sampling import mask_words
 
 _MAX_CACHED = 128
-_JSON_DEFAULTS: Any = {"whitespace_pattern": r"(\n {0,16}|[ ])"}
-"""Between JSON's tokens: nothing, a blank, or a line break and an indentation. Without a bound a model can go on with
-blanks for ever; a schema's own "x-guidance" entry wins over this."""
+_JSON_DEFAULTS: Any = {"whitespace_pattern": JSON_BLANKS}
+"""A schema's own "x-guidance" entry wins over this."""
 _JSON_DEFAULTS_BEFORE: Any = {"whitespace_flexible": False}
 """For versions of the library that let the pattern above repeat itself (1.6 does): one fixed way to write JSON."""
 

@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from nanovllm.engine.sampling.grammar_limits import check_text
+from nanovllm.engine.sampling.grammar_limits import JSON_BLANKS, check_text
 
 MAX_TOOLS = 128
 MAX_GRAMMAR_BYTES = 120 * 1024
 """Of the schemas of all tools together; the engine takes grammars of 128 KiB."""
-BLANKS = r"(\n {0,16}|[ ])"
-"""Between JSON's tokens: at most a blank, or a line break and an indentation: models go on with blanks for ever."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -44,7 +42,7 @@ class ToolChoice:
 
 def json_term(schema: Mapping[str, Any], lenient: bool = False) -> str:
     """JSON that a schema admits, as a term of a Lark grammar."""
-    options = {"whitespace_pattern": BLANKS, **({"lenient": True} if lenient else {})}
+    options = {"whitespace_pattern": JSON_BLANKS, **({"lenient": True} if lenient else {})}
     return "%json " + json.dumps({**schema, "x-guidance": options})
 
 
