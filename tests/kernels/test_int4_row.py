@@ -15,7 +15,7 @@ from nanovllm.kernels.pointwise.norm import Norm, add_norms
 
 CONFIG = replace(fallback(Gemm("qkv", 4096, 4096, INT4, True), 1), block_n=32)
 FEW_COLUMNS = replace(CONFIG, block_k=512, num_warps=4)
-OPS = ("linear", "linear_silu_mul", "norm_linear", "norm_linear_silu_mul", "linear_residual")
+OPS = ("linear", "gated", "norm_linear", "norm_gated", "linear_residual")
 
 
 def gain_of(x: torch.Tensor) -> torch.Tensor:
@@ -27,7 +27,7 @@ def run(
 ) -> torch.Tensor:
     norm = Norm(gain_of(x), EPS) if op.startswith("norm_") else None
     kept = residual.clone() if op == "linear_residual" else None
-    return int4_row.linear(x, weight, config, norm=norm, gated=op.endswith("silu_mul"), residual=kept)
+    return int4_row.linear(x, weight, config, norm=norm, gated=op.endswith("gated"), residual=kept)
 
 
 def wanted(op: str, x: torch.Tensor, values: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -50,7 +50,7 @@ def test_matches_float64(op: str, shape: tuple[int, int, int, bool], dtype: torc
     weight, values = made(n, k, group, has_zeros, dtype)
     x, residual = inputs(1, k, dtype), inputs(1, n, dtype, seed=2)
     config = CONFIG if k > 1024 else FEW_COLUMNS
-    config = replace(config, block_n=max(tile, 32 if "silu" in op else 16), stages=2)
+    config = replace(config, block_n=max(tile, 32 if "gated" in op else 16), stages=2)
     got = run(op, x, weight, residual, config)
     assert relative_error(got, wanted(op, x, values, residual)) < TOLERANCE[dtype]
 

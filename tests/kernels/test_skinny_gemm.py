@@ -151,10 +151,12 @@ def test_row_does_not_depend_on_its_neighbours_on_gpu(config: GemmConfig) -> Non
 @pytest.mark.parametrize("config", GPU_CONFIGS, ids=lambda c: f"{c.kernel}-{c.split_k}")
 def test_dependent_launch_in_a_graph_gives_the_same_bits(config: GemmConfig) -> None:
     t = inputs(2, 1024, 1024, torch.bfloat16)
+    gates_and_ups = torch.cat([t["weight"], t["weight"]])
 
     def layer(hidden: torch.Tensor, _: torch.Tensor, pdl: bool) -> None:
-        y = skinny.linear(hidden, t["weight"], GPU_CONFIGS[0], norm=Norm(t["gain"], EPS), pdl=pdl)
-        skinny.linear(y, t["weight"], config, residual=hidden, pdl=pdl)
+        for rows, weight, gated in ((hidden, t["weight"], False), (hidden[:1], gates_and_ups, True)):
+            y = skinny.linear(rows, weight, GPU_CONFIGS[0], norm=Norm(t["gain"], EPS), gated=gated, pdl=pdl)
+            skinny.linear(y, t["weight"], config, residual=rows, pdl=pdl)
 
     check_dependent_launch(layer, t["x"])
 

@@ -209,7 +209,7 @@ def _fp8_fallback(gemm: Gemm, rows: int) -> GemmConfig:
     summed = gemm.kind in SUMMED
     if rows == 1:
         long = gemm.k > 4096
-        warps, stages = (8 if long else 4, 4 if long else 8) if summed else (4, 3 if long else 4)
+        warps, stages = (8 if long else 4, 3 if long else 8) if summed else (4, 3 if long else 4)
         return GemmConfig("quantized_row", 16, block_k=128 * warps, stages=stages, num_warps=warps)
     by_rows = _FP8_TILES.get("o" if summed else gemm.kind, ())
     tile = next((tile for most, tile in by_rows if rows <= most), None)

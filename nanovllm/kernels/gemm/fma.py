@@ -93,9 +93,15 @@ def skinny_fma_kernel(
         tiles = tiles + (load_weight(row_ptrs, row_live, cols, K, EVEN_K, EVEN_N),)
     if NORM:
         gain = load_vector(norm_ptr, rows > 0, lane_columns(k_first, CHUNKS, LANE_SPAN), K, WARPS, EVEN_K)
+    # In a chain for one row, where each kernel lets the next come as soon as all its own programs run, gate and up hold
+    # them back: else those after `down` take the room that it needs.
+    LATE: tl.constexpr = PAIRED and NORM and ROWS == 1
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        if not LATE:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        if LATE:
+            tl.extra.cuda.gdc_launch_dependents()
 
     scales = ()
     accs = ()
