@@ -17,6 +17,8 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
+from nanovllm.wire.fence import Fence
+
 MAX_READERS = 8
 NUM_SLOTS = 8
 SLOT_BYTES = 128 * 1024
@@ -55,20 +57,11 @@ class _Ring:
         self._memory = mmap.mmap(fd, _TOTAL_BYTES)
         self._bytes = memoryview(self._memory)
         self._words = self._bytes[:_HEADER_BYTES].cast("q")
-        self._lock = threading.Lock()
+        self._fence = Fence()
 
     @staticmethod
     def _word(kind: int, reader: int) -> int:
         return 8 * (1 + kind * MAX_READERS + reader)
-
-    def _fence(self) -> None:
-        """Orders all loads and stores before it against all after it, on any processor. A lock that is taken and
-        released once lets both sides slip into its middle (Arm); the second time keeps them apart: what is before the
-        first release, what is after the second acquire, and these two, stay in order."""
-        with self._lock:
-            pass
-        with self._lock:
-            pass
 
     def _slot(self, sequence: int) -> memoryview:
         begin = _HEADER_BYTES + (sequence % NUM_SLOTS) * SLOT_BYTES

@@ -85,6 +85,7 @@ class LocalExecutor:
             with self._share_of_threads():
                 self._runner = ModelRunner(self.config, model, 0, self._store, module=module)
                 self.processes.on_failure = self._runner.group.abort
+                self.processes.check()  # of what has failed before
                 if compiler is not None:
                     _dry_run(self._runner, compiler)
                 self._runner.on_share = lambda share: self._report("load", share)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from nanovllm.kernels.gemm.fixed_order import LEAF_MULTIPLE, LEAVES
 from nanovllm.kernels.pointwise.norm import add_up
+from nanovllm.parallel.host_memory import SLOT, HostMemory
 from nanovllm.parallel.two_batch import Overlap
 
 if TYPE_CHECKING:
@@ -43,9 +44,9 @@ class TensorParallelGroup:
         self.exact_bits = exact_bits
         self._store = store
         self._share_gpus = share_gpus
-        self._library = "nccl" if device.type == "cuda" and not share_gpus else "gloo"
+        self._library = "host memory" if device.type == "cpu" else "gloo" if share_gpus else "nccl"
         self._group: Any = None
-        """ProcessGroupNCCL or ProcessGroupGloo; None with one rank."""
+        """ProcessGroupNCCL, ProcessGroupGloo or HostMemory; None with one rank."""
         self._peer: PeerAllReduce | None = None
         self.overlap = Overlap(device) if overlap and size > 1 else None
         if size > 1:
@@ -55,6 +56,8 @@ class TensorParallelGroup:
                 options._timeout = _NO_TIMEOUT
                 native = dist.PrefixStore("nccl", getattr(store, "unwatched", store))
                 self._group = dist.ProcessGroupNCCL(native, rank, size, options)
+            elif self._library == "host memory":
+                self._group = HostMemory(store, rank, size)
             else:
                 gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
                 # Not the interface that the host's name leads to: it may lead nowhere.
@@ -109,7 +112,12 @@ class TensorParallelGroup:
         """Sums `x` over the ranks, in place; returns it. Every rank ends with the same bits."""
         if self._group is not None and self.exact_bits is not None:
             return x.copy_(add_up(self.all_gather(x).float(), x.dtype))
-        if self._group is not None:
+        if isinstance(self._group, HostMemory):
+            for piece, shards in self._group.pieces(x):
+                torch.add(shards[0], shards[1], out=piece)
+                for shard in shards[2:]:
+                    piece += shard
+        elif self._group is not None:
             self._group.allreduce([x]).wait()
         return x
 
@@ -117,7 +125,10 @@ class TensorParallelGroup:
         """Element-wise maximum of int64 keys [B] over the ranks, in place; returns them."""
         if self._peer is not None:
             return self._peer.all_reduce_max(keys)
-        if self._group is not None:
+        if isinstance(self._group, HostMemory):
+            for piece, shards in self._group.pieces(keys):
+                torch.amax(shards, 0, out=piece)
+        elif self._group is not None:
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
             self._group.allreduce([keys], options).wait()
@@ -133,6 +144,10 @@ class TensorParallelGroup:
         out = x.new_empty(self.size, *x.shape)
         if self._library == "nccl":
             self._group._allgather_base(out, x).wait()
+        elif isinstance(self._group, HostMemory):
+            places = out.view(self.size, -1).split(SLOT // x.element_size(), 1)
+            for place, (_, shards) in zip(places, self._group.pieces(x), strict=True):
+                place.copy_(shards)
         else:
             self._group.allgather([list(out.unbind(0))], [x]).wait()
         return out
@@ -156,7 +171,7 @@ class TensorParallelGroup:
         """Ends collectives in flight whose peers are gone (they spin on the device otherwise). From any thread."""
         if self._peer is not None:
             self._peer.memory.abort()
-        if self._group is not None and self._library == "nccl":
+        if self._group is not None and self._library != "gloo":
             self._group.abort()
 
     def close(self, failed: bool) -> None:

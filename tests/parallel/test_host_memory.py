@@ -1,0 +1,82 @@
+"""What ranks on a CPU say to each other through memory that they share; here they are threads."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nanovllm.parallel import group as group_module
+from nanovllm.parallel import host_memory
+from nanovllm.parallel.group import TensorParallelGroup
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64)
+
+
+def run_ranks(size: int, work: Callable[[TensorParallelGroup], Any]) -> list[Any]:
+    """What `work` returns on each rank, or raises."""
+    store, results = dist.HashStore(), [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(TensorParallelGroup(rank, size, torch.device("cpu"), store))
+        except RuntimeError as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_rank_gets_what_all_put_in(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums in the order of ranks, to the last bit; largest values; everything. Also of tensors that need several slots,
+    one call after the other, by ranks that come late at random."""
+    for module in (host_memory, group_module):
+        monkeypatch.setattr(module, "SLOT", 64)
+    draw, generator = random.Random(size), torch.Generator().manual_seed(size)
+    shapes = [(draw.randrange(5), draw.randrange(1, 40)) for _ in range(60)]
+    values = [1000 * torch.randn(size, *shape, generator=generator) for shape in shapes]
+    calls = [[value.to(dtype) for dtype in DTYPES] for value in values]
+
+    def work(group: TensorParallelGroup) -> list[torch.Tensor]:
+        late, found = random.Random(group.rank), []
+        for call in calls:
+            if late.random() < 0.1:
+                time.sleep(0.002)
+            found += [group.all_reduce(mine[group.rank].clone()) for mine in call]
+            found += [group.all_gather(mine[group.rank]) for mine in call]
+            found.append(group.all_reduce_max(call[2][group.rank].clone()))
+        return found
+
+    expected = []
+    for call in calls:
+        for every in call:
+            total = every[0] + every[1]
+            for one in every[2:]:
+                total = total + one
+            expected.append(total)
+        expected += [*call, call[2].amax(0) if call[2].numel() else call[2][0]]
+    for found in run_ranks(size, work):
+        assert not isinstance(found, RuntimeError), found
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, expected, strict=True))
+
+
+def test_a_wait_for_a_rank_that_is_gone_ends() -> None:
+    def work(group: TensorParallelGroup) -> None:
+        if group.rank == 0:
+            threading.Timer(0.2, group.abort).start()
+            group.all_reduce(torch.ones(5))
+
+    begin = time.monotonic()
+    error, nothing = run_ranks(2, work)
+    assert "another rank is gone" in str(error) and nothing is None
+    assert time.monotonic() - begin < 5
