@@ -16,8 +16,8 @@ from lighteval.models.model_output import ModelResponse
 from lighteval.tasks.prompt_manager import PromptManager
 from lighteval.tasks.requests import Doc
 
+from nanovllm.integrations.scoring import Score, score_ends
 from nanovllm.llm import LLM
-from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 _DEFAULT_TOKENS = 256
@@ -120,8 +120,7 @@ class NanoModel(LightevalModel):  # type: ignore[misc]
             found.append(
                 ModelResponse(
                     input=context, input_tokens=before, output_tokens=choices,
-                    logprobs=[sum(value for value, _ in tokens) for tokens in own],
-                    argmax_logits_eq_gold=[all(greedy for _, greedy in tokens) for tokens in own],
+                    logprobs=[value for value, _ in own], argmax_logits_eq_gold=[greedy for _, greedy in own],
                 )
             )  # fmt: skip
         return found
@@ -139,23 +138,10 @@ class NanoModel(LightevalModel):  # type: ignore[misc]
         scored = iter(self._scores(windows, [len(window) - 1 for window in windows]))
         found = []
         for context, count in zip(contexts, counts, strict=True):
-            tokens = [token for _ in range(count) for token in next(scored)]
-            total, greedy = sum(value for value, _ in tokens), all(greedy for _, greedy in tokens)
+            own = [next(scored) for _ in range(count)]
+            total, greedy = sum(value for value, _ in own), all(greedy for _, greedy in own)
             found.append(ModelResponse(input=context, logprobs=[total], argmax_logits_eq_gold=[greedy]))
         return found
 
-    def _scores(self, prompts: list[list[int]], counts: list[int]) -> list[list[tuple[float, bool]]]:
-        """Of the last `count` tokens of each: log-probability, and whether no other token is likelier."""
-        prompts = [prompt[-self.max_length :] for prompt in prompts]
-        starts = [max(1, len(prompt) - count) for prompt, count in zip(prompts, counts, strict=True)]
-        params = [SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_logprob_start=start) for start in starts]
-        outputs = self.llm.generate(prompts, params, use_tqdm=not self.disable_tqdm)
-        return [self._of_prompt(output, start) for output, start in zip(outputs, starts, strict=True)]
-
-    @staticmethod
-    def _of_prompt(output: RequestOutput, start: int) -> list[tuple[float, bool]]:
-        rows = output.prompt_logprobs
-        assert rows is not None
-        pairs = zip(rows[start:], output.prompt_token_ids[start:], strict=True)
-        tokens = [row[token] for row, token in pairs if row is not None]
-        return [(token.logprob, token.rank == 1) for token in tokens]
+    def _scores(self, prompts: list[list[int]], counts: list[int]) -> list[Score]:
+        return score_ends(self.llm, prompts, counts, use_tqdm=not self.disable_tqdm)

@@ -14,6 +14,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from nanovllm.integrations.scoring import Score, score_ends
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 
@@ -68,23 +69,15 @@ class NanoLM(TemplateLM):  # type: ignore[misc]
 
     def _loglikelihood_tokens(
         self, requests: list[Scored], disable_tqdm: bool = False, **unused: Any
-    ) -> list[tuple[float, bool]]:
+    ) -> list[Score]:
         """Log-probability of each continuation, and whether it is what greedy sampling gives. Contexts that are too
         long lose their beginning."""
-        prompts = [(context + continuation)[-self.max_length :] for _, context, continuation in requests]
-        starts = [max(1, len(p) - len(continuation)) for p, (_, _, continuation) in zip(prompts, requests, strict=True)]
-        params = [SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_logprob_start=start) for start in starts]
-        found = []
-        outputs = self.llm.generate(prompts, params, use_tqdm=not disable_tqdm)
-        for (key, _, _), prompt, start, output in zip(requests, prompts, starts, outputs, strict=True):
-            rows = output.prompt_logprobs
-            assert rows is not None
-            tokens = [row[token] for row, token in zip(rows[start:], prompt[start:], strict=True) if row is not None]
-            answer = sum(token.logprob for token in tokens), all(token.rank == 1 for token in tokens)
-            found.append(answer)
+        prompts = [context + continuation for _, context, continuation in requests]
+        scores = score_ends(self.llm, prompts, [len(end) for _, _, end in requests], use_tqdm=not disable_tqdm)
+        for (key, _, _), score in zip(requests, scores, strict=True):
             if key is not None:
-                self.cache_hook.add_partial("loglikelihood", key, answer)
-        return found
+                self.cache_hook.add_partial("loglikelihood", key, score)
+        return scores
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-probability of each text: in windows of max_length where it is longer, each token scored once."""
