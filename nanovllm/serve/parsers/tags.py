@@ -1,6 +1,7 @@
 """Tags that models write around reasoning and tool calls: single tokens of most vocabularies, plain text in others."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,6 +9,8 @@ from nanovllm.detokenizer import Detokenizer
 from nanovllm.serve.text import FrontTokenizer
 
 _FIRST_STAND_IN = 0xF8000
+_STAND_INS = re.compile(f"[{chr(_FIRST_STAND_IN)}-{chr(_FIRST_STAND_IN + 63)}]")
+"""Characters that stand for tags: no text that a model can write itself."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class MarkedDetokenizer:
         mark = self._marks.get(token_id)
         if mark is None:
             text = self._inner.push(token_id)
-            return text if text.isascii() else _without_stand_ins(text)
+            return text if text.isascii() else _STAND_INS.sub("\ufffd", text)
         if token_id == self._opening and self._num_tokens == 1:
             self._in_reasoning = True
         elif token_id == self._closing and self._in_reasoning and self._reasoning_end is None:
@@ -78,10 +81,3 @@ class MarkedDetokenizer:
         if self._reasoning_end is not None:
             return self._reasoning_end
         return self._num_tokens if self._in_reasoning else 0
-
-
-def _without_stand_ins(text: str) -> str:
-    """The characters that stand for tags are no text that a model can write itself."""
-    if any(_FIRST_STAND_IN <= ord(character) < _FIRST_STAND_IN + 64 for character in text):
-        return "".join("\ufffd" if _FIRST_STAND_IN <= ord(c) < _FIRST_STAND_IN + 64 else c for c in text)
-    return text

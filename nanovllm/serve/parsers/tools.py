@@ -59,8 +59,8 @@ def check_tools(
         raise ValueError(f"tools: must be a list of 1 to {MAX_TOOLS} tools")
     checked = tuple(_checked(tool, f"tools[{i}]") for i, tool in enumerate(tools))
     names = [tool.name for tool in checked]
-    if len({*names}) < len(names):
-        raise ValueError(f"tools: must have different names, {_twice(names)!r} is there twice")
+    if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
+        raise ValueError(f"tools: must have different names, {twice!r} is there twice")
     mode, checked = _chosen(tool_choice, checked)
     if mode == "none":
         return None
@@ -90,10 +90,6 @@ def _named(choice: Any, tools: tuple[Tool, ...]) -> Tool:
     if found is None:
         raise ValueError(f"tool_choice: function.name={str(name)[:64]!r}: must be the name of one of the tools")
     return found
-
-
-def _twice(names: list[str]) -> str:
-    return next(name for name in names if names.count(name) > 1)
 
 
 def _checked(tool: Any, where: str) -> Tool:

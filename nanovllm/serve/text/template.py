@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
@@ -175,8 +176,14 @@ class _Environment(ImmutableSandboxedEnvironment):
             "namespace": _PlainNamespace,
         }
 
-    def deadline(self, seconds: float) -> "_Limit":
-        return _Limit(self._deadline, time.monotonic() + seconds)
+    @contextmanager
+    def deadline(self, seconds: float) -> Iterator[None]:
+        """How long the calling thread may render."""
+        self._deadline.at = time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._deadline.at = float("inf")
 
     def _look_at_clock(self) -> None:
         if time.monotonic() > self._deadline.at:
@@ -193,19 +200,6 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call(self, /, *args: Any, **kwargs: Any) -> Any:
         self._look_at_clock()
         return super().call(*args, **kwargs)
-
-
-class _Limit:
-    """Until when the calling thread may render."""
-
-    def __init__(self, deadline: _Deadline, until: float) -> None:
-        self._deadline, self._until = deadline, until
-
-    def __enter__(self) -> None:
-        self._deadline.at = self._until
-
-    def __exit__(self, *_: object) -> None:
-        self._deadline.at = float("inf")
 
 
 class _Generation(Extension):
