@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.errors import refuse, shown
+from nanovllm.errors import shown
 from nanovllm.serve import frames
 
 if TYPE_CHECKING:
@@ -120,7 +120,6 @@ class AdminCalls:
             engine.scheduler.holds_new = False
 
     def _pause(self, mode: str = "abort") -> Steps:
-        _check_mode(mode)
         yield from self._end_requests(mode)
         self._is_paused_by_call, self._keeps = True, mode == "keep"
         return {"status": "paused"}
@@ -131,7 +130,6 @@ class AdminCalls:
 
     def _sleep(self, level: int = 1, mode: str = "abort", tags: list[str] | None = None) -> Steps:
         """Requests that come meanwhile wait for `wake_up`."""
-        _check_mode(mode)
         self._engine.check_sleep(level, tags)
         yield from self._end_requests(mode)
         if not self._engine.is_paused:
@@ -202,11 +200,6 @@ class AdminCalls:
     def _info(self) -> dict[str, Any]:
         plain = (bool, int, float, str)
         return {name: value if type(value) in plain else str(value) for name, value in self._engine.info().items()}
-
-
-def _check_mode(mode: str) -> None:
-    if mode not in MODES:
-        refuse("mode", mode, "one of " + ", ".join(map(repr, MODES)))
 
 
 def _folder(name: str) -> Path:
