@@ -81,7 +81,7 @@ def watch_cuts(monkeypatch: pytest.MonkeyPatch) -> list[Cut]:
 @pytest.mark.parametrize(
     ("ranks", "budget", "min_rows", "multiple"),
     [
-        pytest.param(2, 1024, 2, 1, id="everything"),
+        pytest.param(2, 1024, 2, 1, id="everything", marks=pytest.mark.slow),
         pytest.param(2, 50, 12, 5, id="chunks"),
         pytest.param(3, 60, 3, 2, id="three ranks"),
         pytest.param(4, 37, 7, 3, id="four ranks, chunks", marks=pytest.mark.slow),
