@@ -150,29 +150,24 @@ class Section:
         copies_filter, self.copied_flags, self.changed_flags, is_tempered = header[16:20]
         self.copies_filter, self.is_tempered = bool(copies_filter), bool(is_tempered)
         self.num_logprobs, self.num_prompt_logprobs = header[20:24], header[24:]
-        self._slices: dict[str, slice] = {}
-        begin = SECTION_HEADER
-        for name, size in self._sizes():
-            self._slices[name] = slice(begin, begin + size)
-            begin += size
-        assert begin == words.size, (begin, words.size)
-
-    def _sizes(self) -> Sequence[tuple[str, int]]:
-        return (
-            ("rows", self.num_rows),
-            ("slots", self.num_rows),
-            ("records", self.num_rows * RECORD_WORDS),
-            ("scored", self.num_scored),
-            ("scored_rows", self.num_scored),
-            ("kept", self.num_kept),
-            ("edits", self.num_edits * 3),
-            ("resets", self.num_resets),
-            ("counts", self.num_counts * 3),
-            ("mask_slots", self.num_masks),
-            ("masks", self.num_masks * self.mask_words),
-            ("hidden", self.num_targets),
-            ("targets", self.num_targets),
-        )
+        sizes = {
+            "rows": self.num_rows,
+            "slots": self.num_rows,
+            "records": self.num_rows * RECORD_WORDS,
+            "scored": self.num_scored,
+            "scored_rows": self.num_scored,
+            "kept": self.num_kept,
+            "edits": self.num_edits * 3,
+            "resets": self.num_resets,
+            "counts": self.num_counts * 3,
+            "mask_slots": self.num_masks,
+            "masks": self.num_masks * self.mask_words,
+            "hidden": self.num_targets,
+            "targets": self.num_targets,
+        }
+        lists = _consecutive([SECTION_HEADER, *sizes.values()])[1:]
+        self._slices = dict(zip(sizes, lists, strict=True))
+        assert lists[-1].stop == words.size, (lists, words.size)
 
     def where(self, name: str) -> slice:
         """Where a list of that name is among the words."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nanovllm.engine.sampling.row import SamplingRow
+from nanovllm.engine.sampling.structured import Matcher
 from nanovllm.engine.sequence import Sequence as Row
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.wire.sampling import CHANGED, COPIED, EDITED_FEW, MAX_FEW, SCORES, UNCHANGED, SectionBuilder, StepScores
@@ -52,7 +54,7 @@ def _add_rows(builder: SectionBuilder, plan: StepPlan) -> tuple[list[list[Row]],
     """The option rows; returns those that want log-probabilities, and those that want the ids that could be sampled. A
     loop over all rows of every step: kept lean."""
     scored: list[list[Row]] = [[] for _ in SCORES]
-    constrained: list[Row] = []
+    constrained: list[tuple[int, SamplingRow, Matcher]] = []
     kept: list[Row] = []
     rows, slots, records = builder.rows, builder.slots, builder.records
     for row, seq in enumerate(plan.seqs[: plan.num_sample_rows]):
@@ -89,7 +91,7 @@ def _add_rows(builder: SectionBuilder, plan: StepPlan) -> tuple[list[list[Row]],
         elif kind == CHANGED:
             builder.changed_flags |= sampling.flags
         if sampling.matcher is not None:
-            constrained.append(seq)
+            constrained.append((seq.slot, sampling, sampling.matcher))
         rows[kind].append(row)
         slots[kind].append(seq.slot)
         records[kind].append(sampling.record)
@@ -98,14 +100,14 @@ def _add_rows(builder: SectionBuilder, plan: StepPlan) -> tuple[list[list[Row]],
     return scored, kept
 
 
-def _add_grammar_masks(builder: SectionBuilder, seqs: list[Row]) -> None:
-    matchers = [seq.sampling.matcher for seq in seqs if seq.sampling is not None and seq.sampling.matcher is not None]
+def _add_grammar_masks(builder: SectionBuilder, constrained: list[tuple[int, SamplingRow, Matcher]]) -> None:
+    """constrained: the slot of each."""
+    slots, rows, matchers = zip(*constrained, strict=True)
     masks = matchers[0].owner.fill_masks(matchers)
-    for seq, mask in zip(seqs, masks, strict=True):
-        allowed = seq.sampling.allowed_mask() if seq.sampling is not None else None
-        if allowed is not None:
+    for row, mask in zip(rows, masks, strict=True):
+        if (allowed := row.allowed_mask()) is not None:
             mask &= allowed
-    builder.mask_slots += [seq.slot for seq in seqs]
+    builder.mask_slots += slots
     builder.masks.append(masks)
 
 
