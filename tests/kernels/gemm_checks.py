@@ -14,6 +14,15 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.double() - want.double()).norm() / want.double().norm()).item()
 
 
+def exact(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> torch.Tensor:
+    """x @ weight^T in float64; gated: then silu(gate) * up, each rounded to x's dtype before it is multiplied."""
+    y = x.double() @ weight.double().T
+    if not gated:
+        return y
+    gate, up = y.to(x.dtype).double().chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate).to(x.dtype).double() * up
+
+
 def check_dependent_launch(layer: Callable[[torch.Tensor, torch.Tensor, bool], object], start: torch.Tensor) -> None:
     """A graph of 30 layers, each reading what the one before wrote: a missing wait would show as a difference.
     layer(hidden, residual, pdl) changes both in place; both begin as `start`."""

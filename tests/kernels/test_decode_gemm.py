@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gemm_checks import TOLERANCE, check_dependent_launch, relative_error
+from gemm_checks import TOLERANCE, check_dependent_launch, exact, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,14 +43,6 @@ def inputs(rows: int, n: int, k: int, dtype: torch.dtype, seed: int = 0) -> tupl
     return x.to(device, dtype), weight.to(device, dtype)
 
 
-def exact(op: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    y = x.double() @ weight.double().T
-    if op == "linear":
-        return y
-    gate, up = y.to(x.dtype).double().chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate).to(x.dtype).double() * up
-
-
 def run(op: str, x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, pdl: bool = True) -> torch.Tensor:
     """The product, parts added up."""
     if op == "gated":
@@ -80,7 +72,7 @@ def test_matches_float64_in_the_interpreter(
     if op == "gated":
         config = replace(config, split_k=1)
     x, weight = inputs(*shape, dtype)
-    assert relative_error(run(op, x, weight, config), exact(op, x, weight)) < TOLERANCE[dtype]
+    assert relative_error(run(op, x, weight, config), exact(x, weight, op == "gated")) < TOLERANCE[dtype]
 
 
 @given(
@@ -96,7 +88,7 @@ def test_any_shape_matches_float64(
     steps = -(-8 * k_over_8 // config.block_k)
     config = replace(config, split_k=min(split_k, steps) if op == "linear" else 1)
     x, weight = inputs(rows, 2 * half_n, 8 * k_over_8, torch.float32)
-    assert relative_error(run(op, x, weight, config), exact(op, x, weight)) < 2 * TOLERANCE[torch.float32]
+    assert relative_error(run(op, x, weight, config), exact(x, weight, op == "gated")) < 2 * TOLERANCE[torch.float32]
 
 
 @pytest.mark.gpu
@@ -104,7 +96,7 @@ def test_any_shape_matches_float64(
 def test_matches_float64_in_bfloat16(op: str, config: GemmConfig) -> None:
     for rows, n, k in ((config.block_m, 512, 2048), (config.block_m * 2 - 5, 304, 2056)):
         x, weight = inputs(rows, n, k, torch.bfloat16)
-        assert relative_error(run(op, x, weight, config), exact(op, x, weight)) < TOLERANCE[torch.bfloat16]
+        assert relative_error(run(op, x, weight, config), exact(x, weight, op == "gated")) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("config", [SMALL, replace(SMALL, split_k=3), replace(X_LEFT, split_k=2)])
@@ -128,7 +120,7 @@ def test_library_split_matches_its_twin(dtype: torch.dtype, splits: int) -> None
     got, want = decode.split_linear(x, weight, split(splits)), decode.split_linear_reference(x, weight, splits)
     assert got.shape == (splits, 40, 72) and got.dtype == torch.float32
     assert relative_error(got, want) < 1e-5
-    assert relative_error(got.sum(0), exact("linear", x, weight)) < 1e-5
+    assert relative_error(got.sum(0), exact(x, weight)) < 1e-5
 
 
 def test_norm_adds_up_the_parts() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gemm_checks import TOLERANCE, check_dependent_launch, relative_error
+from gemm_checks import TOLERANCE, check_dependent_launch, exact, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,14 +48,6 @@ def run(op: str, x: torch.Tensor, weight: Int4Weight, config: GemmConfig, pdl: b
     return y.sum(0) if y.dim() == 3 else y
 
 
-def exact(op: str, x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    y, dtype = x.double() @ values.T, x.dtype
-    if op != "gated":
-        return y
-    gate, up = y.to(dtype).double().chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate).to(dtype).double() * up
-
-
 def test_a_word_has_columns_32_apart() -> None:
     codes = torch.arange(2 * 200, dtype=torch.int64).mul(7).bitwise_and(15).view(2, 200)
     words = int4.pack(codes.to(torch.uint8))
@@ -81,7 +73,7 @@ def test_any_shape_matches_float64(
     assert torch.equal(int4.widen_reference(weight), values.to(dtype))
     config = replace(SMALL, split_k=min(split_k, weight.words.shape[0]))
     x = inputs(rows, k, dtype)
-    assert relative_error(run(op, x, weight, config), exact(op, x, values)) < 2 * TOLERANCE[dtype]
+    assert relative_error(run(op, x, weight, config), exact(x, values, op == "gated")) < 2 * TOLERANCE[dtype]
 
 
 @pytest.mark.gpu
@@ -102,7 +94,7 @@ def test_matches_float64_on_gpu(
     n, k, group, has_zeros, split_k = shape
     weight, values = made(n, k, group, has_zeros, dtype)
     x = inputs(config.block_m + 3, k, dtype)
-    error = relative_error(run(op, x, weight, replace(config, split_k=split_k)), exact(op, x, values))
+    error = relative_error(run(op, x, weight, replace(config, split_k=split_k)), exact(x, values, op == "gated"))
     assert error < (1e-4 if op == "parts" else TOLERANCE[dtype])
 
 
@@ -123,7 +115,7 @@ def test_widened_ranges_make_the_whole_product(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(int4, "WIDENED_BYTES", 512 * 300 * 2)
     int4._widened.cache_clear()
     x = inputs(77, 512, torch.bfloat16)
-    assert relative_error(int4.linear_widened(x, weight), exact("parts", x, values)) < TOLERANCE[torch.bfloat16]
+    assert relative_error(int4.linear_widened(x, weight), exact(x, values)) < TOLERANCE[torch.bfloat16]
     int4._widened.cache_clear()
 
 
