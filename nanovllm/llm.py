@@ -212,28 +212,18 @@ class LLM(LLMControl):
         first = seqs[0]
         rows = first.sampling.prompt_logprob_rows if first.sampling is not None else None
         return RequestOutput(
-            request_id=request_id,
-            prompt=prompt,
-            prompt_token_ids=first.token_ids[: first.num_prompt_tokens],
-            outputs=[self._completion(seq) for seq in seqs],
-            num_cached_tokens=first.num_prompt_cached_tokens or 0,
-            metrics=first.metrics,
+            request_id, prompt, first.token_ids[: first.num_prompt_tokens], [self._completion(seq) for seq in seqs],
+            num_cached_tokens=first.num_prompt_cached_tokens or 0, metrics=first.metrics,
             prompt_logprobs=None if rows is None else rows.view(),
-        )
+        )  # fmt: skip
 
     def _completion(self, seq: "Row") -> CompletionOutput:
-        ids, rows = seq.output_token_ids, None if seq.sampling is None else seq.sampling.logprob_rows
+        rows, kept = (None, None) if seq.sampling is None else (seq.sampling.logprob_rows, seq.sampling.kept_ids)
         return CompletionOutput(
-            seq.index,
-            self._text(seq),
-            ids,
-            seq.finish_reason,
-            seq.stop_reason,
-            None if rows is None else rows.view(),
-            seq.metrics,
-            None if seq.sampling is None else seq.sampling.kept_ids,
-            seq.weight_versions,
-        )
+            seq.index, self._text(seq), seq.output_token_ids, seq.finish_reason, seq.stop_reason,
+            None if rows is None else rows.view(), seq.metrics, sampling_mask=kept,
+            weight_versions=seq.weight_versions,
+        )  # fmt: skip
 
     def _text(self, seq: "Row") -> str:
         """The output's text: up to a stop string, and without the token of stop_token_ids or end of text that ended it,

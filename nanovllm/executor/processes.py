@@ -224,13 +224,10 @@ class WorkerProcesses:
         if self._closing:
             return
         self._failure = reason
-        self._kill()
-        self.on_failure()
-
-    def _kill(self) -> None:
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
+        self.on_failure()
 
     # -- the end ------------------------------------------------------------------------------------------------
 

@@ -280,20 +280,11 @@ def read_transformers_config(raw: dict[str, Any], generation: dict[str, Any]) ->
     text = settings.get_text_config(decoder=True)
     longest, heads = (_integer(text, name) for name in ("max_position_embeddings", "num_attention_heads"))
     dtype = getattr(settings, "dtype", None) or torch.float32
+    eos = end_of_text(generation.get("eos_token_id"), getattr(text, "eos_token_id", None), text.vocab_size)
     return ModelConfig(
-        architecture=raw["architectures"][0],
-        vocab_size=text.vocab_size,
-        hidden_size=text.hidden_size,
-        intermediate_size=0,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=0,
-        max_position_embeddings=longest,
-        norm_eps=0.0,
-        layers=(),
-        ropes={},
+        raw["architectures"][0], text.vocab_size, text.hidden_size, intermediate_size=0, num_attention_heads=heads,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads, head_dim=0,
+        max_position_embeddings=longest, norm_eps=0.0, layers=(), ropes={},
         tie_word_embeddings=bool(getattr(settings, "tie_word_embeddings", False)),
-        torch_dtype=str(dtype).removeprefix("torch."),
-        eos_token_ids=end_of_text(generation.get("eos_token_id"), getattr(text, "eos_token_id", None), text.vocab_size),
-        transformers_config=raw,
-    )
+        torch_dtype=str(dtype).removeprefix("torch."), eos_token_ids=eos, transformers_config=raw,
+    )  # fmt: skip
