@@ -1,7 +1,8 @@
 """A mixture of experts in FP8 for a handful of tokens: as moe/few_rows.py, by the products of reference.py.
 
-Two kernels after the router's GEMM, each behind one that rounds its inputs. A program multiplies by the weights of one
-token's experts as row.py says; that of `down` takes the experts one after the other for one long row.
+Two kernels after the router's GEMM: the first normalises and rounds what it takes, before the second is one that
+rounds. A program multiplies by the weights of one token's experts as row.py says; that of `down` takes the experts one
+after the other for one long row.
 """
 
 import torch
@@ -11,27 +12,32 @@ from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import GROUP
-from nanovllm.kernels.fp8.row import add_step, finish, groups_of_steps, load_weights, load_x
+from nanovllm.kernels.fp8.row import add_step, all_of_x, finish, groups_of_steps, load_halves, load_weights, load_x
 from nanovllm.kernels.gemm.decode_kernel import silu_mul
 from nanovllm.kernels.moe.few_rows import choose, load_scores, take_best
 from nanovllm.kernels.moe.routing import TopK
-from nanovllm.kernels.pointwise.norm import Norm, add_norms_fp8
+from nanovllm.kernels.pointwise.norm import Norm
 
-WARPS = 8
+WARPS = 4
 PRELOAD = (2, 6)
 """Steps of weights that a program of gate and up, and of down, has in flight."""
 
 
-@triton.jit(do_not_specialize=["scale_stride"])
+@triton.jit
 def _gate_up_kernel(
-    x_ptr, X_SCALE, W, SCALE, LOGITS, OUT, scale_stride, n_out, groups, scale_rows,
+    X, GAIN, W, SCALE, LOGITS, OUT, n_out, groups, scale_rows, eps,
     K: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
     STEPS: tl.constexpr, PRELOAD: tl.constexpr, ROWS_EACH: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of 16 columns, TOP_K, tokens). x e4m3 [tokens, K]; OUT [tokens, TOP_K, n_out], best first."""
+    """Grid (tiles of 16 columns, TOP_K, tokens). X [tokens, K], before its norm; OUT [tokens, TOP_K, n_out], best
+    first."""
     SPAN: tl.constexpr = WARPS * 128
+    PARTS: tl.constexpr = (STEPS + 7) // 8
     first, slot, row = tl.program_id(0) * 16, tl.program_id(1), tl.program_id(2)
+    gains = ()
+    for part in tl.static_range(PARTS):
+        gains = gains + (load_halves(GAIN, part * 8, K, WARPS),)
     if PDL:
         tl.extra.cuda.gdc_wait()
         # Not before: what the router wrote may be read by a later kernel as soon as that starts.
@@ -48,13 +54,13 @@ def _gate_up_kernel(
         for half in tl.static_range(2):
             end = (half + 1) * n_out
             tiles = tiles + (load_weights(weight, half * n_out + first, end, cols + step * SPAN, K, EVEN_K),)
-    accs, loaded, both = (tl.zeros([WARPS, 16, 8], tl.float32), tl.zeros([WARPS, 16, 8], tl.float32)), (), ()
-    for part in tl.static_range((STEPS + 7) // 8):
-        x = load_x(x_ptr + row * K, X_SCALE + row, part * 8, scale_stride, K, WARPS)
-        loaded, group = loaded + (x,), groups_of_steps(part * 8, WARPS)
+    accs, both = (tl.zeros([WARPS, 16, 8], tl.float32), tl.zeros([WARPS, 16, 8], tl.float32)), ()
+    loaded = all_of_x(X + row * K, None, gains, 0, eps, K, PARTS, WARPS)
+    for part in tl.static_range(PARTS):
+        group = groups_of_steps(part * 8, WARPS)
         for half in tl.static_range(2):
             at = scale + (half * n_out + first) // ROWS_EACH * groups + group
-            both = both + (x[2] * tl.load(at, mask=group < groups, other=0.0),)
+            both = both + (loaded[part][2] * tl.load(at, mask=group < groups, other=0.0),)
     for step in tl.static_range(STEPS):
         summed = ()
         for half in tl.static_range(2):
@@ -126,15 +132,14 @@ def add_experts(
     experts, width = gate_up.values.shape[0], gate_up.values.shape[1] // 2
     if not takes(gate_up, down):
         raise ValueError(f"experts of {list(gate_up.values.shape)}: must have scales of blocks that 16 rows share")
-    x = add_norms_fp8(residual, None, norm)[0]
     h = residual.new_empty(rows, options.top_k * width)
     block = max(32, triton.next_power_of_2(experts))
     shared = {"WIDTH": logits.shape[-1], "EXPERTS": experts, "BLOCK": block, "TOP_K": options.top_k, "WARPS": WARPS}
     shared |= {"num_warps": WARPS, **pdl_options(residual.device)}
     steps = triton.cdiv(hidden, WARPS * GROUP)
     _gate_up_kernel[(triton.cdiv(width, 16), options.top_k, rows)](
-        x.values, x.scales, gate_up.values, gate_up.scale, logits, h, x.scales.stride(1), width,
-        gate_up.scale.shape[2], gate_up.scale.shape[1], K=hidden, STEPS=steps, PRELOAD=min(PRELOAD[0], steps),
+        residual, norm.weight, gate_up.values, gate_up.scale, logits, h, width, gate_up.scale.shape[2],
+        gate_up.scale.shape[1], norm.eps, K=hidden, STEPS=steps, PRELOAD=min(PRELOAD[0], steps),
         ROWS_EACH=gate_up.rows_each, EVEN_K=hidden % (WARPS * GROUP) == 0, **shared,
     )  # fmt: skip
     values, scales = quantize_rows(h)

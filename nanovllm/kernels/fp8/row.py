@@ -61,7 +61,7 @@ def groups_of_steps(begin, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _load_halves(ptr, begin, K: tl.constexpr, WARPS: tl.constexpr):
+def load_halves(ptr, begin, K: tl.constexpr, WARPS: tl.constexpr):
     """Both halves, [8, W, 64], of the groups of a row in 8 steps from `begin` on."""
     step, warp = begin + tl.arange(0, 8)[:, None, None], tl.arange(0, WARPS)[None, :, None]
     at = (step * WARPS + warp) * 128 + tl.arange(0, 64)[None, None, :]
@@ -77,7 +77,7 @@ def _right(low, high):
 @triton.jit
 def load_x(x_ptr, X_SCALE, begin, scale_stride, K: tl.constexpr, WARPS: tl.constexpr):
     """x of 8 steps from `begin` on: both halves of the groups [W, 64, 8], and scales [W, 1, 8]."""
-    halves = _load_halves(x_ptr, begin, K, WARPS)
+    halves = load_halves(x_ptr, begin, K, WARPS)
     group = groups_of_steps(begin, WARPS)
     scale = tl.load(X_SCALE + group * scale_stride, mask=group < tl.cdiv(K, 128), other=0.0)
     low, high = _right(halves[0], halves[1])
@@ -108,7 +108,7 @@ def finish(acc):
 
 
 @triton.jit
-def _all_of_x(
+def all_of_x(
     x_ptr, X_SCALE, gains, scale_stride, eps, K: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr
 ):  # fmt: skip
     """What load_x gives, of every 8 steps. Without X_SCALE x is rounded here, where there are gains after its norm."""
@@ -116,14 +116,14 @@ def _all_of_x(
     if len(gains) > 0:
         total = tl.zeros([8, WARPS, 64], tl.float32)
         for part in tl.static_range(PARTS):
-            low, high = _load_halves(x_ptr, part * 8, K, WARPS)
+            low, high = load_halves(x_ptr, part * 8, K, WARPS)
             total += low.to(tl.float32) * low.to(tl.float32) + high.to(tl.float32) * high.to(tl.float32)
         factor = tl.rsqrt(tl.sum(tl.reshape(total, [8 * WARPS * 64])) / K + eps)
     for part in tl.static_range(PARTS):
         if X_SCALE is not None:
             loaded = loaded + (load_x(x_ptr, X_SCALE, part * 8, scale_stride, K, WARPS),)
         else:
-            low, high = _load_halves(x_ptr, part * 8, K, WARPS)
+            low, high = load_halves(x_ptr, part * 8, K, WARPS)
             if len(gains) > 0:
                 low, high = normalise(low, gains[part][0], factor), normalise(high, gains[part][1], factor)
             loaded = loaded + (_round_x(low, high),)
@@ -154,7 +154,7 @@ def fp8_row_kernel(
     scales, gains = (), ()
     for part in tl.static_range(PARTS):
         if GAIN is not None:
-            gains = gains + (_load_halves(GAIN, part * 8, K, WARPS),)
+            gains = gains + (load_halves(GAIN, part * 8, K, WARPS),)
         group = groups_of_steps(part * 8, WARPS)
         for half in tl.static_range(HALVES if IN_BLOCKS else 0):
             at = SCALE + (half * n_out + first) // ROWS_EACH * groups + group
@@ -166,7 +166,7 @@ def fp8_row_kernel(
     col = first + tl.arange(0, 16)
     if res_ptr is not None:
         residual = tl.load(res_ptr + col, mask=col < n_out, other=0.0).to(tl.float32)
-    loaded = _all_of_x(x_ptr, X_SCALE, gains, scale_stride, eps, K, PARTS, WARPS)
+    loaded = all_of_x(x_ptr, X_SCALE, gains, scale_stride, eps, K, PARTS, WARPS)
     accs, both = (), ()
     for _ in tl.static_range(HALVES):
         accs = accs + (tl.zeros([WARPS, 16, 8], dtype=tl.float32),)
