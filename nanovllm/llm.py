@@ -172,7 +172,8 @@ class LLM(LLMControl):
             return []
         tokenizer = self.engine.tokenizer
         texts = [tokenizer.apply_chat_template(chat, **template_options) for chat in chats]
-        outputs = self.generate([tokenizer.encode_plain(text) for text in texts], sampling_params, use_tqdm)
+        prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        outputs = self.generate(prompts, sampling_params, use_tqdm)
         for output, text in zip(outputs, texts, strict=True):
             output.prompt = text
         return outputs

@@ -65,13 +65,10 @@ class Tokenizer:
             raise ValueError(f"tokenizer={self._folder!r}: cannot be loaded: {short(self._error)}") from self._error
         return self._tokenizer
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt. Raises ValueError where it is no Unicode text."""
-        return self._encode(text)
-
-    def _encode(self, text: str, **options: Any) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Raises ValueError where it is no Unicode text."""
         try:
-            return list(self.hf.encode(text, **options))
+            return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
         except TypeError:  # the library says no more about half a surrogate pair
             require_unicode(text)
             raise
@@ -80,10 +77,6 @@ class Tokenizer:
     def is_there(self) -> bool:
         """Whether there is a tokenizer at all."""
         return not self._skip
-
-    def encode_plain(self, text: str) -> list[int]:
-        """Token ids of a piece of text, nothing added around it. Raises ValueError as `encode` does."""
-        return self._encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; empty under skip_tokenizer_init."""
@@ -104,7 +97,7 @@ class Tokenizer:
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Text of a chat that ends where the assistant is to speak, or to go on (continue_final_message=True);
-        `encode_plain` gives its token ids."""
+        `encode` without special tokens gives its token ids."""
         hf = self._of_user or self.hf  # the caller may have set a template of their own
         options.setdefault("add_generation_prompt", not options.get("continue_final_message"))
         try:

@@ -60,7 +60,6 @@ class Front:
         """Sampling defaults for what requests leave open."""
         self.default_max_tokens: int | None = None
         self.link = EngineLink(self.streams, self.on_frame, self.on_engine_end)
-        self.control_state = frames.ControlState()
         self._calls: dict[int, asyncio.Future[frames.Answered]] = {}
         """Of `control`, not answered yet."""
         self._num_calls = 0
@@ -112,7 +111,7 @@ class Front:
             error = errors.server_error() if frame.message is None else errors.from_value_error(frame.message)
             self.streams.refuse(frame.request_id, error)
         elif isinstance(frame, frames.Answered):
-            self.control_state = self.metrics.control = frame.state
+            self.metrics.control = frame.state
             if (answered := self._calls.get(frame.call_id)) is not None and not answered.done():
                 answered.set_result(frame)
 

@@ -97,7 +97,7 @@ class RequestSampling:
     def _words(self, text: str) -> list[tuple[int, ...]]:
         """A bad word's tokens at the start of a text and after a blank."""
         bare = text.lstrip() or text
-        both = (tuple(self._tokenizer.encode_plain(form)) for form in (bare, " " + bare))
+        both = (tuple(self._tokenizer.encode(form, add_special_tokens=False)) for form in (bare, " " + bare))
         return [word for word in dict.fromkeys(both) if word]
 
     def _constraints(self) -> StructuredOutputs:

@@ -92,7 +92,7 @@ async def _control(front: "Front", call: Call) -> None:
 
 async def _state(front: "Front", call: Call) -> None:
     """What a GET of one value answers."""
-    state = front.control_state
+    state = front.metrics.control
     values = {
         "/is_paused": {"is_paused": state.paused},
         "/is_sleeping": {"is_sleeping": bool(state.asleep)},
@@ -151,7 +151,7 @@ async def server_info(front: "Front", call: Call) -> None:
         "parallel_config": {name: front.info[name] for name in ("tensor_parallel_size", "data_parallel_size")},
         "weight_transfer_config": {},
     }
-    state = msgspec.structs.asdict(front.control_state)
+    state = msgspec.structs.asdict(front.metrics.control)
     await call.respond_json({"vllm_config": config, "engine": engine, "server": options, "state": state})
 
 
