@@ -102,7 +102,7 @@ class ReduceAddNorm(WeightedModule):
         model, where all addends but one are zero, their sum."""
         if residual is None:
             return self.group.all_reduce(partial)
-        return self.group.all_gather(add_up(partial, torch.float32))
+        return self.group.gather_sums(partial)
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> Normed:
         """The same for x [T, hidden] (or in parts) that is complete."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT = timedelta(seconds=60)  # for ranks that have found each other to connect
+_GATHERED_BYTES = 8 << 20
+"""Most of a rank's float32 rows that go through peer memory, where no bit may depend on the ranks."""
 _NO_TIMEOUT = timedelta(days=1)  # hangs are noticed by the processes' watcher, which knows when a rank compiles
 
 
@@ -72,14 +74,18 @@ class TensorParallelGroup:
         raise. All ranks call it."""
         from nanovllm.parallel.peer.all_reduce import PeerAllReduce
         from nanovllm.parallel.peer.copy_engine import CopyEngineSums
-        from nanovllm.parallel.peer.memory import PeerMemory, PeerMemoryUnavailable
+        from nanovllm.parallel.peer.memory import Layout, PeerMemory, PeerMemoryUnavailable
 
         assert self._store is not None and self.size > 1
+        layout = None
+        if self.exact_bits == "tp":  # ranks exchange float32
+            rows, dtype = min(max_rows, _GATHERED_BYTES // (4 * hidden_size)), torch.float32
+            layout = Layout(self.size, hidden_size, 4, rows, 0, max_keys)
         args = (self._store, self.rank, self.size, self.device, max_rows, hidden_size, dtype)
         half_rows = 0 if self.overlap is None else self.overlap.first_half(max_rows)
         try:
             memory = PeerMemory(
-                *args, max_keys=max_keys, half_rows=half_rows, allow_shared_device=self._share_gpus
+                *args, max_keys=max_keys, half_rows=half_rows, layout=layout, allow_shared_device=self._share_gpus
             )
             self._peer = PeerAllReduce(memory, one_order=self.exact_bits is not None)
             if self.overlap is not None:
@@ -151,6 +157,12 @@ class TensorParallelGroup:
         else:
             self._group.allgather([list(out.unbind(0))], [x]).wait()
         return out
+
+    def gather_sums(self, partial: torch.Tensor) -> torch.Tensor:
+        """Every rank's sum of its partial, float32 [parts, T, hidden], to every rank, float32: [ranks, T, hidden]."""
+        if self._peer is not None and partial.shape[1] <= self._peer.memory.layout.one_shot_rows:
+            return self._peer.all_gather(partial)
+        return self.all_gather(add_up(partial, torch.float32))
 
     @contextmanager
     def muted(self) -> Iterator[None]:

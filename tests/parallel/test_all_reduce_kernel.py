@@ -176,6 +176,8 @@ def interpret_rank(rank: int, world_size: int, folder: Path) -> None:
         outputs += [normed, after] if mine == slice(None) else [normed]
         outputs.append(peer.all_reduce(partials[rank].contiguous(), path=path))
         torch.testing.assert_close(outputs[-1].double(), partials.double().sum(0), rtol=1e-5, atol=1e-5)
+        outputs.append(peer.all_gather(torch.stack((partials[rank], residual))))
+        assert torch.equal(outputs[-1].view(torch.int32), (partials + residual + 0.0).view(torch.int32))
     assert int(memory.abort_word) == 0
     torch.save(outputs, folder / f"result{rank}.pt")
 

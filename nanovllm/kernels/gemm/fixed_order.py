@@ -76,9 +76,9 @@ def _parts_of(k: int) -> int:
 
 
 def _tree_config(gemm: Gemm, leaves: int, rows: int, block_n: int, block_m: int, stages: int, warps: int) -> GemmConfig:
-    """Two parts of several leaves each; where few rows leave multiprocessors idle, more parts. Several ranks have two:
-    each adds up its own before they are exchanged."""
-    parts, tiles = 2, -(-gemm.n // block_n) * -(-rows // block_m)
+    """Two parts of several leaves each, or more: where few rows leave multiprocessors idle, and where the sums of eight
+    leaves of a large tile would not fit into registers. A rank adds up its own before they are exchanged."""
+    parts, tiles = 2 if rows <= DECODE_ROWS else max(2, leaves // 4), -(-gemm.n // block_n) * -(-rows // block_m)
     while gemm.fused and parts < leaves and parts * tiles < _PROGRAMS:
         parts *= 2
     block_k = next(size for size in (128, 64, 32, 16) if gemm.k // leaves % size == 0)

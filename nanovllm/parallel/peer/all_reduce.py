@@ -163,6 +163,13 @@ class PeerAllReduce:
             self._launch(path, (part, total, total, total), 0.0, False, False, norm=False)
         return out
 
+    def all_gather(self, partial: torch.Tensor) -> torch.Tensor:
+        """Every rank's sum of its partial, float32 [parts, T, hidden]: a new tensor [ranks, T, hidden], in which -0.0
+        became +0.0. For a block of float32, of at least T rows."""
+        out = partial.new_empty(self.memory.world_size, self._check(partial, None, None), self._hidden)
+        self._launch("one_shot", (partial, out, out, out), 0.0, False, False, norm=False, gather=True)
+        return out
+
     def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:
         """keys int64 [B] (B <= max_keys) becomes its element-wise maximum over the ranks, in place. The smallest
         int64 means nothing: it comes back as the one above it."""
@@ -193,11 +200,11 @@ class PeerAllReduce:
 
     def _launch(
         self, path: Path | None, operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], eps: float,
-        has_residual: bool, dependent: bool, norm: bool = True,
+        has_residual: bool, dependent: bool, norm: bool = True, gather: bool = False,
     ) -> None:  # fmt: skip
         """operands: partial, residual (in and out, or only out), weight, out; without `norm` the sum goes to out."""
         partial, residual, weight, out = operands
-        memory, layout, rows = self.memory, self.memory.layout, out.shape[0]
+        memory, layout, rows = self.memory, self.memory.layout, out.shape[-2]
         path, parts = path or self.path(rows), partial.shape[0] if partial.ndim == 3 else 1
         if parts == 1:
             partial = partial.view(torch.int16 if layout.itemsize == 2 else torch.int32)
@@ -207,8 +214,9 @@ class PeerAllReduce:
         fixed |= pdl_options(partial.device, dependent or rows <= PDL_ROWS)
         if path == "one_shot" and rows <= layout.one_shot_rows:
             one_shot_kernel[(min(rows, MAX_PROGRAMS),)](
-                *tensors, memory.parity[0], *scalars, NORM=norm, CAPACITY=layout.one_shot_rows, **fixed
-            )
+                *tensors, memory.parity[0], *scalars, NORM=norm, CAPACITY=layout.one_shot_rows, GATHER=gather,
+                **fixed,
+            )  # fmt: skip
         elif path == "two_shot" and rows <= layout.two_shot_rows:
             self._two_shot(tensors, scalars, fixed, norm)
         else:

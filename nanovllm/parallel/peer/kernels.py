@@ -103,8 +103,10 @@ def float_or_zeros(pointers, mask, WANTED: tl.constexpr):
 def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_state, abort, rows, rank, eps,
                     max_spins, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
                     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr,
-                    PARTS: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Every rank sends its rows to all ranks (itself too, which keeps the code one) and sums all that arrive.
+                    PARTS: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr, PDL: tl.constexpr,
+                    GATHER: tl.constexpr):  # fmt: skip
+    """Every rank sends its rows to all ranks (itself too, which keeps the code one) and sums all that arrive; or, to
+    GATHER, stores it as it is: out [WORLD, rows, HIDDEN].
 
     partial INT [rows, HIDDEN] (the bits of the model's dtype), or float32 [PARTS, rows, HIDDEN], which are added up and
     rounded before they are sent. residual, residual_out, out [rows, HIDDEN]; weight [HIDDEN]; without NORM out is the
@@ -135,7 +137,11 @@ def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
         at = row.to(tl.int64) * HIDDEN
         kept = float_or_zeros(residual + at + cols, mask, RESIDUAL)
         arrived = _receive(blocks[WORLD - 1] + half + at + tile, tile_mask, abort, max_spins, SENTINEL)
-        _finish_row(arrived, kept, gain, at + cols, residual_out, out, mask, eps, HIDDEN, NORM, INT, SENTINEL)
+        if GATHER:
+            apart = (source * rows).to(tl.int64)[:, None] * HIDDEN
+            tl.store(out + at + apart + cols[None, :], arrived.to(out.dtype.element_ty, bitcast=True), mask=tile_mask)
+        else:
+            _finish_row(arrived, kept, gain, at + cols, residual_out, out, mask, eps, HIDDEN, NORM, INT, SENTINEL)
         row += programs
     end_call(parity_state, parity)
 
