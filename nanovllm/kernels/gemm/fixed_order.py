@@ -76,12 +76,16 @@ def _parts_of(k: int) -> int:
 
 
 def _tree_config(gemm: Gemm, leaves: int, rows: int, block_n: int, block_m: int, stages: int, warps: int) -> GemmConfig:
-    """Two parts of several leaves each, or more: where few rows leave multiprocessors idle, and where the sums of eight
-    leaves of a large tile would not fit into registers. A rank adds up its own before they are exchanged."""
-    parts, tiles = 2 if rows <= DECODE_ROWS else max(2, leaves // 4), -(-gemm.n // block_n) * -(-rows // block_m)
+    """Two parts of several leaves each. One rank, whose norm adds them up, has more where few rows leave
+    multiprocessors idle, and of two leaves where there are many: then the sums of a large tile fit into registers.
+    Several ranks have two: each adds up its own before they are exchanged."""
+    parts, tiles = 2, -(-gemm.n // block_n) * -(-rows // block_m)
+    if rows > DECODE_ROWS:
+        parts = max(2, leaves // 2) if gemm.fused else 2
+        block_n *= 2 if leaves <= 2 * parts else 1
     while gemm.fused and parts < leaves and parts * tiles < _PROGRAMS:
         parts *= 2
-    block_k = next(size for size in (128, 64, 32, 16) if gemm.k // leaves % size == 0)
+    block_k = next(size for size in (128, 64, 32, 16) if gemm.k // leaves % size == 0 and size * block_n <= 8192)
     return GemmConfig("decode", block_n, block_m, block_k, stages, parts, warps, leaves // parts)
 
 
