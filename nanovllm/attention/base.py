@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from nanovllm.kernels.attention.spec import AttentionSpec
+from nanovllm.kernels.fp8.operands import FP8Rows
 
 __all__ = ["AttentionBackend", "AttentionMetadata", "AttentionSpec"]
 
@@ -118,6 +119,12 @@ class AttentionBackend(ABC):
         multiplied with; q may be float16 then beside an out of bfloat16. The step's own keys and values are in the
         cache already. Rows of padding leave their part of out as it was.
         """
+
+    def forward_row(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata,
+                    out: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None,
+                    kv_scales: torch.Tensor | None = None) -> torch.Tensor | FP8Rows:
+        """`forward` of a step of one decode row, [1, Hq * D], D = 128; may be rounded, which spares a kernel."""
+        return self.forward(q, k_cache, v_cache, metadata, out, spec, sinks, kv_scales).view(1, -1)
 
     def warmup(self, k_cache: torch.Tensor, v_cache: torch.Tensor, spec: AttentionSpec,  # noqa: B027 (a backend may have nothing to compile)
                kv_scales: torch.Tensor | None = None) -> None:

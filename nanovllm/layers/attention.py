@@ -75,6 +75,8 @@ class Attention(WeightedModule):
         self.cos_sin, self.query_scale = cos_sin, query_scale
         self.kernels = kernels
         self.backend = backend
+        self.rounds_row = False
+        """The output projection takes one row rounded to e4m3; set with the kernels' choices."""
         self._dtype, self._device = dtype, device
         head_dim, hidden_size = layer.head_dim, config.hidden_size
         self.qkv_proj = QKVParallelLinear(
@@ -115,9 +117,10 @@ class Attention(WeightedModule):
 
     def forward(self, x: Row | FP8Rows, step: ForwardStep, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """`wanted` int [N]: the tokens whose result is read, [N, hidden]; all have their keys stored."""
-        return self.o_proj(wanted_rows(self.attend(self.qkv_proj(x), step), wanted))
+        attended = self.attend(self.qkv_proj(x), step)
+        return self.o_proj(wanted_rows(attended, wanted) if isinstance(attended, torch.Tensor) else attended)
 
-    def attend(self, qkv: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+    def attend(self, qkv: torch.Tensor, step: ForwardStep) -> torch.Tensor | FP8Rows:
         """Everything between the projections: [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim]."""
         q = self.kernels.qk_norm_rope_store(
             qkv, self.norm_rope, step.positions, step.slot_mapping, self.k_cache, self.v_cache, cos_sin=self.cos_sin,
@@ -126,8 +129,10 @@ class Attention(WeightedModule):
             query_scale=self.query_scale, kv_scales=self.kv_scales,
         )  # fmt: skip
         out = empty_rows(q.shape[0], q.shape[1] * q.shape[2], qkv.dtype, q.device).view(q.shape)
-        caches = (self.k_cache, self.v_cache)
-        self.backend.forward(q, *caches, step.attention, out, self.spec, self.sinks, self.kv_scales)
+        operands = (q, self.k_cache, self.v_cache, step.attention, out, self.spec, self.sinks, self.kv_scales)
+        if self.rounds_row and step.attention.num_rows == step.attention.num_decode_rows == 1:
+            return self.backend.forward_row(*operands)
+        self.backend.forward(*operands)
         return out.view(out.shape[0], -1)
 
     def _mean_squares(self, qkv: torch.Tensor) -> torch.Tensor:

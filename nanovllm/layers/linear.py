@@ -141,11 +141,11 @@ class ParallelLinear(WeightedModule):
             return None
         return config
 
-    def _fused(self, x: torch.Tensor, config: GemmConfig, **around: Any) -> torch.Tensor:
+    def _fused(self, x: torch.Tensor | FP8Rows, config: GemmConfig, **around: Any) -> torch.Tensor:
         """With what is `around` the product; see kernels/gemm/skinny.py."""
         if self.quantized is not None:
             return self.quantized.few_rows.linear(x, self.quantized.for_kernel(), config, **around)  # type: ignore[arg-type]
-        return skinny.linear(x, self.weight, config, **around)
+        return skinny.linear(x, self.weight, config, **around)  # type: ignore[arg-type]  # only FP8 is handed FP8Rows
 
     def forward_normed(self, x: torch.Tensor, norm: Norm, kernels: Kernels) -> torch.Tensor:
         """RMSNorm of x [T, in], then this layer: [T, out]."""
@@ -154,7 +154,7 @@ class ParallelLinear(WeightedModule):
             return self(kernels.add_norms(x, None, norm)[0])
         return self._fused(x, config, norm=norm)
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor | FP8Rows) -> torch.Tensor:
         """residual [T, out] += this layer of x [T, in], in place; returns residual. For one rank alone."""
         config = self.fuses(x.shape[0])
         if config is not None:
@@ -164,6 +164,7 @@ class ParallelLinear(WeightedModule):
         if self.quantized is not None:
             y = self.matmul(x)
             return residual.add_(y if y.dim() == 2 else add_up(y, residual.dtype))
+        assert isinstance(x, torch.Tensor)
         return residual.addmm_(x, self.weight.t())
 
 

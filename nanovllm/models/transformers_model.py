@@ -93,7 +93,7 @@ class TransformersModel(WeightedModule):
         self.module, self.kernels = module, kernels
         self.backend: AttentionBackend | None = None
         """Of the specs that the trial has found; the runner's to set."""
-        self._takes_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
+        self._rounds_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
         self._attend: Attend | None = None
         self._trial = _Trial()
         self._register()
@@ -127,7 +127,7 @@ class TransformersModel(WeightedModule):
             )
             return self.backend.forward(q, *caches, step.attention, out, spec, sinks, scales)
 
-        rows = {} if wanted is None or not self._takes_rows else {"logits_to_keep": wanted}
+        rows = {} if wanted is None or not self._rounds_rows else {"logits_to_keep": wanted}
         with self._attending(attend):
             logits = self._logits(input_ids, step.positions, **rows)
         return logits if wanted is None or rows else logits.index_select(0, wanted)

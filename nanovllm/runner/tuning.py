@@ -13,9 +13,9 @@ from torch import nn
 
 from nanovllm.kernels.base.device import supports_tma
 from nanovllm.kernels.base.memory_split import equal_memory_split
+from nanovllm.kernels.fp8.reference import GROUP
 from nanovllm.kernels.gemm import fixed_order
 from nanovllm.kernels.gemm.choice import (
-    FP8,
     LIBRARY,
     Choices,
     Gemm,
@@ -29,6 +29,7 @@ from nanovllm.kernels.gemm.choice import (
 from nanovllm.kernels.gemm.dispatch import matmul
 from nanovllm.kernels.pointwise.norm import add_up
 from nanovllm.layers.linear import ParallelLinear
+from nanovllm.layers.quantized import FP8Matrix
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.wire.shapes import StepShape, decode_buckets
@@ -89,8 +90,10 @@ def apply(model: DecoderForCausalLM, choices: Choices, fused: bool) -> None:
     model.fused_rows = fused_rows if fused else set()
     for attention in model.attention_layers():
         attention.backend.merge_first_rows = _merge_first_rows(attention.o_proj)
-        is_skinny_fp8 = attention.o_proj.gemm(fused).dtype == FP8 and attention.o_proj.choice(1).is_skinny
-        attention.backend.leave_l1(is_skinny_fp8)  # weights that go into registers, and so through L1
+        matrix = attention.o_proj.quantized if attention.o_proj.choice(1).is_skinny else None
+        rounds = isinstance(matrix, FP8Matrix) and matrix.takes_rounded
+        attention.rounds_row = rounds and attention.spec.head_dim == GROUP
+        attention.backend.leave_l1(isinstance(matrix, FP8Matrix))  # what goes into registers comes through L1
 
 
 def _merge_first_rows(o_proj: ParallelLinear) -> frozenset[int]:
@@ -108,7 +111,7 @@ def before_capture(model: DecoderForCausalLM, shape: StepShape) -> Iterator[None
     """
     attention = model.attention_layers()[0]
     is_chain = 1 in model.fused_rows and 1 not in attention.backend.merge_first_rows
-    is_chain &= attention.o_proj.gemm(fused=True).dtype != FP8
+    is_chain &= not isinstance(attention.o_proj.quantized, FP8Matrix)
     with model.few_layers(), equal_memory_split(_SHARED_PERCENT) if is_chain and sum(shape) == 1 else nullcontext():
         yield
 

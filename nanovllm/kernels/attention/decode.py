@@ -10,6 +10,7 @@ The idea of fixed split offsets with a merge by log-sum-exp is Flash-Decoding's 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -22,6 +23,8 @@ from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims, 
 from nanovllm.kernels.attention.spec import AttentionSpec
 from nanovllm.kernels.attention.work_list import first_tile, load_tile, next_tile, prefetch_in_page, visible_keys
 from nanovllm.kernels.base.device import paged_descriptor, pdl_options, supports_tma
+from nanovllm.kernels.fp8.operands import FP8Rows
+from nanovllm.kernels.fp8.quantize import empty_rows_for, group_scales, rounded
 
 
 @triton.jit
@@ -42,9 +45,11 @@ def _attend(q, k, v, m, sums, acc, scale_log2, visible, CAP: tl.constexpr):
 
 @triton.jit
 def merge_chunks_kernel(PARTIAL, LSE, SINKS, OUT, NUM_CHUNKS, out_strides, HQ: tl.constexpr, HEADS: tl.constexpr,
-                        D: tl.constexpr, MAX_SPLITS: tl.constexpr, PDL: tl.constexpr):
+                        D: tl.constexpr, MAX_SPLITS: tl.constexpr, PDL: tl.constexpr, ROUNDED=None, SCALES=None,
+                        scale_stride=0):
     """Merges the rows that have several chunks, one chunk after the other. A program takes HEADS query heads of a row,
-    of the HQ there are; where most rows have nothing to merge, the number of programs is all it costs."""
+    of the HQ there are; where most rows have nothing to merge, the number of programs is all it costs. With ROUNDED
+    e4m3 [HQ * 128] and SCALES a row alone goes there too, a head for a group of columns."""
     AT_ONCE: tl.constexpr = 8 if MAX_SPLITS >= 8 else MAX_SPLITS
     row = tl.program_id(0).to(tl.int64)
     if PDL:
@@ -52,9 +57,11 @@ def merge_chunks_kernel(PARTIAL, LSE, SINKS, OUT, NUM_CHUNKS, out_strides, HQ: t
     num_chunks = tl.load(NUM_CHUNKS + row)  # the plan's, as below
     if PDL:
         tl.extra.cuda.gdc_wait()
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    dims = tl.arange(0, padded_dims(D))[None, :]
+    pointers = OUT + row * out_strides[0] + heads[:, None] * out_strides[1] + dims
+    inside = (heads < HQ)[:, None] & (dims < D)
     if num_chunks > 1:
-        heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-        dims = tl.arange(0, padded_dims(D))[None, :]
         splits = tl.arange(0, MAX_SPLITS)[None, :]
         first = (row * HQ + heads) * MAX_SPLITS
         known = (heads < HQ)[:, None] & (splits < num_chunks)
@@ -73,8 +80,14 @@ def merge_chunks_kernel(PARTIAL, LSE, SINKS, OUT, NUM_CHUNKS, out_strides, HQ: t
                     value = tl.load(PARTIAL + entry[:, None] * D + dims, mask=there[:, None] & (dims < D), other=0.0)
                     total += weight
                     acc += value * weight[:, None]
-        pointers = OUT + row * out_strides[0] + heads[:, None] * out_strides[1] + dims
-        tl.store(pointers, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=(heads < HQ)[:, None] & (dims < D))
+        y = (acc / total[:, None]).to(OUT.dtype.element_ty)
+        tl.store(pointers, y, mask=inside)
+    elif ROUNDED is not None:
+        y = tl.load(pointers, mask=inside, other=0.0)
+    if ROUNDED is not None:
+        scale = group_scales(y.to(tl.float32))
+        tl.store(ROUNDED + heads[:, None] * D + dims, rounded(y.to(tl.float32), scale[:, None]), mask=inside)
+        tl.store(SCALES + heads * scale_stride, scale, mask=heads < HQ)
 
 
 @triton.jit
@@ -226,6 +239,22 @@ class DecodeAttention:
                  merge_first: bool = False, kv_scales: torch.Tensor | None = None) -> torch.Tensor:
         """q and out [num_rows, Hq, D]: the rows of the last plan. max_context_len: any bound on their lengths.
         merge_first: where chunks are merged, no later kernel may start before they are."""
+        if self.leave_chunks(q, k_cache, v_cache, block_table, max_context_len, out, sinks, kv_scales):
+            self._merge_chunks(out, sinks, merge_first)
+        return out
+
+    def finish_row(self, out: torch.Tensor, sinks: torch.Tensor | None) -> FP8Rows:
+        """A row alone, of heads of 128 dimensions, that leave_chunks left."""
+        _, heads, dim = out.shape
+        row = empty_rows_for(1, heads * dim, out.dtype, out.device)
+        scales = {"SCALES": row.scales, "scale_stride": row.scales.stride(1)}
+        self._merge_chunks(out, sinks, merge_first=False, ROUNDED=row.values, **scales)
+        return row
+
+    def leave_chunks(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
+                     max_context_len: int, out: torch.Tensor, sinks: torch.Tensor | None = None,
+                     kv_scales: torch.Tensor | None = None) -> bool:
+        """As a call, but only rows of one chunk have their result in `out` then. Returns whether others may exist."""
         num_rows, spec, plan, scratch = q.shape[0], self.spec, self.plan, self.scratch
         c, splits = plan.config(num_rows), plan.max_splits(plan.config(num_rows))
         most_chunks = plan.most_chunks(num_rows, max_context_len)
@@ -245,12 +274,16 @@ class DecodeAttention:
             CAP=spec.softcap and spec.softcap * LOG2_E, WINDOWED=spec.window is not None,
             num_warps=c.num_warps, num_stages=c.num_stages, maxnreg=c.max_registers, EARLY=num_rows == 1,
             enable_fp_fusion=self._fuses, **pdl_options(q.device))
-        if most_chunks > 1:
-            self._merge[(num_rows, triton.cdiv(spec.num_heads, c.merge_heads))](
-                scratch.partial, scratch.lse, sinks, out, plan.num_chunks, out.stride()[:2], HQ=spec.num_heads,
-                HEADS=c.merge_heads, D=spec.head_dim, MAX_SPLITS=splits, num_warps=1 if c.merge_heads == 1 else 4,
-                enable_fp_fusion=self._fuses, **pdl_options(q.device, not merge_first))
-        return out
+        return most_chunks > 1
+
+    def _merge_chunks(self, out: torch.Tensor, sinks: torch.Tensor | None, merge_first: bool, **more: Any) -> None:
+        num_rows, spec, plan, scratch = out.shape[0], self.spec, self.plan, self.scratch
+        c = plan.config(num_rows)
+        self._merge[(num_rows, triton.cdiv(spec.num_heads, c.merge_heads))](
+            scratch.partial, scratch.lse, sinks, out, plan.num_chunks, out.stride()[:2], HQ=spec.num_heads,
+            HEADS=c.merge_heads, D=spec.head_dim, MAX_SPLITS=plan.max_splits(c),
+            num_warps=1 if c.merge_heads == 1 else 4, enable_fp_fusion=self._fuses, **more,
+            **pdl_options(out.device, not merge_first))
 
     def _block_n(self, config: DecodeConfig, q: torch.Tensor) -> int:
         """Keys of a tile."""
