@@ -76,6 +76,7 @@ _FP8_GATED = {
     64: [(64, 64, 128, 4, 4), (64, 64, 256, 2, 4)],
     256: [(64, 128, 128, 3, 8)],
 }
+_FP8_SPECIALIZED = [(64, 64, 6), (128, 64, 4), (64, 128, 8), (128, 128, 4), (128, 128, 6), (64, 256, 5), (128, 256, 4)]
 _FP8_ONE_ROW = [(16, 8, 4), (16, 4, 4), (16, 3, 4), (16, 2, 4), (16, 4, 8), (16, 2, 8), (16, 2, 16)]
 """(weight rows, stages, warps)"""
 
@@ -118,6 +119,9 @@ def contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
             found += [one_row(*sizes) for sizes in _FP8_ONE_ROW]
         for n, m, k, stages, warps in next(tiles for most, tiles in by_rows.items() if rows <= most):
             found += [GemmConfig("decode", n, m, k, stages, split_k, warps) for split_k in (1, 2, 3, 4)]
+        for n, m, stages in _FP8_SPECIALIZED if rows > 1 else ():
+            warps = 4 if m == 64 else 8
+            found += [GemmConfig("specialized", n, m, 128, stages, split_k, warps) for split_k in (1, 2, 4)]
         return [config for config in found if not misfit(gemm, config)]
     if rows <= SKINNY_ROWS:
         if rows <= 4:

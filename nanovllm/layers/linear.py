@@ -108,7 +108,8 @@ class ParallelLinear(WeightedModule):
         if isinstance(x, Unnormed | Gated):
             return one_row.linear(x, self.weight, config)
         if self.quantized is not None:
-            return self.quantized.matmul(x, config)  # type: ignore[arg-type]  # only FP8 is handed FP8Rows
+            # only FP8 is handed FP8Rows, and only with the activation it makes some
+            return self.quantized.matmul(x, config)  # type: ignore[arg-type, return-value]
         assert isinstance(x, torch.Tensor)
         return matmul(x, self.weight, config)
 
@@ -212,7 +213,8 @@ class MergedColumnParallelLinear(ParallelLinear):
         """This layer as gate and up, SiLU(gate) * up: [T, in] -> [T, out / 2]. rounds: the kernel of the activation may
         round it to e4m3."""
         config = self.choice(x.shape[0])
-        if not config.is_own or self.bias is not None or isinstance(x, Unnormed | Gated):
+        whole = config.is_own and (rounds or config.kernel != "specialized")  # which rounds
+        if not whole or self.bias is not None or isinstance(x, Unnormed | Gated):
             return (kernels.silu_mul_fp8 if rounds else kernels.silu_mul)(self(x))
         if self.quantized is not None:
             return self.quantized.matmul(x, config, gated=True)  # type: ignore[arg-type]

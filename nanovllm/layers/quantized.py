@@ -1,13 +1,13 @@
 """Weights in fewer bits than the model's dtype: how a linear layer holds them, and how a checkpoint brings them."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
 
 from nanovllm.kernels.base.device import supports_fp8
-from nanovllm.kernels.fp8 import gemm, one_row
+from nanovllm.kernels.fp8 import gemm, one_row, specialized
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.reference import BLOCK, FP8
 from nanovllm.kernels.gemm.choice import GemmConfig
@@ -24,7 +24,11 @@ def column_multiple(quantization: Quantization | None) -> int:
     return _ALIGNMENT if quantization is None else BLOCK
 
 
-_PRODUCTS = {"cpu": gemm.linear_twin, "fp8": gemm.linear, "widened": gemm.linear_widened}
+_PRODUCTS: dict[str, Callable[..., torch.Tensor | FP8Rows]] = {
+    "cpu": gemm.linear_twin,
+    "fp8": gemm.linear,
+    "widened": gemm.linear_widened,
+}
 
 
 class FP8Matrix(nn.Module):
@@ -104,9 +108,11 @@ class FP8Matrix(nn.Module):
                     yield Shard(line[None], 0, (cut.start + index * self.rows_each) // BLOCK)
 
     def takes(self, config: GemmConfig) -> bool:
-        """Whether a tile's rows share their scales, which the kernel for a few rows asks."""
+        """Whether a tile's rows share their scales, which some kernels ask, and the device has what they need."""
         if self.runs_on == "widened":
             return config.kernel == "library"
+        if config.kernel == "specialized":
+            return specialized.takes(self.for_kernel(), config)
         return config.kernel != "quantized_row" or not self.in_blocks or self.rows_each % 16 == 0
 
     def for_kernel(self) -> FP8Weight:
@@ -123,9 +129,11 @@ class FP8Matrix(nn.Module):
         can."""
         return self.input_scale is None and self.runs_on != "widened"
 
-    def matmul(self, x: torch.Tensor | FP8Rows, config: GemmConfig, gated: bool = False) -> torch.Tensor:
+    def matmul(
+        self, x: torch.Tensor | FP8Rows, config: GemmConfig, gated: bool = False
+    ) -> torch.Tensor | FP8Rows:
         """x [T, columns] -> x @ weight^T [T, rows], or float32 [config.parts, T, rows], sums over parts of columns.
-        gated: gates are the first half of the rows; silu(gate) * up, [T, rows / 2]."""
+        gated: gates are the first half of the rows; silu(gate) * up, [T, rows / 2], rounded by "specialized"."""
         return _PRODUCTS[self.runs_on](x, self.for_kernel(), config, gated=gated)
 
 

@@ -109,6 +109,35 @@ def test_products_times_both_scales(config: GemmConfig, n: int, k: int, rows_eac
         assert_close(gemm.linear(x, weight, LIBRARY), want)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "block_m", "block_n", "parts", "rows_each", "in_blocks"),
+    [
+        (37, 64, 64, 2, 1, False), (50, 64, 128, 1, 128, True), (100, 128, 64, 1, 128, True),
+        (300, 128, 128, 3, 128, True), (150, 128, 128, 1, 1, False), (200, 256, 64, 1, 128, True),
+        (520, 256, 128, 4, 128, True),
+    ],
+)  # fmt: skip
+def test_products_of_many_rows(
+    rows: int, block_m: int, block_n: int, parts: int, rows_each: int, in_blocks: bool
+) -> None:
+    """By the kernel whose warps have roles: the definition, a row alone as among others, and with the activation what
+    that gives by itself, rounded."""
+    warps = 4 if block_m == 64 else 8
+    config = GemmConfig("specialized", block_n, block_m, 128, 4, parts, warps)
+    for n, k in ((576, 1600), (4096, 640)):
+        weight, x = weights(n, k, rows_each, in_blocks), inputs(rows, k)
+        rounded = FP8Rows(*quantize_rows(x), x.dtype)
+        out = gemm.linear(rounded, weight, config)
+        assert_close(out.sum(0) if parts > 1 else out, exact(rounded.values, rounded.scales, weight))
+        alone = gemm.linear(FP8Rows(*quantize_rows(x[-1:].clone()), x.dtype), weight, config)
+        assert torch.equal(alone[..., 0, :], out[..., -1, :])
+        if block_n == 128 and block_m < 256 and parts == 1 and not (in_blocks and n % 256):
+            small = FP8Rows(rounded.values, rounded.scales / 500, torch.bfloat16)
+            got, want = gemm.linear(small, weight, config, gated=True), silu_mul_fp8(gemm.linear(small, weight, config))
+            assert torch.equal(got.scales, want.scales) and torch.equal(got.values.float(), want.values.float())
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_products_of_one_row(gated: bool) -> None:
     """With norm, activation and residual the same results, whether x comes rounded or not."""

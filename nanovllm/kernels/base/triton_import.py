@@ -11,6 +11,7 @@ try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+    from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
     HAS_TRITON = True
 except ImportError:
@@ -26,5 +27,9 @@ except ImportError:
             return args[0] if args and callable(args[0]) else self
 
     triton = tl = gluon = gl = async_copy = mma_v2 = _Placeholder()
+    mbarrier = tma = warpgroup_mma = warpgroup_mma_wait = triton
 
-__all__ = ["HAS_TRITON", "async_copy", "gl", "gluon", "mma_v2", "tl", "triton"]
+__all__ = [
+    "HAS_TRITON", "async_copy", "gl", "gluon", "mbarrier", "mma_v2", "tl", "tma", "triton", "warpgroup_mma",
+    "warpgroup_mma_wait",
+]  # fmt: skip

@@ -8,7 +8,7 @@ from torch import Tensor
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.padded_rows import empty_rows, rows_in_memory
 from nanovllm.kernels.base.triton_import import triton
-from nanovllm.kernels.fp8 import one_row
+from nanovllm.kernels.fp8 import one_row, specialized
 from nanovllm.kernels.fp8.gemm_kernel import fp8_gemm_kernel
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import ROWS_MULTIPLE, empty_rows_for, quantize_rows
@@ -25,14 +25,17 @@ PREFETCH_BYTES = 64 << 10
 
 def linear(
     x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool = False, pdl: bool = True
-) -> Tensor:
+) -> Tensor | FP8Rows:
     """x [T, K] @ weight^T -> [T, N] in x's dtype; with config.parts > 1 float32 [parts, T, N], sums over parts of K.
-    gated: gates are the first N / 2 columns, and the result is silu(gate) * up, [T, N / 2]; not by the library."""
+    gated: gates are the first N / 2 columns, and the result is silu(gate) * up, [T, N / 2], which "specialized" rounds;
+    not by the library."""
     rows, n, device = x.shape[0], weight.values.shape[0], weight.values.device
     if not rows:  # of the last layer, where a step ends no prompt
         return torch.empty(0, n, dtype=x.dtype, device=device)
     if config.kernel == "quantized_row":
         return one_row.linear(x, weight, config, gated=gated, pdl=pdl)
+    if config.kernel == "specialized":
+        return specialized.linear(_rounded(x, weight), weight, config, gated=gated, pdl=pdl)
     if config.kernel not in ("decode", "library") or (config.kernel == "library" and not library_takes(weight)):
         config = MANY_ROWS
     if config.kernel == "library":

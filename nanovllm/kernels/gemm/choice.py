@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 Kernel = Literal[
-    "library", "split", "fma", "stream", "decode", "int4", "int4_whole", "quantized_row", "blocks", "one_row",
+    "library", "split", "fma", "stream", "decode", "specialized", "int4", "int4_whole", "quantized_row", "blocks",
+    "one_row",
 ]  # fmt: skip
 
 SKINNY_ROWS = 16
@@ -62,15 +63,16 @@ class GemmConfig:
     """What multiplies, and how it cuts the work. Plain data: it goes to other ranks and into files.
 
     kernel: "library": cuBLAS. "split": cuBLAS over split_k equal parts of K, whose float32 sums go to the consumer.
-    "fma", "stream": skinny.py. "decode": decode.py; its consumer too gets split_k sums where there are several. "int4":
-    int4.py, for weights of 4 bits; "int4_whole" adds up the parts itself. "quantized_row": one row by weights in FP8
+    "fma", "stream": skinny.py. "decode": decode.py; its consumer too gets split_k sums where there are several.
+    "specialized": likewise, by weights in FP8 (fp8/specialized.py); num_warps are those that multiply. "int4": int4.py,
+    for weights of 4 bits; "int4_whole" adds up the parts itself. "quantized_row": one row by weights in FP8
     (fp8/one_row.py) or of 4 bits (int4_row.py). "blocks": fixed_order.py, a CPU's way to bits that do not depend on the
     rows. "one_row": one_row.py, for the same.
     block_n: weight rows of a tile (for "decode" with the activation: gates, and as many ups). block_m: rows of x of a
     tile. block_k: columns of a step. stages: steps in flight. split_k: parts of K that are computed side by side.
 
-    In which order "fma", "stream" and "decode" sum along K follows from these numbers and K alone. Neither the number
-    of rows nor the other rows change it.
+    In which order "fma", "stream", "decode" and "specialized" sum along K follows from these numbers and K alone.
+    Neither the number of rows nor the other rows change it.
     """
 
     kernel: Kernel = "library"
@@ -91,7 +93,7 @@ class GemmConfig:
     @property
     def is_own(self) -> bool:
         """A kernel of our own, which lets the next kernel start before it ends (PDL)."""
-        return self.is_skinny or self.kernel in ("decode", "int4", "int4_whole")
+        return self.is_skinny or self.kernel in ("decode", "specialized", "int4", "int4_whole")
 
     @property
     def parts(self) -> int:
@@ -111,11 +113,11 @@ def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True) -> str:
     n, k = gemm.n, gemm.k
     if config.kernel == "library":
         return ""
-    of_int4 = config.kernel in ("int4", "int4_whole")
-    if gemm.dtype not in (INT4, FP8) if config.kernel == "quantized_row" else (gemm.dtype == INT4) != of_int4:
+    takes = {"quantized_row": (INT4, FP8), "specialized": (FP8,), "int4": (INT4,), "int4_whole": (INT4,)}
+    if gemm.dtype not in takes[config.kernel] if config.kernel in takes else gemm.dtype == INT4:
         return f"{config.kernel!r} does not multiply by weights of {gemm.dtype}"
     if gemm.dtype == FP8:
-        reason = _fp8_misfit(k, config)
+        reason = _fp8_misfit(gemm, config)
         if reason:
             return reason
     if config.parts > 1 and gemm.kind not in SUMMED:
@@ -129,7 +131,7 @@ def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True) -> str:
         return f"split_k={config.split_k} leaves a part without columns, K={k}" if left_out else ""
     if gemm.dtype != FP8 and (gemm.dtype not in _ITEM_SIZES or k % 8):
         return f"dtype {gemm.dtype} and K={k}: our kernels take {', '.join(_ITEM_SIZES)} and multiples of 8"
-    if config.kernel == "decode":
+    if config.kernel in ("decode", "specialized"):
         if config.split_k > -(-k // config.block_k):
             return f"split_k={config.split_k} leaves a part without columns, K={k}"
         return "" if tma else "the device has no tensor copy engine"
@@ -140,15 +142,28 @@ def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True) -> str:
     return ""
 
 
-def _fp8_misfit(k: int, config: GemmConfig) -> str:
-    if config.kernel not in ("decode", "quantized_row") or k % 16:
-        return f"K={k} by {config.kernel!r}: FP8 has 'decode' and 'quantized_row', for multiples of 16"
+def _fp8_misfit(gemm: Gemm, config: GemmConfig) -> str:
+    kernels = ("decode", "specialized", "quantized_row")
+    if config.kernel not in kernels or gemm.k % 16:
+        return f"K={gemm.k} by {config.kernel!r}: FP8 has {kernels}, for multiples of 16"
     if config.block_k % 128 or 128 % config.block_n:
         return f"block_k={config.block_k}, block_n={config.block_n}: must be steps of 128, and of rows in a block"
     if config.kernel == "decode":
         return ""
+    if config.kernel == "specialized":
+        return _specialized_misfit(gemm.kind == "gate_up", config)
     fits = config.block_n == 16 and config.block_k == 128 * config.num_warps and config.split_k == 1
     return "" if fits else f"{config}: must have 16 weight rows, a warp for each 128 columns of a step, no parts of K"
+
+
+def _specialized_misfit(paired: bool, config: GemmConfig) -> str:
+    sums = config.block_m // (16 * max(1, config.num_warps)) * (2 if paired else 1) * config.block_n
+    tiles = config.block_m in (64, 128, 256) and config.block_n in ((128,) if paired else (64, 128)) and sums <= 256
+    if not tiles or config.block_k != 128 or config.num_warps != (4 if config.block_m == 64 else 8):
+        return f"{config}: must have 64, 128 or 256 rows, 4 warps for 64 and 8 for more, and sums that registers hold"
+    nbytes = config.stages * (128 * (config.block_m + config.block_n * (2 if paired else 1)) + 4 * config.block_m + 16)
+    nbytes += 128 * 64 * config.num_warps // 4 if paired else 0  # results on their way to another order
+    return "" if nbytes <= _SHARED_BYTES else f"{config} needs {nbytes} bytes of shared memory"
 
 
 def row_misfit(k: int, paired: bool, config: GemmConfig) -> str:
@@ -192,18 +207,18 @@ def fallback(gemm: Gemm, rows: int) -> GemmConfig:
     return GemmConfig("fma", 16, block_k=512, stages=1) if rows == 2 else stream_config(gemm.n, gemm.k, 3)
 
 
-_FP8_TILES = {
-    "qkv": ((16, (64, 16, 256, 4)), (32, None), (64, (32, 64, 128, 6)), (128, (32, 128, 128, 5))),
-    "gate_up": ((16, (64, 16, 256, 3)), (32, (64, 32, 128, 4))),
-    "o": ((16, (64, 16, 256, 4)), (32, (64, 32, 128, 5)), (64, (64, 64, 128, 5)), (DECODE_ROWS, (64, 128, 128, 3))),
+_FP8_TILES: dict[str, tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...]] = {
+    "qkv": ((128, ((64, 64, 6),)),),
+    "gate_up": ((64, ((128, 64, 4),)), (128, ((128, 128, 4),))),
+    "o": ((64, ((64, 64, 6),)), (128, ((64, 128, 8), (128, 128, 6))), (DECODE_ROWS, ((64, 256, 5), (128, 256, 4)))),
 }
-"""(most rows, (weight rows, rows, columns, stages) of a tile); None, and what is not there: the library. "o" is for all
-whose consumers add up parts of K."""
+"""(most rows, tiles (weight rows, rows, stages) of "specialized") for more than 16 rows; what is not there: the
+library. "o" is for all whose consumers add up parts of K."""
 
 
 def _fp8_fallback(gemm: Gemm, rows: int) -> GemmConfig:
-    """A kernel of its own for one row. Beyond, tiles that hold all rows; where the consumer adds up parts of K, as many
-    of them as keep all programs resident. So it was best for the four layers of 8B on an H200, at 1 to 256 rows."""
+    """Kernels of their own for one row and for more than 16; where the consumer adds up parts of K, as many of them as
+    keep all programs resident, by the tile that makes most. So it was best for the four layers of 8B on an H200."""
     if gemm.k % 16:
         return LIBRARY
     summed = gemm.kind in SUMMED
@@ -212,12 +227,16 @@ def _fp8_fallback(gemm: Gemm, rows: int) -> GemmConfig:
         warps, stages = (8 if long else 4, 3 if long else 8) if summed else (4, 3 if long else 4)
         return GemmConfig("quantized_row", 16, block_k=128 * warps, stages=stages, num_warps=warps)
     by_rows = _FP8_TILES.get("o" if summed else gemm.kind, ())
-    tile = next((tile for most, tile in by_rows if rows <= most), None)
-    if tile is None:
-        return LIBRARY
-    programs = -(-gemm.n // tile[0]) * -(-rows // tile[1])
-    parts = max(1, min(4, 3 * _PROCESSORS // programs, gemm.k // 256)) if summed else 1
-    return GemmConfig("decode", *tile, parts)
+    if rows <= 16 and by_rows:
+        parts = max(1, min(4, 3 * _PROCESSORS // -(-gemm.n // 64), gemm.k // 256)) if summed else 1
+        return GemmConfig("decode", 64, 16, 256, 3 if gemm.kind == "gate_up" else 4, parts)
+    found = []
+    for block_n, block_m, stages in next((tiles for most, tiles in by_rows if rows <= most), ()):
+        programs, room = -(-gemm.n // block_n) * -(-rows // block_m), _PROCESSORS * (2 if block_m == 64 else 1)
+        parts = max(1, min(4, room // programs, gemm.k // 256)) if summed else 1
+        config = GemmConfig("specialized", block_n, block_m, 128, stages, parts, 4 if block_m == 64 else 8)
+        found.append((programs * parts, config))
+    return max(found, key=lambda one: one[0])[1] if found else LIBRARY
 
 
 def int4_row_config(gemm: Gemm) -> GemmConfig:
