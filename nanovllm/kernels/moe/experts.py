@@ -165,12 +165,15 @@ def _grouped_gemm_kernel(
             up = _add_step(up, x, w, x_scale, of_expert, n_out + first_col, 2 * n_out, step, groups, BLOCK_N, ROWS_EACH,
                            IN_BLOCKS, X_LEFT)  # fmt: skip
 
-    col = first_col + tl.arange(0, BLOCK_N)
-    acc = _finish(acc, of_expert, BIAS, base, first_col, n_out, col, n_out, BLOCK_N, IN_BLOCKS, X_LEFT)
+    if X_SCALE is None:  # before or after the sums are finished: whichever is scheduled better
+        col = first_col + tl.arange(0, BLOCK_N)
+    acc = _finish(acc, of_expert, BIAS, base, first_col, n_out, first_col, n_out, BLOCK_N, IN_BLOCKS, X_LEFT)
     if GATED:
-        up = _finish(up, of_expert, BIAS, base + n_out, n_out + first_col, 2 * n_out, col, n_out, BLOCK_N, IN_BLOCKS,
-                     X_LEFT)  # fmt: skip
+        up = _finish(up, of_expert, BIAS, base + n_out, n_out + first_col, 2 * n_out, first_col, n_out, BLOCK_N,
+                     IN_BLOCKS, X_LEFT)  # fmt: skip
         acc = _activated(acc, up, OUT.dtype.element_ty, ALPHA, LIMIT)
+    if X_SCALE is not None:
+        col = first_col + tl.arange(0, BLOCK_N)
     _store_by_choice(acc, OUT, WEIGHTS, position, live, choice, col, tokens, n_out, TOP_K, GATED, X_LEFT)
 
 
@@ -188,13 +191,14 @@ def _add_step(
 
 @triton.jit
 def _finish(
-    acc, SCALE, BIAS, base, first, end, col, n_out, BLOCK_N: tl.constexpr, IN_BLOCKS: tl.constexpr, X_LEFT: tl.constexpr
+    acc, SCALE, BIAS, base, first, end, first_col, n_out, BLOCK_N: tl.constexpr, IN_BLOCKS: tl.constexpr,
+    X_LEFT: tl.constexpr,
 ):  # fmt: skip
-    """acc times the scales of the weights' rows, where there are such, plus BIAS[base + col]."""
+    """acc times the scales of the weights' rows, where there are such, plus BIAS at base + its columns."""
     if SCALE is not None and not IN_BLOCKS:
         acc = times_rows(acc, SCALE, first, end, BLOCK_N, X_LEFT)
     if BIAS is not None:
-        acc = _add_bias(acc, BIAS, base, col, n_out, X_LEFT)
+        acc = _add_bias(acc, BIAS, base, first_col + tl.arange(0, BLOCK_N), n_out, X_LEFT)
     return acc
 
 
