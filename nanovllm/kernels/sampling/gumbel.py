@@ -123,6 +123,16 @@ def _reduce_chunks_kernel(
             tl.store(LAST_TOKEN + slot, token)
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def _commit_tokens_kernel(KEYS, ROW_SLOT, LAST_TOKEN, TOKENS, num_rows, BLOCK: tl.constexpr):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = rows < num_rows
+    slot = tl.load(ROW_SLOT + rows, mask=live, other=-1)
+    token = tl.where(slot >= 0, (~tl.load(KEYS + rows, mask=live, other=0)).to(tl.int32), -1)
+    tl.store(TOKENS + rows, token, mask=live)
+    tl.store(LAST_TOKEN + slot, token, mask=slot >= 0)
+
+
 def _tiling(num_rows: int, num_valid: int) -> tuple[int, int, int]:
     """(ids of a tile, tiles of a chunk, warps): few rows need many programs, many rows long ones."""
     tiles = 1 if num_rows <= 4 else 4 if num_rows <= 64 else 8
@@ -172,11 +182,13 @@ def gumbel_argmax(logits: torch.Tensor, draws: Draws, vocab_start: int, vocab_si
 def commit_tokens(
     keys: torch.Tensor, row_slot: torch.Tensor, last_token: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Unpacks the winners' keys int64 [B] (of [B, n] the largest of each row), writes them to last_token[row_slot]
-    (int32 [S]) and returns them, int32 [B], -1 for rows of slot -1."""
-    tokens = torch.empty(len(keys), dtype=torch.int32, device=keys.device) if out is None else out
-    if len(keys):
-        _reduce_chunks(keys.view(len(keys), -1), row_slot, None, last_token, tokens)
+    """Unpacks the winners' keys int64 [B], writes them to last_token[row_slot] (int32 [S]) and returns them, int32 [B],
+    -1 for rows of slot -1."""
+    num_rows = keys.shape[0]
+    tokens = torch.empty(num_rows, dtype=torch.int32, device=keys.device) if out is None else out
+    if num_rows:
+        grid = (triton.cdiv(num_rows, 128),)
+        _commit_tokens_kernel[grid](keys, row_slot, last_token, tokens, num_rows, BLOCK=128, num_warps=4)
     return tokens
 
 
@@ -185,10 +197,12 @@ def sample_tokens(
 ) -> torch.Tensor:
     """gumbel_argmax over the whole vocabulary and commit_tokens, for a single rank -> tokens int32 [B]. Rows of logits
     may be strided."""
-    keys = logits.new_empty(0, 1, dtype=torch.int64)
-    if len(logits):
-        keys = _best_of_chunks(logits, draws, 0, min(logits.shape[1], vocab_size))
-    return commit_tokens(keys, draws.row_slot, last_token, out)
+    num_rows = logits.shape[0]
+    tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device) if out is None else out
+    if num_rows:
+        partial = _best_of_chunks(logits, draws, 0, min(logits.shape[1], vocab_size))
+        _reduce_chunks(partial, draws.row_slot, None, last_token, tokens)
+    return tokens
 
 
 def gumbel_argmax_reference(logits: torch.Tensor, draws: Draws, vocab_start: int, vocab_size: int) -> torch.Tensor:
