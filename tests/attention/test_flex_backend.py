@@ -47,13 +47,14 @@ def test_functions_know_slot_and_head() -> None:
 
 def test_pages_that_rows_share_and_that_are_elsewhere_in_the_cache() -> None:
     """Two rows with the same first pages; the cache's tokens lie side by side, as the engine binds it."""
-    case = make_case([1, 1, 7], [40, 40, 40], 2, **SHAPE | {"block_size": 16})
+    case = make_case([1, 1, 7], [300, 300, 300], 2, **SHAPE)
     table, slots = case.metadata.block_table, case.metadata.row_slot.long()
     table[slots[1:], :2] = table[slots[0], :2]
     for name in ("k_cache", "v_cache"):
         cache = getattr(case, name)
         setattr(case, name, cache.transpose(1, 2).contiguous().transpose(1, 2))
-    reference = TorchBackend([case.spec], 16, 5, 80, DEVICE, DTYPE)
+    num_slots, max_blocks = table.shape
+    reference = TorchBackend([case.spec], 128, num_slots, max_blocks * 128, DEVICE, DTYPE)
     found, expected = (run(case, each).double() for each in (backend(case), reference))
     assert (found - expected).norm() / expected.norm() < TOLERANCE
 

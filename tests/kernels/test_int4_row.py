@@ -33,7 +33,7 @@ def run(
 def wanted(op: str, x: torch.Tensor, values: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     if op.startswith("norm_"):
         x = add_norms(x, None, Norm(gain_of(x), EPS))[0]
-    y = exact(x, values, gated=op.endswith("silu_mul"))
+    y = exact(x, values, gated=op.endswith("gated"))
     return residual.double() + y if op == "linear_residual" else y
 
 
