@@ -126,8 +126,10 @@ def test_a_slow_grammar_holds_up_its_own_request_alone() -> None:
     assert done[2:] == [("add", 1), ("abort", 1)]
 
 
-def test_a_roused_replica_looks_for_a_moment_before_it_sleeps() -> None:
+def test_a_roused_replica_looks_for_a_moment_before_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: 100 + 1e-4 * len(waits))
+    monkeypatch.setattr("nanovllm.replicas.replica.time", clock)
 
     def next_message(seconds: float) -> None:
         waits.append(seconds)
