@@ -54,15 +54,18 @@ def test_tokens_do_not_depend_on_the_cluster(cluster: Any, expected: list[Any]) 
     assert not ray.is_initialized()
 
 
-def actors() -> list[str]:
-    """Processes of replicas, by the title that Ray gives them."""
-    titles = []
+def actors(cluster: Any) -> list[str]:
+    """Processes of this cluster's replicas, by the title that Ray gives them and where their output goes."""
+    logs = cluster.head_node.get_session_dir_path()
+    found = []
     for entry in Path("/proc").iterdir():
         try:
-            titles.append((entry / "cmdline").read_text() if entry.name.isdigit() else "")
+            title = (entry / "cmdline").read_text() if entry.name.isdigit() else ""
+            if "ReplicaActor" in title and os.readlink(entry / "fd" / "1").startswith(logs):
+                found.append(title)
         except OSError:
             continue
-    return [title for title in titles if "ReplicaActor" in title]
+    return found
 
 
 def lose_second_node(cluster: Any) -> None:
@@ -92,6 +95,7 @@ def test_an_actor_and_then_a_node_killed_in_mid_generation(
     moment = random.Random(3)
     with on_ray(cluster, 2, tensor_parallel_size=1) as llm:
         found = pids(llm)
+        assert len(actors(cluster)) == 2
         with killing(lambda: moment.choice(found), after=moment.uniform(0.05, 0.6)):
             assert facts(llm.generate(*batch(60), use_tqdm=False)) == expected
         llm.generate(*batch(4), use_tqdm=False)  # takes the loss in, where it came last
@@ -104,7 +108,7 @@ def test_an_actor_and_then_a_node_killed_in_mid_generation(
         finally:
             timer.join()
             replace_second_node(cluster)
-    assert wait_until(lambda: not actors()), "actors are left"
+    assert wait_until(lambda: not actors(cluster)), "actors are left"
     assert "was lost and is started again: ActorDiedError" in caplog.text
 
 
