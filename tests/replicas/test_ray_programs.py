@@ -68,7 +68,7 @@ def test_requests_that_begin_alike_meet_until_their_server_is_loaded() -> None:
 def test_map_batches_over_two_actors() -> None:
     ray = pytest.importorskip("ray")
     data = pytest.importorskip("ray.data")
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
+    ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
     try:
         found = data.from_items([{"prompt": text} for text in TEXTS * 3]).map_batches(
             Predictor,
@@ -88,7 +88,7 @@ def test_the_server_in_ray_serve() -> None:
     serve = pytest.importorskip("ray.serve")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    ray.init(num_cpus=6, include_dashboard=False, object_store_memory=100 << 20)
+    ray.init("local", num_cpus=6, include_dashboard=False, object_store_memory=100 << 20)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         scaling = {"min_replicas": 2, "max_replicas": 2}
