@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from nanovllm.kernels.gemm.fixed_order import LEAF_MULTIPLE, LEAVES
 from nanovllm.kernels.pointwise.norm import add_up
-from nanovllm.parallel.host_memory import SLOT, HostMemory
+from nanovllm.parallel.host_memory import HostMemory
 from nanovllm.parallel.two_batch import Overlap
 
 if TYPE_CHECKING:
@@ -119,10 +119,7 @@ class TensorParallelGroup:
         if self._group is not None and self.exact_bits is not None:
             return x.copy_(add_up(self.all_gather(x).float(), x.dtype))
         if isinstance(self._group, HostMemory):
-            for piece, shards in self._group.pieces(x):
-                torch.add(shards[0], shards[1], out=piece)
-                for shard in shards[2:]:
-                    piece += shard
+            self._group.all_reduce(x)
         elif self._group is not None:
             self._group.allreduce([x]).wait()
         return x
@@ -132,8 +129,7 @@ class TensorParallelGroup:
         if self._peer is not None:
             return self._peer.all_reduce_max(keys)
         if isinstance(self._group, HostMemory):
-            for piece, shards in self._group.pieces(keys):
-                torch.amax(shards, 0, out=piece)
+            self._group.all_reduce_max(keys)
         elif self._group is not None:
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
@@ -151,9 +147,7 @@ class TensorParallelGroup:
         if self._library == "nccl":
             self._group._allgather_base(out, x).wait()
         elif isinstance(self._group, HostMemory):
-            places = out.view(self.size, -1).split(SLOT // x.element_size(), 1)
-            for place, (_, shards) in zip(places, self._group.pieces(x), strict=True):
-                place.copy_(shards)
+            self._group.all_gather(x, out)
         else:
             self._group.allgather([list(out.unbind(0))], [x]).wait()
         return out

@@ -48,7 +48,7 @@ class HostMemory:
         self._counters = memoryview(memory)[:counters].cast("q")[: size * _LINE : _LINE]
         self._slots = torch.frombuffer(memory, dtype=torch.uint8)[counters:].view(2, size, SLOT)
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def _gather(self, x: torch.Tensor) -> torch.Tensor:
         """Every rank's `x` [n] of at most SLOT bytes: [ranks, n], to be read before the call after the next."""
         self._count += 1
         slots = self._slots[self._count % 2, :, : x.nbytes]
@@ -59,10 +59,28 @@ class HostMemory:
         self._fence()
         return slots.view(x.dtype)
 
-    def pieces(self, x: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Parts of contiguous `x`, flat, each with every rank's: [n] and [ranks, n]."""
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """Sums contiguous `x` over the ranks, in their order, in place."""
+        for piece, shards in self._pieces(x):
+            torch.add(shards[0], shards[1], out=piece)
+            for shard in shards[2:]:
+                piece += shard
+
+    def all_reduce_max(self, x: torch.Tensor) -> None:
+        """Element-wise maximum of contiguous `x` over the ranks, in place."""
+        for piece, shards in self._pieces(x):
+            torch.amax(shards, 0, out=piece)
+
+    def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Every rank's contiguous `x` into contiguous `out` [ranks, ...]."""
+        places = out.view(len(out), -1).split(SLOT // x.element_size(), 1)
+        for place, (_, shards) in zip(places, self._pieces(x), strict=True):
+            place.copy_(shards)
+
+    def _pieces(self, x: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Parts of `x`, flat, each with every rank's: [n] and [ranks, n]."""
         for piece in x.view(-1).split(SLOT // x.element_size()):
-            yield piece, self.gather(piece)
+            yield piece, self._gather(piece)
 
     def abort(self) -> None:
         """Ends waits for ranks that are gone. From any thread."""

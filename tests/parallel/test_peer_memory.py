@@ -1,12 +1,12 @@
 """Memory mapped between ranks: that they agree about it, what lies where, and which sum takes which way."""
 
-import threading
-from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from threads import run_in_threads
 
 from nanovllm.parallel.peer.limits import AllReduceLimits
 from nanovllm.parallel.peer.memory import (
@@ -18,32 +18,13 @@ from nanovllm.parallel.peer.memory import (
 )
 
 
-def in_threads(world_size: int, work: Callable[[int], None]) -> list[Exception | None]:
-    """Runs work(rank) in threads; returns what each raised."""
-    raised: list[Exception | None] = [None] * world_size
-
-    def body(rank: int) -> None:
-        try:
-            work(rank)
-        except Exception as failure:
-            raised[rank] = failure
-
-    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    return raised
-
-
 def test_all_ranks_give_up_together() -> None:
     store = dist.HashStore()
 
     def work(rank: int) -> None:
         PeerMemory(store, rank, 2, torch.device("cpu"), 8, 64, torch.bfloat16, timeout=10)
 
-    for failure in in_threads(2, work):
+    for failure in run_in_threads(*(partial(work, rank) for rank in range(2))):
         assert isinstance(failure, PeerMemoryUnavailable)
         assert "rank 0" in str(failure) and "rank 1" in str(failure) and "cpu" in str(failure)
 
@@ -56,7 +37,7 @@ def test_an_error_of_one_rank_reaches_all() -> None:
         assert rounds.post("first", bytes([rank])) == [b"\0", b"\1", b"\2"]
         rounds.post("second", b"", error="no such thing" if rank == 1 else None)
 
-    for failure in in_threads(3, work):
+    for failure in run_in_threads(*(partial(work, rank) for rank in range(3))):
         assert isinstance(failure, PeerMemoryUnavailable) and "rank 1: no such thing" in str(failure)
 
 

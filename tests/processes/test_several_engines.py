@@ -6,34 +6,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from process_checks import GREEDY, LONG, marked_processes, open_files, tiny_llm, token_ids, wait_until
+from threads import run_in_threads
 
 from nanovllm import LLM, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = ([5] * 9, [6, 7] * 20, list(range(40)))
-
-
-def run_in_threads(*functions: Callable[[], Any]) -> list[Any]:
-    results: list[Any] = [None] * len(functions)
-
-    def run(index: int) -> None:
-        try:
-            results[index] = functions[index]()
-        except BaseException as error:
-            results[index] = error
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-    return results
 
 
 def test_two_at_once_and_one_ends_before_the_other(tiny: str, mark: str) -> None:

@@ -18,6 +18,17 @@ def empty_rows(rows: int, columns: int, dtype: torch.dtype, device: torch.device
     return torch.empty(padded_rows(rows), columns, dtype=dtype, device=device)[:rows]
 
 
+def empty_product(
+    rows: int, columns: int, parts: int, gated: bool, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """What a GEMM fills: [rows, columns], or float32 [parts, rows, columns], sums over several parts of K. gated: the
+    activation's result, which the next GEMM reads, with the room of empty_rows."""
+    if gated:
+        return empty_rows(rows, columns, dtype, device)
+    shape, dtype = ((parts, rows, columns), torch.float32) if parts > 1 else ((rows, columns), dtype)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
 def rows_in_memory(x: torch.Tensor) -> int:
     """Rows that may be read from the start of x [rows, columns], contiguous: its own and those that follow."""
     elements = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()

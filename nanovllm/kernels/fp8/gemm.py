@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.base.device import pdl_options
-from nanovllm.kernels.base.padded_rows import empty_rows, rows_in_memory
+from nanovllm.kernels.base.padded_rows import empty_product, rows_in_memory
 from nanovllm.kernels.base.triton_import import triton
 from nanovllm.kernels.fp8 import one_row, specialized
 from nanovllm.kernels.fp8.gemm_kernel import fp8_gemm_kernel
@@ -30,8 +30,9 @@ def linear(
     gated: gates are the first N / 2 columns, and the result is silu(gate) * up, [T, N / 2], which "specialized" rounds;
     not by the library."""
     rows, n, device = x.shape[0], weight.values.shape[0], weight.values.device
+    n_out = n // 2 if gated else n
     if not rows:  # of the last layer, where a step ends no prompt
-        return torch.empty(0, n, dtype=x.dtype, device=device)
+        return torch.empty(0, n_out, dtype=x.dtype, device=device)
     if config.kernel == "quantized_row":
         return one_row.linear(x, weight, config, gated=gated, pdl=pdl)
     if config.kernel == "specialized":
@@ -40,12 +41,7 @@ def linear(
         config = MANY_ROWS
     if config.kernel == "library":
         return library_linear(_rounded(x, weight), weight)
-    if gated:
-        out = empty_rows(rows, n // 2, x.dtype, device)
-    elif config.split_k > 1:
-        out = torch.empty(config.split_k, rows, n, dtype=torch.float32, device=device)
-    else:
-        out = torch.empty(rows, n, dtype=x.dtype, device=device)
+    out = empty_product(rows, n_out, config.split_k, gated, x.dtype, device)
     return _launch(x, weight, config, out, gated=gated, pdl=pdl)
 
 

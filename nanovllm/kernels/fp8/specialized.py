@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.base.device import pdl_options
-from nanovllm.kernels.base.padded_rows import rows_in_memory
+from nanovllm.kernels.base.padded_rows import empty_product, rows_in_memory
 from nanovllm.kernels.base.triton_import import gl, triton
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import empty_rows_for
@@ -33,10 +33,7 @@ def linear(
         found = empty_rows_for(rows, n // 2, x.dtype, device)
         _launch(x, weight, config, found.values, found.scales, n // 2, pdl)
         return found
-    if config.parts > 1:
-        out = torch.empty(config.parts, rows, n, dtype=torch.float32, device=device)
-    else:
-        out = torch.empty(rows, n, dtype=x.dtype, device=device)
+    out = empty_product(rows, n, config.parts, False, x.dtype, device)
     _launch(x, weight, config, out, None, n, pdl)
     return out
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.base.device import pdl_options
-from nanovllm.kernels.base.padded_rows import empty_rows, rows_in_memory
+from nanovllm.kernels.base.padded_rows import empty_product, rows_in_memory
 from nanovllm.kernels.base.triton_import import triton
 from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.kernels.gemm.decode_kernel import decode_gemm_kernel
@@ -58,10 +58,7 @@ def linear(x: Tensor, weight: Tensor, config: GemmConfig, *, gated: bool = False
         raise ValueError(f"{config}: K = {k} has no {config.leaves * config.split_k} parts of whole steps")
     if config.split_k > triton.cdiv(k, config.block_k):
         raise ValueError(f"{config} leaves a split without columns, K = {k}")
-    if gated:
-        out = empty_rows(rows, n_out, x.dtype, x.device)
-    else:
-        out = x.new_empty(config.split_k, rows, n_out, dtype=torch.float32) if parts else x.new_empty(rows, n_out)
+    out = empty_product(rows, n_out, config.split_k, gated, x.dtype, x.device)
     columns = PREFETCH_BYTES // (config.block_n * (2 if gated else 1) * weight.element_size())
     grid = (triton.cdiv(rows, config.block_m), triton.cdiv(n_out, config.block_n), config.split_k)
     readable = min(rows_in_memory(x), grid[0] * config.block_m)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels.base.device import pdl_options
-from nanovllm.kernels.base.padded_rows import empty_rows
+from nanovllm.kernels.base.padded_rows import empty_product
 from nanovllm.kernels.base.triton_import import HAS_TRITON, triton
 from nanovllm.kernels.gemm.choice import INT4, INT4_ROWS, SCRATCH_FLOATS, Gemm, GemmConfig, int4_config
 from nanovllm.kernels.gemm.int4_kernel import int4_gemm_kernel, int4_widen_kernel
@@ -152,7 +152,8 @@ def _widened(device: torch.device, stream: int, dtype: torch.dtype) -> Tensor:
 def linear(x: Tensor, weight: Int4Weight, config: GemmConfig, *, gated: bool = False, pdl: bool = True) -> Tensor:
     """x [M, k] @ weight^T -> [M, n] by what `config` names, or where that is the library by what suits the number of
     rows; with config.parts > 1 float32 [config.parts, M, n], sums over parts of k. gated: the weight is [2 I, k], gates
-    first, and the result silu(gate) * up, [M, I], rounded as the product and the activation by themselves do."""
+    first, and the result silu(gate) * up, [M, I], rounded as the product and the activation by themselves do; not by
+    the library."""
     (rows, k), n_out = x.shape, weight.n // 2 if gated else weight.n
     if config.kernel == "library":
         if not x.is_cuda or not HAS_TRITON or rows > INT4_ROWS:
@@ -162,10 +163,7 @@ def linear(x: Tensor, weight: Int4Weight, config: GemmConfig, *, gated: bool = F
     blocks, parts = weight.words.shape[0], config.parts > 1 and not gated
     if config.split_k > blocks:
         raise ValueError(f"{config} leaves a split without columns, K = {k}")
-    if gated:
-        out = empty_rows(rows, n_out, x.dtype, x.device)
-    else:
-        out = x.new_empty(config.parts, rows, n_out, dtype=torch.float32) if parts else x.new_empty(rows, n_out)
+    out = empty_product(rows, n_out, config.parts, gated, x.dtype, x.device)
     outputs = config.block_n // 2 if gated else config.block_n
     grid = (triton.cdiv(rows, config.block_m), triton.cdiv(n_out, outputs), config.split_k)
     scratch = counters = out
