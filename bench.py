@@ -347,7 +347,11 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
     from nanovllm import LLM
 
     started = time.perf_counter()
-    with LLM(args.model, **options) as llm:
+    try:
+        engine = LLM(args.model, **options)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"bench.py: {error}") from None
+    with engine as llm:
         ready = time.perf_counter() - started
         info = llm.engine_info()
         bench = Bench(llm, find_limits(llm, info, args), args)

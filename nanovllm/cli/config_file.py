@@ -10,29 +10,22 @@ from nanovllm.cli.options import Parser
 
 
 def parse_with_config(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
-    """What `parser` makes of the arguments and of what the file of --config adds. Ends with an error that names file
-    and option where the file is wrong."""
+    """What `parser` makes of the arguments, where the file of --config has its defaults. Ends with an error that names
+    file and option where the file is wrong."""
     given = parser.parse_args(arguments)
     if given.config is None:
         return given
-    named = {name for name, value in vars(given).items() if value != parser.get_default(name)}
-    model, options = _arguments_of(parser, given.config, named)
-    return parser.parse_args([*model, *arguments, *options])  # no model behind an option that takes several values
-
-
-def _arguments_of(parser: Parser, path: str, named: set[str]) -> tuple[list[str], list[str]]:
-    """The file's model and its other entries as arguments, but for those that `named` has."""
-    found: list[str] = []
-    entries = _read(parser, path)
-    model = entries.pop("model", None)
+    entries = _read(parser, given.config)
+    defaults = {"model": entries.pop("model", None)}
     for key, value in entries.items():
         name = "--" + str(key).replace("_", "-")
         action = parser.action(name)
         if action is None or name in ("--config", "--help"):
-            parser.refuse_unknown(name, f"{path}: ")
-        if action.dest not in named and value is not None:
-            found += _as_arguments(parser, action, name, value, path)
-    return [] if model is None or "model" in named else [str(model)], found
+            parser.refuse_unknown(name, f"{given.config}: ")
+        if value is not None and getattr(given, action.dest, action.default) == action.default:
+            defaults[action.dest] = _as_default(parser, action, name, value, given.config)
+    parser.set_defaults(**defaults)
+    return parser.parse_args(arguments)
 
 
 def _read(parser: Parser, path: str) -> dict[Any, Any]:
@@ -44,26 +37,19 @@ def _read(parser: Parser, path: str) -> dict[Any, Any]:
         parser.error(f"--config {path}: {error.strerror}")
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         parser.error(f"--config {path}: not valid YAML: {' '.join(str(error).split())[:300]}")
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
+    if content is not None and not isinstance(content, dict):
         parser.error(f"--config {path}: must hold option: value lines")
-    return content
+    return content or {}
 
 
-def _as_arguments(parser: Parser, action: argparse.Action, name: str, value: Any, path: str) -> list[str]:
+def _as_default(parser: Parser, action: argparse.Action, name: str, value: Any, path: str) -> Any:
+    """A value of the file as a default of its option; argparse reads one that is a text as if it had been typed."""
     if action.nargs == 0:
         if not isinstance(value, bool):
             parser.error(f"{path}: {name[2:]}: {str(value)[:100]!r} is not true or false")
-        if isinstance(action, argparse.BooleanOptionalAction):
-            return [name if value else "--no-" + name[2:]]
-        return [name] if value else []
-    if isinstance(value, dict):
-        return [f"{name}={json.dumps(value)}"]
-    if not isinstance(value, list):
-        return [f"{name}={value}"]
-    if isinstance(action, argparse._AppendAction):
-        return [f"{name}={each}" for each in value]
-    if action.nargs != "+":
+        return value != name.startswith("--no-")
+    if action.nargs == "+" or isinstance(action, argparse._AppendAction):
+        return list(map(str, value if isinstance(value, list) else [value]))
+    if isinstance(value, list):
         parser.error(f"{path}: {name[2:]}: takes one value, not a list")
-    return [name, *map(str, value)] if value else []
+    return json.dumps(value) if isinstance(value, dict) else str(value)

@@ -61,7 +61,7 @@ def command(name: str) -> ModuleType:
 
 def make_parser() -> Parser:
     """All commands in one parser: for `--help`, and for the shells' completion."""
-    parser = Parser(prog="nanovllm", description=nanovllm.__doc__, formatter_class=argparse.HelpFormatter)
+    parser = Parser(prog="nanovllm", description=nanovllm.__doc__)
     parser.add_argument("--version", action="version", version=nanovllm.__version__)
     commands = parser.add_subparsers(metavar="COMMAND", title="commands", parser_class=argparse.ArgumentParser)
     for name in COMMANDS:

@@ -36,7 +36,8 @@ class Parser(argparse.ArgumentParser):
         name = argument.partition("=")[0]
         if not name.startswith("-"):
             self.error(f"{place}{argument[:100]!r}: one argument too many")
-        near = difflib.get_close_matches(name, self.option_names, 1)
+        longer = [option for option in self.option_names if option.startswith(name)]
+        near = longer or difflib.get_close_matches(name, self.option_names, 1)
         hint = f"; did you mean {near[0]}?" if near else f"; see {self.prog} --help"
         self.error(f"{place}unknown option {name[:100]}{hint}")
 
@@ -62,8 +63,9 @@ class HelpFormatter(argparse.HelpFormatter):
 
     def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
         if usage is None and len(actions) > 12:
-            words = [action.dest.upper() for action in actions if not action.option_strings]
-            usage = " ".join(["%(prog)s", *(f"[{word}]" for word in words), "[options]"])
+            places = [action for action in actions if not action.option_strings]
+            words = [f"[{one.dest.upper()}]" if one.nargs == "?" else str(one.metavar) for one in places]
+            usage = " ".join(["%(prog)s", *words, "[options]"])
         return super()._format_usage(usage, actions, groups, prefix)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:

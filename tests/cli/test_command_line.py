@@ -79,6 +79,12 @@ def test_mistakes_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--max-num-seqs" in refused(capsys, "m", "--max-num-seqs", "many")
     assert "runs no code" in refused(capsys, "m", "--trust-remote-code")
     assert "JSON" in refused(capsys, "m", "--hf-overrides", "{")
+    with pytest.raises(SystemExit):
+        main(["chat", "--temp", "3"])
+    assert "did you mean --temperature?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["run-batch", "in.jsonl"])
+    assert "usage: nanovllm run-batch IN.jsonl OUT.jsonl [options]\n" in capsys.readouterr().err
     assert main(["serv"]) == 2
     assert "did you mean 'serve'?" in capsys.readouterr().err
     assert main(["serve", "m", "--gpu-memory-utilization", "7"]) == 2
@@ -96,7 +102,7 @@ def test_closed_streams_are_empty_ones() -> None:
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "options.yaml"
     path.write_text(
-        "model: from-file\nport: 1234\ntensor_parallel_size: 2\nmax-model-len: 4K\nui: false\nenforce-eager: true\n"
+        "model: from-file\nport: 1234\ntensor_parallel_size: 2\nmax-model-len: 4K\nui: false\nno-enforce-eager: false\n"
         "served-model-name: [A, B]\nhf-overrides: {rope_theta: 5}\napi-key: [one, two]\n"
     )
     return path
