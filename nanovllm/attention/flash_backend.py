@@ -55,8 +55,12 @@ class FlashBackend(TritonBackend):
             needed = f"compute capability 9.x or 10.x, not {major}.{minor}"
             raise ValueError(f"device={str(device)!r}: {where} needs {needed}")
         for spec in specs:
-            if spec.head_dim not in (64, 128) and major != 9:
-                raise ValueError(f"head_dim={spec.head_dim}: {where} takes 64 or 128 on this device")
+            if major == 9:  # others do not compile for pages, or read outside them (version 4.0.0b)
+                fits, taken = spec.head_dim in (*range(16, 129, 16), 192, 256), "multiples of 16 up to 128, 192 and 256"
+            else:
+                fits, taken = spec.head_dim in (64, 128), "64 or 128"
+            if not fits:
+                raise ValueError(f"head_dim={spec.head_dim}: {where} takes {taken} on this device")
 
     def _has_flash(self) -> bool:
         """Waits for the import. Where it failed: False from now on, or ValueError where FlashAttention is required."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nanovllm.attention import flash_import, select_backend
+from nanovllm.attention.base import AttentionSpec
 
 Install = Callable[..., None]
 
@@ -84,3 +85,21 @@ def test_not_installed_at_all_is_found_out_at_once(install: Install) -> None:
     install()
     with pytest.raises(ValueError, match="attention_backend='flash': must be installed"):
         select_backend("flash", (), device="cuda", dtype=torch.bfloat16, block_size=128)
+
+
+@pytest.mark.parametrize("capability, takes", [((9, 0), {64, 80, 96, 128, 192, 256}), ((10, 0), {64, 128})])
+def test_head_sizes_by_device(
+    install: Install, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], takes: set[int]
+) -> None:
+    pytest.importorskip("triton")
+    install(cute__in__interface="")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    from nanovllm.attention.flash_backend import FlashBackend
+
+    for head_dim in (64, 72, 80, 96, 128, 160, 176, 192, 248, 256):
+        specs = (AttentionSpec(4, 2, head_dim, head_dim**-0.5),)
+        if head_dim in takes:
+            FlashBackend.check(specs, 128, torch.bfloat16, "cuda")
+        else:
+            with pytest.raises(ValueError, match=f"head_dim={head_dim}: attention_backend='flash'"):
+                FlashBackend.check(specs, 128, torch.bfloat16, "cuda")
