@@ -1,4 +1,5 @@
-"""What a user's mistake is called: option, value and bound, and never more than a line of the value. No torch."""
+"""The errors of an engine; and what a user's mistake is called: option, value and bound, and never more than a line of
+the value. No torch."""
 
 import math
 import reprlib
@@ -19,6 +20,18 @@ _repr = _Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 2 * MAX_SHOWN
 _repr.maxlist = _repr.maxtuple = _repr.maxdict = _repr.maxset = _repr.maxfrozenset = 40
 _repr.maxlevel = 4
+
+
+class WorkerError(RuntimeError):
+    """A worker died, failed or hung; the text says which, and carries the worker's traceback where it sent one."""
+
+
+class StepTimeout(RuntimeError):
+    """The device did not finish a step in time."""
+
+
+class WeightsIncomplete(RuntimeError):
+    """An update of the weights stopped half-way, or sleep has dropped them: there is no model to run."""
 
 
 class ReplicaError(RuntimeError):

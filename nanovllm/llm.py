@@ -1,15 +1,12 @@
 """The user's front: text and chats in, finished requests out."""
 
-import os
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.config import EngineConfig
 from nanovllm.control import LLMControl
-from nanovllm.engine.fair_lock import FairLock
 from nanovllm.engine.inputs import GivenPrompt, Prompt, as_batch, as_chats, as_params, as_token_ids, plain_prompt
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.model_config import ModelConfig
@@ -28,7 +25,6 @@ if TYPE_CHECKING:
 _Gained = TypeVar("_Gained")
 
 _PAUSE_LOOK = 0.1  # seconds between two looks of generate() at a paused engine
-_CLOSE_PATIENCE = 5.0  # seconds that close() lets another thread's step take to end
 
 
 class LLM(LLMControl):
@@ -65,18 +61,6 @@ class LLM(LLMControl):
         model_config = config_of(module, config.hf_overrides)
         llm._take_over(start_ranks(config, model_config, Tokenizer(config, None if path else tokenizer), module))
         return llm
-
-    def _take_over(self, engine: LLMEngine) -> None:
-        self.engine = engine
-        self._step_lock = FairLock()
-        self._foreign = StepColumns()
-        """What requests of add_request gained while generate() was stepping; handed out by the next step()."""
-        self._generating: set[int] = set()
-        self._ended: set[int] = set()
-        """Those of them with all completions ended, until their generate() returns."""
-        # Interpreter exit must not depend on when this object is collected, nor keep it alive until then.
-        self._close_at_exit = weakref.finalize(self, _close, self.engine, self._step_lock)
-        self._close_at_exit.atexit = True
 
     @property
     def config(self) -> EngineConfig:
@@ -194,20 +178,6 @@ class LLM(LLMControl):
                 if self.engine.is_paused and unfinished:
                     self.engine.wait_for_work(_PAUSE_LOOK)
 
-    def _dispatch(self, gained: StepColumns) -> None:
-        """Keeps what belongs to add_request's callers for step(), and notes which requests of generate() have ended,
-        of this thread or another."""
-        knows, generating = self.engine.knows, self._generating
-        if generating:
-            for request_id in {gained.request_ids[entry] for entry in gained.endings}:
-                if request_id in generating and knows(request_id) and self.engine.is_finished(request_id):
-                    self._ended.add(request_id)
-        # Unknown are those whose generate() was interrupted.
-        foreign = [n for n, number in enumerate(gained.request_ids) if number not in generating and knows(number)]
-        self._foreign.extend(gained, None if len(foreign) == len(gained) else foreign)
-        if foreign and generating:
-            self.engine.wake()
-
     def _finish(self, request_id: int, prompt: str | None) -> RequestOutput:
         seqs = self.engine.forget(request_id)
         first = seqs[0]
@@ -258,7 +228,8 @@ class LLM(LLMControl):
         """
         self._require_open()
         if self.engine.executor.shares_weights:
-            self._notice_new_weights()
+            with self._turn() as engine:
+                engine.notice_new_weights()
         return self.engine.add_request(
             self._token_ids(plain_prompt(prompt)),
             SamplingParams() if sampling_params is None else sampling_params,
@@ -322,30 +293,9 @@ class LLM(LLMControl):
 
     # -- the engine ---------------------------------------------------------------------------------------------
 
-    def weights_changed(self) -> None:
-        """Says that the module of from_module was written to: requests in flight start over from their tokens so far,
-        and the prefix cache is emptied. Needed after writes that torch does not count, through a parameter's `.data`;
-        the next request notices all others by itself."""
-        self._require_open()
-        self._notice_new_weights(surely=True)
-
-    def _notice_new_weights(self, surely: bool = False) -> None:
-        with self._step_lock:
-            self.engine.notice_new_weights(surely)
-
     def engine_info(self) -> dict[str, Any]:
         """Device, versions, attention backend and why, KV blocks, start-up seconds: what a benchmark should print."""
         return self.engine.info()
-
-    def close(self) -> None:
-        """Ends the workers and frees the devices; nothing remains. Harmless when called again."""
-        self._close_at_exit()
-
-    def _require_open(self) -> None:
-        if not self._close_at_exit.alive:
-            raise RuntimeError("this engine is closed")
-        if os.getpid() != (owner := self.engine.executor.owner):  # waiting for what is the owner's would never end
-            raise RuntimeError(f"this engine is process {owner}'s: a fork of it cannot use it")
 
     def __enter__(self) -> "LLM":
         return self
@@ -369,8 +319,3 @@ def start_engine(config: EngineConfig, report: "Report | None" = None) -> LLMEng
 
     return start_replicas(config)
 
-
-def _close(engine: LLMEngine, step_lock: "FairLock") -> None:
-    """Closes between two steps of other threads; but a step that hangs does not keep us."""
-    with step_lock.within(_CLOSE_PATIENCE):
-        engine.close()

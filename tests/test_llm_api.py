@@ -18,6 +18,7 @@ import torch
 from nanovllm import LLM, SamplingParams, StepOutput
 from nanovllm.attention import select_backend
 from nanovllm.config import EngineConfig
+from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.executor.resolve import resolve
 from nanovllm.kernels import select_kernels
 from nanovllm.models.registry import read_model_config
@@ -373,6 +374,22 @@ def test_an_abort_from_another_thread_while_a_request_comes_in(llm: LLM, monkeyp
     request_id = llm.add_request([5, 6, 7], FIXED)
     threads[0].join()
     assert [output.finish_reason for output in run_steps(llm, request_id) if output.finished] == ["abort"]
+
+
+def test_abort_all_while_another_thread_forgets_a_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the thread that steps does with one that has ended."""
+    forgetting = threading.Thread(target=lambda: llm.engine.forget(1))
+
+    class Row:
+        @property
+        def status(self) -> SequenceStatus:
+            forgetting.start()
+            forgetting.join(0.2)
+            return SequenceStatus.FINISHED
+
+    monkeypatch.setattr(llm.engine, "_completions", {0: [Row()], 1: []})
+    assert llm.abort_all() == []
+    forgetting.join()
 
 
 def test_what_a_user_does_with_the_tokenizer_does_not_reach_prompts(llm: LLM) -> None:

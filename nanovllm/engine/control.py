@@ -1,22 +1,15 @@
 """What a trainer does to a live engine: new weights, pauses, everything aborted."""
 
-import threading
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
-from nanovllm.engine.sampling.plan import StepSampling
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.step_plan import StepPlan
-from nanovllm.errors import is_integer, refuse, short
-from nanovllm.outputs import StepColumns
+from nanovllm.engine.loop import EngineLoop
+from nanovllm.engine.sequence import SequenceStatus
+from nanovllm.errors import is_integer, refuse
 
 if TYPE_CHECKING:
     import torch
-
-    from nanovllm.executor.local import LocalExecutor
 
 TAGS = ("weights", "kv_cache")
 """What can sleep."""
@@ -25,58 +18,12 @@ IN_FLIGHT = ("recompute", "keep", "wait", "abort")
 the KV that the old weights computed; they end first, while no other begins; they are aborted."""
 
 
-class WeightsIncomplete(RuntimeError):
-    """load_weights stopped half-way: until a call of it succeeds, there is no model to run."""
+class EngineControl(EngineLoop):
+    """What changes with what the loop runs. Between two steps, by the thread that may step; but abort_all, pause_steps
+    and resume may be called from any thread."""
 
-
-def incomplete(why: str) -> WeightsIncomplete:
-    """The error of every step until the weights are there."""
-    return WeightsIncomplete(f"{why}: the weights are a mixture; call it again, or begin_update and finish_update")
-
-
-class Launched(NamedTuple):
-    """A step that runs, and what its rows need beyond greedy and temperature."""
-
-    plan: StepPlan
-    sampling: StepSampling | None
-
-
-class EngineControl:
-    """The part of LLMEngine that changes what the loop runs with. Between two steps, by the thread that may step; but
-    abort_all, pause_steps and resume may be called from any thread."""
-
-    def __init__(self, executor: "LocalExecutor", scheduler: Scheduler) -> None:
-        self.executor, self.scheduler = executor, scheduler
-        self._work = threading.Condition()
-        """Notified when a request or an abort comes in, and when the engine is closed."""
-        self._closed = False
-        self._error: BaseException | None = None
-        self.is_paused = False
-        """Whether no step is to be launched for now."""
-        self.asleep: set[str] = set()
-        """What sleeps, of TAGS."""
-        self.weight_version = 0
-        """Of the weights that steps run with."""
-        self._inbox: deque[tuple[str, list[Sequence]]] = deque()
-        self._completions: dict[int, list[Sequence]] = {}
-        """The rows of every request that is known, by its id."""
-        self._launched: deque[Launched] = deque()
-        self._unreported = StepColumns()
-        """What load_weights had to collect; the next step hands it out."""
-
-    @property
-    def running_step(self) -> StepPlan | None:
-        """The oldest one that was launched and not collected."""
-        return self._launched[0].plan if self._launched else None
-
-    def _raise_failure(self) -> None:
-        if isinstance(self._error, WeightsIncomplete):
-            raise self._error
-        if self._error is not None:
-            raise RuntimeError(f"this engine has failed and cannot go on: {short(self._error)}") from self._error
-
-    def _collect(self, columns: StepColumns) -> None:
-        raise NotImplementedError
+    weight_version = 0
+    """Of the weights that steps run with."""
 
     # -- new weights --------------------------------------------------------------------------------------------
 
@@ -86,45 +33,43 @@ class EngineControl:
         """Replaces all weights in place, on the live engine: LLM.load_weights."""
         self._check_version(version)
         self.begin_update(in_flight, partial=False)
-        self._error = incomplete("load_weights did not finish")
+        self._incomplete = "load_weights did not finish"
         self.update(weights)
         self.finish_update(version)
 
     def begin_update(self, in_flight: str, partial: bool) -> None:
         """Steps are refused from here on, until finish_update succeeds: LLM.begin_update."""
-        if self.executor.shares_weights:
-            raise ValueError("load_weights: this engine computes with a module's weights: load them there")
-        self._require_awake("weights")
-        if in_flight not in IN_FLIGHT:
-            refuse("in_flight", in_flight, "one of " + ", ".join(map(repr, IN_FLIGHT)))
-        if not self.lacks_weights:
-            self._raise_failure()
+        self._check_update(in_flight)
         self.settle()
         if in_flight == "keep":
             self.scheduler.keep_all()
         else:
             self.scheduler.preempt_all()
-        self._error = incomplete("an update of the weights has begun and did not finish")
-        self._write_weights(lambda: self.executor.call("begin_weight_update", partial))
+        self._incomplete = "an update of the weights has begun and did not finish"
+        self.executor.call("begin_weight_update", partial)
+
+    def _check_update(self, in_flight: str) -> None:
+        if self.executor.shares_weights:
+            raise ValueError("load_weights: this engine computes with a module's weights: load them there")
+        self._require_awake("weights")
+        if in_flight not in IN_FLIGHT:
+            refuse("in_flight", in_flight, "one of " + ", ".join(map(repr, IN_FLIGHT)))
+        self._raise_failure()
 
     def update(self, weights: "Iterable[tuple[str, torch.Tensor]] | str | Path") -> None:
         """Some of the weights, or a folder's: LLM.update."""
         self._require_update("update")
         if isinstance(weights, (str, Path)):
-            self._write_weights(lambda: self.executor.load_folder(Path(weights)))
+            self.executor.load_folder(Path(weights))
         else:
-            self._write_weights(lambda: self.executor.update_weights(weights))
+            self.executor.update_weights(weights)
 
     def finish_update(self, version: int | None) -> None:
         """All are there: LLM.finish_update."""
         self._require_update("finish_update")
         self._check_version(version)
         self.executor.finish_weight_update()
-        self._error = None
-        self._note_version(version)
-
-    def _note_version(self, version: int | None) -> None:
-        """From here on tokens come from weights of this version."""
+        self._incomplete = None
         self.weight_version = self.weight_version + 1 if version is None else version
         with self._work:
             for seq in (seq for seqs in self._completions.values() for seq in seqs):
@@ -134,26 +79,18 @@ class EngineControl:
     @property
     def lacks_weights(self) -> bool:
         """Whether an update has begun and not finished."""
-        return isinstance(self._error, WeightsIncomplete)
+        return self._incomplete is not None
 
     def _require_update(self, method: str) -> None:
         self._require_awake("weights")
+        self._raise_failure()
         if not self.lacks_weights:
-            self._raise_failure()
             raise RuntimeError(f"{method}: begin_update was not called")
 
     def _check_version(self, version: int | None) -> None:
         least = self.weight_version + 1
         if version is not None and (not is_integer(version) or version < least):
             refuse("version", version, f"None or an integer >= {least}, as versions go up")
-
-    def _write_weights(self, write: Any) -> None:
-        try:
-            write()
-        except BaseException as error:
-            if self.executor.failed:
-                self._error = error  # another call would not help
-            raise
 
     def notice_new_weights(self, surely: bool = False) -> None:
         """Where the weights are a live module's and it was written to (`surely`: it was), requests in flight start over
@@ -168,6 +105,7 @@ class EngineControl:
         """LLM.checksum."""
         self._require_awake("weights")
         self._raise_failure()
+        self._require_weights()
         self.settle()
         return self.executor.checksum()
 
@@ -175,29 +113,6 @@ class EngineControl:
         """LLM.reset_prefix_cache."""
         self.settle()
         self.scheduler.block_manager.forget_cached()
-
-    def settle(self) -> None:
-        """Takes in what the device is still computing; the next step hands it out."""
-        while self._launched:
-            self._collect(self._unreported)
-
-    def take_unreported(self) -> StepColumns:
-        """What the next step would hand out beside what it gains itself."""
-        gained, self._unreported = self._unreported, StepColumns()
-        return gained
-
-    def check_can_step(self) -> None:
-        """Raises RuntimeError where a step would compute without weights or memory."""
-        if self._closed:
-            raise RuntimeError("this engine is closed")
-        if not self.is_paused:
-            self._require_awake(*TAGS)
-        if not (self.is_paused and self.lacks_weights):
-            self._raise_failure()
-
-    def has_begun(self) -> bool:
-        """Whether any unfinished request was computed in part."""
-        return self.scheduler.has_begun()
 
     # -- sleep --------------------------------------------------------------------------------------------------
 
@@ -226,20 +141,18 @@ class EngineControl:
         freed = sum(self.executor.call("sleep", wanted, level == 1))
         self.asleep |= set(wanted)
         if level == 2 and "weights" in wanted:
-            self._error = incomplete("sleep(level=2) has dropped the weights")
+            self._incomplete = "sleep(level=2) has dropped the weights"
         return freed
 
     def wake_up(self, tags: Iterable[str] | None) -> None:
         """LLM.wake_up."""
-        if not self.lacks_weights:
-            self._raise_failure()
+        self._raise_failure()
         wanted = tuple(sorted(self.asleep)) if tags is None else self._tags(tags)
         if not wanted or not self.asleep.issuperset(wanted):
             raise RuntimeError(f"wake_up: not asleep: {', '.join(sorted(set(wanted) - self.asleep)) or 'the engine'}")
         self.executor.call("wake_up", wanted)
         self.asleep -= set(wanted)
-        with self._work:
-            self._work.notify_all()
+        self.wake()
 
     def _tags(self, tags: Iterable[str] | None) -> tuple[str, ...]:
         wanted = TAGS if tags is None else tuple(dict.fromkeys([tags] if isinstance(tags, str) else tags))
@@ -247,11 +160,25 @@ class EngineControl:
             refuse("tags", tags, "some of " + ", ".join(map(repr, TAGS)))
         return wanted
 
-    def _require_awake(self, *tags: str) -> None:
-        if asleep := self.asleep.intersection(tags):
-            raise RuntimeError(f"this engine is asleep ({', '.join(sorted(asleep))}): call wake_up first")
-
     # -- pauses -------------------------------------------------------------------------------------------------
+
+    def end_requests(self, mode: str, option: str) -> Generator[None, None, None]:
+        """Before new weights or a pause: yields where a step must run, until requests that have begun have ended
+        ("wait"), or all have ("abort"; any other mode: none need to). No request begins meanwhile.
+
+        `option`: what the user calls the mode. Raises ValueError where it would take for ever."""
+        if mode == "abort":
+            self.abort_all()
+        elif mode != "wait":
+            return
+        elif self.is_paused and self.has_begun():
+            raise ValueError(f"{option}='wait': requests that have begun do not end while the engine is paused")
+        self.scheduler.holds_new = True
+        try:
+            while self.scheduler.holds_new and self.is_busy() and not self.lacks_weights:
+                yield
+        finally:
+            self.scheduler.holds_new = False
 
     def pause_steps(self) -> None:
         """No step is launched until `resume`."""

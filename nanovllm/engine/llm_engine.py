@@ -1,27 +1,22 @@
-"""The loop: schedule, launch, collect, finish. One step is scheduled and sent while the step before it runs."""
+"""An engine: requests come in, are checked and queued; the loop (loop.py) computes them."""
 
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanovllm.engine.control import EngineControl, Launched
-from nanovllm.engine.sampling.plan import plan_sampling, take_logprobs
+from nanovllm.engine.control import EngineControl
 from nanovllm.engine.sampling.requests import RequestSampling
-from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.step_plan import StepPlan
 from nanovllm.engine.trace import Trace
 from nanovllm.errors import QueueFull, shown
 from nanovllm.logprobs import LogprobRows
 from nanovllm.model_config import ModelConfig
-from nanovllm.outputs import ITERATION_TOKENS, Ending, EngineStats, RequestMetrics, StepColumns
+from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import Tokenizer
-from nanovllm.wire.sampling import append_section
 
 if TYPE_CHECKING:
     from nanovllm.executor.local import LocalExecutor
@@ -55,22 +50,10 @@ class LLMEngine(EngineControl):
         self, executor: "LocalExecutor", model_config: ModelConfig, tokenizer: Tokenizer, trace: Trace | None = None
     ) -> None:
         """`executor`: started, and from here on this engine's to close."""
-        self.config = executor.config
-        self.model_config, self.tokenizer, self._trace = model_config, tokenizer, trace
+        super().__init__(executor, model_config, trace)
+        self.tokenizer = tokenizer
         self.request_sampling = RequestSampling(tokenizer, model_config, self.config.logprobs_mode)
-        assert self.config.kvcache_block_size and self.config.max_model_len
-        num_blocks, block_size = executor.num_kvcache_blocks, self.config.kvcache_block_size
-        super().__init__(executor, Scheduler(self.config, num_blocks, block_size, is_dense=model_config.moe is None))
-        self._num_sampling = 0
-        """Unfinished rows that need more than greedy or temperature."""
         self._num_requests = 0
-        self.num_prefill_tokens = 0
-        """Prompt tokens computed so far (those found in the prefix cache not counted)."""
-        self.num_decode_tokens = 0
-        """Tokens computed so far by rows that had one to compute."""
-        self._num_generated = 0
-        self._num_finished = {"stop": 0, "length": 0, "abort": 0}
-        self._iterations = [0] * (len(ITERATION_TOKENS) + 1)
         self.startup_seconds = 0.0
 
     # -- requests -----------------------------------------------------------------------------------------------
@@ -215,143 +198,13 @@ class LLMEngine(EngineControl):
 
     def forget(self, request_id: int) -> list[Sequence]:
         """Drops a finished request; returns its completions."""
-        return self._completions.pop(request_id, [])
-
-    def has_unfinished_requests(self) -> bool:
-        return bool(self._inbox or self._launched or self._unreported.request_ids or self.scheduler.has_unfinished())
-
-    def wait_for_work(self, timeout: float, or_until: Callable[[], bool] = lambda: False) -> bool:
-        """Sleeps until a step has something to do, `or_until` is true after a `wake`, or the engine is closed; at most
-        `timeout` seconds. Returns whether it was woken."""
         with self._work:
-            return self._work.wait_for(lambda: self._closed or self.is_busy() or or_until(), timeout=timeout)
-
-    def is_busy(self) -> bool:
-        """Whether a step now has something to do or to report: also while requests are held back, or all are."""
-        if self._inbox or self._launched or self._unreported.request_ids:
-            return True
-        scheduler = self.scheduler
-        return not self.is_paused and (scheduler.has_begun() if scheduler.holds_new else scheduler.has_unfinished())
-
-    def wake(self) -> None:
-        """Lets wait_for_work look again."""
-        with self._work:
-            self._work.notify_all()
-
-    def stats(self) -> EngineStats:
-        """Gauges of now, and counters since the start. From any thread, at any time."""
-        scheduler = self.scheduler
-        blocks = scheduler.block_manager
-        return EngineStats(
-            num_running=len(scheduler.running), num_waiting=scheduler.num_waiting,
-            kv_cache_usage=1 - blocks.num_free_blocks / blocks.num_blocks, prompt_tokens=scheduler.num_prompt_tokens,
-            generation_tokens=self._num_generated,
-            prefix_cache_queries=scheduler.num_prompt_tokens if self.config.enable_prefix_caching else 0,
-            prefix_cache_hits=scheduler.num_prompt_cached_tokens, num_preemptions=scheduler.num_preemptions,
-            finished=dict(self._num_finished), iteration_tokens=tuple(self._iterations),
-            iteration_tokens_sum=self.num_prefill_tokens + self.num_decode_tokens,
-        )  # fmt: skip
-
-    # -- the loop -----------------------------------------------------------------------------------------------
-
-    def step(self) -> StepColumns:
-        """Launches a step if there is one, and takes in the results of the step before it."""
-        self.check_can_step()
-        try:
-            gained = self.take_unreported()
-            self._drain_inbox(gained)
-            plan = None if self.is_paused else self.scheduler.schedule()
-            if plan is not None:
-                self._launch(plan)
-            depth = 1 if plan is not None and self.config.uses("async_scheduling") else 0
-            while len(self._launched) > depth:
-                self._collect(gained)
-            return gained
-        except BaseException as error:
-            self._error = error
-            raise
-
-    def _launch(self, plan: StepPlan) -> None:
-        packed = plan.pack(self.config.max_num_seqs)
-        sampling = plan_sampling(plan) if self._num_sampling else None
-        if sampling is not None:
-            packed = append_section(packed, sampling.section)
-        now = time.perf_counter()  # before the launch, which takes the whole step on a CPU
-        self.executor.launch(packed)
-        self._launched.append(Launched(plan, sampling))
-        self._iterations[bisect_left(ITERATION_TOKENS, plan.num_tokens)] += 1
-        self.num_decode_tokens += plan.num_old_rows
-        self.num_prefill_tokens += plan.num_prefill_tokens
-        if self._trace is not None:
-            self._trace.launched(plan, now)
-        for seq in plan.new_slots:
-            if seq.metrics.first_scheduled_time is None:
-                seq.metrics.first_scheduled_time = now
-
-    def _collect(self, columns: StepColumns) -> None:
-        """Waits for the oldest launched step, and adds what it gained to `columns`. A loop over all rows: kept lean."""
-        token_ids = self.executor.collect()
-        plan, sampling = self._launched.popleft()
-        gained = self.scheduler.apply(plan, token_ids)
-        if sampling is not None and sampling.brings_logprobs:
-            take_logprobs(sampling, gained, self.executor.collect_logprobs())
-        now = time.perf_counter()
-        if self._trace is not None:
-            self._trace.collected(now, self.stats())
-        self._num_generated += len(gained)
-        finished = SequenceStatus.FINISHED
-        for seq, token_id in gained:
-            if seq.metrics.first_token_time is None:
-                seq.metrics.first_token_time = now
-            seq.metrics.token_times.append(now)
-            entry = columns.add(seq.parent_id, seq.index, token_id)
-            if seq.sampling is not None and (rows := seq.sampling.logprob_rows) is not None:
-                columns.logprobs[entry] = rows, len(rows) - 1
-            if seq.status is finished:
-                if seq.params.max_tokens == 0:
-                    columns.token_ids[entry] = -1
-                    self._num_generated -= 1
-                columns.endings[entry] = self._end(seq, now)
-
-    def _end(self, seq: Sequence, now: float) -> Ending:
-        seq.metrics.finished_time = now
-        prompt_rows = None
-        if seq.sampling is not None:
-            prompt_rows = seq.sampling.prompt_logprob_rows
-            with self._work:  # add_request counts up in other threads
-                self._num_sampling -= 1
-        if seq.finish_reason == "stop" and seq.stop_reason is None:
-            last, params = seq.token_ids[-1], seq.params
-            if last in params.stop_token_ids and (params.ignore_eos or last not in self.model_config.eos_token_ids):
-                seq.stop_reason = last
-        assert seq.finish_reason is not None
-        self._num_finished[seq.finish_reason] += 1
-        if self._trace is not None:
-            self._trace.ended(seq)
-        return Ending(
-            seq.finish_reason, seq.stop_reason, seq.num_prompt_tokens, seq.num_prompt_cached_tokens or 0,
-            seq.num_tokens - seq.num_prompt_tokens, seq.metrics, None if prompt_rows is None else prompt_rows.view(),
-            seq.weight_versions,
-        )  # fmt: skip
+            return self._completions.pop(request_id, [])
 
     def prompt_logprobs(self, request_id: int) -> LogprobRows | None:
         """Of a known request that asked for them; all are there from its first token on."""
         first = self._completions[request_id][0]
         return None if first.sampling is None else first.sampling.prompt_logprob_rows
-
-    def _drain_inbox(self, columns: StepColumns) -> None:
-        """Takes in what other threads asked for; adds the completions that were aborted to `columns`."""
-        while self._inbox:
-            kind, seqs = self._inbox.popleft()
-            if kind == "add":
-                for seq in seqs:
-                    self.scheduler.add(seq)
-                continue
-            for seq in seqs:
-                if seq.status is not SequenceStatus.FINISHED:
-                    self.scheduler.abort(seq)
-                    entry = columns.add(seq.parent_id, seq.index, -1)
-                    columns.endings[entry] = self._end(seq, time.perf_counter())
 
     # -- the rest -----------------------------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.executor.processes import WorkerError, WorkerProcesses
+from nanovllm.errors import WorkerError, short
+from nanovllm.executor.processes import WorkerProcesses
 from nanovllm.executor.resolve import resolve
 from nanovllm.executor.store import WatchedStore, open_store
 from nanovllm.model_config import ModelConfig
@@ -53,7 +54,7 @@ class LocalExecutor:
         self._report = report
         self._runner: ModelRunner | None = None
         self._store: WatchedStore | None = None
-        self._failed = False
+        self._failure: str | None = None
         self.shares_weights = module is not None
         """The weights are a live module's, whose owner writes to them."""
         self._buckets: list[SharedBucket] = []
@@ -115,12 +116,13 @@ class LocalExecutor:
     @property
     def failed(self) -> bool:
         """Whether every further call raises."""
-        return self._failed or self.processes.failed
+        return self._failure is not None or self.processes.failed
 
     def check(self) -> None:
         """Raises where a rank has failed, and says how."""
-        with self._failures_explained():
-            pass
+        self.processes.check()
+        if self._failure is not None:
+            raise RuntimeError(f"this engine has failed and cannot go on: {self._failure}")
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -132,13 +134,11 @@ class LocalExecutor:
     @contextmanager
     def _failures_explained(self) -> Iterator[None]:
         """An error here is often only the echo of a worker's end: then the worker's own reason is raised."""
-        self.processes.check()
-        if self._failed:
-            raise RuntimeError("this engine has failed and cannot go on")
+        self.check()
         try:
             yield
-        except BaseException as error:
-            self._failed = True  # if only by an interrupt: ranks that are out of step cannot go on, nor be waited for
+        except BaseException as error:  # if only an interrupt: ranks that are out of step cannot go on
+            self._failure = short(error)
             if isinstance(error, (RuntimeError, OSError)) and not isinstance(error, (WorkerError, FileNotFoundError)):
                 self.processes.wait_for_failure(seconds=2.0)
             raise
@@ -177,14 +177,11 @@ class LocalExecutor:
         """Whether `collect` would not wait."""
         return self.runner.io.has_result()
 
-    def collect(self) -> list[int]:
-        """Tokens of the oldest step not yet collected, one for each of its first rows; waits for it."""
+    def collect(self) -> tuple[list[int], StepScores | None]:
+        """Waits for the oldest step not yet collected: its tokens, one for each of its first rows, and what it brings
+        beside them, if anything."""
         with self._failures_explained():
             return self.runner.io.collect(self.config.step_timeout, self.processes.check)
-
-    def collect_logprobs(self) -> StepScores:
-        """What the step last collected brings beside its tokens, where it brings any."""
-        return self.runner.option_sampler.collect()
 
     def load_folder(self, folder: Path) -> None:
         """Writes the values of *.safetensors, of which each rank reads its own byte ranges; raises as loading a model
@@ -239,7 +236,7 @@ class LocalExecutor:
                 self.runner.update_weights(bucket)
 
     def _await_readers(self) -> None:
-        if self._is_being_read and not self._failed:
+        if self._is_being_read and self._failure is None:
             self._is_being_read = False
             with self._failures_explained():
                 self.processes.replies()

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NoReturn
 
+from nanovllm.errors import WorkerError
 from nanovllm.executor.channel import CommandWriter, WorkerState, create_shared_memory
-from nanovllm.startup.child import forbid_multicast, no_standard_numbers, start_python
+from nanovllm.startup.child import end, forbid_multicast, no_standard_numbers, start_python
 
 _WATCH_INTERVAL = 0.2  # seconds between looks at workers' progress
 _LONGEST_LOOK_AWAY = 1.0  # seconds that count between two looks: in a longer pause this process stood still itself
@@ -30,10 +31,6 @@ _EXIT_GRACE = 5.0  # seconds for a worker to end by itself when asked to
 _CALL_TIMEOUT = 1800.0  # seconds for a rare command such as loading weights, also of a worker that makes progress
 _START_PATIENCE = 60.0  # seconds that libraries, drivers and first steps may take, where step_timeout is less
 _WORKER_MODULE = "nanovllm.executor.main"
-
-
-class WorkerError(RuntimeError):
-    """A worker died, failed or hung; the text says which, and carries the worker's traceback where it sent one."""
 
 
 @dataclass
@@ -247,11 +244,7 @@ class WorkerProcesses:
             control.close()
         deadline = time.monotonic() + (_EXIT_GRACE if self._failure is None else 0.0)
         for process in self._processes:
-            try:
-                process.wait(timeout=max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            end(process, deadline - time.monotonic())
         while self._doorbells:
             os.close(self._doorbells.pop())
         if self.size > 1:

@@ -3,9 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.control import IN_FLIGHT, incomplete
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.errors import refuse
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import StepColumns
 from nanovllm.replicas.inbox import Inbox
@@ -90,16 +88,12 @@ class ReplicaControl(LLMEngine):
 
     def begin_update(self, in_flight: str, partial: bool) -> None:
         """Of all weights, it waits for replicas to start that were lost since the update before."""
-        self._require_awake("weights")
-        if in_flight not in IN_FLIGHT:
-            refuse("in_flight", in_flight, "one of " + ", ".join(map(repr, IN_FLIGHT)))
-        if not self.lacks_weights:
-            self._raise_failure()
+        self._check_update(in_flight)
         self._weights_replaced = True
         while self._lost_stale and not partial:
             self._start_again(self._lost_stale.pop())
         self._router.forget_cached()
-        self._error = incomplete("an update of the weights has begun and did not finish")
+        self._incomplete = "an update of the weights has begun and did not finish"
         self._ask("begin_update", in_flight, partial)
 
     def finish_update(self, version: int | None) -> None:

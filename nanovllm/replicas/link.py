@@ -15,14 +15,13 @@ from typing import Any
 from nanovllm.replicas.channel import Channel, framed
 from nanovllm.replicas.inbox import Inbox
 from nanovllm.replicas.messages import Failed, Start
-from nanovllm.startup.child import start_linked
+from nanovllm.startup.child import end, start_linked
 
 _MODULE = "nanovllm.replicas.replica"
 SILENCE = 60.0
 """Seconds without any sign of life, which is due every second; importing may hold a process that long."""
 _ROUSE = memoryview(framed(pickle.dumps(("rouse",)))[0])  # so small that it is sent whole or not at all
 _MOST_UNSENT = 64 << 20  # bytes
-_KILL_SECONDS = 10.0
 EXIT_GRACE = 6.0
 """Seconds for a replica to end its ranks in order."""
 
@@ -169,12 +168,7 @@ class ProcessLink(ReplicaLink):
                 self._channel.receive()  # it may wait for us to read
         except (EOFError, OSError):
             pass
-        try:
-            self._process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            with suppress(subprocess.TimeoutExpired):  # a driver may hold it: the others do not wait for that
-                self._process.wait(_KILL_SECONDS)
+        end(self._process, deadline - time.monotonic())
         self._is_there = False
         self._channel.close()
 

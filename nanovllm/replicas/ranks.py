@@ -23,6 +23,9 @@ class ReplicaRanks:
         self.config, self.num_kvcache_blocks, self._ask = config, num_kvcache_blocks, ask
         self.owner = os.getpid()
 
+    def check(self) -> None:
+        """Replicas say by themselves what has failed."""
+
     def update_weights(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
         self._ask("update", weights=weights)
 

@@ -4,19 +4,28 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from nanovllm.errors import StepTimeout
 from nanovllm.kernels.base.device import ordinary_launch
 from nanovllm.runner.mailbox import RING, Mailbox
+from nanovllm.wire.sampling import StepScores
 
 _BUSY_WAIT = 0.002  # seconds to look for a result without pause; a longer step can afford the wake-up
 _LONGEST_PAUSE = 1.0  # seconds that count between two looks: in a longer pause (Ctrl-Z) this process stood still itself
 
 
-class StepTimeout(RuntimeError):
-    """The device did not finish a step in time."""
+class _Result(NamedTuple):
+    """Of a step that runs: host memory that has it all when the event has come."""
+
+    tokens: torch.Tensor
+    event: torch.cuda.Event | None
+    padding: slice
+    """Of the tokens."""
+    scores: StepScores | None
 
 
 class DeviceIO:
@@ -31,7 +40,7 @@ class DeviceIO:
         self.mailbox: Mailbox | None = None
         """Through which captured decode steps go; None: they are copied like all others."""
         # Of bounded length: a worker's tokens are never collected.
-        self._launched: deque[tuple[torch.Tensor, torch.cuda.Event | None, slice]] = deque(maxlen=RING)
+        self._launched: deque[_Result] = deque(maxlen=RING)
 
     def stream_context(self) -> AbstractContextManager[object]:
         """Everything on the device happens in this one stream, in the order of launches."""
@@ -89,23 +98,28 @@ class DeviceIO:
             self._next_index()
         return self.mailbox.post(packed)
 
-    def download(self, tokens: torch.Tensor, num_decode_rows: int, first_chunk_row: int) -> None:
+    def download(
+        self, tokens: torch.Tensor, num_decode_rows: int, first_chunk_row: int, scores: StepScores | None = None
+    ) -> None:
         """Starts the copy of a step's tokens (int32 [rows]) to the host; `collect` hands them out in this order,
-        without the padding rows between its `num_decode_rows` decodes and its `first_chunk_row`."""
+        without the padding rows between its `num_decode_rows` decodes and its `first_chunk_row`. `scores`: on their way
+        to the host too."""
         if self.is_cuda:
             result = self._results[self._index][: tokens.shape[0]]
             result.copy_(tokens, non_blocking=True)
         else:
             result = tokens.clone()
-        self.expect(result, num_decode_rows, first_chunk_row)
+        self.expect(result, num_decode_rows, first_chunk_row, scores)
 
-    def expect(self, result: torch.Tensor, num_decode_rows: int, first_chunk_row: int) -> None:
+    def expect(
+        self, result: torch.Tensor, num_decode_rows: int, first_chunk_row: int, scores: StepScores | None = None
+    ) -> None:
         """The same for tokens that the device itself brings to `result`, on the host, by the end of the step."""
         event = None
         if self.is_cuda:
             event = self._events[self._index]
             event.record()
-        self._launched.append((result, event, slice(num_decode_rows, first_chunk_row)))
+        self._launched.append(_Result(result, event, slice(num_decode_rows, first_chunk_row), scores))
 
     def forget_results(self) -> None:
         """For steps whose tokens are not collected."""
@@ -113,19 +127,20 @@ class DeviceIO:
 
     def has_result(self) -> bool:
         """Whether the oldest step not yet collected has ended."""
-        event = self._launched[0][1]
+        event = self._launched[0].event
         return event is None or event.query()
 
-    def collect(self, timeout: float, check: Callable[[], bool]) -> list[int]:
-        """Tokens of the oldest step not yet collected. `check` is called while waiting: it may raise, or return True
-        where the wait has a reason that does not count. Raises StepTimeout after `timeout` seconds that do.
+    def collect(self, timeout: float, check: Callable[[], bool]) -> tuple[list[int], StepScores | None]:
+        """Tokens of the oldest step not yet collected, and what it brings beside them, if anything. `check` is called
+        while waiting: it may raise, or return True where the wait has a reason that does not count. Raises StepTimeout
+        after `timeout` seconds that do.
         """
-        tokens, event, padding = self._launched.popleft()
+        tokens, event, padding, scores = self._launched.popleft()
         if event is not None:
             self._wait(event, timeout, check)
         token_ids = tokens.tolist()
         del token_ids[padding]
-        return token_ids
+        return token_ids, None if scores is None else scores.copy()  # other steps will have that memory
 
     @staticmethod
     def _wait(event: torch.cuda.Event, timeout: float, check: Callable[[], bool]) -> None:

@@ -308,7 +308,7 @@ class ModelRunner(WeightCommands):
         packed, section = split_section(packed)
         num_rows, num_decode_rows, num_sample_rows, num_tokens = (int(n) for n in packed[:4])
         keep_hidden = section is not None and section.num_targets > 0
-        work, shape, posted, hidden = self.work, None, None, None
+        work, shape, posted, hidden, scores = self.work, None, None, None, None
         with self.io.stream_context(), self._products():
             if self.graphs is not None and not keep_hidden:
                 prefill_rows, chunk_tokens = num_rows - num_decode_rows, num_tokens - num_decode_rows
@@ -330,12 +330,12 @@ class ModelRunner(WeightCommands):
                 if shape is not None:
                     logits = work.captured_logits[shape].tensor()
                 args = (first_chunk_row, num_decode_rows, work.buffers, work.state, hidden, self.model)
-                self.option_sampler.run(section, logits, *args)
+                scores = self.option_sampler.run(section, logits, *args)
             end = first_chunk_row + num_sample_rows - num_decode_rows
             if posted is not None and section is None:
                 self.io.expect(posted[:end], num_decode_rows, first_chunk_row)
             else:
-                self.io.download(work.buffers.tokens[:end], num_decode_rows, first_chunk_row)
+                self.io.download(work.buffers.tokens[:end], num_decode_rows, first_chunk_row, scores)
 
     # -- the rest -----------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ the option rows' logits are gathered: [G, vocab / ranks] of every rank to every 
 there all ranks compute the same from the same bits. Rows that are plain move nothing but their winners.
 """
 
-from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +81,6 @@ class OptionSampler:
         """int32 [S, vocab_size / 32], from the first request with a mask on."""
         self._identity = torch.empty(0, dtype=torch.int32, device=device)
         self._pinned: dict[tuple[str, int], torch.Tensor] = {}
-        self._results: deque[tuple[list[torch.Tensor | None], list[torch.Tensor | None], torch.Tensor | None]] = deque()
 
     def reserve_bytes(self, max_num_seqs: int, dtype: torch.dtype) -> int:
         """Device memory that the most general steps may take: counts and masks, which stay, and while such a step runs
@@ -101,9 +99,10 @@ class OptionSampler:
     def run(
         self, section: Section, logits: torch.Tensor | None, first_chunk_row: int, num_decode_rows: int,
         buffers: StepBuffers, state: DeviceState, hidden: torch.Tensor | None, model: Any,
-    ) -> None:  # fmt: skip
+    ) -> StepScores | None:  # fmt: skip
         """Does what `section` asks after a step whose sampled rows left `logits` [rows, this rank's ids]; `hidden`
-        [tokens, hidden size]: of all tokens of the step, where prompt log-probabilities are wanted."""
+        [tokens, hidden size]: of all tokens of the step, where prompt log-probabilities are wanted. Returns, on rank 0,
+        what is there on the host when the step's tokens are."""
         words = self._upload(section, first_chunk_row, num_decode_rows)
         self._take_slots(section, words, state.temperature.shape[0])
         scored: list[torch.Tensor | None] = [None] * len(SCORES)
@@ -118,9 +117,12 @@ class OptionSampler:
             assert hidden is not None
             prompt = self._prompt_logprobs(section, words, hidden, model)
         if self._group.rank == 0 and (section.num_scored or section.num_targets or section.num_kept):
-            scored = [self._download(f"rows {kind}", table) for kind, table in enumerate(scored)]
-            prompt = [self._download(f"prompt {kind}", table) for kind, table in enumerate(prompt)]
-            self._results.append((scored, prompt, self._download("kept", kept)))
+            return StepScores(
+                [self._download(f"rows {kind}", table) for kind, table in enumerate(scored)],
+                [self._download(f"prompt {kind}", table) for kind, table in enumerate(prompt)],
+                self._download("kept", kept),
+            )
+        return None
 
     def _sample(
         self, section: Section, words: torch.Tensor, raw: torch.Tensor, raw_rows: torch.Tensor, buffers: StepBuffers,
@@ -284,12 +286,12 @@ class OptionSampler:
         host[section.where("scored_rows")] = rows[host[section.where("scored")]]
         return staging.to(self._device, non_blocking=True)
 
-    def _download(self, name: str, result: torch.Tensor | None) -> torch.Tensor | None:
+    def _download(self, name: str, result: torch.Tensor | None) -> np.ndarray | None:
         """Starts a copy to the host, which is complete when the step's tokens are."""
         if result is None or not result.is_cuda:
-            return result
+            return None if result is None else result.numpy()
         host = self._staging(name, result.numel()).view(result.shape)
-        return host.copy_(result, non_blocking=True)
+        return host.copy_(result, non_blocking=True).numpy()
 
     def _staging(self, name: str, size: int) -> torch.Tensor:
         """Host memory for a copy of this step; it is used again when the step's results have been taken."""
@@ -300,16 +302,6 @@ class OptionSampler:
         if found is None or found.shape[0] < size:
             found = self._pinned[key] = torch.empty(2 * size, dtype=torch.int32, device="cpu", pin_memory=True)
         return found[:size]
-
-    def collect(self) -> StepScores:
-        """What the oldest step that has any and was not asked for yet brings back; its tokens must have been
-        collected."""
-        scored, prompt, kept = self._results.popleft()
-        return StepScores([*map(_on_host, scored)], [*map(_on_host, prompt)], _on_host(kept))
-
-
-def _on_host(table: torch.Tensor | None) -> np.ndarray | None:
-    return None if table is None else table.numpy().copy()
 
 
 def _kept_bits(x: torch.Tensor, least: torch.Tensor, lines: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 Steps = Generator[None, None, dict[str, Any]]
 """A call at work; returns its answer."""
-MODES = ("abort", "wait", "keep")
 
 
 class AdminCalls:
@@ -103,24 +102,8 @@ class AdminCalls:
 
     # -- pauses and sleep ---------------------------------------------------------------------------------------
 
-    def _end_requests(self, mode: str) -> Generator[None, None, None]:
-        """Until no request that has begun is left; others do not begin meanwhile."""
-        engine = self._engine
-        if mode == "keep":
-            return
-        if mode == "abort":
-            engine.abort_all()
-        elif engine.is_paused and engine.has_begun():
-            raise ValueError("mode='wait': requests that have begun do not end while the engine is paused")
-        engine.scheduler.holds_new = True
-        try:
-            while engine.is_busy():
-                yield
-        finally:
-            engine.scheduler.holds_new = False
-
     def _pause(self, mode: str = "abort") -> Steps:
-        yield from self._end_requests(mode)
+        yield from self._engine.end_requests(mode, "mode")
         self._is_paused_by_call, self._keeps = True, mode == "keep"
         return {"status": "paused"}
 
@@ -131,7 +114,7 @@ class AdminCalls:
     def _sleep(self, level: int = 1, mode: str = "abort", tags: list[str] | None = None) -> Steps:
         """Requests that come meanwhile wait for `wake_up`."""
         self._engine.check_sleep(level, tags)
-        yield from self._end_requests(mode)
+        yield from self._engine.end_requests(mode, "mode")
         if not self._engine.is_paused:
             self._engine.pause_steps()
             self._engine.settle()
@@ -166,8 +149,7 @@ class AdminCalls:
         """What becomes of requests that have begun. Those of a pause by "keep" keep what they have computed, unless
         something else is asked for."""
         in_flight = asked or ("keep" if self._keeps else "recompute")
-        if in_flight in MODES:
-            yield from self._end_requests(in_flight)
+        yield from self._engine.end_requests(in_flight, "in_flight")
         return in_flight
 
     def _start_weight_update(self, in_flight: str | None = None, partial: bool = False) -> Steps:

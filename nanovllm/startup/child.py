@@ -6,10 +6,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """What keeps NCCL, torch and NVSHMEM from creating NVLink multicast objects; to be set before CUDA starts."""
+
+_KILL_SECONDS = 10.0
 
 
 def forbid_multicast() -> None:
@@ -28,6 +30,16 @@ def start_python(module: str, *args: str, pass_fds: tuple[int, ...]) -> subproce
     return subprocess.Popen(
         command, pass_fds=pass_fds, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
     )
+
+
+def end(process: "subprocess.Popen[bytes]", patience: float) -> None:
+    """Waits `patience` seconds for a child to end, then kills it. One that a driver holds even then is left behind."""
+    try:
+        process.wait(max(0.0, patience))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_KILL_SECONDS)
 
 
 def freeze_objects() -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from nanovllm.config import EngineConfig
 from nanovllm.model_config import ModelConfig
-from nanovllm.startup.child import no_standard_numbers, start_python
+from nanovllm.startup.child import end, no_standard_numbers, start_python
 from nanovllm.startup.compile_server import CompileJob
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class KernelCompiler:
             os.killpg(self._process.pid, signal.SIGKILL)  # the leader of its own group, not waited for yet
         except ProcessLookupError:
             pass
-        self._process.wait()
+        end(self._process, 0.0)
         self._outbox.put(None)
         self._sender.join()
         self._control.close()

@@ -62,6 +62,13 @@ class StepScores:
     kept: np.ndarray | None
     """[rows, mask_words]: bits of the ids that could be sampled."""
 
+    def copy(self) -> "StepScores":
+        return StepScores([*map(_copied, self.scored)], [*map(_copied, self.prompt)], _copied(self.kept))
+
+
+def _copied(table: np.ndarray | None) -> np.ndarray | None:
+    return None if table is None else table.copy()
+
 
 def mask_words(vocab_size: int) -> int:
     """int32 words of a mask: bit i % 32 of word i // 32 allows token i."""

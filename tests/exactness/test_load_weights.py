@@ -185,9 +185,9 @@ def test_a_mistake_is_named_and_can_be_repaired(
     said = {"surplus": "model.layers.7.mlp.up_proj.weight", "interrupted": "Ctrl-C"}.get(how, name)
     with pytest.raises(KeyboardInterrupt if how == "interrupted" else ValueError, match=said):
         llm.load_weights(spoil(second.weights, how))
-    with pytest.raises(RuntimeError, match="call it again"):
+    with pytest.raises(RuntimeError, match="until load_weights"):
         llm.step()
-    with pytest.raises(RuntimeError, match="call it again"):
+    with pytest.raises(RuntimeError, match="until load_weights"):
         llm.generate([REQUESTS[0].prompt], use_tqdm=False)
     llm.load_weights(second.weights.items())
     tokens: list[int] = []

@@ -8,8 +8,9 @@ import pytest
 import torch
 from process_checks import tiny_llm
 
+from nanovllm.errors import StepTimeout
 from nanovllm.runner import device_io
-from nanovllm.runner.device_io import DeviceIO, StepTimeout
+from nanovllm.runner.device_io import DeviceIO
 
 
 class Clock:
@@ -42,8 +43,8 @@ class Event:
 def collect(event: Event, clock: Clock, monkeypatch: pytest.MonkeyPatch, timeout: float) -> list[int]:
     monkeypatch.setattr(device_io, "time", clock)
     io = DeviceIO(torch.device("cpu"))
-    io._launched.append((torch.tensor([7, 8]), event, slice(0, 0)))  # type: ignore[arg-type]
-    return io.collect(timeout, lambda: False)
+    io._launched.append((torch.tensor([7, 8]), event, slice(0, 0), None))  # type: ignore[arg-type]
+    return io.collect(timeout, lambda: False)[0]
 
 
 @pytest.mark.parametrize("look", [1, 2, 10])
@@ -84,7 +85,7 @@ def test_close_after_a_failure_waits_for_no_device(how: str, tiny: str, monkeypa
     monkeypatch.setattr(executor.runner.memory, "_is_cuda", True)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
-    executor._failed = True
+    executor._failure = "a test"
     begin = time.monotonic()
     errors: list[BaseException] = []
 

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from process_checks import GREEDY, LONG, MARK, marked_processes, tiny_llm, token_ids, wait_until
 
-from nanovllm import LLM, SamplingParams, terminal
+from nanovllm import LLM, SamplingParams, control, terminal
 from nanovllm import llm as llm_module
 from nanovllm.engine import fair_lock
+from nanovllm.executor.processes import WorkerProcesses
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAVE = 5.0  # seconds for workers to leave after their program has
@@ -238,7 +239,7 @@ def test_ctrl_c_in_step_loses_nothing(tiny: str, mark: str) -> None:
 def interrupted_at(line: int, work: Callable[[], None]) -> bool:
     """Does `work` with a Ctrl-C at that line (counted from 0) of those it runs in the user's front and the lock of
     turns. Whether there are so many."""
-    front, left = {llm_module.__file__, terminal.__file__, fair_lock.__file__}, line
+    front, left = {llm_module.__file__, control.__file__, terminal.__file__, fair_lock.__file__}, line
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal left
@@ -301,6 +302,48 @@ def test_ctrl_c_at_any_line_of_generate_leaves_nothing_behind(tiny: str, mark: s
             if not was_interrupted:
                 break
         assert line > 50
+
+
+@pytest.mark.parametrize("waits", ["pause", "load_weights"])
+def test_ctrl_c_in_a_call_that_waits_for_requests_leaves_the_engine_usable(waits: str, tiny: str, mark: str) -> None:
+    with tiny_llm(tiny, tensor_parallel_size=1) as llm:
+        step, request_id, gained = llm.engine.step, llm.add_request([5] * 9, GREEDY), []
+
+        def interrupted_step() -> Any:
+            llm.engine.executor.launch = interrupted_launch  # type: ignore[method-assign]
+            return step()
+
+        def interrupted_launch(packed: Any) -> None:
+            del llm.engine.executor.launch
+            signal.raise_signal(signal.SIGINT)
+            llm.engine.executor.launch(packed)
+
+        gained += llm.step()
+        llm.engine.step = interrupted_step  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            llm.pause("wait") if waits == "pause" else llm.load_weights([], in_flight="wait")
+        llm.engine.step = step  # type: ignore[method-assign]
+        llm.add_request([6] * 9, GREEDY)
+        while llm.has_unfinished_requests():
+            gained += llm.step()
+        assert sum(len(output.new_token_ids) for output in gained) == 2 * GREEDY.max_tokens
+        assert [output.finished for output in gained if output.request_id == request_id][-1]
+
+
+def test_a_worker_that_a_driver_holds_is_killed_and_left_behind() -> None:
+    class Held:
+        killed = False
+
+        def wait(self, timeout: float) -> None:
+            raise subprocess.TimeoutExpired("a worker", timeout)
+
+        def kill(self) -> None:
+            self.killed = True
+
+    held, processes = Held(), WorkerProcesses(1, step_timeout=0.1)
+    processes._processes.append(held)  # type: ignore[arg-type]
+    processes.close()
+    assert held.killed
 
 
 UNGUARDED = f"""

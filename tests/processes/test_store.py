@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 from process_checks import listening_ports, tiny_llm, token_ids
 
-from nanovllm.executor.processes import WorkerError
+from nanovllm.errors import WorkerError
 from nanovllm.executor.store import WatchedStore, open_store
 
 FORGER = """

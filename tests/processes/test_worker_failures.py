@@ -13,9 +13,9 @@ import torch
 from process_checks import GREEDY, LONG, marked_processes, tiny_llm, token_ids, wait_until, write_tiny_config
 
 from nanovllm import LLM
+from nanovllm.errors import WorkerError
 from nanovllm.executor import processes
 from nanovllm.executor.channel import NUM_SLOTS, SLOT_BYTES, WorkerState
-from nanovllm.executor.processes import WorkerError
 
 SOON = 5.0  # seconds within which a death must be an exception
 

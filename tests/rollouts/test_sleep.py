@@ -51,6 +51,7 @@ def test_dropped_weights_come_anew(sleeper: LLM, policies: tuple[Policy, Policy]
     sleeper.wake_up(tags=["kv_cache"])
     assert texts(sleeper) == before
     sleeper.sleep(level=2, tags="weights")
+    sleeper.sleep(tags="kv_cache")
     sleeper.wake_up()
     with pytest.raises(RuntimeError, match="dropped the weights"):
         texts(sleeper)

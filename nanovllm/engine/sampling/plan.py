@@ -34,10 +34,6 @@ class StepSampling:
     prompt_parts: list[list[PromptPart]]
     """Of rows that want few likeliest ids, and of those that want many."""
 
-    @property
-    def brings_logprobs(self) -> bool:
-        return any(self.scored) or any(self.prompt_parts) or bool(self.kept)
-
 
 def plan_sampling(plan: StepPlan) -> StepSampling | None:
     """The section of a scheduled step; None where all of its rows are plain."""
@@ -147,7 +143,7 @@ def _add_prompts(builder: SectionBuilder, plan: StepPlan) -> list[list[PromptPar
     return parts
 
 
-def take_logprobs(step: StepSampling, gained: Sequence[tuple[Row, int]], found: StepScores) -> None:
+def take_scores(step: StepSampling, gained: Sequence[tuple[Row, int]], found: StepScores) -> None:
     """Hands what a step brings beside its tokens to the rows that asked. `gained`: who gained which token in it; others
     have ended meanwhile."""
     alive = {seq for seq, _ in gained}

@@ -1,0 +1,239 @@
+"""The loop: schedule, launch, collect, finish. One step is scheduled and sent while the step before it runs."""
+
+import threading
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from nanovllm.engine.sampling.plan import StepSampling, plan_sampling, take_scores
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.step_plan import StepPlan
+from nanovllm.engine.trace import Trace
+from nanovllm.errors import WeightsIncomplete, short
+from nanovllm.model_config import ModelConfig
+from nanovllm.outputs import ITERATION_TOKENS, Ending, EngineStats, StepColumns
+from nanovllm.wire.sampling import append_section
+
+if TYPE_CHECKING:
+    from nanovllm.executor.local import LocalExecutor
+
+
+class Launched(NamedTuple):
+    """A step that runs, and what its rows need beyond greedy and temperature."""
+
+    plan: StepPlan
+    sampling: StepSampling | None
+
+
+class EngineLoop:
+    """The scheduler, the steps that run, and what comes in from other threads meanwhile. One thread at a time steps."""
+
+    def __init__(self, executor: "LocalExecutor", model_config: ModelConfig, trace: Trace | None) -> None:
+        self.executor, self.config, self.model_config, self._trace = executor, executor.config, model_config, trace
+        assert self.config.kvcache_block_size
+        num_blocks, block_size = executor.num_kvcache_blocks, self.config.kvcache_block_size
+        self.scheduler = Scheduler(self.config, num_blocks, block_size, is_dense=model_config.moe is None)
+        self._work = threading.Condition()
+        """Notified when a request or an abort comes in, and when the engine is closed."""
+        self._inbox: deque[tuple[str, list[Sequence]]] = deque()
+        self._completions: dict[int, list[Sequence]] = {}
+        """The rows of every request that is known, by its id; changed under `_work`."""
+        self._num_sampling = 0
+        """Unfinished rows that need more than greedy or temperature."""
+        self._launched: deque[Launched] = deque()
+        self._unreported = StepColumns()
+        """What was collected between two steps; the next one hands it out."""
+        self._closed = False
+        self._error: BaseException | None = None
+        """What ended this engine."""
+        self._incomplete: str | None = None
+        """Why there are no weights to step with."""
+        self.asleep: set[str] = set()
+        """What sleeps, of TAGS (control.py)."""
+        self.is_paused = False
+        """Whether no step is to be launched for now."""
+        self.num_prefill_tokens = 0
+        """Prompt tokens computed so far (those found in the prefix cache not counted)."""
+        self.num_decode_tokens = 0
+        """Tokens computed so far by rows that had one to compute."""
+        self._num_generated = 0
+        self._num_finished = {"stop": 0, "length": 0, "abort": 0}
+        self._iterations = [0] * (len(ITERATION_TOKENS) + 1)
+
+    def step(self) -> StepColumns:
+        """Launches a step if there is one, and takes in the results of the step before it."""
+        self.check_can_step()
+        try:
+            gained = self.take_unreported()
+            self._drain_inbox(gained)
+            plan = None if self.is_paused else self.scheduler.schedule()
+            if plan is not None:
+                self._launch(plan)
+            depth = 1 if plan is not None and self.config.uses("async_scheduling") else 0
+            while len(self._launched) > depth:
+                self._collect(gained)
+            return gained
+        except BaseException as error:
+            self._error = error
+            raise
+
+    def _drain_inbox(self, columns: StepColumns) -> None:
+        """Takes in what other threads asked for; adds the completions that were aborted to `columns`."""
+        while self._inbox:
+            kind, seqs = self._inbox.popleft()
+            if kind == "add":
+                for seq in seqs:
+                    self.scheduler.add(seq)
+                continue
+            for seq in seqs:
+                if seq.status is not SequenceStatus.FINISHED:
+                    self.scheduler.abort(seq)
+                    entry = columns.add(seq.parent_id, seq.index, -1)
+                    columns.endings[entry] = self._end(seq, time.perf_counter())
+
+    def _launch(self, plan: StepPlan) -> None:
+        packed = plan.pack(self.config.max_num_seqs)
+        sampling = plan_sampling(plan) if self._num_sampling else None
+        if sampling is not None:
+            packed = append_section(packed, sampling.section)
+        now = time.perf_counter()  # before the launch, which takes the whole step on a CPU
+        self.executor.launch(packed)
+        self._launched.append(Launched(plan, sampling))
+        self._iterations[bisect_left(ITERATION_TOKENS, plan.num_tokens)] += 1
+        self.num_decode_tokens += plan.num_old_rows
+        self.num_prefill_tokens += plan.num_prefill_tokens
+        if self._trace is not None:
+            self._trace.launched(plan, now)
+        for seq in plan.new_slots:
+            if seq.metrics.first_scheduled_time is None:
+                seq.metrics.first_scheduled_time = now
+
+    def _collect(self, columns: StepColumns) -> None:
+        """Waits for the oldest launched step, and adds what it gained to `columns`. A loop over all rows: kept lean."""
+        token_ids, scores = self.executor.collect()
+        plan, sampling = self._launched.popleft()
+        gained = self.scheduler.apply(plan, token_ids)
+        if scores is not None:
+            assert sampling is not None
+            take_scores(sampling, gained, scores)
+        now = time.perf_counter()
+        if self._trace is not None:
+            self._trace.collected(now, self.stats())
+        self._num_generated += len(gained)
+        finished = SequenceStatus.FINISHED
+        for seq, token_id in gained:
+            if seq.metrics.first_token_time is None:
+                seq.metrics.first_token_time = now
+            seq.metrics.token_times.append(now)
+            entry = columns.add(seq.parent_id, seq.index, token_id)
+            if seq.sampling is not None and (rows := seq.sampling.logprob_rows) is not None:
+                columns.logprobs[entry] = rows, len(rows) - 1
+            if seq.status is finished:
+                if seq.params.max_tokens == 0:
+                    columns.token_ids[entry] = -1
+                    self._num_generated -= 1
+                columns.endings[entry] = self._end(seq, now)
+
+    def _end(self, seq: Sequence, now: float) -> Ending:
+        seq.metrics.finished_time = now
+        prompt_rows = None
+        if seq.sampling is not None:
+            prompt_rows = seq.sampling.prompt_logprob_rows
+            with self._work:  # add_request counts up in other threads
+                self._num_sampling -= 1
+        if seq.finish_reason == "stop" and seq.stop_reason is None:
+            last, params = seq.token_ids[-1], seq.params
+            if last in params.stop_token_ids and (params.ignore_eos or last not in self.model_config.eos_token_ids):
+                seq.stop_reason = last
+        assert seq.finish_reason is not None
+        self._num_finished[seq.finish_reason] += 1
+        if self._trace is not None:
+            self._trace.ended(seq)
+        return Ending(
+            seq.finish_reason, seq.stop_reason, seq.num_prompt_tokens, seq.num_prompt_cached_tokens or 0,
+            seq.num_tokens - seq.num_prompt_tokens, seq.metrics, None if prompt_rows is None else prompt_rows.view(),
+            seq.weight_versions,
+        )  # fmt: skip
+
+    # -- around steps -------------------------------------------------------------------------------------------
+
+    @property
+    def running_step(self) -> StepPlan | None:
+        """The oldest one that was launched and not collected."""
+        return self._launched[0].plan if self._launched else None
+
+    def settle(self) -> None:
+        """Takes in what the device is still computing; the next step hands it out."""
+        while self._launched:
+            self._collect(self._unreported)
+
+    def take_unreported(self) -> StepColumns:
+        """What the next step would hand out beside what it gains itself."""
+        gained, self._unreported = self._unreported, StepColumns()
+        return gained
+
+    def check_can_step(self) -> None:
+        """Raises RuntimeError where a step would compute without weights or memory."""
+        if self._closed:
+            raise RuntimeError("this engine is closed")
+        self._raise_failure()
+        if not self.is_paused:
+            self._require_awake(*self.asleep)
+            self._require_weights()
+
+    def _raise_failure(self) -> None:
+        """Where this engine cannot go on."""
+        if self._error is not None:
+            raise RuntimeError(f"this engine has failed and cannot go on: {short(self._error)}") from self._error
+        self.executor.check()
+
+    def _require_weights(self) -> None:
+        if self._incomplete is not None:
+            until = "no step can run until load_weights, or begin_update and finish_update, succeed"
+            raise WeightsIncomplete(f"{self._incomplete}: {until}")
+
+    def _require_awake(self, *tags: str) -> None:
+        if asleep := self.asleep.intersection(tags):
+            raise RuntimeError(f"this engine is asleep ({', '.join(sorted(asleep))}): call wake_up first")
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._inbox or self._launched or self._unreported.request_ids or self.scheduler.has_unfinished())
+
+    def has_begun(self) -> bool:
+        """Whether any unfinished request was computed in part."""
+        return self.scheduler.has_begun()
+
+    def is_busy(self) -> bool:
+        """Whether a step now has something to do or to report: also while requests are held back, or all are."""
+        if self._inbox or self._launched or self._unreported.request_ids:
+            return True
+        scheduler = self.scheduler
+        return not self.is_paused and (scheduler.has_begun() if scheduler.holds_new else scheduler.has_unfinished())
+
+    def wait_for_work(self, timeout: float, or_until: Callable[[], bool] = lambda: False) -> bool:
+        """Sleeps until a step has something to do, `or_until` is true after a `wake`, or the engine is closed; at most
+        `timeout` seconds. Returns whether it was woken."""
+        with self._work:
+            return self._work.wait_for(lambda: self._closed or self.is_busy() or or_until(), timeout=timeout)
+
+    def wake(self) -> None:
+        """Lets wait_for_work look again."""
+        with self._work:
+            self._work.notify_all()
+
+    def stats(self) -> EngineStats:
+        """Gauges of now, and counters since the start. From any thread, at any time."""
+        scheduler = self.scheduler
+        blocks = scheduler.block_manager
+        return EngineStats(
+            num_running=len(scheduler.running), num_waiting=scheduler.num_waiting,
+            kv_cache_usage=1 - blocks.num_free_blocks / blocks.num_blocks, prompt_tokens=scheduler.num_prompt_tokens,
+            generation_tokens=self._num_generated,
+            prefix_cache_queries=scheduler.num_prompt_tokens if self.config.enable_prefix_caching else 0,
+            prefix_cache_hits=scheduler.num_prompt_cached_tokens, num_preemptions=scheduler.num_preemptions,
+            finished=dict(self._num_finished), iteration_tokens=tuple(self._iterations),
+            iteration_tokens_sum=self.num_prefill_tokens + self.num_decode_tokens,
+        )  # fmt: skip
