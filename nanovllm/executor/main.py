@@ -4,13 +4,13 @@ processes.py."""
 import os
 import pickle
 import queue
-import signal
 import sys
 import threading
 import traceback
 from multiprocessing.connection import Connection
 
 from nanovllm.executor.channel import CommandReader, WorkerState
+from nanovllm.startup.child import leave_signals_to_parent
 
 _LOOK_SECONDS = 0.5
 
@@ -36,7 +36,7 @@ def _follow_parent(control: Connection, ring: CommandReader, inbox: "queue.Simpl
 
 
 def main(rank: int, control_fd: int, memory_fd: int, doorbell_fd: int, store_fd: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_signals_to_parent()
     control = Connection(control_fd)
     ring = CommandReader(memory_fd, rank - 1, doorbell_fd)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()

@@ -9,7 +9,6 @@ import os
 import pickle
 import queue
 import select
-import signal
 import socket
 import sys
 import threading
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from nanovllm.replicas.channel import Bell, Channel
 from nanovllm.replicas.messages import Answer, Completed, Counted, Failed, Gained, Ready, Refused, Start
-from nanovllm.startup.child import freeze_objects
+from nanovllm.startup.child import freeze_objects, leave_signals_to_parent
 
 if TYPE_CHECKING:
     import torch
@@ -314,7 +313,7 @@ class SocketIntake:
 
 
 def main(fd: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front's to handle
+    leave_signals_to_parent()
     channel = Channel(socket.socket(fileno=fd))
     lock, parent = threading.Lock(), os.getppid()
 

@@ -6,7 +6,6 @@ compile. The process ends with the socket: when the front goes, however it goes,
 
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.serve import frames
 from nanovllm.serve.admin_calls import AdminCalls
-from nanovllm.startup.child import freeze_objects
+from nanovllm.startup.child import freeze_objects, leave_signals_to_parent
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
@@ -317,8 +316,7 @@ def describe(engine: "LLMEngine") -> dict[str, Any]:
 
 
 def main(fd: int) -> None:
-    # Ctrl-C is the front's to handle; what it decides arrives through the socket.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_signals_to_parent()
     code = EngineProcess(frames.opened(socket.socket(fileno=fd))).run()
     sys.stdout.flush()
     sys.stderr.flush()

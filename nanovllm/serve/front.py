@@ -48,7 +48,6 @@ class Front:
         self.metrics = Metrics(self.name)
         self.tracer = _tracer(options.otlp_traces_endpoint)
         self.streams = Streams(self.metrics, lambda request_id: self.link.send(frames.Abort(request_id)))
-        self.streams.on_end = self._note_end
         self.state = "loading"
         """"loading", "ready", "draining" or "failed"."""
         self.progress: tuple[str, int] = ("starting", 0)
@@ -63,9 +62,6 @@ class Front:
         self._calls: dict[int, asyncio.Future[frames.Answered]] = {}
         """Of `control`, not answered yet."""
         self._num_calls = 0
-        self.is_idle = asyncio.Event()
-        """No request is in flight."""
-        self.is_idle.set()
         self.changed = asyncio.Event()
         """Set whenever `state` changes."""
         self._text: asyncio.Task[None] | None = None
@@ -148,18 +144,17 @@ class Front:
 
     def on_engine_end(self) -> None:
         """The engine's end of the link is closed: nothing that runs can be completed."""
-        for request in list(self.streams.requests):
-            self.streams.fail(request, errors.engine_dead())
-        self.fail_calls(errors.engine_dead())
+        self.fail(errors.engine_dead())
         if self.state != "draining" or self.failure is not None:
             self.set_state("failed")
 
-    def fail_calls(self, error: ApiError) -> int:
-        """Ends calls of `control` that the engine has not answered; returns how many."""
-        unanswered = [answered for answered in self._calls.values() if not answered.done()]
-        for answered in unanswered:
-            answered.set_exception(error)
-        return len(unanswered)
+    def fail(self, error: ApiError) -> None:
+        """Ends all that the engine has not answered."""
+        for request in list(self.streams.requests):
+            self.streams.fail(request, error)
+        for answered in self._calls.values():
+            if not answered.done():
+                answered.set_exception(error)
 
     async def control(self, name: str, **options: Any) -> dict[str, Any]:
         """What the engine answers to a call of admin_calls.py. Raises ApiError."""
@@ -243,7 +238,6 @@ class Front:
         self.admit()
         self.metrics.count_request(request.n, max(request.max_tokens))
         ids = self.streams.add(request)
-        self.is_idle.clear()
         if self._sweeper is None:
             self._sweeper = self._loop.call_later(1.0, self._sweep)
         for request_id, prompt, most in zip(ids, request.prompts, request.max_tokens, strict=True):
@@ -251,10 +245,6 @@ class Front:
             if own.get("min_tokens", 0) > most:
                 own["min_tokens"] = most
             self.link.send(frames.Add(request_id, array("i", prompt).tobytes(), own))
-
-    def _note_end(self) -> None:
-        if not self.streams.requests:
-            self.is_idle.set()
 
     def _sweep(self) -> None:
         self.streams.sweep(self.now(), self.options.request_timeout)

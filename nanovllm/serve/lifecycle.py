@@ -4,6 +4,7 @@ import asyncio
 import errno
 import logging
 import os
+import resource
 import signal
 import socket
 import stat
@@ -19,7 +20,8 @@ from nanovllm.serve.log import set_up_logging
 from nanovllm.serve.options import ServeOptions
 
 logger = logging.getLogger("nanovllm.serve")
-_LAST_WORDS = 0.3  # seconds for the last bytes of error events to leave
+_DESCRIPTORS = 65536
+_LOOK = 0.02  # seconds between two looks at what still runs
 
 
 def bind(options: ServeOptions) -> socket.socket:
@@ -101,6 +103,7 @@ def serve(model: str, engine_options: dict[str, Any], options: ServeOptions, mod
         print(f"nanovllm: {error}", file=sys.stderr)
         return 1
     child = EngineChild(model, engine_options, *([module] if module else []))
+    _allow_descriptors()
     try:
         from nanovllm.serve.http.server import run_loop  # while the engine imports
 
@@ -113,6 +116,14 @@ def serve(model: str, engine_options: dict[str, Any], options: ServeOptions, mod
             Path(options.uds).unlink(missing_ok=True)
 
 
+def _allow_descriptors() -> None:
+    """Each connection takes one, and most systems give a process 1,024 unless it asks for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 class _Life:
     """One run of the server."""
 
@@ -122,8 +133,6 @@ class _Life:
         self._model, self._options, self._listener, self._child = model, options, listener, child
         self._begin = begin
         self._num_signals = 0
-        self._stop = asyncio.Event()
-        self._stop_now = asyncio.Event()
 
     async def run(self) -> int:
         from nanovllm.serve.front import Front
@@ -134,7 +143,7 @@ class _Life:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         await loop.create_unix_connection(lambda: front.link, sock=self._child.socket)
-        http = HttpServer(front.app, self._options, self._listener)
+        http = self._http = HttpServer(front.app, self._options, self._listener)
         await http.start()
         logger.info("%s answers; the model is loading", self._url())
         self._loading = Loading(self._options.log_format)
@@ -150,25 +159,19 @@ class _Life:
 
     def _on_signal(self) -> None:
         self._num_signals += 1
-        (self._stop if self._num_signals == 1 else self._stop_now).set()
+        self._front.changed.set()
 
     async def _live(self) -> int:
         front = self._front
-        stop = asyncio.create_task(self._stop.wait())
-        try:
-            while not stop.done():
-                change = asyncio.create_task(front.changed.wait())
-                await asyncio.wait((stop, change), return_when=asyncio.FIRST_COMPLETED)
-                change.cancel()
-                front.changed.clear()
-                self._loading.close()
-                if front.state == "failed":
-                    return await self._report_failure()
-                if front.state == "ready" and not stop.done():
-                    self._say_ready()
-            return await self._drain()
-        finally:
-            stop.cancel()
+        while not self._num_signals:
+            await front.changed.wait()
+            front.changed.clear()
+            self._loading.close()
+            if front.state == "failed":
+                return await self._report_failure()
+            if front.state == "ready" and not self._num_signals:
+                self._say_ready()
+        return await self._drain()
 
     def _url(self) -> str:
         options = self._options
@@ -200,24 +203,19 @@ class _Life:
             logger.error("%s", failure.message)
         else:
             logger.error("the engine has failed: %s", failure.message)
-        await asyncio.sleep(_LAST_WORDS)
+        await self._http.finish()
         return 1
 
     async def _drain(self) -> int:
         front, patience = self._front, self._options.shutdown_timeout
-        count = len(front.streams.requests)
+        end = front.now() + patience
         front.set_state("draining")
-        if count:
+        if count := len(front.streams.requests):
             logger.info("shutting down: %d requests get up to %.0f s (again: at once)", count, patience)
-            now = asyncio.create_task(self._stop_now.wait())
-            idle = asyncio.create_task(front.is_idle.wait())
-            await asyncio.wait((now, idle), timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-            for task in (now, idle):
-                task.cancel()
-            for request in list(front.streams.requests):
-                front.streams.fail(request, errors.shutting_down())
-        if front.fail_calls(errors.shutting_down()) or count:
-            await asyncio.sleep(_LAST_WORDS)
+        while (front.streams.requests or self._http.has_unsent) and front.now() < end and self._num_signals < 2:
+            await asyncio.sleep(_LOOK)
+        front.fail(errors.shutting_down())
+        await self._http.finish()
         if front.failure is not None:
             return await self._report_failure()
         logger.info("bye")

@@ -1,10 +1,10 @@
 """A request in flight: its completions, and the bytes that its client gets of them."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from nanovllm.serve import frames, limits
+from nanovllm.serve import frames
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.http.protocol import BoundedProtocol
 from nanovllm.serve.visible_text import VisibleText
@@ -18,7 +18,7 @@ class Completion:
 
     __slots__ = (
         *("request", "row", "index", "prompt_index", "text", "push", "pieces", "num_tokens", "ids", "lines", "prefix"),
-        *("finish_reason", "stop_reason", "last_time", "is_touched", "has_begun", "num_sent"),
+        *("finish_reason", "stop_reason", "last_time", "has_begun", "num_sent"),
         *("reader", "state", "weight_versions", "kept"),
     )
 
@@ -44,8 +44,6 @@ class Completion:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.last_time = 0.0
-        self.is_touched = False
-        """Whether it is one of the request's `ready`."""
         self.has_begun = False
         self.num_sent = 0
         """Of num_tokens: what chunks have had."""
@@ -94,10 +92,8 @@ class Request:
         self.prompt_lines: list[list[bytes | None] | None] = [None] * len(prompts)
         self.parts: dict[int, int] = {}
         """Of each prompt that has not ended: the engine's id of it, and which prompt it is."""
-        self.ready: list[Completion] = []
+        self.ready: dict[Completion, None] = {}
         """Completions with something to send."""
-        self.is_touched = False
-        """Whether the step at hand has something for it."""
         loop = asyncio.get_running_loop()
         self.opened: asyncio.Future[None] = loop.create_future()
         """Set when there is something to send, or an error instead."""
@@ -107,7 +103,6 @@ class Request:
         """Where a stream that has been opened writes to."""
         self.arrival = self.last_write = now
         self.first_token: float | None = None
-        self.paused_since: float | None = None
         self.queued = self.prefill = self.decode = 0.0
         """Seconds that a prompt waited, then until its first token, then to its end; the longest of all prompts."""
         self.error: ApiError | None = None
@@ -115,8 +110,6 @@ class Request:
         """Ended, failed or left by its client."""
         self.has_left = False
         """Whether its client did."""
-        self.on_complete: Callable[[Request], None] = lambda request: None
-        """Called when all of it has been written, or is there to be answered with."""
 
     # -- what an API adds ---------------------------------------------------------------------------------------
 
@@ -150,33 +143,21 @@ class Request:
     def num_output_tokens(self) -> int:
         return sum(each.num_tokens for each in self.completions)
 
-    def open(self, connection: BoundedProtocol, now: float) -> None:
-        """The response has begun: from here on `flush` writes, for the first time at once."""
-        self.connection, self.last_write = connection, now
-        connection.transport.set_write_buffer_limits(high=limits.WRITE_BUFFER)
-        self.flush(now)
+    @property
+    def is_unread(self) -> bool:
+        """Whether its client does not take what it is sent."""
+        return self.connection is not None and self.connection.flow.write_paused
 
     def flush(self, now: float) -> None:
-        """Sends what there is. A client that does not read gets it merged later (see Streams.sweep)."""
-        connection = self.connection
-        if connection is None:
-            if not self.opened.done():
-                self.opened.set_result(None)
+        """Sends what there is. A client that does not read gets it merged later."""
+        if not self._can_write():
             return
-        if connection.transport.is_closing():
-            return  # the client has just left; `leave` follows
-        if connection.flow.write_paused:
-            if self.paused_since is None:
-                self.paused_since = now
-            return
-        self.paused_since = None
         out = []
-        ready, self.ready = self.ready, []
+        ready, self.ready = self.ready, {}
         for completion in ready:
             if self.needs_prompt_lines and self.prompt_lines[completion.prompt_index] is None and self.error is None:
-                self.ready.append(completion)
+                self.ready[completion] = None
                 continue
-            completion.is_touched = False
             if self.interval > 1 and self._waits(completion):
                 continue
             completion.num_sent = completion.num_tokens
@@ -189,10 +170,21 @@ class Request:
                 out.append(self.chunk(completion, text))
         if not self.parts:
             out.append(self._end())
-        data = b"".join(out)
-        if data:
-            connection.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-            self.last_write = now
+        if data := b"".join(out):
+            self._write(data, now)
+
+    def _can_write(self) -> bool:
+        """Whether its client takes more now. Where no response has begun, one is to."""
+        if self.connection is None:
+            if not self.opened.done():
+                self.opened.set_result(None)
+            return False
+        return not self.is_unread and not self.connection.transport.is_closing()
+
+    def _write(self, data: bytes, now: float) -> None:
+        assert self.connection is not None
+        self.connection.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self.last_write = now
 
     def _waits(self, completion: Completion) -> bool:
         """Whether a chunk would have fewer tokens than `interval`, and more are to come."""
@@ -210,16 +202,11 @@ class Request:
         self.is_over = True
         if not self.done.done():
             self.done.set_result(None)
-        self.on_complete(self)
 
     def ping(self, now: float) -> None:
         """A comment, so that no proxy takes a silent stream for a dead one."""
-        connection = self.connection
-        if connection is not None and not connection.flow.write_paused and not connection.transport.is_closing():
-            connection.transport.write(b"%x\r\n%b\r\n" % (len(_PING), _PING))
-            self.last_write = now
-        elif connection is None and not self.opened.done():
-            self.opened.set_result(None)
+        if self._can_write():
+            self._write(_PING, now)
 
     def fail(self, error: ApiError) -> None:
         """Ends the request with an error: the response's status where none has begun, else its last event."""
@@ -227,11 +214,11 @@ class Request:
             return
         self.error = error
         self.parts.clear()
-        if self.connection is not None and not self.connection.flow.write_paused:
-            self.flush(self.last_write)
-            return
-        if self.connection is not None:  # the client does not read: it would never see the error
-            self.connection.transport.abort()
+        if self.connection is not None:
+            if not self.is_unread:
+                self.flush(self.last_write)
+                return
+            self.connection.transport.abort()  # the client would never see the error
         self.is_over = True
         for future in (self.opened, self.done):
             if not future.done():

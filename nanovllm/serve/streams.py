@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from nanovllm.serve import frames, limits
 from nanovllm.serve.errors import ApiError
+from nanovllm.serve.http.protocol import BoundedProtocol
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.request import Completion, Request
 
@@ -21,12 +22,11 @@ class Streams:
         self._rows: dict[int, Completion] = {}
         self._parts: dict[int, Request] = {}
         self.requests: set[Request] = set()
-        self._touched: list[Request] = []
+        self._touched: dict[Request, None] = {}
+        """What the steps at hand have something for."""
         self._turn = 0
         self._next_id = 0
         self.num_rows = 0
-        self.on_end: Callable[[], None] = lambda: None
-        """Called when a request is over."""
 
     def add(self, request: Request) -> list[int]:
         """Takes a request in; returns the engine's id for each of its prompts."""
@@ -41,7 +41,6 @@ class Streams:
             request.parts[first] = index
             self._parts[first] = request
             ids.append(first)
-        request.on_complete = self._remove
         self.requests.add(request)
         self.num_rows += len(request.completions)
         return ids
@@ -50,7 +49,7 @@ class Streams:
 
     def take(self, step: frames.Step, now: float) -> None:
         """Takes a step's tokens in; `flush` sends what came of them."""
-        rows, touch = self._rows, self._touch
+        rows, touched = self._rows, self._touched
         gaps: dict[float, int] = {}
         for row, line in step.logprobs:
             if (completion := rows.get(row)) is not None and completion.lines is not None:
@@ -74,8 +73,8 @@ class Streams:
                 gaps[completion.last_time] = gaps.get(completion.last_time, 0) + 1
             completion.num_tokens += 1
             completion.last_time = now
-            if not completion.is_touched:
-                touch(completion)
+            request = completion.request
+            request.ready[completion] = touched[request] = None
         for end in step.finishes:
             self._finish(end, now)
         for gap, count in gaps.items():
@@ -103,16 +102,7 @@ class Streams:
         completion.last_time = now
         self._metrics.count_completion(completion)
         self.num_rows -= 1
-        if not completion.is_touched:
-            self._touch(completion)
-
-    def _touch(self, completion: Completion) -> None:
-        completion.is_touched = True
-        request = completion.request
-        request.ready.append(completion)
-        if not request.is_touched:
-            request.is_touched = True
-            self._touched.append(request)
+        completion.request.ready[completion] = self._touched[completion.request] = None
 
     def _end_part(self, part: frames.Done, now: float) -> None:
         request = self._parts.pop(part.request_id, None)
@@ -125,27 +115,31 @@ class Streams:
         request.queued, request.prefill = max(request.queued, part.queued), max(request.prefill, part.prefill)
         request.decode = max(request.decode, part.decode)
         self._metrics.count_part(part, request, len(request.prompts[index]), now)
-        if not request.is_touched:
-            request.is_touched = True
-            self._touched.append(request)
+        self._touched[request] = None
 
     def flush(self, now: float) -> None:
         """Writes to every stream that has gained something; each turn begins with another one. A stream stays in
         `requests` until its client has taken its end."""
-        requests, self._touched = self._touched, []
+        requests, self._touched = [*self._touched], {}
         if not requests:
             return
         self._turn += 1
         start = self._turn % len(requests)
         for request in requests[start:] + requests[:start] if start else requests:
-            request.is_touched = False
             if request.first_token is None:
                 request.first_token = now
                 self._metrics.first_token.observe(now - request.arrival)
             if request.is_streamed:
                 self.write(request, now)
-            if not request.parts and not request.is_streamed:
+            elif not request.parts:
                 request.complete()
+                self._remove(request)
+
+    def open(self, request: Request, connection: BoundedProtocol, now: float) -> None:
+        """A stream's response has begun: from here on `flush` writes to it."""
+        connection.transport.set_write_buffer_limits(high=limits.WRITE_BUFFER)
+        request.connection, request.last_write = connection, now
+        self.write(request, now)
 
     def write(self, request: Request, now: float) -> None:
         """Writes what a stream has to send, if its client reads."""
@@ -153,6 +147,8 @@ class Streams:
             request.flush(now)
         except Exception:
             self._give_up(request)
+        if request.is_over:
+            self._remove(request)
 
     def abort_all(self, wanted: Callable[[Request], bool]) -> int:
         """Ends requests with what they have, and not as mistakes; returns how many."""
@@ -210,20 +206,20 @@ class Streams:
             gone = sum(self._rows.pop(each.row, None) is not None for each in request.completions)
             self.num_rows -= gone
             self._metrics.finished[reason] += gone
-        self.on_end()
 
     def sweep(self, now: float, request_timeout: float | None) -> None:
-        """Once a second: comments for silent streams, an end for clients that do not read."""
+        """Once a second: comments for silent streams, an end for those that pile up and for what takes too long."""
         for request in list(self.requests):
-            waiting = sum(len(piece) for each in request.ready for piece in each.pieces)
-            paused = request.paused_since
-            if paused is not None and (now - paused > limits.SLOW_SECONDS or waiting > limits.PENDING_TEXT):
-                self._metrics.slow_clients += 1
-                connection = request.connection
+            if request.is_unread and _waiting(request) > limits.PENDING_TEXT:
+                assert request.connection is not None
+                request.connection.let_go()
                 self.leave(request)
-                if connection is not None:
-                    connection.transport.abort()
             elif request_timeout is not None and now - request.arrival > request_timeout:
                 self.fail(request, ApiError(408, f"no end within {request_timeout} s", "request_timeout"))
             elif request.is_streamed and now - request.last_write > limits.PING_SECONDS:
                 request.ping(now)
+
+
+def _waiting(request: Request) -> int:
+    """Characters that were not sent."""
+    return sum(len(piece) for each in request.ready for piece in each.pieces)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -40,6 +41,13 @@ def end(process: "subprocess.Popen[bytes]", patience: float) -> None:
         process.kill()
         with suppress(subprocess.TimeoutExpired):
             process.wait(_KILL_SECONDS)
+
+
+def leave_signals_to_parent() -> None:
+    """Ctrl-C, and what systemd sends to all processes of a service: the parent decides what becomes of us. Children of
+    ours begin with the default for the latter again."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
 
 
 def freeze_objects() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -41,6 +42,11 @@ def alive(processes: set[int]) -> set[int]:
     return found
 
 
+def _few_descriptors() -> None:
+    """As many as most systems give at first."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
 class Server:
     """One run of the command."""
 
@@ -64,8 +70,9 @@ class Server:
         self.began = time.monotonic()
         with open(self.log_file, "wb") as log:
             self.process = subprocess.Popen(
-                [*command, *ENGINE, *arguments], stdout=log, stderr=log, env=environment, start_new_session=True
-            )
+                [*command, *ENGINE, *arguments], stdout=log, stderr=log, env=environment, start_new_session=True,
+                preexec_fn=_few_descriptors,
+            )  # fmt: skip
 
     @property
     def log(self) -> str:

@@ -231,8 +231,10 @@ def test_slow_client_is_let_go_and_a_second_signal_ends_it(tmp_path: Path) -> No
 
 
 def test_silent_streams_get_comments_and_sigterm_drains(tmp_path: Path) -> None:
-    """Also one that waits for its first token: a proxy must not take it for dead."""
-    with Server(tmp_path, "--max-num-seqs", "1", limits={"PING_SECONDS": 0.5}) as server:
+    """Also one that waits for its first token: a proxy must not take it for dead. All processes get the signal, as from
+    systemd."""
+    arguments = ("--max-num-seqs", "1", "--tensor-parallel-size", "2")
+    with Server(tmp_path, *arguments, limits={"PING_SECONDS": 0.5}) as server:
         server.wait_until_ready()
         processes = server.everything()
         thread, found = begin_stream(server, LONG | {"max_tokens": 900})
@@ -241,7 +243,8 @@ def test_silent_streams_get_comments_and_sigterm_drains(tmp_path: Path) -> None:
             pieces = waiting.iter_text()
             assert next(pieces).startswith(":")
             assert "choices" in found[-1], "the first stream still runs"
-        server.process.send_signal(signal.SIGTERM)
+        for process in processes:
+            os.kill(process, signal.SIGTERM)
         wait_for(lambda: server.health().status_code == 503, "draining")
         assert server.health().json()["status"] == "draining"
         refused = httpx.post(server.url + COMPLETIONS, json=LONG)

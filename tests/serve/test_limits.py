@@ -33,7 +33,7 @@ def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("from-file\n")
     arguments = ("--api-key", "sesame", "--api-key", f"@{keys}")
-    limits = {"HEADER_SECONDS": 2.0, "BODY_SECONDS": 2.0}
+    limits = {"HEADER_SECONDS": 2.0, "BODY_SECONDS": 2.0, "SLOW_SECONDS": 1.0}
     folder, environment = tmp_path_factory.mktemp("impatient"), {"NANOVLLM_API_KEY": "from-environment"}
     with Server(folder, *arguments, env=environment, limits=limits) as started:
         started.wait_until_ready()
@@ -135,6 +135,29 @@ def test_slow_body(impatient: Server) -> None:
     head = OPENING + b"authorization: Bearer sesame\r\ncontent-length: 100\r\n\r\n{"
     status, error = refusal(raw(impatient, head))
     assert (status, error["code"]) == (408, "request_timeout")
+
+
+def test_unread_answers(impatient: Server) -> None:
+    """A client that asks on and reads nothing is let go, whatever it asks for."""
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", impatient.port))
+        connection.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n" * 2000)
+        with pytest.raises(OSError):
+            for _ in range(100):
+                time.sleep(0.1)
+                connection.sendall(b"x")
+    assert 'slow_clients_closed_total{engine="0",model_name="demo"} 1.0' in httpx.get(impatient.url + "/metrics").text
+
+
+def test_trailers_and_upgrades_are_passed_over(client: httpx.Client, server: Server) -> None:
+    """Java's client offers HTTP/2 with each request."""
+    body = json.dumps(ASK | {"user": "a" * 100_000}).encode()
+    upgrade = b"Upgrade: h2c\r\nConnection: Upgrade, HTTP2-Settings, close\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n"
+    chunked = b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\nx-checksum: 5\r\n\r\n" % (len(body), body)
+    length = b"content-length: %d\r\n\r\n%b" % (len(body), body)
+    for rest in (b"connection: close\r\n" + chunked, upgrade + length):
+        assert raw(server, OPENING + rest).startswith(b"HTTP/1.1 200")
 
 
 def test_no_http(server: Server) -> None:

@@ -21,6 +21,7 @@ class Connection:
         self.written, self.is_closed = b"", False
         self.flow = SimpleNamespace(write_paused=False)
         self.transport = self
+        self.let_go = self.abort
 
     def write(self, data: bytes) -> None:
         self.written += data
@@ -63,7 +64,7 @@ class Room:
         self.request.completions = [Completion(self.request, index, 0, Text()) for index in range(n)]
         self.streams.add(self.request)
         self.connection = Connection()
-        self.request.open(self.connection, 0.0)  # type: ignore[arg-type]
+        self.streams.open(self.request, self.connection, 0.0)  # type: ignore[arg-type]
 
     def step(self, *tokens: int, ends: bool = False, now: float = 1.0) -> None:
         rows = list(range(len(tokens)))
@@ -113,13 +114,15 @@ async def test_client_that_reads_late_gets_all() -> None:
 
 
 @running
-async def test_client_that_never_reads_is_let_go_after_the_last_token_too() -> None:
+async def test_client_that_lets_text_pile_up_is_let_go_after_the_last_token_too() -> None:
     room = Room()
     room.connection.flow.write_paused = True
-    room.step(5, ends=True)
-    room.streams.sweep(1.0 + limits.SLOW_SECONDS / 2, None)
+    room.step(5)
+    room.request.completions[0].pieces.append("a" * (limits.PENDING_TEXT - 3))
+    room.streams.sweep(1.0, None)
     assert not room.connection.is_closed
-    room.streams.sweep(2.0 + limits.SLOW_SECONDS, None)
+    room.step(6, ends=True)
+    room.streams.sweep(2.0, None)
     assert room.connection.is_closed and room.is_empty
 
 

@@ -184,7 +184,7 @@ async def answer(call: Call, request: Answer) -> None:
             if not request.has_left:
                 await call.begin(200, SSE, _SSE_HEADERS)
                 connection.on_writable = lambda: front.streams.write(request, front.now())
-                request.open(connection, front.now())
+                front.streams.open(request, connection, front.now())
                 await request.done
                 await call.end()
         else:

@@ -42,7 +42,7 @@ class App:
         keys = [key.encode() for key in options.api_keys]
         self._keys = [*keys, *self._admin_keys] if keys else []
         self._root = options.root_path.rstrip("/")
-        self._metrics = metrics
+        self.metrics = metrics
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path: str = scope["path"].removeprefix(self._root) or "/"
@@ -53,7 +53,7 @@ class App:
             await self._answer(call, label)
         except ConnectionError:  # the client left in the middle of its request, or of our answer
             call.connection.give_up()
-        self._metrics.count_http(
+        self.metrics.count_http(
             label or "none", _method(scope["method"]), call.status or 499, time.monotonic() - begin
         )
 

@@ -1,5 +1,6 @@
 """HTTP/1.1: uvicorn's httptools protocol with bounds on what a client may send and how long it may take."""
 
+import re
 from asyncio import TimerHandle
 from email.utils import formatdate
 from typing import Any
@@ -9,12 +10,20 @@ from uvicorn.server import ServerState
 
 from nanovllm.serve import limits
 from nanovllm.serve.errors import ApiError
+from nanovllm.serve.metrics import Metrics
+
+_OFFER = re.compile(rb"^upgrade:", re.IGNORECASE | re.MULTILINE)
+"""The header by which clients offer another protocol, as Java's do. With it the parser would leave out the body."""
 
 
-class DatedState(ServerState):
-    """What the connections of a server share, and the Date header of their answers."""
+class SharedState(ServerState):
+    """What the connections of a server share: counters, and the Date header of their answers."""
 
     _dated = float("-inf")
+
+    def __init__(self, metrics: Metrics) -> None:
+        super().__init__()
+        self.metrics = metrics
 
     def refresh(self, now: float) -> None:
         if now - self._dated >= 1.0:
@@ -25,11 +34,15 @@ class DatedState(ServerState):
 class BoundedProtocol(HttpToolsProtocol):
     """One connection. `scope["connection"]` is this object: streams write to its transport directly (request.py)."""
 
+    server_state: SharedState
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._in_headers = True
         self._header_bytes = self._body_bytes = 0
         self._timer: TimerHandle | None = None
+        self._unread: TimerHandle | None = None
+        """Runs while the write buffer is full."""
         self._refused = False
         self._running: RequestResponseCycle | None = None
         """The request that is being answered."""
@@ -46,6 +59,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch()
+        self._end_unread()
         self.pipeline.clear()
         self.give_up()
         super().connection_lost(exc)
@@ -63,16 +77,44 @@ class BoundedProtocol(HttpToolsProtocol):
         self._running = cycle
         super()._start_asgi_task(cycle, app)
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._end_unread()
         if self.on_writable is not None:
             self.on_writable()
+
+    def _watch_reader(self) -> None:
+        size = self.transport.get_write_buffer_size()
+        self._unread = self.loop.call_later(limits.SLOW_SECONDS, self._check_reader, size)
+
+    def _check_reader(self, size: int) -> None:
+        """`size`: of the write buffer when this was asked for."""
+        if self.transport.get_write_buffer_size() < size:
+            self._watch_reader()
+        else:
+            self.let_go()
+
+    def _end_unread(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def let_go(self) -> None:
+        """The client does not read what it is sent."""
+        self.server_state.metrics.slow_clients += 1
+        self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
         if self._in_headers:
             self._header_bytes += len(data)
+            head, end, rest = data.partition(b"\r\n\r\n")
+            data = _OFFER.sub(b"x-upgrade:", head) + end + rest
         super().data_received(data)
         if self._in_headers and self._header_bytes > limits.HEADER_BYTES:
             self.refuse(_headers_too_large())
@@ -102,7 +144,6 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_headers, self._body_bytes = True, 0
-        assert isinstance(self.server_state, DatedState)
         self.server_state.refresh(self.loop.time())
         self.scope["connection"] = self  # type: ignore[typeddict-unknown-key]
         self._watch(limits.HEADER_SECONDS, None)
@@ -112,8 +153,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._check_headers(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
-        self._check_headers(len(name) + len(value))
+        if self._in_headers:  # trailers, which may follow a body, say nothing to us
+            super().on_header(name, value)
+            self._check_headers(len(name) + len(value))
 
     def _check_headers(self, size: int) -> None:
         self._body_bytes += size  # no body has come yet: counts the headers of this request

@@ -3,14 +3,19 @@
 import asyncio
 import socket
 import ssl
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import uvicorn
 
 from nanovllm.serve import limits
-from nanovllm.serve.http.protocol import BoundedProtocol, DatedState
+from nanovllm.serve.http.app import App
+from nanovllm.serve.http.protocol import BoundedProtocol, SharedState
 from nanovllm.serve.options import ServeOptions
+
+_LAST_WORDS = 0.3  # seconds
+_LOOK = 0.02  # seconds between two looks at what has not left
 
 
 def run_loop(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
@@ -26,14 +31,15 @@ def run_loop(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
 class HttpServer:
     """Accepts connections on one socket."""
 
-    def __init__(self, app: Any, options: ServeOptions, listener: socket.socket) -> None:
+    def __init__(self, app: App, options: ServeOptions, listener: socket.socket) -> None:
+        asgi: Any = app
         if options.allowed_origins:
             from starlette.middleware.cors import CORSMiddleware
 
             origins = list(options.allowed_origins)
-            app = CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+            asgi = CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
         self._config = uvicorn.Config(
-            app,
+            asgi,
             http=BoundedProtocol,
             ws="none",
             lifespan="off",
@@ -45,7 +51,7 @@ class HttpServer:
             timeout_keep_alive=int(limits.KEEP_ALIVE_SECONDS),
         )
         self._config.load()
-        self._state = DatedState()
+        self._state = SharedState(app.metrics)
         self._listener, self._tls = listener, _tls_context(options)
         self._server: asyncio.Server | None = None
 
@@ -57,6 +63,17 @@ class HttpServer:
     def _protocol(self) -> BoundedProtocol:
         loop = asyncio.get_running_loop()
         return BoundedProtocol(config=self._config, server_state=self._state, app_state={}, _loop=loop)
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether something of an answer has not left."""
+        return any(each.transport.get_write_buffer_size() for each in self._state.connections)
+
+    async def finish(self) -> None:
+        """Lets the last answers leave, which takes a moment at most."""
+        deadline = time.monotonic() + _LAST_WORDS
+        while (self._state.tasks or self.has_unsent) and time.monotonic() < deadline:
+            await asyncio.sleep(_LOOK)
 
     async def stop(self) -> None:
         """Closes every connection, whatever it is doing."""
