@@ -21,8 +21,6 @@ from nanovllm.engine.sequence import Sequence
 _REMEMBERED_OUTPUTS = 256
 _STEPS_IN_FLIGHT = 2
 """Steps that others take until an ended row's blocks are free: its last token has to arrive first."""
-_GROUP = 32
-"""Rows whose remainders are counted together (_count_before)."""
 
 
 class Lookahead:
@@ -90,61 +88,29 @@ class Lookahead:
 
 
 class Forecast:
-    """Blocks in use at the moments that matter: when the blocks of a row are about to become free.
+    """Tokens that are held when the blocks of a row are about to become free: the moments that matter.
 
-    Made once a step in O(R log R) for R rows; one more row costs O(R).
+    Half of a row's last block is empty on average, and counts as held; the steps until an ended row's blocks are free
+    count as tokens to come. Made once a step in O(R log R) for R rows; one more row costs O(R).
     """
 
     def __init__(self, num_blocks: int, block_size: int, held: np.ndarray, to_come: np.ndarray) -> None:
         """held, to_come: int64 [R], the tokens that each row holds by itself, and those that it will add."""
-        self._num_blocks, self._block_size = num_blocks, block_size
+        self._num_tokens, self._empty = num_blocks * block_size, block_size // 2
         order = np.argsort(-to_come)
-        self._held, self._to_come = held[order], to_come[order]
-        self._used = _blocks_at_ends(self._held, self._to_come, block_size)
-        """int64 [R]: blocks in use when the blocks of row k become free. Rows that ended before have none."""
+        self._held, self._to_come = held[order] + self._empty, to_come[order] + _STEPS_IN_FLIGHT
+        last = np.searchsorted(-self._to_come, -self._to_come, side="right")  # rows that end no earlier are before it
+        self._used = np.append(0, np.cumsum(self._held))[last] + last * self._to_come
+        """int64 [R]: tokens held when the blocks of row k become free. Rows that ended before have none."""
 
     def add_if_it_fits(self, held: int, to_come: int) -> bool:
-        """Adds one more row where there are blocks for all rows until they have ended; False where there are not."""
-        used = self._with(held, to_come)
-        if int(used.max()) > self._num_blocks:
+        """Adds one more row where there is room for all rows until they have ended; False where there is not."""
+        held, to_come = held + self._empty, to_come + _STEPS_IN_FLIGHT
+        others = self._held[self._to_come >= to_come]
+        at_its_end = int(others.sum()) + held + (len(others) + 1) * to_come
+        used = np.append(self._used + np.where(self._to_come <= to_come, held + self._to_come, 0), at_its_end)
+        if int(used.max()) > self._num_tokens:
             return False
         self._held, self._to_come = np.append(self._held, held), np.append(self._to_come, to_come)
         self._used = used
         return True
-
-    def _with(self, held: int, to_come: int) -> np.ndarray:
-        """_used with one more row, whose own end comes last in it."""
-        size, end = self._block_size, to_come + _STEPS_IN_FLIGHT
-        its_own = -(-(held + np.minimum(self._to_come + _STEPS_IN_FLIGHT, to_come)) // size)
-        others = -(-(self._held + np.minimum(end, self._to_come)) // size)
-        at_its_end = int(others[self._to_come >= to_come].sum()) - (-(held + to_come) // size)
-        return np.append(self._used + np.where(self._to_come <= to_come, its_own, 0), at_its_end)
-
-
-def _blocks_at_ends(held: np.ndarray, to_come: np.ndarray, size: int) -> np.ndarray:
-    """int64 [R]: blocks in use when those of row k become free, for rows by falling `to_come`.
-
-    At that moment row j <= k has held[j] + min(to_come[k] + _STEPS_IN_FLIGHT, to_come[j]) tokens. Rows j < grows[k]
-    still grow then. Since ceil((h + t) / size) = 1 + (h - 1) // size + t // size + [(h - 1) % size + t % size >= size],
-    their blocks are sums over prefixes, and a count of large remainders in a prefix.
-    """
-    end = to_come + _STEPS_IN_FLIGHT
-    grows = np.searchsorted(-to_come, -end, side="right")
-    whole, remainder = np.divmod(held - 1, size)
-    sums = np.append(0, np.cumsum(whole + 1))
-    growing = sums[grows] + grows * (end // size) + _count_before(grows, remainder, size - end % size, size)
-    last = np.append(0, np.cumsum(-(-(held + to_come) // size)))
-    equal = np.searchsorted(-to_come, -to_come, side="right")  # rows that end at the same time, those after k too
-    return growing + last[equal] - last[grows]
-
-
-def _count_before(ends: np.ndarray, values: np.ndarray, least: np.ndarray, most: int) -> np.ndarray:
-    """int64 [R]: how many of values[: ends[k]] are at least least[k]; values in 0..most - 1. Whole groups of values are
-    looked up in a table, the rest of the last group is compared one by one."""
-    group = np.arange(len(values)) // _GROUP
-    shape = (len(values) // _GROUP + 2, most + 1)
-    table = np.bincount((group + 1) * (most + 1) + values, minlength=shape[0] * shape[1]).reshape(shape).cumsum(axis=0)
-    table = table[:, ::-1].cumsum(axis=1)[:, ::-1]  # [g, v]: of the first g groups, those that are at least v
-    rest = (ends // _GROUP * _GROUP)[:, None] + np.arange(_GROUP)
-    found = np.append(values, np.zeros(_GROUP, np.int64))[rest] >= least[:, None]
-    return table[ends // _GROUP, least] + np.count_nonzero(found & (rest < ends[:, None]), axis=1)
