@@ -82,13 +82,6 @@ def test_every_optimisation_that_can_be_disabled_is_described() -> None:
     assert {names(row[0])[0]: row[1] for row in rows} == OPTIMISATIONS
 
 
-def test_readme_names_every_option_once() -> None:
-    rows = table_rows(section(README, "## Options"))
-    first = next(n for n, row in enumerate(rows) if row[0].startswith("`SamplingParams`"))
-    for part, kind in ((rows[:first], EngineConfig), (rows[first:], SamplingParams)):
-        assert sorted(name for row in part for name in names(row[1])) == sorted(option.name for option in fields(kind))
-
-
 def test_readme_names_every_field_of_the_outputs() -> None:
     for row in table_rows(section(README, "## The API on one screen")):
         kind = getattr(outputs, names(row[0])[0])
