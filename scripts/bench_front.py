@@ -21,13 +21,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from nanovllm.cli.http_client import Client  # noqa: E402
+
 DEMO = ROOT / "assets" / "demo-qwen3"
 TEXT = "Once upon a time there was a small cat who lived in a house by the sea, and every day it said: good morning!"
-_HEAD = "POST {path} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
 
 
-def start_front(rate: float, template: str | None) -> tuple["subprocess.Popen[bytes]", int]:
-    """The front with a simulator; returns its process and port. `template`: a file, in place of the model's."""
+def start_front(rate: float, template: str | None) -> tuple["subprocess.Popen[bytes]", str]:
+    """The front with a simulator; returns its process and URL. `template`: a file, in place of the model's."""
     from nanovllm.serve.text import FrontTokenizer
 
     options = {"rate": rate, "text": FrontTokenizer(DEMO).encode(TEXT)}
@@ -45,18 +48,19 @@ def start_front(rate: float, template: str | None) -> tuple["subprocess.Popen[by
         if process.poll() is not None:
             raise SystemExit(text)
         if " ready: " in text:
-            return process, int(re.findall(r"http://[\d.]+:(\d+)", text)[0])
+            return process, re.findall(r"http://[\d.]+:\d+", text)[0]
         time.sleep(0.05)
 
 
-def request(api: str, max_tokens: int, stream: bool, tools: bool) -> bytes:
+def request(api: str, max_tokens: int, stream: bool, tools: bool) -> tuple[str, str, bytes]:
+    """Method, path and body."""
     path = "/v1/chat/completions" if api == "chat" else "/v1/completions"
     chat = {"messages": [{"role": "user", "content": TEXT}]}
     prompt: dict[str, Any] = chat if api == "chat" else {"prompt": TEXT}
     if tools:
         prompt["tools"] = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
-    body = json.dumps({"model": str(DEMO), **prompt, "max_tokens": max_tokens, "stream": stream})
-    return (_HEAD.format(path=path, length=len(body)) + body).encode()
+    body = {"model": str(DEMO), **prompt, "max_tokens": max_tokens, "stream": stream}
+    return "POST", path, json.dumps(body).encode()
 
 
 class Counter:
@@ -66,14 +70,11 @@ class Counter:
         self.chunks = 0
 
 
-async def read_stream(port: int, message: bytes, counter: Counter) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(message)
-    while data := await reader.read(1 << 16):
-        counter.chunks += data.count(b"data: {")
-        if b"data: [DONE]" in data:
-            break
-    writer.close()
+async def read_stream(url: str, message: tuple[str, str, bytes], counter: Counter) -> None:
+    async with Client(url) as client, client.request(*message) as response:
+        while not response.is_complete:
+            await response.read()
+            counter.chunks += response.take().count(b"data: {")
 
 
 def cpu_seconds(process: int) -> float:
@@ -81,11 +82,11 @@ def cpu_seconds(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def bench_streams(process: int, port: int, arguments: argparse.Namespace) -> None:
+async def bench_streams(process: int, url: str, arguments: argparse.Namespace) -> None:
     counter = Counter()
     tokens = int(arguments.rate * (arguments.seconds + 4))
     message = request(arguments.api, tokens, True, arguments.chat_template is not None)
-    streams = [asyncio.create_task(read_stream(port, message, counter)) for _ in range(arguments.streams)]
+    streams = [asyncio.create_task(read_stream(url, message, counter)) for _ in range(arguments.streams)]
     await asyncio.sleep(2.0)  # all have begun
     chunks, cpu, begin = counter.chunks, cpu_seconds(process), time.monotonic()
     await asyncio.sleep(arguments.seconds)
@@ -98,20 +99,16 @@ async def bench_streams(process: int, port: int, arguments: argparse.Namespace) 
     await asyncio.gather(*streams)
 
 
-async def bench_requests(process: int, port: int, arguments: argparse.Namespace) -> None:
+async def bench_requests(process: int, url: str, arguments: argparse.Namespace) -> None:
     message = request(arguments.api, 1, False, False)
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    cpu, begin = cpu_seconds(process), time.monotonic()
-    for _ in range(arguments.requests):
-        writer.write(message)
-        head = await reader.readuntil(b"\r\n\r\n")
-        found = re.search(rb"content-length: (\d+)", head)
-        assert found is not None, head
-        await reader.readexactly(int(found[1]))
+    async with Client(url) as client:
+        cpu, begin = cpu_seconds(process), time.monotonic()
+        for _ in range(arguments.requests):
+            async with client.request(*message) as response:
+                await response.body()
     cpu, seconds = cpu_seconds(process) - cpu, time.monotonic() - begin
     each = 1e3 / arguments.requests
     print(f"{arguments.api}: unstreamed, front {each * cpu:.2f} ms of CPU a request, {each * seconds:.2f} ms in all")
-    writer.close()
 
 
 def main() -> None:
@@ -123,19 +120,13 @@ def main() -> None:
     parser.add_argument("--chat-template", help="one with tools and reasoning: the chats then bring a tool")
     parser.add_argument("--requests", type=int, default=1000, help="unstreamed ones, one after another")
     arguments = parser.parse_args()
-    sys.path.insert(0, str(ROOT))
-    process, port = start_front(arguments.rate, arguments.chat_template)
-    try:
-        asyncio.run(bench_streams(process.pid, port, arguments))
-    finally:
-        process.terminate()
-        process.wait(20)
-    process, port = start_front(1e5, arguments.chat_template)
-    try:
-        asyncio.run(bench_requests(process.pid, port, arguments))
-    finally:
-        process.terminate()
-        process.wait(20)
+    for rate, bench in ((arguments.rate, bench_streams), (1e5, bench_requests)):
+        process, url = start_front(rate, arguments.chat_template)
+        try:
+            asyncio.run(bench(process.pid, url, arguments))
+        finally:
+            process.terminate()
+            process.wait(20)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 
     python scripts/soak_server.py --requests 100000
 
-Starts `nanovllm serve` with the demo checkpoint on the CPU. Prints, every --every requests, the resident memory of the
+The server has the demo checkpoint, on the CPU. Prints, every --every requests, the resident memory of the
 front and of the engine, and their open descriptors. Exits with 1 where memory grew by 20 MB after the first 5,000
 requests, where a descriptor was left, or where a request got an answer that it should not have.
 """
@@ -13,23 +13,23 @@ import asyncio
 import json
 import os
 import random
-import re
 import string
-import subprocess
 import sys
-import tempfile
 import time
-import urllib.request
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-DEMO = ROOT / "assets" / "demo-qwen3"
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from nanovllm.cli.http_client import Client  # noqa: E402
+from nanovllm.cli.local_server import LocalServer  # noqa: E402
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MOST_GROWTH = 20.0  # MB
 SETTLED = 5_000  # requests
-_HEAD = "POST {path} HTTP/1.1\r\nhost: soak\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
 
 
 class Ask(NamedTuple):
@@ -63,49 +63,18 @@ def draw(rng: random.Random) -> Ask:
     return Ask(COMPLETIONS, json.dumps(body | more).encode(), 200)
 
 
-async def answer(reader: asyncio.StreamReader) -> int:
-    """Reads one response; returns its status."""
-    head = await reader.readuntil(b"\r\n\r\n")
-    if length := re.search(rb"content-length: (\d+)", head):
-        await reader.readexactly(int(length[1]))
-    else:
-        while (size := int(await reader.readline(), 16)) > 0:
-            await reader.readexactly(size + 2)
-        await reader.readline()
-    return int(head.split(b" ", 2)[1])
-
-
 class Soak:
-    """The server, and its clients."""
+    """The clients of a server."""
 
-    def __init__(self, given: argparse.Namespace) -> None:
-        self._given, self._rng = given, random.Random(given.seed)
+    def __init__(self, given: argparse.Namespace, server: LocalServer) -> None:
+        self._given, self._server, self._rng = given, server, random.Random(given.seed)
         self._left, self._done = given.requests, 0
         self.statuses: Counter[str] = Counter()
         self.mistakes: list[str] = []
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (the server goes on writing to it)
-        command = [sys.executable, "-m", "nanovllm", "serve", str(DEMO), "--port", "0", "--device", "cpu"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        self.server = subprocess.Popen(
-            [*command, "--num-kvcache-blocks", "4096"], stderr=self._log, cwd=ROOT, env=environment
-        )
-        self._port = int(self._wait_for(r"ready: http://[\d.]+:(\d+)"))
-
-    def _wait_for(self, pattern: str) -> str:
-        while not (found := re.search(pattern, self.log)):
-            if self.server.poll() is not None:
-                raise SystemExit(self.log)
-            time.sleep(0.1)
-        return found[1]
-
-    @property
-    def log(self) -> str:
-        self._log.seek(0)
-        return self._log.read()
 
     def resources(self) -> tuple[list[float], int]:
         """MB resident in front and engine; open descriptors of both."""
-        front = self.server.pid
+        front = self._server.process.pid
         engine = int(Path(f"/proc/{front}/task/{front}/children").read_text().split()[0])
         memory, descriptors = [], 0
         for process in (front, engine):
@@ -115,25 +84,23 @@ class Soak:
         return memory, descriptors
 
     async def _client(self) -> None:
-        connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        while self._left > 0:
-            self._left -= 1
-            ask = draw(self._rng)
-            reader, writer = connection = connection or await asyncio.open_connection("127.0.0.1", self._port)
-            writer.write(_HEAD.format(path=ask.path, length=len(ask.body)).encode() + ask.body)
-            if ask.status is None:
-                await asyncio.sleep(self._rng.random() * 0.05)
-                writer.close()
-                connection = None
-                self.statuses["left"] += 1
-            else:
-                status = await asyncio.wait_for(answer(reader), 120)
-                self.statuses[str(status)] += 1
-                if status != ask.status:
-                    self.mistakes.append(f"{status}, not {ask.status}: {ask.path} {ask.body[:200]!r}")
-            self._done += 1
-        if connection is not None:
-            connection[1].close()
+        async with Client(self._server.url) as client:
+            while self._left > 0:
+                self._left -= 1
+                ask = draw(self._rng)
+                try:
+                    async with asyncio.timeout(120 if ask.status else self._rng.random() * 0.05):
+                        async with client.request("POST", ask.path, ask.body) as response:
+                            await response.body()
+                except TimeoutError:
+                    self.statuses["left"] += 1
+                    if ask.status:
+                        self.mistakes.append(f"no answer: {ask.path} {ask.body[:200]!r}")
+                else:
+                    self.statuses[str(response.status)] += 1
+                    if response.status != (ask.status or 200):
+                        self.mistakes.append(f"{response.status}, not {ask.status}: {ask.path} {ask.body[:200]!r}")
+                self._done += 1
 
     async def run(self) -> bool:
         """All requests; returns whether all is well."""
@@ -157,8 +124,9 @@ class Soak:
                 )
         for client in clients:
             client.result()
-        while json.load(urllib.request.urlopen(f"http://127.0.0.1:{self._port}/load", timeout=10))["server_load"]:
-            await asyncio.sleep(0.1)
+        async with Client(self._server.url) as client:
+            while (await client.get("/load"))["server_load"]:
+                await asyncio.sleep(0.1)
         await asyncio.sleep(2)
         memory, descriptors = self.resources()
         growth = [now - then for now, then in zip(memory, settled or memory, strict=True)]
@@ -169,7 +137,7 @@ class Soak:
         )
         for mistake in self.mistakes[:10]:
             print(mistake)
-        is_clean = not self.mistakes and "Traceback" not in self.log
+        is_clean = not self.mistakes and "Traceback" not in self._server.log
         return max(growth) < MOST_GROWTH and descriptors <= at_first and is_clean
 
 
@@ -179,12 +147,10 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=48, help="at a time")
     parser.add_argument("--every", type=int, default=5_000)
     parser.add_argument("--seed", type=int, default=0)
-    soak = Soak(parser.parse_args())
-    try:
-        return 0 if asyncio.run(soak.run()) else 1
-    finally:
-        soak.server.terminate()
-        soak.server.wait(40)
+    given = parser.parse_args()
+    with LocalServer(str(ROOT / "assets" / "demo-qwen3"), {"device": "cpu", "num_kvcache_blocks": 4096}) as server:
+        server.wait_until_ready()
+        return 0 if asyncio.run(Soak(given, server).run()) else 1
 
 
 if __name__ == "__main__":

@@ -29,13 +29,13 @@ _EXIT_PATIENCE = 15.0
 class LocalServer:
     """A server for `model`, with the engine's options. Use it in a `with`."""
 
-    def __init__(self, model: str, engine_options: dict[str, Any], **server_options: Any) -> None:
+    def __init__(self, model: str, engine_options: dict[str, Any]) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="nanovllm-"))
         self._log = self._folder / "log"
         uds = str(self._folder / "socket")
         self.url = f"unix:{uds}"
-        self._process, self._link = start_linked("nanovllm.cli.local_server", str(self._log))
-        server = {"uds": uds, "ui": False, "shutdown_timeout": 0.0, **server_options}
+        self.process, self._link = start_linked("nanovllm.cli.local_server", str(self._log))
+        server = {"uds": uds, "ui": False, "shutdown_timeout": 0.0}
         self._link.sendall(json.dumps([model, engine_options, server]).encode() + b"\n")
 
     def wait_until_ready(self, quiet: bool = False) -> None:
@@ -46,8 +46,8 @@ class LocalServer:
         begin = time.monotonic()
         async with Client(self.url) as client:
             while True:
-                if self._process.poll() is not None:
-                    raise OSError(self._failure())
+                if self.process.poll() is not None:
+                    raise OSError("\n".join(["the server has ended:", *self.log.splitlines()[-20:]]))
                 with contextlib.suppress(OSError):
                     async with client.request("GET", "/health") as response:
                         health = await response.json()
@@ -60,23 +60,18 @@ class LocalServer:
         if shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
-    def _failure(self) -> str:
-        """The last lines of the server's log."""
-        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines() if self._log.exists() else []
-        return "the server has ended:\n" + "\n".join(lines[-20:])
-
-    def has_ended(self) -> str | None:
-        """What the log says, where the server has ended."""
-        return None if self._process.poll() is None else self._failure()
+    @property
+    def log(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
 
     def close(self) -> None:
         """Ends the server and waits for its end."""
         self._link.close()
         try:
-            self._process.wait(_EXIT_PATIENCE)
+            self.process.wait(_EXIT_PATIENCE)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -39,6 +39,6 @@ def test_a_server_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytes
     one = object.__new__(local_server.LocalServer)
     one._link, theirs = socket.socketpair()
     with theirs, subprocess.Popen(["sleep", "60"]) as process:
-        one._process, one._folder = process, tmp_path
+        one.process, one._folder = process, tmp_path
         one.close()
         assert process.poll() is not None and not tmp_path.exists()
