@@ -1,6 +1,6 @@
 """The command ring: rank 0 writes, every worker reads, through one piece of shared memory without a name.
 
-    | header: published, and of each rank sleeping, consumed, done, state, progress, work | slot 0 | slot 1 | ... |
+    | header: slots published, and Words of each reader | slot 0 | slot 1 | ... |
 
 A message is cut into as many slots as it needs, so its size is not bounded by the memory. The writer publishes a slot
 by advancing a counter after the data is in place; a reader spins on that counter for a moment, then goes to sleep on a
@@ -24,13 +24,26 @@ NUM_SLOTS = 8
 SLOT_BYTES = 128 * 1024
 _SLOT_PREFIX = 16  # bytes of the message that remain, counted from this slot; bytes of it in this slot
 # Each word has a cache line to itself: readers and writer do not disturb each other.
-_HEADER_WORDS = 8 * (1 + 6 * MAX_READERS)
+_HEADER_WORDS = 8 * (1 + 4 * MAX_READERS)
 _HEADER_BYTES = 8 * _HEADER_WORDS
 _TOTAL_BYTES = _HEADER_BYTES + NUM_SLOTS * SLOT_BYTES
 
 _LONGEST_SLEEP = 1.0  # seconds that a reader sleeps at most, should it miss its bell
 
 STEP, CALL = 0, 1
+
+
+class Word(IntEnum):
+    """What the header has of a reader."""
+
+    SLEEPING = 0
+    """It is to be woken."""
+    CONSUMED = 1
+    """Slots that it has taken out."""
+    STATE = 2
+    """A WorkerState."""
+    PROGRESS = 3
+    """Changes as it gets on with a long command."""
 
 
 class WorkerState(IntEnum):
@@ -59,9 +72,11 @@ class _Ring:
         self._words = self._bytes[:_HEADER_BYTES].cast("q")
         self._fence = Fence()
 
-    @staticmethod
-    def _word(kind: int, reader: int) -> int:
-        return 8 * (1 + kind * MAX_READERS + reader)
+    def get(self, word: Word, reader: int) -> int:
+        return self._words[8 * (1 + word * MAX_READERS + reader)]
+
+    def put(self, word: Word, reader: int, value: int) -> None:
+        self._words[8 * (1 + word * MAX_READERS + reader)] = value
 
     def _slot(self, sequence: int) -> memoryview:
         begin = _HEADER_BYTES + (sequence % NUM_SLOTS) * SLOT_BYTES
@@ -77,9 +92,6 @@ class _Ring:
             pass
 
 
-_SLEEPING, _CONSUMED, _DONE, _STATE, _PROGRESS, _WORK = range(6)
-
-
 class CommandWriter(_Ring):
     """Rank 0's end."""
 
@@ -87,9 +99,8 @@ class CommandWriter(_Ring):
         """`doorbells`: one writable file descriptor a reader."""
         super().__init__(fd)
         self._doorbells = doorbells
-        self._published = 0
-        self.num_sent = 0
-        """Messages sent, the one being sent included."""
+        self.num_published = 0
+        """Slots."""
 
     def send_step(self, packed: Any, check: Callable[[], object]) -> None:
         """Sends a packed step (anything with the buffer protocol). `check` is called while waiting and may raise."""
@@ -102,11 +113,10 @@ class CommandWriter(_Ring):
     def _send(self, kind: int, payload: memoryview, check: Callable[[], object]) -> None:
         room = SLOT_BYTES - _SLOT_PREFIX - 1
         remaining, offset = len(payload), 0
-        self.num_sent += 1  # before the first slot: a reader that never makes room for the rest must count as late
         while True:
             self._wait_for_room(check)
             size = min(remaining, room)
-            slot = self._slot(self._published)
+            slot = self._slot(self.num_published)
             slot[:_SLOT_PREFIX].cast("q")[0] = remaining
             slot[:_SLOT_PREFIX].cast("q")[1] = size
             slot[_SLOT_PREFIX] = kind
@@ -118,7 +128,7 @@ class CommandWriter(_Ring):
 
     def _wait_for_room(self, check: Callable[[], object]) -> None:
         while any(
-            self._published - self._words[self._word(_CONSUMED, reader)] >= NUM_SLOTS
+            self.num_published - self.get(Word.CONSUMED, reader) >= NUM_SLOTS
             for reader in range(len(self._doorbells))
         ):
             check()
@@ -126,36 +136,16 @@ class CommandWriter(_Ring):
 
     def _publish(self) -> None:
         self._fence()
-        self._published += 1
-        self._words[0] = self._published
+        self.num_published += 1
+        self._words[0] = self.num_published
         self._fence()
         for reader, doorbell in enumerate(self._doorbells):
-            word = self._word(_SLEEPING, reader)
-            if self._words[word]:
-                self._words[word] = 0
+            if self.get(Word.SLEEPING, reader):
+                self.put(Word.SLEEPING, reader, 0)
                 try:
                     os.write(doorbell, b"!")
                 except BrokenPipeError:
                     pass  # the reader is gone; `check` knows why, or will in a moment
-
-    def num_done(self, reader: int) -> int:
-        """Messages that a reader has carried out."""
-        return self._words[self._word(_DONE, reader)]
-
-    def num_consumed(self, reader: int) -> int:
-        """Slots that a reader has taken out: of a message that does not fit into one, how far it is."""
-        return self._words[self._word(_CONSUMED, reader)]
-
-    def state(self, reader: int) -> WorkerState:
-        return WorkerState(self._words[self._word(_STATE, reader)])
-
-    def num_progress(self, reader: int) -> int:
-        """Pieces of a long command that a reader has done."""
-        return self._words[self._word(_PROGRESS, reader)]
-
-    def work(self, reader: int) -> int:
-        """Grows as a reader computes, where that counts; see CommandReader.report_work."""
-        return self._words[self._word(_WORK, reader)]
 
 
 class CommandReader(_Ring):
@@ -170,7 +160,6 @@ class CommandReader(_Ring):
         self._bell.register(doorbell, select.POLLIN)
         self.spin_seconds = spin_seconds
         self._consumed = 0
-        self._num_done = 0
         self.counts_work = True
         """Whether computing is progress: not on a GPU, where waiting for the device computes too."""
         # Of this thread alone: others poll for as long as the process lives (gloo's, and the one that reports).
@@ -187,7 +176,7 @@ class CommandReader(_Ring):
             parts.append(bytes(slot[_SLOT_PREFIX + 1 : _SLOT_PREFIX + 1 + size]))
             self._fence()
             self._consumed += 1
-            self._words[self._word(_CONSUMED, self._reader)] = self._consumed
+            self.put(Word.CONSUMED, self._reader, self._consumed)
             if remaining == size:
                 break
         payload = parts[0] if len(parts) == 1 else b"".join(parts)
@@ -207,37 +196,29 @@ class CommandReader(_Ring):
         self._fence()  # the slot is read after the counter that announces it
 
     def _sleep(self, seen: int) -> None:
-        word = self._word(_SLEEPING, self._reader)
-        self._words[word] = 1
+        self.put(Word.SLEEPING, self._reader, 1)
         self._fence()
         if self._words[0] == seen:
             self._bell.poll(_LONGEST_SLEEP * 1000)
-        self._words[word] = 0
+        self.put(Word.SLEEPING, self._reader, 0)
         if self._bell.poll(0):
             os.read(self._doorbell, 4096)
 
     @property
     def state(self) -> WorkerState:
-        return WorkerState(self._words[self._word(_STATE, self._reader)])
+        """What this worker says that it is doing."""
+        return WorkerState(self.get(Word.STATE, self._reader))
 
-    def set_state(self, state: WorkerState) -> WorkerState:
-        """Says what this worker is doing; returns what it said before."""
-        word = self._word(_STATE, self._reader)
-        before = WorkerState(self._words[word])
-        self._words[word] = state
-        return before
+    @state.setter
+    def state(self, value: WorkerState) -> None:
+        self.put(Word.STATE, self._reader, value)
 
     def report_progress(self) -> None:
         """Says that one more piece of a long command is done: a weight loaded, a graph captured."""
-        self._words[self._word(_PROGRESS, self._reader)] += 1
+        self.put(Word.PROGRESS, self._reader, self.get(Word.PROGRESS, self._reader) + 1)
 
     def report_work(self) -> None:
-        """Says how long the thread that made this reader has computed, if that counts; from another thread, so that it
+        """The same of what the thread that made this reader computes, if that counts; from another thread, so that it
         is said in the midst of work. Who waits for other ranks on a CPU sleeps."""
         if self.counts_work:
-            self._words[self._word(_WORK, self._reader)] = time.clock_gettime_ns(self._work_clock)
-
-    def mark_done(self) -> None:
-        """Says that one more message has been carried out."""
-        self._num_done += 1
-        self._words[self._word(_DONE, self._reader)] = self._num_done
+            self.put(Word.PROGRESS, self._reader, time.clock_gettime_ns(self._work_clock))

@@ -1,6 +1,6 @@
 """The worker processes of one engine: spawned, watched, stopped.
 
-Workers run `nanovllm.executor.main`, so the caller's main module is never imported again. Each holds one end of a
+Workers run `nanovllm.executor.worker`, so the caller's main module is never imported again. Each holds one end of a
 socket whose other end is ours: when this process ends, they read the end of the stream and exit. When one of them ends,
 or stops making progress, a thread here ends the others and keeps the reason, which every waiting call raises.
 
@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NoReturn
 
 from nanovllm.errors import WorkerError
-from nanovllm.executor.channel import CommandWriter, WorkerState, create_shared_memory
+from nanovllm.executor.channel import CommandWriter, Word, WorkerState, create_shared_memory
 from nanovllm.startup.child import end, forbid_multicast, no_standard_numbers, start_python
 
 _WATCH_INTERVAL = 0.2  # seconds between looks at workers' progress
@@ -30,7 +30,7 @@ _LONGEST_LOOK_AWAY = 1.0  # seconds that count between two looks: in a longer pa
 _EXIT_GRACE = 5.0  # seconds for a worker to end by itself when asked to
 _CALL_TIMEOUT = 1800.0  # seconds for a rare command such as loading weights, also of a worker that makes progress
 _START_PATIENCE = 60.0  # seconds that libraries, drivers and first steps may take, where step_timeout is less
-_WORKER_MODULE = "nanovllm.executor.main"
+_WORKER_MODULE = "nanovllm.executor.worker"
 
 
 @dataclass
@@ -154,7 +154,7 @@ class WorkerProcesses:
             self._failure.raise_it()
         if self._closing:
             raise RuntimeError("this engine is closed")
-        return any(self.ring.state(reader) is WorkerState.COMPILING for reader in range(self.size - 1))
+        return any(self.ring.get(Word.STATE, reader) == WorkerState.COMPILING for reader in range(self.size - 1))
 
     @property
     def failed(self) -> bool:
@@ -194,14 +194,14 @@ class WorkerProcesses:
     def _check_progress(self, rank: int, progress: _Progress, seconds: float) -> None:
         """Notes whether the rank made progress in the last `seconds`; fails one that hangs (see above)."""
         ring, reader = self.ring, rank - 1
-        state, done = ring.state(reader), ring.num_done(reader)
+        state = ring.get(Word.STATE, reader)
         limit = max(self.step_timeout, _START_PATIENCE) if self.is_starting else self.step_timeout
         # Before the first command ranks wait for each other, to import and to meet: the progress of any is that of all.
-        counted = range(self.size - 1) if ring.num_sent == 0 else (reader,)
-        pieces = [(ring.num_consumed(each), ring.num_progress(each), ring.work(each)) for each in counted]
-        seen = (limit, state, done, pieces)
-        at_rest = state is WorkerState.IDLE and done == ring.num_sent
-        if seen != progress.seen or at_rest or state is WorkerState.COMPILING:
+        counted = range(self.size - 1) if ring.num_published == 0 else (reader,)
+        consumed = ring.get(Word.CONSUMED, reader)
+        seen = (limit, state, consumed, [ring.get(Word.PROGRESS, each) for each in counted])
+        at_rest = state == WorkerState.IDLE and consumed == ring.num_published
+        if seen != progress.seen or at_rest or state == WorkerState.COMPILING:
             progress.seen, progress.unchanged = seen, 0.0
             return
         progress.unchanged += seconds

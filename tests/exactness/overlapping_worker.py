@@ -3,7 +3,7 @@
 import os
 import sys
 
-from nanovllm.executor.main import main
+from nanovllm.executor.worker import main
 
 
 def lower_thresholds() -> None:

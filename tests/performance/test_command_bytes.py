@@ -15,7 +15,7 @@ from timing import seconds
 from nanovllm.config import EngineConfig
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step_plan import StepPlan
-from nanovllm.executor.channel import SLOT_BYTES, CommandReader, CommandWriter, create_shared_memory
+from nanovllm.executor.channel import SLOT_BYTES, CommandReader, CommandWriter, Word, create_shared_memory
 from nanovllm.wire.step import HEADER_SIZE
 
 NUM_ROWS = 256
@@ -84,7 +84,6 @@ def _answer(memory: int, bell: int) -> None:
     while True:
         _, message = reader.receive()
         assert np.frombuffer(message, dtype=np.int32)[0] == NUM_ROWS
-        reader.mark_done()
 
 
 def test_a_steady_step_through_the_ring() -> None:
@@ -99,14 +98,15 @@ def test_a_steady_step_through_the_ring() -> None:
         assert worker.is_alive()
 
     def round_trip() -> None:
+        before = writer.num_published
         writer.send_step(packed, check)
-        while writer.num_done(0) != writer.num_sent:
+        assert writer.num_published == before + 1, "one slot a step"
+        while writer.get(Word.CONSUMED, 0) != writer.num_published:
             pass
 
     try:
         times = seconds(round_trip, rounds=500, warmup=100)
         print(f"{packed.nbytes} bytes there and back: {times[250] * 1e6:.1f} us")
-        assert writer._published == writer.num_sent, "one slot a step"
     finally:
         worker.kill()
         worker.join()

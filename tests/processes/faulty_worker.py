@@ -51,7 +51,7 @@ def install(where: str) -> None:
 
 
 if __name__ == "__main__":
-    from nanovllm.executor.main import main
+    from nanovllm.executor.worker import main
 
     if sys.argv[1] == "1":
         install(os.environ["FAULT"].split(":")[0])

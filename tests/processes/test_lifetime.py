@@ -105,7 +105,7 @@ def test_ctrl_c_ends_a_program(tiny: str, new_mark: str) -> None:
     os.killpg(program.pid, signal.SIGINT)  # as a terminal does
     _, err = program.communicate(timeout=30)
     assert program.returncode == -signal.SIGINT and "KeyboardInterrupt" in err
-    assert "nanovllm/executor/main.py" not in err, "the worker is not part of this"
+    assert "nanovllm/executor/worker.py" not in err, "the worker is not part of this"
     assert wait_until(lambda: not marked_processes(new_mark), LEAVE)
 
 

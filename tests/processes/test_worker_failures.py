@@ -15,7 +15,7 @@ from process_checks import GREEDY, LONG, marked_processes, tiny_llm, token_ids, 
 from nanovllm import LLM
 from nanovllm.errors import WorkerError
 from nanovllm.executor import processes
-from nanovllm.executor.channel import NUM_SLOTS, SLOT_BYTES, WorkerState
+from nanovllm.executor.channel import NUM_SLOTS, SLOT_BYTES, Word, WorkerState
 
 SOON = 5.0  # seconds within which a death must be an exception
 
@@ -92,7 +92,7 @@ def test_a_stopped_engine_does_not_blame_its_workers(tiny: str, mark: str, monke
 
         def stop_in_mid_step(packed: object) -> None:
             llm.engine.executor.runner.launch = launch  # type: ignore[method-assign]
-            wait_until(lambda: ring.state(0) is WorkerState.STEPPING)
+            wait_until(lambda: ring.get(Word.STATE, 0) == WorkerState.STEPPING)
             time.sleep(0.5)  # the watcher has seen the step begin
             with subprocess.Popen(resume):
                 os.kill(os.getpid(), signal.SIGSTOP)

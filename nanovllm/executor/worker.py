@@ -1,0 +1,111 @@
+"""A worker: `python -m nanovllm.executor.worker RANK CONTROL_FD MEMORY_FD DOORBELL_FD STORE_FD`, started by
+processes.py. It reads a command, carries it out, and answers if it was a call."""
+
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+from nanovllm.executor.channel import STEP, CommandReader, WorkerState
+
+_LOOK_SECONDS = 0.5
+_SPIN_SECONDS = 2.0  # for which a worker of a GPU waits for its next command before it sleeps
+
+
+def main(rank: int, control_fd: int, memory_fd: int, doorbell_fd: int, store_fd: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control = Connection(control_fd)
+    ring = CommandReader(memory_fd, rank - 1, doorbell_fd)
+    inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_follow_parent, args=(control, ring, inbox), daemon=True).start()
+    try:
+        _work(ring, control, rank, inbox, store_fd)
+    except BaseException as error:
+        # What is wrong with the user's files or options is raised to them as such; in mid-step it is a bug of ours.
+        kinds = (FileNotFoundError, ValueError) if ring.state is WorkerState.CALLING else ()
+        kind = next((kind for kind in kinds if isinstance(error, kind)), None)
+        try:
+            control.send(("error", (kind, str(error), traceback.format_exc())))
+        finally:
+            os._exit(1)  # not sys.exit: destructors of half-broken communicators may wait for ranks that are gone
+
+
+def _follow_parent(control: Connection, ring: CommandReader, inbox: "queue.SimpleQueue[bytes]") -> None:
+    """Passes messages on, and ends this process when rank 0 says so (an empty message), closes its end, or is no more.
+
+    Whatever the main thread is doing meanwhile: importing, loading, waiting in a collective for ranks that are gone.
+    """
+    parent = os.getppid()
+    try:
+        while True:
+            while not control.poll(_LOOK_SECONDS):
+                ring.report_work()
+                if os.getppid() != parent:  # a process that rank 0 forked may hold its end of the socket open
+                    os._exit(0)
+            message = control.recv_bytes()
+            if not message:
+                os._exit(0)
+            inbox.put(message)
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+def _work(
+    ring: CommandReader, control: Connection, rank: int, inbox: "queue.SimpleQueue[bytes]", store_fd: int
+) -> None:
+    """Returns never; rank 0 ends this process."""
+    # Torch and the engine, while rank 0 resolves its options.
+    import numpy as np
+    import torch
+
+    from nanovllm.executor.store import open_store
+    from nanovllm.runner.model_runner import ModelRunner
+
+    config, model_config, num_threads = pickle.loads(inbox.get())  # see WorkerProcesses.send_init
+    if config.device == "cpu":
+        torch.set_num_threads(num_threads)
+    else:
+        ring.spin_seconds, ring.counts_work = _SPIN_SECONDS, False
+    control.send(("result", None))  # imported
+    runner = ModelRunner(config, model_config, rank, open_store(store_fd), ring.report_progress)
+    runner.load()
+    _report_compiling(ring)
+    control.send(("result", None))  # loaded
+    while True:
+        ring.state = WorkerState.IDLE
+        kind, message = ring.receive()
+        if kind == STEP:
+            ring.state = WorkerState.STEPPING
+            runner.launch(np.frombuffer(message, dtype=np.int32))
+        else:
+            ring.state = WorkerState.CALLING
+            method, args = message
+            control.send(("result", getattr(runner, method)(*args)))
+
+
+def _report_compiling(ring: CommandReader) -> None:
+    """Lets rank 0 tell a worker that compiles a kernel from one that hangs."""
+    try:
+        from triton import knobs
+    except ImportError:
+        return
+    states: list[WorkerState] = []
+
+    def begin(**_: Any) -> bool:
+        states.append(ring.state)
+        ring.state = WorkerState.COMPILING
+        return False  # do compile
+
+    def end(**_: Any) -> None:
+        ring.state = states.pop()
+
+    knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook = begin, end
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:6]))
