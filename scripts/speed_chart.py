@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws docs/speed.svg from the table of README's section Speed: how many times vLLM's speed each row is.
+"""Draws docs/speed.svg from the table of docs/performance.md: how many times vLLM's speed each row is.
 
     python scripts/speed_chart.py            writes it
 """
@@ -31,9 +31,9 @@ class Bar(NamedTuple):
     """Our speed over vLLM's."""
 
 
-def speed_rows(readme: str) -> list[list[str]]:
-    """Cells of the table: work, limit, vLLM, nanovllm, share."""
-    table = readme.partition("\n## Speed\n")[2].partition("\n## ")[0]
+def speed_rows(page: str, title: str) -> list[list[str]]:
+    """Cells of the table below a title: work, limit, vLLM, nanovllm, share."""
+    table = page.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()]
     return [row for row in rows if len(row) == 5 and row[0].strip() != "work" and not row[0].startswith("-")]
 
@@ -76,7 +76,7 @@ def draw(found: list[Bar]) -> str:
 
 
 def main() -> None:
-    rows = speed_rows((ROOT / "README.md").read_text(encoding="utf-8"))
+    rows = speed_rows((ROOT / "docs" / "performance.md").read_text(encoding="utf-8"), "Figures")
     CHART.write_text(draw(list(bars(rows))), encoding="utf-8")
 
 

@@ -146,7 +146,10 @@ def test_extras_that_are_installed_exist(page: Path) -> None:
 
 def test_chart_of_speed_is_the_table() -> None:
     chart = load(ROOT / "scripts" / "speed_chart.py")
-    bars = list(chart.bars(chart.speed_rows(README.read_text(encoding="utf-8"))))
+    pages = (ROOT / "docs" / "performance.md", "Figures"), (README, "Speed")
+    rows, short = (chart.speed_rows(page.read_text(encoding="utf-8"), title) for page, title in pages)
+    assert short and all(row in rows for row in short), "README repeats rows of docs/performance.md"
+    bars = list(chart.bars(rows))
     assert bars and chart.CHART.read_text(encoding="utf-8") == chart.draw(bars), "run scripts/speed_chart.py"
 
 
