@@ -361,6 +361,8 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
         print_engine("settings", {name: value for name, value in settings.items() if value not in (None, {})})
         print_engine("engine", info)
         print_engine("start-up", start_up)
+        if info["device"] == "cpu" and args.model in PUBLISHED_SHAPES:
+            print("a model of this size is slow on a CPU; README has a command that takes seconds", flush=True)
         modes = [
             (args.throughput or not (args.latency or args.decode_stall or args.sampling_options), bench.throughput),
             (args.latency, bench.latency),

@@ -144,6 +144,7 @@ class Progress:
         from tqdm import tqdm
 
         self.num_tokens, self.num_errors, self._quiet, self._begin = 0, 0, quiet, time.monotonic()
+        self._first_error = ""
         hidden = quiet or not sys.stderr.isatty()
         self._bar = tqdm(total=total, initial=done, unit="req", disable=hidden, dynamic_ncols=True)
         self.done = done
@@ -152,10 +153,12 @@ class Progress:
     def rate(self) -> str:
         return f"{self.num_tokens / max(time.monotonic() - self._begin, 1e-9):.0f} tok/s"
 
-    def add(self, num_tokens: int, is_error: bool) -> None:
+    def add(self, num_tokens: int, error: str | None) -> None:
         self.done += 1
         self.num_tokens += num_tokens
-        self.num_errors += is_error
+        if error is not None:
+            self.num_errors += 1
+            self._first_error = self._first_error or error
         self._bar.set_postfix_str(self.rate, refresh=False)
         self._bar.update()
 
@@ -164,7 +167,7 @@ class Progress:
         if not self._quiet:
             errors = f", {self.num_errors} of them errors" if self.num_errors else ""
             text = f"{self.done} of {self._bar.total} requests{errors}, {self.num_tokens} tokens, {self.rate}"
-            print(text, file=sys.stderr)
+            print(text + (f"\nthe first error: {self._first_error}" if errors else ""), file=sys.stderr)
 
 
 class Batch:
@@ -194,25 +197,31 @@ class Batch:
         return True
 
     async def _answer(self, number: int, line: bytes) -> None:
+        from nanovllm.cli.http_client import error_of
+
         record: dict[str, Any] = {"id": f"{_PREFIX}{number}", "custom_id": _custom_id(line)}
-        num_tokens = 0
+        num_tokens, failure = 0, None
         try:
             try:
                 _, path, body = read_request(line)
             except BrokenLine as error:
+                failure = f"line {number}: {error}"
                 record |= {"response": None, "error": {"code": "invalid_line", "message": str(error)}}
             else:
-                status, answer = await self._post(path, body, record["id"])
+                status, data = await self._post(path, body, record["id"])
+                answer = json.loads(data)
+                failure = None if status == 200 else f"line {number}: {error_of(status, data)}"
                 response = {"status_code": status, "request_id": record["id"], "body": answer}
                 record |= {"response": response, "error": None}
                 num_tokens = (answer.get("usage") or {}).get("completion_tokens") or 0
             self._results.append(record)
-            self._progress.add(num_tokens, record["error"] is not None or record["response"]["status_code"] != 200)
+            self._progress.add(num_tokens, failure)
         finally:
             self._slots.release()
 
-    async def _post(self, path: str, body: dict[str, Any], request_id: str) -> tuple[int, dict[str, Any]]:
-        """Asks until the server has room. A server that fails is no answer: raises ServerError."""
+    async def _post(self, path: str, body: dict[str, Any], request_id: str) -> tuple[int, bytes]:
+        """Asks until the server has room; returns status and answer. A server that fails is no answer: raises
+        ServerError."""
         from nanovllm.cli.http_client import error_of
 
         data = json.dumps(body).encode()
@@ -220,7 +229,7 @@ class Batch:
             async with self._client.request("POST", path, data, f"x-request-id: {request_id}\r\n") as response:
                 answer = await response.body()
             if response.status < 500 and response.status not in (401, 408, 429):
-                return response.status, json.loads(answer)
+                return response.status, answer
             if response.status not in (429, 503) or b"shutting_down" in answer:
                 raise error_of(response.status, answer)
             await asyncio.sleep(_RETRY_SECONDS)

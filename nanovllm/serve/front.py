@@ -225,7 +225,8 @@ class Front:
         """Raises ApiError (404) where a request asks for another model."""
         if name is not None and name not in self.names:
             shown = str(name)[:200]
-            raise ApiError(404, f"The model `{shown}` does not exist", "model_not_found", "model")
+            text = f"The model `{shown}` does not exist; this server has `{self.names[0]}`"
+            raise ApiError(404, text, "model_not_found", "model")
 
     async def in_pool(self, work: Callable[[], Result], characters: int = 1 << 30) -> Result:
         """Runs what may take long in one of two threads; on a text of few `characters`, at once, which costs less. A

@@ -68,16 +68,18 @@ def test_broken_lines_get_records_and_the_rest_goes_on(server: Server, tmp_path:
         json.dumps(chat("s", stream=True)),
         json.dumps(chat("t", temperature=-1)),
         json.dumps(completion("ok")),
+        json.dumps(completion("m", model="gpt-4")),
     ]
     done = nanovllm("run-batch", write(tmp_path / "in", lines), str(tmp_path / "out"), "--url", server.url)
     assert done.returncode == 0
-    assert "6 of them errors" in done.stderr
+    assert "7 of them errors" in done.stderr and "\nthe first error: line 1: not valid JSON" in done.stderr
     again = nanovllm("run-batch", str(tmp_path / "in"), str(tmp_path / "out"))
-    assert (again.returncode, again.stderr) == (0, "all 7 requests have their results already\n")
+    assert (again.returncode, again.stderr) == (0, "all 8 requests have their results already\n")
     found = records(tmp_path / "out")
     assert [found[f"batch_req_{n}"]["error"]["code"] for n in range(1, 6)] == ["invalid_line"] * 5
     assert found["batch_req_6"]["response"]["status_code"] == 400
     assert "temperature" in found["batch_req_6"]["response"]["body"]["error"]["message"]
+    assert "this server has `demo`" in found["batch_req_8"]["response"]["body"]["error"]["message"]
     assert found["batch_req_7"]["response"]["status_code"] == 200
 
 
