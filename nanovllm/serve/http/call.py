@@ -1,6 +1,5 @@
 """One HTTP request and its response."""
 
-import asyncio
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -60,8 +59,6 @@ class Call:
             pieces.append(message["body"])
             if not message["more_body"]:
                 body = b"".join(pieces)
-                if len(body) > limits.LARGE_BODY:
-                    return await asyncio.to_thread(limits.parse_large_json, body)
                 return {} if or_empty and not body else limits.parse_json(body)
 
     async def begin(self, status: int, content_type: bytes, headers: list[tuple[bytes, bytes]]) -> None:
