@@ -218,7 +218,7 @@ def test_sampling_masks(client: httpx.Client) -> None:
         ({"sampling_params": {"sampling_mask": 1, "top_k": 3}}, "sampling_mask"),
         ({"sampling_params": {"sampling_mask": True, "top_k": 3}, "stream": True}, "sampling_mask"),
         ({"token_ids": []}, "token_ids"), ({"token_ids": [10**6]}, "prompt"), ({"output_mode": "text"}, "output_mode"),
-        ({"sampling_params": {"top_p": 7}}, "top_p"), ({"request_id": "a b"}, "request_id"),
+        ({"sampling_params": {"top_p": 7}}, "top_p"), ({"request_id": "a\n"}, "request_id"),
         ({"sampling_params": {"logprobs_mode": "odd"}}, "logprobs_mode"), ({"token_ids": [5] * 3000}, "prompt"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -74,11 +74,11 @@ async def tokenize(front: "Front", call: Call) -> None:
 
 async def detokenize(front: "Front", call: Call) -> None:
     front.require_tokenizer()
-    body, most, vocab = await call.json(), front.info["max_model_len"], front.info["vocab_size"]
-    if isinstance(body.get("tokens"), list) and len(body["tokens"]) > most:  # before each is looked at
-        raise bad_request(f"tokens: must have at most {most} items")
-    fields = api.convert(api.DetokenizeFields, body)
+    fields = api.convert(api.DetokenizeFields, await call.json())
     front.check_model(fields.model)
+    most, vocab = front.info["max_model_len"], front.info["vocab_size"]
+    if len(fields.tokens) > most:
+        raise bad_request(f"tokens: must have at most {most} items")
     if max(fields.tokens, default=0) >= vocab:
         raise bad_request(f"tokens: must be a list of token ids in 0..{vocab - 1}")
     text = await front.in_pool(lambda: front.tokenizer.decode(fields.tokens, False), len(fields.tokens))

@@ -64,31 +64,23 @@ class CompletionAnswer(Answer):
 async def _prompts(front: "Front", fields: api.CompletionFields) -> list[list[int]]:
     """The prompts as token ids. Raises ApiError."""
     given = _as_list(fields.prompt)
-    if not isinstance(given, list) or not given:
-        raise bad_request("prompt: must be a text, a list of token ids, or a list of such")
     count = len(given) * (fields.n or 1)  # n is checked by now
     if count > limits.COMPLETIONS:
         raise bad_request(f"prompt: prompts x n is {count}, must be at most {limits.COMPLETIONS}")
     texts = [prompt for prompt in given if isinstance(prompt, str)]
     check_characters(front, sum(map(len, texts)) if len(texts) == 1 else max(map(len, texts), default=0), "prompt")
-    if "" in texts:
-        raise bad_request("prompt: must not be an empty text")
     special = fields.add_special_tokens is not False
     ids: Iterator[list[int]] = iter(())
     if texts:
         size = sum(map(len, texts)) + 32 * len(texts)
         ids = iter(await front.in_pool(lambda: [front.tokenizer.encode(text, special) for text in texts], size))
-    return [next(ids) if isinstance(prompt, str) else token_ids(front, fields, prompt) for prompt in given]
+    return [next(ids) if isinstance(prompt, str) else token_ids(front, prompt) for prompt in given]
 
 
-def token_ids(front: "Front", fields: api.CompletionFields, prompt: Any) -> list[int]:
+def token_ids(front: "Front", prompt: list[int]) -> list[int]:
     """A prompt that is ids. Raises ApiError."""
-    if fields.truncate_prompt_tokens is None and isinstance(prompt, list) and len(prompt) > front.info["max_model_len"]:
-        return prompt  # `fit` refuses it: there is no need to look at each
-    if not isinstance(prompt, list) or not prompt or not all(type(each) is int for each in prompt):
-        raise bad_request("prompt: must be texts, or lists of token ids that are not empty")
     vocab = front.info["vocab_size"]
-    if min(prompt) < 0 or max(prompt) >= vocab:
+    if max(prompt) >= vocab:
         raise bad_request(f"prompt: token ids must be in 0..{vocab - 1}")
     return prompt
 
@@ -115,7 +107,11 @@ async def completions(front: "Front", call: Call) -> None:
     await answer(call, request)
 
 
-def _as_list(given: Any) -> Any:
-    """One prompt or several as several."""
-    is_one = isinstance(given, str) or (isinstance(given, list) and bool(given) and type(given[0]) is int)
-    return [given] if is_one else given
+def _as_list(given: Any) -> list[Any]:
+    """One prompt or several as several. Raises ApiError."""
+    if isinstance(given, str):
+        return [given]
+    kinds = {*map(type, given)}
+    if int in kinds and len(kinds) > 1:
+        raise bad_request("prompt: must be texts, or lists of token ids")
+    return [given] if int in kinds else given

@@ -28,9 +28,9 @@ Stop = Text | Annotated[list[Text], Meta(max_length=bounds.MAX_STOP)]
 TokenIds = Annotated[list[Count], Meta(max_length=bounds.MAX_IDS)]
 Bias = Annotated[float, Meta(ge=-bounds.MAX_BIAS, le=bounds.MAX_BIAS)]
 Tools = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_TOOLS)]
-_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
-_ONE = [{"type": "string", "minLength": 1}, _IDS]
-Prompts = Annotated[Any, Meta(extra_json_schema={"anyOf": [*_ONE, {**_IDS, "items": {"anyOf": _ONE}}]})]
+Ids = Annotated[list[Count], Meta(min_length=1)]
+NotEmpty = Annotated[str, Meta(min_length=1)]
+Prompts = NotEmpty | Annotated[list[NotEmpty | Ids | Count], Meta(min_length=1)]
 """Texts or token ids, one or several."""
 
 
@@ -116,11 +116,11 @@ class CompletionFields(CommonFields, kw_only=True):
 class GenerateFields(msgspec.Struct):
     """Of /inference/v1/generate."""
 
-    token_ids: Annotated[list[Count], Meta(min_length=1)]
+    token_ids: Ids
     sampling_params: dict[str, Any]
     """Fields of a completion request by their names."""
     model: str | None = None
-    request_id: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}$")] | None = None
+    request_id: str | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     cache_salt: str | None = None

@@ -91,7 +91,7 @@ async def generate(front: "Front", call: Call) -> None:
     fields = front.read(call, api.CompletionFields, body | {"prompt": given.token_ids})
     if (asked := api.max_tokens(fields)) == 0:
         raise bad_request("max_tokens=0: must be >= 1", "sampling_params")
-    prompt, room = fit(front, token_ids(front, fields, given.token_ids), fields, asked)
+    prompt, room = fit(front, token_ids(front, given.token_ids), fields, asked)
     longest = max(room, fields.min_tokens or 0)
     params = api.sampling_fields(fields, front.defaults, longest, fields.logprobs, api.structured(fields))
     if masked:

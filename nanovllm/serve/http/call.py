@@ -8,6 +8,7 @@ from uuid import uuid4
 import orjson
 
 from nanovllm.serve import limits
+from nanovllm.serve.errors import bad_request
 from nanovllm.serve.http.protocol import BoundedProtocol
 
 JSON = b"application/json"
@@ -28,7 +29,9 @@ class Call:
         self.request_id = self.given_id or uuid4().hex
 
     def name(self, request_id: str) -> None:
-        """The id that the request has in its body."""
+        """The id that the request has in its body. Raises ApiError where it is none."""
+        if not _GIVEN_ID.fullmatch(request_id):
+            raise bad_request(f"request_id={request_id[:200]!r}: must be 1 to 128 letters, digits, '.', '_' or '-'")
         self.given_id = self.request_id = request_id
 
     @property
