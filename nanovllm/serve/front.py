@@ -145,8 +145,7 @@ class Front:
     def on_engine_end(self) -> None:
         """The engine's end of the link is closed: nothing that runs can be completed."""
         self.fail(errors.engine_dead())
-        if self.state != "draining" or self.failure is not None:
-            self.set_state("failed")
+        self.set_state("failed")
 
     def fail(self, error: ApiError) -> None:
         """Ends all that the engine has not answered."""
@@ -282,11 +281,12 @@ class Front:
         if seconds < 10:
             return
         stats = self.metrics.engine
-        logger.info(
-            "%d running, %d waiting, KV cache %.1f %%, %.1f prompt tok/s, %.1f output tok/s",
-            *(stats.num_running, stats.num_waiting, 100 * stats.kv_cache_usage),
-            *((stats.prompt_tokens - prompts) / seconds, (stats.generation_tokens - outputs) / seconds),
-        )
+        if seconds < 20:  # else there was no work in between
+            logger.info(
+                "%d running, %d waiting, KV cache %.1f %%, %.1f prompt tok/s, %.1f output tok/s",
+                *(stats.num_running, stats.num_waiting, 100 * stats.kv_cache_usage),
+                *((stats.prompt_tokens - prompts) / seconds, (stats.generation_tokens - outputs) / seconds),
+            )
         self._last_totals = (self.now(), stats.prompt_tokens, stats.generation_tokens)
 
 

@@ -216,7 +216,7 @@ class _Life:
             await asyncio.sleep(_LOOK)
         front.fail(errors.shutting_down())
         await self._http.finish()
-        if front.failure is not None:
+        if front.state == "failed":
             return await self._report_failure()
         logger.info("bye")
         return 0

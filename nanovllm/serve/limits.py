@@ -13,7 +13,8 @@ HEADER_SECONDS = 10.0
 """For a request's headers, and for the first byte of a connection."""
 BODY_SECONDS = 60.0
 """Between two pieces of a body."""
-KEEP_ALIVE_SECONDS = 60.0
+KEEP_ALIVE_SECONDS = 75.0
+"""Longer than the 60 s of most proxies: a connection that both close at once costs a request."""
 
 JSON_DEPTH = 64
 JSON_ITEMS = 1_000_000

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from nanovllm.serve import frames
@@ -25,20 +26,15 @@ class EngineChild:
         self.socket.sendall(frames.pack(frames.Start(model, options)))
         self.socket.setblocking(False)
 
-    def wait(self, patience: float = _EXIT_PATIENCE) -> int:
+    def wait(self) -> None:
         """Waits for its end once the socket is closed; kills all of its session that is left."""
-        try:
-            code = self.process.wait(patience)
-        except subprocess.TimeoutExpired:
-            code = 1
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_EXIT_PATIENCE)
         self.kill()
-        return code
 
     def kill(self) -> None:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)  # its session's group: the process is its leader
-        except ProcessLookupError:
-            pass
         self.process.wait()
 
 

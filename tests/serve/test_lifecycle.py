@@ -281,7 +281,7 @@ def test_shutdown_does_not_wait_for_ever(tmp_path: Path) -> None:
         assert found[-1]["error"]["code"] == "shutting_down"
 
 
-@pytest.mark.parametrize("victim", ["engine", "rank"])
+@pytest.mark.parametrize("victim", ["engine", "engine that drains", "rank"])
 def test_death_of_the_engine_ends_everything(tmp_path: Path, victim: str) -> None:
     ranks = ("--tensor-parallel-size", "2") if victim == "rank" else ()
     with Server(tmp_path, *ranks) as server, ThreadPoolExecutor(1) as pool:
@@ -290,8 +290,11 @@ def test_death_of_the_engine_ends_everything(tmp_path: Path, victim: str) -> Non
         thread, found = begin_stream(server, LONG | {"n": 8})
         whole = pool.submit(httpx.post, server.url + COMPLETIONS, json=LONG | {"n": 8}, timeout=60)
         wait_for(lambda: server.num_running() == 16, "both requests")
+        if victim == "engine that drains":
+            server.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: server.health().status_code == 503, "draining")
         begin = time.monotonic()
-        os.kill(server.engine if victim == "engine" else server.ranks[0], signal.SIGKILL)
+        os.kill(server.ranks[0] if victim == "rank" else server.engine, signal.SIGKILL)
         thread.join(10)
         assert found[-1]["error"]["type"] == "server_error"
         assert whole.result(10).status_code == 500
