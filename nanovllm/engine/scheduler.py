@@ -21,6 +21,14 @@ from nanovllm.engine.waiting import WaitingQueues, has_begun
 from nanovllm.wire.shapes import fitting_chunk, quiet_chunk
 from nanovllm.wire.step import most_block_updates
 
+_Chunk = tuple[Sequence, int]
+"""A row and how many tokens of its prompt a step computes."""
+
+
+def _is_partial(chunk: _Chunk) -> bool:
+    seq, count = chunk
+    return count < seq.num_tokens_to_compute
+
 
 class Scheduler:
     """Owner of the queues, of every length and of every block. A pure function of its queues: no clock, no device."""
@@ -39,6 +47,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         """Oldest first; preemption takes from the end."""
         self.waiting = WaitingQueues(config.long_prefill_threshold)
+        self.holds_new = False
+        """Whether requests that have not begun wait, whatever room there is."""
         self._last_plan: StepPlan | None = None
         self.num_preemptions = 0
         """Rows that lost their blocks to older ones."""
@@ -54,15 +64,6 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self.waiting)
-
-    @property
-    def holds_new(self) -> bool:
-        """Whether requests that have not begun wait, whatever room there is."""
-        return self.waiting.holds_new
-
-    @holds_new.setter
-    def holds_new(self, value: bool) -> None:
-        self.waiting.holds_new = value
 
     @property
     def capacity_tokens(self) -> int:
@@ -115,19 +116,12 @@ class Scheduler:
             self._publish_written(self._last_plan, range(self._last_plan.num_old_rows, self._last_plan.num_rows))
         plan = StepPlan()
         budget = self._schedule_decodes(plan, self.config.max_num_batched_tokens)
-        finishing: list[tuple[Sequence, int]] = []
-        partial: list[tuple[Sequence, int]] = []
         prompts = [seq for seq in self.running if not seq.last_token_on_device]
         if plan.num_decode_rows:
             budget = min(budget, self._prefill_cap(plan.num_decode_rows, prompts))
-        budget = self._continue_prompts(prompts, budget, finishing, partial)
-        self._admit(plan, prompts, budget, finishing, partial)
-        for seq, count in finishing:
-            self._add_row(plan, seq, count)
-            seq.num_inflight_tokens += 1
-            seq.last_token_on_device = True
-        plan.num_sample_rows = plan.num_rows
-        for seq, count in partial:
+        chunks = self._continue_prompts(prompts, budget)
+        self._admit(plan, prompts, budget, chunks)
+        for seq, count in sorted(chunks, key=_is_partial):  # those that finish first, else in this order
             self._add_row(plan, seq, count)
         self._last_plan = plan if plan.seqs else None
         return self._last_plan
@@ -153,7 +147,7 @@ class Scheduler:
             seq.num_computed_tokens = start + 1
             seq.num_inflight_tokens += 1
             budget -= 1
-        plan.num_old_rows = plan.num_decode_rows = plan.num_tokens = len(seqs)
+        plan.num_old_rows = plan.num_decode_rows = plan.num_sample_rows = plan.num_tokens = len(seqs)
         plan.counts = [1] * len(seqs)
         return budget
 
@@ -184,20 +178,18 @@ class Scheduler:
         chunk = min(high, 1 << (share.bit_length() - 1))
         return fitting_chunk(num_decode_rows, chunk, config.max_num_seqs)
 
-    def _continue_prompts(
-        self, prompts: list[Sequence], budget: int, finishing: list[tuple[Sequence, int]],
-        partial: list[tuple[Sequence, int]],
-    ) -> int:  # fmt: skip
+    def _continue_prompts(self, prompts: list[Sequence], budget: int) -> list[_Chunk]:
         """Prompts that an earlier step began, in order of their admission."""
+        chunks: list[_Chunk] = []
         waiting = self.waiting
         short_waits = bool(waiting.short) or any(not waiting.is_long(seq.num_tokens_to_compute) for seq in prompts)
         for seq in prompts:
             if budget == 0:
                 break
             count = self._chunk(seq.num_tokens_to_compute, budget, short_waits)
-            (finishing if count == seq.num_tokens_to_compute else partial).append((seq, count))
+            chunks.append((seq, count))
             budget -= count
-        return budget
+        return chunks
 
     def _chunk(self, num_remaining_tokens: int, budget: int, short_waits: bool) -> int:
         count = min(num_remaining_tokens, budget)
@@ -206,10 +198,7 @@ class Scheduler:
             count = min(count, self.config.long_prefill_threshold, max(1, budget // 2))
         return count
 
-    def _admit(
-        self, plan: StepPlan, prompts: list[Sequence], budget: int, finishing: list[tuple[Sequence, int]],
-        partial: list[tuple[Sequence, int]],
-    ) -> None:  # fmt: skip
+    def _admit(self, plan: StepPlan, prompts: list[Sequence], budget: int, chunks: list[_Chunk]) -> None:
         """Takes waiting requests in order of arrival, until budget, slots, memory or the partial-prefill limits end.
 
         A row is admitted only where all its known tokens fit, and gets their blocks at once. So a chunk never waits for
@@ -221,10 +210,11 @@ class Scheduler:
         forecast: Forecast | None = None
         most_updates = most_block_updates(self.block_manager.num_blocks, self.config.max_num_seqs)
         sharing, size = StepSharing(self.block_manager, prompts), self.block_manager.block_size
-        num_partial = len(prompts) - len(finishing)
+        budget -= sum(count for _, count in chunks)
+        num_partial = len(prompts) - len(chunks) + sum(map(_is_partial, chunks))
         num_long = sum(1 for seq in prompts if self.waiting.is_long(seq.num_tokens_to_compute))
         while budget > 0 and self._free_slots and self.block_manager.num_free_blocks:
-            seq = self.waiting.next(long_allowed=num_long < self.config.max_long_partial_prefills)
+            seq = self.waiting.next(num_long < self.config.max_long_partial_prefills, self.holds_new)
             if seq is None or seq.num_inflight_tokens:  # preempted, and its last token is not known yet
                 break
             prefix = sharing.prefix_for(seq)
@@ -253,11 +243,9 @@ class Scheduler:
             budget -= count
             if remaining == 1 and not (seq.sampling is not None and seq.sampling.num_prompt_logprobs_missing):
                 self._add_decode(plan, seq)
-            elif count == remaining:
-                finishing.append((seq, count))
             else:
-                partial.append((seq, count))
-                num_partial += 1
+                chunks.append((seq, count))
+                num_partial += count < remaining
         sharing.put_back(self.waiting)
 
     def _start(self, plan: StepPlan, seq: Sequence, prefix: CachedPrefix) -> None:
@@ -280,6 +268,7 @@ class Scheduler:
             plan.block_updates += (seq.slot, index, block_id)
 
     def _add_row(self, plan: StepPlan, seq: Sequence, count: int) -> None:
+        """A row that computes its next `count` tokens, and gains one where these are its last."""
         start = seq.num_computed_tokens
         plan.seqs.append(seq)
         plan.starts.append(start)
@@ -288,6 +277,10 @@ class Scheduler:
         plan.host_token_ids += seq.token_ids[start : start + count]
         plan.num_tokens += count
         seq.num_computed_tokens = start + count
+        if not seq.num_tokens_to_compute:
+            plan.num_sample_rows += 1
+            seq.num_inflight_tokens += 1
+            seq.last_token_on_device = True
 
     def _add_decode(self, plan: StepPlan, seq: Sequence) -> None:
         """A row that begins, all but one of its tokens cached: with its record the device has what a decode needs. So
@@ -295,8 +288,6 @@ class Scheduler:
         self._add_row(plan, seq, 1)
         plan.host_token_ids.pop()
         plan.num_decode_rows += 1
-        seq.num_inflight_tokens += 1
-        seq.last_token_on_device = True
 
     # -- results ------------------------------------------------------------------------------------------------
 

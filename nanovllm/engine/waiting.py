@@ -16,8 +16,6 @@ class WaitingQueues:
         self.long: deque[Sequence] = deque()
         self.num_tokens = 0
         """Of all that wait."""
-        self.holds_new = False
-        """Whether requests that have not begun wait, whatever room there is."""
 
     def __len__(self) -> int:
         return len(self.short) + len(self.long)
@@ -53,9 +51,10 @@ class WaitingQueues:
             queue.remove(seq)
         self.num_tokens -= seq.num_tokens
 
-    def next(self, long_allowed: bool) -> Sequence | None:
-        """The one that came first; a short one where a long prompt must not hold it back."""
-        if self.holds_new:
+    def next(self, long_allowed: bool, holds_new: bool) -> Sequence | None:
+        """The one that came first; a short one where a long prompt must not hold it back. `holds_new`: of those that
+        have begun."""
+        if holds_new:
             firsts = [next(filter(has_begun, queue), None) for queue in (self.short, self.long)]
         else:
             firsts = [queue[0] if queue else None for queue in (self.short, self.long)]
