@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from nanovllm.errors import is_integer, is_number, refuse
+from nanovllm.errors import FLAG, Bound, integer, is_number, one_of, refuse
 
 MAX_TENSOR_PARALLEL_SIZE = 8
 MAX_DATA_PARALLEL_SIZE = 1024
@@ -26,58 +26,45 @@ OPTIMISATIONS = {
 }
 """What EngineConfig.disable takes, and what happens without each. Tokens stay the same, up to rounding."""
 
-Bound = tuple[Callable[[Any], bool], str]
-"""What a value must be: a test, and the words for it."""
-
-
-def _one_of(*words: str) -> Bound:
-    return lambda value: value in words, "one of " + ", ".join(map(repr, words))
-
-
-def _integer(low: int, high: int | None = None) -> Bound:
-    bound = f"an integer >= {low}" if high is None else f"an integer in {low}..{high}"
-    return lambda value: is_integer(value) and low <= value and (high is None or value <= high), bound
-
 
 def _is_path(value: Any) -> bool:
     return isinstance(value, (str, os.PathLike)) and bool(str(value))
 
 
-_FLAG: Bound = (lambda value: isinstance(value, bool), "True or False")
 _POSITIVE: Bound = (lambda value: is_number(value) and value > 0, "a finite number > 0")
 _BOUNDS: dict[str, Bound] = {
     "model": (_is_path, "a path or hub id"),
     "tokenizer": (_is_path, "a path or hub id"),
-    "tensor_parallel_size": _integer(1, MAX_TENSOR_PARALLEL_SIZE),
-    "data_parallel_size": _integer(1, MAX_DATA_PARALLEL_SIZE),
-    "data_parallel_backend": _one_of("local", "ray"),
+    "tensor_parallel_size": integer(1, MAX_TENSOR_PARALLEL_SIZE),
+    "data_parallel_size": integer(1, MAX_DATA_PARALLEL_SIZE),
+    "data_parallel_backend": one_of("local", "ray"),
     "ray_address": (lambda value: isinstance(value, str), "a text such as 'auto'"),
-    "device": _one_of("auto", "cuda", "cpu"),
-    "dtype": _one_of("auto", *DTYPES),
-    "seed": _integer(0, 2**63 - 1),
-    "load_format": _one_of("auto", "dummy"),
-    "model_impl": _one_of("auto", "native", "transformers"),
-    "quantization": _one_of("fp8", "int4"),
-    "exact_bits": _one_of("batch", "tp"),
+    "device": one_of("auto", "cuda", "cpu"),
+    "dtype": one_of("auto", *DTYPES),
+    "seed": integer(0, 2**63 - 1),
+    "load_format": one_of("auto", "dummy"),
+    "model_impl": one_of("auto", "native", "transformers"),
+    "quantization": one_of("fp8", "int4"),
+    "exact_bits": one_of("batch", "tp"),
     "hf_overrides": (lambda value: isinstance(value, dict), "a dict of config.json entries"),
-    "max_model_len": _integer(1),
-    "max_num_seqs": _integer(1),
-    "max_num_batched_tokens": _integer(1),
-    "max_num_prefill_tokens_with_decodes": _integer(1),
-    "max_num_partial_prefills": _integer(1),
-    "max_long_partial_prefills": _integer(1),
-    "long_prefill_token_threshold": _integer(0),
-    "max_queued_requests": _integer(1),
+    "max_model_len": integer(1),
+    "max_num_seqs": integer(1),
+    "max_num_batched_tokens": integer(1),
+    "max_num_prefill_tokens_with_decodes": integer(1),
+    "max_num_partial_prefills": integer(1),
+    "max_long_partial_prefills": integer(1),
+    "long_prefill_token_threshold": integer(0),
+    "max_queued_requests": integer(1),
     "gpu_memory_utilization": (lambda value: is_number(value) and 0 < value <= 1, "a number in (0, 1]"),
-    "num_kvcache_blocks": _integer(1),
-    "kvcache_block_size": _integer(16),
+    "num_kvcache_blocks": integer(1),
+    "kvcache_block_size": integer(16),
     "cpu_kvcache_gib": _POSITIVE,
-    "kv_cache_dtype": _one_of("auto", "fp8"),
-    "attention_backend": _one_of("auto", "flash", "triton", "torch", "flex"),
+    "kv_cache_dtype": one_of("auto", "fp8"),
+    "attention_backend": one_of("auto", "flash", "triton", "torch", "flex"),
     "score_mod": (callable, "a function"),
     "mask_mod": (callable, "a function"),
     "kernel_choices": (_is_path, "a path"),
-    "logprobs_mode": _one_of("raw", "processed"),
+    "logprobs_mode": one_of("raw", "processed"),
     "trace": (_is_path, "a path"),
     "step_timeout": _POSITIVE,
 }
@@ -208,7 +195,7 @@ class EngineConfig:
             option, value = entry.name, getattr(self, entry.name)
             if option == "disable" or (value is None and entry.default is None):
                 continue
-            holds, bound = _BOUNDS.get(option, _FLAG)
+            holds, bound = _BOUNDS.get(option, FLAG)
             _require(holds(value), option, value, bound)
             if holds is _is_path:
                 object.__setattr__(self, option, str(value))

@@ -3,6 +3,7 @@ the value. No torch."""
 
 import math
 import reprlib
+from collections.abc import Callable
 from itertools import islice
 from typing import Any, NoReturn, TypeGuard
 
@@ -79,3 +80,19 @@ def short(error: object) -> str:
 def refuse(name: str, value: Any, bound: str) -> NoReturn:
     """Raises the ValueError for an option with a bad value; `bound` says what it must be."""
     raise ValueError(f"{name}={shown(value)}: must be {bound}")
+
+
+Bound = tuple[Callable[[Any], bool], str]
+"""What a value must be: a test, and the words for it."""
+
+
+def one_of(*words: str) -> Bound:
+    return lambda value: value in words, "one of " + ", ".join(map(repr, words))
+
+
+def integer(low: int, high: int | None = None) -> Bound:
+    bound = f"an integer >= {low}" if high is None else f"an integer in {low}..{high}"
+    return lambda value: is_integer(value) and low <= value and (high is None or value <= high), bound
+
+
+FLAG: Bound = (lambda value: isinstance(value, bool), "True or False")

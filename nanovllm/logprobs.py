@@ -57,7 +57,7 @@ class LogprobRows:
 
     def view(self, positions: range | None = None) -> "LogprobsList":
         """What users see of `positions`; default: all that are there now."""
-        return LogprobsList(self, self._k, self._decode, range(len(self)) if positions is None else positions)
+        return LogprobsList(self, range(len(self)) if positions is None else positions)
 
     def packed(self, positions: range) -> tuple[Any, ...]:
         """What `unpacked` makes rows of `positions` alone of: in a table of their own, since the steps' are shared with
@@ -88,6 +88,20 @@ class LogprobRows:
         """The line of a position; None where there is none."""
         table = self._tables[position]
         return None if table is None else table[self._lines[position]]
+
+    def shown(self, position: int) -> dict[int, Logprob] | None:
+        """By token id, the position's own first."""
+        words, k, decode = self.words(position), self._k, self._decode
+        if words is None:
+            return None
+        begin = _own_logprob(words)
+        own, rank, *ids = words[: min(begin, 2 + k)].tolist()
+        logprob, *logprobs = words[begin : begin + 1 + k].view(np.float32).tolist()
+        found = {own: Logprob(logprob, rank, decode(own))}
+        for place, (token_id, value) in enumerate(zip(ids, logprobs, strict=True), 1):
+            if token_id not in found and value > -math.inf:  # an id that filters have dropped is not likely at all
+                found[token_id] = Logprob(value, place, decode(token_id))
+        return found
 
     def logprob(self, position: int) -> float:
         """That of the position's own token; 0 where there is none."""
@@ -140,11 +154,11 @@ class LogprobsList(Sequence[dict[int, Logprob] | None]):
     None where there is nothing to say (the first token of a prompt).
     """
 
-    __slots__ = ("_decode", "_k", "_positions", "_rows")
+    __slots__ = ("_positions", "_rows")
 
-    def __init__(self, rows: LogprobRows, k: int, decode: Callable[[int], str | None], positions: range) -> None:
-        """`k`, `decode`: as of LogprobRows. `positions`: of `rows`."""
-        self._rows, self._k, self._decode, self._positions = rows, k, decode, positions
+    def __init__(self, rows: LogprobRows, positions: range) -> None:
+        """`positions`: of `rows`."""
+        self._rows, self._positions = rows, positions
 
     @property
     def total(self) -> float:
@@ -160,18 +174,8 @@ class LogprobsList(Sequence[dict[int, Logprob] | None]):
     def __getitem__(self, index: slice) -> "LogprobsList": ...
     def __getitem__(self, index: int | slice) -> "dict[int, Logprob] | LogprobsList | None":
         if isinstance(index, slice):
-            return LogprobsList(self._rows, self._k, self._decode, self._positions[index])
-        words = self._rows.words(self._positions[index])
-        if words is None:
-            return None
-        begin = _own_logprob(words)
-        own, rank, *ids = words[: min(begin, 2 + self._k)].tolist()
-        logprob, *logprobs = words[begin : begin + 1 + self._k].view(np.float32).tolist()
-        found = {own: Logprob(logprob, rank, self._decode(own))}
-        for place, (token_id, value) in enumerate(zip(ids, logprobs, strict=True), 1):
-            if token_id not in found and value > -math.inf:  # an id that filters have dropped is not likely at all
-                found[token_id] = Logprob(value, place, self._decode(token_id))
-        return found
+            return LogprobsList(self._rows, self._positions[index])
+        return self._rows.shown(self._positions[index])
 
     def __iter__(self) -> Iterator[dict[int, Logprob] | None]:
         return (self[i] for i in range(len(self)))

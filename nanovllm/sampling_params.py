@@ -11,7 +11,7 @@ from itertools import islice
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
-from nanovllm.errors import is_integer, is_number, refuse
+from nanovllm.errors import FLAG, Bound, integer, is_integer, is_number, refuse
 
 MAX_FLOAT32 = 3.4e38
 MAX_BIAS = 100.0
@@ -87,6 +87,39 @@ class StructuredOutput:
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) not in (None, False)}
 
 
+def _number(low: float, high: float, bound: str) -> Bound:
+    return lambda value: is_number(value) and low <= value <= high, bound
+
+
+_LOGPROBS: Bound = (integer(-1)[0], "None or an integer >= -1 (-1: the whole vocabulary)")
+_BOUNDS: dict[str, Bound] = {
+    "n": integer(1, MAX_N),
+    "temperature": _number(0, MAX_FLOAT32, "a finite number >= 0 (of float32's range)"),
+    "top_p": (lambda value: is_number(value) and 0 < value <= 1, "a number in (0, 1]"),
+    "top_k": integer(-1),
+    "min_p": _number(0, 1, "a number in [0, 1]"),
+    "presence_penalty": _number(-2, 2, "a number in [-2, 2]"),
+    "frequency_penalty": _number(-2, 2, "a number in [-2, 2]"),
+    "repetition_penalty": _number(1e-6, 1e6, "a number > 0 (in [1e-6, 1e6])"),
+    "seed": (integer(-(2**63), 2**63 - 1)[0], "None or a 64-bit integer"),
+    "min_tokens": integer(0),
+    "max_tokens": integer(0),
+    "logprobs": _LOGPROBS,
+    "logprobs_mode": (("raw", "processed").__contains__, "None, 'raw' or 'processed'"),
+    "prompt_logprobs": _LOGPROBS,
+    "prompt_logprob_start": integer(0),
+    "structured_outputs": (lambda value: isinstance(value, StructuredOutput), "None or a StructuredOutput"),
+    "cache_salt": (
+        lambda value: isinstance(value, str) and 0 < len(value) <= MAX_SALT,
+        f"None or a text of 1..{MAX_SALT} characters",
+    ),
+    **dict.fromkeys(
+        ("sampling_mask", "ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"), FLAG
+    ),
+}
+"""Of each field by itself, but for lists."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Parameters of one request; their meaning follows vLLM's, so that they carry over."""
@@ -160,51 +193,15 @@ class SamplingParams:
         for name, value in list(vars(self).items()):
             if (plain := _plain(value)) is not value:
                 object.__setattr__(self, name, plain)
-        self._check_counts()
-        self._check_numbers()
+        for name, (holds, bound) in _BOUNDS.items():
+            value = getattr(self, name)
+            if not (holds(value) or (value is None and bound.startswith("None"))):
+                _refuse(name, value, bound)
         self._check_lists()
-        for name in ("sampling_mask", "ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                _refuse(name, getattr(self, name), "True or False")
-        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutput):
-            _refuse("structured_outputs", self.structured_outputs, "None or a StructuredOutput")
-        salt = self.cache_salt
-        if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT):
-            _refuse("cache_salt", salt, f"None or a text of 1..{MAX_SALT} characters")
         if self.min_tokens > self.max_tokens:
             _refuse("min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
         if self.stop and not self.detokenize:
             _refuse("stop", self.stop, "empty with detokenize=False: stop strings are looked for in the text")
-
-    def _check_counts(self) -> None:
-        if not is_integer(self.n) or not 1 <= self.n <= MAX_N:
-            _refuse("n", self.n, f"an integer in 1..{MAX_N}")
-        for name, low in (("max_tokens", 0), ("min_tokens", 0), ("top_k", -1), ("prompt_logprob_start", 0)):
-            value = getattr(self, name)
-            if not is_integer(value) or value < low:
-                _refuse(name, value, f"an integer >= {low}")
-        if self.seed is not None and (not is_integer(self.seed) or not -(2**63) <= self.seed < 2**63):
-            _refuse("seed", self.seed, "None or a 64-bit integer")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None and (not is_integer(value) or value < -1):
-                _refuse(name, value, "None or an integer >= -1 (-1: the whole vocabulary)")
-        if self.logprobs_mode not in (None, "raw", "processed"):
-            _refuse("logprobs_mode", self.logprobs_mode, "None, 'raw' or 'processed'")
-
-    def _check_numbers(self) -> None:
-        if not is_number(self.temperature) or not 0 <= self.temperature <= MAX_FLOAT32:
-            _refuse("temperature", self.temperature, "a finite number >= 0 (of float32's range)")
-        if not is_number(self.top_p) or not 0 < self.top_p <= 1:
-            _refuse("top_p", self.top_p, "a number in (0, 1]")
-        if not is_number(self.min_p) or not 0 <= self.min_p <= 1:
-            _refuse("min_p", self.min_p, "a number in [0, 1]")
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            if not is_number(value) or not -2 <= value <= 2:
-                _refuse(name, value, "a number in [-2, 2]")
-        if not is_number(self.repetition_penalty) or not 1e-6 <= self.repetition_penalty <= 1e6:
-            _refuse("repetition_penalty", self.repetition_penalty, "a number > 0 (in [1e-6, 1e6])")
 
     def _check_lists(self) -> None:
         """Lists become tuples: a frozen object whose lists can change is not frozen."""
