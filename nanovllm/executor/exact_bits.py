@@ -54,7 +54,7 @@ def _check_tree(config: EngineConfig, model: ModelConfig, where: str) -> None:
     if size not in (1, 2, 4, 8):
         refuse("tensor_parallel_size", size, "1, 2, 4 or 8" + where)
     for width in {model.num_attention_heads * layer.head_dim for layer in model.layers}:
-        if (most := leaves_of(width) // 2) < size:
+        if (most := leaves_of(width)) < size:
             refuse("tensor_parallel_size", size, f"at most {most} for {width} inputs of o_proj" + where)
     for name in ("o_bias", "mlp_bias"):
         if getattr(model, name):

@@ -60,6 +60,8 @@ class ReduceAddNorm(WeightedModule):
         self.kernels = kernels
         self.is_plain = norm is not None and norm.kind == "rms" and after is None and multiplier == 1.0
         """Only a sum, an addition and an RMSNorm: what peer memory and fused GEMMs do in one kernel."""
+        self.nodes = group.exact_bits == "tp"
+        """Sums over parts of K are rounded, and so is the sum of any two (kernels/gemm/fixed_order.py)."""
         self.dependent_rows: AbstractSet[int] = frozenset()
         """Numbers of rows whose partial comes from a kernel of our own, after which the all-reduce is launched
         with PDL: `pdl_rows` of the layer before, which the model sets."""
@@ -80,8 +82,6 @@ class ReduceAddNorm(WeightedModule):
         if self.is_inside and partial.shape[-2] == 1 and residual is not None:
             total = torch.empty_like(residual)
             return Unnormed(partial, residual, self.row_norm, total), total
-        if self.group.exact_bits == "tp" and self.group.size > 1:
-            return self.add_norm(self._nodes(partial, residual), residual)
         rows = partial.shape[-2]
         peers = self.group.fused_all_reduce(rows)
         if peers is not None and not self.is_plain:
@@ -91,20 +91,13 @@ class ReduceAddNorm(WeightedModule):
             return peers.all_reduce_add_rms_norm(partial, residual, self.row_norm, dependent=dependent)
         if self.group.size > 1 and partial.dim() == 3:
             assert residual is not None
-            partial = add_up(partial, residual.dtype)
+            partial = add_up(partial, residual.dtype, self.nodes)
         if self.rounds and self.norm is not None and self.group.size == 1:
             after = None if self.after is None else self.after.for_kernel()
             return self.kernels.add_norms_fp8(partial, residual, self.row_norm, after, self.multiplier)
         return self.add_norm(self.group.all_reduce(partial), residual)
 
-    def _nodes(self, partial: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """The ranks' nodes of the tree that a row-parallel sum is, float32 [ranks, T, hidden]; at the start of the
-        model, where all addends but one are zero, their sum."""
-        if residual is None:
-            return self.group.all_reduce(partial)
-        return self.group.gather_sums(partial)
-
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> Normed:
         """The same for x [T, hidden] (or in parts) that is complete."""
         norm, after = (None if n is None else n.for_kernel() for n in (self.norm, self.after))
-        return self.kernels.add_norms(x, residual, norm, after, self.multiplier)
+        return self.kernels.add_norms(x, residual, norm, after, self.multiplier, self.nodes)

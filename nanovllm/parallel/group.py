@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT = timedelta(seconds=60)  # for ranks that have found each other to connect
-_GATHERED_BYTES = 8 << 20
-"""Most of a rank's float32 rows that go through peer memory, where no bit may depend on the ranks."""
 _NO_TIMEOUT = timedelta(days=1)  # hangs are noticed by the processes' watcher, which knows when a rank compiles
 
 
@@ -74,20 +72,16 @@ class TensorParallelGroup:
         raise. All ranks call it."""
         from nanovllm.parallel.peer.all_reduce import PeerAllReduce
         from nanovllm.parallel.peer.copy_engine import CopyEngineSums
-        from nanovllm.parallel.peer.memory import Layout, PeerMemory, PeerMemoryUnavailable
+        from nanovllm.parallel.peer.memory import PeerMemory, PeerMemoryUnavailable
 
         assert self._store is not None and self.size > 1
-        layout = None
-        if self.exact_bits == "tp":  # ranks exchange float32
-            rows, dtype = min(max_rows, _GATHERED_BYTES // (4 * hidden_size)), torch.float32
-            layout = Layout(self.size, hidden_size, 4, rows, 0, max_keys)
         args = (self._store, self.rank, self.size, self.device, max_rows, hidden_size, dtype)
         half_rows = 0 if self.overlap is None else self.overlap.first_half(max_rows)
         try:
             memory = PeerMemory(
-                *args, max_keys=max_keys, half_rows=half_rows, layout=layout, allow_shared_device=self._share_gpus
+                *args, max_keys=max_keys, half_rows=half_rows, allow_shared_device=self._share_gpus
             )
-            self._peer = PeerAllReduce(memory, one_order=self.exact_bits is not None)
+            self._peer = PeerAllReduce(memory, one_order=self.exact_bits is not None, nodes=self.exact_bits == "tp")
             if self.overlap is not None:
                 self.overlap.sums = CopyEngineSums(self._peer.memory)
         except PeerMemoryUnavailable as reason:
@@ -110,14 +104,12 @@ class TensorParallelGroup:
 
     def fused_all_reduce(self, num_rows: int) -> "PeerAllReduce | None":
         """What sums, adds and normalises [num_rows, hidden] in one kernel; None where nothing does."""
-        if self._peer is None or self.exact_bits == "tp":
-            return None
-        return self._peer if self._peer.takes(num_rows) else None
+        return self._peer if self._peer is not None and self._peer.takes(num_rows) else None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sums `x` over the ranks, in place; returns it. Every rank ends with the same bits."""
         if self._group is not None and self.exact_bits is not None:
-            return x.copy_(add_up(self.all_gather(x).float(), x.dtype))
+            return x.copy_(add_up(self.all_gather(x), x.dtype, self.exact_bits == "tp"))
         if isinstance(self._group, HostMemory):
             self._group.all_reduce(x)
         elif self._group is not None:
@@ -151,12 +143,6 @@ class TensorParallelGroup:
         else:
             self._group.allgather([list(out.unbind(0))], [x]).wait()
         return out
-
-    def gather_sums(self, partial: torch.Tensor) -> torch.Tensor:
-        """Every rank's sum of its partial, float32 [parts, T, hidden], to every rank, float32: [ranks, T, hidden]."""
-        if self._peer is not None and partial.shape[1] <= self._peer.memory.layout.one_shot_rows:
-            return self._peer.all_gather(partial)
-        return self.all_gather(add_up(partial, torch.float32))
 
     @contextmanager
     def muted(self) -> Iterator[None]:

@@ -105,8 +105,6 @@ class ModelRunner(WeightCommands):
         sizes = (self.block_size, config.max_num_seqs, self.max_model_len)
         self.backend = backend_class(specs, *sizes, self.device, self.dtype, self.kv_dtype, **functions)
         self.no_graphs_because = why_no_graphs(self.device, config.enforce_eager, self.kernels, self.backend)
-        if config.exact_bits == "tp" and config.share_gpus and self.group.size > 1:
-            self.no_graphs_because = "ranks that share a GPU gather their sums over the host"
         if foreign:
             self.no_graphs_because = "transformers computes the model"
         if rank == 0 and self.device.type == "cuda" and self.no_graphs_because and not config.enforce_eager:

@@ -140,7 +140,7 @@ def check_order(model: nn.Module, most_rows: int) -> None:
         if differing := rows_that_differ(alike[0].weight, by_rows, most):
             logger.warning("%s: the library's order of sums varies (rows %s); our tiles multiply", gemm, differing)
             for linear in alike:
-                linear.ranges = fixed_order.without_library(by_rows)
+                linear.ranges = fixed_order.without_library(by_rows, gemm.k)
 
 
 def rows_that_differ(weight: torch.Tensor, by_rows: Ranges, most_rows: int) -> list[int]:

@@ -5,7 +5,9 @@ import torch
 
 from nanovllm.kernels.gemm import decode, fixed_order
 from nanovllm.kernels.gemm.choice import LIBRARY, Gemm, GemmConfig, shipped_table
+from nanovllm.kernels.gemm.dispatch import matmul
 from nanovllm.kernels.gemm.fixed_order import ANY_ROWS, LEAVES, leaves_of, linear_in_blocks, ranges, without_library
+from nanovllm.kernels.pointwise.norm import add_up
 from nanovllm.runner.tuning import rows_that_differ
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,28 +30,26 @@ def test_blocks_give_a_row_the_same_bits_in_any_company(dtype: torch.dtype) -> N
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_a_rank_holds_a_node_of_the_one_tree(size: int) -> None:
     torch.manual_seed(1)
-    x, weight = torch.randn(5, 512), torch.randn(24, 512)
+    x, weight = torch.randn(5, 512).bfloat16(), torch.randn(24, 512).bfloat16()
 
     def node(begin: int, end: int) -> torch.Tensor:
-        leaves = (end - begin) // (512 // LEAVES) // 2
-        parts = linear_in_blocks(x[:, begin:end], weight[:, begin:end], GemmConfig("blocks", split_k=2, leaves=leaves))
-        return parts[0] + parts[1]
+        config = GemmConfig("blocks", split_k=(end - begin) // (512 // LEAVES), nodes=True)
+        parts = linear_in_blocks(x[:, begin:end], weight[:, begin:end], config)
+        return parts if parts.dim() == 2 else add_up(parts, x.dtype, nodes=True)
 
     nodes = [node(rank * 512 // size, (rank + 1) * 512 // size) for rank in range(size)]
-    while len(nodes) > 1:
-        nodes = [a + b for a, b in zip(nodes[::2], nodes[1::2], strict=True)]
-    assert torch.equal(nodes[0], node(0, 512))
+    assert torch.equal(add_up(torch.stack(nodes), x.dtype, nodes=True), node(0, 512))
 
 
-def test_leaves_in_the_decode_kernel() -> None:
+def test_parts_of_the_decode_kernel_are_rounded() -> None:
     torch.manual_seed(2)
-    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
     x, weight = (torch.randn(rows, 512).to(DEVICE, dtype) for rows in (5, 64))
-    config = GemmConfig("decode", 64, 16, 32, 3, split_k=2, leaves=8)
-    got, want = decode.linear(x, weight, config), decode.linear_reference(x, weight, config)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match="parts of whole steps"):
-        decode.linear(x, weight, GemmConfig("decode", 64, 16, 128, 3, leaves=8))
+    for kernel in ("decode", "split"):
+        config = GemmConfig(kernel, 64, 16, 32, 3, split_k=4, nodes=True)
+        got, want = matmul(x, weight, config), decode.linear_reference(x, weight, config)
+        assert got.dtype == want.dtype == dtype
+        torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-2)
 
 
 def test_settings_of_the_library_stay_until_the_last_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,8 +72,9 @@ def test_an_order_that_varies_is_noticed_and_replaced() -> None:
     assert rows_that_differ(weight, ((8, blocks), (ANY_ROWS, blocks)), 300) == []
     differing = rows_that_differ(weight, ((8, blocks), (ANY_ROWS, LIBRARY)), 300)
     assert differing and min(differing) > 8
-    replaced = without_library(((8, blocks), (64, LIBRARY), (ANY_ROWS, GemmConfig("split", split_k=2))))
-    assert [(config.kernel, config.parts) for _, config in replaced] == [("blocks", 1), ("decode", 1), ("decode", 2)]
+    replaced = without_library(((8, blocks), (64, LIBRARY), (ANY_ROWS, GemmConfig("split", split_k=2))), 96)
+    found = [(config.kernel, config.parts, config.block_k) for _, config in replaced]
+    assert found == [("blocks", 1, 0), ("decode", 1, 64), ("decode", 2, 16)]
 
 
 @pytest.mark.parametrize(("kind", "n", "k"), SHAPES)
@@ -89,7 +90,8 @@ def test_k_is_cut_alike_for_all_numbers_of_rows(kind: str, n: int, k: int) -> No
         assert parts == 1 or all(k % (parts * config.block_k) == 0 for config in chosen if config.block_k)
     for size in (1, 2, 4, 8):
         leaves = leaves_of(k) // size
-        if kind in ("o", "down") and leaves >= 2:
+        if kind in ("o", "down") and leaves:
             part = gemm._replace(k=k // size)
             for _, config in ranges(part, TABLE, True, leaves, False):
-                assert config.parts * config.leaves == leaves and part.k % (leaves * config.block_k) == 0
+                assert config.parts == leaves and config.nodes
+                assert leaves == 1 or not config.block_k or part.k % (leaves * config.block_k) == 0

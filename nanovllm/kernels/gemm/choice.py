@@ -82,8 +82,8 @@ class GemmConfig:
     stages: int = 0
     split_k: int = 1
     num_warps: int = 4
-    leaves: int = 1
-    """Parts of each of the split_k, for "decode" and "blocks": each is summed by itself, and then they are in pairs."""
+    nodes: bool = False
+    """Sums over parts of K are rounded to x's dtype, for "split", "decode" and "blocks" (fixed_order.py)."""
 
     @property
     def is_skinny(self) -> bool:
@@ -367,9 +367,9 @@ def _parse(raw: dict[str, Any]) -> GemmTable:
 
 def _checked(gemm: Gemm, most: int, config: GemmConfig) -> GemmConfig:
     """`config`; ValueError where it cannot multiply `most` rows by this weight."""
-    if config.kernel not in get_args(Kernel) or config.kernel in ("blocks", "one_row"):
+    if config.kernel not in get_args(Kernel) or config.kernel in ("blocks", "one_row") or config.nodes:
         raise ValueError(f"{gemm}: kernel {config.kernel!r} is none of {get_args(Kernel)}")
-    numbers = [getattr(config, field.name) for field in fields(config) if field.name != "kernel"]
+    numbers = [getattr(config, field.name) for field in fields(config) if field.name not in ("kernel", "nodes")]
     bounds = {"fma": SKINNY_ROWS, "stream": SKINNY_ROWS, "quantized_row": 1, "decode": DECODE_ROWS}
     bounds |= {"int4": INT4_ROWS, "int4_whole": INT4_ROWS}
     sizes = [config.block_n, config.block_k, config.stages] if config.is_own else []

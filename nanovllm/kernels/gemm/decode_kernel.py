@@ -65,13 +65,12 @@ def store_sums(
 def decode_gemm_kernel(
     X, W, w_ptr, out_ptr, rows, n_out, k,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    GATED: tl.constexpr, PARTS: tl.constexpr, LEAVES: tl.constexpr, X_LEFT: tl.constexpr, PREFETCH: tl.constexpr,
+    GATED: tl.constexpr, PARTS: tl.constexpr, X_LEFT: tl.constexpr, PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of rows, tiles of weights, splits of K). X and W are descriptors of x [rows, k] and of the weights
     [n_out, k], or [2 n_out, k] where GATED: then a program has BLOCK_N gates and the BLOCK_N ups that belong to them.
-    out [rows, n_out]; with PARTS float32 [splits, rows, n_out], a sum for each split. A split of several LEAVES sums
-    each by itself, and then in pairs; then LEAVES * splits cut k into equal parts, whole steps each.
+    out [rows, n_out]; with PARTS [splits, rows, n_out], a sum for each split.
     """
     split, splits = tl.program_id(2), tl.num_programs(2)
     first_row = tl.program_id(0) * BLOCK_M
@@ -83,25 +82,11 @@ def decode_gemm_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_N] if X_LEFT else [BLOCK_N, BLOCK_M], dtype=tl.float32)
     if GATED:
         up = tl.zeros(acc.shape, dtype=tl.float32)
-    if LEAVES == 1:
-        for step in tl.range(begin, end, num_stages=STAGES):
-            x = X.load([first_row, step * BLOCK_K])
-            acc = multiply(x, W.load([first_col, step * BLOCK_K]), acc, X_LEFT)
-            if GATED:
-                up = multiply(x, W.load([n_out + first_col, step * BLOCK_K]), up, X_LEFT)
-    else:
-        sums = ()
-        length = (end - begin) // LEAVES
-        for leaf in tl.static_range(LEAVES):
-            acc = tl.zeros(acc.shape, dtype=tl.float32)
-            for step in tl.range(begin + leaf * length, begin + (leaf + 1) * length, num_stages=STAGES):
-                x = X.load([first_row, step * BLOCK_K])
-                acc = multiply(x, W.load([first_col, step * BLOCK_K]), acc, X_LEFT)
-            for level in tl.static_range(3):  # as a binary counter: two sums of one size become one at once
-                if (leaf + 1) % (2 << level) == 0:
-                    acc = sums[len(sums) - 1] + acc
-                    sums = sums[: len(sums) - 1]
-            sums = sums + (acc,)
+    for step in tl.range(begin, end, num_stages=STAGES):
+        x = X.load([first_row, step * BLOCK_K])
+        acc = multiply(x, W.load([first_col, step * BLOCK_K]), acc, X_LEFT)
+        if GATED:
+            up = multiply(x, W.load([n_out + first_col, step * BLOCK_K]), up, X_LEFT)
 
     if GATED:
         acc = silu_mul(acc, up, out_ptr.dtype.element_ty)

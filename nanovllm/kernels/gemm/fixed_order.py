@@ -3,9 +3,10 @@
 Tensor cores add up products along K in one order, whatever the tile and the instruction (measured on compute
 capability 9.0). So a kernel's bits follow from how it cuts K alone. For "batch" each layer has one number of parts of
 K for all numbers of rows: two where the consumer adds them up, as most of the measured choices have, and K is long.
-For "tp" a row-parallel layer's whole K, of all ranks, is cut into leaves, whose float32 sums are added in pairs: a
-rank has a power of two of them, and its sum is a node of the one tree. FMA kernels, which have other orders, and
-cuBLAS's own parts of K are left out.
+For "tp" the parts of a row-parallel layer are leaves of a tree over the whole K, of all ranks: sums are added in pairs,
+and the sum of any two, like a leaf's, is rounded to the model's dtype. A rank has a power of two of the leaves, its sum
+is a node of the tree, and ranks exchange no more than by default. FMA kernels, which have other orders, and cuBLAS's
+own parts of K are left out.
 
 On a CPU products are made in blocks of ROWS rows and COLUMNS columns of the result, in float32: all blocks are one
 shape, so the library computes all alike, and an element's bits depend on its place in its block at most, of which
@@ -33,31 +34,25 @@ from nanovllm.kernels.gemm.choice import (
     misfit,
     ranges_of,
 )
-from nanovllm.kernels.pointwise.norm import add_up
 
 ROWS, COLUMNS = 16, 8
-_PROGRAMS = 256
-"""That keep an H200 busy."""
 ANY_ROWS = 1 << 40
-LEAVES, LEAF_MULTIPLE = 16, 16
+LEAVES, LEAF_MULTIPLE = 8, 16
 """Of K of a row-parallel layer, and what a leaf's columns are a multiple of."""
 
 
 def leaves_of(width: int) -> int:
     """Leaves that the inputs of a row-parallel layer are cut into, a power of two up to LEAVES; 1: they cannot be."""
-    return next(n for n in (16, 8, 4, 2, 1) if n == 1 or width % (n * LEAF_MULTIPLE) == 0)
+    return next(n for n in (8, 4, 2, 1) if n == 1 or width % (n * LEAF_MULTIPLE) == 0)
 
 
 def ranges(gemm: Gemm, table: GemmTable, takes_parts: bool, leaves: int, on_cpu: bool) -> Ranges:
     """What multiplies, for all numbers of rows. takes_parts: the consumer adds up sums over parts of K. leaves: of this
     rank's K, in mode "tp"; 0: mode "batch"."""
-    if leaves and gemm.kind in SUMMED:
-        if on_cpu:
-            return ((ANY_ROWS, GemmConfig("blocks", split_k=2, leaves=leaves // 2)),)
-        return tuple((most, _tree_config(gemm, leaves, most, *tile)) for most, *tile in _TREE_TILES)
+    is_tree = leaves > 0 and gemm.kind in SUMMED
     if on_cpu:
-        return ((ANY_ROWS, GemmConfig("blocks")),)
-    parts = _parts_of(gemm.k) if gemm.kind in SUMMED and takes_parts else 1
+        return ((ANY_ROWS, GemmConfig("blocks", split_k=leaves if is_tree else 1, nodes=is_tree)),)
+    parts = leaves if is_tree else _parts_of(gemm.k) if gemm.kind in SUMMED and takes_parts else 1
     if gemm.k % 8:
         raise ValueError(f"exact_bits: {gemm.k} inputs of {gemm.kind}: must be a multiple of 8")
     many = GemmConfig("split", split_k=parts) if parts > 1 else LIBRARY
@@ -66,7 +61,7 @@ def ranges(gemm: Gemm, table: GemmTable, takes_parts: bool, leaves: int, on_cpu:
     by_rows = {rows: _for_rows(gemm, rows, measured, parts, many) for rows in ends}
     if gemm.fused and not leaves and gemm.kind != "head" and (alone := one_row.config_for(gemm.k, parts)):
         by_rows[1] = alone
-    return ranges_of([*by_rows.items(), (ANY_ROWS, many)])
+    return ranges_of((most, replace(config, nodes=is_tree)) for most, config in [*by_rows.items(), (ANY_ROWS, many)])
 
 
 def _parts_of(k: int) -> int:
@@ -75,38 +70,32 @@ def _parts_of(k: int) -> int:
     return wanted if k % (wanted * max(config.block_k for _, config in _OWN_IN_PARTS)) == 0 else 1
 
 
-def _tree_config(gemm: Gemm, leaves: int, rows: int, block_n: int, block_m: int, stages: int, warps: int) -> GemmConfig:
-    """Two parts of several leaves each. One rank, whose norm adds them up, has more where few rows leave
-    multiprocessors idle, and of two leaves where there are many: then the sums of a large tile fit into registers.
-    Several ranks have two: each adds up its own before they are exchanged."""
-    parts, tiles = 2, -(-gemm.n // block_n) * -(-rows // block_m)
-    if rows > DECODE_ROWS:
-        parts = max(2, leaves // 2) if gemm.fused else 2
-        block_n *= 2 if leaves <= 2 * parts else 1
-    while gemm.fused and parts < leaves and parts * tiles < _PROGRAMS:
-        parts *= 2
-    block_k = next(size for size in (128, 64, 32, 16) if gemm.k // leaves % size == 0 and size * block_n <= 8192)
-    return GemmConfig("decode", block_n, block_m, block_k, stages, parts, warps, leaves // parts)
-
-
-def without_library(by_rows: Ranges) -> Ranges:
+def without_library(by_rows: Ranges, k: int) -> Ranges:
     """The same with a kernel of our own where the library would multiply."""
-    return tuple((most, replace(_ANY_TILES, split_k=config.parts) if config.kernel in ("library", "split") else config)
-                 for most, config in by_rows)  # fmt: skip
+    return tuple((most, replace(_cut(k, _ANY_TILES, config.parts), nodes=config.nodes)
+                  if config.kernel in ("library", "split") else config) for most, config in by_rows)  # fmt: skip
 
 
 def _for_rows(gemm: Gemm, rows: int, measured: Ranges, parts: int, otherwise: GemmConfig) -> GemmConfig:
-    """What was measured for so many rows, if it cuts K into so many parts, or two for three; else what we have for few
-    rows."""
+    """What was measured for so many rows, if it cuts K into so many parts, or two for more; else what we have for few
+    rows. A part is of whole steps."""
     config = next((config for most, config in measured if rows <= most), None)
     kinds = ("library", "split", "decode") if rows > 1 else ("split", "decode")  # the library's for a vector differs
     if config is not None and config.kernel in kinds and config.parts == min(parts, 2):
-        return replace(config, split_k=parts)
+        return _cut(gemm.k, config, parts)
     own = next((config for most, config in (_OWN if parts == 1 else _OWN_IN_PARTS) if rows <= most), otherwise)
     if gemm.kind == "gate_up" and own is not otherwise and rows <= 32:
         own = _GATED
-    own = replace(own, split_k=parts)
+    own = _cut(gemm.k, own, parts)
     return otherwise if misfit(gemm, own) else own
+
+
+def _cut(k: int, config: GemmConfig, parts: int) -> GemmConfig:
+    """The same over parts of K, in steps that a part has a whole number of."""
+    block_k = config.block_k
+    while parts > 1 and block_k > LEAF_MULTIPLE and k // parts % block_k:
+        block_k //= 2
+    return replace(config, split_k=parts, block_k=block_k)
 
 
 _OWN: Ranges = (
@@ -124,11 +113,6 @@ _OWN_IN_PARTS: Ranges = (
 _GATED = GemmConfig("decode", 64, 32, 128, 5)
 """The same for gate and up, of which a program has a tile each."""
 _ANY_TILES = GemmConfig("decode", 128, 128, 64, 4, num_warps=8)
-_TREE_TILES = (
-    (16, 64, 16, 5, 4), (32, 64, 32, 5, 4), (64, 64, 64, 4, 4), (128, 64, 64, 4, 8), (256, 64, 64, 4, 8),
-    (ANY_ROWS, 64, 128, 4, 8),
-)  # fmt: skip
-"""Most rows; weight rows and rows of a tile, stages, warps."""
 
 
 _settings_lock = threading.Lock()
@@ -167,17 +151,16 @@ def _set(library: Any, bfloat16: Any, float16: Any) -> None:
 
 
 def linear_in_blocks(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
-    """x [M, K] @ weight [N, K]^T -> [M, N] in x's dtype; with config.split_k > 1 float32 [split_k, M, N], sums over
-    parts of K, each of config.leaves."""
-    (rows, k), n, dtype, count = x.shape, weight.shape[0], x.dtype, config.split_k * config.leaves
+    """x [M, K] @ weight [N, K]^T -> [M, N] in x's dtype; with config.split_k > 1 [split_k, M, N], sums over parts of K.
+    """
+    (rows, k), n, dtype, count = x.shape, weight.shape[0], x.dtype, config.split_k
     x = torch.nn.functional.pad(x.float(), (0, 0, 0, ROWS if rows == 0 else -rows % ROWS))
     weight = torch.nn.functional.pad(weight.float(), (0, 0, 0, -n % COLUMNS))
-    leaves = []
-    for x_leaf, weight_leaf in zip(x.chunk(count, 1), weight.chunk(count, 1), strict=True):
-        columns = weight_leaf.reshape(-1, COLUMNS, k // count).transpose(1, 2)
+    parts = []
+    for x_part, weight_part in zip(x.chunk(count, 1), weight.chunk(count, 1), strict=True):
+        columns = weight_part.reshape(-1, COLUMNS, k // count).transpose(1, 2)
         blocks = [torch.bmm(own.expand(len(columns), -1, -1), columns)
-                  for own in x_leaf.contiguous().view(-1, ROWS, k // count)]  # fmt: skip
-        leaves.append(torch.stack(blocks).transpose(1, 2).reshape(x.shape[0], -1)[:rows, :n])
-    parts = torch.stack(leaves).unflatten(0, (config.split_k, config.leaves))
-    sums = torch.stack([add_up(part, torch.float32) for part in parts])
-    return sums if config.split_k > 1 else sums[0].to(dtype)
+                  for own in x_part.contiguous().view(-1, ROWS, k // count)]  # fmt: skip
+        parts.append(torch.stack(blocks).transpose(1, 2).reshape(x.shape[0], -1)[:rows, :n])
+    sums = torch.stack(parts).to(dtype)
+    return sums if count > 1 else sums[0]

@@ -18,9 +18,9 @@ from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.kernels.gemm.decode_kernel import silu_mul
 from nanovllm.kernels.pointwise.activation import silu_mul_reference
-from nanovllm.kernels.pointwise.norm import PAIRED_WIDTH, Norm, add_norms_reference, load_sum, norm_row
+from nanovllm.kernels.pointwise.norm import Norm, add_norms_reference, load_sum, norm_row
 
-COLUMNS = PAIRED_WIDTH
+COLUMNS = 1024
 """Most columns of K that a program holds, of 64 weight rows: 128 KB."""
 _BLOCK_N, _ROWS = 64, tl.constexpr(16)  # the least that a matrix instruction of Hopper takes, and Triton gives it
 

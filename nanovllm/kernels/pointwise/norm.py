@@ -39,21 +39,18 @@ class Norm(NamedTuple):
 
 _NONE = Norm(None, 0.0)  # type: ignore[arg-type]
 MOST_PARTS = 16
-PAIRED_WIDTH = 1024
-"""Squares of rows up to it are added in pairs, which costs nothing there: so that kernels/gemm/one_row.py, whose
-programs have other sizes, gets the same bits."""
-_PAIRED_WIDTH = tl.constexpr(PAIRED_WIDTH)
 
 
 @triton.jit
-def in_pairs(parts):
-    """The sum of a tuple of up to MOST_PARTS tiles: of neighbours, then of these sums, and so on, so that a group's sum
-    is the same whether its members come one by one or added up already. An odd one out joins a round later."""
+def in_pairs(parts, node: tl.constexpr):
+    """The sum of a tuple of up to MOST_PARTS float32 tiles: of neighbours, then of these sums, and so on, so that a
+    group's sum is the same whether its members come one by one or added up already. Each sum is rounded to the type
+    `node`. An odd one out joins a round later."""
     for _ in tl.static_range(4):
         sums = ()
         for i in tl.static_range((len(parts) + 1) // 2):
             if 2 * i + 1 < len(parts):
-                sums = sums + (parts[2 * i] + parts[2 * i + 1],)
+                sums = sums + ((parts[2 * i] + parts[2 * i + 1]).to(node).to(tl.float32),)
             else:
                 sums = sums + (parts[2 * i],)
         parts = sums
@@ -70,23 +67,25 @@ def _load_row(POINTER, cols, mask):
 
 
 @triton.jit
-def load_sum(X, stride, cols, mask, PARTS: tl.constexpr, dtype: tl.constexpr):
-    """A row of X; where it has PARTS, `stride` apart, their sum, rounded to dtype."""
+def load_sum(
+    X, stride, cols, mask, PARTS: tl.constexpr, dtype: tl.constexpr, node: tl.constexpr = tl.float32
+):  # fmt: skip
+    """A row of X; where it has PARTS, `stride` apart, their sum, rounded to dtype, and to `node` on the way."""
     x = tl.load(X + cols, mask=mask, other=0.0)
     if PARTS > 1:
         parts = (x.to(tl.float32),)
         for part in tl.static_range(1, PARTS):
             parts = parts + (tl.load(X + part * stride + cols, mask=mask, other=0.0).to(tl.float32),)
-        x = in_pairs(parts).to(dtype)
+        x = in_pairs(parts, node).to(dtype)
     return x
 
 
 @triton.jit
-def _sum(x):
-    """The sum of x [a power of two]; up to PAIRED_WIDTH of pairs, then of pairs of these sums, and so on: the same bits
+def sum_in_pairs(x):
+    """The sum of x [a power of two] of pairs, then of pairs of these sums, and so on: the same bits in every kernel,
     however many threads hold it. Neighbours, which are mostly one thread's, come first, then halves."""
-    for level in tl.static_range(10):
-        if x.shape[0] > 1 and x.shape[0] <= _PAIRED_WIDTH:
+    for level in tl.static_range(16):
+        if x.shape[0] > 1:
             if level < 3:
                 x = tl.sum(tl.reshape(x, [x.shape[0] // 2, 2]), 1)
             else:
@@ -99,8 +98,8 @@ def norm_row(x, weight, bias, eps, mask, HIDDEN: tl.constexpr, KIND: tl.constexp
     """One row x [BLOCK] normalised, in x's dtype; see Norm."""
     x32 = x.to(tl.float32)
     if KIND == "layer":
-        x32 = tl.where(mask, x32 - tl.sum(x32, 0) / HIDDEN, 0.0)
-    normed = x32 * tl.rsqrt(_sum(x32 * x32) / HIDDEN + eps)
+        x32 = tl.where(mask, x32 - sum_in_pairs(x32) / HIDDEN, 0.0)
+    normed = x32 * tl.rsqrt(sum_in_pairs(x32 * x32) / HIDDEN + eps)
     if KIND == "rms":
         # A product of two bfloat16 is exact in float32, so this rounds once, as a bfloat16 product does.
         normed = normed.to(x.dtype).to(tl.float32)
@@ -114,7 +113,7 @@ def norm_row(x, weight, bias, eps, mask, HIDDEN: tl.constexpr, KIND: tl.constexp
 def _norm_kernel(
     X, RESIDUAL, WEIGHT, BIAS, OUT, SCALES, AFTER_WEIGHT, AFTER_BIAS, x_stride, scale_stride, eps, after_eps,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, KIND: tl.constexpr, AFTER_KIND: tl.constexpr,
-    MULTIPLIER: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    MULTIPLIER: tl.constexpr, PARTS: tl.constexpr, NODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Row `program_id` of add_norms, without the addition where not ADD. RESIDUAL and OUT are contiguous, and so is X
     where it is PARTS matrices to add up. What is None is not there: AFTER_WEIGHT, biases, and WEIGHT where OUT
@@ -128,7 +127,8 @@ def _norm_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     part_stride = tl.num_programs(0).to(tl.int64) * HIDDEN
-    x = load_sum(X + row * x_stride, part_stride, cols, mask, PARTS, RESIDUAL.dtype.element_ty)
+    dtype: tl.constexpr = RESIDUAL.dtype.element_ty
+    x = load_sum(X + row * x_stride, part_stride, cols, mask, PARTS, dtype, dtype if NODES else tl.float32)
     if AFTER_WEIGHT is not None:
         x = norm_row(x, after_weight, after_bias, after_eps, mask, HIDDEN, AFTER_KIND, AFTER_BIAS is not None)
     if ADD:
@@ -147,7 +147,7 @@ def _norm_kernel(
 
 def _launch(
     x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, out: torch.Tensor, after: Norm | None = None,
-    multiplier: float = 1.0, scales: torch.Tensor | None = None,
+    multiplier: float = 1.0, scales: torch.Tensor | None = None, nodes: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     num_rows, hidden = x.shape[-2:]
     block = triton.next_power_of_2(hidden if scales is None else max(hidden, GROUP))
@@ -159,7 +159,7 @@ def _launch(
             x, x if residual is None else residual, norm.weight, norm.bias, out, scales, after.weight, after.bias,
             x.stride(-2), 0 if scales is None else scales.stride(1), norm.eps, after.eps,
             HIDDEN=hidden, BLOCK=block, ADD=residual is not None, KIND=norm.kind, AFTER_KIND=after.kind,
-            MULTIPLIER=multiplier, PARTS=parts,
+            MULTIPLIER=multiplier, PARTS=parts, NODES=nodes,
             num_warps=min(max(block // (1024 if parts == 1 else 512), 1), 4 if parts == 1 else 8),
             # A norm's result is rounded before it is added: no multiply-add in bfloat16 may join the two.
             enable_fp_fusion=after is _NONE and multiplier == 1.0, **pdl_options(x.device, num_rows <= most_pdl_rows),
@@ -169,19 +169,20 @@ def _launch(
 
 def add_norms(
     x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, after: Norm | None = None,
-    multiplier: float = 1.0,
+    multiplier: float = 1.0, nodes: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(norm(new residual), new residual = residual + multiplier * after(x)), each [T, H].
 
     The sum replaces `residual` in place. Without a residual x is the new one, as it is. Without `norm` both results are
     the new residual. x may also be [parts, T, H], a GEMM's sums over parts of its columns (kernels/gemm/decode.py) or
-    the results of a token's experts, whose float32 sum is rounded to residual's dtype before it is added. Rows of x may
-    be strided, parts of it are contiguous as residual is.
+    the results of a token's experts, whose float32 sum is rounded to residual's dtype before it is added; with `nodes`
+    so is the sum of any two (kernels/gemm/fixed_order.py). Rows of x may be strided, parts of it are contiguous as
+    residual is.
     """
     like = x if residual is None else residual
     out = like if norm is None else empty_rows(like.shape[0], like.shape[1], like.dtype, like.device)
     if norm is not None or residual is not None:
-        _launch(x, residual, norm, out, after, multiplier)
+        _launch(x, residual, norm, out, after, multiplier, nodes=nodes)
     return out, like
 
 
@@ -195,9 +196,10 @@ def add_norms_fp8(
     return found, like
 
 
-def add_up(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[parts, T, hidden] -> their float32 sum, rounded once, [T, hidden]; added in pairs, as in_pairs does."""
-    sums = list(parts.float())
+def add_up(parts: torch.Tensor, dtype: torch.dtype, nodes: bool = False) -> torch.Tensor:
+    """[parts, T, hidden] -> their float32 sum, rounded once, or with `nodes` the sum of any two to the parts' dtype,
+    [T, hidden]; added in pairs, as in_pairs does."""
+    sums = list(parts if nodes else parts.float())
     while len(sums) > 1:
         sums = [sum(sums[i + 1 : i + 2], sums[i]) for i in range(0, len(sums), 2)]
     return sums[0].to(dtype)
@@ -217,14 +219,14 @@ def norm_reference(x: torch.Tensor, norm: Norm) -> torch.Tensor:
 
 def add_norms_reference(
     x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, after: Norm | None = None,
-    multiplier: float = 1.0,
+    multiplier: float = 1.0, nodes: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Plain twin of `add_norms`."""
     if residual is None:
         residual = x
     else:
         if x.dim() == 3:
-            x = add_up(x, residual.dtype)
+            x = add_up(x, residual.dtype, nodes)
         y = x if after is None else norm_reference(x, after)
         residual.add_(y if multiplier == 1.0 else y * multiplier)
     return residual if norm is None else norm_reference(residual, norm), residual

@@ -9,7 +9,8 @@ ahead of its first look at a slot.
 
 Rounding is that of `norm.py`, with one rounding for sum and residual together. An addend may come as sums over parts of
 K (kernels/gemm/decode.py): a rank adds up its own, in pairs, and rounds once before it sends. Sums are float32 in a
-fixed order, so all ranks hold the same bits.
+fixed order, so all ranks hold the same bits. Where they are to be those of other numbers of ranks too (`nodes`), a sum
+of any two addends is rounded.
 
 A wait looks at `abort` in local device memory each time round and is bounded by `max_spins`. After either the outputs
 are garbage and the block must not be used again.
@@ -89,11 +90,14 @@ class PeerAllReduce:
     max_spins: rounds of a wait before it gives up and sets the abort word to 2.
     """
 
-    def __init__(self, memory: PeerMemory, max_spins: int = MAX_SPINS, one_order: bool = False) -> None:
+    def __init__(self, memory: PeerMemory, max_spins: int = MAX_SPINS, one_order: bool = False,
+                 nodes: bool = False) -> None:  # fmt: skip
         """one_order: a row's bits do not depend on how many there are. Then no row is cut, whose squares would be
-        summed in parts, and sums that are too large for the block go through it in pieces."""
+        summed in parts, and sums that are too large for the block go through it in pieces. nodes, with one_order: nor
+        do they on the ranks."""
         self.memory = memory
         self.one_order = one_order
+        self.nodes = nodes
         self.max_spins = max_spins
         layout = memory.layout
         self._hidden = layout.hidden_size
@@ -137,7 +141,8 @@ class PeerAllReduce:
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Sum over the ranks + residual (float32, one rounding), and the norm of that, of kind "rms".
 
-        partial [T, hidden]: this rank's addend, contiguous, any memory; or float32 [parts, T, hidden], whose sum it is.
+        partial [T, hidden]: this rank's addend, contiguous, any memory; or [parts, T, hidden], whose sum it is, of
+        float32 or, with `nodes`, of the memory's dtype.
         residual [T, hidden]: updated in place; None: zeros, and a new tensor is returned. Returns (normalised [T,
         hidden], residual [T, hidden]).
         The residual is for further calls with the same T alone: where two-shot is taken, each rank updates only the
@@ -163,13 +168,6 @@ class PeerAllReduce:
             self._launch(path, (part, total, total, total), 0.0, False, False, norm=False)
         return out
 
-    def all_gather(self, partial: torch.Tensor) -> torch.Tensor:
-        """Every rank's sum of its partial, float32 [parts, T, hidden]: a new tensor [ranks, T, hidden], in which -0.0
-        became +0.0. For a block of float32, of at least T rows."""
-        out = partial.new_empty(self.memory.world_size, self._check(partial, None, None), self._hidden)
-        self._launch("one_shot", (partial, out, out, out), 0.0, False, False, norm=False, gather=True)
-        return out
-
     def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:
         """keys int64 [B] (B <= max_keys) becomes its element-wise maximum over the ranks, in place. The smallest
         int64 means nothing: it comes back as the one above it."""
@@ -190,7 +188,8 @@ class PeerAllReduce:
         if not (in_parts or partial.ndim == 2) or partial.shape[-1] != self._hidden or partial.shape[-2] < 1:
             raise ValueError(f"partial: shape {tuple(partial.shape)}, need [rows, {self._hidden}] or parts of that")
         shape = (partial.shape[-2], self._hidden)
-        dtypes = [torch.float32 if in_parts else self.memory.dtype, self.memory.dtype, self.memory.dtype]
+        model_dtype = self.memory.dtype
+        dtypes = [torch.float32 if in_parts and not self.nodes else model_dtype, model_dtype, model_dtype]
         for tensor, dtype in zip((partial, residual, weight), dtypes, strict=True):
             if tensor is not None and (tensor.dtype != dtype or not tensor.is_contiguous()):
                 raise ValueError(f"need a contiguous {dtype} tensor, got {tensor.dtype} {tensor.stride()}")
@@ -200,7 +199,7 @@ class PeerAllReduce:
 
     def _launch(
         self, path: Path | None, operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], eps: float,
-        has_residual: bool, dependent: bool, norm: bool = True, gather: bool = False,
+        has_residual: bool, dependent: bool, norm: bool = True,
     ) -> None:  # fmt: skip
         """operands: partial, residual (in and out, or only out), weight, out; without `norm` the sum goes to out."""
         partial, residual, weight, out = operands
@@ -214,7 +213,7 @@ class PeerAllReduce:
         fixed |= pdl_options(partial.device, dependent or rows <= PDL_ROWS)
         if path == "one_shot" and rows <= layout.one_shot_rows:
             one_shot_kernel[(min(rows, MAX_PROGRAMS),)](
-                *tensors, memory.parity[0], *scalars, NORM=norm, CAPACITY=layout.one_shot_rows, GATHER=gather,
+                *tensors, memory.parity[0], *scalars, NORM=norm, NODES=self.nodes, CAPACITY=layout.one_shot_rows,
                 **fixed,
             )  # fmt: skip
         elif path == "two_shot" and rows <= layout.two_shot_rows:
@@ -231,7 +230,8 @@ class PeerAllReduce:
         if plan is None:
             offsets = [layout.scatter // layout.itemsize, layout.gather // layout.itemsize]
             two_shot_kernel[(min(triton.cdiv(rows, layout.world_size), MAX_PROGRAMS),)](
-                *tensors, memory.parity[1], *scalars, *offsets, NORM=norm, UNITS=layout.units, **fixed
+                *tensors, memory.parity[1], *scalars, *offsets, NORM=norm, NODES=self.nodes, UNITS=layout.units,
+                **fixed,
             )
             return
         width = self._hidden // plan.split

@@ -1,7 +1,7 @@
 """The Triton kernels of the sums through peer memory; all_reduce.py launches them, and says why they are right."""
 
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.pointwise.norm import in_pairs
+from nanovllm.kernels.pointwise.norm import in_pairs, sum_in_pairs
 from nanovllm.parallel.peer.memory import MAX_PROGRAMS
 
 _PARITIES = tl.constexpr(MAX_PROGRAMS)
@@ -62,29 +62,44 @@ def rounded(x, out, INT: tl.constexpr, SENTINEL: tl.constexpr):
 
 @triton.jit
 def load_addend(partial, at, rows, mask, out, PARTS: tl.constexpr, HIDDEN: tl.constexpr, INT: tl.constexpr,
-            SENTINEL: tl.constexpr):  # fmt: skip
-    """What this rank sends of the elements `at`: the bits that `partial` holds; of several parts their sum."""
+            SENTINEL: tl.constexpr, NODES: tl.constexpr = False):  # fmt: skip
+    """What this rank sends of the elements `at`: the bits that `partial` holds; of several parts their sum, with NODES
+    of each two of them rounded."""
     if PARTS == 1:
         return _without_sentinel(tl.load(partial + at, mask=mask, other=0), SENTINEL, 0)
     else:
         parts = ()
         for part in tl.static_range(PARTS):
-            parts = parts + (tl.load(partial + part * (rows.to(tl.int64) * HIDDEN) + at, mask=mask, other=0.0),)
-        return rounded(in_pairs(parts), out, INT, SENTINEL)
+            addend = tl.load(partial + part * (rows.to(tl.int64) * HIDDEN) + at, mask=mask, other=0.0)
+            parts = parts + (addend.to(tl.float32),)
+        return rounded(in_pairs(parts, out.dtype.element_ty if NODES else tl.float32), out, INT, SENTINEL)
+
+
+@triton.jit
+def _node(addends, dtype: tl.constexpr):
+    """Float32 addends [a power of two, BLOCK] -> their sum [BLOCK], in pairs, that of each two rounded to dtype."""
+    for _ in tl.static_range(3):
+        if addends.shape[0] > 1:
+            pairs = tl.reshape(addends, [addends.shape[0] // 2, 2, addends.shape[1]])
+            addends = tl.sum(pairs, 1).to(dtype).to(tl.float32)
+    return tl.sum(addends, 0)
 
 
 @triton.jit
 def _finish_row(arrived, kept_before, gain, at, residual_out, out, mask, eps, HIDDEN: tl.constexpr,
-                NORM: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr):  # fmt: skip
+                NORM: tl.constexpr, NODES: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr):  # fmt: skip
     """arrived INT [sources, BLOCK]: one row of every rank. Sums, adds the residual, normalises, stores at `at` of
-    residual_out and out; returns the bits of out. Without NORM the sum itself goes to out alone."""
-    total = tl.sum(arrived.to(out.dtype.element_ty, bitcast=True).to(tl.float32), 0) + kept_before
-    result = rounded(total, out, INT, SENTINEL)
+    residual_out and out; returns the bits of out. Without NORM the sum itself goes to out alone. NODES: with the bits
+    of norm.py."""
+    addends = arrived.to(out.dtype.element_ty, bitcast=True).to(tl.float32)
+    total = _node(addends, out.dtype.element_ty) if NODES else tl.sum(addends, 0)
+    result = rounded(total + kept_before, out, INT, SENTINEL)
     if NORM:
         x = result.to(out.dtype.element_ty, bitcast=True)
         tl.store(residual_out + at, x, mask=mask)
         x32 = x.to(tl.float32)
-        normed = (x32 * tl.math.rsqrt(tl.sum(x32 * x32, 0) / HIDDEN + eps)).to(out.dtype.element_ty)
+        squares = sum_in_pairs(x32 * x32) if NODES else tl.sum(x32 * x32, 0)
+        normed = (x32 * tl.math.rsqrt(squares / HIDDEN + eps)).to(out.dtype.element_ty)
         result = rounded(normed.to(tl.float32) * gain, out, INT, SENTINEL)
     tl.store(out + at, result.to(out.dtype.element_ty, bitcast=True), mask=mask)
     return result
@@ -103,15 +118,14 @@ def float_or_zeros(pointers, mask, WANTED: tl.constexpr):
 def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_state, abort, rows, rank, eps,
                     max_spins, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
                     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr,
-                    PARTS: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr, PDL: tl.constexpr,
-                    GATHER: tl.constexpr):  # fmt: skip
-    """Every rank sends its rows to all ranks (itself too, which keeps the code one) and sums all that arrive; or, to
-    GATHER, stores it as it is: out [WORLD, rows, HIDDEN].
+                    PARTS: tl.constexpr, NODES: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr,
+                    PDL: tl.constexpr):  # fmt: skip
+    """Every rank sends its rows to all ranks (itself too, which keeps the code one) and sums all that arrive.
 
-    partial INT [rows, HIDDEN] (the bits of the model's dtype), or float32 [PARTS, rows, HIDDEN], which are added up and
-    rounded before they are sent. residual, residual_out, out [rows, HIDDEN]; weight [HIDDEN]; without NORM out is the
-    sum, and residual_out and weight are not touched. Places: [2, WORLD
-    (source), CAPACITY, HIDDEN], where the block begins. Program p takes rows p, p + programs, ...
+    partial INT [rows, HIDDEN] (the bits of the model's dtype), or float32 or with NODES that dtype [PARTS, rows,
+    HIDDEN], which are added up and rounded before they are sent. residual, residual_out, out [rows, HIDDEN]; weight
+    [HIDDEN]; without NORM out is the sum, and residual_out and weight are not touched. Places: [2, WORLD (source),
+    CAPACITY, HIDDEN], where the block begins. Program p takes rows p, p + programs, ...
     """
     pid, programs = tl.program_id(0), tl.num_programs(0)
     cols = tl.arange(0, BLOCK)
@@ -123,7 +137,8 @@ def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
     half = parity.to(tl.int64) * (WORLD * CAPACITY * HIDDEN)
     row = pid
     while row < rows:
-        bits = load_addend(partial, row.to(tl.int64) * HIDDEN + cols, rows, mask, out, PARTS, HIDDEN, INT, SENTINEL)
+        at = row.to(tl.int64) * HIDDEN + cols
+        bits = load_addend(partial, at, rows, mask, out, PARTS, HIDDEN, INT, SENTINEL, NODES)
         place = half + (rank * CAPACITY + row).to(tl.int64) * HIDDEN
         for step in tl.static_range(WORLD):
             tl.store(blocks[step] + place + cols, bits, mask=mask)
@@ -137,11 +152,7 @@ def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
         at = row.to(tl.int64) * HIDDEN
         kept = float_or_zeros(residual + at + cols, mask, RESIDUAL)
         arrived = _receive(blocks[WORLD - 1] + half + at + tile, tile_mask, abort, max_spins, SENTINEL)
-        if GATHER:
-            apart = (source * rows).to(tl.int64)[:, None] * HIDDEN
-            tl.store(out + at + apart + cols[None, :], arrived.to(out.dtype.element_ty, bitcast=True), mask=tile_mask)
-        else:
-            _finish_row(arrived, kept, gain, at + cols, residual_out, out, mask, eps, HIDDEN, NORM, INT, SENTINEL)
+        _finish_row(arrived, kept, gain, at + cols, residual_out, out, mask, eps, HIDDEN, NORM, NODES, INT, SENTINEL)
         row += programs
     end_call(parity_state, parity)
 
@@ -150,7 +161,8 @@ def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
 def two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_state, abort, rows, rank, eps,
                     max_spins, scatter, gather, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr, UNITS: tl.constexpr,
                     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr,
-                    PARTS: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                    PARTS: tl.constexpr, NODES: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr,
+                    PDL: tl.constexpr):  # fmt: skip
     """Row unit * WORLD + r is summed, normed and sent to everyone by rank r. Program p takes units p, p + programs, ...
 
     Operands as in one_shot_kernel; `residual_out` is written at this rank's own rows only. Places: scatter + [2, WORLD
@@ -171,7 +183,8 @@ def two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
             row = unit * WORLD + (rank + 1 + step) % WORLD
             exists = mask & (row < rows)
             at = row.to(tl.int64) * HIDDEN + cols
-            rows_out = rows_out + (load_addend(partial, at, rows, exists, out, PARTS, HIDDEN, INT, SENTINEL),)
+            addend = load_addend(partial, at, rows, exists, out, PARTS, HIDDEN, INT, SENTINEL, NODES)
+            rows_out = rows_out + (addend,)
         for step in tl.static_range(WORLD):
             to = (rank + 1 + step) % WORLD
             exists = mask & (unit * WORLD + to < rows)
@@ -189,7 +202,7 @@ def two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
             kept = float_or_zeros(residual + at + cols, mask, RESIDUAL)
             place = scatter + half + unit.to(tl.int64) * HIDDEN
             arrived = _receive(_peer_pointer(peers, rank, place, INT) + tile, tile_mask, abort, max_spins, SENTINEL)
-            bits = _finish_row(arrived, kept, gain, at + cols, residual_out, out, mask, eps, HIDDEN, NORM, INT,
+            bits = _finish_row(arrived, kept, gain, at + cols, residual_out, out, mask, eps, HIDDEN, NORM, NODES, INT,
                                SENTINEL)
             place = half + at
             for step in tl.static_range(WORLD - 1):
