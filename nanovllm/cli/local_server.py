@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.cli.http_client import Client
-from nanovllm.startup.child import start_linked
+from nanovllm.startup.child import end, start_linked
 
 _POLL = 0.05  # seconds between two looks at /health
 _EXIT_PATIENCE = 15.0
@@ -68,10 +67,7 @@ class LocalServer:
         """Ends the server and waits for its end."""
         self._link.close()
         try:
-            self.process.wait(_EXIT_PATIENCE)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+            end(self.process, _EXIT_PATIENCE)
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -4,7 +4,6 @@ processes.py. It reads a command, carries it out, and answers if it was a call."
 import os
 import pickle
 import queue
-import signal
 import sys
 import threading
 import traceback
@@ -12,13 +11,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from nanovllm.executor.channel import STEP, CommandReader, WorkerState
+from nanovllm.startup.child import leave_signals_to_parent
 
 _LOOK_SECONDS = 0.5
 _SPIN_SECONDS = 2.0  # for which a worker of a GPU waits for its next command before it sleeps
 
 
 def main(rank: int, control_fd: int, memory_fd: int, doorbell_fd: int, store_fd: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_signals_to_parent()
     control = Connection(control_fd)
     ring = CommandReader(memory_fd, rank - 1, doorbell_fd)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()

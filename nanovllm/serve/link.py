@@ -1,23 +1,19 @@
 """The front's hold on the engine process: started as a child, spoken to through one socket, watched by its end."""
 
 import asyncio
-import os
-import signal
-import subprocess
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from nanovllm.serve import frames
 from nanovllm.serve.streams import Streams
-from nanovllm.startup.child import start_linked
+from nanovllm.startup.child import end, start_linked
 
 _MODULE = "nanovllm.serve.engine_process"
 _EXIT_PATIENCE = 6.0  # seconds that the engine gets to end its ranks in order
 
 
 class EngineChild:
-    """The process. Its ranks and helpers are in its session, so that all of them can be ended together."""
+    """The process. Its ranks and helpers end with it."""
 
     def __init__(self, model: str, options: dict[str, Any], module: str = _MODULE) -> None:
         """Starts it. `module`: what it runs; a benchmark puts a simulator here."""
@@ -27,15 +23,11 @@ class EngineChild:
         self.socket.setblocking(False)
 
     def wait(self) -> None:
-        """Waits for its end once the socket is closed; kills all of its session that is left."""
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(_EXIT_PATIENCE)
-        self.kill()
+        """Waits for its end once the socket is closed, and kills it when its time is over."""
+        end(self.process, _EXIT_PATIENCE)
 
     def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # its session's group: the process is its leader
-        self.process.wait()
+        end(self.process, 0.0)
 
 
 class EngineLink(asyncio.Protocol):
