@@ -16,7 +16,8 @@ def parse_with_config(parser: Parser, arguments: Sequence[str]) -> argparse.Name
     if given.config is None:
         return given
     entries = _read(parser, given.config)
-    defaults = {"model": entries.pop("model", None)}
+    model = entries.pop("model", None)
+    defaults: dict[str, Any] = {} if model is None else {"model": str(model)}
     for key, value in entries.items():
         name = "--" + str(key).replace("_", "-")
         action = parser.action(name)

@@ -36,11 +36,6 @@ _NOT_NEEDED = (
 _NOT_NEEDED_WITH_VALUE = ("--weight-transfer-config", "--uvicorn-log-level", "--swap-space")
 
 
-class _Refuse(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        parser.error(_NO_REMOTE_CODE)
-
-
 def make_parser() -> Parser:
     parser = Parser(
         prog="nanovllm serve",
@@ -64,7 +59,7 @@ def make_parser() -> Parser:
         parser.add_argument(name, action="store_true", help=argparse.SUPPRESS)
     for name in _NOT_NEEDED_WITH_VALUE:
         parser.add_argument(name, help=argparse.SUPPRESS)
-    parser.add_argument("--trust-remote-code", action=_Refuse, nargs=0, help=argparse.SUPPRESS)
+    parser.add_argument("--trust-remote-code", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
@@ -98,6 +93,8 @@ def _api_keys(given: list[str], variable: str) -> tuple[str, ...]:
 def run(parser: Parser, arguments: list[str]) -> int:
     """Serves until it is told to end."""
     given = parse_with_config(parser, arguments)
+    if given.trust_remote_code:
+        raise ValueError(_NO_REMOTE_CODE)
     engine, server = chosen(given, EngineConfig), chosen(given, ServeOptions)
     model = engine.pop("model", None)
     if model is None:

@@ -74,10 +74,9 @@ def test_counts(text: str, value: int) -> None:
         count("1e999k")
 
 
-def test_mistakes_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean --max-model-len?" in refused(capsys, "m", "--max-modell-len", "3")
     assert "--max-num-seqs" in refused(capsys, "m", "--max-num-seqs", "many")
-    assert "runs no code" in refused(capsys, "m", "--trust-remote-code")
     assert "JSON" in refused(capsys, "m", "--hf-overrides", "{")
     with pytest.raises(SystemExit):
         main(["chat", "--temp", "3"])
@@ -87,6 +86,10 @@ def test_mistakes_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: nanovllm run-batch IN.jsonl OUT.jsonl [options]\n" in capsys.readouterr().err
     assert main(["serv"]) == 2
     assert "did you mean 'serve'?" in capsys.readouterr().err
+    (tmp_path / "options.yaml").write_text("model: [m]\ntrust_remote_code: true")
+    for arguments in (["m", "--trust-remote-code"], ["--config", str(tmp_path / "options.yaml")]):
+        assert main(["serve", *arguments]) == 2
+        assert "runs no code" in capsys.readouterr().err
     assert main(["serve", "m", "--gpu-memory-utilization", "7"]) == 2
     assert "gpu_memory_utilization=7.0" in capsys.readouterr().err
 
