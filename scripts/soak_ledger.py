@@ -32,15 +32,13 @@ COUNTED = (
     "compared",
     "partings",
     "steps",
-    "most rows",
     "chunks",
     "preemptions",
     "aborts",
     "cut off",
     "weight loads",
     "across weights",
-    "admitted",
-    "admitted with hits",
+    "prompt tokens",
     "cached tokens",
 )
 
@@ -175,11 +173,11 @@ class Watch:
     """Counts what the engine does and looks at its integrity between steps."""
 
     def __init__(self, llm: LLM, counts: "Counter[str]") -> None:
-        self._counts = counts
+        self._llm, self._counts = llm, counts
         engine: Any = llm.engine
         self._scheduler: Any = engine.scheduler
-        self._step, self._schedule, self._grow = engine.step, self._scheduler.schedule, self._scheduler._grow
-        engine.step, self._scheduler.schedule, self._scheduler._grow = self.step, self.schedule, self.grow
+        self._step, self._schedule = engine.step, self._scheduler.schedule
+        engine.step, self._scheduler.schedule = self.step, self.schedule
 
     def step(self) -> StepColumns:
         outputs: StepColumns = self._step()
@@ -192,18 +190,10 @@ class Watch:
         plan = self._schedule()
         if plan is not None:
             self._counts["chunks"] += plan.num_rows - plan.num_sample_rows
-            self._counts["most rows"] = max(self._counts["most rows"], plan.num_rows)
-            for seq in plan.new_slots:
-                self._counts["admitted"] += 1
-                self._counts["admitted with hits"] += seq.num_cached_tokens > 0
-                self._counts["cached tokens"] += seq.num_cached_tokens
+        stats = self._llm.stats()
+        self._counts["preemptions"] = stats.num_preemptions
+        self._counts["prompt tokens"], self._counts["cached tokens"] = stats.prompt_tokens, stats.prefix_cache_hits
         return plan
-
-    def grow(self, plan: Any, seq: Any) -> bool:
-        before = len(self._scheduler.running)
-        grown: bool = self._grow(plan, seq)
-        self._counts["preemptions"] += before - len(self._scheduler.running)
-        return grown
 
 
 def children() -> set[int]:
