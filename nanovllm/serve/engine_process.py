@@ -21,8 +21,9 @@ from nanovllm.startup.child import freeze_objects, leave_signals_to_parent
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
-    from nanovllm.outputs import EngineStats, StepColumns
+    from nanovllm.outputs import StepColumns
 
+_STATS_INTERVAL = 0.1  # seconds between two frames with counters, while the engine is busy
 _EXIT_GRACE = 5.0  # seconds for an orderly end once the front is gone
 _IDLE_LOOK = 1.0  # seconds between two looks at the ranks, while there is no work
 _STAGES = {
@@ -33,7 +34,6 @@ _STAGES = {
     "capture": ("capturing graphs", 85, 100),
 }
 """Of an executor's start, as they are told, with their percents."""
-_STATS_INTERVAL = 0.1  # seconds between two frames that carry counters, while the engine is busy
 
 
 def sampling_params(fields: dict[str, Any]) -> Any:
@@ -61,8 +61,6 @@ class EngineProcess:
         """Requests whose grammar is not compiled yet; an abort takes them out."""
         self._prompts_due: set[int] = set()
         """Requests whose prompts' log-probabilities are to be sent."""
-        self._stats_sent = 0.0
-        self._stats_due = False
 
     # -- the main thread ----------------------------------------------------------------------------------------
 
@@ -118,9 +116,15 @@ class EngineProcess:
 
         clock = StepClock() if engine.config.device == "cuda" and engine.config.uses("late_scheduling") else None
         watch = watch_of(engine.config)
+        was_busy, stats_due = False, 0.0
         while not self._leaving:
             admin.advance()
-            if engine.is_busy():
+            is_busy = engine.is_busy()
+            if (is_busy and time.monotonic() >= stats_due) or (was_busy and not is_busy):
+                stats_due = time.monotonic() + _STATS_INTERVAL
+                self._send(frames.Step([], [], stats=engine.stats()))
+            was_busy = is_busy
+            if is_busy:
                 if clock is not None and engine.running_step is not None:
                     clock.wait(engine.executor.has_result)
                 with watch:
@@ -129,9 +133,6 @@ class EngineProcess:
                     clock.note(engine.running_step)
                 if len(gained):
                     self._send(self._step_frame(engine, gained))
-            elif self._stats_due:
-                self._stats_due = False
-                self._send(frames.Step([], [], stats=engine.stats()))
             else:
                 self._work.wait(_IDLE_LOOK)
                 self._work.clear()
@@ -140,9 +141,8 @@ class EngineProcess:
 
     def _step_frame(self, engine: "LLMEngine", gained: "StepColumns") -> frames.Step:
         if not gained.endings and not gained.logprobs:  # nearly every step
-            return frames.Step(
-                list(map(add, gained.request_ids, gained.indices)), gained.token_ids, stats=self._stats()
-            )
+            rows = list(map(add, gained.request_ids, gained.indices))
+            return frames.Step(rows, gained.token_ids)
         frame = frames.Step([], [])
         for entry, (request_id, index, token) in enumerate(
             zip(gained.request_ids, gained.indices, gained.token_ids, strict=True)
@@ -165,7 +165,6 @@ class EngineProcess:
                 if request_id in self._prompts_due:
                     self._send_prompt(engine, request_id, frame, in_full=False)
                 frame.done.append(_done(request_id, engine.forget(request_id)))
-        frame.stats = self._stats()
         return frame
 
     def _send_prompt(self, engine: "LLMEngine", request_id: int, frame: frames.Step, in_full: bool = True) -> None:
@@ -176,17 +175,6 @@ class EngineProcess:
             return  # of replicas: they come with the end
         frame.prompts.append((request_id, [None if each is None else each.tobytes() for each in words]))
         self._prompts_due.discard(request_id)
-
-    def _stats(self) -> "EngineStats | None":
-        """Now and then; what a frame goes without is sent when there is nothing more to do."""
-        engine = self._engine
-        assert engine is not None
-        now = time.monotonic()
-        self._stats_due = now - self._stats_sent < _STATS_INTERVAL
-        if self._stats_due:
-            return None
-        self._stats_sent = now
-        return engine.stats()
 
     # -- other threads ------------------------------------------------------------------------------------------
 

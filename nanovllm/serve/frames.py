@@ -139,7 +139,7 @@ class Step(Frame):
     prompts: list[tuple[int, list[bytes | None]]] = []
     """(request, a line of LogprobRows for each position of its prompt), once, at the latest with its Done."""
     stats: EngineStats | None = None
-    """In some of the frames."""
+    """In frames of their own, now and then."""
 
 
 DownFrame = Start | Add | Abort | Control

@@ -175,11 +175,11 @@ class Request:
 
     def _can_write(self) -> bool:
         """Whether its client takes more now. Where no response has begun, one is to."""
-        if self.connection is None:
+        if (connection := self.connection) is None:
             if not self.opened.done():
                 self.opened.set_result(None)
             return False
-        return not self.is_unread and not self.connection.transport.is_closing()
+        return not (connection.flow.write_paused or connection.transport.is_closing())
 
     def _write(self, data: bytes, now: float) -> None:
         assert self.connection is not None
