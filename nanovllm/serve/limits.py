@@ -9,6 +9,8 @@ from nanovllm.serve.errors import bad_request
 HEADER_BYTES = 64 << 10
 HEADER_COUNT = 100
 BODY_BYTES = 32 << 20
+BODIES_BYTES = 512 << 20
+"""Of all bodies that are on their way at once."""
 HEADER_SECONDS = 10.0
 """For a request's headers, and for the first byte of a connection."""
 BODY_SECONDS = 60.0

@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("from-file\n")
     arguments = ("--api-key", "sesame", "--api-key", f"@{keys}")
-    limits = {"HEADER_SECONDS": 2.0, "BODY_SECONDS": 2.0, "SLOW_SECONDS": 1.0}
+    limits = {"BODIES_BYTES": 40 << 20, "HEADER_SECONDS": 2.0, "BODY_SECONDS": 2.0, "SLOW_SECONDS": 1.0}
     folder, environment = tmp_path_factory.mktemp("impatient"), {"NANOVLLM_API_KEY": "from-environment"}
     with Server(folder, *arguments, env=environment, limits=limits) as started:
         started.wait_until_ready()
@@ -128,6 +129,25 @@ def test_body_too_large(server: Server, client: httpx.Client) -> None:
     status, error = refusal(raw(server, OPENING + b"transfer-encoding: chunked\r\n\r\n", *[chunk] * 60))
     assert (status, error["code"]) == (413, "body_too_large")
     still_serves(client)
+
+
+def test_bodies_too_large_together(impatient: Server) -> None:
+    """Clients that never end what they send do not fill the memory, and others are served when these have left."""
+    head = OPENING + b"authorization: Bearer sesame\r\ncontent-length: 33000000\r\n\r\n"
+    with ExitStack() as stack:
+        first, *others = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", impatient.port))) for _ in range(15)
+        ]
+        for other in others:  # without a key: answered at once, and not kept
+            other.sendall(OPENING + b"content-length: 33000000\r\n\r\n" + b" " * (1 << 20))
+            assert other.recv(12) == b"HTTP/1.1 401"
+        first.sendall(head + b" " * (30 << 20))
+        status, error = refusal(raw(impatient, head, b" " * (30 << 20)))
+        assert (status, error["code"]) == (503, "server_overloaded")
+    key = {"authorization": "Bearer sesame"}
+    body = b" " * (30 << 20) + json.dumps(ASK).encode()
+    for _ in range(2):
+        assert httpx.post(impatient.url + CHAT, content=body, headers=key).status_code == 200
 
 
 def test_slow_body(impatient: Server) -> None:
@@ -247,11 +267,16 @@ def test_refusal_in_the_form_of_the_endpoint(impatient: Server) -> None:
 
 
 def test_refused_before_the_body_is_read(impatient: Server) -> None:
+    """And once: a second answer, to a body that never comes, would be taken for another request's."""
     begin = time.monotonic()
     with socket.create_connection(("127.0.0.1", impatient.port), timeout=10) as connection:
         connection.sendall(OPENING + b"content-length: 1000000\r\n\r\n")
         assert connection.recv(12) == b"HTTP/1.1 401"
-    assert time.monotonic() - begin < 1.5
+        assert time.monotonic() - begin < 1.5
+        rest = b""
+        while data := connection.recv(1 << 16):
+            rest += data
+    assert b"HTTP/1.1" not in rest
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping", "/ready", "/metrics", "/version", "/"])

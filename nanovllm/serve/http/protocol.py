@@ -24,6 +24,8 @@ class SharedState(ServerState):
     def __init__(self, metrics: Metrics) -> None:
         super().__init__()
         self.metrics = metrics
+        self.body_bytes = 0
+        """Of all bodies that are on their way."""
 
     def refresh(self, now: float) -> None:
         if now - self._dated >= 1.0:
@@ -40,6 +42,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._in_headers = True
         self._header_bytes = self._body_bytes = 0
+        self._held_bytes = 0
+        """Of the request's body, until it is whole or answered."""
         self._timer: TimerHandle | None = None
         self._unread: TimerHandle | None = None
         """Runs while the write buffer is full."""
@@ -60,6 +64,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch()
         self._end_unread()
+        self._end_body()
         self.pipeline.clear()
         self.give_up()
         super().connection_lost(exc)
@@ -133,7 +138,12 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._refused = True
         self._unwatch()
-        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+        running = self._running
+        if running is None or running.response_complete:
+            is_unanswered = self._in_headers
+        else:
+            is_unanswered = running is self.cycle and not running.response_started
+        if is_unanswered:
             body = error.body()
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[error.status] + head + body)
@@ -163,10 +173,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self._stop_parsing(_headers_too_large())
 
     def on_headers_complete(self) -> None:
-        self._in_headers, self._header_bytes, self._body_bytes = False, 0, 0
         length = next((value for name, value in self.headers if name == b"content-length"), b"0")
         if len(length) > 12 or int(length) > limits.BODY_BYTES:
             self._stop_parsing(_body_too_large())
+        self._in_headers, self._header_bytes, self._body_bytes = False, 0, 0
         super().on_headers_complete()
         self._watch(limits.BODY_SECONDS, _body_too_slow())
 
@@ -174,14 +184,28 @@ class BoundedProtocol(HttpToolsProtocol):
         self._body_bytes += len(body)
         if self._body_bytes > limits.BODY_BYTES:
             self._stop_parsing(_body_too_large())
+        if not self.cycle.response_complete:
+            self._held_bytes += len(body)
+            self.server_state.body_bytes += len(body)
+            if self.server_state.body_bytes > limits.BODIES_BYTES:
+                self._stop_parsing(ApiError(503, "the server is receiving too much at once", "server_overloaded"))
         super().on_body(body)
         if self._timer is not None and self.loop.time() > self._timer.when() - limits.BODY_SECONDS + 1.0:
             self._watch(limits.BODY_SECONDS, _body_too_slow())
 
     def on_message_complete(self) -> None:
         self._unwatch()
+        self._end_body()
         self._in_headers = True
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self._end_body()
+        super().on_response_complete()
+
+    def _end_body(self) -> None:
+        self.server_state.body_bytes -= self._held_bytes
+        self._held_bytes = 0
 
     # -- patience -----------------------------------------------------------------------------------------------
 
