@@ -56,6 +56,11 @@ def framed(packed: bytes) -> list[bytes]:
     return [length + packed] if len(packed) <= _ONE_PIECE else [length, packed]
 
 
+def small(message: Any) -> memoryview:
+    """A message as it travels, so short that a socket takes it whole or, without room, not at all."""
+    return memoryview(framed(pickle.dumps(message))[0])
+
+
 class Bell:
     """Wakes a thread that polls its number, from any other thread."""
 

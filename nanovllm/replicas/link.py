@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from nanovllm.replicas.channel import Channel, framed
+from nanovllm.replicas.channel import Channel, framed, small
 from nanovllm.replicas.inbox import Inbox
 from nanovllm.replicas.messages import Failed, Start
 from nanovllm.startup.child import end, start_linked
@@ -20,7 +20,7 @@ from nanovllm.startup.child import end, start_linked
 _MODULE = "nanovllm.replicas.replica"
 SILENCE = 60.0
 """Seconds without any sign of life, which is due every second; importing may hold a process that long."""
-_ROUSE = memoryview(framed(pickle.dumps(("rouse",)))[0])  # so small that it is sent whole or not at all
+_ROUSE = small(("rouse",))
 _MOST_UNSENT = 64 << 20  # bytes
 EXIT_GRACE = 6.0
 """Seconds for a replica to end its ranks in order."""
@@ -98,7 +98,7 @@ class ProcessLink(ReplicaLink):
             if self._is_there:
                 self._unsent += map(memoryview, framed(packed))
         self.flush()
-        while sum(map(len, self._unsent)) > _MOST_UNSENT:
+        while sum(map(len, list(self._unsent))) > _MOST_UNSENT:  # another thread may be sending some of it
             self._wait(1.0)
             self._inbox.gather()
 

@@ -1,12 +1,11 @@
 """A replica as an actor of a Ray cluster, and the front's hold on it."""
 
-import os
 import pickle
 import queue
 import threading
 import time
-import traceback
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -15,26 +14,33 @@ from nanovllm.replicas.inbox import Inbox
 from nanovllm.replicas.link import EXIT_GRACE, SILENCE, Lost, ReplicaLink
 from nanovllm.replicas.messages import Start
 from nanovllm.replicas.ray_cluster import Placement
-from nanovllm.replicas.replica import Replica
+from nanovllm.replicas.replica import run
 
 _LARGE = 1 << 16  # bytes of a message that all replicas fetch from one place, and that the front waits for
 _LARGE_AHEAD = 2
+_AHEAD = 2  # messages that an actor holds while its engine steps
 _POLL_SECONDS = 1.0
 
 
-class HandedIntake:
-    """The intake of a replica to which another thread hands what comes."""
+class QueueIntake:
+    """Messages that another thread hands on; it waits where too many have not been taken out."""
 
     def __init__(self) -> None:
-        self._rung = threading.Event()
+        self._packed: queue.Queue[bytes | None] = queue.Queue(_AHEAD)
 
-    def next(self, seconds: float) -> None:
-        if seconds:
-            self._rung.wait(seconds)
-            self._rung.clear()
+    def put(self, packed: bytes) -> None:
+        self._packed.put(packed)
+
+    def next(self, seconds: float) -> Any:
+        try:
+            packed = self._packed.get(timeout=seconds)
+        except queue.Empty:
+            return None
+        return None if packed is None else pickle.loads(packed)
 
     def wake(self) -> None:
-        self._rung.set()
+        with suppress(queue.Full):  # then it has something to take out
+            self._packed.put_nowait(None)
 
 
 class ReplicaActor:
@@ -42,29 +48,19 @@ class ReplicaActor:
 
     def __init__(self) -> None:
         self._said: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._intake = HandedIntake()
-        self._replica = Replica(self._said.put, self._intake)
+        self._intake = QueueIntake()
+        threading.Thread(target=self._run, name="nanovllm-replica", daemon=True).start()
 
-    @ray.method(concurrency_group="down")
-    def begin(self, packed: bytes) -> None:
-        """`packed`: Start."""
-        threading.Thread(target=self._run, args=(packed,), name="nanovllm-replica", daemon=True).start()
-
-    def _run(self, packed: bytes) -> None:
+    def _run(self) -> None:
         try:
-            self._replica.run(pickle.loads(packed))
+            run(self._said.put, self._intake)
         finally:
             self._said.put(Lost("ended"))
 
     @ray.method(concurrency_group="down")
     def handle(self, packed: bytes) -> None:
         """A message of the front."""
-        try:
-            self._replica.handle(pickle.loads(packed))
-        except Exception as error:
-            traceback.print_exc()
-            self._said.put(Lost(f"{type(error).__name__}: {error}"))
-        self._intake.wake()
+        self._intake.put(packed)
 
     @ray.method(concurrency_group="up")
     def poll(self) -> bytes:
@@ -78,9 +74,6 @@ class ReplicaActor:
             pass
         return pickle.dumps(said, pickle.HIGHEST_PROTOCOL)
 
-    def pid(self) -> int:
-        return os.getpid()
-
 
 class RayLink(ReplicaLink):
     """A replica in an actor, on the node of its bundle."""
@@ -93,14 +86,9 @@ class RayLink(ReplicaLink):
         self._large: deque[Any] = deque()
         """Answers to large messages that the actor may not have taken in."""
         self._ended = threading.Event()
-        self._actor.begin.remote(self.pack(start))
+        self.send(self.pack(start))
         self._listener = threading.Thread(target=self._listen, name=f"nanovllm-replica-{number}", daemon=True)
         self._listener.start()
-
-    @property
-    def pid(self) -> int:
-        """On its node."""
-        return ray.get(self._actor.pid.remote(), timeout=SILENCE)
 
     def pack(self, message: Any) -> Any:
         packed = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)

@@ -17,10 +17,10 @@ import traceback
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nanovllm.replicas.channel import Bell, Channel
+from nanovllm.replicas.channel import Bell, Channel, small
 from nanovllm.replicas.messages import Answer, Completed, Counted, Failed, Gained, Ready, Refused, Start
 from nanovllm.startup.child import freeze_objects, leave_signals_to_parent
 
@@ -34,13 +34,12 @@ if TYPE_CHECKING:
 _LIFE_SECONDS = 1.0
 _COUNT_SECONDS = 0.1
 _AWAKE_SECONDS = 0.001
+_SIGN = small(None)
 _KINDS = (ValueError, TypeError, FileNotFoundError)  # mistakes of the user, which the front raises again
-_BUCKETS_AHEAD = 2  # of new weights, taken in before the ranks have those before them
 
 
 class Intake(Protocol):
-    """Where a replica finds the messages of its front, unless another thread calls Replica.handle. One thread at a time
-    takes them out."""
+    """Where a replica finds the messages of its front: Start, and then (name of a method of Replica, its arguments)."""
 
     def next(self, seconds: float) -> Any:
         """None where there is none; waits up to `seconds` for it, or for `wake`."""
@@ -49,52 +48,72 @@ class Intake(Protocol):
         """From any thread."""
 
 
-class Replica:
-    """One engine and the way to its front. `handle` may be called from another thread than `run`."""
+def run(send: Callable[[Any], None], intake: Intake) -> None:
+    """An engine as the front's first message says, until the front says that it may leave; tells the front what ends it
+    otherwise."""
+    start: Start | None = None
+    while start is None:
+        start = intake.next(_LIFE_SECONDS)
+    if start.devices is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = start.devices  # before CUDA starts
+    engine: LLMEngine | None = None
+    try:
+        from nanovllm.start import start_one
 
-    def __init__(self, send: Callable[[Any], None], intake: Intake) -> None:
-        self._send, self._intake = send, intake
-        self._engine: LLMEngine | None = None
+        if start.num_threads is not None:
+            import torch
+
+            torch.set_num_threads(start.num_threads)
+        engine = start_one(start.config)
+        freeze_objects()
+        send(Ready(engine.config, engine.scheduler.block_manager.num_blocks, engine.info()))
+        Replica(engine, send, intake).serve()
+    except BaseException as error:
+        kinds = _KINDS if engine is None else ()
+        kind = next((kind for kind in kinds if isinstance(error, kind)), None)
+        send(Failed(kind, str(error) or type(error).__name__))
+    finally:
+        if engine is not None:
+            engine.close()
+
+
+class Replica:
+    """One engine and the way to its front."""
+
+    def __init__(self, engine: "LLMEngine", send: Callable[[Any], None], intake: Intake) -> None:
+        self._engine, self._send, self._intake = engine, send, intake
         self._leaving = False
         self._counted = self._awake_until = 0.0
-        self._calls: queue.SimpleQueue[tuple[int, str, tuple[Any, ...], bool]] = queue.SimpleQueue()
         self._waits_for_others = False
         """An update of the weights has begun that other replicas may not have finished."""
-        self._buckets: queue.Queue[list[Any] | str | None] = queue.Queue(_BUCKETS_AHEAD)
-        self._last_is_here = threading.Event()
-        """The last of the buckets that follow a call."""
         self._to_compile: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self._compiling: set[int] = set()
         """Requests whose grammar is not compiled yet."""
         self._aborted: set[int] = set()
         """Those of them that are to end then."""
+        threading.Thread(target=self._compile, name="nanovllm-grammars", daemon=True).start()
 
-    def run(self, start: Start) -> None:
-        """Serves until the front says that it may leave; tells it what ends it otherwise."""
-        if start.devices is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = start.devices  # before CUDA starts
-        try:
-            from nanovllm.start import start_one
+    def serve(self) -> None:
+        """Steps while there is work, and between two steps does what the front asks for."""
+        from nanovllm.engine.step_watch import watch_of
 
-            if start.num_threads is not None:
-                import torch
+        engine, seconds = self._engine, 0.0
+        watch = watch_of(engine.config)
+        while not self._leaving:
+            while (message := self._intake.next(seconds)) is not None:
+                self.handle(message)
+                seconds = 0.0
+            seconds = 0.0
+            if not engine.is_busy() or self._waits_for_others or engine.lacks_weights:
+                seconds = _LIFE_SECONDS if time.monotonic() > self._awake_until else 0.0
+                if engine.executor.failed:
+                    engine.executor.check()  # raises
+            else:
+                with watch:
+                    gained = engine.step()
+                self._send_gained(gained)
 
-                torch.set_num_threads(start.num_threads)
-            self._engine = engine = start_one(start.config)
-            freeze_objects()
-            self._send(Ready(engine.config, engine.scheduler.block_manager.num_blocks, engine.info()))
-            threading.Thread(target=self._compile, name="nanovllm-grammars", daemon=True).start()
-            self._serve(engine)
-        except BaseException as error:
-            kinds = _KINDS if self._engine is None else ()
-            kind = next((kind for kind in kinds if isinstance(error, kind)), None)
-            self._send(Failed(kind, str(error) or type(error).__name__))
-        finally:
-            if self._engine is not None:
-                self._engine.close()
-
-    def handle(self, message: Any) -> None:
-        """Takes a message of the front in: (name of a method below, its arguments)."""
+    def handle(self, message: tuple[Any, ...]) -> None:
         name, *args = message
         getattr(self, name)(*args)
 
@@ -110,7 +129,6 @@ class Replica:
                 self._to_compile.put(request)
 
     def _add(self, request_id: int, prompt: bytes, params: Any, known: list[int]) -> None:
-        assert self._engine is not None
         try:
             self._engine.add_request(array("i", prompt).tolist(), params, request_id, known)
         except Exception as error:  # of this request alone
@@ -121,28 +139,49 @@ class Replica:
         self._awake_until = time.monotonic() + _AWAKE_SECONDS
 
     def abort(self, request_id: int) -> None:
-        assert self._engine is not None
         if request_id in self._compiling:
             self._aborted.add(request_id)
         self._engine.abort(request_id)
 
     def call(self, number: int, method: str, args: tuple[Any, ...], takes_weights: bool) -> None:
-        """Calls a method of the engine between two steps. Buckets follow where it takes weights."""
-        self._calls.put((number, method, args, takes_weights))
+        """Calls a method of the engine. Where it takes weights, they follow in messages ("bucket", pickled, error)."""
+        engine, weights = self._engine, self._weights() if takes_weights else iter(())
+        args = (*args, weights) if takes_weights else args
+        try:
+            if method == "begin_update":
+                self._waits_for_others = True
+            value = getattr(engine, method)(*args)
+            engine.settle()
+            self._send_gained(engine.take_unreported())
+            answer = Answer(number, value)
+        except Exception as error:
+            if engine.executor.failed:
+                raise
+            kind = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
+            answer = Answer(number, None, kind, str(error))
+        with suppress(RuntimeError):
+            deque(weights, 0)  # what the method has left
+        self._send(answer)
+
+    def _weights(self) -> "Iterator[tuple[str, torch.Tensor]]":
+        """(checkpoint name, tensor) of the buckets that follow a call; the last message has none, or an error."""
+        while True:
+            match self._intake.next(_LIFE_SECONDS):
+                case "bucket", None, error:
+                    if error is not None:
+                        raise RuntimeError(error)  # the front raises why
+                    return
+                case "bucket", pickled, _:
+                    yield from pickle.loads(pickled)
+                case tuple(message):
+                    self.handle(message)
 
     def go_on(self) -> None:
         """All replicas have the new weights."""
         self._waits_for_others = False
 
     def resume(self) -> None:
-        if self._engine is not None:  # else it is no part of the pause: it has been started again meanwhile
-            self._engine.resume()
-
-    def bucket(self, pickled: bytes | None, error: str | None) -> None:
-        """Some weights, or why there are no more of them, or neither at their end."""
-        self._buckets.put(error if pickled is None else pickle.loads(pickled))
-        if pickled is None:
-            self._last_is_here.set()
+        self._engine.resume()
 
     def leave(self) -> None:
         self._leaving = True
@@ -159,86 +198,24 @@ class Replica:
                 self.abort(request_id)
             self._intake.wake()
 
-    # -- the main thread ----------------------------------------------------------------------------------------
+    # -- what it says -------------------------------------------------------------------------------------------
 
-    def _serve(self, engine: "LLMEngine") -> None:
-        from nanovllm.engine.step_watch import watch_of
-
-        watch, seconds = watch_of(engine.config), 0.0
-        while not self._leaving:
-            self._take_in(seconds)
-            seconds = 0.0
-            if not self._calls.empty():
-                self._send(self._answer(engine, *self._calls.get()))
-            elif not engine.is_busy() or self._waits_for_others or engine.lacks_weights:
-                seconds = _LIFE_SECONDS if time.monotonic() > self._awake_until else 0.0
-                if engine.executor.failed:
-                    engine.executor.check()  # raises
-            else:
-                with watch:
-                    gained = engine.step()
-                self._send_gained(engine, gained)
-
-    def _take_in(self, seconds: float) -> None:
-        """All messages up to a call, which those behind it may belong to."""
-        while self._calls.empty() and (message := self._intake.next(seconds)) is not None:
-            self.handle(message)
-            seconds = 0.0
-
-    def _answer(
-        self, engine: "LLMEngine", number: int, method: str, args: tuple[Any, ...], takes_weights: bool
-    ) -> Answer:
-        try:
-            if method == "begin_update":
-                self._waits_for_others = True
-            with self._weights(engine) if takes_weights else nullcontext(()) as weights:
-                value = getattr(engine, method)(*args, *weights)
-            engine.settle()
-            self._send_gained(engine, engine.take_unreported())
-            return Answer(number, value)
-        except Exception as error:
-            if engine.executor.failed:
-                raise
-            kind = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
-            return Answer(number, None, kind, str(error))
-
-    @contextmanager
-    def _weights(self, engine: "LLMEngine") -> "Iterator[tuple[_Weights]]":
-        """Those of the buckets that follow a call. Another thread takes them in, while those before are used."""
-        weights = _Weights(self._buckets)
-        thread = threading.Thread(target=self._take_buckets_in, name="nanovllm-buckets", daemon=True)
-        thread.start()
-        try:
-            yield (weights,)
-        finally:
-            if not engine.executor.failed:  # else this process ends
-                weights.skip()
-                thread.join()
-
-    def _take_buckets_in(self) -> None:
-        try:
-            while not self._last_is_here.is_set():
-                if (message := self._intake.next(_LIFE_SECONDS)) is not None:
-                    self.handle(message)
-            self._last_is_here.clear()
-        except Exception:  # a mistake of ours: the main thread would wait without an end
-            traceback.print_exc()
-            os._exit(1)
-
-    def _send_gained(self, engine: "LLMEngine", gained: "StepColumns") -> None:
+    def _send_gained(self, gained: "StepColumns") -> None:
         if not len(gained):
             return
         if gained.endings:
-            self._send_counted(engine)
-        self._send(self._message(engine, gained))
+            self._send_counted()
+        self._send(self._message(gained))
         if time.monotonic() - self._counted > _COUNT_SECONDS:
-            self._send_counted(engine)
+            self._send_counted()
 
-    def _send_counted(self, engine: "LLMEngine") -> None:
+    def _send_counted(self) -> None:
         self._counted = time.monotonic()
+        engine = self._engine
         self._send(Counted(engine.num_prefill_tokens, engine.num_decode_tokens, engine.stats()))
 
-    def _message(self, engine: "LLMEngine", gained: "StepColumns") -> Gained:
+    def _message(self, gained: "StepColumns") -> Gained:
+        engine = self._engine
         scores = {entry: rows.words(position) for entry, (rows, position) in gained.logprobs.items()}
         ended: dict[int, Completed] = {}
         for entry, ending in gained.endings.items():
@@ -258,28 +235,6 @@ class Replica:
                 engine.forget(request_id)
         columns = array("q", gained.request_ids + gained.indices + gained.token_ids)
         return Gained(columns.tobytes(), ended, scores)
-
-
-class _Weights:
-    """(checkpoint name, tensor) of the buckets, up to their end."""
-
-    def __init__(self, buckets: "queue.Queue[list[Any] | str | None]") -> None:
-        self._buckets, self._ended = buckets, False
-
-    def __iter__(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        while not self._ended:
-            bucket = self._buckets.get()
-            if isinstance(bucket, list):
-                yield from bucket
-                continue
-            self._ended = True
-            if bucket is not None:
-                raise RuntimeError(bucket)  # the front raises why
-
-    def skip(self) -> None:
-        """Takes in what is left, for nothing."""
-        while not self._ended:
-            self._ended = not isinstance(self._buckets.get(), list)
 
 
 class SocketIntake:
@@ -330,16 +285,16 @@ def main(fd: int) -> None:
         gone.register(channel, 0)  # its end
         # A process that the front forked may hold the other end open.
         while not gone.poll(_LIFE_SECONDS * 1000) and os.getppid() == parent:
-            send(None)
+            if lock.acquire(blocking=False):  # else something is being sent
+                with suppress(OSError):
+                    channel.send_some(_SIGN)  # not where there is no room: the front may not look for hours
+                lock.release()
         os._exit(1)
 
     threading.Thread(target=live, name="nanovllm-life", daemon=True).start()
-    intake = SocketIntake(channel)
-    while (start := intake.next(_LIFE_SECONDS)) is None:
-        pass
     code = 1
     try:
-        Replica(send, intake).run(start)
+        run(send, SocketIntake(channel))
         code = 0
     except BaseException:
         traceback.print_exc()

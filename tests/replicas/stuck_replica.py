@@ -11,5 +11,5 @@ def run(*_: object) -> None:
     raise RuntimeError("it cannot be closed")
 
 
-replica.Replica.run = run  # type: ignore[method-assign]
+replica.run = run
 replica.main(int(sys.argv[1]))

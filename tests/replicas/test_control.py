@@ -94,12 +94,6 @@ def test_a_replica_that_was_lost_comes_back_with_the_next_weights(llm: LLM) -> N
     assert llm.engine._ask("checksum") == [expected] * 2  # type: ignore[attr-defined]
 
 
-def test_a_pause_ends_while_a_replica_starts() -> None:
-    said: list[Any] = []
-    Replica(said.append, Mock()).handle(("resume",))
-    assert not said
-
-
 def test_a_slow_grammar_holds_up_its_own_request_alone() -> None:
     done: list[Any] = []
     compiled, all_there = threading.Event(), threading.Event()
@@ -114,9 +108,7 @@ def test_a_slow_grammar_holds_up_its_own_request_alone() -> None:
         if compiled.is_set():
             all_there.set()
 
-    replica = Replica(done.append, Mock())
-    replica._engine = SimpleNamespace(add_request=add, abort=abort)  # type: ignore[assignment]
-    threading.Thread(target=replica._compile, daemon=True).start()
+    replica = Replica(cast(Any, SimpleNamespace(add_request=add, abort=abort)), done.append, Mock())
     slow = SamplingParams(structured_outputs=StructuredOutput(regex="a+"))
     for message in (("add", [(1, b"", slow, []), (2, b"", SamplingParams(), [])]), ("abort", 1)):
         replica.handle(message)
@@ -135,10 +127,11 @@ def test_a_roused_replica_looks_for_a_moment_before_it_sleeps(monkeypatch: pytes
         waits.append(seconds)
         replica._leaving = len(waits) > 2 and seconds > 0
 
-    replica = Replica(print, SimpleNamespace(next=next_message, wake=print))
-    replica.handle(("rouse",))
     executor, config = SimpleNamespace(failed=False), SimpleNamespace(device="cpu")
-    replica._serve(cast(Any, SimpleNamespace(is_busy=lambda: False, config=config, executor=executor, lacks_weights=0)))
+    idle: Any = SimpleNamespace(is_busy=lambda: False, config=config, executor=executor, lacks_weights=0)
+    replica = Replica(idle, print, SimpleNamespace(next=next_message, wake=print))
+    replica.handle(("rouse",))
+    replica.serve()
     assert len(waits) > 3 and not any(waits[:-1])
 
 
@@ -150,7 +143,7 @@ def test_a_rank_that_dies_while_nothing_runs_is_noticed() -> None:
         is_busy=lambda: False, config=SimpleNamespace(device="cpu"), executor=SimpleNamespace(failed=True, check=check)
     )
     with pytest.raises(RuntimeError, match="rank 1 died"):
-        Replica(print, SimpleNamespace(next=lambda seconds: None, wake=print))._serve(engine)
+        Replica(engine, print, SimpleNamespace(next=lambda seconds: None, wake=print)).serve()
 
 
 def test_a_full_queue_refuses(llm: LLM) -> None:

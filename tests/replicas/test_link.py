@@ -3,13 +3,19 @@
 import os
 import pickle
 import random
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
+from processes.process_checks import wait_until
 from replica_workload import DEMO
 
 from nanovllm import SamplingParams
@@ -83,6 +89,21 @@ def test_a_replica_whose_end_fails_is_lost_though_its_process_would_go_on() -> N
     assert events == [(stuck, "ended with exit code 1")]
     stuck.close(patience=0)
     inbox.close()
+
+
+def test_a_replica_ends_with_a_front_that_has_not_listened_though_a_fork_of_it_lives(tmp_path: Path) -> None:
+    path = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (path, *path.parents[1:2])))}
+    said = tmp_path / "pids"
+    with said.open("w") as output:
+        subprocess.run([sys.executable, path / "idle_replica.py"], env=environment, stdout=output, timeout=60)
+    pid, fork = map(int, said.read_text().split())
+    try:
+        assert wait_until(lambda: not Path(f"/proc/{pid}").exists())
+    finally:
+        for left in (pid, fork):
+            with suppress(ProcessLookupError):
+                os.kill(left, signal.SIGKILL)
 
 
 def front_of(links: list[Any], restart: Any, **options: Any) -> tuple[engine.ReplicatedEngine, Inbox]:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from processes.process_checks import wait_until
 from replica_workload import DEMO, OPTIONS, batch, facts
-from test_replicas import killing, pids
+from test_replicas import killing
 
 from nanovllm import LLM
 from nanovllm.config import EngineConfig
@@ -52,6 +52,11 @@ def test_tokens_do_not_depend_on_the_cluster(cluster: Any, expected: list[Any]) 
         llm.resume()
         assert len(llm.checksum()) > 10
     assert not ray.is_initialized()
+
+
+def pids(llm: LLM) -> list[int]:
+    links = [link for link in llm.engine._links if link is not None]  # type: ignore[attr-defined]
+    return ray.get([link._actor.__ray_call__.remote(lambda actor: os.getpid()) for link in links], timeout=60)
 
 
 def actors(cluster: Any) -> list[str]:
