@@ -1,5 +1,11 @@
-"""Small models of several families in bfloat16, and the log-probabilities of their greedy texts."""
+"""Small models in bfloat16, the log-probabilities that their texts are drawn by, and what may differ.
 
+Bfloat16 has no bound that could be known beforehand, so transformers gives it: its float32 model is the truth, and its
+own bfloat16 model says how far from that a right computation ends up. Ours must be no farther, up to a factor. Two of
+our runs may part only where the reference's best two scores are nearer than that noise.
+"""
+
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +14,7 @@ import torch
 import transformers
 from observing import LogitRecorder
 from test_families import CASES, Case, make_model, save
+from workload import Request, run
 
 from nanovllm import LLM, SamplingParams
 
@@ -33,28 +40,33 @@ OPTIONS: dict[str, Any] = {
     "num_kvcache_blocks": 64, "share_gpus": True, "max_num_seqs": 8, "max_num_batched_tokens": 512,
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+NO_FARTHER, OUTLIER = 1.5, 3.0
+"""Times the root mean square of transformers' own bfloat16 errors, and times their largest."""
 
 
 def make_checkpoint(kind: str, folder: Path, **entries: Any) -> str:
     """Of one of KINDS, with these entries of its configuration, or of another family of transformers."""
     case = CASES.get(kind, Case(kind, {}))
     case = replace(case, entries={**case.entries, **SHAPE, **KINDS.get(kind, {}), **entries})
-    model = make_model(case)
+    model, factor = make_model(case), 0.3 * (512 / case.entries["hidden_size"]) ** 0.5
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.mul_(0.3)  # as large as in a model of a tenth of the width
+                parameter.mul_(factor)  # so that logits spread by a few units, whatever the width is
     return str(save(model.to(torch.bfloat16), case, folder))
 
 
-def eager_scores(folder: str, **options: Any) -> tuple[list[list[int]], torch.Tensor]:
-    """Our greedy texts, and the log-probabilities [texts, NUM_TOKENS, vocab_size] that they were chosen by."""
+def eager_scores(
+    folder: str, crowds: Sequence[Sequence[Request]] = (), **options: Any
+) -> tuple[list[list[int]], torch.Tensor]:
+    """Our texts, one crowd after another (default: PROMPTS, greedy), and the log-probabilities that they were chosen
+    by, float32 [texts, tokens, vocab_size] on the CPU."""
+    crowds = crowds or [[Request(prompt, GREEDY) for prompt in PROMPTS]]
     with LLM(folder, **{**OPTIONS, "enforce_eager": True, **options}) as llm:
         recorder = LogitRecorder(llm)
-        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    lengths = zip(outputs, map(len, PROMPTS), strict=True)
-    seen = [recorder.of(output.request_id, length, NUM_TOKENS) for output, length in lengths]
-    return [output.token_ids for output in outputs], torch.stack([x.float().log_softmax(-1).cpu() for x in seen])
+        outputs = [output for crowd in crowds for output in run(llm, crowd)]
+    seen = [recorder.of(one.request_id, len(one.prompt_token_ids), len(one.token_ids)) for one in outputs]
+    return [output.token_ids for output in outputs], torch.stack([logits.log_softmax(-1) for logits in seen])
 
 
 def load_model(folder: str, dtype: torch.dtype) -> Any:
@@ -63,16 +75,45 @@ def load_model(folder: str, dtype: torch.dtype) -> Any:
     return load(folder, dtype=dtype, attn_implementation="eager").to(DEVICE).eval()
 
 
-def log_probs(folder: str, dtype: torch.dtype, texts: list[list[int]]) -> torch.Tensor:
-    """transformers', float32 [texts, NUM_TOKENS, vocab_size] on the CPU: where each output token is chosen."""
-    return log_probs_of(load_model(folder, dtype), texts)
+def log_probs(
+    folder: str, dtype: torch.dtype, texts: Sequence[list[int]], prompts: Sequence[list[int]] = PROMPTS
+) -> torch.Tensor:
+    """transformers', as eager_scores: where each output token is chosen.
+
+    The model is loaded in `dtype`: casting it afterwards would round the rope table as well."""
+    return log_probs_of(load_model(folder, dtype), texts, prompts)
 
 
 @torch.inference_mode()
-def log_probs_of(model: Any, texts: list[list[int]]) -> torch.Tensor:
+def log_probs_of(
+    model: Any, texts: Sequence[list[int]], prompts: Sequence[list[int]] = PROMPTS
+) -> torch.Tensor:
     """log_probs of a module that is there already."""
     found = []
-    for prompt, text in zip(PROMPTS, texts, strict=True):
+    for prompt, text in zip(prompts, texts, strict=True):
         logits = model(torch.tensor([prompt + text], device=DEVICE)).logits[0, len(prompt) - 1 : -1]
         found.append(logits.float().log_softmax(-1).cpu())
     return torch.stack(found)
+
+
+def assert_no_farther(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor, what: object = "") -> float:
+    """Our log-probabilities are as near to the exact ones as transformers' are; returns the largest error of those."""
+    error, noise = ours - exact, theirs - exact
+    assert error.square().mean().sqrt() <= NO_FARTHER * noise.square().mean().sqrt(), what
+    assert error.abs().max() <= OUTLIER * noise.abs().max(), what
+    return noise.abs().max().item()
+
+
+def assert_parts_only_at_ties(
+    found: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], scores: torch.Tensor, bound: float | torch.Tensor
+) -> None:
+    """Each text is the reference's up to a token whose score is behind by at most `bound`; at least a fifth of the
+    tokens are compared. `scores`: [texts, tokens, vocab_size]."""
+    compared = 0
+    for tokens, text, of_text in zip(found, texts, scores, strict=True):
+        assert len(tokens) == len(text)
+        part = next((n for n, (a, b) in enumerate(zip(tokens, text, strict=True)) if a != b), len(text))
+        compared += part
+        if part < len(text):
+            assert of_text[part, text[part]] - of_text[part, tokens[part]] <= bound
+    assert compared >= 0.2 * sum(map(len, texts))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fp8_checkpoints import BLOCKS, FILE, by_definition, quantize
 from safetensors.torch import load_file, save_file
-from small_models import DEVICE, GREEDY, OPTIONS, PROMPTS, load_model, make_checkpoint
+from small_models import DEVICE, GREEDY, NO_FARTHER, OPTIONS, OUTLIER, PROMPTS, load_model, make_checkpoint
 
 from nanovllm import LLM
 from nanovllm.kernels.fp8.reference import BLOCK
@@ -21,8 +21,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 SCORED = replace(GREEDY, prompt_logprobs=0, logprobs=0)
 CACHED = replace(GREEDY, logprobs=0)
-NO_FARTHER, OUTLIER = 1.5, 3.0
-"""As in test_gpu_exactness.py."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "graphs": {}, "library": {"disable": ("gemm_kernels",)},
     "chunks": {"num_kvcache_blocks": 7, "disable": ("lookahead",), "max_num_batched_tokens": 160},
