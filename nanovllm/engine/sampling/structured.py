@@ -21,8 +21,6 @@ from nanovllm.wire.sampling import mask_words
 _MAX_CACHED = 128
 _JSON_DEFAULTS: Any = {"whitespace_pattern": JSON_BLANKS}
 """A schema's own "x-guidance" entry wins over this."""
-_JSON_DEFAULTS_BEFORE: Any = {"whitespace_flexible": False}
-"""For versions of the library that let the pattern above repeat itself (1.6 does): one fixed way to write JSON."""
 
 
 class Matcher:
@@ -67,23 +65,13 @@ class StructuredOutputs:
         self._thread = LargeStackThread()
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
         self._executor = llguidance.LLExecutor()
-        self._eos = [token_id for token_id in eos_ids if token_id < vocab_size]
         size = max(vocab_size, len(hf_tokenizer))
         self._words = mask_words(size)
-        self._json_defaults = _JSON_DEFAULTS
-        try:  # the library's masks know of one end of text; fill_masks adds the others (older versions take one only)
-            eos = eos_ids[0] if eos_ids else None
-            self._tokenizer = llguidance.hf.from_tokenizer(hf_tokenizer, n_vocab=size, eos_token=eos)
+        try:
+            ends = [token_id for token_id in eos_ids if token_id < size] or None
+            self._tokenizer = llguidance.hf.from_tokenizer(hf_tokenizer, n_vocab=size, eos_token=ends)
         except Exception as error:
             raise ValueError(f"structured_outputs: llguidance cannot use this tokenizer: {short(error)}") from error
-        if self._repeats_blanks():
-            self._json_defaults = _JSON_DEFAULTS_BEFORE
-
-    def _repeats_blanks(self) -> bool:
-        """Whether JSON under the defaults may go on with blanks for ever."""
-        form = self._library.LLMatcher.grammar_from_json_schema('{"type": "array"}', defaults=self._json_defaults)
-        opening = [self._tokenizer.tokenize_str(text)[0] for text in "[   "]
-        return bool(self._library.LLMatcher(self._tokenizer, form).try_consume_tokens(opening) == len(opening))
 
     def matcher(self, wanted: StructuredOutput) -> Matcher:
         """A fresh matcher at the start of its grammar. Raises ValueError naming what does not compile, is larger than
@@ -110,7 +98,7 @@ class StructuredOutputs:
         check_text(kind, text)
         library = self._library.LLMatcher
         if kind in ("json", "json_object"):
-            form = library.grammar_from_json_schema(text, defaults=self._json_defaults)
+            form = library.grammar_from_json_schema(text, defaults=_JSON_DEFAULTS)
         else:
             form = library.grammar_from_lark(text) if kind == "grammar" else library.grammar_from_regex(text)
         start = library(self._tokenizer, form, log_level=0)  # its errors become the matcher's `error`
@@ -131,11 +119,6 @@ class StructuredOutputs:
             matcher.note_error()
             if matcher.error is not None:
                 masks[line] = -1
-        if len(self._eos) > 1:
-            places = [(token_id // 32, np.uint32(1 << token_id % 32).astype(np.int32)) for token_id in self._eos]
-            ends = (masks[:, places[0][0]] & places[0][1]) != 0
-            for word, bit in places[1:]:
-                masks[ends, word] |= bit
         return masks[:, : self._vocab_words]
 
 
