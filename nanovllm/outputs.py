@@ -69,27 +69,8 @@ class StepOutput(_ByName):
     """Which of the request's n completions; `finished` is about this one."""
     stop_reason: int | str | None = None
     """The stop string or the id of stop_token_ids that ended it; for "abort", why where there is a reason to give."""
-    logprob_rows: LogprobRows | None = field(default=None, repr=False, compare=False)
-    position: int = field(default=0, repr=False, compare=False)
-    """Where to find them: what `logprobs` is made of."""
-
-    @property
-    def logprobs(self) -> LogprobsList | None:
-        """Of new_token_ids, where the request asks for them. Made when asked for."""
-        rows = self.logprob_rows
-        return None if rows is None else rows.view(self._positions)
-
-    @property
-    def _positions(self) -> range:
-        return range(self.position, self.position + len(self.new_token_ids))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For pickle and copy: not all that the completion had gained before."""
-        state = dict(self.__dict__)
-        if self.logprob_rows is not None:
-            rows = LogprobRows.unpacked(*self.logprob_rows.packed(self._positions))
-            state |= {"logprob_rows": rows, "position": 0}
-        return state
+    logprobs: LogprobsList | None = field(default=None, repr=False)
+    """Of new_token_ids, where the request asks for them."""
 
 
 @dataclass
@@ -161,8 +142,9 @@ class StepColumns:
             output = StepOutput(self.request_ids[entry], [token_id] if token_id >= 0 else [], index=self.indices[entry])
             if (ending := self.endings.get(entry)) is not None:
                 output.finished, output.finish_reason, output.stop_reason = True, ending.reason, ending.stop_reason
-            if (rows := self.logprobs.get(entry)) is not None:
-                output.logprob_rows, output.position = rows
+            if (found := self.logprobs.get(entry)) is not None:
+                rows, position = found
+                output.logprobs = rows.view(range(position, position + len(output.new_token_ids)))
             outputs.append(output)
         return outputs
 
