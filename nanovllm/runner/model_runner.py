@@ -305,7 +305,7 @@ class ModelRunner(WeightCommands):
         """Runs a packed step (wire/step.py); DeviceIO.collect returns its tokens, oldest step first."""
         packed, section = split_section(packed)
         num_rows, num_decode_rows, num_sample_rows, num_tokens = (int(n) for n in packed[:4])
-        keep_hidden = section is not None and section.num_targets > 0
+        keep_hidden = section is not None and section.size("targets") > 0
         work, shape, posted, hidden, scores = self.work, None, None, None, None
         with self.io.stream_context(), self._products():
             if self.graphs is not None and not keep_hidden:

@@ -108,15 +108,15 @@ class OptionSampler:
         scored: list[torch.Tensor | None] = [None] * len(SCORES)
         prompt: list[torch.Tensor | None] = [None, None]
         kept = None
-        if section.num_rows:
+        if section.size("rows"):
             assert logits is not None
             scored, kept = self._sample(
                 section, words, *self._whole_logits(logits, words[section.where("rows")]), buffers, state
             )
-        if section.num_targets:
+        if section.size("targets"):
             assert hidden is not None
             prompt = self._prompt_logprobs(section, words, hidden, model)
-        if self._group.rank == 0 and (section.num_scored or section.num_targets or section.num_kept):
+        if self._group.rank == 0 and (section.size("scored") or section.size("targets") or section.size("kept")):
             return StepScores(
                 [self._download(f"rows {kind}", table) for kind, table in enumerate(scored)],
                 [self._download(f"prompt {kind}", table) for kind, table in enumerate(prompt)],
@@ -153,7 +153,7 @@ class OptionSampler:
             self._kernels.sample_kept(rows.part(changed), counts, masks=masks, edits=True)
         if filtered.start < filtered.stop:
             self._kernels.sample_filtered(rows.part(filtered), None, has_winner=True)
-        if section.num_kept:
+        if section.size("kept"):
             assert x is not None and least is not None
             kept = _kept_bits(x, least, words[section.where("kept")])
         return [self._scores(kind, section, words, rows, x, least) for kind in SCORES], kept
@@ -256,22 +256,22 @@ class OptionSampler:
 
     def _dry_step(self, section: Section, raw: torch.Tensor, buffers: StepBuffers, state: DeviceState) -> None:
         words = torch.from_numpy(section.words.copy()).to(self._device)
-        self._sample(section, words, raw, self._range(section.num_rows), buffers, state)
+        self._sample(section, words, raw, self._range(section.size("rows")), buffers, state)
 
     # -- what stays on the device -------------------------------------------------------------------------------
 
     def _take_slots(self, section: Section, words: torch.Tensor, num_slots: int) -> None:
-        if section.num_resets:
+        if section.size("resets"):
             if self._counts is None:
                 self._counts = torch.zeros(num_slots, self._vocab_size, dtype=torch.int32, device=self._device)
             self._counts.index_fill_(0, words[section.where("resets")].long(), 0)
             slot, token_id, count = words[section.where("counts")].view(-1, 3).unbind(1)
             self._counts[slot.long(), token_id.long()] = count
-        if section.num_masks:
+        if section.size("masks"):
             if self._masks is None:
                 size = mask_words(self._vocab_size)
                 self._masks = torch.zeros(num_slots, size, dtype=torch.int32, device=self._device)
-            masks = words[section.where("masks")].view(section.num_masks, -1)
+            masks = words[section.where("masks")].view(section.size("mask_slots"), -1)
             self._masks[words[section.where("mask_slots")].long()] = masks
 
     # -- in and out ---------------------------------------------------------------------------------------------

@@ -2,35 +2,35 @@
 
 A row is plain where it is greedy or sampled by temperature alone; the step's own sampler serves it. All others are
 option rows. The section is int32 words after those of wire/step.py; word SECTION_WORD of the step's header has its
-length:
+length. It has a header (the words of each of LISTS, then NUMBERS) and the lists, one after another.
 
-    26       G      G       G x 8     2 x P    K      E x 3        R        C x 3         M
-    | header | rows | slots | records | scored | kept | edits      | resets | counts      | mask
-    |        |      |       | by row  |        |      | g, id, add | slots  | slot, id, n | slots ...
-
-        M x W   T         T
-    ... | mask  | hidden  | targets
-        | words | indices | ids
-
-rows: which rows of the step, and their slots; by how they are sampled, in the order of KINDS. scored: option rows
-whose log-probabilities are wanted, in the order of SCORES, and room for which rows of the step these are, which a rank
-fills in. kept: option rows of which the ids that could be sampled are wanted. edits: float32 `add`
-to the logit of `id` in option row g (-inf bans it). resets: slots whose token counts start at zero; counts: what they
-hold then, 2 * (times in the output) + (1 if in the prompt); an id may come twice, with the same count. masks: new
-bits of the ids that a slot may sample. hidden, targets: tokens of the step (in its exact, unpadded order) after which
-the log-probability of a known prompt token is wanted; those that want many likeliest ids come last.
+rows, slots, records: which rows of the step, their slots, and a RECORD each; by how they are sampled, in the order of
+KINDS. scored: option rows whose log-probabilities are wanted, in the order of SCORES; scored_rows: room for which rows
+of the step these are, which a rank fills in. kept: option rows of which the ids that could be sampled are wanted.
+edits: (g, id, float32 `add`) to the logit of `id` in option row g (-inf bans it). resets: slots whose token counts
+start at zero; counts: (slot, id, n) that they hold then, 2 * (times in the output) + (1 if in the prompt); an id may
+come twice, with the same count. hidden, targets: tokens of the step (in its exact, unpadded order) after which the
+log-probability of a known prompt token is wanted, and that token; those that want many likeliest ids come last.
+mask_slots, masks: new bits of the ids that a slot may sample.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from struct import Struct
+from typing import Any
 
 import numpy as np
 
 from nanovllm.wire.step import SECTION_WORD
 
-SECTION_HEADER = 26
+LISTS = (
+    *("rows", "slots", "records", "scored", "scored_rows", "kept", "edits", "resets", "counts", "hidden", "targets"),
+    *("mask_slots", "masks"),
+)
+NUMBERS = 20
+"""Rows of each of KINDS, and scored ones of each of SCORES; targets that want few likeliest ids, and many; how many
+likeliest ids at most, of each of SCORES and of these two; and four about all rows (Section)."""
 RECORD_WORDS = 8
 RECORD = Struct("<iifffff4x")
 """flags, top_k, top_p, log(min_p), presence, frequency, repetition penalty."""
@@ -110,75 +110,59 @@ class SectionBuilder:
     """Most of `logprobs` among the rows, in the order of SCORES."""
     num_prompt_logprobs: list[int] = field(default_factory=lambda: [0, 0])
 
-    @property
-    def num_rows(self) -> int:
-        return sum(map(len, self.rows))
-
     def pack(self) -> np.ndarray:
         nothing = np.empty((0, 3), np.int32)
         edits = np.concatenate([nothing, *self.edits])
         edits[:, 0] = np.repeat(self.edit_rows, [len(entries) for entries in self.edits])
-        counts = np.concatenate([nothing, *self.counts])
-        sizes = [len(rows) for rows in self.rows]
-        num_words = self.masks[0].shape[1] if self.masks else 0
-        header = [sum(sizes), len(edits), len(self.resets), len(counts), len(self.mask_slots), num_words]
-        header += [*map(len, self.targets), *map(len, self.scored), len(self.kept), *sizes[:3], int(self.copies_filter)]
-        header += [self.copied_flags, self.changed_flags, int(self.is_tempered)]
-        header += [*self.num_logprobs, *self.num_prompt_logprobs]
-        assert len(header) == SECTION_HEADER
-        begins = [sum(sizes[:kind]) for kind in KINDS]
+        begins = [*accumulate(map(len, self.rows), initial=0)]
         scored = [begins[kind] + place for kind, place in chain(*self.scored)]
-        parts: list[np.ndarray] = [
-            np.array([*header, *chain(*self.rows, *self.slots)], np.int32),
+        lists: list[Any] = [
+            [*chain(*self.rows)],
+            [*chain(*self.slots)],
             np.frombuffer(b"".join(chain(*self.records)), np.int32),
-            np.array(scored + [0] * len(scored) + self.kept, np.int32),
+            scored,
+            [0] * len(scored),
+            self.kept,
             edits.ravel(),
-            np.array(self.resets, np.int32),
-            counts.ravel(),
-            np.array(self.mask_slots, np.int32),
-            *[masks.ravel() for masks in self.masks],
-            np.array([*chain(*self.hidden, *self.targets)], np.int32),
+            self.resets,
+            np.concatenate([nothing, *self.counts]).ravel(),
+            [*chain(*self.hidden)],
+            [*chain(*self.targets)],
+            self.mask_slots,
         ]
-        return np.concatenate(parts)
+        numbers = [*map(len, self.rows), *map(len, self.scored), *map(len, self.targets)]
+        numbers += [*self.num_logprobs, *self.num_prompt_logprobs]
+        numbers += [self.copies_filter, self.copied_flags, self.changed_flags, self.is_tempered]
+        assert len(numbers) == NUMBERS
+        header = [*map(len, lists), sum(masks.size for masks in self.masks), *numbers]
+        words = [np.asarray(each, np.int32) for each in (header, *lists)]
+        return np.concatenate([*words, *(masks.ravel() for masks in self.masks)])
 
 
 class Section:
-    """Any rank's side: counts as numbers, lists as slices of the words (of an array or a tensor)."""
+    """Any rank's side: numbers, and where the lists are among the words (of an array or a tensor)."""
 
     def __init__(self, words: np.ndarray) -> None:
-        header = words[:SECTION_HEADER].tolist()
+        header = words[: len(LISTS) + NUMBERS].tolist()
         self.words = words
-        self.num_rows, self.num_edits, self.num_resets, self.num_counts, self.num_masks, self.mask_words = header[:6]
-        self.of_prompt, self.of_score = _consecutive(header[6:8]), _consecutive(header[8:12])
-        """Where the targets that want few and many ids lie among all; where the scored rows of each of SCORES do."""
-        self.num_targets, self.num_scored, self.num_kept = sum(header[6:8]), sum(header[8:12]), header[12]
-        self.of_kind = _consecutive([*header[13:16], self.num_rows - sum(header[13:16])])
-        """Where the rows of each kind lie among all."""
-        copies_filter, self.copied_flags, self.changed_flags, is_tempered = header[16:20]
-        self.copies_filter, self.is_tempered = bool(copies_filter), bool(is_tempered)
-        self.num_logprobs, self.num_prompt_logprobs = header[20:24], header[24:]
-        sizes = {
-            "rows": self.num_rows,
-            "slots": self.num_rows,
-            "records": self.num_rows * RECORD_WORDS,
-            "scored": self.num_scored,
-            "scored_rows": self.num_scored,
-            "kept": self.num_kept,
-            "edits": self.num_edits * 3,
-            "resets": self.num_resets,
-            "counts": self.num_counts * 3,
-            "mask_slots": self.num_masks,
-            "masks": self.num_masks * self.mask_words,
-            "hidden": self.num_targets,
-            "targets": self.num_targets,
-        }
-        lists = _consecutive([SECTION_HEADER, *sizes.values()])[1:]
-        self._slices = dict(zip(sizes, lists, strict=True))
-        assert lists[-1].stop == words.size, (lists, words.size)
+        slices = _consecutive([len(header), *header[: len(LISTS)]])[1:]
+        self._slices = dict(zip(LISTS, slices, strict=True))
+        numbers = iter(header[len(LISTS) :])
+        self.of_kind, self.of_score, self.of_prompt = (_consecutive([*islice(numbers, n)]) for n in (4, 4, 2))
+        """Where the rows of each kind lie among all; the scored rows of each of SCORES; the targets that want few and
+        many ids."""
+        self.num_logprobs, self.num_prompt_logprobs = ([*islice(numbers, n)] for n in (4, 2))
+        self.copies_filter, self.copied_flags, self.changed_flags, self.is_tempered = numbers
+        assert slices[-1].stop == words.size, (slices, words.size)
 
     def where(self, name: str) -> slice:
-        """Where a list of that name is among the words."""
+        """Where the list of that name, of LISTS, is among the words."""
         return self._slices[name]
+
+    def size(self, name: str) -> int:
+        """Its words."""
+        found = self._slices[name]
+        return found.stop - found.start
 
 
 def _consecutive(sizes: Sequence[int]) -> list[slice]:

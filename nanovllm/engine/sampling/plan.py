@@ -41,7 +41,7 @@ def plan_sampling(plan: StepPlan) -> StepSampling | None:
     scored, kept = _add_rows(builder, plan)
     _add_slots(builder, plan)
     parts = _add_prompts(builder, plan)
-    if not (builder.num_rows or builder.resets or builder.mask_slots or any(parts)):
+    if not (any(builder.rows) or builder.resets or builder.mask_slots or any(parts)):
         return None
     return StepSampling(builder.pack(), scored, kept, parts)
 
