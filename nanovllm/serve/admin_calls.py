@@ -4,7 +4,6 @@ A call that needs steps of the engine is a generator, which yields where they mu
 `resume` alone overtakes, and ends a call that still waits.
 """
 
-import queue
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator
@@ -27,7 +26,6 @@ class AdminCalls:
 
     def __init__(self, engine: "LLMEngine", answer: Callable[[frames.Answered], None]) -> None:
         self._engine, self._answer = engine, answer
-        self._incoming: queue.SimpleQueue[frames.Control] = queue.SimpleQueue()
         self._waiting: deque[frames.Control] = deque()
         self._running: tuple[frames.Control, Steps] | None = None
         self._is_paused_by_call = self._keeps = False
@@ -35,18 +33,13 @@ class AdminCalls:
         self._made: WeightReceiver | None = None
 
     def put(self, call: frames.Control) -> None:
-        self._incoming.put(call)
+        (self._waiting.appendleft if call.name == "resume" else self._waiting.append)(call)
 
     def advance(self) -> None:
         """Runs all calls that need no more steps. Raises what the engine cannot go on after."""
-        while self._running or self._waiting or not self._incoming.empty():
-            while not self._incoming.empty():
-                call = self._incoming.get()
-                if call.name == "resume":
-                    self._cut_short()
-                    self._running = call, self._steps(call)
-                    break
-                self._waiting.append(call)
+        while self._running or self._waiting:
+            if self._waiting and self._waiting[0].name == "resume":
+                self._cut_short()
             if self._running is None:
                 call = self._waiting.popleft()
                 self._running = call, self._steps(call)
@@ -58,6 +51,7 @@ class AdminCalls:
         """Ends a call that waits for requests to end."""
         if self._running is not None:
             call, steps = self._running
+            self._running = None
             steps.close()
             self._end(call, 409, message=f"{call.name}: resumed before it was done")
 

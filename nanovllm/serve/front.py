@@ -7,17 +7,15 @@ import time
 from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import nanovllm
 from nanovllm.serve import errors, frames
-from nanovllm.serve.api import dialects
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api.routes import ADMIN_ROUTES, ROUTES
 from nanovllm.serve.errors import ApiError
-from nanovllm.serve.http.app import App, Handler, Route
+from nanovllm.serve.http.app import App
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.link import EngineLink
 from nanovllm.serve.metrics import Metrics
@@ -70,11 +68,8 @@ class Front:
         self._loop = asyncio.get_running_loop()
         self._sweeper: asyncio.TimerHandle | None = None
         self._last_totals = (self.now(), 0, 0)
-        admins = ADMIN_ROUTES if options.admin_api_keys else {}
-        routes: dict[Route, Handler] = {route: partial(each.handler, self) for route, each in (ROUTES | admins).items()}
-        admin_paths = frozenset(path for _, path in admins)
-        error_forms = dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens"), dialects.message_error)
-        self.app = App(routes, options, admin_paths, error_forms, self.metrics)
+        operations = ROUTES | ADMIN_ROUTES if options.admin_api_keys else ROUTES
+        self.app = App(self, operations, options, self.metrics)
 
     def now(self) -> float:
         """Seconds of the event loop's clock."""

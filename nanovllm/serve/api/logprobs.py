@@ -1,12 +1,19 @@
 """Log-probabilities as the two endpoints show them."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 _LOWEST = -9999.0
 """In place of minus infinity, which JSON does not have."""
-Row = tuple[int, float, list[tuple[int, float]]]
-"""A position's token, its log-probability, and the likeliest tokens with theirs."""
+
+
+class Row(NamedTuple):
+    """A position's token, its rank and log-probability, and the likeliest tokens with theirs."""
+
+    token_id: int
+    rank: int
+    value: float
+    top: list[tuple[int, float]]
 
 
 def read_line(line: bytes, k: int) -> Row:
@@ -15,7 +22,7 @@ def read_line(line: bytes, k: int) -> Row:
     begin = (len(words) + 1) // 2
     ids, values = words[2 : 2 + k].tolist(), floats[begin + 1 : begin + 1 + k].tolist()
     pairs = [(token_id, max(value, _LOWEST)) for token_id, value in zip(ids, values, strict=True)]
-    return words[0], max(floats[begin], _LOWEST), pairs
+    return Row(words[0], words[1], max(floats[begin], _LOWEST), pairs)
 
 
 def shower(token_bytes: Callable[[int], bytes], as_ids: bool) -> Callable[[int], str]:
@@ -35,7 +42,7 @@ def chat_entries(
 
     found = []
     for line in lines:
-        token_id, value, top = read_line(line, k)
+        token_id, _, value, top = read_line(line, k)
         found.append(entry(token_id, value) | {"top_logprobs": [entry(*pair) for pair in top]})
     return found
 
@@ -49,8 +56,7 @@ def prompt_entries(
         if line is None:
             found.append(None)
             continue
-        token_id, value, top = read_line(line, k)
-        rank = memoryview(line).cast("i")[1]
+        token_id, rank, value, top = read_line(line, k)
         entries = {str(token_id): {"logprob": value, "rank": rank, "decoded_token": show(token_id)}}
         for place, (other, log) in enumerate(top, 1):
             entries.setdefault(str(other), {"logprob": log, "rank": place, "decoded_token": show(other)})
@@ -62,8 +68,8 @@ def id_entries(lines: Sequence[bytes], k: int) -> list[dict[str, Any]]:
     """`logprobs.content` by token ids: each token, and below it itself and then the likeliest others."""
     found = []
     for line in lines:
-        token_id, value, top = read_line(line, k)
-        own = {"token_id": token_id, "logprob": value, "rank": memoryview(line).cast("i")[1]}
+        token_id, own_rank, value, top = read_line(line, k)
+        own = {"token_id": token_id, "logprob": value, "rank": own_rank}
         others = [
             {"token_id": other, "logprob": log, "rank": rank}
             for rank, (other, log) in enumerate(top, 1)
@@ -79,7 +85,7 @@ def completion_logprobs(
     """`logprobs` of a completion, from `offset` characters on. A line is None at the first token of a prompt."""
     found: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for position, line in enumerate(lines):
-        token_id, value, top = (ids[position], None, None) if line is None else read_line(line, k)
+        token_id, _, value, top = (ids[position], None, None, None) if line is None else read_line(line, k)
         text = show(token_id)
         shown: dict[str, float | None] | None = None
         if top is not None:

@@ -1,8 +1,8 @@
 """The paths that are served, and GET /openapi.json, made of them and of the types of requests and answers."""
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import orjson
@@ -10,6 +10,7 @@ import orjson
 import nanovllm
 from nanovllm.serve.api import admin, anthropic, basics, chat, completions, dialects, generate, page, responses, shapes
 from nanovllm.serve.api import fields as api
+from nanovllm.serve.http.app import Operation
 from nanovllm.serve.http.call import Call
 
 if TYPE_CHECKING:
@@ -18,23 +19,11 @@ if TYPE_CHECKING:
 Schema = dict[str, Any]
 
 
-class Operation(NamedTuple):
-    handler: Callable[[Any, Call], Awaitable[None]]
-    """Of a Front and a Call."""
-    summary: str
-    request: Any = None
-    """The type of the body, or several; of an admin call, also of the query."""
-    answer: Any = None
-    """The type of a JSON answer; a text: the media type of another one."""
-    chunk: Any = None
-    """The type of the data of a stream's events, where the answer may be one."""
-    error: Any = shapes.ErrorAnswer
-
-
 async def openapi(front: "Front", call: Call) -> None:
     await call.respond(_document(front.app.routes, front.name))
 
 
+_ANTHROPICS_FORM: dict[str, Any] = {"error": shapes.AnthropicErrorAnswer, "error_body": dialects.message_error}
 _HEALTH = Operation(basics.health, "200 when requests are served, else 503", None, shapes.Health)
 ROUTES: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): Operation(
@@ -54,11 +43,13 @@ ROUTES: dict[tuple[str, str], Operation] = {
     ),
     ("POST", "/v1/messages"): Operation(
         *(dialects.create_message, "Answers a chat, in Anthropic's form"),
-        *(anthropic.MessagesFields, shapes.AnthropicMessage, dict[str, Any], shapes.AnthropicErrorAnswer),
+        *(anthropic.MessagesFields, shapes.AnthropicMessage, dict[str, Any]),
+        **_ANTHROPICS_FORM,
     ),
     ("POST", "/v1/messages/count_tokens"): Operation(
         *(dialects.count_tokens, "Tokens of a chat"),
-        *(anthropic.CountFields, shapes.InputTokens, None, shapes.AnthropicErrorAnswer),
+        *(anthropic.CountFields, shapes.InputTokens),
+        **_ANTHROPICS_FORM,
     ),
     ("GET", "/v1/models"): Operation(basics.models, "The names that are served", None, shapes.Models),
     ("GET", "/v1/models/*"): Operation(basics.model, "One of them", None, shapes.Model),
@@ -80,7 +71,7 @@ ROUTES: dict[tuple[str, str], Operation] = {
     ("GET", "/openapi.json"): Operation(openapi, "This document", None, dict[str, Any]),
 }
 ADMIN_ROUTES = {
-    route: Operation(handler, f"Admin call: {route[1][1:].replace('_', ' ')}", kind, dict[str, Any])
+    route: Operation(handler, f"Admin call: {route[1][1:].replace('_', ' ')}", kind, dict[str, Any], is_admin=True)
     for route, (handler, kind) in admin.ROUTES.items()
 }
 """Served where there is an admin key."""
@@ -95,7 +86,7 @@ _ERRORS = {
 def document(routes: Iterable[tuple[str, str]], name: str) -> Schema:
     """The OpenAPI document of these routes, (method, path)."""
     described = {route: (ROUTES | ADMIN_ROUTES)[route] for route in routes}
-    kinds = [kind for one in described.values() for kind in (*_requests(one), one.answer, one.chunk, one.error)]
+    kinds = [kind for one in described.values() for kind in (*_requests(one), one.answer, one.chunk, _error(one))]
     used = [*dict.fromkeys(kind for kind in kinds if kind is not None and not isinstance(kind, str))]
     schemas, components = msgspec.json.schema_components(used, ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(used, schemas, strict=True))
@@ -126,7 +117,7 @@ def _entry(operation: Operation, schema_of: dict[Any, Schema], components: Schem
         either = {"anyOf": [{"const": "[DONE]"}, data]}
         event = {"type": "object", "properties": {"data": either}, "required": ["data"]}
         content["text/event-stream"] = {"schema": event}
-    failure = _json(schema_of[operation.error])
+    failure = _json(schema_of[_error(operation)])
     responses = {"200": {"description": "done", "content": content}}
     responses |= {status: {"description": why, "content": failure} for status, why in _ERRORS.items()}
     if operation is _HEALTH:
@@ -137,6 +128,10 @@ def _entry(operation: Operation, schema_of: dict[Any, Schema], components: Schem
         found = [schema_of[kind] for kind in requests]
         entry["requestBody"] = {"required": needed, "content": _json(found[0] if len(found) == 1 else {"anyOf": found})}
     return entry
+
+
+def _error(operation: Operation) -> Any:
+    return operation.error or shapes.ErrorAnswer
 
 
 def _requests(operation: Operation) -> tuple[Any, ...]:

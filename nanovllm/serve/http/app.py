@@ -4,8 +4,8 @@ import base64
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
 
 from nanovllm.serve.errors import ApiError, server_error
 from nanovllm.serve.http.call import Call
@@ -13,8 +13,6 @@ from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.options import ServeOptions
 
 logger = logging.getLogger("nanovllm.serve")
-Handler = Callable[[Call], Awaitable[None]]
-Route = tuple[str, str]
 
 _WITHOUT_KEY = frozenset(("/", "/health", "/ready", "/ping", "/metrics", "/version"))
 _NOT_HERE = {
@@ -23,21 +21,37 @@ _NOT_HERE = {
 }
 
 
+class Operation(NamedTuple):
+    """What answers a method of a path, and what /openapi.json says of it."""
+
+    handler: Callable[[Any, Call], Awaitable[None]]
+    """Of a Front and a Call."""
+    summary: str
+    request: Any = None
+    """The type of the body, or several; of an admin call, also of the query."""
+    answer: Any = None
+    """The type of a JSON answer; a text: the media type of another one."""
+    chunk: Any = None
+    """The type of the data of a stream's events, where the answer may be one."""
+    error: Any = None
+    """The type of errors, where they have not OpenAI's form, and what makes their bodies."""
+    error_body: Callable[[ApiError], bytes] = ApiError.body
+    is_admin: bool = False
+    """Whether it takes an admin key and no other."""
+
+
 class App:
     """Answers every path; what it does not know is a 404 in OpenAI's form."""
 
     def __init__(
-        self, routes: dict[Route, Handler], options: ServeOptions, admin_paths: frozenset[str],
-        error_forms: Mapping[str, Callable[[ApiError], bytes]], metrics: Metrics,
-    ) -> None:  # fmt: skip
-        """`routes`: by method and path; a path that ends in "/*" serves all below it. `admin_paths`: those of them
-        that take an admin key and no other. `error_forms`: by path, what makes the body of an error that has a form of
-        its own."""
-        self._routes, self.routes = routes, frozenset(routes)
-        self._methods: dict[str, set[str]] = {}
-        for method, path in routes:
-            self._methods.setdefault(path, set()).add(method)
-        self._admin_paths, self._error_forms = admin_paths, error_forms
+        self, front: Any, operations: dict[tuple[str, str], Operation], options: ServeOptions, metrics: Metrics
+    ) -> None:
+        """`operations`: by method and path; a path that ends in "/*" serves all below it."""
+        self._front, self.routes = front, frozenset(operations)
+        self._paths: dict[str, dict[str, Operation]] = {"": {}}
+        """By path, what its methods do; "" stands for unknown paths."""
+        for (method, path), operation in operations.items():
+            self._paths.setdefault(path, {})[method] = operation
         self._admin_keys = [key.encode() for key in options.admin_api_keys]
         keys = [key.encode() for key in options.api_keys]
         self._keys = [*keys, *self._admin_keys] if keys else []
@@ -58,20 +72,25 @@ class App:
         )
 
     async def _answer(self, call: Call, label: str) -> None:
+        methods = self._paths[label]
         try:
-            self._check_key(call)
-            await self._handler(label, call.scope["method"], call.path)(call)
-        except ApiError as error:
-            await self._fail(call, error)
+            self._check_key(call, any(one.is_admin for one in methods.values()))
+            await self._operation(call, methods).handler(self._front, call)
         except ConnectionError:
             raise
-        except Exception:
-            logger.exception("request %s failed", call.request_id)
-            await self._fail(call, server_error())
+        except Exception as error:
+            if not isinstance(error, ApiError):
+                logger.exception("request %s failed", call.request_id)
+                error = server_error()
+            if call.status:  # too late for a status: the stream has ended without its end
+                call.connection.give_up()
+                return
+            body_of = next((one.error_body for one in methods.values()), ApiError.body)
+            await call.respond(body_of(error), error.status, headers=error.headers())
 
-    def _check_key(self, call: Call) -> None:
-        """Raises ApiError (401). Looks at the path alone, before it is routed; nothing of the headers changes it."""
-        keys = self._admin_keys if call.path in self._admin_paths else self._keys
+    def _check_key(self, call: Call, is_admin: bool) -> None:
+        """Raises ApiError (401). Looks at the path alone; nothing of the headers changes it."""
+        keys = self._admin_keys if is_admin else self._keys
         if not keys or call.path in _WITHOUT_KEY or call.scope["method"] == "OPTIONS":
             return
         sent = _key_of(call)
@@ -80,31 +99,23 @@ class App:
 
     def _label(self, path: str) -> str:
         """The route's path, "" for unknown ones."""
-        if path in self._methods:
+        if path in self._paths:
             return path
         head = path
         while head := head.rpartition("/")[0]:
-            if f"{head}/*" in self._methods:
+            if f"{head}/*" in self._paths:
                 return f"{head}/*"
         return ""
 
-    def _handler(self, label: str, method: str, path: str) -> Handler:
-        handler = self._routes.get((method, label))
-        if handler is None and method == "HEAD":
-            handler = self._routes.get(("GET", label))
-        if handler is not None:
-            return handler
-        if label:
-            allowed = ", ".join(sorted(self._methods[label]))
+    def _operation(self, call: Call, methods: dict[str, Operation]) -> Operation:
+        method, path = call.scope["method"], call.path
+        found = methods.get(method) or (methods.get("GET") if method == "HEAD" else None)
+        if found is not None:
+            return found
+        if methods:
+            allowed = ", ".join(sorted(methods))
             raise ApiError(405, f"{method} is not allowed here; use {allowed}", "method_not_allowed")
         raise ApiError(404, _NOT_HERE.get(path, f"unknown path: {path[:200]}"), "unknown_url")
-
-    async def _fail(self, call: Call, error: ApiError) -> None:
-        if call.status:  # too late for a status: the stream has ended without its end
-            call.connection.give_up()
-        else:
-            body = self._error_forms.get(call.path, ApiError.body)(error)
-            await call.respond(body, error.status, headers=error.headers())
 
 
 def _key_of(call: Call) -> bytes:
