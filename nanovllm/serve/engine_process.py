@@ -237,7 +237,7 @@ class EngineProcess:
                 self._add(frame)
 
     def _add(self, frame: frames.Add) -> None:
-        """Queues a request, unless it was aborted while its grammar compiled."""
+        """Queues a request, once its grammar is compiled."""
         engine = self._engine
         assert engine is not None
         try:
@@ -245,13 +245,11 @@ class EngineProcess:
             ids.frombytes(frame.prompt)
             prompt, params = ids.tolist(), sampling_params(frame.params)
             engine.check_request(prompt, params)  # compiles its grammar
-            if params.structured_outputs is not None and frame.request_id not in self._compiling:
-                return
             if params.prompt_logprobs is not None:
                 self._prompts_due.add(frame.request_id)
             engine.add_request(prompt, params, frame.request_id)
             if params.structured_outputs is not None and frame.request_id not in self._compiling:
-                engine.abort(frame.request_id)  # which came between the last look and add_request
+                engine.abort(frame.request_id)  # it was aborted before the engine knew of it
         except Exception as error:
             self._prompts_due.discard(frame.request_id)
             is_users = isinstance(error, (ValueError, TypeError))
