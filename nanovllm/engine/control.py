@@ -189,7 +189,7 @@ class EngineControl(EngineLoop):
         """Steps go on, and requests begin again."""
         with self._work:
             self.is_paused = self.scheduler.holds_new = False
-            self._work.notify_all()
+        self.wake()
 
     def abort_all(self) -> list[int]:
         """Ends all requests that are unfinished now, with what they have; returns their ids."""
@@ -200,5 +200,5 @@ class EngineControl(EngineLoop):
                 if any(seq.status is not SequenceStatus.FINISHED for seq in seqs)
             ]
             self._inbox += [("abort", self._completions[request_id]) for request_id in ids]
-            self._work.notify_all()
+        self.wake()
         return ids

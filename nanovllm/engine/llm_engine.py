@@ -154,7 +154,7 @@ class LLMEngine(EngineControl):
             self._completions[request_id] = seqs
             self._num_sampling += sum(row is not None for row in rows)
             self._inbox.append(("add", seqs))
-            self._work.notify_all()
+        self.wake()
         return request_id
 
     def _check_queue(self) -> None:
@@ -187,7 +187,7 @@ class LLMEngine(EngineControl):
             seqs = self._completions.get(request_id)
             if seqs is not None:
                 self._inbox.append(("abort", seqs))
-                self._work.notify_all()
+        self.wake()
 
     def knows(self, request_id: int) -> bool:
         return request_id in self._completions

@@ -220,7 +220,7 @@ class EngineLoop:
             return self._work.wait_for(lambda: self._closed or self.is_busy() or or_until(), timeout=timeout)
 
     def wake(self) -> None:
-        """Lets wait_for_work look again."""
+        """Lets a thread that waits for work look again. From any thread."""
         with self._work:
             self._work.notify_all()
 

@@ -17,9 +17,6 @@ from nanovllm.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import torch
 
-WAKE = (None, None)
-"""An event that lets a step look that waits."""
-
 
 class ReplicaControl(LLMEngine):
     """Between two steps, by the thread that may step; but abort_all, pause_steps and resume from any thread."""
@@ -37,10 +34,9 @@ class ReplicaControl(LLMEngine):
         self._weights_replaced = False
         self._falls_asleep = False
         """Whether a call of `sleep` is on its way."""
-        self._lost_asleep: list[int] = []
-        """Replicas to start again when the others wake up."""
-        self._lost_stale: list[int] = []
-        """Replicas to start again when all weights come anew: their checkpoint has others."""
+        self._lost: list[int] = []
+        """Replicas to start again when the others are awake, and, where these have other weights than the checkpoint,
+        when all weights come anew."""
 
     def _take_events_in(self, columns: StepColumns, waits: bool) -> None:
         raise NotImplementedError
@@ -90,8 +86,7 @@ class ReplicaControl(LLMEngine):
         """Of all weights, it waits for replicas to start that were lost since the update before."""
         self._check_update(in_flight)
         self._weights_replaced = True
-        while self._lost_stale and not partial:
-            self._start_again(self._lost_stale.pop())
+        self._start_lost(weights_come=not partial)
         self._router.forget_cached()
         self._incomplete = "an update of the weights has begun and did not finish"
         self._ask("begin_update", in_flight, partial)
@@ -115,14 +110,12 @@ class ReplicaControl(LLMEngine):
         """See EngineControl.resume."""
         super().resume()
         self._inbox.append(("resume", []))
-        self._events.put(WAKE)
         self.wake()
 
-    def abort_all(self) -> list[int]:
-        """See EngineControl.abort_all."""
-        ids = super().abort_all()
-        self._events.put(WAKE)
-        return ids
+    def wake(self) -> None:
+        """See EngineLoop.wake; also for a step that waits for replicas."""
+        super().wake()
+        self._events.put((None, None))
 
     def sleep(self, level: int, tags: Iterable[str] | None) -> int:
         """See LLM.sleep; the bytes of all replicas."""
@@ -140,7 +133,8 @@ class ReplicaControl(LLMEngine):
         super().wake_up(tags)
         self._start_lost()
 
-    def _start_lost(self) -> None:
-        """Those that were lost while the others slept, once these are awake."""
-        while self._lost_asleep and not self.asleep:
-            self._start_again(self._lost_asleep.pop())
+    def _start_lost(self, weights_come: bool = False) -> None:
+        """Those that were lost, once their time has come."""
+        may_start = not (self.asleep or self._falls_asleep) and (weights_come or not self._weights_replaced)
+        while may_start and self._lost:
+            self._start_again(self._lost.pop())

@@ -17,7 +17,7 @@ from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.errors import ReplicaError
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import EngineStats, StepColumns
-from nanovllm.replicas.control import WAKE, ReplicaControl
+from nanovllm.replicas.control import ReplicaControl
 from nanovllm.replicas.inbox import Inbox
 from nanovllm.replicas.link import Lost, ReplicaLink, close_links
 from nanovllm.replicas.messages import Answer, Completed, Counted, Gained, Ready, Refused
@@ -73,14 +73,7 @@ class ReplicatedEngine(ReplicaControl):
         """See LLMEngine.add_request."""
         if not self._live and (link := self._links[0]) is not None:
             link.rouse()
-        request_id = super().add_request(*args, **options)
-        self._events.put(WAKE)
-        return request_id
-
-    def abort(self, request_id: int) -> None:
-        """See LLMEngine.abort."""
-        super().abort(request_id)
-        self._events.put(WAKE)
+        return super().add_request(*args, **options)
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has anything to do or to report."""
@@ -325,15 +318,11 @@ class ReplicatedEngine(ReplicaControl):
             self._num_restarts[number] += 1
             when = " with the next weights" if self._weights_replaced else ""
             logger.warning("replica %d was lost and is started again%s: %s", number, when, reason)
-            if self._weights_replaced:
-                self._lost_stale.append(number)
-            elif self.asleep or self._falls_asleep:
-                self._lost_asleep.append(number)
-            else:
-                self._start_again(number)
+            self._lost.append(number)
+            self._start_lost()
         else:
             logger.warning("replica %d was lost, and the others go on without it: %s", number, reason)
-        if not any(self._links) and not self._lost_asleep:
+        if not any(self._links) and (self._weights_replaced or not self._lost):
             self._error = ReplicaError(f"no replica is left: replica {number}: {reason}")
             raise self._error
         for request_id in reversed(bound):
