@@ -61,6 +61,11 @@ class HelpFormatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=44)
 
+    def add_argument(self, action: argparse.Action) -> None:
+        self._indent()  # argparse forgets it where the column of commands gets its width
+        super().add_argument(action)
+        self._dedent()
+
     def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
         if usage is None and len(actions) > 12:
             places = [action for action in actions if not action.option_strings]

@@ -171,7 +171,7 @@ def test_version_and_help_of_the_program() -> None:
     run = [sys.executable, "-m", "nanovllm"]
     assert subprocess.check_output([*run, "--version"], text=True).strip() == nanovllm.__version__
     shown = subprocess.check_output([*run, "--help"], text=True)
-    assert all(name in shown for name in COMMANDS)
+    assert all(f"{name}  " in shown for name in COMMANDS), "each on a line with what it does"
     assert subprocess.run(run, capture_output=True, check=False).returncode == 2
 
 
