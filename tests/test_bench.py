@@ -1,17 +1,16 @@
 """bench.py and what it divides by: draws, limits, clocks, the command line, and the script that makes the tables."""
 
-import importlib.machinery
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from programs import load
 
 from nanovllm.models.published import PUBLISHED_SHAPES
 from nanovllm.models.registry import parse_config
@@ -33,18 +32,6 @@ TINY = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
-
-
-def load(path: Path) -> ModuleType:
-    """A program of the project as a module, whatever its file is called."""
-    name = f"loaded_{path.stem}"
-    loader = importlib.machinery.SourceFileLoader(name, str(path))
-    spec = importlib.util.spec_from_loader(name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up there
-    loader.exec_module(module)
-    return module
 
 
 bench = load(ROOT / "bench.py")

@@ -2,19 +2,16 @@
 
 import ast
 import graphlib
-import importlib.machinery
-import importlib.util
 import re
 import shlex
-import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from programs import load
 
 from nanovllm import outputs
 from nanovllm.config import OPTIMISATIONS, EngineConfig
@@ -27,17 +24,6 @@ ARCHITECTURE = ROOT / "docs" / "architecture.md"
 OPTIONS = ROOT / "docs" / "options.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 by_page = pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
-
-
-def load(path: Path) -> ModuleType:
-    """A program of the project as a module."""
-    loader = importlib.machinery.SourceFileLoader(f"documented_{path.stem}", str(path))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[loader.name] = module  # dataclasses look their module up there
-    loader.exec_module(module)
-    return module
 
 
 def section(page: Path, heading: str) -> str:

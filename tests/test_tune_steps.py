@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from processes.process_checks import write_tiny_config
-from test_bench import load as load_script
+from programs import load as load_script
 
 from nanovllm import LLM
 from nanovllm.kernels.gemm.choice import KINDS, LIBRARY, SUMMED, Choices, Gemm, GemmConfig, load, misfit, save
