@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.kernels.pointwise.norm import Norm, add_norms
-from nanovllm.parallel.peer.limits import AllReduceLimits
 from nanovllm.parallel.peer.memory import (
     Layout,
     fill_with_sentinels,
@@ -127,7 +126,6 @@ def shared_memory_rank(
         world_size=world_size,
         dtype=dtype,
         layout=layout,
-        limits=AllReduceLimits(),
         blocks=blocks,
         peers=torch.tensor(addresses),
         parity=torch.zeros(3, 128, dtype=torch.int32),

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from threads import run_in_threads
 
-from nanovllm.parallel.peer.limits import AllReduceLimits
+from nanovllm.parallel.peer.limits import one_shot_rows
 from nanovllm.parallel.peer.memory import (
     MAX_SPLIT,
     Layout,
@@ -49,7 +49,7 @@ def test_a_silent_rank_is_noticed() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_layout_regions_are_apart_aligned_and_large_enough(world_size: int) -> None:
-    layout = Layout.for_limits(world_size, 5120, 2, 1024, 512, AllReduceLimits(), half_rows=1000)
+    layout = Layout.for_limits(world_size, 5120, 2, 1024, 512, half_rows=1000)
     offsets = [0, layout.scatter, layout.gather, layout.squares, layout.keys, layout.inbox]
     offsets += [layout.gathered, layout.flags, layout.nbytes]
     assert offsets == sorted(offsets) and all(offset % 16 == 0 for offset in offsets)
@@ -69,13 +69,13 @@ def test_path_by_size() -> None:
     from nanovllm.parallel.peer.all_reduce import PeerAllReduce
 
     def paths(world_size: int, max_rows: int) -> dict[int, str]:
-        layout = Layout.for_limits(world_size, 5120, 2, max_rows, 16, AllReduceLimits())
-        memory = SimpleNamespace(layout=layout, limits=AllReduceLimits())
+        layout = Layout.for_limits(world_size, 5120, 2, max_rows, 16)
+        memory = SimpleNamespace(layout=layout)
         return {rows: PeerAllReduce(memory).path(rows) for rows in (1, 16, 17, 102, 8192, 8193)}  # type: ignore[arg-type]
 
     def cuts(world_size: int, hidden: int) -> list[int]:
-        layout = Layout.for_limits(world_size, hidden, 2, 1024, 16, AllReduceLimits())
-        memory = SimpleNamespace(layout=layout, limits=AllReduceLimits())
+        layout = Layout.for_limits(world_size, hidden, 2, 1024, 16)
+        memory = SimpleNamespace(layout=layout)
         peer = PeerAllReduce(memory)  # type: ignore[arg-type]
         return [rows for rows in (1, 256, 257) if peer.plan_for(rows) is not None]
 
@@ -86,7 +86,7 @@ def test_path_by_size() -> None:
     assert cuts(4, 5120) == cuts(2, 4096) == [1, 256]
     assert cuts(4, 1024) == cuts(8, 5120) == cuts(4, 4100) == cuts(2, 2560) == []
     # Where nothing is cut, one-shot serves as far as it does beside whole rows.
-    assert [AllReduceLimits().one_shot_rows(2, row) * row for row in (2048, 4096, 8192)] == [2 << 20, 2 << 20, 1 << 20]
-    assert AllReduceLimits().one_shot_rows(4, 8200) == (640 << 10) // 8200
-    assert [AllReduceLimits().one_shot_rows(ranks, 10240) for ranks in (2, 3, 4, 8)] == [102, 16, 16, 14]
-    assert [AllReduceLimits().one_shot_rows(ranks, 2048) for ranks in (2, 3, 4, 8)] == [1024, 128, 128, 72]
+    assert [one_shot_rows(2, row) * row for row in (2048, 4096, 8192)] == [2 << 20, 2 << 20, 1 << 20]
+    assert one_shot_rows(4, 8200) == (640 << 10) // 8200
+    assert [one_shot_rows(ranks, 10240) for ranks in (2, 3, 4, 8)] == [102, 16, 16, 14]
+    assert [one_shot_rows(ranks, 2048) for ranks in (2, 3, 4, 8)] == [1024, 128, 128, 72]

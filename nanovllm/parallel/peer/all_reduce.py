@@ -26,6 +26,7 @@ from nanovllm.kernels.base.padded_rows import empty_rows
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.pointwise.norm import Norm, add_up, norm_reference
 from nanovllm.parallel.peer.kernels import max_keys_kernel, one_shot_kernel, two_shot_kernel
+from nanovllm.parallel.peer.limits import PEER_BYTES, cut_rows, one_shot_rows
 from nanovllm.parallel.peer.memory import MAX_PROGRAMS, MAX_SPLIT, SENTINELS, PeerMemory
 from nanovllm.parallel.peer.two_shot import split_two_shot_kernel
 
@@ -100,7 +101,8 @@ class PeerAllReduce:
         self.nodes = nodes
         self.max_spins = max_spins
         layout = memory.layout
-        self._hidden = layout.hidden_size
+        self._hidden, self._row_bytes = layout.hidden_size, layout.hidden_size * layout.itemsize
+        self._most_rows = min(layout.two_shot_rows, PEER_BYTES // self._row_bytes)
         block = triton.next_power_of_2(self._hidden)
         self._shape = {
             "WORLD": layout.world_size, "WORLD_BLOCK": triton.next_power_of_2(layout.world_size),
@@ -110,11 +112,10 @@ class PeerAllReduce:
 
     def path(self, rows: int) -> Path:
         """Who takes a sum of `rows` rows: one of the kernels here, or ("nccl") the caller's communicator."""
-        layout, limits = self.memory.layout, self.memory.limits
-        row = self._hidden * layout.itemsize
-        if rows <= min(layout.one_shot_rows, limits.one_shot_rows(layout.world_size, row)):
+        layout = self.memory.layout
+        if rows <= min(layout.one_shot_rows, one_shot_rows(layout.world_size, self._row_bytes)):
             return "one_shot"
-        return "two_shot" if rows <= min(layout.two_shot_rows, limits.peer_bytes // row) else "nccl"
+        return "two_shot" if rows <= self._most_rows else "nccl"
 
     def takes(self, rows: int) -> bool:
         """Whether a sum of so many rows comes here, and not to the caller's communicator."""
@@ -124,16 +125,13 @@ class PeerAllReduce:
         """The rows of a sum, in pieces where it is too large for the block."""
         if path is not None or not self.one_order or self.path(rows) != "nccl":
             return [slice(0, rows)]
-        layout = self.memory.layout
-        most = min(layout.two_shot_rows, self.memory.limits.peer_bytes // (self._hidden * layout.itemsize))
-        return [slice(begin, min(begin + most, rows)) for begin in range(0, rows, most)]
+        return [slice(begin, min(begin + self._most_rows, rows)) for begin in range(0, rows, self._most_rows)]
 
     def plan_for(self, rows: int) -> TwoShotPlan | None:
         """Of a two-shot sum of so many rows; None: whole rows."""
         if self.one_order:
             return None
-        layout, limits = self.memory.layout, self.memory.limits
-        return CUT_IN_FOUR if rows <= limits.cut_rows(layout.world_size, self._hidden * layout.itemsize) else None
+        return CUT_IN_FOUR if rows <= cut_rows(self.memory.layout.world_size, self._row_bytes) else None
 
     def all_reduce_add_rms_norm(
         self, partial: torch.Tensor, residual: torch.Tensor | None, norm: Norm, *, path: Path | None = None,
@@ -221,9 +219,7 @@ class PeerAllReduce:
         else:
             raise ValueError(f"{rows} rows by {path}: the block was laid out for {layout}")
 
-    def _two_shot(
-        self, tensors: tuple[Any, ...], scalars: tuple[Any, ...], fixed: dict[str, Any], norm: bool
-    ) -> None:
+    def _two_shot(self, tensors: tuple[Any, ...], scalars: tuple[Any, ...], fixed: dict[str, Any], norm: bool) -> None:
         """tensors, scalars: the kernels', up to and after the state of the parity."""
         memory, layout, rows = self.memory, self.memory.layout, scalars[1]
         plan = self.plan_for(rows) if norm else None

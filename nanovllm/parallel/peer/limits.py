@@ -1,70 +1,57 @@
-"""Which way takes a sum over ranks, by its size: read off measurements."""
+"""Which way takes a sum of rows over ranks, by its bytes: read off measurements.
 
-from dataclasses import dataclass
+One-shot moves (world-1) x bytes out of each rank in one hop, two-shot (with the residual left with its owners)
+2 (world-1)/world x bytes in two hops of about 2 us each. Measured on H200s, us of sum, residual and norm:
+
+    ranks  hidden    rows      KiB   one-shot  two-shot  NCCL + norm
+    2      4096       128    1,024        7.6  8.4, 6.7           -
+    2      4096       256    2,048       11.2  11.1, 10.8       32.8
+    2      4096       512    4,096       19.3  15.7, 20.3       38.9
+    2      5120       256    2,560       14.7      14.2         34.5
+    2      5120     8,192   81,920          -       324          390
+    4      5120        64      640       12.7  14.2, 8.5        20.0
+    4      5120       192    1,920          -  18.9, 14.0          -
+    4      5120       256    2,560       32.2  21.6, 17.1       35.3
+    4      4096        64      512        9.8      10.4         19.5
+    4      4096       256    2,048       25.4      16.5         32.4
+    4      1024       256      512        8.9       7.5         19.3
+    4      1024       512    1,024       14.6       9.7         23
+    4      5120     8,192   81,920          -       452          479
+
+(Two figures of two-shot: with whole rows, and with rows cut in four, parallel/peer/two_shot.py.) With whole rows
+two ranks meet at 2 MiB; interpolated between its rows, four meet at 880 (hidden 5120), 610 (4096) and 300 KiB
+(1024): 640 KiB, and 128 rows, one for each program, beyond which the second row waits for the first. With rows cut
+two meet near 1 MiB and four near 160 KiB. For eight ranks computed from 380 GB/s a link: 145 KB. Two-shot leads
+NCCL as far as it was measured.
+"""
+
+PEER_BYTES = 80 << 20
+"""Above this a sum is left to NCCL. Halves of a step that are larger are not cut (parallel/two_batch.py): the block
+holds four times as much for them."""
+_ONE_SHOT_BYTES = {2: (2 << 20, 1 << 20), 4: (640 << 10, 160 << 10), 8: (144 << 10, 144 << 10)}
+"""Most bytes of a one-shot sum over up to so many ranks, where two-shot takes whole rows and where it cuts them."""
+_ONE_SHOT_ROWS = 128
+"""With three ranks and more."""
+_CUT_ROWS = 256
+"""With more, whole rows occupy the chip."""
+_LEAST_CUT_BYTES = 4096
+"""Of a row: parts of shorter ones were not measured."""
 
 
-@dataclass(frozen=True)
-class AllReduceLimits:
-    """Which way takes an all-reduce of `rows * hidden_size * itemsize` bytes.
+def _one_shot_bytes(world_size: int) -> tuple[int, int]:
+    return next(both for ranks, both in _ONE_SHOT_BYTES.items() if world_size <= ranks)
 
-    One-shot moves (world-1) x bytes out of each rank in one hop, two-shot (with the residual left with its owners)
-    2 (world-1)/world x bytes in two hops of about 2 us each. Measured on H200s, us of sum, residual and norm:
 
-        ranks  hidden    rows      KiB   one-shot  two-shot  NCCL + norm
-        2      4096       128    1,024        7.6  8.4, 6.7           -
-        2      4096       256    2,048       11.2  11.1, 10.8       32.8
-        2      4096       512    4,096       19.3  15.7, 20.3       38.9
-        2      5120       256    2,560       14.7      14.2         34.5
-        2      5120     8,192   81,920          -       324          390
-        4      5120        64      640       12.7  14.2, 8.5        20.0
-        4      5120       192    1,920          -  18.9, 14.0          -
-        4      5120       256    2,560       32.2  21.6, 17.1       35.3
-        4      4096        64      512        9.8      10.4         19.5
-        4      4096       256    2,048       25.4      16.5         32.4
-        4      1024       256      512        8.9       7.5         19.3
-        4      1024       512    1,024       14.6       9.7         23
-        4      5120     8,192   81,920          -       452          479
+def cut_rows(world_size: int, row_bytes: int) -> int:
+    """Most rows of `row_bytes` that two-shot sums take in four parts; 0: none. Where so many rows are still best summed
+    in one shot, there is nothing to cut."""
+    whole, cut = _one_shot_bytes(world_size)
+    can = cut < whole and row_bytes >= _LEAST_CUT_BYTES and row_bytes % 64 == 0  # 16 bytes a part
+    return _CUT_ROWS if can and _CUT_ROWS * row_bytes >= whole else 0
 
-    (Two figures of two-shot: with whole rows, and with rows cut in four, parallel/peer/two_shot.py.) With whole rows
-    two ranks meet at 2 MiB; interpolated between its rows, four meet at 880 (hidden 5120), 610 (4096) and 300 KiB
-    (1024): 640 KiB, and 128 rows, one for each program, beyond which the second row waits for the first. With rows cut
-    two meet near 1 MiB and four near 160 KiB. For eight ranks computed from 380 GB/s a link: 145 KB. Two-shot leads
-    NCCL as far as it was measured.
-    """
 
-    one_shot_bytes_tp2: int = 2 << 20
-    one_shot_bytes_tp4: int = 640 << 10
-    one_shot_bytes_before_cut_tp2: int = 1 << 20
-    one_shot_bytes_before_cut_tp4: int = 160 << 10
-    """Where few rows are cut."""
-    one_shot_bytes_tp8: int = 144 << 10
-    one_shot_rows_tp4: int = 128
-    """With three ranks and more."""
-    peer_bytes: int = 80 << 20
-    """Above this the sum is left to NCCL."""
-    half_bytes: int = 80 << 20
-    """Of half a step: larger ones are not cut (parallel/two_batch.py). The block holds four times as much for them."""
-
-    most_cut_rows: int = 256
-    """With more, whole rows occupy the chip."""
-    least_cut_bytes: int = 4096
-    """Of a row: parts of shorter ones were not measured."""
-
-    def cut_rows(self, world_size: int, row_bytes: int) -> int:
-        """Most rows of `row_bytes` that two-shot sums take in four parts; 0: none. Where so many rows are still best
-        summed in one shot, there is nothing to cut."""
-        can = world_size <= 4 and row_bytes >= self.least_cut_bytes and row_bytes % 64 == 0  # 16 bytes a part
-        whole = self.one_shot_bytes_tp2 if world_size <= 2 else self.one_shot_bytes_tp4
-        return self.most_cut_rows if can and self.most_cut_rows * row_bytes >= whole else 0
-
-    def one_shot_rows(self, world_size: int, row_bytes: int) -> int:
-        """Most rows of `row_bytes` for the one-shot kernel. world_size: 2..8; unnamed sizes take the next named one."""
-        cut = self.cut_rows(world_size, row_bytes) > 0
-        if world_size <= 2:
-            most = self.one_shot_bytes_before_cut_tp2 if cut else self.one_shot_bytes_tp2
-            return min(most, self.peer_bytes) // row_bytes
-        if world_size <= 4:
-            most = self.one_shot_bytes_before_cut_tp4 if cut else self.one_shot_bytes_tp4
-        else:
-            most = self.one_shot_bytes_tp8
-        return min(min(most, self.peer_bytes) // row_bytes, self.one_shot_rows_tp4)
+def one_shot_rows(world_size: int, row_bytes: int) -> int:
+    """Most rows of `row_bytes` for the one-shot kernel, over 2 to 8 ranks."""
+    whole, cut = _one_shot_bytes(world_size)
+    rows = (cut if cut_rows(world_size, row_bytes) else whole) // row_bytes
+    return rows if world_size <= 2 else min(rows, _ONE_SHOT_ROWS)

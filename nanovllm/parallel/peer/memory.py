@@ -15,7 +15,7 @@ import torch
 from torch.distributed import Store
 
 from nanovllm.parallel.peer.driver import DeviceBytes, Driver
-from nanovllm.parallel.peer.limits import AllReduceLimits
+from nanovllm.parallel.peer.limits import PEER_BYTES, one_shot_rows
 
 MAX_PROGRAMS = 128
 """Most programs of one launch: each must be resident for its peers to make progress, and the chip has 132 SMs."""
@@ -81,17 +81,15 @@ class Layout:
 
     @classmethod
     def for_limits(
-        cls, world_size: int, hidden_size: int, itemsize: int, max_rows: int, max_keys: int, limits: AllReduceLimits,
-        half_rows: int = 0,
-    ) -> "Layout":  # fmt: skip
-        """Capacities that serve `max_rows` rows, and halves of `half_rows`, as far as `limits` leaves them to peer
+        cls, world_size: int, hidden_size: int, itemsize: int, max_rows: int, max_keys: int, half_rows: int = 0
+    ) -> "Layout":
+        """Capacities that serve `max_rows` rows, and halves of `half_rows`, as far as limits.py leaves them to peer
         memory."""
         row = hidden_size * itemsize
-        peer_rows = min(max_rows, limits.peer_bytes // row)
-        one_shot_rows = min(max_rows, limits.one_shot_rows(world_size, row))
-        two_shot_rows = peer_rows if peer_rows > one_shot_rows else 0
-        half_rows = min(half_rows, limits.half_bytes // row)
-        return cls(world_size, hidden_size, itemsize, one_shot_rows, two_shot_rows, max_keys, half_rows)
+        most = PEER_BYTES // row
+        one_shot, two_shot = min(max_rows, one_shot_rows(world_size, row)), min(max_rows, most)
+        two_shot = two_shot if two_shot > one_shot else 0
+        return cls(world_size, hidden_size, itemsize, one_shot, two_shot, max_keys, min(half_rows, most))
 
 
 def fill_with_sentinels(block: torch.Tensor, layout: Layout) -> None:
@@ -147,7 +145,7 @@ class PeerMemory:
     """One rank's block and the addresses of all of them.
 
     store: a Store that only this engine uses. max_rows: the most rows of one all-reduce (larger sums go to NCCL anyway,
-    see `AllReduceLimits`). hidden_size: elements of a row, a multiple of 8. dtype: bfloat16, float16 or float32.
+    see limits.py). hidden_size: elements of a row, a multiple of 8. dtype: bfloat16, float16 or float32.
     max_keys: the most int64 keys of one maximum. half_rows: the most rows of half a step. name: keeps two blocks over
     one store apart. timeout: seconds to wait for the other ranks.
     allow_shared_device: ranks may sit on one GPU (for tests: they take turns by time slice).
@@ -156,7 +154,7 @@ class PeerMemory:
 
     def __init__(
         self, store: Store, rank: int, world_size: int, device: torch.device, max_rows: int, hidden_size: int,
-        dtype: torch.dtype, *, max_keys: int = 1024, half_rows: int = 0, limits: AllReduceLimits | None = None,
+        dtype: torch.dtype, *, max_keys: int = 1024, half_rows: int = 0,
         layout: Layout | None = None, name: str = "peer_memory", timeout: float = 60.0,
         allow_shared_device: bool = False,
     ) -> None:  # fmt: skip
@@ -164,11 +162,8 @@ class PeerMemory:
             need = "a multiple of 8 elements of bfloat16, float16 or float32"
             raise PeerMemoryUnavailable(f"peer memory: rows of {hidden_size} x {dtype}, need {need}")
         self.rank, self.world_size, self.device, self.dtype = rank, world_size, torch.device(device), dtype
-        self.limits = limits or AllReduceLimits()
         itemsize = torch.empty((), dtype=dtype, device="cpu").element_size()
-        self.layout = layout or Layout.for_limits(
-            world_size, hidden_size, itemsize, max_rows, max_keys, self.limits, half_rows
-        )
+        self.layout = layout or Layout.for_limits(world_size, hidden_size, itemsize, max_rows, max_keys, half_rows)
         self._rounds = _Rounds(store, name, rank, world_size, timeout)
         self._driver: Driver | None = None
         self._own = 0
