@@ -140,7 +140,6 @@ def interpret_rank(rank: int, world_size: int, folder: Path) -> None:
     peer = module.PeerAllReduce(memory)  # type: ignore[arg-type]
     same, delays = random.Random(5), random.Random(rank)
     outputs: list[torch.Tensor] = []
-    plans = [None, *(module.TwoShotPlan(split) for split in (1, 2, 3))]
     for call in range(CALLS):
         rows, kind = same.randint(1, CAPACITY), call % 7
         generator = torch.Generator().manual_seed(call)
@@ -158,8 +157,7 @@ def interpret_rank(rank: int, world_size: int, folder: Path) -> None:
             assert torch.equal(peer.all_reduce_max(keys[rank].clone()), expected)
             continue
         path = "one_shot" if kind % 2 == 0 else "two_shot"
-        plan = cut(peer, same.choice(plans))
-        if plan is not None and plan.split > 1:
+        if cut(peer, same.choice((1, 1, 2, 4))) > 1:
             module.MAX_PROGRAMS = 1  # programs of a row wait for each other, and here they run one after another
         before = None if kind in (4, 5) else residual.clone()
         norm = Norm(weight[0], EPS)
@@ -219,7 +217,7 @@ def programs_rank(rank: int, world_size: int, folder: Path) -> None:
     same, outputs = random.Random(6), []
     for call in range(8):
         rows, module.MAX_PROGRAMS = same.randint(1, CAPACITY), same.randint(2, 6)
-        cut(peer, module.TwoShotPlan(same.choice((2, 3))))
+        cut(peer, same.choice((2, 4)))
         generator = torch.Generator().manual_seed(call)
         partials = torch.randn(world_size, rows, HIDDEN, generator=generator)
         residual, weight = (torch.randn(n, HIDDEN, generator=generator) for n in (rows, 1))
@@ -246,7 +244,7 @@ def parts_rank(rank: int, world_size: int, folder: Path) -> None:
     peer = module.PeerAllReduce(memory)  # type: ignore[arg-type]
     for path, parts, rows in itertools.product(("one_shot", "two_shot", "split"), (2, 4), (1, 5, CAPACITY)):
         module.MAX_PROGRAMS = 1 if path == "split" else PROGRAMS  # as above
-        cut(peer, module.TwoShotPlan(3) if path == "split" else None)
+        cut(peer, 4 if path == "split" else 1)
         path = "two_shot" if path == "split" else path
         generator = torch.Generator().manual_seed(rows)
         partials = torch.randn(world_size, parts, rows, HIDDEN, generator=generator)
@@ -288,22 +286,22 @@ def parts_rank(rank: int, world_size: int, folder: Path) -> None:
     assert int(memory.abort_word) == 0
 
 
-def cut(peer: Any, plan: Any) -> Any:
-    """Has all two-shot sums go by `plan`, which comes back."""
-    peer.plan_for = lambda rows: plan
-    return plan
+def cut(peer: Any, split: int) -> int:
+    """Has all two-shot sums cut their rows into so many parts; returns their number."""
+    peer.split = lambda rows: split
+    return split
 
 
 def alone_rank(rank: int, world_size: int, folder: Path) -> None:
     """Rank 0 of 2 whose peer is dead."""
-    from nanovllm.parallel.peer.all_reduce import PeerAllReduce, TwoShotPlan
+    from nanovllm.parallel.peer.all_reduce import PeerAllReduce
 
     make_blocks(folder, Layout(2, HIDDEN, 4, CAPACITY, CAPACITY, 300))
     partial, weight = torch.randn(3, HIDDEN), torch.randn(HIDDEN)
-    for path, plan in (("one_shot", None), ("two_shot", None), ("two_shot", TwoShotPlan(3))):
+    for path, split in (("one_shot", 1), ("two_shot", 1), ("two_shot", 4)):
         memory = shared_memory_rank(0, 2, folder)
         reducer = PeerAllReduce(memory, max_spins=5)  # type: ignore[arg-type]
-        cut(reducer, plan)
+        cut(reducer, split)
         reducer.all_reduce_add_rms_norm(partial, None, Norm(weight, EPS), path=path)
         assert int(memory.abort_word) == 2
     memory = shared_memory_rank(0, 2, folder)

@@ -77,7 +77,7 @@ def test_path_by_size() -> None:
         layout = Layout.for_limits(world_size, hidden, 2, 1024, 16)
         memory = SimpleNamespace(layout=layout)
         peer = PeerAllReduce(memory)  # type: ignore[arg-type]
-        return [rows for rows in (1, 256, 257) if peer.plan_for(rows) is not None]
+        return [rows for rows in (1, 256, 257) if peer.split(rows) > 1]
 
     one, two = "one_shot", "two_shot"
     assert paths(4, 10**6) == {1: one, 16: one, 17: two, 102: two, 8192: two, 8193: "nccl"}

@@ -16,7 +16,6 @@ A wait looks at `abort` in local device memory each time round and is bounded by
 are garbage and the block must not be used again.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -25,10 +24,10 @@ from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.padded_rows import empty_rows
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.pointwise.norm import Norm, add_up, norm_reference
-from nanovllm.parallel.peer.kernels import max_keys_kernel, one_shot_kernel, two_shot_kernel
+from nanovllm.parallel.peer.kernels import max_keys_kernel, one_shot_kernel
 from nanovllm.parallel.peer.limits import PEER_BYTES, cut_rows, one_shot_rows
 from nanovllm.parallel.peer.memory import MAX_PROGRAMS, MAX_SPLIT, SENTINELS, PeerMemory
-from nanovllm.parallel.peer.two_shot import split_two_shot_kernel
+from nanovllm.parallel.peer.two_shot import two_shot_kernel
 
 Path = Literal["one_shot", "two_shot", "nccl"]
 
@@ -67,21 +66,6 @@ def all_reduce_add_rms_norm_reference(
     else:
         total = total + residual.float()
     return norm_reference(residual.copy_(total), norm), residual
-
-
-@dataclass(frozen=True)
-class TwoShotPlan:
-    """How a two-shot sum shares out its work: parts that a row's columns are cut into, and columns for each warp of a
-    program, 256 being a 16-byte access a lane."""
-
-    split: int
-    warp_columns: int = 256
-
-    def warps(self, hidden: int) -> int:
-        return max(1, min(triton.next_power_of_2(hidden // self.split) // self.warp_columns, 32))
-
-
-CUT_IN_FOUR = TwoShotPlan(4)
 
 
 class PeerAllReduce:
@@ -127,11 +111,10 @@ class PeerAllReduce:
             return [slice(0, rows)]
         return [slice(begin, min(begin + self._most_rows, rows)) for begin in range(0, rows, self._most_rows)]
 
-    def plan_for(self, rows: int) -> TwoShotPlan | None:
-        """Of a two-shot sum of so many rows; None: whole rows."""
-        if self.one_order:
-            return None
-        return CUT_IN_FOUR if rows <= cut_rows(self.memory.layout.world_size, self._row_bytes) else None
+    def split(self, rows: int) -> int:
+        """How many parts a two-shot sum of so many rows, with its norm, cuts the columns of each into."""
+        most = 0 if self.one_order else cut_rows(self.memory.layout.world_size, self._row_bytes)
+        return MAX_SPLIT if rows <= most else 1
 
     def all_reduce_add_rms_norm(
         self, partial: torch.Tensor, residual: torch.Tensor | None, norm: Norm, *, path: Path | None = None,
@@ -215,36 +198,17 @@ class PeerAllReduce:
                 **fixed,
             )  # fmt: skip
         elif path == "two_shot" and rows <= layout.two_shot_rows:
-            self._two_shot(tensors, scalars, fixed, norm)
+            split = self.split(rows) if norm else 1
+            width, items = self._hidden // split, triton.cdiv(rows, layout.world_size) * split
+            programs = triton.cdiv(items, triton.cdiv(items, MAX_PROGRAMS))  # none has more items than it must
+            block = triton.next_power_of_2(width)
+            two_shot_kernel[(programs,)](
+                *tensors, memory.parity[1], *scalars, layout.scatter // layout.itemsize,
+                layout.gather // layout.itemsize, layout.squares // 4, NORM=norm, NODES=self.nodes,
+                UNITS=layout.units, SPLIT=split, **{**fixed, "BLOCK": block, "num_warps": num_warps(block)},
+            )  # fmt: skip
         else:
             raise ValueError(f"{rows} rows by {path}: the block was laid out for {layout}")
-
-    def _two_shot(self, tensors: tuple[Any, ...], scalars: tuple[Any, ...], fixed: dict[str, Any], norm: bool) -> None:
-        """tensors, scalars: the kernels', up to and after the state of the parity."""
-        memory, layout, rows = self.memory, self.memory.layout, scalars[1]
-        plan = self.plan_for(rows) if norm else None
-        if plan is None:
-            offsets = [layout.scatter // layout.itemsize, layout.gather // layout.itemsize]
-            two_shot_kernel[(min(triton.cdiv(rows, layout.world_size), MAX_PROGRAMS),)](
-                *tensors, memory.parity[1], *scalars, *offsets, NORM=norm, NODES=self.nodes, UNITS=layout.units,
-                **fixed,
-            )
-            return
-        width = self._hidden // plan.split
-        if plan.split > MAX_SPLIT or width * plan.split != self._hidden or width * layout.itemsize % 16:
-            raise ValueError(f"{plan}: rows of {self._hidden} cannot be cut so")
-        offsets = [layout.scatter // layout.itemsize, layout.gather // layout.itemsize, layout.squares // 4]
-        shares = {
-            "BLOCK": triton.next_power_of_2(width),
-            "SPLIT": plan.split,
-            "SPLIT_BLOCK": triton.next_power_of_2(plan.split),
-            "num_warps": plan.warps(self._hidden),
-        }
-        items = triton.cdiv(rows, layout.world_size) * plan.split
-        programs = triton.cdiv(items, triton.cdiv(items, MAX_PROGRAMS))  # none has more items than it must
-        split_two_shot_kernel[(programs,)](
-            *tensors, memory.parity[1], *scalars, *offsets, UNITS=layout.units, **{**fixed, **shares}
-        )
 
 
 def num_warps(block: int) -> int:

@@ -38,7 +38,7 @@ def _without_sentinel(bits, SENTINEL: tl.constexpr, SUBSTITUTE: tl.constexpr):
 
 
 @triton.jit
-def _receive(pointers, mask, abort, max_spins, SENTINEL: tl.constexpr):
+def receive(pointers, mask, abort, max_spins, SENTINEL: tl.constexpr):
     """The values at `pointers` (where mask; 0 elsewhere) once all have arrived; their slots are clean again."""
     bits = tl.load(pointers, mask=mask, other=0, volatile=True)
     missing = tl.max(tl.where(bits == SENTINEL, 1, 0))
@@ -86,7 +86,7 @@ def _node(addends, dtype: tl.constexpr):
 
 
 @triton.jit
-def _finish_row(arrived, kept_before, gain, at, residual_out, out, mask, eps, HIDDEN: tl.constexpr,
+def finish_row(arrived, kept_before, gain, at, residual_out, out, mask, eps, HIDDEN: tl.constexpr,
                 NORM: tl.constexpr, NODES: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr):  # fmt: skip
     """arrived INT [sources, BLOCK]: one row of every rank. Sums, adds the residual, normalises, stores at `at` of
     residual_out and out; returns the bits of out. Without NORM the sum itself goes to out alone. NODES: with the bits
@@ -151,74 +151,9 @@ def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
     while row < rows:
         at = row.to(tl.int64) * HIDDEN
         kept = float_or_zeros(residual + at + cols, mask, RESIDUAL)
-        arrived = _receive(blocks[WORLD - 1] + half + at + tile, tile_mask, abort, max_spins, SENTINEL)
-        _finish_row(arrived, kept, gain, at + cols, residual_out, out, mask, eps, HIDDEN, NORM, NODES, INT, SENTINEL)
+        arrived = receive(blocks[WORLD - 1] + half + at + tile, tile_mask, abort, max_spins, SENTINEL)
+        finish_row(arrived, kept, gain, at + cols, residual_out, out, mask, eps, HIDDEN, NORM, NODES, INT, SENTINEL)
         row += programs
-    end_call(parity_state, parity)
-
-
-@triton.jit(do_not_specialize=["rows", "rank", "max_spins"])
-def two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_state, abort, rows, rank, eps,
-                    max_spins, scatter, gather, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr, UNITS: tl.constexpr,
-                    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr,
-                    PARTS: tl.constexpr, NODES: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr,
-                    PDL: tl.constexpr):  # fmt: skip
-    """Row unit * WORLD + r is summed, normed and sent to everyone by rank r. Program p takes units p, p + programs, ...
-
-    Operands as in one_shot_kernel; `residual_out` is written at this rank's own rows only. Places: scatter + [2, WORLD
-    (source), UNITS, HIDDEN], gather + [2, UNITS * WORLD, HIDDEN]. The argument of all_reduce.py holds: a rank that has
-    finished a unit has its row of rank 0, made from all ranks' data.
-    """
-    pid, programs = tl.program_id(0), tl.num_programs(0)
-    cols = tl.arange(0, BLOCK)
-    mask = cols < HIDDEN
-    parity = begin_call(parity_state, PDL)
-    half = parity.to(tl.int64) * (WORLD * UNITS * HIDDEN)
-    units = (rows + WORLD - 1) // WORLD
-    unit = pid
-    while unit < units:
-        place = scatter + half + (rank * UNITS + unit).to(tl.int64) * HIDDEN
-        rows_out = ()
-        for step in tl.static_range(WORLD):  # all loads before the first store: few programs then fill the links too
-            row = unit * WORLD + (rank + 1 + step) % WORLD
-            exists = mask & (row < rows)
-            at = row.to(tl.int64) * HIDDEN + cols
-            addend = load_addend(partial, at, rows, exists, out, PARTS, HIDDEN, INT, SENTINEL, NODES)
-            rows_out = rows_out + (addend,)
-        for step in tl.static_range(WORLD):
-            to = (rank + 1 + step) % WORLD
-            exists = mask & (unit * WORLD + to < rows)
-            tl.store(_peer_pointer(peers, to, place, INT) + cols, rows_out[step], mask=exists)
-        unit += programs
-    gain = float_or_zeros(weight + cols, mask, NORM)  # before a wait, which hides its latency
-    source = tl.arange(0, WORLD_BLOCK)
-    tile = (source * UNITS * HIDDEN)[:, None] + cols[None, :]
-    tile_mask = (source < WORLD)[:, None] & mask[None, :]
-    unit = pid
-    while unit < units:
-        row = unit * WORLD + rank
-        if row < rows:
-            at = row.to(tl.int64) * HIDDEN
-            kept = float_or_zeros(residual + at + cols, mask, RESIDUAL)
-            place = scatter + half + unit.to(tl.int64) * HIDDEN
-            arrived = _receive(_peer_pointer(peers, rank, place, INT) + tile, tile_mask, abort, max_spins, SENTINEL)
-            bits = _finish_row(arrived, kept, gain, at + cols, residual_out, out, mask, eps, HIDDEN, NORM, NODES, INT,
-                               SENTINEL)
-            place = half + at
-            for step in tl.static_range(WORLD - 1):
-                to = (rank + 1 + step) % WORLD
-                tl.store(_peer_pointer(peers, to, gather + place, INT) + cols, bits, mask=mask)
-        unit += programs
-    others = (source < WORLD) & (source != rank)
-    tile = (source * HIDDEN)[:, None] + cols[None, :]
-    unit = pid
-    while unit < units:
-        tile_mask = (others & (unit * WORLD + source < rows))[:, None] & mask[None, :]
-        place = (unit * WORLD).to(tl.int64) * HIDDEN
-        theirs = _peer_pointer(peers, rank, gather + half + place, INT) + tile
-        bits = _receive(theirs, tile_mask, abort, max_spins, SENTINEL)
-        tl.store(out + place + tile, bits.to(out.dtype.element_ty, bitcast=True), mask=tile_mask)
-        unit += programs
     end_call(parity_state, parity)
 
 
@@ -240,7 +175,7 @@ def max_keys_kernel(keys, peers, parity_state, abort, count, rank, max_spins, re
     source = tl.arange(0, WORLD_BLOCK)
     tile_mask = (source < WORLD)[:, None] & mask[None, :]
     theirs = _peer_pointer(peers, rank, half, tl.int64) + (source * CAPACITY)[:, None] + at[None, :]
-    arrived = _receive(theirs, tile_mask, abort, max_spins, SENTINEL)
+    arrived = receive(theirs, tile_mask, abort, max_spins, SENTINEL)
     best = tl.max(tl.where(tile_mask, arrived, tl.full(arrived.shape, SENTINEL, tl.int64)), 0)
     tl.store(keys + at, best, mask=mask)
     end_call(parity_state, parity)

@@ -20,8 +20,8 @@ from nanovllm.parallel.peer.limits import PEER_BYTES, one_shot_rows
 MAX_PROGRAMS = 128
 """Most programs of one launch: each must be resident for its peers to make progress, and the chip has 132 SMs."""
 
-MAX_SPLIT = 8
-"""Most parts that the columns of a row are cut into, for two-shot sums."""
+MAX_SPLIT = 4
+"""Parts that the columns of a row are cut into, for two-shot sums of few rows."""
 
 SENTINELS = {2: -(2**15), 4: -(2**31), 8: -(2**63)}
 """Item size -> what an empty place holds, read as an integer: -0.0 for floats, the smallest int64 for keys."""
