@@ -1,9 +1,9 @@
 """The user's front: text and chats in, finished requests out."""
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.control import LLMControl
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from nanovllm.engine.sequence import Sequence as Row
     from nanovllm.executor.local import Report
-
-_Gained = TypeVar("_Gained")
 
 _PAUSE_LOOK = 0.1  # seconds between two looks of generate() at a paused engine
 
@@ -239,13 +237,6 @@ class LLM(LLMControl):
     def step(self) -> list[StepOutput]:
         """Runs the engine for one step: what each request of add_request gained. Finished requests are dropped from the
         engine when they are reported here. An interrupt (Ctrl-C) waits for the end of the step, and nothing is lost."""
-        return self._take(StepColumns.outputs)
-
-    def step_columns(self) -> StepColumns:
-        """The same as `step`, as one object for the whole step: for servers."""
-        return self._take(lambda gained: gained)
-
-    def _take(self, convert: Callable[[StepColumns], _Gained]) -> _Gained:
         self._require_open()
         gained = StepColumns()
         try:
@@ -257,8 +248,8 @@ class LLM(LLMControl):
                     request_id = gained.request_ids[entry]
                     if self.engine.knows(request_id) and self.engine.is_finished(request_id):
                         self.engine.forget(request_id)
-                converted = convert(gained)
-            return converted
+                outputs = gained.outputs()
+            return outputs
         except KeyboardInterrupt:
             with interrupt_between_steps(), self._step_lock:
                 gained.extend(self._foreign)  # they did not reach the caller: the next call hands them out

@@ -34,8 +34,10 @@ def nothing_left(llm: LLM) -> Iterator[None]:
 
 def run(llm: LLM) -> StepColumns:
     gained = StepColumns()
-    while not llm.is_finished():
-        gained.extend(llm.step_columns())
+    while llm.engine.has_unfinished_requests():
+        gained.extend(llm.engine.step())
+    for request_id in set(gained.request_ids):
+        llm.engine.forget(request_id)
     return gained
 
 
@@ -66,7 +68,7 @@ def test_columns_say_what_the_objects_say(llm: LLM) -> None:
 
 def test_an_abort_is_an_entry_without_a_token(llm: LLM) -> None:
     request_id = llm.add_request([5, 6], SamplingParams(n=3, max_tokens=50))
-    llm.step_columns()
+    llm.step()
     llm.abort(request_id)
     gained = run(llm)
     ends = [(gained.token_ids[entry], end.reason) for entry, end in gained.endings.items()]

@@ -113,7 +113,7 @@ class KernelCompiler:
             pass
         end(self._process, 0.0)
         self._outbox.put(None)
-        self._sender.join()
+        self._sender.join(1.0)  # it may still send to a process that a driver holds
         self._control.close()
 
 
