@@ -126,8 +126,10 @@ def test_body_too_large(server: Server, client: httpx.Client) -> None:
     status, error = refusal(raw(server, OPENING + b"content-length: 60000000\r\n\r\n"))
     assert (status, error["code"]) == (413, "body_too_large")
     chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
-    status, error = refusal(raw(server, OPENING + b"transfer-encoding: chunked\r\n\r\n", *[chunk] * 60))
-    assert (status, error["code"]) == (413, "body_too_large")
+    trailer = b"0\r\nx: " + b" " * (1 << 20)  # without an end
+    for pieces in ([chunk] * 60, [trailer] + [b" " * (1 << 20)] * 80):
+        status, error = refusal(raw(server, OPENING + b"transfer-encoding: chunked\r\n\r\n", *pieces))
+        assert (status, error["code"]) == (413, "body_too_large")
     still_serves(client)
 
 
@@ -161,11 +163,12 @@ def test_unread_answers(impatient: Server) -> None:
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", impatient.port))
-        connection.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n" * 2000)
+        question = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
+        connection.sendall(question * 2000)
         with pytest.raises(OSError):
-            for _ in range(100):
+            for _ in range(200):
                 time.sleep(0.1)
-                connection.sendall(b"x")
+                connection.sendall(question)
     assert 'slow_clients_closed_total{engine="0",model_name="demo"} 1.0' in httpx.get(impatient.url + "/metrics").text
 
 

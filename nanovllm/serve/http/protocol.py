@@ -41,9 +41,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._in_headers = True
-        self._header_bytes = self._body_bytes = 0
-        self._held_bytes = 0
-        """Of the request's body, until it is whole or answered."""
+        self._received = 0
+        """Bytes of the headers at hand, or since they ended."""
+        self._body_bytes = self._held_bytes = 0
+        """Of the request's body; the latter until it is whole or answered."""
         self._timer: TimerHandle | None = None
         self._unread: TimerHandle | None = None
         """Runs while the write buffer is full."""
@@ -116,13 +117,17 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
+        counted = data
         if self._in_headers:
-            self._header_bytes += len(data)
-            head, end, rest = data.partition(b"\r\n\r\n")
-            data = _OFFER.sub(b"x-upgrade:", head) + end + rest
-        super().data_received(data)
-        if self._in_headers and self._header_bytes > limits.HEADER_BYTES:
+            counted, end, rest = data.partition(b"\r\n\r\n")
+            data = _OFFER.sub(b"x-upgrade:", counted) + end + rest
+        self._received += len(counted)
+        if self._in_headers and self._received > limits.HEADER_BYTES:
             self.refuse(_headers_too_large())
+        elif self._received > 2 * limits.BODY_BYTES:  # what frames its chunks, and follows them
+            self.refuse(_body_too_large())
+        else:
+            super().data_received(data)
 
     def _stop_parsing(self, error: ApiError) -> None:
         """From a callback of the parser: answers, and makes the parser give up."""
@@ -153,30 +158,23 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_headers, self._body_bytes = True, 0
+        self._in_headers = True
         self.server_state.refresh(self.loop.time())
         self.scope["connection"] = self  # type: ignore[typeddict-unknown-key]
         self._watch(limits.HEADER_SECONDS, None)
 
-    def on_url(self, url: bytes) -> None:
-        super().on_url(url)
-        self._check_headers(len(url))
-
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_headers:  # trailers, which may follow a body, say nothing to us
             super().on_header(name, value)
-            self._check_headers(len(name) + len(value))
-
-    def _check_headers(self, size: int) -> None:
-        self._body_bytes += size  # no body has come yet: counts the headers of this request
-        if self._body_bytes > limits.HEADER_BYTES or len(self.headers) > limits.HEADER_COUNT:
-            self._stop_parsing(_headers_too_large())
 
     def on_headers_complete(self) -> None:
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > limits.HEADER_BYTES or len(self.headers) > limits.HEADER_COUNT:
+            self._stop_parsing(_headers_too_large())
         length = next((value for name, value in self.headers if name == b"content-length"), b"0")
         if len(length) > 12 or int(length) > limits.BODY_BYTES:
             self._stop_parsing(_body_too_large())
-        self._in_headers, self._header_bytes, self._body_bytes = False, 0, 0
+        self._in_headers, self._received, self._body_bytes = False, 0, 0
         super().on_headers_complete()
         self._watch(limits.BODY_SECONDS, _body_too_slow())
 
@@ -196,7 +194,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._unwatch()
         self._end_body()
-        self._in_headers = True
+        self._in_headers, self._received = True, 0
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -212,15 +210,17 @@ class BoundedProtocol(HttpToolsProtocol):
     def _watch(self, seconds: float, error: ApiError | None) -> None:
         """Ends the connection after so many seconds, with an error if there is one to send."""
         self._unwatch()
-        self._timer = self.loop.call_later(seconds, self._time_is_up, error)
+        self._timer = self.loop.call_later(seconds, self._time_is_up, seconds, error)
 
     def _unwatch(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _time_is_up(self, error: ApiError | None) -> None:
-        if error is not None:
+    def _time_is_up(self, seconds: float, error: ApiError | None) -> None:
+        if self.flow.read_paused:  # it is us who are late
+            self._watch(seconds, error)
+        elif error is not None:
             self.refuse(error)
         elif not self.transport.is_closing():
             self.transport.close()
