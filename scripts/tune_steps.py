@@ -43,7 +43,6 @@ from nanovllm.kernels.gemm.choice import (
     misfit,
     ranges_of,
     save,
-    stream_config,
 )
 from nanovllm.runner import tuning
 from nanovllm.wire.shapes import decode_buckets
@@ -61,7 +60,7 @@ _DECODE = [
 ]  # fmt: skip
 _DECODE_GATED = [
     (64, 32, 128, 5, 4), (32, 64, 128, 6, 4), (64, 64, 128, 4, 4), (128, 64, 64, 5, 8), (64, 128, 64, 6, 8),
-    (64, 32, 64, 5, 4),
+    (64, 32, 64, 5, 4), (64, 16, 128, 6, 4), (16, 64, 128, 6, 4),
 ]  # fmt: skip
 _FP8 = {
     16: [(64, 16, 128, 6, 4), (64, 16, 256, 4, 4)],
@@ -124,11 +123,9 @@ def contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
             found += [GemmConfig("specialized", n, m, 128, stages, split_k, warps) for split_k in (1, 2, 4)]
         return [config for config in found if not misfit(gemm, config)]
     if rows <= SKINNY_ROWS:
-        if rows <= 4:
-            for n, k, stages, warps in _FMA_ONE_ROW if rows == 1 else _FMA_TWO_ROWS:
-                found.append(GemmConfig("fma", n, block_k=k, stages=stages, num_warps=warps))
-        found += [stream_config(gemm.n, gemm.k, stages) for stages in (3, 4)]
-    if 1 < rows <= DECODE_ROWS and gemm.kind != "head":
+        for n, k, stages, warps in _FMA_ONE_ROW if rows == 1 else _FMA_TWO_ROWS:
+            found.append(GemmConfig("fma", n, block_k=k, stages=stages, num_warps=warps))
+    if 1 < rows <= (16 if gemm.kind == "head" else DECODE_ROWS):
         for n, m, k, stages, warps in _DECODE_GATED if gemm.kind == "gate_up" else _DECODE:
             found += [GemmConfig("decode", n, m, k, stages, split_k, warps) for split_k in (1, 2, 4)]
     found.append(GemmConfig("split", split_k=2))
@@ -183,7 +180,7 @@ class Tuner:
         return lambda choices, replays: max(self.executor.call("time_step", choices, rows, replays))
 
     def starts(self, rows: int) -> Iterator[Choices]:
-        """The present choices; and our skinny kernels everywhere: where they fuse norm and residual, one among others
+        """The present choices; and our skinny kernel everywhere: where they fuse norm and residual, one among others
         brings little."""
         yield {gemm: {rows: self.lookup(gemm, rows)} for gemm in self.gemms}
         if rows <= SKINNY_ROWS:

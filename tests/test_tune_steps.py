@@ -9,7 +9,18 @@ from processes.process_checks import write_tiny_config
 from programs import load as load_script
 
 from nanovllm import LLM
-from nanovllm.kernels.gemm.choice import KINDS, LIBRARY, SUMMED, Choices, Gemm, GemmConfig, load, misfit, save
+from nanovllm.kernels.gemm.choice import (
+    KINDS,
+    LIBRARY,
+    SKINNY_ROWS,
+    SUMMED,
+    Choices,
+    Gemm,
+    GemmConfig,
+    load,
+    misfit,
+    save,
+)
 from nanovllm.runner.model_runner import ModelRunner
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,9 +73,8 @@ def test_contenders_fit_and_have_the_library_among_them(tune_steps: Any, rows: i
             gemm = Gemm(kind, n, k, "bfloat16", True)
             found = tune_steps.contenders(gemm, rows)
             assert found[0] == LIBRARY and not any(misfit(gemm, config) for config in found)
-            assert rows <= 16 or not any(config.is_skinny for config in found)
-            if k % 8 == 0 and rows <= 16:
-                assert any(config.is_skinny for config in found)
+            skinny = any(config.is_skinny for config in found)
+            assert skinny == (rows <= SKINNY_ROWS and k % 8 == 0)
 
 
 def test_what_lies_between_tuned_rows_takes_the_larger(tune_steps: Any) -> None:

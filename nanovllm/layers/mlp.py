@@ -7,7 +7,6 @@ import torch
 
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.fp8.operands import FP8Rows
-from nanovllm.kernels.gemm.choice import SKINNY_ROWS
 from nanovllm.kernels.gemm.one_row import Gated, Row
 from nanovllm.kernels.pointwise.norm import Norm
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
@@ -19,9 +18,6 @@ from nanovllm.parallel.group import TensorParallelGroup
 
 class MLP(WeightedModule):
     """down(activation(gate(x)) * up(x)), or down(activation(up(x))): [T, hidden] -> [T, hidden], a partial sum."""
-
-    most_fused_rows = SKINNY_ROWS
-    """Of add_normed_to, where it can_fuse."""
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, group: TensorParallelGroup, kernels: Kernels,

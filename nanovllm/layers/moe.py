@@ -67,8 +67,6 @@ class MoE(WeightedModule):
     width, padded with zeros to a multiple of 8.
     """
 
-    most_fused_rows = few_rows.MOST_ROWS
-    """Of add_normed_to, where it can_fuse."""
     pdl_rows: AbstractSet[int] = frozenset()
     takes_rounded = False
     """The router takes the inputs as they are."""

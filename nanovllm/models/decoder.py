@@ -218,7 +218,6 @@ class DecoderForCausalLM(WeightedModule):
         """Numbers of rows that take forward_fused; set with the kernels' choices (runner/tuning.py)."""
         self.can_fuse = self.norm.is_plain and all(layer.can_fuse for layer in self.layers)
         """forward_fused computes the same: an addition and an RMSNorm at each joint, SwiGLU, no multipliers."""
-        self.most_fused_rows = min((layer.mlp.most_fused_rows for layer in self.layers if self.can_fuse), default=0)
         self.lm_head = self.embed_tokens if config.tie_word_embeddings else VocabParallelEmbedding(*vocab)
         self._embedding_multiplier = config.embedding_multiplier
         if config.rounds_embedding_multiplier:
@@ -236,7 +235,7 @@ class DecoderForCausalLM(WeightedModule):
         Of a prompt only the last token is sampled from, and what the last layer does after its attention goes nowhere
         else: one rank leaves it out for the others. (With several, rows of the residual stream are not all here.)
         """
-        if self.can_fuse and input_ids.shape[0] in self.fused_rows:
+        if input_ids.shape[0] in self.fused_rows:
             hidden = self.embed(input_ids)
             for layer in self.layers:
                 hidden = layer.forward_fused(hidden, step)

@@ -86,8 +86,8 @@ def apply(model: DecoderForCausalLM, choices: Choices, fused: bool) -> None:
     for linear in linears(model):
         linear.use(choices.get(linear.gemm(fused), {}))
         if linear.kind != "head":
-            fused_rows |= {rows for rows in linear.configs if rows <= model.most_fused_rows and linear.fuses(rows)}
-    model.fused_rows = fused_rows if fused else set()
+            fused_rows |= {rows for rows in linear.configs if linear.fuses(rows)}
+    model.fused_rows = fused_rows if fused and model.can_fuse else set()
     for attention in model.attention_layers():
         attention.backend.merge_first_rows = _merge_first_rows(attention.o_proj)
         matrix = attention.o_proj.quantized if attention.o_proj.choice(1).is_skinny else None

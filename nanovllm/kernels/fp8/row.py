@@ -6,8 +6,8 @@ widened once for all. So a weight costs half a conversion and hardly more, where
 sums take as long as the reads. e4m3 is widened to float16, which is exact, and float32 sums of a group are multiplied
 by both scales.
 
-The first steps of weights are read into registers before `gdc_wait`, as in gemm/fma.py. Where x comes unrounded every
-program normalises and rounds all of it: the lane that rounds a number is the one that multiplies by it, and one
+The first steps of weights are read into registers before `gdc_wait`, as in gemm/skinny.py. Where x comes unrounded
+every program normalises and rounds all of it: the lane that rounds a number is the one that multiplies by it, and one
 dependent kernel less is worth more than that.
 """
 

@@ -15,19 +15,18 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 Kernel = Literal[
-    "library", "split", "fma", "stream", "decode", "specialized", "int4", "int4_whole", "quantized_row", "blocks",
-    "one_row",
-]  # fmt: skip
+    "library", "split", "fma", "decode", "specialized", "int4", "int4_whole", "quantized_row", "blocks", "one_row"
+]
 
-SKINNY_ROWS = 16
-"""Most rows of the skinny kernels, "fma" and "stream"."""
+SKINNY_ROWS = 4
+"""Most rows of the kernel "fma"."""
 DECODE_ROWS = 256
 """Most rows of the kernel "decode"; more rows go to the library."""
 KINDS = ("qkv", "o", "gate_up", "down", "head")
 SUMMED = ("o", "down")
 """Kinds whose consumer, add + RMSNorm or the all-reduce, adds up sums over parts of K."""
 SCRATCH_FLOATS = 1 << 21
-"""Room for the partial sums of a skinny kernel with split_k > 1, in float32."""
+"""Room for the partial sums of "int4_whole" with split_k > 1, in float32."""
 
 FP8 = "float8_e4m3fn"
 INT4 = "int4"
@@ -63,7 +62,7 @@ class GemmConfig:
     """What multiplies, and how it cuts the work. Plain data: it goes to other ranks and into files.
 
     kernel: "library": cuBLAS. "split": cuBLAS over split_k equal parts of K, whose float32 sums go to the consumer.
-    "fma", "stream": skinny.py. "decode": decode.py; its consumer too gets split_k sums where there are several.
+    "fma": skinny.py. "decode": decode.py; its consumer too gets split_k sums where there are several.
     "specialized": likewise, by weights in FP8 (fp8/specialized.py); num_warps are those that multiply. "int4": int4.py,
     for weights of 4 bits; "int4_whole" adds up the parts itself. "quantized_row": one row by weights in FP8
     (fp8/one_row.py) or of 4 bits (int4_row.py). "blocks": fixed_order.py, a CPU's way to bits that do not depend on the
@@ -71,7 +70,7 @@ class GemmConfig:
     block_n: weight rows of a tile (for "decode" with the activation: gates, and as many ups). block_m: rows of x of a
     tile. block_k: columns of a step. stages: steps in flight. split_k: parts of K that are computed side by side.
 
-    In which order "fma", "stream", "decode" and "specialized" sum along K follows from these numbers and K alone.
+    In which order "fma", "decode" and "specialized" sum along K follows from these numbers and K alone.
     Neither the number of rows nor the other rows change it.
     """
 
@@ -88,7 +87,7 @@ class GemmConfig:
     @property
     def is_skinny(self) -> bool:
         """It can compute norm, activation and residual too."""
-        return self.kernel in ("fma", "stream", "quantized_row")
+        return self.kernel in ("fma", "quantized_row")
 
     @property
     def is_own(self) -> bool:
@@ -110,7 +109,7 @@ Choices = dict[Gemm, dict[int, GemmConfig]]
 
 def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True) -> str:
     """Why `config` cannot multiply by this weight; "" where it can. tma: the device has tensor copy engines."""
-    n, k = gemm.n, gemm.k
+    k = gemm.k
     if config.kernel == "library":
         return ""
     takes = {"quantized_row": (INT4, FP8), "specialized": (FP8,), "int4": (INT4,), "int4_whole": (INT4,)}
@@ -135,8 +134,8 @@ def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True) -> str:
         if config.split_k > -(-k // config.block_k):
             return f"split_k={config.split_k} leaves a part without columns, K={k}"
         return "" if tma else "the device has no tensor copy engine"
-    if config.split_k > 1 and config.split_k * SKINNY_ROWS * -(-n // config.block_n) * config.block_n > SCRATCH_FLOATS:
-        return f"split_k={config.split_k} needs more scratch than there is for N={n}"
+    if config.kernel == "fma" and config.split_k > 1:
+        return "it takes no parts of K"
     if config.kernel == "fma" and gemm.kind == "gate_up" and config.block_n < 2 * config.num_warps:
         return "a warp has one weight row; gate and up need two"
     return ""
@@ -190,8 +189,8 @@ _ONE_ROW_DEFAULT = GemmConfig("fma", 8, block_k=1024, stages=3)
 
 
 def fallback(gemm: Gemm, rows: int) -> GemmConfig:
-    """For what no table has: our skinny kernels for one row, and where the weight is so small that the library cannot
-    keep the memory busy. With the norm inside, gate and up gain by it up to 4 rows."""
+    """For what no table has: our skinny kernel for one row, and up to 16 kernels of our own where the weight is so
+    small that the library cannot keep the memory busy."""
     if gemm.dtype == FP8:
         return _fp8_fallback(gemm, rows)
     if gemm.dtype == INT4:
@@ -201,10 +200,18 @@ def fallback(gemm: Gemm, rows: int) -> GemmConfig:
         return LIBRARY
     if rows == 1:
         return (_ONE_ROW if gemm.fused else _ONE_ROW_ALONE).get(gemm.kind, _ONE_ROW_DEFAULT)
-    most = 4 if gemm.fused and gemm.kind == "gate_up" else SKINNY_ROWS
-    if rows > most or gemm.n * gemm.k * item_size > _SMALL_WEIGHT_BYTES:
+    if rows > 16 or gemm.n * gemm.k * item_size > _SMALL_WEIGHT_BYTES:
         return LIBRARY
-    return GemmConfig("fma", 16, block_k=512, stages=1) if rows == 2 else stream_config(gemm.n, gemm.k, 3)
+    if rows == 2 or item_size > 2:
+        return GemmConfig("fma", 16, block_k=512, stages=1) if rows <= SKINNY_ROWS else LIBRARY
+    if gemm.kind == "gate_up":
+        return GemmConfig("decode", 64, 32, 128, 5)
+    return GemmConfig("decode", 64, 16, 256, 5, _parts(gemm, -(-gemm.n // 64), 3 * _PROCESSORS))
+
+
+def _parts(gemm: Gemm, programs: int, room: int) -> int:
+    """Of K: as many, where the consumer adds them up, as keep so many programs resident with work for each."""
+    return max(1, min(4, room // programs, gemm.k // 256)) if gemm.kind in SUMMED else 1
 
 
 _FP8_TILES: dict[str, tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...]] = {
@@ -228,12 +235,12 @@ def _fp8_fallback(gemm: Gemm, rows: int) -> GemmConfig:
         return GemmConfig("quantized_row", 16, block_k=128 * warps, stages=stages, num_warps=warps)
     by_rows = _FP8_TILES.get("o" if summed else gemm.kind, ())
     if rows <= 16 and by_rows:
-        parts = max(1, min(4, 3 * _PROCESSORS // -(-gemm.n // 64), gemm.k // 256)) if summed else 1
+        parts = _parts(gemm, -(-gemm.n // 64), 3 * _PROCESSORS)
         return GemmConfig("decode", 64, 16, 256, 3 if gemm.kind == "gate_up" else 4, parts)
     found = []
     for block_n, block_m, stages in next((tiles for most, tiles in by_rows if rows <= most), ()):
         programs, room = -(-gemm.n // block_n) * -(-rows // block_m), _PROCESSORS * (2 if block_m == 64 else 1)
-        parts = max(1, min(4, room // programs, gemm.k // 256)) if summed else 1
+        parts = _parts(gemm, programs, room)
         config = GemmConfig("specialized", block_n, block_m, 128, stages, parts, 4 if block_m == 64 else 8)
         found.append((programs * parts, config))
     return max(found, key=lambda one: one[0])[1] if found else LIBRARY
@@ -263,14 +270,6 @@ def int4_config(gemm: Gemm, rows: int) -> GemmConfig:
         return GemmConfig("int4", block_n, block_m, 128, stages, parts)
     fits = parts * programs * block_n * block_m <= SCRATCH_FLOATS
     return GemmConfig("int4_whole", block_n, block_m, 128, stages, parts if fits else 1)
-
-
-def stream_config(n: int, k: int, stages: int) -> GemmConfig:
-    """Tiles of 64 x 128 with 3 or 4 `stages`, of which 3 or 2 programs fit on a processor, and as many parts of K as
-    keep all programs resident with work enough for each."""
-    programs, columns = (3, 256) if stages == 3 else (2, 768)
-    most = min(8, _PROCESSORS * programs // -(-n // 64), k // columns)
-    return GemmConfig("stream", 64, block_k=128, stages=stages, split_k=1 << (max(1, most).bit_length() - 1))
 
 
 def merges_before(rows: int, o_weight_bytes: int) -> bool:
@@ -370,7 +369,7 @@ def _checked(gemm: Gemm, most: int, config: GemmConfig) -> GemmConfig:
     if config.kernel not in get_args(Kernel) or config.kernel in ("blocks", "one_row") or config.nodes:
         raise ValueError(f"{gemm}: kernel {config.kernel!r} is none of {get_args(Kernel)}")
     numbers = [getattr(config, field.name) for field in fields(config) if field.name not in ("kernel", "nodes")]
-    bounds = {"fma": SKINNY_ROWS, "stream": SKINNY_ROWS, "quantized_row": 1, "decode": DECODE_ROWS}
+    bounds = {"fma": SKINNY_ROWS, "quantized_row": 1, "decode": DECODE_ROWS}
     bounds |= {"int4": INT4_ROWS, "int4_whole": INT4_ROWS}
     sizes = [config.block_n, config.block_k, config.stages] if config.is_own else []
     if any(type(number) is not int or number < 0 for number in numbers) or not all([*sizes, config.num_warps]):

@@ -17,7 +17,6 @@ _BY_KERNEL: dict[Kernel, Callable[[Tensor, Tensor, GemmConfig], Tensor]] = {
     "library": _library,
     "split": decode.split_linear,
     "fma": skinny.linear,
-    "stream": skinny.linear,
     "decode": decode.linear,
     "blocks": fixed_order.linear_in_blocks,
     "one_row": one_row.linear,

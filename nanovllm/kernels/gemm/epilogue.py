@@ -30,16 +30,6 @@ def normalise(x, gain, scale):
 
 
 @triton.jit
-def load_residual(res_ptr, lane, row, rows, pid, n_out, BLOCK_N: tl.constexpr, WANTED: tl.constexpr):
-    """The residual under a tile, float32, or 0. Asked for before the multiplication, so that its latency is hidden."""
-    if WANTED:
-        col = pid * BLOCK_N + lane
-        return tl.load(res_ptr + row * n_out + col, mask=(row < rows) & (col < n_out), other=0.0).to(tl.float32)
-    else:
-        return 0.0
-
-
-@triton.jit
 def store_tile(y, residual, lane, row, out_ptr, rows, pid, n_out, BLOCK_N: tl.constexpr, PAIRED: tl.constexpr):
     """Epilogue on y float32 [A, B]: SiLU(gate) * up where PAIRED, plus the residual, one rounding to the dtype of out.
 
@@ -64,13 +54,3 @@ def arrive_last(counter_ptr, splits):
     if last:
         tl.store(counter_ptr, 0)
     return last
-
-
-@triton.jit
-def sum_splits(scratch_ptr, at, slab, SPLIT_K: tl.constexpr):
-    """Sum of the partial results of all splits, always in the order of the splits."""
-    # .cg, because L1 may hold a line as it was before another program wrote it
-    y = tl.load(scratch_ptr + at, cache_modifier=".cg")
-    for part in tl.static_range(1, SPLIT_K):
-        y += tl.load(scratch_ptr + part * slab + at, cache_modifier=".cg")
-    return y

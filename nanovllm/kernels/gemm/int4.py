@@ -18,7 +18,6 @@ from nanovllm.kernels.base.padded_rows import empty_product
 from nanovllm.kernels.base.triton_import import HAS_TRITON, triton
 from nanovllm.kernels.gemm.choice import INT4, INT4_ROWS, SCRATCH_FLOATS, Gemm, GemmConfig, int4_config
 from nanovllm.kernels.gemm.int4_kernel import int4_gemm_kernel, int4_widen_kernel
-from nanovllm.kernels.gemm.skinny import workspace
 
 SPAN = 128
 """Columns of a block of the layout; the last one is padded."""
@@ -142,6 +141,14 @@ def linear_widened(x: Tensor, weight: Int4Weight) -> Tensor:
 
 
 @cache
+def _workspace(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
+    """Split-K partial sums and arrival counters, shared by the launches of one stream: they are ordered by it."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("run each split-K shape once before capturing it: the workspace must outlive the graph")
+    return torch.empty(SCRATCH_FLOATS, device=device), torch.zeros(1 << 14, dtype=torch.int32, device=device)
+
+
+@cache
 def _widened(device: torch.device, stream: int, dtype: torch.dtype) -> Tensor:
     """Shared by the launches of one stream, which are ordered by it."""
     if torch.cuda.is_current_stream_capturing():
@@ -169,7 +176,7 @@ def linear(x: Tensor, weight: Int4Weight, config: GemmConfig, *, gated: bool = F
     scratch = counters = out
     adds_up = config.split_k > 1 and not parts
     if adds_up:
-        scratch, counters = workspace(x.device, torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0)
+        scratch, counters = _workspace(x.device, torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0)
         needed = config.split_k * grid[0] * config.block_m * grid[1] * config.block_n
         if needed > SCRATCH_FLOATS or grid[0] * grid[1] > counters.numel():
             raise ValueError(f"{config} needs more scratch than there is for {rows} rows of a weight [{weight.n}, {k}]")

@@ -6,7 +6,7 @@ weight rows of the program, and only the last sum, over the warps, goes through 
 layouts. So they are written down, in Gluon, and a conversion that would move data does not compile.
 
 Weights come by asynchronous copies, the first ones before `gdc_wait`; what an earlier kernel writes is read after it,
-as in fma.py.
+as in skinny.py.
 """
 
 from nanovllm.kernels.base.triton_import import async_copy, gl, gluon, mma_v2, tl
@@ -91,7 +91,7 @@ def _share(
     shared, x_ptr, norm_ptr, eps, K: gl.constexpr, NORM: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr
 ):
     """Waits for earlier kernels, then puts x [K] into shared [steps, WARPS, 128], normalised if NORM, with the
-    roundings of fma.py, and zeros past its end."""
+    roundings of skinny.py, and zeros past its end."""
     STEPS: gl.constexpr = shared.shape[0]
     FLAT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, WARPS], [1, 0])
     ORDER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])

@@ -1,4 +1,4 @@
-"""Skinny GEMMs, of 1 to 16 rows, fused with what surrounds them in a decoder layer: the decode path of small batches.
+"""Skinny GEMMs, of 1 to 4 rows, fused with what surrounds them in a decoder layer: the decode path of small batches.
 
 At these sizes a GEMM is a read of W, and in a CUDA graph of hundreds of such reads the gaps between kernels
 weigh as much as the reads. So the norm before and the activation or residual after are folded in, and each kernel
@@ -6,31 +6,149 @@ starts its weight reads while the previous one is still running (programmatic de
 
 A chain under PDL is correct only if each kernel in it either is launched the ordinary way, which waits for its
 predecessor's end, or calls `gdc_wait` in every program before touching anything that an earlier kernel writes. The
-kernels here do the latter, so the two sorts mix freely. In return no kernel in flight may write weights.
-"""
+kernel here does the latter, so the two sorts mix freely: it cannot finish before all of its predecessors have, and no
+buffer is overwritten while an earlier kernel reads it. In return no kernel in flight may write weights.
 
-from functools import cache
-from typing import Any
+It multiplies on CUDA cores. A program owns BLOCK_N weight rows, WARPS groups of BLOCK_N / WARPS, and walks K in steps
+of CHUNKS x 256 columns. All tiles are shaped [WARPS, rows of a warp, CHUNKS, 256]: the compiler then gives each warp
+whole rows of W (512 contiguous bytes a load instruction) and its own copy of x, so only the last sum, over 32 lanes,
+crosses threads. The first PRELOAD steps of weights are read into registers *before* `gdc_wait`.
+
+A row's result does not depend on how many rows share the launch: its accumulators are its own, their order is fixed.
+"""
 
 import torch
 from torch import Tensor
 
 from nanovllm.kernels.base.device import pdl_options
-from nanovllm.kernels.base.triton_import import triton
-from nanovllm.kernels.gemm.choice import SCRATCH_FLOATS, SKINNY_ROWS, GemmConfig
-from nanovllm.kernels.gemm.epilogue import LANE_SPAN
-from nanovllm.kernels.gemm.fma import skinny_fma_kernel
-from nanovllm.kernels.gemm.stream import skinny_stream_kernel
+from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.gemm.choice import SKINNY_ROWS, GemmConfig
+from nanovllm.kernels.gemm.epilogue import LANE_SPAN, normalise, store_tile, weight_rows
 from nanovllm.kernels.pointwise.norm import Norm, norm_reference
 
-_COUNTERS = 1 << 14
+
+@triton.jit
+def lane_columns(k0, CHUNKS: tl.constexpr, SPAN: tl.constexpr):
+    """Columns of a step, [1, 1, CHUNKS, SPAN]; SPAN of them are a 16-byte load of each lane of a warp."""
+    chunk = k0 + tl.arange(0, CHUNKS) * SPAN
+    return chunk[None, None, :, None] + tl.arange(0, SPAN)[None, None, None, :]
+
+
+@triton.jit
+def load_weight(row_ptrs, row_live, cols, K: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr):
+    """A weight tile [WARPS, rows of a warp, CHUNKS, SPAN]. It is read once, so it goes past L1, which x needs."""
+    if EVEN_K and EVEN_N:
+        w = tl.load(row_ptrs + cols, cache_modifier=".cg")
+    elif EVEN_K:
+        w = tl.load(row_ptrs + cols, mask=row_live, other=0.0, cache_modifier=".cg")
+    else:
+        w = tl.load(row_ptrs + cols, mask=row_live & (cols < K), other=0.0, cache_modifier=".cg")
+    return w
+
+
+@triton.jit
+def load_vector(
+    ptr, live, cols, K: tl.constexpr, WARPS: tl.constexpr, EVEN_K: tl.constexpr, AGAIN: tl.constexpr = False
+):  # fmt: skip
+    """A step of one row of x, or of the norm weight, a copy for each warp: [WARPS, 1, CHUNKS, SPAN]."""
+    cols += tl.arange(0, WARPS)[:, None, None, None] * 0
+    mask = (cols >= 0) & live if EVEN_K else (cols < K) & live
+    return tl.load(ptr + cols, mask=mask, other=0.0, cache_modifier=".ca" if AGAIN else "")
+
+
+@triton.jit
+def lane_sums(tile, WARPS: tl.constexpr, CHUNKS: tl.constexpr):
+    """Sums inside each lane: float32 [WARPS, R, CHUNKS, 256] -> [WARPS, R, 32]."""
+    split = tl.reshape(tile, [WARPS, tile.shape[1], CHUNKS, 32, 8])
+    return tl.sum(tl.sum(split, axis=4), axis=2)
+
+
+@triton.jit
+def row_scale(x_ptr, live, eps, K: tl.constexpr, WARPS: tl.constexpr, CHUNKS: tl.constexpr, EVEN_K: tl.constexpr):
+    """1 / rms of one row of x, a copy for each warp: float32 [WARPS, 1, 1, 1]."""
+    total = tl.zeros([WARPS, 1, 32], dtype=tl.float32)
+    for k0 in tl.static_range(0, K, CHUNKS * LANE_SPAN):
+        x = load_vector(x_ptr, live, lane_columns(k0, CHUNKS, LANE_SPAN), K, WARPS, EVEN_K).to(tl.float32)
+        total += lane_sums(x * x, WARPS, CHUNKS)
+    return tl.rsqrt(tl.sum(total, axis=2) / K + eps)[:, :, None, None]
+
+
+@triton.jit(do_not_specialize=["rows", "n_out"])
+def skinny_fma_kernel(
+    x_ptr, w_ptr, norm_ptr, out_ptr, res_ptr, rows, n_out, eps,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr,
+    PRELOAD: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr,
+    WARPS: tl.constexpr,
+):  # fmt: skip
+    """Grid (column tiles,); x is [rows <= ROWS, K]. norm_ptr, res_ptr: None where there is no such thing. EVEN_K: the
+    STEPS tile K exactly."""
+    NORM: tl.constexpr = norm_ptr is not None
+    SPAN: tl.constexpr = CHUNKS * LANE_SPAN
+    PER_WARP: tl.constexpr = BLOCK_N // WARPS
+    pid = tl.program_id(0)
+    lane = tl.arange(0, WARPS)[:, None] * PER_WARP + tl.arange(0, PER_WARP)[None, :]
+    w_rows, w_live = weight_rows(lane, pid, n_out, BLOCK_N, PAIRED)
+    row_ptrs = (w_ptr + w_rows.to(tl.int64) * K)[:, :, None, None]
+    row_live = w_live[:, :, None, None]
+
+    tiles = ()
+    for step in tl.static_range(PRELOAD):
+        cols = lane_columns(step * SPAN, CHUNKS, LANE_SPAN)
+        tiles = tiles + (load_weight(row_ptrs, row_live, cols, K, EVEN_K, EVEN_N),)
+    if NORM:
+        gain = load_vector(norm_ptr, rows > 0, lane_columns(0, CHUNKS, LANE_SPAN), K, WARPS, EVEN_K)
+    # In a chain for one row, where each kernel lets the next come as soon as all its own programs run, gate and up hold
+    # them back: else those after `down` take the room that it needs.
+    LATE: tl.constexpr = PAIRED and NORM and ROWS == 1
+    if PDL:
+        if not LATE:
+            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+        if LATE:
+            tl.extra.cuda.gdc_launch_dependents()
+
+    scales = ()
+    accs = ()
+    residuals = ()
+    for row in tl.static_range(ROWS):
+        accs = accs + (tl.zeros([WARPS, PER_WARP, 32], dtype=tl.float32),)
+        residual = 0.0
+        if res_ptr is not None:  # asked for before the multiplication, so that its latency is hidden
+            col = pid * BLOCK_N + lane
+            live = (row < rows) & (col < n_out)
+            residual = tl.load(res_ptr + row * n_out + col, mask=live, other=0.0).to(tl.float32)
+        residuals = residuals + (residual,)
+    for row in tl.static_range(ROWS):
+        if NORM:
+            scales = scales + (row_scale(x_ptr + row * K, row < rows, eps, K, WARPS, CHUNKS, EVEN_K),)
+    for step in tl.static_range(STEPS):
+        cols = lane_columns(step * SPAN, CHUNKS, LANE_SPAN)
+        tile = tiles[0].to(tl.float32)
+        tiles = tiles[1:]
+        if step + PRELOAD < STEPS:
+            tiles = tiles + (load_weight(row_ptrs, row_live, cols + PRELOAD * SPAN, K, EVEN_K, EVEN_N),)
+        if NORM and step > 0:
+            gain = load_vector(norm_ptr, rows > 0, cols, K, WARPS, EVEN_K)
+        summed = ()
+        for row in tl.static_range(ROWS):
+            # As row_scale does, by another name: or one load is made of both, whose registers live all the while.
+            x = load_vector(x_ptr + row * K, row < rows, cols, K, WARPS, EVEN_K, AGAIN=True)
+            if NORM:
+                x = normalise(x, gain, scales[row])
+            summed = summed + (accs[row] + lane_sums(tile * x.to(tl.float32), WARPS, CHUNKS),)
+        accs = summed
+    OUT_WIDTH: tl.constexpr = PER_WARP // 2 if PAIRED else PER_WARP
+    out_lane = tl.arange(0, WARPS)[:, None] * OUT_WIDTH + tl.arange(0, OUT_WIDTH)[None, :]
+    for row in tl.static_range(ROWS):
+        y = tl.sum(accs[row], axis=2)
+        store_tile(y, residuals[row], out_lane, row, out_ptr, rows, pid, n_out, BLOCK_N, PAIRED)
 
 
 def linear(
     x: Tensor, weight: Tensor, config: GemmConfig, *, norm: Norm | None = None, gated: bool = False,
     residual: Tensor | None = None, out_dtype: torch.dtype | None = None, pdl: bool = True,
 ) -> Tensor:  # fmt: skip
-    """x [M <= 16, K] @ weight [N, K]^T -> [M, N] of x's dtype or of `out_dtype`.
+    """x [M <= 4, K] @ weight [N, K]^T -> [M, N] of x's dtype or of `out_dtype`.
 
     norm: of kind "rms", before it. gated: the weight is [2 I, K], gates first, and the result silu(gate) * up, [M, I].
     residual [M, N]: the product is added to it in place, rounded once, and it is returned.
@@ -39,29 +157,13 @@ def linear(
     n_out = n // 2 if gated else n
     _check(x, weight, residual, n_out, gated, config)
     out = x.new_empty(rows, n_out, dtype=out_dtype) if residual is None else residual
-    tiles = triton.cdiv(n, config.block_n)
-    steps = triton.cdiv(k, config.block_k * config.split_k)
-    scratch = counters = out
-    if config.split_k > 1:
-        scratch, counters = workspace(x.device, torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0)
-        if config.split_k * SKINNY_ROWS * tiles * config.block_n > SCRATCH_FLOATS or tiles > _COUNTERS:
-            raise ValueError(f"{config} needs more scratch than there is for a weight {list(weight.shape)}")
-    fixed: dict[str, Any] = {
-        "K": k, "BLOCK_N": config.block_n, "STEPS": steps, "SPLIT_K": config.split_k, "NORM": norm is not None,
-        "EVEN_K": k == steps * config.block_k * config.split_k, "EVEN_N": n % config.block_n == 0,
-        "PAIRED": gated, "RESIDUAL": residual is not None, "num_warps": config.num_warps, **pdl_options(x.device, pdl),
-    }  # fmt: skip
-    if config.kernel == "stream":
-        kernel = skinny_stream_kernel
-        fixed |= {"BLOCK_K": config.block_k, "STAGES": config.stages, "PREFETCH": _prefetch_columns(config, steps)}
-    else:
-        kernel = skinny_fma_kernel
-        fixed |= {"CHUNKS": config.block_k // LANE_SPAN.value, "PRELOAD": min(config.stages, steps)}
-        fixed |= {"ROWS": triton.next_power_of_2(rows), "WARPS": config.num_warps}
-    gain, eps = (x, 0.0) if norm is None else (norm.weight, norm.eps)
-    kernel[(tiles, config.split_k)](
-        x, weight, gain, out, x if residual is None else residual, scratch, counters, rows=rows, n_out=n_out, eps=eps,
-        **fixed,
+    steps = triton.cdiv(k, config.block_k)
+    skinny_fma_kernel[(triton.cdiv(n, config.block_n),)](
+        x, weight, norm and norm.weight, out, residual, rows=rows, n_out=n_out, eps=norm.eps if norm else 0.0, K=k,
+        ROWS=triton.next_power_of_2(rows), BLOCK_N=config.block_n, CHUNKS=config.block_k // LANE_SPAN.value,
+        STEPS=steps, PRELOAD=min(config.stages, steps), EVEN_K=k == steps * config.block_k,
+        EVEN_N=n % config.block_n == 0, PAIRED=gated, WARPS=config.num_warps, num_warps=config.num_warps,
+        **pdl_options(x.device, pdl),
     )  # fmt: skip
     return out
 
@@ -89,21 +191,7 @@ def _check(x: Tensor, weight: Tensor, residual: Tensor | None, n_out: int, paire
     tensors = [x, weight] if residual is None else [x, weight, residual]
     if not all(tensor.is_contiguous() for tensor in tensors):
         raise ValueError("skinny GEMM takes contiguous tensors only")
-    if config.block_n < 2 * config.num_warps and paired and config.kernel == "fma":
+    if config.block_n < 2 * config.num_warps and paired:
         raise ValueError(f"{config} gives a warp one weight row; gate and up need two")
     if len({tensor.dtype for tensor in tensors}) > 1:
         raise ValueError(f"one dtype expected, got {[tensor.dtype for tensor in tensors]}")
-
-
-@cache
-def workspace(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
-    """Split-K partial sums and arrival counters, shared by the launches of one stream: they are ordered by it."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("run each split-K shape once before capturing it: the workspace must outlive the graph")
-    return torch.empty(SCRATCH_FLOATS, device=device), torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
-
-
-def _prefetch_columns(config: GemmConfig, steps: int) -> int:
-    """Columns of each weight row to bring into L2 early: what the loop keeps in flight, a power of two within its K."""
-    within = 1 << ((steps * config.block_k).bit_length() - 1)
-    return max(64, min(within, triton.next_power_of_2(config.block_k * config.stages)))

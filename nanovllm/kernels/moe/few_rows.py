@@ -2,7 +2,7 @@
 inside.
 
 With so few choices nearly every one is of another expert, so each reads its expert's weights by itself, as the skinny
-GEMM of one row does (kernels/gemm/fma.py), and nothing is sorted. Every program finds the experts of its token anew
+GEMM of one row does (kernels/gemm/skinny.py), and nothing is sorted. Every program finds the experts of its token anew
 from the logits, which takes less time than a kernel whose result all would wait for. A token's sums have an order of
 their own, so they do not depend on its neighbours.
 """
@@ -14,7 +14,7 @@ from nanovllm.kernels.base.float_order import from_ordered, to_ordered
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.kernels.gemm.epilogue import LANE_SPAN, normalise, store_tile, weight_rows
-from nanovllm.kernels.gemm.fma import lane_columns, lane_sums, load_vector, load_weight, row_scale
+from nanovllm.kernels.gemm.skinny import lane_columns, lane_sums, load_vector, load_weight, row_scale
 from nanovllm.kernels.moe.routing import LOWEST, TopK
 from nanovllm.kernels.pointwise.norm import Norm
 
