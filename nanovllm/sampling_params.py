@@ -117,7 +117,8 @@ _BOUNDS: dict[str, Bound] = {
         ("sampling_mask", "ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"), FLAG
     ),
 }
-"""Of each field by itself, but for lists."""
+"""Of each field by itself where it is not the default, but for lists."""
+_ANY: Bound = (lambda value: True, "")
 
 
 @dataclass(frozen=True)
@@ -190,13 +191,15 @@ class SamplingParams:
     first token tells nothing about the prompts of others (CVE-2025-46570)."""
 
     def __post_init__(self) -> None:
+        defaults = SamplingParams.__dict__
         for name, value in list(vars(self).items()):
+            if value is defaults.get(name):
+                continue
             if (plain := _plain(value)) is not value:
                 object.__setattr__(self, name, plain)
-        for name, (holds, bound) in _BOUNDS.items():
-            value = getattr(self, name)
-            if not (holds(value) or (value is None and bound.startswith("None"))):
-                _refuse(name, value, bound)
+            holds, bound = _BOUNDS.get(name, _ANY)
+            if not holds(plain):
+                _refuse(name, plain, bound)
         self._check_lists()
         if self.min_tokens > self.max_tokens:
             _refuse("min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
