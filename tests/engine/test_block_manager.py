@@ -14,14 +14,13 @@ from nanovllm.engine.sequence import Sequence
 BLOCK_SIZE = 4
 
 
-def admit(manager: BlockManager, tokens: list[int], *, written: bool = True) -> Sequence:
-    """A row of `tokens` that owns its blocks; `written`: and whose KV is all there."""
+def admit(manager: BlockManager, tokens: list[int]) -> Sequence:
+    """A row of `tokens` that owns its blocks and whose KV is all there."""
     seq = make_sequence(0, tokens)
     hits, parent_hash = manager.match_prefix(seq)
     assert manager.can_admit(seq, hits)
     manager.admit(seq, hits, parent_hash)
-    if written:
-        manager.publish(seq, seq.num_tokens)
+    manager.publish(seq, seq.num_tokens)
     return seq
 
 
@@ -34,132 +33,6 @@ def block_of(*tokens: int) -> list[int]:
     return [token for token in tokens for _ in range(BLOCK_SIZE)]
 
 
-@pytest.mark.parametrize(("length", "blocks"), [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
-def test_a_row_owns_the_blocks_of_its_tokens(length: int, blocks: int) -> None:
-    manager = BlockManager(10, BLOCK_SIZE)
-    seq = admit(manager, [7] * length)
-    assert len(set(seq.block_table)) == blocks == manager.num_blocks_for(length)
-    assert manager.num_free_blocks == 10 - blocks
-    manager.check_integrity([seq])
-
-
-def test_equal_prefixes_share_blocks_while_both_run() -> None:
-    manager = BlockManager(10, BLOCK_SIZE)
-    first = admit(manager, block_of(1, 2, 3))
-    second = admit(manager, [*block_of(1, 2), 9])
-    assert second.block_table[:2] == first.block_table[:2]
-    assert not set(second.block_table[2:]) & set(first.block_table)
-    assert manager.num_free_blocks == 10 - 4
-    manager.check_integrity([first, second])
-    manager.release(first)
-    manager.check_integrity([second])
-    manager.release(second)
-    assert manager.num_free_blocks == 10
-
-
-@pytest.mark.parametrize(("length", "hits"), [(3, 0), (4, 0), (5, 1), (7, 1), (8, 1), (9, 2), (12, 2), (13, 3)])
-def test_one_token_at_least_stays_to_be_computed(length: int, hits: int) -> None:
-    """A prompt that is one exact multiple of the block keeps its last block to compute: that is where it samples."""
-    manager = BlockManager(10, BLOCK_SIZE)
-    tokens = list(range(13))
-    manager.release(admit(manager, tokens))
-    assert num_hits(manager, tokens[:length]) == hits
-
-
-def test_a_block_is_a_hit_only_once_its_data_is_written() -> None:
-    manager = BlockManager(10, BLOCK_SIZE)
-    tokens = block_of(1, 2, 3)
-    seq = admit(manager, tokens, written=False)
-    assert num_hits(manager, [*tokens, 0]) == 0
-    manager.publish(seq, 7)
-    assert num_hits(manager, [*tokens, 0]) == 1
-    manager.publish(seq, 12)
-    assert num_hits(manager, [*tokens, 0]) == 3
-
-
-def test_unwritten_blocks_are_no_hits_after_release() -> None:
-    manager = BlockManager(10, BLOCK_SIZE)
-    seq = admit(manager, block_of(1, 2, 3), written=False)
-    manager.publish(seq, 4)
-    manager.release(seq)
-    assert num_hits(manager, [*block_of(1, 2, 3), 0]) == 1
-
-
-def test_a_hit_needs_the_whole_prefix_equal() -> None:
-    manager = BlockManager(10, BLOCK_SIZE)
-    manager.release(admit(manager, block_of(1, 2, 3)))
-    assert num_hits(manager, [*block_of(1, 2, 3), 0]) == 3
-    assert num_hits(manager, [*block_of(5, 2, 3), 0]) == 0, "same second block after another first one"
-    assert num_hits(manager, [*block_of(2, 3), 0]) == 0
-    assert num_hits(manager, [*block_of(1, 5, 3), 0]) == 1
-
-
-def test_a_text_computed_twice_at_the_same_time_is_one_hit() -> None:
-    manager = BlockManager(10, BLOCK_SIZE)
-    first, second = (admit(manager, block_of(1, 2), written=False) for _ in range(2))
-    manager.publish(first, 8)
-    manager.publish(second, 8)
-    manager.check_integrity([first, second])
-    manager.release(first)
-    manager.release(second)
-    manager.check_integrity([])
-    third = admit(manager, [*block_of(1, 2), 0])
-    assert manager.num_free_blocks == 7
-    manager.check_integrity([third])
-
-
-def test_without_prefix_caching_nothing_is_a_hit() -> None:
-    manager = BlockManager(10, BLOCK_SIZE, enable_prefix_caching=False)
-    manager.release(admit(manager, block_of(1, 2)))
-    assert num_hits(manager, block_of(1, 2, 3)) == 0
-    manager.check_integrity([])
-
-
-def test_blocks_without_content_go_before_hits_and_hits_least_recently_freed_first() -> None:
-    manager = BlockManager(6, BLOCK_SIZE)
-    old, new = block_of(1, 2), block_of(3, 4)
-    rows = [admit(manager, old), admit(manager, new)]
-    for seq in rows:
-        manager.release(seq)  # 4 hits and 2 blocks that nobody has used
-    rows = [admit(manager, [9], written=False) for _ in range(2)]
-    assert (num_hits(manager, [*old, 0]), num_hits(manager, [*new, 0])) == (2, 2)
-    rows.append(admit(manager, [9], written=False))
-    assert (num_hits(manager, [*old, 0]), num_hits(manager, [*new, 0])) == (1, 2), "the older text's tail goes first"
-    rows.append(admit(manager, [9], written=False))
-    rows.append(admit(manager, [9], written=False))
-    assert (num_hits(manager, [*old, 0]), num_hits(manager, [*new, 0])) == (0, 1)
-    manager.check_integrity(rows)
-
-
-def test_a_block_freed_without_content_goes_before_hits_freed_earlier() -> None:
-    manager = BlockManager(2, BLOCK_SIZE)
-    manager.release(admit(manager, block_of(1)))
-    manager.release(admit(manager, [9], written=False))
-    admit(manager, [9], written=False)
-    assert num_hits(manager, [*block_of(1), 0]) == 1
-
-
-def test_being_used_again_makes_a_hit_recent() -> None:
-    manager = BlockManager(4, BLOCK_SIZE)
-    for tokens in (block_of(1), block_of(2), [*block_of(1), 0]):
-        manager.release(admit(manager, tokens))
-    rows = [admit(manager, [9], written=False) for _ in range(3)]  # the two empty ones, then the least recent hit
-    assert num_hits(manager, [*block_of(1), 0]) == 1
-    assert num_hits(manager, [*block_of(2), 0]) == 0
-    manager.check_integrity(rows)
-
-
-def test_a_revived_hit_does_not_count_as_room() -> None:
-    manager = BlockManager(3, BLOCK_SIZE)
-    manager.release(admit(manager, block_of(1, 2)))
-    seq = make_sequence(0, [*block_of(1, 2, 3), 0])
-    hits, _ = manager.match_prefix(seq)
-    assert len(hits) == 2 and manager.num_free_blocks == 3
-    assert not manager.can_admit(seq, hits), "3 are free, 2 of them are its own hits, and it needs 2 more"
-    smaller = make_sequence(0, block_of(1, 2, 3))
-    assert manager.can_admit(smaller, manager.match_prefix(smaller)[0])
-
-
 def test_a_colliding_hash_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_manager.xxhash, "xxh3_128_digest", lambda content: b"always the same")
     manager = BlockManager(10, BLOCK_SIZE)
@@ -169,17 +42,6 @@ def test_a_colliding_hash_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     other = admit(manager, block_of(3, 4))  # finds its place taken: it stays private
     manager.check_integrity([other])
     assert num_hits(manager, [*block_of(3), 0]) == 0
-
-
-def test_forget_cached_leaves_rows_their_blocks_and_no_hit() -> None:
-    manager = BlockManager(10, BLOCK_SIZE)
-    manager.release(admit(manager, block_of(1, 2)))
-    running = admit(manager, block_of(3, 4))
-    manager.forget_cached()
-    assert num_hits(manager, [*block_of(1), 0]) == num_hits(manager, [*block_of(3), 0]) == 0
-    manager.check_integrity([running])
-    manager.release(running)
-    manager.check_integrity([])
 
 
 @pytest.mark.parametrize("damage", ["lost", "counted twice", "dangling hash"])
@@ -200,9 +62,9 @@ def test_the_integrity_check_notices(damage: str) -> None:
 class BlockManagerMachine(RuleBasedStateMachine):
     """Against a model that knows texts only: which prefixes are hits, and which of them goes next."""
 
-    @initialize(num_blocks=st.integers(1, 8))
-    def start(self, num_blocks: int) -> None:
-        self.manager = BlockManager(num_blocks, BLOCK_SIZE)
+    @initialize(num_blocks=st.integers(1, 6), is_caching=st.sampled_from((True, True, False)))
+    def start(self, num_blocks: int, is_caching: bool) -> None:
+        self.manager, self.is_caching = BlockManager(num_blocks, BLOCK_SIZE, is_caching), is_caching
         self.rows: list[Sequence] = []
         self.texts: dict[int, tuple[int, ...]] = {}  # block -> the text that ends with it, where it is a hit
         self.free_hits: OrderedDict[tuple[int, ...], None] = OrderedDict()  # hits that nobody owns, next to go first
@@ -219,8 +81,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
             else:
                 assert self.texts.pop(block) == self.free_hits.popitem(last=False)[0]
 
-    @rule(values=st.lists(st.integers(0, 1), max_size=3), tail=st.integers(1, BLOCK_SIZE))
-    def admit(self, values: list[int], tail: int) -> None:
+    @rule(
+        values=st.lists(st.integers(0, 1), max_size=3),
+        tail=st.integers(1, BLOCK_SIZE),
+        then=st.sampled_from(("runs", "is written", "is written and ends", "ends")),
+    )
+    def admit(self, values: list[int], tail: int, then: str) -> None:
         seq = make_sequence(0, block_of(*values) + [2] * tail)
         self.seen.add(tuple(seq.token_ids))
         hits, parent_hash = self.manager.match_prefix(seq)
@@ -238,16 +104,25 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 del self.free_hits[text]
             self.manager.admit(seq, hits, parent_hash)
             assert seq.block_table[: len(hits)] == hits
+            assert len(seq.block_table) == 1 + (seq.num_tokens - 1) // BLOCK_SIZE
             self.took(seq.block_table[len(hits) :], num_empty)
             self.rows.append(seq)
+            if "written" in then:
+                self.publish_first(seq, seq.num_tokens)
+            if "ends" in then:
+                self.release_row(len(self.rows) - 1)
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
     def publish(self, data: st.DataObject) -> None:
         seq = data.draw(st.sampled_from(self.rows))
-        written = data.draw(st.integers(0, seq.num_tokens))
+        self.publish_first(seq, data.draw(st.integers(0, seq.num_tokens)))
+
+    def publish_first(self, seq: Sequence, written: int) -> None:
+        known = seq.num_hashed_blocks  # what has been forgotten since stays so
         self.manager.publish(seq, written)
-        for block, prefix in zip(seq.block_table, self.prefixes(seq.token_ids[:written]), strict=False):
+        prefixes = self.prefixes(seq.token_ids[:written]) if self.is_caching else []
+        for block, prefix in list(zip(seq.block_table, prefixes, strict=False))[known:]:
             if prefix not in self.texts.values():
                 assert block not in self.texts
                 self.texts[block] = prefix
@@ -264,7 +139,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        seq = self.rows.pop(data.draw(st.integers(0, len(self.rows) - 1)))
+        self.release_row(data.draw(st.integers(0, len(self.rows) - 1)))
+
+    def release_row(self, index: int) -> None:
+        seq = self.rows.pop(index)
         owned = list(seq.block_table)
         self.manager.release(seq)
         still = {block for row in self.rows for block in row.block_table}
@@ -274,9 +152,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @rule()
     def forget(self) -> None:
-        for seq in self.rows:
-            self.manager.release(seq)
-        self.rows.clear()
+        """Rows keep their blocks."""
         self.manager.forget_cached()
         self.texts.clear()
         self.free_hits.clear()
