@@ -144,6 +144,9 @@ class DecoderLayer(WeightedModule):
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """`wanted` int [N], on one rank: the tokens whose results are read, here and in what follows."""
         x, residual = self.input_layernorm(partial, residual)
+        if wanted is not None and not wanted.shape[0]:  # GEMMs take one row or more
+            self.self_attn.attend(self.self_attn.qkv_proj(x), step)
+            return residual[:0], residual[:0]
         attended = self.self_attn(x, step, wanted)
         if wanted is not None:
             residual = residual.index_select(0, wanted)

@@ -284,6 +284,18 @@ def test_a_nested_model_with_other_parts_and_new_weights_in_its_own_spelling(tmp
             torch.testing.assert_close(ours, reference_logits(now, PROMPTS[2], output.token_ids), **TOLERANCE)
 
 
+@pytest.mark.parametrize("name", ["cohere2", "qwen3", "qwen3_moe"])
+def test_a_step_that_ends_no_prompt_leaves_its_last_layer_after_the_keys(name: str, tmp_path: Path) -> None:
+    """On a GPU kernels refuse to multiply no rows."""
+    case, rows = CASES[name], []
+    with LLM(str(save(make_model(case), case, tmp_path)), **OPTIONS) as llm:
+        last = llm.engine.executor.runner.model.layers[-1]
+        for module in (last.self_attn.o_proj, last.mlp):
+            module.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].shape[0]))
+        llm.generate(PROMPTS[2], replace(GREEDY, max_tokens=1), use_tqdm=False)
+    assert len(PROMPTS[2]) > 2 * OPTIONS["max_num_batched_tokens"] and rows == [1, 1]
+
+
 def test_three_ranks_share_nine_heads(tmp_path: Path) -> None:
     """SmolLM2-135M's heads, with the norms and head_dim of others beside."""
     case = Case("Llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 64})

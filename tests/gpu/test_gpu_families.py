@@ -87,8 +87,8 @@ def test_a_model_in_bfloat16(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "quantization"), [("llama", "fp8"), ("llama", "int4"), ("qwen3_moe", "fp8")])
 def test_steps_that_end_no_prompt(kind: str, quantization: str, tmp_path: Path) -> None:
-    """Their last layer computes nothing after attention."""
-    options = {**OPTIONS, "quantization": quantization, "max_num_batched_tokens": 64}
+    """In the last layer they compute keys alone; graphs have rows of padding there."""
+    options = {**OPTIONS, "quantization": quantization, "max_num_batched_tokens": 64, "enforce_eager": True}
     with LLM(make_checkpoint(kind, tmp_path), **options) as llm:
         outputs = [llm.generate(PROMPTS[-1], GREEDY, use_tqdm=False)[0] for _ in range(2)]
     assert outputs[1].num_cached_tokens > 0

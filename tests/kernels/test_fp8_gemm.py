@@ -101,7 +101,6 @@ def test_products_times_both_scales(config: GemmConfig, n: int, k: int, rows_eac
     assert_close(out, want)
     assert_close(gemm.linear(x, weight, replace(config, split_k=2)).sum(0), want)
     assert torch.equal(gemm.linear(x[:1].clone(), weight, config)[0], out[0]), "alone as among others"
-    assert gemm.linear(x[:0], weight, LIBRARY).shape == (0, n), "the last layer of a step that ends no prompt"
     static = weight._replace(input_scale=torch.tensor([0.5, 0.25], device=DEVICE))
     if DEVICE == "cuda":
         assert_close(gemm.linear(x, static, config), exact(*quantize_rows_reference(x, static.input_scale), static))

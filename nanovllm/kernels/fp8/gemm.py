@@ -31,8 +31,6 @@ def linear(
     not by the library."""
     rows, n, device = x.shape[0], weight.values.shape[0], weight.values.device
     n_out = n // 2 if gated else n
-    if not rows:  # of the last layer, where a step ends no prompt
-        return torch.empty(0, n_out, dtype=x.dtype, device=device)
     if config.kernel == "quantized_row":
         return one_row.linear(x, weight, config, gated=gated, pdl=pdl)
     if config.kernel == "specialized":
