@@ -124,8 +124,8 @@ class Soak:
                 )
         for client in clients:
             client.result()
-        async with Client(self._server.url) as client:
-            while (await client.get("/load"))["server_load"]:
+        async with Client(self._server.url) as watcher:
+            while (await watcher.get("/load"))["server_load"]:
                 await asyncio.sleep(0.1)
         await asyncio.sleep(2)
         memory, descriptors = self.resources()

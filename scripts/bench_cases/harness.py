@@ -4,7 +4,7 @@ import argparse
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from itertools import pairwise
@@ -79,7 +79,7 @@ class Point:
     """Contenders that compute the same from the same inputs. Each is called with the number of a set of inputs."""
 
     labels: Line
-    contenders: dict[str, Callable[[int], torch.Tensor]]
+    contenders: Mapping[str, Callable[[int], torch.Tensor]]
     """The first is what the others are checked against and shown beside."""
     num_sets: int = 1
     limit_us: float = math.nan
