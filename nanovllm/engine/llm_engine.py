@@ -5,8 +5,6 @@ from collections.abc import Iterable
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from nanovllm.engine.control import EngineControl
 from nanovllm.engine.sampling.requests import RequestSampling
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -32,13 +30,6 @@ def _only_prompt(params: SamplingParams) -> SamplingParams:
     )  # fmt: skip
 
 
-def _extremes(token_ids: list[int]) -> tuple[int, int]:
-    """Least and largest of the ids. Raises ValueError where they are no flat list of integers."""
-    if not all(isinstance(token_id, int) for token_id in token_ids):
-        raise ValueError("prompt: token ids must be a flat list of integers")
-    return min(token_ids), max(token_ids)
-
-
 class LLMEngine(EngineControl):
     """Rank 0: owns the scheduler and, through the executor, all ranks. Token ids in, token ids out.
 
@@ -61,7 +52,7 @@ class LLMEngine(EngineControl):
     def check_request(
         self, prompt_token_ids: list[int], params: SamplingParams, output_token_ids: Iterable[int] = ()
     ) -> None:
-        """Raises ValueError naming what is wrong with a request and the bound it breaks."""
+        """Raises ValueError naming what is wrong with a request, whose ids are integers (inputs.py), and the bound."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params: must be SamplingParams, found {type(params).__name__}")
         length, limit = len(prompt_token_ids), self.max_total_tokens
@@ -71,10 +62,7 @@ class LLMEngine(EngineControl):
             name, value = self._length_limit()
             raise ValueError(f"prompt of {length} tokens: must be shorter than {name}={value} (one token is generated)")
         vocab = self.model_config.vocab_size
-        ids = np.asarray(prompt_token_ids)
-        is_flat = ids.ndim == 1 and ids.dtype.kind in "iu"
-        # What numpy has no integer for stays as it is, to be named.
-        low, high = (int(ids.min()), int(ids.max())) if is_flat else _extremes(prompt_token_ids)
+        low, high = min(prompt_token_ids), max(prompt_token_ids)
         if low < 0 or high >= vocab:
             bad = low if low < 0 else high
             raise ValueError(f"prompt: token id {shown(bad)} must be in 0..{vocab - 1} (vocab_size={vocab})")
@@ -90,8 +78,7 @@ class LLMEngine(EngineControl):
             raise ValueError(f"{name}: needs n=1, found n={params.n}")
         if len(token_ids) >= most or params.max_tokens == 0:
             raise ValueError(f"{name}: {len(token_ids)} given, must be fewer than the {most} that the output may have")
-        low, high = _extremes(token_ids)
-        if low < 0 or high >= self.model_config.vocab_size:
+        if min(token_ids) < 0 or max(token_ids) >= self.model_config.vocab_size:
             raise ValueError(f"{name}: token ids must be in 0..{self.model_config.vocab_size - 1}")
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.model_config.eos_token_ids)}
         if found := ends.intersection(token_ids):
