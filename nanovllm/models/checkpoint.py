@@ -1,8 +1,6 @@
 """Weights from safetensors files (or from nothing), each rank reading only the bytes of its own shards."""
 
 import json
-import mmap
-import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from nanovllm.layers.weights import CheckpointWeight, TensorSource
 
@@ -29,55 +28,31 @@ _READ_THREADS = 8
 class FileTensor:
     """A tensor inside a mapped file; only the ranges that are narrowed to and copied are ever read."""
 
-    file: torch.Tensor
-    """uint8: the data section of the file."""
+    part: Any
+    """What safe_open's get_slice gives."""
     dtype: torch.dtype
     shape: torch.Size
-    begin: int
-    end: int
 
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
-        data = self.file[self.begin : self.end]
-        shape = self.shape or (1,)
-        if data.storage_offset() % self.dtype.itemsize:  # written without the padding that newer files have
-            data = data.clone()
-        return data.view(self.dtype).view(shape).narrow(dim, start, length)
+        """A scalar counts as [1]."""
+        part: torch.Tensor = self.part[(*(slice(None),) * dim, slice(start, start + length))[: len(self.shape)]]
+        return part if self.shape else part.view(1)
 
 
 def read_safetensors(path: Path) -> dict[str, FileTensor]:
     """The tensors of one file by name. Raises ValueError naming the file where it is not well-formed."""
-    with open(path, "rb") as file:
-        size = path.stat().st_size
-        if size < 8:
-            raise ValueError(f"{path}: not a safetensors file: {size} bytes")
-        (header_size,) = struct.unpack("<Q", file.read(8))
-        if header_size > size - 8:
-            raise ValueError(f"{path}: corrupt: a header of {header_size} bytes in a file of {size}")
-        try:
-            header: dict[str, Any] = json.loads(file.read(header_size))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}: corrupt: the header is not JSON: {error}") from None
-        if not isinstance(header, dict):
-            raise ValueError(f"{path}: corrupt: the header is not a JSON object")
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # copy-on-write: torch wants writable memory
-    data = torch.frombuffer(mapped, dtype=torch.uint8)[8 + header_size :]
-    header.pop("__metadata__", None)
-    return {name: _file_tensor(path, name, entry, data) for name, entry in header.items()}
-
-
-def _file_tensor(path: Path, name: str, entry: dict[str, Any], data: torch.Tensor) -> FileTensor:
     try:
-        dtype, shape = str(entry["dtype"]), torch.Size(entry["shape"])
-        begin, end = map(int, entry["data_offsets"])
-    except (KeyError, TypeError, ValueError, OverflowError):
-        raise ValueError(f"{path}: corrupt: tensor {name!r} is described by {entry!r}") from None
+        file = safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path}: corrupt or cut short: {error}") from None
+    return {name: _file_tensor(path, name, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118 (no dict)
+
+
+def _file_tensor(path: Path, name: str, part: Any) -> FileTensor:
+    dtype = part.get_dtype()
     if dtype not in FILE_DTYPES:
         raise ValueError(f"{path}: tensor {name!r} has type {dtype}: must be one of {', '.join(FILE_DTYPES)}")
-    expected = shape.numel() * FILE_DTYPES[dtype].itemsize
-    if not 0 <= begin <= end <= data.numel() or end - begin != expected:
-        bounds = f"bytes {begin}..{end} of {data.numel()}, {expected} needed"
-        raise ValueError(f"{path}: corrupt or cut short: tensor {name!r} at {bounds}")
-    return FileTensor(data, FILE_DTYPES[dtype], shape, begin, end)
+    return FileTensor(part, FILE_DTYPES[dtype], torch.Size(part.get_shape()))
 
 
 def _files_of_index(index: Path) -> list[str]:
