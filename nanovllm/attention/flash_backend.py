@@ -66,7 +66,7 @@ class FlashBackend(TritonBackend):
         """Waits for the import. Where it failed: False from now on, or ValueError where FlashAttention is required."""
         if not self._is_loaded and not self.fallen_back_from:
             try:
-                self._forward = flash_import.forward()
+                self._forward = flash_import.start().result()
                 self._is_loaded = True
             except flash_import.ImportFailed as error:
                 if self.is_required:

@@ -3,6 +3,8 @@
 import inspect
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,24 +20,6 @@ class ImportFailed(RuntimeError):
     """The package is there and does not import: half an installation fails in its own ways."""
 
 
-class _Import(threading.Thread):
-    def __init__(self) -> None:
-        super().__init__(name="nanovllm-flash-import", daemon=True)
-        self.result: Forward | None = None
-        self.error: Exception | None = None
-
-    def run(self) -> None:
-        try:
-            self.result = _forward_of(import_module(MODULE))
-        except Exception as error:
-            self.error = error
-
-
-_imports: list[_Import] = []
-"""At most one."""
-_lock = threading.Lock()
-
-
 def installed() -> bool:
     """Whether its files are in place. Imports nothing, not even the package that they are in."""
     try:
@@ -46,22 +30,20 @@ def installed() -> bool:
     return any((Path(folder) / "cute" / "interface.py").is_file() for folder in folders)
 
 
-def start() -> None:
-    """Starts the import in the background, once in a process."""
-    with _lock:
-        if not _imports:
-            _imports.append(_Import())
-            _imports[0].start()
+@cache
+def start() -> "Future[Forward]":
+    """Attention over sequences of several lengths, or ImportFailed: the import goes on in the background, once in a
+    process."""
+    found: Future[Forward] = Future()
 
+    def load() -> None:
+        try:
+            found.set_result(_forward_of(import_module(MODULE)))
+        except BaseException as error:  # somebody waits
+            found.set_exception(ImportFailed(f"{type(error).__name__}: {error}"))
 
-def forward() -> Forward:
-    """Attention over sequences of several lengths, when it is imported; ImportFailed if it cannot be."""
-    start()
-    [attempt] = _imports
-    attempt.join()
-    if attempt.result is None:
-        raise ImportFailed(f"{type(attempt.error).__name__}: {attempt.error}") from attempt.error
-    return attempt.result
+    threading.Thread(target=load, name="nanovllm-flash-import", daemon=True).start()
+    return found
 
 
 def _forward_of(flash4: Any) -> Forward:

@@ -25,10 +25,11 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
             path.write_text(source)
 
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(flash_import, "_imports", [])
+    flash_import.start.cache_clear()
     for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
         monkeypatch.delitem(sys.modules, name)
     yield write
+    flash_import.start.cache_clear()
     for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
         del sys.modules[name]
 
@@ -42,16 +43,18 @@ def test_installed_looks_at_files_and_imports_nothing(install: Install) -> None:
 def test_forward_into_a_given_tensor_or_by_a_copy(install: Install) -> None:
     install(cute__in__interface="def flash_attn_varlen_func(x): return x + 1, None\n")
     out = torch.zeros(2)
-    flash_import.forward()(torch.ones(2), out=out)
+    flash_import.start().result()(torch.ones(2), out=out)
     assert out.tolist() == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("source", ["raise RuntimeError('no driver')", "import not_there_at_all", "x = 1"])
+@pytest.mark.parametrize(
+    "source",
+    ["raise RuntimeError('no driver')", "raise SystemExit('no driver')", "import not_there_at_all", "x = 1"],
+)
 def test_half_an_installation_is_named(install: Install, source: str) -> None:
     install(cute__in__interface=source)
-    flash_import.start()
     with pytest.raises(flash_import.ImportFailed, match=r"no driver|not_there_at_all|flash_attn_varlen_func"):
-        flash_import.forward()
+        flash_import.start().result()
 
 
 def _backend(is_required: bool) -> object:
