@@ -77,7 +77,7 @@ class ConfigReader:
         """Raises ValueError for an entry that changes the result and was not read."""
         for name, neutral in CHANGES_RESULT.items():
             value = self.raw.get(name)
-            if name == "layer_types" and isinstance(value, list) and set(value) == {FULL}:
+            if name == "layer_types" and isinstance(value, list) and value == [FULL] * max(1, len(value)):
                 continue
             if name not in self.was_read and value is not None and value not in neutral:
                 bounds = [*map(repr, neutral), "absent"]

@@ -92,7 +92,7 @@ def _read_kinds(config: ConfigReader, kinds: list[str] | None) -> list[str]:
     if kinds is None:
         return [FULL] * count
     kinds = config.get("layer_types", kinds)
-    if not isinstance(kinds, list) or len(kinds) < count or not set(kinds) <= {FULL, SLIDING}:
+    if not isinstance(kinds, list) or len(kinds) < count or any(kind not in (FULL, SLIDING) for kind in kinds):
         refuse("layer_types", kinds, f"{count} of {FULL!r} and {SLIDING!r}, one for each layer")
     return kinds[:count]  # fewer layers were asked for
 

@@ -28,7 +28,7 @@ FAMILIES: dict[str, Family] = {
 
 def family(architecture: str) -> Family:
     """Raises ValueError for an architecture that is not here."""
-    if architecture not in FAMILIES:
+    if architecture not in [*FAMILIES]:  # which takes what has no hash
         refuse("architectures", architecture, "one of " + ", ".join(map(repr, sorted(FAMILIES))))
     return FAMILIES[architecture]
 
@@ -39,8 +39,8 @@ def parse_config(
     """`raw`: config.json, whose `text_config`, where it has one, is the language model's; `generation`:
     generation_config.json, whose end-of-text ids win; `quantization`: EngineConfig.quantization. Raises ValueError
     naming what is wrong or not served."""
-    architectures = raw.get("architectures") or []
-    if len(architectures) != 1:
+    architectures = raw.get("architectures")
+    if not isinstance(architectures, list) or len(architectures) != 1:
         refuse("architectures", architectures, "exactly one architecture in config.json")
     found = family(architectures[0])
     config = ConfigReader({**found.defaults, **_text_config(raw)})
@@ -92,7 +92,7 @@ def _is_for_transformers(raw: dict[str, Any], config: EngineConfig) -> bool:
     if config.model_impl != "auto":
         return config.model_impl == "transformers"
     found = config.hf_overrides.get("architectures", raw.get("architectures"))
-    if not isinstance(found, list) or len(found) != 1 or found[0] in FAMILIES:
+    if not isinstance(found, list) or len(found) != 1 or found[0] in [*FAMILIES]:
         return False
     from nanovllm.models.transformers_model import is_known
 

@@ -85,6 +85,11 @@ def test_what_transformers_computes_otherwise_is_refused(architectures: list[str
         ("Olmo3ForCausalLM", {"rope_parameters": {FULL: {"rope_type": "default"}, SLIDING: [1]}}, "rope_scaling"),
         ("HunYuanDenseV1ForCausalLM", {"rope_scaling": {"rope_type": "dynamic", "alpha": "x"}}, "alpha"),
         ("HunYuanDenseV1ForCausalLM", {"rope_scaling": {"type": "dynamic", "alpha": 2, "rope_theta": 0}}, "rope_theta"),
+        ("LlamaForCausalLM", {"layer_types": [FULL, {}]}, "layer_types"),
+        ("Qwen3ForCausalLM", {"layer_types": [FULL, {}]}, "layer_types"),
+        ("Starcoder2ForCausalLM", {"sliding_window": WINDOW, "layer_types": [[SLIDING]]}, "layer_types"),
+        ("LlamaForCausalLM", {"architectures": 3}, "architectures"),
+        ("LlamaForCausalLM", {"architectures": [["LlamaForCausalLM"]]}, "architectures"),
     ],
 )  # fmt: skip
 def test_an_entry_of_another_kind_is_refused_by_name(architecture: str, entries: dict[str, Any], name: str) -> None:

@@ -22,7 +22,7 @@ def windows_everywhere(config: ConfigReader, mixed: bool = False) -> Fields:
     if window is None:
         return {}
     types = config.get("layer_types")
-    if isinstance(types, list) and set(types) != {SLIDING} and not mixed:
+    if isinstance(types, list) and any(kind != SLIDING for kind in types) and not mixed:
         refuse("layer_types", types, f"{SLIDING!r} in all layers, or absent, beside a sliding_window")
     return {"kinds": [SLIDING] * config.integer("num_hidden_layers"), "window": config.integer("sliding_window")}
 
