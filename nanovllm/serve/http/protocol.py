@@ -43,8 +43,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_headers = True
         self._received = 0
         """Bytes of the headers at hand, or since they ended."""
-        self._body_bytes = self._held_bytes = 0
-        """Of the request's body; the latter until it is whole or answered."""
+        self._held_bytes = 0
+        """Of the request's body, until it is whole or answered."""
         self._timer: TimerHandle | None = None
         self._unread: TimerHandle | None = None
         """Runs while the write buffer is full."""
@@ -158,7 +158,6 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_headers = True
         self.server_state.refresh(self.loop.time())
         self.scope["connection"] = self  # type: ignore[typeddict-unknown-key]
         self._watch(limits.HEADER_SECONDS, None)
@@ -174,17 +173,16 @@ class BoundedProtocol(HttpToolsProtocol):
         length = next((value for name, value in self.headers if name == b"content-length"), b"0")
         if len(length) > 12 or int(length) > limits.BODY_BYTES:
             self._stop_parsing(_body_too_large())
-        self._in_headers, self._received, self._body_bytes = False, 0, 0
+        self._in_headers, self._received = False, 0
         super().on_headers_complete()
         self._watch(limits.BODY_SECONDS, _body_too_slow())
 
     def on_body(self, body: bytes) -> None:
-        self._body_bytes += len(body)
-        if self._body_bytes > limits.BODY_BYTES:
-            self._stop_parsing(_body_too_large())
         if not self.cycle.response_complete:
             self._held_bytes += len(body)
             self.server_state.body_bytes += len(body)
+            if self._held_bytes > limits.BODY_BYTES:
+                self._stop_parsing(_body_too_large())
             if self.server_state.body_bytes > limits.BODIES_BYTES:
                 self._stop_parsing(ApiError(503, "the server is receiving too much at once", "server_overloaded"))
         super().on_body(body)
