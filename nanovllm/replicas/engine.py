@@ -306,7 +306,10 @@ class ReplicatedEngine(ReplicaControl):
     # -- replicas that are lost ---------------------------------------------------------------------------------
 
     def _start_again(self, number: int) -> None:
-        self._links[number] = self._restart(number, self.executor.num_kvcache_blocks)
+        try:
+            self._links[number] = self._restart(number, self.executor.num_kvcache_blocks)
+        except OSError as error:  # what took a replica, a lack of memory say, may keep a process from starting
+            logger.warning("replica %d cannot be started, and the others go on without it: %s", number, error)
 
     def _lose(self, link: ReplicaLink, reason: str, columns: StepColumns) -> None:
         """Its requests go on elsewhere, behind the tokens that they have, before all that wait."""

@@ -139,6 +139,20 @@ def test_a_replica_that_is_lost_while_it_falls_asleep_starts_when_the_others_wak
     front.close()
 
 
+def test_a_replica_that_cannot_be_started_again_takes_no_other_along() -> None:
+    links = [Mock(ReplicaLink, number=number) for number in range(2)]
+    front, inbox = front_of(links, Mock(side_effect=BlockingIOError("no more processes")))
+    inbox.put((links[0], Lost("died")))
+    front.step()
+    front.add_request([1, 2], SamplingParams())
+    front.step()
+    assert front._links == [None, links[1]] and links[1].send.call_count == 1
+    inbox.put((links[1], Lost("died")))
+    with pytest.raises(ReplicaError, match="no replica is left: replica 1: died"):
+        front.step()
+    front.close()
+
+
 def test_requests_reach_a_replica_by_as_many_as_a_step_computes() -> None:
     """Messages that bring fewer would make the first steps as small as they are slow."""
     slow = Mock(ReplicaLink, number=0, pack=lambda message: message)
