@@ -7,6 +7,7 @@ same tokens on any number of replicas, and goes on elsewhere when its replica is
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from typing import Any
 
@@ -64,7 +65,7 @@ class ReplicatedEngine(ReplicaControl):
         """The last of each link, those of lost ones too: counters go on."""
         self._computed: dict[ReplicaLink, tuple[int, int]] = {}
         self._spin_until = 0.0
-        self.at_close: list[Callable[[], None]] = []
+        self.at_close = ExitStack()
         """What ends with the replicas."""
 
     # -- requests -----------------------------------------------------------------------------------------------
@@ -377,5 +378,4 @@ class ReplicatedEngine(ReplicaControl):
         close_links([link for link in self._links if link is not None])
         self._links = [None] * len(self._links)
         self._events.close()
-        while self.at_close:
-            self.at_close.pop(0)()
+        self.at_close.close()

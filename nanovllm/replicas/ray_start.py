@@ -1,5 +1,6 @@
 """Replicas as actors of a Ray cluster, behind the front that processes of one host have too."""
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,26 +27,21 @@ def start_ray_replicas(config: EngineConfig) -> ReplicatedEngine:
     where the cluster does not answer or lacks GPUs or the model; else as start_replicas."""
     here = resolve_model_folder(config)  # a hub id is fetched by every node
     model_config = check_model(here)
-    connection = Connection(config.ray_address)
-    placement: Placement | None = None
-    try:
+    with ExitStack() as reserved:
+        connection = Connection(config.ray_address)
+        reserved.callback(connection.close)
         if Path(config.model).is_dir():
             config = here = _absolute(config)
         placement = Placement(config)
+        reserved.callback(placement.close)
         placement.check_nodes(config)
         start = Start(of_one_replica(config), None, None)
-        reserved = placement
 
         def link(number: int, num_blocks: int | None, inbox: Inbox) -> ReplicaLink:
             from nanovllm.replicas.ray_link import RayLink
 
-            return RayLink(number, start.with_blocks(num_blocks), inbox, reserved)
+            return RayLink(number, start.with_blocks(num_blocks), inbox, placement)
 
         engine = start_links(here, model_config, link)
-    except BaseException:
-        if placement is not None:
-            placement.close()
-        connection.close()
-        raise
-    engine.at_close = [placement.close, connection.close]
+        engine.at_close = reserved.pop_all()
     return engine

@@ -1,5 +1,5 @@
 """All-reduce through peer memory: the protocol between concurrent ranks (Triton's interpreter over shared host memory),
-its bounded waits, and the plain twin over gloo. On GPUs: the benchmark's check."""
+and its bounded waits. On GPUs: the benchmark's check."""
 
 import itertools
 import os
@@ -8,20 +8,16 @@ import subprocess
 import sys
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from nanovllm.kernels.pointwise.norm import Norm, add_norms
-from nanovllm.parallel.peer.memory import (
-    Layout,
-    fill_with_sentinels,
-)
+from nanovllm.kernels.pointwise.norm import Norm, add_norms, add_up
+from nanovllm.parallel.peer.memory import Layout, fill_with_sentinels
+from nanovllm.parallel.peer.reference import sum_reference
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, CAPACITY, PROGRAMS, CALLS, EPS = 24, 7, 3, 21, 1e-6
@@ -87,10 +83,6 @@ def test_addends_in_parts(tmp_path: Path) -> None:
 
 def test_waits_end_by_abort_and_by_their_bound(tmp_path: Path) -> None:
     run_ranks("alone", 1, tmp_path)
-
-
-def test_twin_over_gloo(tmp_path: Path) -> None:
-    run_ranks("gloo", 2, tmp_path)
 
 
 @pytest.mark.gpu
@@ -251,21 +243,15 @@ def parts_rank(rank: int, world_size: int, folder: Path) -> None:
         partials[:, :, :, 3] = -0.0
         partials[:, 0, :, 4] = 300.0  # float16 cannot hold what comes with it, so the place of the rounding shows
         residual, weight = (torch.randn(n, HIDDEN, generator=generator).to(dtype) for n in (rows, 1))
-        whole = [module.add_up(addend, dtype) for addend in partials]
-        total = whole[0].float() + whole[1].float()
-        group = SimpleNamespace(
-            allreduce=lambda tensors, total=total: SimpleNamespace(wait=lambda: tensors[0].copy_(total))
-        )
+        whole = [add_up(addend, dtype) for addend in partials]
         own = slice(None) if path == "one_shot" else slice(rank, None, world_size)  # of the residual's rows
         for start in (residual, None):
-            got, same, want = (
-                call(addend, None if start is None else start.clone(), Norm(weight[0], EPS), **options)
-                for call, addend, options in (
-                    (peer.all_reduce_add_rms_norm, partials[rank].contiguous(), {"path": path}),
-                    (peer.all_reduce_add_rms_norm, whole[rank], {"path": path}),
-                    (module.all_reduce_add_rms_norm_reference, partials[rank], {"group": group}),
-                )
+            norm = Norm(weight[0], EPS)
+            got, same = (
+                peer.all_reduce_add_rms_norm(addend, None if start is None else start.clone(), norm, path=path)
+                for addend in (partials[rank].contiguous(), whole[rank])
             )
+            want = sum_reference(torch.stack(whole), start, norm)
             assert got[0].dtype == got[1].dtype == dtype
             assert torch.equal(got[0], same[0]) and torch.equal(got[1][own], same[1][own])
             assert torch.equal(got[1][own], want[1][own])
@@ -311,34 +297,8 @@ def alone_rank(rank: int, world_size: int, folder: Path) -> None:
     assert 0.3 < time.monotonic() - begin < 60
 
 
-def gloo_rank(rank: int, world_size: int, folder: Path) -> None:
-    from nanovllm.parallel.peer.all_reduce import all_reduce_add_rms_norm_reference
-
-    store = dist.FileStore(str(folder / "store"), world_size)
-    group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=60))
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
-        generator = torch.Generator().manual_seed(1)
-        partials = torch.randn(world_size, 5, HIDDEN, generator=generator).to(dtype)
-        residual, weight = (torch.randn(n, HIDDEN, generator=generator).to(dtype) for n in (5, 1))
-        for start in (None, residual):
-            mine = partials[rank].clone()
-            before = None if start is None else start.clone()
-            normed, after = all_reduce_add_rms_norm_reference(mine, before, Norm(weight[0], EPS), group)
-            total = partials.double().sum(0) + (0 if start is None else start.double())
-            want = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS) * weight.double()
-            torch.testing.assert_close(normed.double(), want, rtol=tolerance, atol=tolerance)
-            torch.testing.assert_close(after.double(), total, rtol=tolerance, atol=tolerance)
-            assert torch.equal(mine, partials[rank]) and normed.dtype == after.dtype == dtype
-            assert before is None or after is before
-            halves = torch.stack((mine.float() - 1, torch.ones(mine.shape)))
-            before = None if start is None else start.clone()
-            again = all_reduce_add_rms_norm_reference(halves, before, Norm(weight[0], EPS), group)
-            torch.testing.assert_close(again[1].double(), total, rtol=tolerance, atol=tolerance)
-            assert again[0].dtype == again[1].dtype == dtype
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    ranks = {"interpret": interpret_rank, "parts": parts_rank, "alone": alone_rank, "gloo": gloo_rank}
+    ranks = {"interpret": interpret_rank, "parts": parts_rank, "alone": alone_rank}
     ranks["programs"] = programs_rank
     ranks[sys.argv[1]](int(sys.argv[4]), int(sys.argv[2]), Path(sys.argv[3]))

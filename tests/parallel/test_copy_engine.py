@@ -92,7 +92,7 @@ def concurrent_rank(rank: int, world_size: int, folder: Path) -> None:
     """Calls of both halves as a step makes them, the second started while the first is under way; any rows. Nothing is
     shared between ranks but the blocks, so a reused place that is overwritten early shows as a wrong sum."""
     from nanovllm.parallel.peer.copy_engine import CopyEngineSums, owned_rows
-    from nanovllm.parallel.peer.owner_sum import sum_owned_rows_reference
+    from nanovllm.parallel.peer.reference import sum_reference
 
     delays = random.Random(rank)
     sums = CopyEngineSums(shared_memory_rank(rank, world_size, folder, delays))
@@ -114,7 +114,7 @@ def concurrent_rank(rank: int, world_size: int, folder: Path) -> None:
             sums.start(half, mine, before, kept, norm)
             residuals[half] = kept
             mine.fill_(float("nan"))  # on the device it is free only after the wait: here all copies are done
-            normed, expected_residuals[half] = sum_owned_rows_reference(partials, expected_residuals[half], norm)
+            normed, expected_residuals[half] = sum_reference(partials, expected_residuals[half], norm)
             wanted.append(normed)
         for half in range(2):
             time.sleep(delays.random() * 0.02)
@@ -130,7 +130,7 @@ def concurrent_rank(rank: int, world_size: int, folder: Path) -> None:
 def alone_rank(rank: int, world_size: int, folder: Path) -> None:
     """Rank 1 of 3, whose peers are this test."""
     from nanovllm.parallel.peer.copy_engine import CopyEngineSums
-    from nanovllm.parallel.peer.owner_sum import sum_owned_rows_reference
+    from nanovllm.parallel.peer.reference import sum_reference
 
     memory = shared_memory_rank(1, 3, folder, random.Random(0))
     sums = CopyEngineSums(memory)
@@ -147,7 +147,7 @@ def alone_rank(rank: int, world_size: int, folder: Path) -> None:
             kept = torch.empty(3, HIDDEN)
             residual = before if with_residual else None
             sums.start(half, partials[1].contiguous(), residual, kept, norm)
-            normed, expected = sum_owned_rows_reference(partials[:, 3:6], residual, norm)
+            normed, expected = sum_reference(partials[:, 3:6], residual, norm)
             got = sums.finish(half, 8)
             torch.testing.assert_close(got[3:6], normed, rtol=1e-5, atol=1e-6)
             assert torch.equal(kept, expected) and int(memory.abort_word) == 0

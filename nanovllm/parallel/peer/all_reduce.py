@@ -16,14 +16,14 @@ A wait looks at `abort` in local device memory each time round and is bounded by
 are garbage and the block must not be used again.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.padded_rows import empty_rows
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.pointwise.norm import Norm, add_up, norm_reference
+from nanovllm.kernels.pointwise.norm import Norm
 from nanovllm.parallel.peer.kernels import max_keys_kernel, one_shot_kernel
 from nanovllm.parallel.peer.limits import PEER_BYTES, cut_rows, one_shot_rows
 from nanovllm.parallel.peer.memory import MAX_PROGRAMS, MAX_SPLIT, SENTINELS, PeerMemory
@@ -39,33 +39,6 @@ MAX_SPINS = 1 << 28
 """Rounds of a wait before it gives up: minutes, for a peer may be compiling."""
 
 _INTEGERS = {2: tl.int16, 4: tl.int32}
-
-
-def _reduce_in_float32(partial: torch.Tensor, group: Any | None) -> torch.Tensor:
-    total = partial.float()
-    if group is not None:
-        total = total.clone() if total is partial else total
-        group.allreduce([total]).wait()
-    return total
-
-
-def all_reduce_add_rms_norm_reference(
-    partial: torch.Tensor, residual: torch.Tensor | None, norm: Norm, group: Any | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `PeerAllReduce.all_reduce_add_rms_norm` computes, over any communicator (gloo, NCCL; None: one rank).
-
-    partial [T, hidden] of this rank, or float32 [parts, T, hidden], sums over parts of K; residual [T, hidden], updated
-    in place, or None at the start of the model; group: an object of torch.distributed with `allreduce`. Returns
-    (normalised, residual), both [T, hidden].
-    """
-    if partial.dim() == 3:
-        partial = add_up(partial, norm.weight.dtype)
-    total = _reduce_in_float32(partial, group)
-    if residual is None:
-        residual = torch.empty_like(partial)
-    else:
-        total = total + residual.float()
-    return norm_reference(residual.copy_(total), norm), residual
 
 
 class PeerAllReduce:

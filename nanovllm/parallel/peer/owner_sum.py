@@ -1,14 +1,11 @@
-"""The kernels of a sum whose rows are moved by copies (parallel/peer/copy_engine.py), each beside a plain PyTorch twin.
+"""The kernels of a sum whose rows are moved by copies (parallel/peer/copy_engine.py).
 
 Rounding is that of `all_reduce.py`. Flags and rows are written by other GPUs while a kernel waits: flags are
 polled by volatile loads and then read once more with acquire semantics, and rows come from the L2 cache, where those
 writes arrive. A wait looks at `abort` of the local device memory each time round, and is bounded by `max_spins`.
 """
 
-import torch
-
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.pointwise.norm import Norm, norm_reference
 from nanovllm.parallel.peer.kernels import float_or_zeros
 
 
@@ -35,7 +32,7 @@ def _await_flags(flags, epoch, abort, rank, max_spins, WORLD: tl.constexpr, WORL
 def sum_owned_rows_kernel(partial, inbox, residual, residual_out, weight, out, flags, epoch, abort, rows, rank, eps,
                           max_spins, CAPACITY: tl.constexpr, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr,
                           HIDDEN: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr):  # fmt: skip
-    """Waits for the other ranks' rows, then computes sum_owned_rows_reference of rows p, p + programs, ...
+    """Waits for the other ranks' rows, then computes the sums and norms of rows p, p + programs, ...
 
     partial, residual, residual_out, out [rows, HIDDEN]; inbox [WORLD, CAPACITY, HIDDEN], where this rank's own part is
     not used: its addend is `partial`. flags int32 [WORLD], awaited at the value of epoch int32 [1].
@@ -67,15 +64,3 @@ def await_rows_kernel(flags, epoch, abort, rank, max_spins, WORLD: tl.constexpr,
     now = tl.load(epoch)
     _await_flags(flags, now, abort, rank, max_spins, WORLD, WORLD_BLOCK)
     tl.store(epoch, now + 1)
-
-
-def sum_owned_rows_reference(
-    addends: torch.Tensor, residual: torch.Tensor | None, norm: Norm
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """addends [ranks, rows, hidden], residual [rows, hidden] or None (zeros) -> (normalised, sum of the addends in the
-    order of ranks + residual), both [rows, hidden] in the dtype of the addends."""
-    total = torch.zeros_like(addends[0], dtype=torch.float32)
-    for addend in addends:
-        total = total + addend.float()
-    x = (total if residual is None else total + residual.float()).to(addends.dtype)
-    return norm_reference(x, norm), x
