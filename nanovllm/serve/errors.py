@@ -8,7 +8,6 @@ import orjson
 
 _MOST_MESSAGE = 1000  # characters
 _NAME = re.compile(r"(\w{1,40})(?:[\[.].*?)?[:=]")
-_RETRY_AFTER = {503: b"1"}
 
 
 class ApiError(Exception):
@@ -27,8 +26,7 @@ class ApiError(Exception):
         return orjson.dumps({"error": error})
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        retry = _RETRY_AFTER.get(self.status)
-        return [] if retry is None else [(b"retry-after", retry)]
+        return [(b"retry-after", b"1")] if self.status == 503 else []
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -44,7 +44,11 @@ class Front:
         self.created = int(time.time())
         self.fingerprint = f"nanovllm-{nanovllm.__version__}"
         self.metrics = Metrics(self.name)
-        self.tracer = _tracer(options.otlp_traces_endpoint)
+        self.tracer: RequestTracer | None = None
+        if options.otlp_traces_endpoint is not None:
+            from nanovllm.serve import tracing
+
+            self.tracer = tracing.RequestTracer(options.otlp_traces_endpoint)
         self.streams = Streams(self.metrics, lambda request_id: self.link.send(frames.Abort(request_id)))
         self.state = "loading"
         """"loading", "ready", "draining" or "failed"."""
@@ -284,10 +288,3 @@ class Front:
             )
         self._last_totals = (self.now(), stats.prompt_tokens, stats.generation_tokens)
 
-
-def _tracer(endpoint: str | None) -> "RequestTracer | None":
-    if endpoint is None:
-        return None
-    from nanovllm.serve.tracing import RequestTracer
-
-    return RequestTracer(endpoint)
