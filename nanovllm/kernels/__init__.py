@@ -20,7 +20,6 @@ class Kernels:
     embed_shard: Annotated[Callable[..., torch.Tensor], "pointwise.embedding"]
     add_norms: Annotated[Callable[..., tuple[torch.Tensor, torch.Tensor]], "pointwise.norm"]
     add_norms_fp8: Annotated[Callable[..., tuple[FP8Rows, torch.Tensor]], "pointwise.norm"]
-    silu_mul: Annotated[Callable[..., torch.Tensor], "pointwise.activation"]
     silu_mul_fp8: Annotated[Callable[..., FP8Rows], "pointwise.activation"]
     activation: Annotated[Callable[..., torch.Tensor], "pointwise.activation"]
     route: Annotated[Callable[..., Routing], "moe.routing"]

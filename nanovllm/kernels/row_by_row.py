@@ -54,8 +54,7 @@ def row_by_row(kernels: Kernels) -> Kernels:
 
     return replace(
         _experts_row_by_row(kernels), add_norms=add_norms, activation=activation,
-        silu_mul=lambda x: activation(x, "silu", True), qk_norm_rope_store=qk_norm_rope_store,
-        qk_mean_squares=qk_mean_squares, token_logprobs=token_logprobs,
+        qk_norm_rope_store=qk_norm_rope_store, qk_mean_squares=qk_mean_squares, token_logprobs=token_logprobs,
     )  # fmt: skip
 
 

@@ -215,7 +215,8 @@ class MergedColumnParallelLinear(ParallelLinear):
         config = self.choice(x.shape[0])
         whole = config.is_own and (rounds or config.kernel != "specialized")  # which rounds
         if not whole or self.bias is not None or isinstance(x, Unnormed | Gated):
-            return (kernels.silu_mul_fp8 if rounds else kernels.silu_mul)(self(x))
+            product = self(x)
+            return kernels.silu_mul_fp8(product) if rounds else kernels.activation(product, "silu", True)
         if self.quantized is not None:
             return self.quantized.matmul(x, config, gated=True)  # type: ignore[arg-type]
         assert isinstance(x, torch.Tensor)

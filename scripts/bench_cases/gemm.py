@@ -111,7 +111,7 @@ class Projection:
     def _followed(self, product: torch.Tensor) -> torch.Tensor:
         """By the kernel that takes the result."""
         if self.gemm.kind == "gate_up":
-            return self.kernels.silu_mul(product)
+            return self.kernels.activation(product, "silu", True)
         if self.gemm.kind in SUMMED:
             return self.kernels.add_norms(product, self.residual, Norm(self.gain_out, EPS))[0]
         return product

@@ -8,7 +8,7 @@ from gemm_checks import TOLERANCE, check_dependent_launch, relative_error
 from nanovllm.kernels.gemm import decode
 from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.kernels.gemm.one_row import Gated, Row, Unnormed, config_for, linear, row_reference
-from nanovllm.kernels.pointwise.activation import silu_mul
+from nanovllm.kernels.pointwise.activation import activation
 from nanovllm.kernels.pointwise.norm import Norm, add_norms, add_up
 
 SHAPES = [(1, 200, 1024), (1, 72, 904), (2, 64, 128), (3, 136, 3072)]
@@ -36,7 +36,7 @@ def by_other_kernels(x: Row) -> torch.Tensor:
     if isinstance(x, Unnormed):
         partial, residual = (each.repeat_interleave(3, -2) for each in (x.partial, x.residual))
         return add_norms(partial, residual, x.norm)[0][1:2]
-    return silu_mul(x.gates_and_ups.repeat(3, 1))[1:2] if isinstance(x, Gated) else x
+    return activation(x.gates_and_ups.repeat(3, 1), "silu", True)[1:2] if isinstance(x, Gated) else x
 
 
 @pytest.mark.parametrize(("parts", "n", "k"), SHAPES)

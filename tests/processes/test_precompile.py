@@ -46,7 +46,7 @@ buffers, step = step_input.StepBuffers.allocate(16, 64, "cpu"), torch.zeros(500,
 def work():
     step_input.apply_deltas(step, 16, state)
     for rows in (1, 2, 1):
-        activation.silu_mul(gate_up[:rows])
+        activation.activation(gate_up[:rows], "silu", True)
         step_input.prepare_decode(step, 16, state, 16, buffers.narrow(rows, rows))
     skinny.linear(gate_up[:1].clone(), weight, GemmConfig("fma", 8, block_k=256, stages=1))
 

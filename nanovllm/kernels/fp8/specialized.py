@@ -1,16 +1,247 @@
-"""Products of many rows in FP8 by the kernel whose warps have roles: what it takes, and its launch."""
+"""Products of many rows in FP8 by a kernel whose warps have roles.
+
+One warp copies tiles by tensor descriptors into a ring of stages, and one or two groups of four warps multiply, 64 rows
+of x at a time each, so that tensor cores work for one group while the other adds up in float32. In Triton's tiles
+(gemm.py) all warps wait for each other at every step. Programs go on from tile to tile; the first copies for a
+tile are made while the one before is stored, and of a program's first tile, its weights before earlier kernels end.
+"""
 
 import torch
 from torch import Tensor
 
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.padded_rows import empty_product, rows_in_memory
-from nanovllm.kernels.base.triton_import import gl, triton
+from nanovllm.kernels.base.triton_import import gl, gluon, mbarrier, tl, tma, triton, warpgroup_mma, warpgroup_mma_wait
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import empty_rows_for
-from nanovllm.kernels.fp8.reference import GROUP
-from nanovllm.kernels.fp8.specialized_kernel import specialized_kernel
+from nanovllm.kernels.fp8.reference import GROUP, LARGEST, SMALLEST_MAXIMUM
 from nanovllm.kernels.gemm.choice import GemmConfig
+from nanovllm.kernels.gemm.decode import silu_mul
+
+_LARGEST: gl.constexpr = gl.constexpr(LARGEST)
+_SMALLEST_MAXIMUM: gl.constexpr = gl.constexpr(SMALLEST_MAXIMUM)
+_GROUP: gl.constexpr = gl.constexpr(128)
+"""Columns of a step."""
+
+
+@gluon.jit
+def _place(tile, grid, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """First row, first weight row, split, first and end step of a tile; those of the same weights are neighbours."""
+    tiles_m, tiles_n, splits, steps = grid
+    split = tile // (tiles_m * tiles_n)
+    begin, end = steps * split // splits, steps * (split + 1) // splits
+    return tile % tiles_m * BLOCK_M, tile // tiles_m % tiles_n * BLOCK_N, split, begin, end
+
+
+@gluon.jit
+def _copy_weights(W, ws, ready, first_col, step, n_out, GATED: gl.constexpr, BYTES: gl.constexpr):
+    BLOCK_N: gl.constexpr = W.block_shape[0]
+    mbarrier.expect(ready, BYTES)
+    tma.async_copy_global_to_shared(W, [first_col, step * _GROUP], ready, ws.slice(0, BLOCK_N))
+    if GATED:
+        tma.async_copy_global_to_shared(W, [n_out + first_col, step * _GROUP], ready, ws.slice(BLOCK_N, BLOCK_N))
+
+
+@gluon.jit
+def _copy(X, X_SCALE, W, ring, grid, n_out, scale_stride, GATED: gl.constexpr, PDL: gl.constexpr):
+    """The warp that fills the ring."""
+    xs, scales, ws, ready, free = ring
+    STAGES: gl.constexpr = xs.shape[0]
+    BLOCK_M: gl.constexpr = xs.shape[1]
+    BLOCK_N: gl.constexpr = W.block_shape[0]
+    BYTES: gl.constexpr = (BLOCK_M + ws.shape[1]) * _GROUP + 4 * BLOCK_M
+    first_row, first_col, _, begin, end = _place(gl.program_id(0), grid, BLOCK_M, BLOCK_N)
+    early = gl.minimum(end - begin, STAGES)
+    for slot in range(early):
+        _copy_weights(W, ws.index(slot), ready.index(slot), first_col, begin + slot, n_out, GATED, BYTES)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    for slot in range(early):
+        step = begin + slot
+        tma.async_copy_global_to_shared(X, [first_row, step * _GROUP], ready.index(slot), xs.index(slot))
+        tma.async_copy_global_to_shared(
+            X_SCALE, [step * scale_stride + first_row], ready.index(slot), scales.index(slot)
+        )
+    count = early
+    for tile in range(gl.program_id(0), grid[0] * grid[1] * grid[2], gl.num_programs(0)):
+        first_row, first_col, _, begin, end = _place(tile, grid, BLOCK_M, BLOCK_N)
+        already = early * (tile == gl.program_id(0)).to(gl.int32)
+        for step in range(begin + already, end):
+            slot = count % STAGES
+            mbarrier.wait(free.index(slot), (count // STAGES + 1) & 1)
+            _copy_weights(W, ws.index(slot), ready.index(slot), first_col, step, n_out, GATED, BYTES)
+            tma.async_copy_global_to_shared(X, [first_row, step * _GROUP], ready.index(slot), xs.index(slot))
+            tma.async_copy_global_to_shared(
+                X_SCALE, [step * scale_stride + first_row], ready.index(slot), scales.index(slot)
+            )
+            count += 1
+
+
+@gluon.jit
+def _scale_of(SCALE, first_col, group, end, groups, ROWS_EACH: gl.constexpr, IN_BLOCKS: gl.constexpr):
+    """Of a block of weights; past `end` the last one again."""
+    if IN_BLOCKS:
+        return gl.load(SCALE + first_col // ROWS_EACH * groups + gl.minimum(group, end - 1))
+    else:
+        return 1.0
+
+
+@gluon.jit
+def _add_products(acc, before, x, w, scale, IS_LAST: gl.constexpr):
+    """acc [64, n] plus the products of a group times their scales [64], and the products. Registers are few: products
+    are in those of the products `before`, and are added up before the next ones begin, if there are any."""
+    products = warpgroup_mma(x, w.permute((1, 0)), before, use_acc=False, is_async=True)
+    products = warpgroup_mma_wait(0, deps=[products])
+    acc += products * scale[:, None]
+    if not IS_LAST:
+        acc = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], dtype=gl.float32, is_pure=False, pack=1)
+    return acc, products
+
+
+@gluon.jit
+def _multiply(
+    SCALE, OUT, OUT_SCALES, out_stride, ring, grid, rows, n_out, groups,
+    WHO: gl.constexpr, OF: gl.constexpr, GATED: gl.constexpr, PARTS: gl.constexpr, ROWS_EACH: gl.constexpr,
+    IN_BLOCKS: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """Group WHO of OF groups of warps: rows 64 * (WHO + OF * i) of each tile."""
+    xs, scales, ws, ready, free = ring
+    STAGES: gl.constexpr = xs.shape[0]
+    BLOCK_M: gl.constexpr = xs.shape[1]
+    EACH: gl.constexpr = 2 if GATED else 1
+    BLOCK_N: gl.constexpr = ws.shape[1] // EACH
+    OWN: gl.constexpr = BLOCK_M // (64 * OF)
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    count = 0
+    for tile in range(gl.program_id(0), grid[0] * grid[1] * grid[2], gl.num_programs(0)):
+        first_row, first_col, split, begin, end = _place(tile, grid, BLOCK_M, BLOCK_N)
+        sums = ()
+        for _ in gl.static_range(OWN * EACH):
+            sums = sums + (gl.zeros([64, BLOCK_N], gl.float32, MMA),)
+        products = gl.zeros([64, BLOCK_N], gl.float32, MMA)
+        gate_scale = _scale_of(SCALE, first_col, begin, end, groups, ROWS_EACH, IN_BLOCKS)
+        up_scale = gate_scale
+        if GATED:
+            up_scale = _scale_of(SCALE, n_out + first_col, begin, end, groups, ROWS_EACH, IN_BLOCKS)
+        for step in range(begin, end):
+            next_scale = _scale_of(SCALE, first_col, step + 1, end, groups, ROWS_EACH, IN_BLOCKS)
+            next_up = next_scale
+            if GATED:
+                next_up = _scale_of(SCALE, n_out + first_col, step + 1, end, groups, ROWS_EACH, IN_BLOCKS)
+            slot = count % STAGES
+            mbarrier.wait(ready.index(slot), count // STAGES & 1)
+            more = ()
+            for own in gl.static_range(OWN):
+                x = xs.index(slot).slice(64 * (WHO + OF * own), 64)
+                of_rows = scales.index(slot).slice(64 * (WHO + OF * own), 64).load(gl.SliceLayout(1, MMA))
+                for half in gl.static_range(EACH):
+                    w = ws.index(slot).slice(BLOCK_N * half, BLOCK_N)
+                    scale = of_rows * (up_scale if half else gate_scale)
+                    acc, products = _add_products(
+                        sums[EACH * own + half], products, x, w, scale, EACH * own + half + 1 == OWN * EACH
+                    )
+                    more = more + (acc,)
+            sums = more
+            mbarrier.arrive(free.index(slot), count=1)
+            gate_scale, up_scale = next_scale, next_up
+            count += 1
+        for own in gl.static_range(OWN):
+            _store(
+                sums[EACH * own], sums[EACH * own + EACH - 1], SCALE, OUT, OUT_SCALES, out_stride,
+                first_row + 64 * (WHO + OF * own), first_col, rows, n_out, split, GATED, PARTS, IN_BLOCKS, DTYPE,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _rounded(x, scale):
+    """As quantize.py does."""
+    inverse = gl.div_rn(1.0, scale)
+    y = x * inverse
+    y = gl.fma(gl.fma(-y, scale, x), inverse, y)
+    return gl.minimum(gl.maximum(y, -_LARGEST), _LARGEST).to(gl.float8e4nv)
+
+
+@gluon.jit
+def _store(
+    acc, up, SCALE, OUT, OUT_SCALES, out_stride, first_row, first_col, rows, n_out, split,
+    GATED: gl.constexpr, PARTS: gl.constexpr, IN_BLOCKS: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """Sums [64, n]; `up` is not looked at unless GATED."""
+    MMA: gl.constexpr = acc.type.layout
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    row = first_row + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, MMA))
+    col = first_col + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, MMA))
+    if not IN_BLOCKS:
+        of_weights = SCALE + gl.minimum(col, n_out - 1)
+        acc *= gl.load(of_weights)[None, :]
+        if GATED:
+            up *= gl.load(of_weights + n_out)[None, :]
+    if GATED:
+        acc = gl.where((col < n_out)[None, :], silu_mul(acc, up, DTYPE).to(DTYPE).to(gl.float32), 0.0)
+        scale = gl.div_rn(gl.maximum(gl.max(gl.abs(acc), axis=1), _SMALLEST_MAXIMUM), _LARGEST)
+        gl.store(OUT_SCALES + first_col // _GROUP * out_stride + row, scale, mask=row < rows)
+        acc = gl.convert_layout(_rounded(acc, scale[:, None]), WIDE)
+        row = first_row + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, WIDE))
+        col = first_col + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, WIDE))
+    OUT += row.to(gl.int64)[:, None] * n_out + col[None, :]
+    if PARTS:
+        OUT += split.to(gl.int64) * rows * n_out
+    gl.store(OUT, acc.to(OUT.dtype.element_ty), mask=(row < rows)[:, None] & (col < n_out)[None, :])
+
+
+@gluon.jit(do_not_specialize=["rows", "scale_stride", "out_stride", "tiles_m"])
+def specialized_kernel(
+    X, X_SCALE, W, SCALE, OUT, OUT_SCALES, rows, scale_stride, out_stride, n_out, groups,
+    tiles_m, tiles_n, splits, steps,
+    STAGES: gl.constexpr, GROUPS: gl.constexpr, ROWS_EACH: gl.constexpr, IN_BLOCKS: gl.constexpr, PARTS: gl.constexpr,
+    DTYPE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Grid (programs,), which share the tiles. X, W, SCALE, OUT: as in gemm.py, but that a tile's weights have
+    one scale of a block. X_SCALE: descriptor of x's scales [groups * scale_stride]. GROUPS of warps multiply. Where
+    there are OUT_SCALES [groups of n_out, out_stride], OUT is silu(gate) * up, rounded to DTYPE and then to e4m3."""
+    GATED: gl.constexpr = OUT_SCALES is not None
+    BLOCK_M: gl.constexpr = X.block_shape[0]
+    W_ROWS: gl.constexpr = W.block_shape[0] * (2 if GATED else 1)
+    ring = (
+        gl.allocate_shared_memory(X.dtype, [STAGES, BLOCK_M, _GROUP], X.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], X_SCALE.layout),
+        gl.allocate_shared_memory(W.dtype, [STAGES, W_ROWS, _GROUP], W.layout),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
+    )
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(ring[3].index(slot), count=1)
+        mbarrier.init(ring[4].index(slot), count=GROUPS)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    grid = (tiles_m, tiles_n, splits, steps)
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    SCALE, OUT, OUT_SCALES, out_stride, ring, grid, rows, n_out, groups,
+                    0, 1, GATED, PARTS, ROWS_EACH, IN_BLOCKS, DTYPE,
+                )),
+                (_copy, (X, X_SCALE, W, ring, grid, n_out, scale_stride, GATED, PDL)),
+            ],
+            [1], [24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    SCALE, OUT, OUT_SCALES, out_stride, ring, grid, rows, n_out, groups,
+                    0, 2, GATED, PARTS, ROWS_EACH, IN_BLOCKS, DTYPE,
+                )),
+                (_multiply, (
+                    SCALE, OUT, OUT_SCALES, out_stride, ring, grid, rows, n_out, groups,
+                    1, 2, GATED, PARTS, ROWS_EACH, IN_BLOCKS, DTYPE,
+                )),
+                (_copy, (X, X_SCALE, W, ring, grid, n_out, scale_stride, GATED, PDL)),
+            ],
+            [4, 1], [240, 24],
+        )  # fmt: skip
+
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 _PROGRAMS = {4: 264, 8: 132}

@@ -1,14 +1,252 @@
 """Products of one row by 4-bit weights, fused with what surrounds them in a decoder layer; as skinny.py, and by its
-rule: no kernel in flight may write weights."""
+rule: no kernel in flight may write weights.
+
+Nothing crosses threads between memory and the tensor cores: a lane's 16 bytes, as they lie there, are its part of the
+left operands of matrix instructions, whose narrow side is x. A warp takes blocks of 128 columns of its own, for all
+weight rows of the program, and only the last sum, over the warps, goes through shared memory. Triton would choose other
+layouts. So they are written down, in Gluon, and a conversion that would move data does not compile.
+
+Weights come by asynchronous copies, the first ones before `gdc_wait`; what an earlier kernel writes is read after it,
+as in skinny.py.
+"""
 
 from torch import Tensor
 
 from nanovllm.kernels.base.device import pdl_options
-from nanovllm.kernels.base.triton_import import triton
+from nanovllm.kernels.base.triton_import import async_copy, gl, gluon, mma_v2, tl, triton
 from nanovllm.kernels.gemm.choice import GemmConfig, row_misfit
-from nanovllm.kernels.gemm.int4 import SPAN, Int4Weight, check_fits
-from nanovllm.kernels.gemm.int4_row_kernel import int4_row_kernel
+from nanovllm.kernels.gemm.decode import silu_mul
+from nanovllm.kernels.gemm.int4 import Int4Weight, check_fits
+from nanovllm.kernels.gemm.int4_kernel import SPAN, UNPACK_BF16, UNPACK_FP16, WORDS
 from nanovllm.kernels.pointwise.norm import Norm
+
+M: gl.constexpr = gl.constexpr(16)
+"""Weight rows of a tile, and of a matrix instruction."""
+N: gl.constexpr = gl.constexpr(8)
+"""Its rows of x: the row is there 8 times."""
+
+
+@gluon.jit
+def _unpacked(words, dtype: gl.constexpr):
+    """The four columns of each word, plus 128 (bfloat16) or 1024 (float16)."""
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            UNPACK_BF16, "=r,=r,=r,=r,r", [words], dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(
+            UNPACK_FP16, "=r,=r,=r,=r,r", [words], dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _operand(values, LAYOUT: gl.constexpr):
+    """values [WARPS, rows, 32], of which a lane has 8 neighbours, as a left operand of two instructions, [WARPS, rows,
+    32], or a right one, [WARPS, 32, rows]: in another order of columns, the same for both, in which nothing moves."""
+    WARPS: gl.constexpr = values.shape[0]
+    ROWS: gl.constexpr = values.shape[1]
+    lanes = values.reshape((WARPS, ROWS, 4, 2, 2, 2))
+    if LAYOUT.operand_index == 0:
+        ordered = lanes.permute((0, 1, 3, 4, 2, 5)).reshape((WARPS, ROWS, WORDS))
+    else:
+        ordered = lanes.permute((0, 3, 4, 2, 5, 1)).reshape((WARPS, WORDS, ROWS))
+    return gl.convert_layout(ordered, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _weight_rows(layout: gl.constexpr, first, n_out, TILES: gl.constexpr, PAIRED: gl.constexpr, EVEN_N: gl.constexpr):
+    """The weight rows of TILES tiles that begin with output `first`. PAIRED: 16 gates and the ups that belong to them
+    take turns. Past the end the last one is there again."""
+    index = gl.arange(0, M * TILES, layout=layout)
+    row = first + (index // (2 * M) * M + index % M if PAIRED else index)
+    if not EVEN_N:
+        row = gl.minimum(row, n_out - 1)
+    return row + (index // M % 2 * n_out if PAIRED else 0)
+
+
+@gluon.jit
+def _copy_step(
+    words, pairs, w_ptr, groups_ptr, first, step, n, n_out,
+    BLOCKS: gl.constexpr, TILES: gl.constexpr, GROUP: gl.constexpr, PAIRED: gl.constexpr, EVEN_N: gl.constexpr,
+):  # fmt: skip
+    """Starts to copy a step: words [WARPS, rows, 32], a block for each warp, and pairs int32 [groups of a block x
+    WARPS, rows], scale and zero. Past the end the last block is there again."""
+    WARPS: gl.constexpr = words.shape[0]
+    GROUPS: gl.constexpr = pairs.shape[0] // WARPS
+    PACKED: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, PACKED))
+    block = step * WARPS + gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, PACKED)))[:, None, None]
+    if BLOCKS % WARPS:
+        block = gl.minimum(block, BLOCKS - 1)
+    row = _weight_rows(ROWS, first, n_out, TILES, PAIRED, EVEN_N)[None, :, None]
+    word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(1, PACKED)))[None, None, :]
+    async_copy.async_copy_global_to_shared(words, w_ptr + (block * n + row) * WORDS + word, cache_modifier=".cg")
+
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS, 1], [1, 0])
+    index = gl.arange(0, GROUPS * WARPS, layout=gl.SliceLayout(1, PAIRS))
+    block = step * WARPS + index % WARPS
+    if BLOCKS % WARPS:
+        block = gl.minimum(block, BLOCKS - 1)
+    group = (block * GROUPS + index // WARPS if GROUP else block * 0)[:, None]
+    row = _weight_rows(gl.SliceLayout(0, PAIRS), first, n_out, TILES, PAIRED, EVEN_N)[None, :]
+    async_copy.async_copy_global_to_shared(pairs, groups_ptr.to(gl.pointer_type(gl.int32)) + group * n + row)
+
+
+@gluon.jit
+def _share(
+    shared, x_ptr, norm_ptr, eps, K: gl.constexpr, NORM: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr
+):
+    """Waits for earlier kernels, then puts x [K] into shared [steps, WARPS, 128], normalised if NORM, with the
+    roundings of skinny.py, and zeros past its end."""
+    STEPS: gl.constexpr = shared.shape[0]
+    FLAT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, WARPS], [1, 0])
+    ORDER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    dtype: gl.constexpr = shared.dtype
+    col = gl.arange(0, WARPS * SPAN, layout=gl.SliceLayout(0, FLAT))[None, :]
+    col += gl.arange(0, STEPS, layout=gl.SliceLayout(1, FLAT))[:, None] * (WARPS * SPAN)
+    if NORM:
+        gain = gl.load(norm_ptr + col, mask=col < K, other=0.0).to(gl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    x = gl.load(x_ptr + col, mask=col < K, other=0.0)
+    if NORM:
+        x32 = x.to(gl.float32)
+        scale = gl.rsqrt(gl.sum(gl.sum(x32 * x32, axis=0), axis=0) / K + eps)
+        x = ((x32 * scale).to(dtype).to(gl.float32) * gain).to(dtype)
+    shared._reinterpret(dtype, [STEPS, WARPS, SPAN], ORDER).store(x.reshape((STEPS, WARPS, SPAN)))
+
+
+@gluon.jit
+def _multiply_add(accs, words, pairs, x, dtype: gl.constexpr, HAS_ZEROS: gl.constexpr, MMA: gl.constexpr):
+    """accs, float32 [WARPS, 16, 8] for each tile, plus a step of words and pairs times x [WARPS, 128]."""
+    WARPS: gl.constexpr = words.shape[0]
+    GROUPS: gl.constexpr = pairs.shape[0] // WARPS
+    PLANES: gl.constexpr = 4 // GROUPS
+    OFFSET: gl.constexpr = 128 if dtype == gl.bfloat16 else 1024
+    PACKED: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    planes = ()
+    for tile in gl.static_range(len(accs)):
+        planes = planes + (_unpacked(words.slice(tile * M, M, dim=1).load(PACKED), dtype),)
+    for group in gl.static_range(GROUPS):
+        sums, zeros = (), ()
+        for tile in gl.static_range(len(accs)):
+            sums = sums + (gl.zeros([WARPS, M, N], gl.float32, MMA),)
+            zero = gl.full([WARPS, M], 8 + OFFSET, dtype, gl.SliceLayout(2, LEFT))
+            if HAS_ZEROS:
+                pair = pairs.slice(group * WARPS, WARPS, dim=0).slice(tile * M, M, dim=1).load(gl.SliceLayout(2, LEFT))
+                zero = ((pair >> 16).to(gl.int16).to(dtype, bitcast=True) + OFFSET).to(dtype)
+            zeros = zeros + (zero[:, :, None],)
+        for plane in gl.static_range(group * PLANES, (group + 1) * PLANES):
+            part = x.slice(plane * WORDS, WORDS, dim=1).load(gl.SliceLayout(1, PACKED))[:, None, :]
+            right = _operand(part.broadcast_to((WARPS, N, WORDS)), gl.DotOperandLayout(1, MMA, 2))
+            more = ()
+            for tile in gl.static_range(len(accs)):  # chains of products side by side: one instruction takes its time
+                left = _operand(planes[tile][plane], LEFT) - zeros[tile]
+                more = more + (mma_v2(left, right, sums[tile]),)
+            sums = more
+        more = ()
+        for tile in gl.static_range(len(accs)):
+            pair = pairs.slice(group * WARPS, WARPS, dim=0).slice(tile * M, M, dim=1).load(gl.SliceLayout(2, MMA))
+            scale = pair.to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
+            more = more + (accs[tile] + scale[:, :, None] * sums[tile],)
+        accs = more
+    return accs
+
+
+@gluon.jit
+def int4_row_kernel(
+    x_ptr, w_ptr, groups_ptr, norm_ptr, out_ptr, res_ptr, n, n_out, eps,
+    K: gl.constexpr, X_STEPS: gl.constexpr, TILES: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
+    GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr, EVEN_N: gl.constexpr, NORM: gl.constexpr, PAIRED: gl.constexpr,
+    RESIDUAL: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Grid (groups of TILES tiles of weight rows); x [K], weights and groups as in int4_gemm_kernel, out [n_out].
+    X_STEPS: steps of WARPS blocks that K has, rounded up to a power of two. TILES is 1, 2 or 4. AHEAD: steps of weights
+    on their way. PAIRED: out is silu(gate) * up, rounded as the product and the activation by themselves do. RESIDUAL:
+    res [n_out] is added before the sum is rounded; it may be out."""
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, M, N])
+    SUMS: gl.constexpr = gl.BlockedLayout([WARPS, 1, 1], [1, 32, 1], [1, WARPS, 1], [2, 1, 0])
+    BLOCKS: gl.constexpr = (K + SPAN - 1) // SPAN
+    STEPS: gl.constexpr = (BLOCKS + WARPS - 1) // WARPS
+    GROUPS: gl.constexpr = SPAN // GROUP if GROUP else 1
+    ROW_ORDER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    PAIR_ORDER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    words = gl.allocate_shared_memory(gl.int16, [AHEAD + 1, WARPS, M * TILES, WORDS], ROW_ORDER)
+    pairs = gl.allocate_shared_memory(gl.int32, [AHEAD + 1, GROUPS * WARPS, M * TILES], PAIR_ORDER)
+    first = gl.program_id(0) * (M * TILES // 2 if PAIRED else M * TILES)
+    for early in gl.static_range(AHEAD):
+        if early < STEPS:
+            _copy_step(
+                words.index(early), pairs.index(early), w_ptr, groups_ptr, first, early, n, n_out,
+                BLOCKS, TILES, GROUP, PAIRED, EVEN_N,
+            )  # fmt: skip
+        async_copy.commit_group()
+    shared = gl.allocate_shared_memory(dtype, [X_STEPS, WARPS, SPAN], PAIR_ORDER)
+    _share(shared, x_ptr, norm_ptr, eps, K, NORM, PDL, WARPS)
+    bases = _residuals(res_ptr, first, n_out, TILES, RESIDUAL, SUMS)
+    accs = ()
+    for _ in gl.static_range(TILES):
+        accs = accs + (gl.zeros([WARPS, M, N], gl.float32, MMA),)
+    for step in range(STEPS):
+        async_copy.wait_group(AHEAD - 1)
+        if step + AHEAD < STEPS:
+            slot = (step + AHEAD) % (AHEAD + 1)
+            _copy_step(
+                words.index(slot), pairs.index(slot), w_ptr, groups_ptr, first, step + AHEAD, n, n_out,
+                BLOCKS, TILES, GROUP, PAIRED, EVEN_N,
+            )  # fmt: skip
+        async_copy.commit_group()
+        slot = step % (AHEAD + 1)
+        accs = _multiply_add(accs, words.index(slot), pairs.index(slot), shared.index(step), dtype, HAS_ZEROS, MMA)
+    _finish(accs, bases, out_ptr, first, n_out, dtype, PAIRED, RESIDUAL, SUMS)
+
+
+@gluon.jit
+def _places(first, tile: gl.constexpr, n_out, SUMS: gl.constexpr):
+    """Where a tile's sums [16, 1] belong in out, and which of them do."""
+    col = first + tile * M + gl.arange(0, M, layout=gl.SliceLayout(1, gl.SliceLayout(0, SUMS)))[:, None]
+    return col, col < n_out
+
+
+@gluon.jit
+def _residuals(res_ptr, first, n_out, TILES: gl.constexpr, RESIDUAL: gl.constexpr, SUMS: gl.constexpr):
+    """Of each tile, asked for before they are needed."""
+    found = ()
+    if RESIDUAL:
+        for tile in gl.static_range(TILES):
+            at, live = _places(first, tile, n_out, SUMS)
+            found = found + (gl.load(res_ptr + at, mask=live, other=0.0).to(gl.float32),)
+    return found
+
+
+@gluon.jit
+def _finish(
+    accs, bases, out_ptr, first, n_out, dtype: gl.constexpr, PAIRED: gl.constexpr,
+    RESIDUAL: gl.constexpr, SUMS: gl.constexpr,
+):  # fmt: skip
+    """Adds up the warps' sums float32 [WARPS, 16, 8] of each tile, and stores what becomes of them. SUMS: a layout in
+    which one thread has all that it adds up: a reduction over warps as Triton does it costs as much as the products."""
+    ROW_ORDER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    WARPS: gl.constexpr = SUMS.size_per_thread[0]
+    buffers, sums = (), ()
+    for tile in gl.static_range(len(accs)):
+        buffers = buffers + (gl.allocate_shared_memory(gl.float32, [WARPS, M, N], ROW_ORDER, accs[tile]),)
+    for tile in gl.static_range(len(accs)):
+        sums = sums + (gl.sum(buffers[tile].slice(0, 1, dim=2).load(SUMS), axis=0),)
+    for tile in gl.static_range(len(accs) // 2 if PAIRED else len(accs)):
+        at, live = _places(first, tile, n_out, SUMS)
+        if PAIRED:
+            y = silu_mul(sums[2 * tile], sums[2 * tile + 1], dtype)
+        else:
+            y = sums[tile]
+        if RESIDUAL:
+            y += bases[tile]
+        gl.store(out_ptr + at, y.to(dtype), mask=live)
 
 
 def linear(
@@ -27,7 +265,7 @@ def linear(
         raise ValueError(f"4-bit weight [{weight.n}, {k}]: {reason}")
     out = x.new_empty(1, n_out) if residual is None else residual
     outputs = config.block_n // 2 if gated else config.block_n
-    steps = triton.cdiv(k, SPAN * config.num_warps)
+    steps = triton.cdiv(k, SPAN.value * config.num_warps)
     gain, eps = (x, 0.0) if norm is None else (norm.weight, norm.eps)
     int4_row_kernel[(triton.cdiv(n_out, outputs),)](
         x, weight.words, weight.groups, gain, out, out, weight.n, n_out, eps,

@@ -16,7 +16,7 @@ from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.padded_rows import empty_rows
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.gemm.choice import GemmConfig
-from nanovllm.kernels.gemm.decode_kernel import silu_mul
+from nanovllm.kernels.gemm.decode import silu_mul
 from nanovllm.kernels.pointwise.activation import silu_mul_reference
 from nanovllm.kernels.pointwise.norm import Norm, add_norms_reference, load_sum, norm_row
 

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from nanovllm.kernels.base.device import pdl_options, prefetch_tile, supports_tma
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.fp8.gemm_kernel import add_group, times_rows
+from nanovllm.kernels.fp8.gemm import add_group, times_rows
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import GROUP, linear_reference, quantize_rows_reference
-from nanovllm.kernels.gemm.decode_kernel import multiply, silu_mul
+from nanovllm.kernels.gemm.decode import multiply, silu_mul
 from nanovllm.kernels.moe.choice import GroupedConfig
 from nanovllm.kernels.moe.routing import Routing
 

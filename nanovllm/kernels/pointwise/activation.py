@@ -81,14 +81,8 @@ def _launch(
     return out
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up [T, 2I], gates first -> silu(gate) * up, [T, I]; silu(gate) is rounded to the dtype before that. Gate_up
-    is contiguous."""
-    return activation(gate_up, "silu", gated=True)
-
-
 def silu_mul_fp8(gate_up: torch.Tensor) -> FP8Rows:
-    """The same, rounded to e4m3 (kernels/fp8/)."""
+    """activation(gate_up, "silu", True), rounded to e4m3 (kernels/fp8/)."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     found = empty_rows_for(rows, size, gate_up.dtype, gate_up.device)
     _launch(gate_up, None, found.values, found.scales, "silu", True)
@@ -110,7 +104,7 @@ def activation_reference(x: torch.Tensor, kind: str, gated: bool, bias: torch.Te
 
 
 def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
-    """Plain twin of `silu_mul`."""
+    """gate_up [T, 2I], gates first -> silu(gate) * up, [T, I]."""
     return activation_reference(gate_up, "silu", gated=True)
 
 
