@@ -13,16 +13,6 @@ Simulation = partial(AnySimulation, disable=("lookahead",))  # which keeps rows 
 # -- preemption -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("enable_prefix_caching", [True, False])
-def test_memory_for_one_serves_many(depth: int, enable_prefix_caching: bool) -> None:
-    simulation = Simulation(num_blocks=5, block_size=4, depth=depth, enable_prefix_caching=enable_prefix_caching)
-    for i in range(5):
-        simulation.add([1, 2, 3, i], max_tokens=16)
-    simulation.run_to_end()
-    assert simulation.num_preemptions > 0
-
-
 def test_the_newest_is_preempted_and_comes_back_first() -> None:
     simulation = Simulation(num_blocks=4, block_size=4, depth=1)
     old, new, later = (simulation.add([value] * 7, max_tokens=8) for value in (1, 2, 3))
@@ -51,16 +41,6 @@ def test_a_preempted_request_goes_on_from_its_cached_prefix() -> None:
     simulation.run_to_end()
 
 
-def test_a_preempted_request_waits_for_its_token_in_flight() -> None:
-    simulation = Simulation(num_blocks=4, block_size=4)
-    simulation.add([1] * 7, max_tokens=9)
-    new = simulation.add([2] * 7, max_tokens=9)
-    while simulation.num_preemptions == 0:
-        simulation.step()
-    simulation.run_to_end()
-    assert new.gained == new.output_alone()[0]
-
-
 def test_preempt_all_starts_everything_over_without_cache() -> None:
     simulation = Simulation(depth=1, block_size=4)
     requests = decoding(simulation, 3)
@@ -73,18 +53,6 @@ def test_preempt_all_starts_everything_over_without_cache() -> None:
     again = simulation.add([1] * 9, max_tokens=1)
     simulation.run_to_end()
     assert cached.gained == again.gained and again.seq.num_prompt_cached_tokens == 0
-
-
-def test_weights_replaced_while_a_step_is_in_flight() -> None:
-    simulation = Simulation(block_size=4)
-    for i in range(4):
-        simulation.add([1] * (8 + i), max_tokens=9)
-    for _ in range(3):
-        simulation.launch()
-        simulation.replace_weights()
-        if len(simulation.pipeline) == 2:
-            simulation.collect()
-    simulation.run_to_end()
 
 
 def test_a_step_from_before_a_preemption_makes_no_hits_of_blocks_owned_since() -> None:

@@ -47,10 +47,6 @@ def test_a_request_may_fill_the_whole_memory_and_one_token_more() -> None:
     assert len(request.gained) == 1 and request.seq.finish_reason == "length"
 
 
-def test_nothing_to_do_is_no_plan() -> None:
-    assert Simulation().launch() is None
-
-
 def test_rows_are_decodes_then_prompts_that_finish_then_chunks() -> None:
     simulation = Simulation(depth=1, max_num_batched_tokens=10)
     decoding(simulation, 1)
@@ -259,29 +255,7 @@ def test_without_prefix_caching_everything_is_computed() -> None:
     assert simulation.requests[1].seq.num_prompt_cached_tokens == 0
 
 
-# -- the same outputs, however they are scheduled -------------------------------------------------------------------
-
-SCHEDULES = {
-    "whole": {},
-    "in chunks": {"max_num_batched_tokens": 5},
-    "token by token": {"max_num_batched_tokens": 1},
-    "one at a time": {"max_num_seqs": 1},
-    "uncached": {"enable_prefix_caching": False},
-    "tiny memory": {"num_blocks": 8},
-    "results awaited": {"depth": 1},
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_outputs_do_not_depend_on_the_schedule(name: str) -> None:
-    """Simulation compares each output with what the request gets alone."""
-    simulation = Simulation(**{"num_blocks": 64, **SCHEDULES[name]})
-    for i in range(12):
-        simulation.add([1] * (i % 5) + [2, 3] * (i % 3) + [0], max_tokens=3 + i, stop=frozenset({i % 7}), seed=i % 2)
-    simulation.run_to_end()
-    for _ in range(2):  # and once more, with whatever is cached by now
-        simulation.add([1, 1, 1, 1, 2, 3, 2, 3, 0], max_tokens=9)
-    simulation.run_to_end()
+# -- equal beginnings are computed once -----------------------------------------------------------------------------
 
 
 def num_computed(simulation: Simulation) -> int:

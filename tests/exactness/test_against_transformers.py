@@ -122,12 +122,6 @@ def test_logits_and_greedy_tokens(
         assert_same(output.token_ids, greedy, f"prompt of {len(prompt)} tokens")
 
 
-def test_each_spelling_is_what_it_says() -> None:
-    """The variants differ where they mean to: the old spelling is really in the file."""
-    for name, variant in VARIANTS.items():
-        assert ("old" in name) == ("old_rope_spelling" in variant.files), name
-
-
 def test_generation_ends_at_any_end_of_text_token(tmp_path: Path) -> None:
     """The ids of generation_config.json end the text, as they end transformers'; ignore_eos goes past them."""
     model = make_model(seed=3)

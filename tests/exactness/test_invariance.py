@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import SMALL, make_model, save
+from checkpoints import make_model, save
 from comparing import Expected, assert_mostly_sure, assert_same
 from observing import StepWitness
 from workload import BLOCK, LONGEST, Engines, Request, assert_outputs, make_requests, run, run_alone, shuffles
@@ -249,10 +249,3 @@ def test_length_ends_where_the_memory_ends(models: Models) -> None:
             assert len(request.prompt) + len(output.token_ids) == min(blocks * BLOCK, len(request.prompt) + 200)
             texts.append(output.token_ids)
     assert texts[1][: len(texts[0])] == texts[0]
-
-
-def test_unused_options_of_small(models: Models) -> None:
-    """What makes the models hard for ranks stays so: fewer key/value heads than four ranks, a vocabulary they share
-    unevenly."""
-    assert SMALL["num_key_value_heads"] < 4 < SMALL["num_attention_heads"]
-    assert SMALL["vocab_size"] % 2 and SMALL["vocab_size"] % 3

@@ -118,8 +118,8 @@ FAULTS = {
     "group:exit": (WorkerError, "rank 1 died with exit code 3"),
     "load:value": (ValueError, "hidden_size=-1: must be positive"),
     "load:raise": (WorkerError, r"(?s)rank 1 failed:.*Traceback.*KeyError: 'a bug of ours'"),
-    "load:stop": (WorkerError, "rank 1 made no progress for 5 s at its start"),
-    "load:sleep": (WorkerError, "rank 1 made no progress for 5 s at its start"),
+    "load:stop": (WorkerError, "rank 1 made no progress for 2 s at its start"),
+    "load:sleep": (WorkerError, "rank 1 made no progress for 2 s at its start"),
 }
 
 
@@ -129,7 +129,7 @@ FAULTS = {
 def test_one_rank_fails_at_its_start(fault: str, tiny: str, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_WORKER_MODULE", "faulty_worker")
     if fault in ("load:stop", "load:sleep"):
-        monkeypatch.setattr(processes, "_START_PATIENCE", 5.0)
+        monkeypatch.setattr(processes, "_START_PATIENCE", 2.0)
     monkeypatch.setenv("FAULT", fault)
     kind, pattern = FAULTS[fault]
     begin = time.monotonic()
