@@ -81,7 +81,7 @@ class LocalExecutor:
             self._store = WatchedStore(open_store(self.processes.store), self.processes.check)
         self._num_threads = max(1, torch.get_num_threads() // size)
         with self._phase("load"), self._failures_explained():
-            self.processes.send_init((self.config, model, self._num_threads))
+            self.processes.send_call("load", self.config, model, self._num_threads)
             self.processes.replies()  # every worker has imported: from here on ranks wait for each other only briefly
             with self._share_of_threads():
                 self._runner = ModelRunner(self.config, model, 0, self._store, module=module)
@@ -92,6 +92,7 @@ class LocalExecutor:
                 self._runner.on_share = lambda share: self._report("load", share)
                 self._runner.load()
             self.processes.replies()
+            self.processes.is_loading = False
         if compiler is not None:
             with self._phase("compile"):
                 compiler.wait()

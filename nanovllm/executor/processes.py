@@ -11,7 +11,6 @@ loaded, computing is progress too. A worker that compiles with Triton never hang
 """
 
 import os
-import pickle
 import queue
 import subprocess
 import threading
@@ -73,6 +72,8 @@ class WorkerProcesses:
         self.step_timeout = step_timeout
         self.is_starting = True
         """Until the caller says that the first step can come: what a start takes has little to do with a step."""
+        self.is_loading = True
+        """Until the caller says that all ranks have met and loaded."""
         self._failure: _Failure | None = None
         self._closing = False
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -111,14 +112,6 @@ class WorkerProcesses:
             theirs.close()
             os.close(bell_read)
         self._processes.append(process)
-
-    def send_init(self, message: Any) -> None:
-        """What every worker builds its runner from, pickled. Workers wait for it when they have started."""
-        if self.size == 1:
-            return  # a user's function, say, cannot always be pickled
-        pickled = pickle.dumps(message)
-        for control in self._controls:
-            control.send_bytes(pickled)
 
     # -- commands -----------------------------------------------------------------------------------------------
 
@@ -196,8 +189,8 @@ class WorkerProcesses:
         ring, reader = self.ring, rank - 1
         state = ring.get(Word.STATE, reader)
         limit = max(self.step_timeout, _START_PATIENCE) if self.is_starting else self.step_timeout
-        # Before the first command ranks wait for each other, to import and to meet: the progress of any is that of all.
-        counted = range(self.size - 1) if ring.num_published == 0 else (reader,)
+        # Ranks wait for each other, to import and to meet: the progress of any is that of all.
+        counted = range(self.size - 1) if self.is_loading else (reader,)
         consumed = ring.get(Word.CONSUMED, reader)
         seen = (limit, state, consumed, [ring.get(Word.PROGRESS, each) for each in counted])
         at_rest = state == WorkerState.IDLE and consumed == ring.num_published

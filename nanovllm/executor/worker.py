@@ -2,8 +2,6 @@
 processes.py. It reads a command, carries it out, and answers if it was a call."""
 
 import os
-import pickle
-import queue
 import sys
 import threading
 import traceback
@@ -21,10 +19,9 @@ def main(rank: int, control_fd: int, memory_fd: int, doorbell_fd: int, store_fd:
     leave_signals_to_parent()
     control = Connection(control_fd)
     ring = CommandReader(memory_fd, rank - 1, doorbell_fd)
-    inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_follow_parent, args=(control, ring, inbox), daemon=True).start()
+    threading.Thread(target=_follow_parent, args=(control, ring), daemon=True).start()
     try:
-        _work(ring, control, rank, inbox, store_fd)
+        _work(ring, control, rank, store_fd)
     except BaseException as error:
         # What is wrong with the user's files or options is raised to them as such; in mid-step it is a bug of ours.
         kinds = (FileNotFoundError, ValueError) if ring.state is WorkerState.CALLING else ()
@@ -35,29 +32,22 @@ def main(rank: int, control_fd: int, memory_fd: int, doorbell_fd: int, store_fd:
             os._exit(1)  # not sys.exit: destructors of half-broken communicators may wait for ranks that are gone
 
 
-def _follow_parent(control: Connection, ring: CommandReader, inbox: "queue.SimpleQueue[bytes]") -> None:
-    """Passes messages on, and ends this process when rank 0 says so (an empty message), closes its end, or is no more.
+def _follow_parent(control: Connection, ring: CommandReader) -> None:
+    """Ends this process when rank 0 says so (by any message), closes its end, or is no more.
 
     Whatever the main thread is doing meanwhile: importing, loading, waiting in a collective for ranks that are gone.
     """
     parent = os.getppid()
     try:
-        while True:
-            while not control.poll(_LOOK_SECONDS):
-                ring.report_work()
-                if os.getppid() != parent:  # a process that rank 0 forked may hold its end of the socket open
-                    os._exit(0)
-            message = control.recv_bytes()
-            if not message:
-                os._exit(0)
-            inbox.put(message)
-    except (EOFError, OSError):
+        while not control.poll(_LOOK_SECONDS):
+            ring.report_work()
+            if os.getppid() != parent:  # a process that rank 0 forked may hold its end of the socket open
+                break
+    finally:
         os._exit(0)
 
 
-def _work(
-    ring: CommandReader, control: Connection, rank: int, inbox: "queue.SimpleQueue[bytes]", store_fd: int
-) -> None:
+def _work(ring: CommandReader, control: Connection, rank: int, store_fd: int) -> None:
     """Returns never; rank 0 ends this process."""
     # Torch and the engine, while rank 0 resolves its options.
     import numpy as np
@@ -66,7 +56,7 @@ def _work(
     from nanovllm.executor.store import open_store
     from nanovllm.runner.model_runner import ModelRunner
 
-    config, model_config, num_threads = pickle.loads(inbox.get())  # see WorkerProcesses.send_init
+    _, (_, (config, model_config, num_threads)) = ring.receive()  # what rank 0 sends first (LocalExecutor)
     if config.device == "cpu":
         torch.set_num_threads(num_threads)
     else:
