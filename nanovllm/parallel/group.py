@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CONNECT_TIMEOUT = timedelta(seconds=60)  # for ranks that have found each other to connect
 _NO_TIMEOUT = timedelta(days=1)  # hangs are noticed by the processes' watcher, which knows when a rank compiles
 
 
@@ -44,9 +43,9 @@ class TensorParallelGroup:
         self.exact_bits = exact_bits
         self._store = store
         self._share_gpus = share_gpus
-        self._library = "host memory" if device.type == "cpu" else "gloo" if share_gpus else "nccl"
+        self._library = "host memory" if device.type == "cpu" or share_gpus else "nccl"
         self._group: Any = None
-        """ProcessGroupNCCL, ProcessGroupGloo or HostMemory; None with one rank."""
+        """ProcessGroupNCCL or HostMemory; None with one rank."""
         self._peer: PeerAllReduce | None = None
         self.overlap = Overlap(device) if overlap and size > 1 else None
         if size > 1:
@@ -56,15 +55,8 @@ class TensorParallelGroup:
                 options._timeout = _NO_TIMEOUT
                 native = dist.PrefixStore("nccl", getattr(store, "unwatched", store))
                 self._group = dist.ProcessGroupNCCL(native, rank, size, options)
-            elif self._library == "host memory":
-                self._group = HostMemory(store, rank, size)
             else:
-                gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-                # Not the interface that the host's name leads to: it may lead nowhere.
-                gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-                gloo._timeout = _CONNECT_TIMEOUT
-                self._group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, gloo)
-                self._group._set_default_timeout(_NO_TIMEOUT)
+                self._group = HostMemory(store, rank, size)
 
     def use_peer_memory(self, max_rows: int, hidden_size: int, dtype: torch.dtype, max_keys: int) -> None:
         """Lets sums of up to `max_rows` rows go through memory that the GPUs map from each other, where they can; see
@@ -78,15 +70,13 @@ class TensorParallelGroup:
         args = (self._store, self.rank, self.size, self.device, max_rows, hidden_size, dtype)
         half_rows = 0 if self.overlap is None else self.overlap.first_half(max_rows)
         try:
-            memory = PeerMemory(
-                *args, max_keys=max_keys, half_rows=half_rows, allow_shared_device=self._share_gpus
-            )
+            memory = PeerMemory(*args, max_keys=max_keys, half_rows=half_rows, allow_shared_device=self._share_gpus)
             self._peer = PeerAllReduce(memory, one_order=self.exact_bits is not None, nodes=self.exact_bits == "tp")
             if self.overlap is not None:
                 self.overlap.sums = CopyEngineSums(self._peer.memory)
         except PeerMemoryUnavailable as reason:
             if self._share_gpus:
-                raise  # graphs cannot hold gloo's sums
+                raise  # graphs cannot hold sums over the host
             if self.rank == 0:
                 logger.warning("all-reduce goes through %s alone: %s", self._library, reason)
 
@@ -111,6 +101,8 @@ class TensorParallelGroup:
         if self._group is not None and self.exact_bits is not None:
             return x.copy_(add_up(self.all_gather(x), x.dtype, self.exact_bits == "tp"))
         if isinstance(self._group, HostMemory):
+            if x.is_cuda:  # of ranks that share a GPU
+                return x.copy_(self.all_reduce(x.cpu()))
             self._group.all_reduce(x)
         elif self._group is not None:
             self._group.allreduce([x]).wait()
@@ -132,16 +124,14 @@ class TensorParallelGroup:
         """Every rank's `x` [...], of one shape, to every rank: [ranks, ...]."""
         if self._group is None:
             return x.unsqueeze(0)
-        if self._library == "gloo" and x.is_cuda:  # ranks that share a GPU
+        if isinstance(self._group, HostMemory) and x.is_cuda:
             return self.all_gather(x.cpu()).to(x.device)
         x = x.contiguous()
         out = x.new_empty(self.size, *x.shape)
-        if self._library == "nccl":
-            self._group._allgather_base(out, x).wait()
-        elif isinstance(self._group, HostMemory):
+        if isinstance(self._group, HostMemory):
             self._group.all_gather(x, out)
         else:
-            self._group.allgather([list(out.unbind(0))], [x]).wait()
+            self._group._allgather_base(out, x).wait()
         return out
 
     @contextmanager
@@ -163,7 +153,7 @@ class TensorParallelGroup:
         """Ends collectives in flight whose peers are gone (they spin on the device otherwise). From any thread."""
         if self._peer is not None:
             self._peer.memory.abort()
-        if self._group is not None and self._library != "gloo":
+        if self._group is not None:
             self._group.abort()
 
     def close(self, failed: bool) -> None:

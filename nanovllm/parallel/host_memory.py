@@ -1,4 +1,4 @@
-"""What ranks of one host say to each other on a CPU: through memory that all of them map, without a network."""
+"""What ranks say to each other on a CPU, or on a GPU that they share: by memory that all map, without a network."""
 
 import mmap
 import os
