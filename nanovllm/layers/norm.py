@@ -68,8 +68,8 @@ class ReduceAddNorm(WeightedModule):
         self.is_inside = False
         """One row's goes into the product after it (kernels/gemm/one_row.py)."""
         self.rounds = False
-        """The normalised rows are rounded to e4m3, on one rank, since what takes them would do so. The model sets
-        it."""
+        """The normalised rows may be rounded to e4m3, since what takes them would do so. The model sets it. One row's
+        product over several ranks does it in less time."""
 
     @property
     def row_norm(self) -> Norm:
@@ -88,7 +88,9 @@ class ReduceAddNorm(WeightedModule):
             return self.add_norm(peers.all_reduce(partial), residual)
         if peers is not None:
             dependent = rows in self.dependent_rows
-            return peers.all_reduce_add_rms_norm(partial, residual, self.row_norm, dependent=dependent)
+            return peers.all_reduce_add_rms_norm(
+                partial, residual, self.row_norm, dependent=dependent, rounds=self.rounds and rows > 1
+            )
         if self.group.size > 1 and partial.dim() == 3:
             assert residual is not None
             partial = add_up(partial, residual.dtype, self.nodes)

@@ -85,6 +85,10 @@ def test_waits_end_by_abort_and_by_their_bound(tmp_path: Path) -> None:
     run_ranks("alone", 1, tmp_path)
 
 
+def test_normalised_rows_may_be_rounded_to_e4m3(tmp_path: Path) -> None:
+    run_ranks("rounds", 1, tmp_path)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_on_gpus(world_size: int) -> None:
@@ -297,8 +301,23 @@ def alone_rank(rank: int, world_size: int, folder: Path) -> None:
     assert 0.3 < time.monotonic() - begin < 60
 
 
+def rounds_rank(rank: int, world_size: int, folder: Path) -> None:
+    from nanovllm.kernels.fp8.quantize import quantize_rows
+    from nanovllm.parallel.peer.all_reduce import PeerAllReduce
+
+    layout = Layout(1, 384, 2, CAPACITY, 0, 300)
+    make_blocks(folder, layout)
+    peer = PeerAllReduce(shared_memory_rank(0, 1, folder, torch.bfloat16, layout))  # type: ignore[arg-type]
+    partial, residual, weight = (torch.randn(n, 384).to(torch.bfloat16) for n in (5, 5, 1))
+    plain = peer.all_reduce_add_rms_norm(partial, residual.clone(), Norm(weight[0], EPS))
+    found = peer.all_reduce_add_rms_norm(partial, residual.clone(), Norm(weight[0], EPS), rounds=True)
+    values, scales = quantize_rows(plain[0])  # not the twin: the interpreter rounds another way than a GPU
+    assert torch.equal(found[0].values.float(), values.float()) and torch.equal(found[0].scales, scales)
+    assert torch.equal(found[1], plain[1])
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     ranks = {"interpret": interpret_rank, "parts": parts_rank, "alone": alone_rank}
-    ranks["programs"] = programs_rank
+    ranks |= {"programs": programs_rank, "rounds": rounds_rank}
     ranks[sys.argv[1]](int(sys.argv[4]), int(sys.argv[2]), Path(sys.argv[3]))

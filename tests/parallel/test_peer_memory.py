@@ -89,4 +89,5 @@ def test_path_by_size() -> None:
     assert [one_shot_rows(2, row) * row for row in (2048, 4096, 8192)] == [2 << 20, 2 << 20, 1 << 20]
     assert one_shot_rows(4, 8200) == (640 << 10) // 8200
     assert [one_shot_rows(ranks, 10240) for ranks in (2, 3, 4, 8)] == [102, 16, 16, 14]
+    assert [one_shot_rows(ranks, 10240, rounds=True) for ranks in (2, 4)] == [307, 16]
     assert [one_shot_rows(ranks, 2048) for ranks in (2, 3, 4, 8)] == [1024, 128, 128, 72]

@@ -224,8 +224,8 @@ def linear(
         raise ValueError(f"{config}: must take 16 contiguous weight rows, and {GROUP} columns a warp and step")
     if weight.in_blocks and (weight.rows_each % 16 or n_out % 16):
         raise ValueError(f"weight {list(values.shape)}: 16s of rows must share scales, not {weight.rows_each}")
-    if isinstance(x, Tensor) and (residual is not None or weight.input_scale is not None):
-        # Before a residual a kernel of its own takes less time.
+    if isinstance(x, Tensor) and (residual is not None or weight.input_scale is not None or k > 8192):
+        # Before a residual, and where every program has much to round, a kernel of its own takes less time.
         x = x if norm is None else add_norms(x, None, norm)[0]
         x, norm = FP8Rows(*quantize_rows(x, weight.input_scale), dtype), None
     out = torch.empty(1, n_out, dtype=dtype, device=values.device) if residual is None else residual

@@ -23,6 +23,9 @@ import torch
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.padded_rows import empty_rows
 from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.fp8.operands import FP8Rows
+from nanovllm.kernels.fp8.quantize import empty_rows_for
+from nanovllm.kernels.fp8.reference import GROUP
 from nanovllm.kernels.pointwise.norm import Norm
 from nanovllm.parallel.peer.kernels import max_keys_kernel, one_shot_kernel
 from nanovllm.parallel.peer.limits import PEER_BYTES, cut_rows, one_shot_rows
@@ -67,10 +70,11 @@ class PeerAllReduce:
             "SENTINEL": SENTINELS[layout.itemsize], "num_warps": num_warps(block),
         }  # fmt: skip
 
-    def path(self, rows: int) -> Path:
-        """Who takes a sum of `rows` rows: one of the kernels here, or ("nccl") the caller's communicator."""
+    def path(self, rows: int, rounds: bool = False) -> Path:
+        """Who takes a sum of `rows` rows: one of the kernels here, or ("nccl") the caller's communicator. rounds: it
+        may be rounded to e4m3."""
         layout = self.memory.layout
-        if rows <= min(layout.one_shot_rows, one_shot_rows(layout.world_size, self._row_bytes)):
+        if rows <= min(layout.one_shot_rows, one_shot_rows(layout.world_size, self._row_bytes, rounds)):
             return "one_shot"
         return "two_shot" if rows <= self._most_rows else "nccl"
 
@@ -91,8 +95,8 @@ class PeerAllReduce:
 
     def all_reduce_add_rms_norm(
         self, partial: torch.Tensor, residual: torch.Tensor | None, norm: Norm, *, path: Path | None = None,
-        dependent: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        dependent: bool = False, rounds: bool = False,
+    ) -> tuple[torch.Tensor | FP8Rows, torch.Tensor]:  # fmt: skip
         """Sum over the ranks + residual (float32, one rounding), and the norm of that, of kind "rms".
 
         partial [T, hidden]: this rank's addend, contiguous, any memory; or [parts, T, hidden], whose sum it is, of
@@ -101,12 +105,18 @@ class PeerAllReduce:
         hidden], residual [T, hidden]).
         The residual is for further calls with the same T alone: where two-shot is taken, each rank updates only the
         rows that it owns (row mod world = rank), which is a third less on the wire.
-        path: overrules `path(T)` (benchmarks). dependent: launch it with PDL, whatever its rows.
+        path: overrules `path(T)` (benchmarks). dependent: launch it with PDL, whatever its rows. rounds: a one-shot sum
+        rounds what it normalised to e4m3 (kernels/fp8/).
         """
         weight = norm.weight
         rows = self._check(partial, residual, weight)
+        residual_out = partial.new_empty(rows, self._hidden, dtype=weight.dtype) if residual is None else residual
+        if rounds and (path or self.path(rows, rounds)) == "one_shot" and self._hidden >= GROUP:
+            found = empty_rows_for(rows, self._hidden, weight.dtype, weight.device)
+            operands = (partial, residual_out, weight, found.values)
+            self._launch("one_shot", operands, norm.eps, residual is not None, dependent, scales=found.scales)
+            return found, residual_out
         out = empty_rows(rows, self._hidden, weight.dtype, weight.device)
-        residual_out = torch.empty_like(out) if residual is None else residual
         for own in self._pieces(rows, path):
             operands = (partial[..., own, :].contiguous(), residual_out[own], weight, out[own])
             self._launch(path, operands, norm.eps, residual is not None, dependent)
@@ -153,9 +163,10 @@ class PeerAllReduce:
 
     def _launch(
         self, path: Path | None, operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], eps: float,
-        has_residual: bool, dependent: bool, norm: bool = True,
+        has_residual: bool, dependent: bool, norm: bool = True, scales: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """operands: partial, residual (in and out, or only out), weight, out; without `norm` the sum goes to out."""
+        """operands: partial, residual (in and out, or only out), weight, out; without `norm` the sum goes to out.
+        scales: of an `out` in e4m3."""
         partial, residual, weight, out = operands
         memory, layout, rows = self.memory, self.memory.layout, out.shape[-2]
         path, parts = path or self.path(rows), partial.shape[0] if partial.ndim == 3 else 1
@@ -167,8 +178,8 @@ class PeerAllReduce:
         fixed |= pdl_options(partial.device, dependent or rows <= PDL_ROWS)
         if path == "one_shot" and rows <= layout.one_shot_rows:
             one_shot_kernel[(min(rows, MAX_PROGRAMS),)](
-                *tensors, memory.parity[0], *scalars, NORM=norm, NODES=self.nodes, CAPACITY=layout.one_shot_rows,
-                **fixed,
+                *tensors, memory.parity[0], *scalars, scales, 0 if scales is None else scales.stride(1), NORM=norm,
+                NODES=self.nodes, CAPACITY=layout.one_shot_rows, **fixed,
             )  # fmt: skip
         elif path == "two_shot" and rows <= layout.two_shot_rows:
             split = self.split(rows) if norm else 1

@@ -1,6 +1,7 @@
 """The Triton kernels of the sums through peer memory; all_reduce.py launches them, and says why they are right."""
 
 from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.fp8.quantize import store_rounded
 from nanovllm.kernels.pointwise.norm import in_pairs, sum_in_pairs
 from nanovllm.parallel.peer.memory import MAX_PROGRAMS
 
@@ -86,22 +87,22 @@ def _node(addends, dtype: tl.constexpr):
 
 
 @triton.jit
-def finish_row(arrived, kept_before, gain, at, residual_out, out, mask, eps, HIDDEN: tl.constexpr,
-                NORM: tl.constexpr, NODES: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr):  # fmt: skip
-    """arrived INT [sources, BLOCK]: one row of every rank. Sums, adds the residual, normalises, stores at `at` of
-    residual_out and out; returns the bits of out. Without NORM the sum itself goes to out alone. NODES: with the bits
-    of norm.py."""
-    addends = arrived.to(out.dtype.element_ty, bitcast=True).to(tl.float32)
-    total = _node(addends, out.dtype.element_ty) if NODES else tl.sum(addends, 0)
-    result = rounded(total + kept_before, out, INT, SENTINEL)
+def finished_row(arrived, kept_before, gain, at, residual_out, mask, eps, HIDDEN: tl.constexpr, NORM: tl.constexpr,
+                 NODES: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr):  # fmt: skip
+    """arrived INT [sources, BLOCK]: one row of every rank. Sums, adds the residual, stores that at `at` of
+    residual_out, normalises; returns the bits. Without NORM those of the sum itself, and nothing is stored. NODES: with
+    the bits of norm.py."""
+    dtype: tl.constexpr = residual_out.dtype.element_ty
+    addends = arrived.to(dtype, bitcast=True).to(tl.float32)
+    total = _node(addends, dtype) if NODES else tl.sum(addends, 0)
+    result = rounded(total + kept_before, residual_out, INT, SENTINEL)
     if NORM:
-        x = result.to(out.dtype.element_ty, bitcast=True)
+        x = result.to(dtype, bitcast=True)
         tl.store(residual_out + at, x, mask=mask)
         x32 = x.to(tl.float32)
         squares = sum_in_pairs(x32 * x32) if NODES else tl.sum(x32 * x32, 0)
-        normed = (x32 * tl.math.rsqrt(squares / HIDDEN + eps)).to(out.dtype.element_ty)
-        result = rounded(normed.to(tl.float32) * gain, out, INT, SENTINEL)
-    tl.store(out + at, result.to(out.dtype.element_ty, bitcast=True), mask=mask)
+        normed = (x32 * tl.math.rsqrt(squares / HIDDEN + eps)).to(dtype)
+        result = rounded(normed.to(tl.float32) * gain, residual_out, INT, SENTINEL)
     return result
 
 
@@ -114,18 +115,19 @@ def float_or_zeros(pointers, mask, WANTED: tl.constexpr):
         return tl.zeros(mask.shape, tl.float32)
 
 
-@triton.jit(do_not_specialize=["rows", "rank", "max_spins"])
+@triton.jit(do_not_specialize=["rows", "rank", "max_spins", "scale_stride"])
 def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_state, abort, rows, rank, eps,
-                    max_spins, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
-                    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr,
-                    PARTS: tl.constexpr, NODES: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr,
-                    PDL: tl.constexpr):  # fmt: skip
+                    max_spins, SCALES, scale_stride, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr,
+                    CAPACITY: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr,
+                    NORM: tl.constexpr, PARTS: tl.constexpr, NODES: tl.constexpr, INT: tl.constexpr,
+                    SENTINEL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Every rank sends its rows to all ranks (itself too, which keeps the code one) and sums all that arrive.
 
     partial INT [rows, HIDDEN] (the bits of the model's dtype), or float32 or with NODES that dtype [PARTS, rows,
     HIDDEN], which are added up and rounded before they are sent. residual, residual_out, out [rows, HIDDEN]; weight
     [HIDDEN]; without NORM out is the sum, and residual_out and weight are not touched. Places: [2, WORLD (source),
-    CAPACITY, HIDDEN], where the block begins. Program p takes rows p, p + programs, ...
+    CAPACITY, HIDDEN], where the block begins. Program p takes rows p, p + programs, ... Where there are SCALES [groups,
+    scale_stride], out is rounded to e4m3 (kernels/fp8/).
     """
     pid, programs = tl.program_id(0), tl.num_programs(0)
     cols = tl.arange(0, BLOCK)
@@ -138,7 +140,7 @@ def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
     row = pid
     while row < rows:
         at = row.to(tl.int64) * HIDDEN + cols
-        bits = load_addend(partial, at, rows, mask, out, PARTS, HIDDEN, INT, SENTINEL, NODES)
+        bits = load_addend(partial, at, rows, mask, residual_out, PARTS, HIDDEN, INT, SENTINEL, NODES)
         place = half + (rank * CAPACITY + row).to(tl.int64) * HIDDEN
         for step in tl.static_range(WORLD):
             tl.store(blocks[step] + place + cols, bits, mask=mask)
@@ -152,7 +154,13 @@ def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
         at = row.to(tl.int64) * HIDDEN
         kept = float_or_zeros(residual + at + cols, mask, RESIDUAL)
         arrived = receive(blocks[WORLD - 1] + half + at + tile, tile_mask, abort, max_spins, SENTINEL)
-        finish_row(arrived, kept, gain, at + cols, residual_out, out, mask, eps, HIDDEN, NORM, NODES, INT, SENTINEL)
+        bits = finished_row(arrived, kept, gain, at + cols, residual_out, mask, eps, HIDDEN, NORM, NODES, INT, SENTINEL)
+        result = bits.to(residual_out.dtype.element_ty, bitcast=True)
+        if SCALES is not None:
+            result = tl.where(mask, result.to(tl.float32), 0.0)
+            store_rounded(result, out, SCALES, row, 0, scale_stride, HIDDEN, BLOCK)
+        else:
+            tl.store(out + at + cols, result, mask=mask)
         row += programs
     end_call(parity_state, parity)
 

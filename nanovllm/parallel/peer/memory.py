@@ -87,8 +87,8 @@ class Layout:
         memory."""
         row = hidden_size * itemsize
         most = PEER_BYTES // row
-        one_shot, two_shot = min(max_rows, one_shot_rows(world_size, row)), min(max_rows, most)
-        two_shot = two_shot if two_shot > one_shot else 0
+        one_shot, two_shot = min(max_rows, one_shot_rows(world_size, row, rounds=True)), min(max_rows, most)
+        two_shot = two_shot if two_shot > one_shot_rows(world_size, row) else 0
         return cls(world_size, hidden_size, itemsize, one_shot, two_shot, max_keys, min(half_rows, most))
 
 

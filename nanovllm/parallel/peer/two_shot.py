@@ -11,7 +11,7 @@ from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.parallel.peer.kernels import (
     begin_call,
     end_call,
-    finish_row,
+    finished_row,
     float_or_zeros,
     load_addend,
     receive,
@@ -85,8 +85,9 @@ def _sum_item(item, rank, rows, residual, residual_out, weight, out, own, theirs
         tile = place + (source * UNITS * HIDDEN)[:, None] + cols[None, :]
         arrived = receive(tile, tile_mask, abort, max_spins, SENTINEL)
         if SPLIT == 1:
-            result = finish_row(arrived, kept_before, gain, at + cols, residual_out, out, mask, eps, HIDDEN, NORM,
-                                NODES, INT, SENTINEL)  # fmt: skip
+            result = finished_row(arrived, kept_before, gain, at + cols, residual_out, mask, eps, HIDDEN, NORM, NODES,
+                                  INT, SENTINEL)  # fmt: skip
+            tl.store(out + at + cols, result.to(out.dtype.element_ty, bitcast=True), mask=mask)
             to = tile_mask & (source < WORLD - 1)[:, None]  # this rank comes last
         else:
             total = tl.sum(arrived.to(out.dtype.element_ty, bitcast=True).to(tl.float32), 0) + kept_before
