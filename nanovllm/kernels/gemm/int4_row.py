@@ -95,10 +95,8 @@ def _copy_step(
 
 
 @gluon.jit
-def _share(
-    shared, x_ptr, norm_ptr, eps, K: gl.constexpr, NORM: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr
-):
-    """Waits for earlier kernels, then puts x [K] into shared [steps, WARPS, 128], normalised if NORM, with the
+def _share(shared, x_ptr, norm_ptr, eps, K: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr):
+    """Waits for earlier kernels, then puts x [K] into shared [steps, WARPS, 128], normalised if norm_ptr, with the
     roundings of skinny.py, and zeros past its end."""
     STEPS: gl.constexpr = shared.shape[0]
     FLAT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, WARPS], [1, 0])
@@ -106,13 +104,13 @@ def _share(
     dtype: gl.constexpr = shared.dtype
     col = gl.arange(0, WARPS * SPAN, layout=gl.SliceLayout(0, FLAT))[None, :]
     col += gl.arange(0, STEPS, layout=gl.SliceLayout(1, FLAT))[:, None] * (WARPS * SPAN)
-    if NORM:
+    if norm_ptr is not None:
         gain = gl.load(norm_ptr + col, mask=col < K, other=0.0).to(gl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     x = gl.load(x_ptr + col, mask=col < K, other=0.0)
-    if NORM:
+    if norm_ptr is not None:
         x32 = x.to(gl.float32)
         scale = gl.rsqrt(gl.sum(gl.sum(x32 * x32, axis=0), axis=0) / K + eps)
         x = ((x32 * scale).to(dtype).to(gl.float32) * gain).to(dtype)
@@ -161,13 +159,12 @@ def _multiply_add(accs, words, pairs, x, dtype: gl.constexpr, HAS_ZEROS: gl.cons
 def int4_row_kernel(
     x_ptr, w_ptr, groups_ptr, norm_ptr, out_ptr, res_ptr, n, n_out, eps,
     K: gl.constexpr, X_STEPS: gl.constexpr, TILES: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
-    GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr, EVEN_N: gl.constexpr, NORM: gl.constexpr, PAIRED: gl.constexpr,
-    RESIDUAL: gl.constexpr, PDL: gl.constexpr,
+    GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr, EVEN_N: gl.constexpr, PAIRED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid (groups of TILES tiles of weight rows); x [K], weights and groups as in int4_gemm_kernel, out [n_out].
     X_STEPS: steps of WARPS blocks that K has, rounded up to a power of two. TILES is 1, 2 or 4. AHEAD: steps of weights
-    on their way. PAIRED: out is silu(gate) * up, rounded as the product and the activation by themselves do. RESIDUAL:
-    res [n_out] is added before the sum is rounded; it may be out."""
+    on their way. PAIRED: out is silu(gate) * up, rounded as the product and the activation by themselves do. res_ptr:
+    None, or [n_out], which is added before the sum is rounded; it may be out."""
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, M, N])
     SUMS: gl.constexpr = gl.BlockedLayout([WARPS, 1, 1], [1, 32, 1], [1, WARPS, 1], [2, 1, 0])
@@ -187,8 +184,8 @@ def int4_row_kernel(
             )  # fmt: skip
         async_copy.commit_group()
     shared = gl.allocate_shared_memory(dtype, [X_STEPS, WARPS, SPAN], PAIR_ORDER)
-    _share(shared, x_ptr, norm_ptr, eps, K, NORM, PDL, WARPS)
-    bases = _residuals(res_ptr, first, n_out, TILES, RESIDUAL, SUMS)
+    _share(shared, x_ptr, norm_ptr, eps, K, PDL, WARPS)
+    bases = _residuals(res_ptr, first, n_out, TILES, SUMS)
     accs = ()
     for _ in gl.static_range(TILES):
         accs = accs + (gl.zeros([WARPS, M, N], gl.float32, MMA),)
@@ -203,7 +200,7 @@ def int4_row_kernel(
         async_copy.commit_group()
         slot = step % (AHEAD + 1)
         accs = _multiply_add(accs, words.index(slot), pairs.index(slot), shared.index(step), dtype, HAS_ZEROS, MMA)
-    _finish(accs, bases, out_ptr, first, n_out, dtype, PAIRED, RESIDUAL, SUMS)
+    _finish(accs, bases, out_ptr, first, n_out, dtype, PAIRED, SUMS)
 
 
 @gluon.jit
@@ -214,10 +211,10 @@ def _places(first, tile: gl.constexpr, n_out, SUMS: gl.constexpr):
 
 
 @gluon.jit
-def _residuals(res_ptr, first, n_out, TILES: gl.constexpr, RESIDUAL: gl.constexpr, SUMS: gl.constexpr):
+def _residuals(res_ptr, first, n_out, TILES: gl.constexpr, SUMS: gl.constexpr):
     """Of each tile, asked for before they are needed."""
     found = ()
-    if RESIDUAL:
+    if res_ptr is not None:
         for tile in gl.static_range(TILES):
             at, live = _places(first, tile, n_out, SUMS)
             found = found + (gl.load(res_ptr + at, mask=live, other=0.0).to(gl.float32),)
@@ -225,10 +222,7 @@ def _residuals(res_ptr, first, n_out, TILES: gl.constexpr, RESIDUAL: gl.constexp
 
 
 @gluon.jit
-def _finish(
-    accs, bases, out_ptr, first, n_out, dtype: gl.constexpr, PAIRED: gl.constexpr,
-    RESIDUAL: gl.constexpr, SUMS: gl.constexpr,
-):  # fmt: skip
+def _finish(accs, bases, out_ptr, first, n_out, dtype: gl.constexpr, PAIRED: gl.constexpr, SUMS: gl.constexpr):
     """Adds up the warps' sums float32 [WARPS, 16, 8] of each tile, and stores what becomes of them. SUMS: a layout in
     which one thread has all that it adds up: a reduction over warps as Triton does it costs as much as the products."""
     ROW_ORDER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
@@ -244,7 +238,7 @@ def _finish(
             y = silu_mul(sums[2 * tile], sums[2 * tile + 1], dtype)
         else:
             y = sums[tile]
-        if RESIDUAL:
+        if len(bases) > 0:
             y += bases[tile]
         gl.store(out_ptr + at, y.to(dtype), mask=live)
 
@@ -266,12 +260,10 @@ def linear(
     out = x.new_empty(1, n_out) if residual is None else residual
     outputs = config.block_n // 2 if gated else config.block_n
     steps = triton.cdiv(k, SPAN.value * config.num_warps)
-    gain, eps = (x, 0.0) if norm is None else (norm.weight, norm.eps)
     int4_row_kernel[(triton.cdiv(n_out, outputs),)](
-        x, weight.words, weight.groups, gain, out, out, weight.n, n_out, eps,
+        x, weight.words, weight.groups, norm and norm.weight, out, residual, weight.n, n_out, norm.eps if norm else 0.0,
         K=k, X_STEPS=triton.next_power_of_2(steps), TILES=config.block_n // 16, WARPS=config.num_warps,
         AHEAD=config.stages, GROUP=weight.group, HAS_ZEROS=weight.has_zeros, EVEN_N=n_out % outputs == 0,
-        NORM=norm is not None, PAIRED=gated, RESIDUAL=residual is not None, num_warps=config.num_warps,
-        **pdl_options(x.device, pdl),
+        PAIRED=gated, num_warps=config.num_warps, **pdl_options(x.device, pdl),
     )  # fmt: skip
     return out

@@ -75,10 +75,11 @@ def choose(keys, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr, SCALE: tl.const
 def _gate_up_kernel(
     X, GAIN, W, LOGITS, OUT, n_out, eps,
     K: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
-    NORM: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr, PRELOAD: tl.constexpr,
-    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PDL: tl.constexpr, WARPS: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr, PRELOAD: tl.constexpr, EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr, PDL: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (column tiles, TOP_K, tokens). X [tokens, K], NORM: before it; OUT [tokens, TOP_K, n_out], best first."""
+    """Grid (column tiles, TOP_K, tokens). X [tokens, K], before its norm where there is a GAIN; OUT [tokens, TOP_K,
+    n_out], best first."""
     SPAN: tl.constexpr = CHUNKS * LANE_SPAN
     PER_WARP: tl.constexpr = BLOCK_N // WARPS
     pid, slot, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -100,7 +101,7 @@ def _gate_up_kernel(
         cols = lane_columns(step * SPAN, CHUNKS, LANE_SPAN)
         tiles = tiles + (load_weight(row_ptrs, row_live, cols, K, EVEN_K, EVEN_N),)
     x_ptr = X + row * K
-    if NORM:
+    if GAIN is not None:
         scale = row_scale(x_ptr, True, eps, K, WARPS, CHUNKS, EVEN_K)
     acc = tl.zeros([WARPS, PER_WARP, 32], dtype=tl.float32)
     for step in tl.static_range(STEPS):
@@ -110,7 +111,7 @@ def _gate_up_kernel(
         if step + PRELOAD < STEPS:
             tiles = tiles + (load_weight(row_ptrs, row_live, cols + PRELOAD * SPAN, K, EVEN_K, EVEN_N),)
         x = load_vector(x_ptr, True, cols, K, WARPS, EVEN_K)
-        if NORM:
+        if GAIN is not None:
             x = normalise(x, load_vector(GAIN, True, cols, K, WARPS, EVEN_K), scale)
         acc += lane_sums(tile * x.to(tl.float32), WARPS, CHUNKS)
     out_lane = warp * (PER_WARP // 2) + tl.arange(0, PER_WARP // 2)[None, :]
@@ -200,13 +201,13 @@ def _launch(
     if not (gate_up.shape == (experts, 2 * width, hidden) and down.shape == (experts, hidden, width)):
         raise ValueError(f"{list(gate_up.shape)} and {list(down.shape)} are no experts for rows of {hidden}")
     h = x.new_empty(rows, options.top_k, width)
-    gain, eps = (x, 0.0) if norm is None else (norm.weight, norm.eps)
     block = max(32, triton.next_power_of_2(experts))
     shared = {"WIDTH": logits.shape[-1], "EXPERTS": experts, "BLOCK": block, "TOP_K": options.top_k}
     shared |= pdl_options(x.device)
     _gate_up_kernel[(triton.cdiv(2 * width, GATE_UP.block_n), options.top_k, rows)](
-        x, gain, gate_up, logits, h, width, eps, NORM=norm is not None, **shared, **_sizes(gate_up, GATE_UP, 1)
-    )
+        x, norm and norm.weight, gate_up, logits, h, width, norm.eps if norm else 0.0, **shared,
+        **_sizes(gate_up, GATE_UP, 1),
+    )  # fmt: skip
     _down_kernel[(triton.cdiv(hidden, DOWN.block_n), rows)](
         h, down, logits, out, hidden, RENORMALISE=options.renormalise, SCALE=options.scale, ADDS=out is x,
         **shared, **_sizes(down, DOWN, options.top_k),
