@@ -232,7 +232,7 @@ def _fp8_fallback(gemm: Gemm, rows: int) -> GemmConfig:
     if rows == 1:
         long = gemm.k > 4096
         warps, stages = (8 if long else 4, 3 if long else 8) if summed else (4, 3 if long else 4)
-        if not gemm.fused:  # the best for 32B over two GPUs
+        if not gemm.fused and (warps == 4 or gemm.k % 1024):  # the best for 32B over two GPUs
             warps, stages = 4, 8 if gemm.k > 8192 else 4
         return GemmConfig("quantized_row", 16, block_k=128 * warps, stages=stages, num_warps=warps)
     by_rows = _FP8_TILES.get("o" if summed else gemm.kind, ())
