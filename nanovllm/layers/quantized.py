@@ -53,7 +53,7 @@ class FP8Matrix(nn.Module):
             self.rows_each = math.gcd(BLOCK, *(n for cut in cuts if cut.dim == 0 for n in (cut.place, cut.start)))
         self.runs_on = "cpu" if device.type != "cuda" else "fp8" if supports_fp8(device) else "widened"
         if self.runs_on == "widened" and stack:
-            raise ValueError("quantization: FP8 experts need a GPU of compute capability 9.0 or more")
+            raise ValueError("quantization: FP8 experts need a GPU of compute capability 9.x or 10.x")
         groups = -(-columns // BLOCK) if self.in_blocks else 1
         self.weight = parameter(*stack, rows, columns, dtype=FP8, device=device)
         self.weight.view(torch.uint8).zero_()

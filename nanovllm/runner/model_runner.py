@@ -117,7 +117,7 @@ class ModelRunner(WeightCommands):
         self.model: Any = foreign or DecoderForCausalLM(context)
         self._spelling = CheckpointNames() if foreign else family(model.architecture).names
         if rank == 0 and any(getattr(part, "runs_on", "") == "widened" for part in self.model.modules()):
-            logger.warning("FP8 weights are widened for each product, which is slow: compute capability 9.0 is needed")
+            logger.warning("FP8 weights are widened for each product, slowly: it takes compute capability 9.x or 10.x")
         self.live_module = None if module is None else LiveModule(module, self._spelling)
         if self.live_module is not None:
             self.io.synchronize()  # the caller may have computed the weights a moment ago, in another stream

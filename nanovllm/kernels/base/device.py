@@ -24,8 +24,9 @@ def supports_pdl(device: torch.device) -> bool:
 
 
 def supports_tma(device: torch.device) -> bool:
-    """Whether it has the bulk tensor copy engine: the same GPUs."""
-    return supports_pdl(device)
+    """Whether it has the bulk tensor copy engine, and the 227 KB of shared memory that our tiles for it take: GPUs of
+    compute capability 9.x and 10.x. (12.x has the engine and 99 KB.)"""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def pdl_options(device: torch.device, wanted: bool = True) -> dict[str, bool]:
