@@ -16,8 +16,8 @@ BACKENDS: dict[str, tuple[str, str]] = {
     "flash": ("nanovllm.attention.flash_backend", "FlashBackend"),
     "triton": ("nanovllm.attention.triton_backend", "TritonBackend"),
     "torch": ("nanovllm.attention.torch_backend", "TorchBackend"),
-    "fixed-order triton": ("nanovllm.attention.fixed_order_triton", "FixedOrderTritonBackend"),
-    "fixed-order torch": ("nanovllm.attention.fixed_order_torch", "FixedOrderTorchBackend"),
+    "fixed-order triton": ("nanovllm.attention.triton_backend", "FixedOrderTritonBackend"),
+    "fixed-order torch": ("nanovllm.attention.torch_backend", "FixedOrderTorchBackend"),
     "flex": ("nanovllm.attention.flex_backend", "FlexBackend"),
 }
 

@@ -1,6 +1,7 @@
 """Attention in plain PyTorch: the reference the other backends are held to, and what a CPU runs."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -90,3 +91,18 @@ class TorchBackend(AttentionBackend):
                 sinks = sinks.view(spec.num_kv_heads, -1, 1).expand(-1, -1, n).flatten(1)
             o = attend_reference(grouped, k, v, spec.scale, mask, spec.softcap, sinks).to(q.dtype)
         return o.reshape(spec.num_kv_heads, -1, n, dim).permute(2, 0, 1, 3).reshape(n, heads, dim)
+
+
+class FixedOrderTorchBackend(TorchBackend):
+    """A token and a query head at a time: every product has one query, over keys that its own position alone says how
+    many, so that bits depend on neither the step nor the rank."""
+
+    def _at_once(self, tokens: slice, context: int) -> list[tuple[slice, int]]:
+        numbers = range(tokens.start, tokens.stop)
+        return [(slice(token, token + 1), context - tokens.stop + token + 1) for token in numbers]
+
+    @staticmethod
+    def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, spec: AttentionSpec,
+                sinks: torch.Tensor | None) -> torch.Tensor:
+        k, v = (x.repeat_interleave(spec.group_size, 0) for x in (k, v))
+        return TorchBackend._attend(q, k, v, mask, replace(spec, num_kv_heads=spec.num_heads), sinks)

@@ -9,7 +9,8 @@ import torch
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
 from nanovllm.kernels.attention.decode_plan import DecodePlan
-from nanovllm.kernels.attention.prefill import PrefillAttention, prefill_config
+from nanovllm.kernels.attention.fixed_order_plan import FixedOrderPlan
+from nanovllm.kernels.attention.prefill import PrefillAttention, fixed_order_config, prefill_config
 from nanovllm.kernels.fp8.operands import FP8Rows
 
 MAX_NUM_SEQS = 32768
@@ -30,7 +31,7 @@ class TritonBackend(AttentionBackend):
     """Needs a GPU (or TRITON_INTERPRET=1). Block sizes that are multiples of 64 run fastest."""
 
     name = "triton"
-    _plan, _decode, _prefill = DecodePlan, DecodeAttention, PrefillAttention
+    _plan = DecodePlan
     _prefill_config = staticmethod(prefill_config)
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int, max_num_seqs: int, max_model_len: int,
@@ -46,11 +47,11 @@ class TritonBackend(AttentionBackend):
             plans.setdefault(kind, self._plan(*kind, max_num_seqs, max_model_len, self.device, fp8=fp8))
         self.plans = {spec: plans[spec.num_kv_heads, spec.head_dim, spec.window] for spec in self.specs}
         scratch = DecodeScratch.for_specs(self.plans, self.device)
-        self.decode = {spec: self._decode(spec, block_size, plan, scratch) for spec, plan in self.plans.items()}
+        self.decode = {spec: DecodeAttention(spec, block_size, plan, scratch) for spec, plan in self.plans.items()}
         self.prefill = {}
         for spec in self.specs:
             config = self._prefill_config(spec.head_dim, dtype, fp8)
-            self.prefill[spec] = self._prefill(spec, block_size, max_num_seqs, self.device, config)
+            self.prefill[spec] = PrefillAttention(spec, block_size, max_num_seqs, self.device, config)
 
     @classmethod
     def check(cls, specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype,
@@ -138,3 +139,10 @@ class TritonBackend(AttentionBackend):
         out = torch.empty(rows, spec.num_heads, spec.head_dim, dtype=self.dtype, device=self.device)
         sinks = torch.zeros(spec.num_heads, dtype=self.dtype, device=self.device) if spec.has_sinks else None
         self.forward(qkv[:, : spec.num_heads], k_cache, v_cache, metadata, out, spec, sinks, kv_scales)
+
+
+class FixedOrderTritonBackend(TritonBackend):
+    """Sums in one order (kernels/attention/fixed_order.py), which gives a token the same bits in every step."""
+
+    _plan = FixedOrderPlan
+    _prefill_config = staticmethod(fixed_order_config)

@@ -7,8 +7,9 @@ from functools import partial
 import torch
 
 from bench_cases.harness import Line, Point, Setup, compare
-from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch, decode_attention_reference
+from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
 from nanovllm.kernels.attention.decode_plan import DecodeConfig, DecodePlan, tuning
+from nanovllm.kernels.attention.reference import attention_reference
 from nanovllm.kernels.attention.spec import AttentionSpec
 from nanovllm.kernels.pointwise.kv_store import quantised_reference
 
@@ -114,8 +115,9 @@ def attend(batch: Batch, kernel: DecodeAttention, index: int) -> torch.Tensor:
 
 def reference(batch: Batch, index: int) -> torch.Tensor:
     caches, table = (batch.k_cache, batch.v_cache), batch.tables[index]
-    args = (batch.q, *caches, batch.row_slot, batch.context_lens, table, batch.spec)
-    return decode_attention_reference(*args, kv_scales=batch.kv_scales)
+    starts = torch.arange(len(batch.q) + 1)
+    args = (batch.q, *caches, batch.row_slot, starts, batch.context_lens, table, batch.spec)
+    return attention_reference(*args, kv_scales=batch.kv_scales)
 
 
 def name_of(config: DecodeConfig) -> str:

@@ -97,7 +97,7 @@ def test_warmup_leaves_the_cache_alone(name: str) -> None:
     {}, {"window": 100, "has_sinks": True, "head_dim": 64}, {"window": 700, "softcap": 50.0, "head_dim": 256},
     {"head_dim": 96}, {"head_dim": 80, "num_q_heads": 6}])
 def test_captured_step_serves_other_lengths(options: dict[str, Any]) -> None:
-    from nanovllm.kernels.attention.prefill import prefill_attention_reference
+    from nanovllm.kernels.attention.reference import attention_reference
 
     shape = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128, "block_size": 128} | options
     case = make_case([1] * 4 + [60], [700, 30, 2000, 129, 300], 4, **shape)
@@ -111,7 +111,7 @@ def test_captured_step_serves_other_lengths(options: dict[str, Any]) -> None:
         m.context_lens.copy_(torch.tensor(lens))
         out.fill_(float("nan"))
         graph.replay()
-        expected = prefill_attention_reference(case.q.double(), case.k_cache, case.v_cache, m.row_slot, m.cu_seqlens_q,
+        expected = attention_reference(case.q.double(), case.k_cache, case.v_cache, m.row_slot, m.cu_seqlens_q,
                                                m.context_lens, m.block_table, case.spec, case.sinks)
         expected[:4][m.context_lens[:4] == 0] = float("nan")
         assert replace(case, expected=expected).error_of(out) < TOLERANCE

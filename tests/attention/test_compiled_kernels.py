@@ -12,10 +12,8 @@ from compiling import compile_only
 from nanovllm.kernels.attention import decode, prefill
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
 from nanovllm.kernels.attention.decode_plan import DecodePlan
-from nanovllm.kernels.attention.fixed_order_decode import FixedOrderDecode
 from nanovllm.kernels.attention.fixed_order_plan import FixedOrderPlan
-from nanovllm.kernels.attention.fixed_order_prefill import FixedOrderPrefill, fixed_order_config
-from nanovllm.kernels.attention.prefill import PrefillAttention, prefill_config
+from nanovllm.kernels.attention.prefill import PrefillAttention, fixed_order_config, prefill_config
 from nanovllm.kernels.attention.spec import AttentionSpec
 
 decode.supports_tma = prefill.supports_tma = lambda device: True
@@ -45,8 +43,8 @@ if not fp8:
     for rows in (1, 16, 32, 48, 64):
         q = bf16(rows, spec.num_heads, spec.head_dim)
         plan.make(zeros(rows), zeros(rows), rows)
-        FixedOrderDecode(spec, page, plan, scratch)(q, cache, cache, zeros(64, 32), 4096, bf16(*q.shape), sinks)
-    attention = FixedOrderPrefill(spec, page, slots, cpu, fixed_order_config(spec.head_dim, q.dtype))
+        DecodeAttention(spec, page, plan, scratch)(q, cache, cache, zeros(64, 32), 4096, bf16(*q.shape), sinks)
+    attention = PrefillAttention(spec, page, slots, cpu, fixed_order_config(spec.head_dim, q.dtype))
     attention(q, cache, cache, table, zeros(2), zeros(3), zeros(2), attention.plan(zeros(3), zeros(2), rows), q, sinks)
 """
 

@@ -8,7 +8,7 @@ import torch
 from cases import DEVICE, DTYPE, TOLERANCE, Case, make_case, nan_like
 
 from nanovllm.attention import AttentionBackend, AttentionSpec, select_backend
-from nanovllm.kernels.attention.prefill import prefill_attention_reference
+from nanovllm.kernels.attention.reference import attention_reference
 
 FP8 = torch.float8_e4m3fn
 SPEC = AttentionSpec(4, 2, 64, scale=0.125)
@@ -65,7 +65,7 @@ def test_tensor_descriptors_and_split_rows_match_float64() -> None:
 def test_the_reference_is_exact() -> None:
     case = fp8_case(window=30, has_sinks=True)
     m = case.metadata
-    out = prefill_attention_reference(
+    out = attention_reference(
         case.q.double(), case.k_cache, case.v_cache, m.row_slot, m.cu_seqlens_q, m.context_lens, m.block_table,
         case.spec, case.sinks, case.kv_scales,
     )  # fmt: skip
@@ -82,7 +82,7 @@ def test_a_value_of_zeros_that_takes_most_of_the_weight() -> None:
     case.kv_scales[..., 7, 1] = 2.0**-60
     case.kv_scales[..., 8, 1] = 2.0**60
     m = case.metadata
-    expected = prefill_attention_reference(
+    expected = attention_reference(
         case.q.double(), case.k_cache, case.v_cache, m.row_slot, m.cu_seqlens_q, m.context_lens, m.block_table,
         case.spec, kv_scales=case.kv_scales,
     )  # fmt: skip

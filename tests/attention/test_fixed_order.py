@@ -10,12 +10,11 @@ pytest.importorskip("triton")
 from cases import DEVICE, DTYPE, TOLERANCE, Case, make_case, nan_like
 
 from nanovllm.attention import select_backend
-from nanovllm.kernels.attention.decode import DecodeScratch
+from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
 from nanovllm.kernels.attention.decode_plan import DecodeConfig
 from nanovllm.kernels.attention.fixed_order import CHUNK, WIDE_FROM
-from nanovllm.kernels.attention.fixed_order_decode import FixedOrderDecode
 from nanovllm.kernels.attention.fixed_order_plan import FixedOrderPlan, fixed_order_plan_reference
-from nanovllm.kernels.attention.fixed_order_prefill import FixedOrderPrefill, fixed_order_config
+from nanovllm.kernels.attention.prefill import PrefillAttention, fixed_order_config
 
 LENGTHS = [1, 64, 0, 65, 128, 300]
 FEATURES: list[dict[str, Any]] = [
@@ -39,14 +38,14 @@ def decode(case: Case, first_unit: int) -> torch.Tensor:
     plan = FixedOrderPlan(*kind, slots, blocks * size, torch.device(DEVICE), config)
     scratch = DecodeScratch.for_specs({spec: plan}, torch.device(DEVICE))
     plan.make(m.row_slot, m.context_lens, m.num_rows)
-    attention = FixedOrderDecode(spec, size, plan, scratch)
+    attention = DecodeAttention(spec, size, plan, scratch)
     args = (case.q, case.k_cache, case.v_cache, m.block_table, m.max_context_len)
     return attention(*args, nan_like(case.q), case.sinks)
 
 
 def prefill(case: Case) -> torch.Tensor:
     m, config = case.metadata, fixed_order_config(case.spec.head_dim, DTYPE)
-    attention = FixedOrderPrefill(case.spec, case.k_cache.shape[2], 32, torch.device(DEVICE), config)
+    attention = PrefillAttention(case.spec, case.k_cache.shape[2], 32, torch.device(DEVICE), config)
     tiles = attention.plan(m.cu_seqlens_q, m.context_lens, case.q.shape[0])
     rows = (m.row_slot, m.cu_seqlens_q, m.context_lens, tiles)
     return attention(case.q, case.k_cache, case.v_cache, m.block_table, *rows, nan_like(case.q), case.sinks)

@@ -12,9 +12,9 @@ from nanovllm.kernels.attention.prefill import (
     PrefillAttention,
     PrefillConfig,
     plan_prefill_reference,
-    prefill_attention_reference,
     prefill_config,
 )
+from nanovllm.kernels.attention.reference import attention_reference
 from nanovllm.kernels.attention.spec import AttentionSpec
 
 SMALL = PrefillConfig(block_m=64 if DEVICE == "cuda" else 32, block_n=32, num_warps=4, num_stages=2)
@@ -71,8 +71,8 @@ def test_features_match_float64(
     m, attention = case.metadata, build(case)
     attention.use_tma = use_tma
     assert case.error_of(run(case, attention)) < (1e-5 if DEVICE == "cpu" else TOLERANCE)
-    reference = prefill_attention_reference(case.q.double(), case.k_cache.double(), case.v_cache.double(), m.row_slot,
-                                            m.cu_seqlens_q, m.context_lens, m.block_table, case.spec, case.sinks)
+    reference = attention_reference(case.q.double(), case.k_cache.double(), case.v_cache.double(), m.row_slot,
+                                    m.cu_seqlens_q, m.context_lens, m.block_table, case.spec, case.sinks)
     real = ~case.expected.isnan().flatten(1).any(1)
     assert torch.allclose(reference[real], case.expected[real], atol=1e-9)
 
@@ -103,8 +103,8 @@ def test_random_batches_match_float64(seed: int) -> None:
 def test_reference_matches_float64() -> None:
     case = chunk_case(QUERIES, CONTEXTS, padding_tokens=2)
     m = case.metadata
-    out = prefill_attention_reference(case.q.double(), case.k_cache.double(), case.v_cache.double(), m.row_slot,
-                                      m.cu_seqlens_q, m.context_lens, m.block_table, case.spec, case.sinks)
+    out = attention_reference(case.q.double(), case.k_cache.double(), case.v_cache.double(), m.row_slot,
+                              m.cu_seqlens_q, m.context_lens, m.block_table, case.spec, case.sinks)
     real = ~case.expected.isnan().flatten(1).any(1)
     assert torch.allclose(out[real], case.expected[real], atol=1e-12)
     assert not out[~real].any()

@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.attention.decode_plan import DecodeConfig, DecodePlan
+from nanovllm.kernels.attention.decode_plan import DecodePlan
 from nanovllm.kernels.attention.e4m3 import attend_e4m3, load_scales
-from nanovllm.kernels.attention.reference import attend_reference, keys_and_values
+from nanovllm.kernels.attention.fixed_order import NOTHING, attend_in_order, empty, ends_chunk, fold, tile_keys
 from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims, soft_cap
 from nanovllm.kernels.attention.spec import AttentionSpec
 from nanovllm.kernels.attention.work_list import first_tile, load_tile, next_tile, prefetch_in_page, visible_keys
@@ -26,11 +26,15 @@ from nanovllm.kernels.base.device import paged_descriptor, pdl_options, supports
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.quantize import empty_rows_for, group_scales, rounded
 
+_NOTHING = tl.constexpr(NOTHING)
+
 
 @triton.jit
-def _attend(q, k, v, m, sums, acc, scale_log2, visible, CAP: tl.constexpr):
-    """One tile of online softmax, in units of log2: running maximum m [H], running sums [H, BLOCK_N] of each column of
-    the tiles (added up once a chunk, not once a tile), unnormalised output acc [H, D]; visible bool [1, BLOCK_N]."""
+def _attend(q, k, v, state, scale_log2, visible, CAP: tl.constexpr):
+    """One tile of online softmax, in units of log2. state: running maximum m [H], running sums [H, BLOCK_N] of each
+    column of the tiles (added up once a chunk, not once a tile), unnormalised output acc [H, D]. visible bool [1,
+    BLOCK_N]."""
+    m, sums, acc = state
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
     if CAP is not None:
         scores = soft_cap(scores, CAP)
@@ -44,13 +48,59 @@ def _attend(q, k, v, m, sums, acc, scale_log2, visible, CAP: tl.constexpr):
 
 
 @triton.jit
+def _sum_chunks(PARTIAL, LSE, SINKS, first, heads, dims, num_chunks, HQ: tl.constexpr, D: tl.constexpr,
+                MAX_SPLITS: tl.constexpr):
+    """Sum of the weights [HEADS] of a row's chunks and sinks, and of the outputs that they weigh [HEADS, D up to a
+    power of two]. first: number of each head's first chunk."""
+    AT_ONCE: tl.constexpr = 8 if MAX_SPLITS >= 8 else MAX_SPLITS
+    splits = tl.arange(0, MAX_SPLITS)[None, :]
+    known = (heads < HQ)[:, None] & (splits < num_chunks)
+    lse = tl.load(LSE + first[:, None] + splits, mask=known, other=float("-inf"))
+    top = tl.where(heads < HQ, tl.max(lse, 1), 0.0)
+    total = tl.zeros([heads.shape[0]], tl.float32)
+    if SINKS is not None:
+        total += exp_of_sink(SINKS, heads, heads < HQ, top)
+    acc = tl.zeros([heads.shape[0], dims.shape[1]], tl.float32)
+    for begin in tl.static_range(0, MAX_SPLITS, AT_ONCE):
+        if begin < num_chunks:
+            for i in tl.static_range(AT_ONCE):
+                entry = first + begin + i
+                there = (heads < HQ) & (begin + i < num_chunks)
+                weight = tl.exp2(tl.load(LSE + entry, mask=there, other=float("-inf")) - top)
+                value = tl.load(PARTIAL + entry[:, None] * D + dims, mask=there[:, None] & (dims < D), other=0.0)
+                total += weight
+                acc += value * weight[:, None]
+    return total, acc
+
+
+@triton.jit
+def _sum_units(PARTIAL, LSE, SINKS, first, heads, dims, units, HQ: tl.constexpr, D: tl.constexpr):
+    """The same for units, in order."""
+    AT_ONCE: tl.constexpr = 4
+    top = tl.full([heads.shape[0]], _NOTHING, tl.float32)
+    total = tl.zeros([heads.shape[0], 1], tl.float32)
+    acc = tl.zeros([heads.shape[0], dims.shape[1]], tl.float32)
+    for begin in range(0, units, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            there = (heads < HQ) & (begin + i < units)
+            entry = first + begin + i
+            m = tl.load(LSE + entry * 2, mask=there, other=_NOTHING)
+            weight = tl.load(LSE + entry * 2 + 1, mask=there, other=0.0)
+            part = tl.load(PARTIAL + entry[:, None] * D + dims, mask=there[:, None] & (dims < D), other=0.0)
+            top, total, acc = fold(m, weight[:, None], part, top, total, acc)
+    total = tl.max(total, 1)
+    if SINKS is not None:
+        total += exp_of_sink(SINKS, heads, heads < HQ, top)
+    return total, acc
+
+
+@triton.jit
 def merge_chunks_kernel(PARTIAL, LSE, SINKS, OUT, NUM_CHUNKS, out_strides, HQ: tl.constexpr, HEADS: tl.constexpr,
-                        D: tl.constexpr, MAX_SPLITS: tl.constexpr, PDL: tl.constexpr, ROUNDED=None, SCALES=None,
-                        scale_stride=0):
+                        D: tl.constexpr, MAX_SPLITS: tl.constexpr, FIXED: tl.constexpr, PDL: tl.constexpr,
+                        ROUNDED=None, SCALES=None, scale_stride=0):
     """Merges the rows that have several chunks, one chunk after the other. A program takes HEADS query heads of a row,
     of the HQ there are; where most rows have nothing to merge, the number of programs is all it costs. With ROUNDED
     e4m3 [HQ * 128] and SCALES a row alone goes there too, a head for a group of columns."""
-    AT_ONCE: tl.constexpr = 8 if MAX_SPLITS >= 8 else MAX_SPLITS
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -62,24 +112,11 @@ def merge_chunks_kernel(PARTIAL, LSE, SINKS, OUT, NUM_CHUNKS, out_strides, HQ: t
     pointers = OUT + row * out_strides[0] + heads[:, None] * out_strides[1] + dims
     inside = (heads < HQ)[:, None] & (dims < D)
     if num_chunks > 1:
-        splits = tl.arange(0, MAX_SPLITS)[None, :]
         first = (row * HQ + heads) * MAX_SPLITS
-        known = (heads < HQ)[:, None] & (splits < num_chunks)
-        lse = tl.load(LSE + first[:, None] + splits, mask=known, other=float("-inf"))
-        top = tl.where(heads < HQ, tl.max(lse, 1), 0.0)
-        total = tl.zeros([HEADS], tl.float32)
-        if SINKS is not None:
-            total += exp_of_sink(SINKS, heads, heads < HQ, top)
-        acc = tl.zeros([HEADS, padded_dims(D)], tl.float32)
-        for begin in tl.static_range(0, MAX_SPLITS, AT_ONCE):
-            if begin < num_chunks:
-                for i in tl.static_range(AT_ONCE):
-                    entry = first + begin + i
-                    there = (heads < HQ) & (begin + i < num_chunks)
-                    weight = tl.exp2(tl.load(LSE + entry, mask=there, other=float("-inf")) - top)
-                    value = tl.load(PARTIAL + entry[:, None] * D + dims, mask=there[:, None] & (dims < D), other=0.0)
-                    total += weight
-                    acc += value * weight[:, None]
+        if FIXED:
+            total, acc = _sum_units(PARTIAL, LSE, SINKS, first, heads, dims, num_chunks, HQ, D)
+        else:
+            total, acc = _sum_chunks(PARTIAL, LSE, SINKS, first, heads, dims, num_chunks, HQ, D, MAX_SPLITS)
         y = (acc / total[:, None]).to(OUT.dtype.element_ty)
         tl.store(pointers, y, mask=inside)
     elif ROUNDED is not None:
@@ -91,14 +128,23 @@ def merge_chunks_kernel(PARTIAL, LSE, SINKS, OUT, NUM_CHUNKS, out_strides, HQ: t
 
 
 @triton.jit
-def _finish_chunk(m, sums, acc, OUT, PARTIAL, LSE, SINKS, row, kv_head, chunk_of, out_strides, HKV: tl.constexpr,
-                  G: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr, MAX_SPLITS: tl.constexpr):
+def _finish_chunk(state, OUT, PARTIAL, LSE, SINKS, row, kv_head, chunk_of, out_strides, HKV: tl.constexpr,
+                  G: tl.constexpr, D: tl.constexpr, MAX_SPLITS: tl.constexpr, E4M3: tl.constexpr,
+                  FIXED: tl.constexpr):
     """Stores a chunk's result: where it is its row's only one, the row's."""
-    heads = tl.arange(0, BLOCK_H)
+    if FIXED:
+        m, sums, acc = state[1]
+        total = tl.max(sums, 1)
+    else:
+        m, sums, acc = state[0], state[1], state[2]
+        if E4M3:
+            sums = tl.trans(sums)
+            acc = tl.join(tl.trans(acc), tl.trans(state[3])).reshape(acc.shape[1], 2 * acc.shape[0])
+        total = tl.sum(sums, 1)
+    heads = tl.arange(0, acc.shape[0])
     dims = tl.arange(0, acc.shape[1])
     mask = (heads < G)[:, None] & (dims < D)[None, :]
     chunk = chunk_of & 0xFFFF
-    total = tl.sum(sums, 1)
     if chunk_of >> 16 == 1:
         if SINKS is not None:
             total += exp_of_sink(SINKS, kv_head * G + heads, heads < G, m)
@@ -107,15 +153,29 @@ def _finish_chunk(m, sums, acc, OUT, PARTIAL, LSE, SINKS, row, kv_head, chunk_of
                  (acc / total[:, None]).to(OUT.dtype.element_ty), mask=mask)
     else:
         entries = ((row * HKV + kv_head) * G + heads) * MAX_SPLITS + chunk
-        tl.store(LSE + entries, m + tl.log2(total), mask=heads < G)
-        tl.store(PARTIAL + entries[:, None] * D + dims[None, :], acc / total[:, None], mask=mask)
+        if FIXED:
+            tl.store(LSE + entries * 2, m, mask=heads < G)
+            tl.store(LSE + entries * 2 + 1, total, mask=heads < G)
+        else:
+            tl.store(LSE + entries, m + tl.log2(total), mask=heads < G)
+            acc /= total[:, None]
+        tl.store(PARTIAL + entries[:, None] * D + dims[None, :], acc, mask=mask)
 
 
 @triton.jit
-def _empty_chunk(BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, DIMS: tl.constexpr):
-    """m, sums and acc of a chunk before its first tile; see _attend."""
-    m = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    return m, tl.zeros([BLOCK_H, BLOCK_N], tl.float32), tl.zeros([BLOCK_H, DIMS], tl.float32)
+def _new_chunk(BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, DIMS: tl.constexpr, E4M3: tl.constexpr,
+               FIXED: tl.constexpr):
+    """The state of a chunk before its first tile; see _attend, attend_e4m3 and fixed_order.py's."""
+    if FIXED:
+        state = (empty(BLOCK_H, DIMS), empty(BLOCK_H, DIMS))
+    else:
+        m = tl.full([BLOCK_H], float("-inf"), tl.float32)
+        if E4M3:
+            zeros = tl.zeros([DIMS, BLOCK_H], tl.float32)
+            state = (m, tl.zeros([BLOCK_N, BLOCK_H], tl.float32), zeros, zeros)
+        else:
+            state = (m, tl.zeros([BLOCK_H, BLOCK_N], tl.float32), tl.zeros([BLOCK_H, DIMS], tl.float32))
+    return state
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -123,26 +183,25 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
                             scale_log2, q_strides, k_strides, v_strides, table_stride, out_strides, HKV: tl.constexpr,
                             G: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
                             BLOCK_N: tl.constexpr, TMA: tl.constexpr, MAX_SPLITS: tl.constexpr, CAP: tl.constexpr,
-                            WINDOWED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr):
-    """See decode_attention_reference. An item of work is one chunk of one row for one key head and its G query heads. A
+                            WINDOWED: tl.constexpr, EARLY: tl.constexpr, FIXED: tl.constexpr, PDL: tl.constexpr):
+    """See attention_reference. An item of work is one chunk of one row for one key head and its G query heads. A
     program runs the tiles of all its items in one loop, so that the next item's keys are on their way while this one's
     result is stored. K and V are tensor descriptors with TMA, else K_CACHE and V_CACHE themselves. CAP: the soft-cap in
     units of log2, or None; SINKS may be None. WINDOWED: chunks may begin within a tile. KV_SCALES: None, or int32 (see
-    load_scales); then K is e4m3, and V and V_CACHE are int16, two values each.
+    load_scales); then K is e4m3, and V and V_CACHE are int16, two values each. FIXED: sums in the order of
+    fixed_order.py, whose units the chunks are then; LSE has a unit's maximum and sum.
 
     With PDL the way to the first tile is gone before the queries are there. What it reads is the plan's, and between
     the plan and this kernel there are ordinary ones (the embedding), so it is complete. EARLY: the next kernel may come
     at once; else when this one begins to work, which spares it programs that only wait (0.3 % of a step)."""
-    DV: tl.constexpr = D if KV_SCALES is None else D // 2
+    E4M3: tl.constexpr = KV_SCALES is not None
+    DV: tl.constexpr = D // 2 if E4M3 else D
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     heads, dims = tl.arange(0, BLOCK_H), tl.arange(0, padded_dims(D))
     tiles, num_items, item, n, block, entry, coming = first_tile(WORK, NUM_WORK, TABLE, table_stride, HKV, PAGE,
                                                                  BLOCK_N, WINDOWED)
-    m, sums, acc = _empty_chunk(BLOCK_H, BLOCK_N, padded_dims(DV))
-    if KV_SCALES is not None:
-        sums, acc = tl.trans(sums), tl.trans(acc)  # see attend_e4m3
-        odd = tl.zeros_like(acc)  # acc has the even dimensions
+    state = _new_chunk(BLOCK_H, BLOCK_N, padded_dims(DV), E4M3, FIXED)
     if PDL:
         if PAGE % BLOCK_N == 0:
             prefetch_in_page(K_CACHE, item % HKV, block, n, k_strides, D, PAGE, BLOCK_N)
@@ -159,47 +218,24 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
         q = tl.load(Q + row * q_strides[0] + (kv_head * G + heads[:, None]) * q_strides[1] + dims[None, :],
                     mask=(heads < G)[:, None] & (dims < D)[None, :], other=0.0)
         visible = visible_keys(n, first, end, BLOCK_N, WINDOWED)
-        if KV_SCALES is None:
-            m, sums, acc = _attend(q, k, v, m, sums, acc, scale_log2, visible[None, :], CAP)
-        else:
-            scales = load_scales(KV_SCALES, block, kv_head, n, HKV, PAGE, BLOCK_N)
-            m, sums, acc, odd = attend_e4m3(q, k, v, scales, m, sums, acc, odd, scale_log2, visible, CAP)
         is_last = n + BLOCK_N >= end
+        if E4M3:
+            scales = load_scales(KV_SCALES, block, kv_head, n, HKV, PAGE, BLOCK_N)
+            state = attend_e4m3(q, k, v, scales, state, scale_log2, visible, CAP)
+        elif FIXED:
+            ends = is_last | ends_chunk(n + BLOCK_N)
+            state = attend_in_order(q, k, v, state, scale_log2, visible[None, :], CAP, ends)
+        else:
+            state = _attend(q, k, v, state, scale_log2, visible[None, :], CAP)
         if is_last:
-            if KV_SCALES is not None:
-                sums, acc = tl.trans(sums), tl.join(tl.trans(acc), tl.trans(odd)).reshape(BLOCK_H, 2 * padded_dims(DV))
-            _finish_chunk(m, sums, acc, OUT, PARTIAL, LSE, SINKS, row, kv_head, chunk_of, out_strides, HKV, G, BLOCK_H,
-                          D, MAX_SPLITS)
-            m, sums, acc = _empty_chunk(BLOCK_H, BLOCK_N, padded_dims(DV))
-            if KV_SCALES is not None:
-                sums, acc = tl.trans(sums), tl.trans(acc)
-                odd = tl.zeros_like(acc)
+            _finish_chunk(state, OUT, PARTIAL, LSE, SINKS, row, kv_head, chunk_of, out_strides, HKV, G, D, MAX_SPLITS,
+                          E4M3, FIXED)
+            if FIXED:
+                state = state[0], empty(BLOCK_H, padded_dims(D))
+            else:
+                state = _new_chunk(BLOCK_H, BLOCK_N, padded_dims(DV), E4M3, FIXED)
         item, n, block, entry, coming = next_tile(is_last, num_items, item, n, entry, coming, WORK, TABLE, table_stride,
                                                   HKV, PAGE, BLOCK_N, WINDOWED)
-
-
-def decode_attention_reference(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, row_slot: torch.Tensor,
-                               context_lens: torch.Tensor, block_table: torch.Tensor, spec: AttentionSpec,
-                               sinks: torch.Tensor | None = None,
-                               kv_scales: torch.Tensor | None = None) -> torch.Tensor:
-    """Attention of q [R, Hq, D] over each row's first context_lens[r] keys, of which spec.window may leave the last
-    few, in float32 (float64 for float64 input).
-
-    k_cache, v_cache [blocks, Hkv, block_size, D]; row_slot, context_lens int32 [R], with slot -1 or no keys the row
-    comes out as zeros; block_table int32 [slots, max_blocks]; sinks [Hq]; kv_scales bfloat16 [blocks, Hkv, block_size,
-    2]: what e4m3 keys and values are multiplied with. Returns [R, Hq, D].
-    """
-    out = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    heads = None if sinks is None else sinks.view(spec.num_kv_heads, spec.group_size)
-    for r, (slot, length) in enumerate(zip(row_slot.tolist(), context_lens.tolist(), strict=True)):
-        if slot < 0 or length == 0:
-            continue
-        first = max(0, length - spec.window) if spec.window else 0
-        blocks = block_table[slot, : -(-length // k_cache.shape[2])].long()
-        k, v = keys_and_values(k_cache, v_cache, blocks, slice(first, length), kv_scales)
-        grouped = q[r].view(spec.num_kv_heads, spec.group_size, -1)
-        out[r] = attend_reference(grouped, k, v, spec.scale, None, spec.softcap, heads).flatten(0, 1)
-    return out
 
 
 @dataclass
@@ -221,10 +257,6 @@ class DecodeScratch:
 class DecodeAttention:
     """The kernel for one kind of layers: the step's `plan` is made first, then this called once per layer. Serves any
     batch up to max_num_seqs from one set of buffers; nothing is allocated after construction."""
-
-    _kernel, _merge = decode_attention_kernel, merge_chunks_kernel
-    _fuses = True
-    """Multiplications and additions into one instruction, where the compiler can."""
 
     def __init__(self, spec: AttentionSpec, block_size: int, plan: DecodePlan, scratch: DecodeScratch) -> None:
         self.spec, self.block_size, self.plan, self.scratch = spec, block_size, plan, scratch
@@ -261,11 +293,11 @@ class DecodeAttention:
         scales = None
         if kv_scales is not None:
             scales, v_cache = kv_scales.view(torch.int32), v_cache.view(torch.int16)
-        block_n = self._block_n(c, q)
+        block_n = tile_keys(spec.head_dim, q.element_size()) if plan.fixed_order else c.block_n
         use_tma = self.has_tma and self.block_size % block_n == 0
         k, v = (paged_descriptor(x, block_n) if use_tma else x for x in (k_cache, v_cache))
         programs = min(self.num_sms * c.programs_per_sm, num_rows * spec.num_kv_heads * most_chunks)
-        self._kernel[(programs,)](
+        decode_attention_kernel[(programs,)](
             q, k, v, k_cache, v_cache, scales, sinks, out, block_table, plan.work, plan.num_work, scratch.partial,
             scratch.lse, spec.scale * LOG2_E, q.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3],
             block_table.stride(0), out.stride()[:2], HKV=spec.num_kv_heads, G=spec.group_size,
@@ -273,18 +305,14 @@ class DecodeAttention:
             PAGE=self.block_size, BLOCK_N=block_n, TMA=use_tma, MAX_SPLITS=splits,
             CAP=spec.softcap and spec.softcap * LOG2_E, WINDOWED=spec.window is not None,
             num_warps=c.num_warps, num_stages=c.num_stages, maxnreg=c.max_registers, EARLY=num_rows == 1,
-            enable_fp_fusion=self._fuses, **pdl_options(q.device))
+            FIXED=plan.fixed_order, enable_fp_fusion=not plan.fixed_order, **pdl_options(q.device))
         return most_chunks > 1
 
     def _merge_chunks(self, out: torch.Tensor, sinks: torch.Tensor | None, merge_first: bool, **more: Any) -> None:
         num_rows, spec, plan, scratch = out.shape[0], self.spec, self.plan, self.scratch
         c = plan.config(num_rows)
-        self._merge[(num_rows, triton.cdiv(spec.num_heads, c.merge_heads))](
+        merge_chunks_kernel[(num_rows, triton.cdiv(spec.num_heads, c.merge_heads))](
             scratch.partial, scratch.lse, sinks, out, plan.num_chunks, out.stride()[:2], HQ=spec.num_heads,
-            HEADS=c.merge_heads, D=spec.head_dim, MAX_SPLITS=plan.max_splits(c),
-            num_warps=1 if c.merge_heads == 1 else 4, enable_fp_fusion=self._fuses, **more,
+            HEADS=c.merge_heads, D=spec.head_dim, MAX_SPLITS=plan.max_splits(c), FIXED=plan.fixed_order,
+            num_warps=1 if c.merge_heads == 1 else 4, enable_fp_fusion=not plan.fixed_order, **more,
             **pdl_options(out.device, not merge_first))
-
-    def _block_n(self, config: DecodeConfig, q: torch.Tensor) -> int:
-        """Keys of a tile."""
-        return config.block_n

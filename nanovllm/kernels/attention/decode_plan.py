@@ -154,6 +154,9 @@ class DecodePlan:
     """The work list of a step's decode rows for layers of one window, in buffers of its own. Nothing is allocated after
     construction."""
 
+    fixed_order = False
+    """Its chunks are added up in one order; see fixed_order.py."""
+
     def __init__(self, num_kv_heads: int, head_dim: int, window: int | None, max_num_seqs: int, max_model_len: int,
                  device: torch.device, config: DecodeConfig | None = None, fp8: bool = False) -> None:
         """config: in place of the tuned ones, for all batch sizes."""

@@ -74,3 +74,15 @@ def fold(m, sums, acc, top, total, out):
     before = tl.exp2(top - new)[:, None]
     weight = tl.exp2(m - new)[:, None]
     return new, total * before + sums * weight, out * before + acc * weight
+
+
+@triton.jit
+def attend_in_order(q, k, v, state, scale_log2, visible, CAP: tl.constexpr, ends):
+    """One tile of a row. state: of its present chunk, and of those before, each as `empty` has it. ends: whether the
+    chunk's last tile this is."""
+    m, sums, acc = attend(q, k, v, state[0][0], state[0][1], state[0][2], visible, scale_log2, CAP)
+    top, total, out = state[1]
+    if ends:
+        top, total, out = fold(m, sums, acc, top, total, out)
+        m, sums, acc = empty(acc.shape[0], acc.shape[1])
+    return (m, sums, acc), (top, total, out)

@@ -141,6 +141,7 @@ def tuning(num_kv_heads: int, head_dim: int, fp8: bool = False) -> Tuning:
 class FixedOrderPlan(DecodePlan):
     """DecodePlan of units."""
 
+    fixed_order = True
     _tuned = staticmethod(tuning)
 
     def most_units(self, config: DecodeConfig, context_len: int) -> int:

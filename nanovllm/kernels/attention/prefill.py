@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.attention.e4m3 import key_scales, load_scales, value_scales
+from nanovllm.kernels.attention.fixed_order import attend_in_order, empty, ends_chunk, fold, tile_keys
 from nanovllm.kernels.attention.query_tiles import causal_mask, key_ranges, load_queries, load_tile, look_up
-from nanovllm.kernels.attention.reference import attend_reference, keys_and_values
 from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims, soft_cap
 from nanovllm.kernels.attention.spec import AttentionSpec
 from nanovllm.kernels.base.device import paged_descriptor, supports_tma
@@ -28,6 +28,8 @@ class PrefillConfig:
     block_n: int = 64
     num_warps: int = 4
     num_stages: int = 2
+    fixed_order: bool = False
+    """Sums in one order; see fixed_order.py."""
 
 
 def prefill_config(head_dim: int, dtype: torch.dtype, fp8: bool = False) -> PrefillConfig:
@@ -39,6 +41,13 @@ def prefill_config(head_dim: int, dtype: torch.dtype, fp8: bool = False) -> Pref
     if fp8:
         return PrefillConfig(block_m=64, block_n=64 if head_dim <= 128 else 32, num_warps=num_warps)
     return PrefillConfig(block_m=128 if head_dim <= 128 else 64, num_warps=num_warps)
+
+
+def fixed_order_config(head_dim: int, dtype: torch.dtype, fp8: bool = False) -> PrefillConfig:
+    """Two accumulators leave room for tiles of 64 queries, by 4 warps where nothing else is in registers."""
+    assert not fp8
+    wide = head_dim > 128 or head_dim != padded_dims(head_dim) or dtype.itemsize > 2
+    return PrefillConfig(64, tile_keys(head_dim, dtype.itemsize), num_warps=8 if wide else 4, fixed_order=True)
 
 
 @triton.jit
@@ -91,13 +100,12 @@ def plan_prefill_reference(cu_seqlens_q: torch.Tensor, context_lens: torch.Tenso
 
 
 @triton.jit
-def _attend(q, m, sums, acc, K, V, KV_SCALES, TABLE_ROW, kv_head, start, first, end, position, scale_log2, window,
-            k_strides, v_strides, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-            TMA: tl.constexpr, CAP: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr):
-    """One tile of online softmax; the query at `position` sees the keys up to itself, of its window if it has one. Keys
-    first .. end are all that any query of the tile sees."""
-    k = load_tile(K, TABLE_ROW, kv_head, start, first, end, k_strides, D, PAGE, BLOCK_N, TMA)
-    v = load_tile(V, TABLE_ROW, kv_head, start, first, end, v_strides, D, PAGE, BLOCK_N, TMA)
+def _attend(q, k, v, state, KV_SCALES, TABLE_ROW, kv_head, start, first, end, position, scale_log2, window,
+            HKV: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, CAP: tl.constexpr, WINDOWED: tl.constexpr,
+            MASKED: tl.constexpr):
+    """One tile of online softmax, of the keys from `start` on. state: running maximum and sum [BLOCK_M], unnormalised
+    output [BLOCK_M, D up to a power of two]. The rest: see _walk."""
+    m, sums, acc = state
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
     if KV_SCALES is not None:
         block = look_up(TABLE_ROW, start, first, end, PAGE, BLOCK_N)
@@ -124,15 +132,34 @@ def _attend(q, m, sums, acc, K, V, KV_SCALES, TABLE_ROW, kv_head, start, first, 
     return m_new, sums, acc
 
 
+@triton.jit
+def _walk(q, state, begin, stop, K, V, KV_SCALES, TABLE_ROW, kv_head, first, end, position, scale_log2, window,
+          k_strides, v_strides, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+          TMA: tl.constexpr, CAP: tl.constexpr, WINDOWED: tl.constexpr, FIXED: tl.constexpr, MASKED: tl.constexpr):
+    """The tiles from key `begin` to `stop`; the query at `position` sees the keys up to itself, of its window if it has
+    one. Keys first .. end are all that any query of the tile sees."""
+    for n in range(begin, stop, BLOCK_N):
+        k = load_tile(K, TABLE_ROW, kv_head, n, first, end, k_strides, D, PAGE, BLOCK_N, TMA)
+        v = load_tile(V, TABLE_ROW, kv_head, n, first, end, v_strides, D, PAGE, BLOCK_N, TMA)
+        if FIXED:
+            visible = causal_mask(n, position, window, BLOCK_N, WINDOWED) if MASKED else None
+            state = attend_in_order(q, k, v, state, scale_log2, visible, CAP, ends_chunk(n + BLOCK_N))
+        else:
+            state = _attend(q, k, v, state, KV_SCALES, TABLE_ROW, kv_head, n, first, end, position, scale_log2, window,
+                            HKV, PAGE, BLOCK_N, CAP, WINDOWED, MASKED)
+    return state
+
+
 @triton.jit(do_not_specialize=["ROW_SLOT", "CU_SEQLENS", "CONTEXT_LENS", "table_stride", "window"])
 def prefill_attention_kernel(Q, K, V, KV_SCALES, SINKS, OUT, TABLE, ROW_SLOT, CU_SEQLENS, CONTEXT_LENS, TILES,
                              scale_log2, window, q_strides, k_strides, v_strides, table_stride, out_strides,
                              HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
                              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAP: tl.constexpr, WINDOWED: tl.constexpr,
-                             TMA: tl.constexpr):
-    """See prefill_attention_reference. A program computes one tile of queries of one head; the heads of a tile run side
+                             TMA: tl.constexpr, FIXED: tl.constexpr):
+    """See attention_reference. A program computes one tile of queries of one head; the heads of a tile run side
     by side, so that those which share keys find them in the L2 cache. K and V are tensor descriptors with TMA. CAP: the
-    soft-cap in units of log2, or None; SINKS may be None, and KV_SCALES where K and V are not e4m3."""
+    soft-cap in units of log2, or None; SINKS may be None, and KV_SCALES where K and V are not e4m3. FIXED: sums in the
+    order of fixed_order.py."""
     tile = tl.program_id(0) // HQ
     head = tl.program_id(0) % HQ
     row = tl.load(TILES + tile * 2)
@@ -142,68 +169,39 @@ def prefill_attention_kernel(Q, K, V, KV_SCALES, SINKS, OUT, TABLE, ROW_SLOT, CU
     TABLE_ROW = TABLE + tl.load(ROW_SLOT + row).to(tl.int64) * table_stride
     q, live, tokens, position, first_position, context = load_queries(Q, CU_SEQLENS, CONTEXT_LENS, row, query, head,
                                                                       q_strides, D, BLOCK_M)
-    # Not -inf: the first tiles may hold no key of a query's window, and leave these as they are.
-    m = tl.full([BLOCK_M], -1e30, tl.float32)
-    sums = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, padded_dims(D)], tl.float32)
+    DIMS: tl.constexpr = padded_dims(D)
+    if FIXED:
+        state = (empty(BLOCK_M, DIMS), empty(BLOCK_M, DIMS))
+    else:  # the maximum is not -inf: the first tiles may hold no key of a query's window, and leave these as they are
+        m = tl.full([BLOCK_M], -1e30, tl.float32)
+        state = (m, tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, DIMS], tl.float32))
     kv_head = head // G
     first, begin, begin_full, end_full, end = key_ranges(first_position, context, window, BLOCK_M, BLOCK_N, WINDOWED)
     if WINDOWED:
-        for n in range(begin, tl.minimum(begin_full, end), BLOCK_N):
-            m, sums, acc = _attend(q, m, sums, acc, K, V, KV_SCALES, TABLE_ROW, kv_head, n, first, end, position,
-                                   scale_log2, window, k_strides, v_strides, HQ // G, D, PAGE, BLOCK_N, TMA, CAP,
-                                   WINDOWED, True)
-    for n in range(begin_full, end_full, BLOCK_N):
-        m, sums, acc = _attend(q, m, sums, acc, K, V, KV_SCALES, TABLE_ROW, kv_head, n, first, end, position,
-                               scale_log2, window, k_strides, v_strides, HQ // G, D, PAGE, BLOCK_N, TMA, CAP, WINDOWED,
-                               False)
-    for n in range(tl.maximum(begin_full, end_full), end, BLOCK_N):
-        m, sums, acc = _attend(q, m, sums, acc, K, V, KV_SCALES, TABLE_ROW, kv_head, n, first, end, position,
-                               scale_log2, window, k_strides, v_strides, HQ // G, D, PAGE, BLOCK_N, TMA, CAP, WINDOWED,
-                               True)
+        state = _walk(q, state, begin, tl.minimum(begin_full, end), K, V, KV_SCALES, TABLE_ROW, kv_head, first, end,
+                      position, scale_log2, window, k_strides, v_strides, HQ // G, D, PAGE, BLOCK_N, TMA, CAP, WINDOWED,
+                      FIXED, True)
+    state = _walk(q, state, begin_full, end_full, K, V, KV_SCALES, TABLE_ROW, kv_head, first, end, position, scale_log2,
+                  window, k_strides, v_strides, HQ // G, D, PAGE, BLOCK_N, TMA, CAP, WINDOWED, FIXED, False)
+    state = _walk(q, state, tl.maximum(begin_full, end_full), end, K, V, KV_SCALES, TABLE_ROW, kv_head, first, end,
+                  position, scale_log2, window, k_strides, v_strides, HQ // G, D, PAGE, BLOCK_N, TMA, CAP, WINDOWED,
+                  FIXED, True)
+    if FIXED:
+        chunk, before = state
+        m, sums, acc = fold(chunk[0], chunk[1], chunk[2], before[0], before[1], before[2])
+        sums = tl.max(sums, 1)
+    else:
+        m, sums, acc = state
     if SINKS is not None:
         sums += exp_of_sink(SINKS, head, True, m)
     acc = acc / sums[:, None]
-    dims = tl.arange(0, padded_dims(D))
+    dims = tl.arange(0, DIMS)
     out = OUT + tokens[:, None] * out_strides[0] + head * out_strides[1] + dims[None, :]
     tl.store(out, acc.to(OUT.dtype.element_ty), mask=live)
 
 
-def prefill_attention_reference(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, row_slot: torch.Tensor,
-                                cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor, block_table: torch.Tensor,
-                                spec: AttentionSpec, sinks: torch.Tensor | None = None,
-                                kv_scales: torch.Tensor | None = None) -> torch.Tensor:
-    """Causal attention of q [T, Hq, D], in float32 (float64 for float64 input). A row's last query sees context_lens[r]
-    keys, the one before it one less; of these spec.window may leave the last few. Tokens of no row come out as zeros.
-
-    k_cache, v_cache [blocks, Hkv, block_size, D]; row_slot int32 [R], -1 for padding; cu_seqlens_q int32 [R + 1], where
-    each row's tokens start; context_lens int32 [R]; block_table int32 [slots, max_blocks]; sinks [Hq];
-    kv_scales: see decode_attention_reference. Returns [T, Hq, D].
-    """
-    out = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    starts = cu_seqlens_q.tolist()
-    for r, (slot, context) in enumerate(zip(row_slot.tolist(), context_lens.tolist(), strict=True)):
-        tokens, count = slice(starts[r], starts[r + 1]), starts[r + 1] - starts[r]
-        if slot < 0 or context == 0 or count == 0:
-            continue
-        blocks = block_table[slot, : -(-context // k_cache.shape[2])].long()
-        pages = keys_and_values(k_cache, v_cache, blocks, slice(context), kv_scales)
-        k, v = (x.repeat_interleave(spec.group_size, 0) for x in pages)
-        visible = torch.ones(count, context, dtype=torch.bool, device=q.device).tril(context - count)
-        if spec.window:
-            visible = visible.triu(context - count - spec.window + 1)
-        heads = None if sinks is None else sinks[:, None].expand(-1, count)
-        o = attend_reference(q[tokens].transpose(0, 1), k, v, spec.scale, visible, spec.softcap, heads)
-        out[tokens] = o.transpose(0, 1)
-    return out
-
-
 class PrefillAttention:
     """The kernel for one kind of layers. `plan` once per step serves all kinds of one BLOCK_M."""
-
-    _kernel = prefill_attention_kernel
-    _fuses = True
-    """Multiplications and additions into one instruction, where the compiler can."""
 
     def __init__(self, spec: AttentionSpec, block_size: int, max_num_seqs: int, device: torch.device,
                  config: PrefillConfig) -> None:
@@ -232,11 +230,11 @@ class PrefillAttention:
         c, spec = self.config, self.spec
         k, v = (paged_descriptor(x, c.block_n) if self.use_tma else x for x in (k_cache, v_cache))
         scales = None if kv_scales is None else kv_scales.view(torch.int32)
-        self._kernel[(tiles.shape[0] * spec.num_heads,)](
+        prefill_attention_kernel[(tiles.shape[0] * spec.num_heads,)](
             q, k, v, scales, sinks, out, block_table, row_slot, cu_seqlens_q, context_lens, tiles, spec.scale * LOG2_E,
             spec.window or 0, q.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3], block_table.stride(0),
             out.stride()[:2], HQ=spec.num_heads, G=spec.group_size, D=spec.head_dim, PAGE=self.block_size,
             BLOCK_M=c.block_m, BLOCK_N=c.block_n, CAP=spec.softcap and spec.softcap * LOG2_E,
-            WINDOWED=spec.window is not None, TMA=self.use_tma, num_warps=c.num_warps, num_stages=c.num_stages,
-            enable_fp_fusion=self._fuses)
+            WINDOWED=spec.window is not None, TMA=self.use_tma, FIXED=c.fixed_order, num_warps=c.num_warps,
+            num_stages=c.num_stages, enable_fp_fusion=not c.fixed_order)
         return out
