@@ -117,7 +117,7 @@ assert launched[0] == launched[1] and len(launched[0]) > 20 and runner.model.lay
 """
 DENSE = DRY_RUN + FEW_LAYERS + """
 single = "apply_deltas expand_rows prepare_decode publish_tokens qk_norm_rope_store activation norm".split()
-assert set(counts) >= {f"_{name}_kernel" for name in single} | {"_best_of_chunks_kernel",
+assert set(counts) >= {f"_{name}_kernel" for name in single} | {"best_of_chunks_kernel",
     "prefill_attention_kernel", "plan_prefill_kernel", "merge_chunks_kernel"}, counts
 [plan] = runner.backend.plans.values()
 configs = {rows: plan.config(rows) for rows in range(1, 73)}

@@ -17,6 +17,7 @@ import torch
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.float_order import to_ordered
 from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.sampling.penalties import load_edited, load_penalties
 from nanovllm.kernels.sampling.rng import (
     WORD,
     gumbel_noise,
@@ -26,6 +27,7 @@ from nanovllm.kernels.sampling.rng import (
     row_key,
     row_key_reference,
 )
+from nanovllm.wire.sampling import PENALTIES, RECORD_WORDS
 
 MIN_TEMPERATURE = 1e-5
 """Below it a row is greedy: the reciprocal would overflow the scores."""
@@ -34,6 +36,8 @@ NO_CANDIDATE = torch.iinfo(torch.int64).min
 
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
 _NO_CANDIDATE = tl.constexpr(NO_CANDIDATE)
+_RECORD = tl.constexpr(RECORD_WORDS)
+_PENALTIES = tl.constexpr(PENALTIES)
 
 
 class Draws(NamedTuple):
@@ -56,81 +60,103 @@ def pack_keys(scores, ids):
     return (ordered.to(tl.int64) << 32) | (~ids).to(tl.uint32, bitcast=True).to(tl.int64)
 
 
-@triton.jit
-def _best_of_chunks_kernel(
-    LOGITS, ROW_SLOT, TEMPERATURE, SEED, POSITIONS, PARTIAL, row_stride, vocab_start, num_valid, num_chunks,
+@triton.jit(do_not_specialize_on_alignment=["SLOT", "ROW", "TARGET_ROW", "RECORDS"])
+def best_of_chunks_kernel(
+    LOGITS, SLOT, TEMPERATURE, SEED, POSITIONS, PARTIAL, ROW, TARGET_ROW, RECORDS, THRESHOLD, COUNTS, MASKS,
+    row_stride, counts_stride, mask_stride, vocab_start, num_ids, num_chunks,
     TILE: tl.constexpr, TILES: tl.constexpr, APPROX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Key of the best of the TILE * TILES ids of chunk `program_id(0)` of row `program_id(1)`, into PARTIAL.
 
     Lanes keep their own best over the tiles, as a score and a tile number; keys are made once, at the end. A score is
-    the same bits whatever the tiling, and a maximum has no order, so neither has the result.
+    the same bits whatever the tiling, and a maximum has no order, so neither has the result. Comparisons with NaN are
+    false, so it never is the best.
+
+    What comes after PARTIAL may be None. ROW and TARGET_ROW: the row's line of LOGITS, and of POSITIONS. Of ids below
+    THRESHOLD none is taken, and a tile of such costs no noise; a row whose threshold is inf has its token. COUNTS and
+    MASKS change the logits of rows whose RECORDS say so (edit_logits).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     chunk = tl.program_id(0)
-    row = tl.program_id(1)
-    slot = tl.load(ROW_SLOT + row)
-    if slot >= 0:
+    g = tl.program_id(1)
+    slot = tl.load(SLOT + g)
+    threshold = float("-inf")
+    is_open = slot >= 0
+    if THRESHOLD is not None:
+        threshold = tl.load(THRESHOLD + g)
+        is_open = threshold < float("inf")
+    if is_open:
         lanes = chunk * (TILE * TILES) + tl.arange(0, TILE)
-        row_logits = LOGITS + row.to(tl.int64) * row_stride
+        row = LOGITS + (g if ROW is None else tl.load(ROW + g)).to(tl.int64) * row_stride
         temperature = tl.load(TEMPERATURE + slot)
+        flags, penalties = 0, (0.0, 0.0, 1.0, 1.0)
+        if RECORDS is not None:
+            flags, penalties = tl.load(RECORDS + g * _RECORD), load_penalties(RECORDS + g * _RECORD)
+        counts_row = None if COUNTS is None else COUNTS + slot.to(tl.int64) * counts_stride
+        masks_row = None if MASKS is None else MASKS + slot.to(tl.int64) * mask_stride
         best = tl.full([TILE], float("-inf"), tl.float32)
         best_tile = tl.zeros([TILE], tl.int32)
         if temperature >= _MIN_TEMPERATURE:
             inverse_temperature = 1.0 / temperature
-            k0, k1 = row_key(tl.load(SEED + slot), tl.load(POSITIONS + row))
+            position = POSITIONS + (g if TARGET_ROW is None else tl.load(TARGET_ROW + g))
+            k0, k1 = row_key(tl.load(SEED + slot), tl.load(position))
             for tile in range(TILES):
                 index = lanes + tile * TILE
-                logits = tl.load(row_logits + index, mask=index < num_valid, other=float("-inf"))
-                noise = gumbel_noise(random_words(k0, k1, vocab_start + index), APPROX)
-                scores = tl.fma(logits.to(tl.float32), inverse_temperature, noise)
-                better = scores > best  # false for NaN
-                best = tl.where(better, scores, best)
-                best_tile = tl.where(better, tile, best_tile)
+                x = load_edited(row, index, num_ids, flags, penalties, counts_row, masks_row)
+                any_kept = True
+                if THRESHOLD is not None or MASKS is not None:
+                    is_kept = (x >= threshold) & (x > float("-inf"))
+                    any_kept = tl.max(is_kept.to(tl.int32), 0) > 0
+                if any_kept:
+                    noise = gumbel_noise(random_words(k0, k1, vocab_start + index), APPROX)
+                    scores = tl.fma(x, inverse_temperature, noise)
+                    if THRESHOLD is not None:
+                        scores = tl.where(is_kept, scores, float("-inf"))
+                    better = scores > best
+                    best = tl.where(better, scores, best)
+                    best_tile = tl.where(better, tile, best_tile)
         else:
             for tile in range(TILES):
-                index = lanes + tile * TILE
-                logits = tl.load(row_logits + index, mask=index < num_valid, other=float("-inf"))
-                scores = logits.to(tl.float32)
-                better = scores > best
-                best = tl.where(better, scores, best)
+                x = load_edited(row, lanes + tile * TILE, num_ids, flags, penalties, counts_row, masks_row)
+                better = x > best
+                best = tl.where(better, x, best)
                 best_tile = tl.where(better, tile, best_tile)
         keys = pack_keys(best, vocab_start + lanes + best_tile * TILE)
-        tl.store(PARTIAL + row * num_chunks + chunk, tl.max(keys, 0))
+        tl.store(PARTIAL + g * num_chunks + chunk, tl.max(keys, 0))
 
 
-@triton.jit
-def _reduce_chunks_kernel(
-    PARTIAL, ROW_SLOT, KEYS, LAST_TOKEN, TOKENS, num_chunks, CHUNKS_PADDED: tl.constexpr, PDL: tl.constexpr
-):
-    """Best key of row `program_id(0)`, into KEYS, or its token, into TOKENS and LAST_TOKEN."""
+@triton.jit(do_not_specialize_on_alignment=["SLOT", "TARGET_ROW", "RECORDS"])
+def reduce_chunks_kernel(
+    PARTIAL, SLOT, KEYS, LAST_TOKEN, TOKENS, TARGET_ROW, RECORDS, THRESHOLD, COUNTS, counts_stride, num_chunks,
+    CHUNKS_PADDED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Best key of row `program_id(0)`, into KEYS, or its token, into TOKENS, LAST_TOKEN and, with penalties, COUNTS.
+    What is not wanted may be None; the rest: see best_of_chunks_kernel."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
-    slot = tl.load(ROW_SLOT + row)
-    chunks = tl.arange(0, CHUNKS_PADDED)
-    mask = (chunks < num_chunks) & (slot >= 0)
-    key = tl.max(tl.load(PARTIAL + row * num_chunks + chunks, mask=mask, other=_NO_CANDIDATE), 0)
-    key = tl.where(slot >= 0, key, 0)
-    if KEYS is not None:
-        tl.store(KEYS + row, key)
-    if TOKENS is not None:
-        token = (~key).to(tl.int32)
-        tl.store(TOKENS + row, token)
-        if slot >= 0:
-            tl.store(LAST_TOKEN + slot, token)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _commit_tokens_kernel(KEYS, ROW_SLOT, LAST_TOKEN, TOKENS, num_rows, BLOCK: tl.constexpr):
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = rows < num_rows
-    slot = tl.load(ROW_SLOT + rows, mask=live, other=-1)
-    token = tl.where(slot >= 0, (~tl.load(KEYS + rows, mask=live, other=0)).to(tl.int32), -1)
-    tl.store(TOKENS + rows, token, mask=live)
-    tl.store(LAST_TOKEN + slot, token, mask=slot >= 0)
+    slot = tl.load(SLOT + row)
+    is_open = True
+    if THRESHOLD is not None:
+        is_open = tl.load(THRESHOLD + row) < float("inf")
+    if is_open:
+        chunks = tl.arange(0, CHUNKS_PADDED)
+        mask = (chunks < num_chunks) & (slot >= 0)
+        key = tl.max(tl.load(PARTIAL + row * num_chunks + chunks, mask=mask, other=_NO_CANDIDATE), 0)
+        key = tl.where(slot >= 0, key, 0)
+        if KEYS is not None:
+            tl.store(KEYS + row, key)
+        if TOKENS is not None:
+            token = (~key).to(tl.int32)
+            tl.store(TOKENS + (row if TARGET_ROW is None else tl.load(TARGET_ROW + row)), token)
+            if slot >= 0:
+                tl.store(LAST_TOKEN + slot, token)
+                if COUNTS is not None:  # noqa: SIM102  (one is known when compiling)
+                    if tl.load(RECORDS + row * _RECORD) & _PENALTIES:
+                        count = COUNTS + slot.to(tl.int64) * counts_stride + token
+                        tl.store(count, tl.load(count) + 2)
 
 
 def _tiling(num_rows: int, num_valid: int) -> tuple[int, int, int]:
@@ -145,8 +171,8 @@ def _best_of_chunks(logits: torch.Tensor, draws: Draws, vocab_start: int, num_va
     tile, tiles, num_warps = _tiling(num_rows, num_valid)
     num_chunks = triton.cdiv(num_valid, tile * tiles)
     partial = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
-    _best_of_chunks_kernel[(num_chunks, num_rows)](
-        logits, *draws, partial, logits.stride(0), vocab_start, num_valid, num_chunks,
+    best_of_chunks_kernel[(num_chunks, num_rows)](
+        logits, *draws, partial, *[None] * 6, logits.stride(0), 0, 0, vocab_start, num_valid, num_chunks,
         TILE=tile, TILES=tiles, APPROX=logits.is_cuda, num_warps=num_warps, **pdl_options(logits.device),
     )  # fmt: skip
     return partial
@@ -158,8 +184,8 @@ def _reduce_chunks(
 ) -> None:  # fmt: skip
     num_rows, num_chunks = partial.shape
     padded = triton.next_power_of_2(num_chunks)
-    _reduce_chunks_kernel[(num_rows,)](
-        partial, row_slot, keys, last_token, tokens, num_chunks, CHUNKS_PADDED=padded,
+    reduce_chunks_kernel[(num_rows,)](
+        partial, row_slot, keys, last_token, tokens, *[None] * 4, 0, num_chunks, CHUNKS_PADDED=padded,
         num_warps=4 if padded > 128 else 1, **pdl_options(partial.device),
     )  # fmt: skip
 
@@ -184,11 +210,9 @@ def commit_tokens(
 ) -> torch.Tensor:
     """Unpacks the winners' keys int64 [B], writes them to last_token[row_slot] (int32 [S]) and returns them, int32 [B],
     -1 for rows of slot -1."""
-    num_rows = keys.shape[0]
-    tokens = torch.empty(num_rows, dtype=torch.int32, device=keys.device) if out is None else out
-    if num_rows:
-        grid = (triton.cdiv(num_rows, 128),)
-        _commit_tokens_kernel[grid](keys, row_slot, last_token, tokens, num_rows, BLOCK=128, num_warps=4)
+    tokens = torch.empty(len(keys), dtype=torch.int32, device=keys.device) if out is None else out
+    if len(keys):
+        _reduce_chunks(keys.view(-1, 1), row_slot, None, last_token, tokens)
     return tokens
 
 

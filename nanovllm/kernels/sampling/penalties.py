@@ -8,6 +8,7 @@ edit, or with filters after any of this, have their logits copied to float32 fir
 import torch
 
 from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.sampling.candidates import load_raw
 from nanovllm.kernels.sampling.rows import Rows
 from nanovllm.wire.sampling import MASK, PENALTIES, RECORD_WORDS
 
@@ -40,31 +41,38 @@ def is_allowed(masks_row, index, live):
     return ((word >> (index % 32)) & 1) != 0
 
 
+@triton.jit
+def load_edited(row, index, num_ids, flags, penalties, counts_row, masks_row):
+    """Logits of the ids `index`, float32, as counts and mask, which may be None, change them; -inf beyond the row.
+    flags, penalties: of the row's record."""
+    x = load_raw(row, index, num_ids).to(tl.float32)
+    if counts_row is not None:  # noqa: SIM102  (one is known when compiling)
+        if flags & _PENALTIES:
+            count = tl.load(counts_row + index, mask=index < num_ids, other=0)
+            x = penalise(x, count, penalties[0], penalties[1], penalties[2], penalties[3])
+    if masks_row is not None:  # noqa: SIM102
+        if flags & _MASK:
+            x = tl.where(is_allowed(masks_row, index, index < num_ids), x, float("-inf"))
+    return x
+
+
 @triton.jit(do_not_specialize_on_alignment=["ROW", "SLOT", "RECORDS"])
 def _edit_kernel(LOGITS, ROW, SLOT, RECORDS, COUNTS, MASKS, OUT, row_stride, counts_stride, mask_stride, out_stride,
-                 num_ids, COUNTED: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+                 num_ids, TILE: tl.constexpr):  # fmt: skip
     g = tl.program_id(1)
     index = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    live = index < num_ids
     record = RECORDS + g * _RECORD
-    slot = tl.load(SLOT + g)
-    flags = tl.load(record)
-    x = tl.load(LOGITS + tl.load(ROW + g).to(tl.int64) * row_stride + index, mask=live, other=0.0).to(tl.float32)
-    if COUNTED:  # noqa: SIM102  (one is known when compiling)
-        if flags & _PENALTIES:
-            count = tl.load(COUNTS + slot.to(tl.int64) * counts_stride + index, mask=live, other=0)
-            presence, frequency, repetition, inverse_repetition = load_penalties(record)
-            x = penalise(x, count, presence, frequency, repetition, inverse_repetition)
-    if MASKED:  # noqa: SIM102
-        if flags & _MASK:
-            x = tl.where(is_allowed(MASKS + slot.to(tl.int64) * mask_stride, index, live), x, float("-inf"))
-    tl.store(OUT + g.to(tl.int64) * out_stride + index, x, mask=live)
+    slot = tl.load(SLOT + g).to(tl.int64)
+    counts_row = None if COUNTS is None else COUNTS + slot * counts_stride
+    masks_row = None if MASKS is None else MASKS + slot * mask_stride
+    row = LOGITS + tl.load(ROW + g).to(tl.int64) * row_stride
+    x = load_edited(row, index, num_ids, tl.load(record), load_penalties(record), counts_row, masks_row)
+    tl.store(OUT + g.to(tl.int64) * out_stride + index, x, mask=index < num_ids)
 
 
 @triton.jit(do_not_specialize=["num_edits"], do_not_specialize_on_alignment=["ROW", "SLOT", "RECORDS", "EDITS"])
 def _edit_entries_kernel(LOGITS, ROW, SLOT, RECORDS, COUNTS, MASKS, EDITS, OUT, row_stride, counts_stride, mask_stride,
-                         out_stride, num_edits, COUNTED: tl.constexpr, MASKED: tl.constexpr,
-                         TILE: tl.constexpr):  # fmt: skip
+                         out_stride, num_edits, TILE: tl.constexpr):  # fmt: skip
     """Writes the edited logit of single ids over what _edit_kernel wrote for them."""
     entry = tl.program_id(0) * TILE + tl.arange(0, TILE)
     live = entry < num_edits
@@ -76,12 +84,12 @@ def _edit_entries_kernel(LOGITS, ROW, SLOT, RECORDS, COUNTS, MASKS, EDITS, OUT, 
     flags = tl.load(record)
     row = tl.load(ROW + g).to(tl.int64)
     x = tl.load(LOGITS + row * row_stride + index, mask=live, other=0.0).to(tl.float32) + add
-    if COUNTED:
+    if COUNTS is not None:
         has = live & ((flags & _PENALTIES) != 0)
         count = tl.load(COUNTS + slot.to(tl.int64) * counts_stride + index, mask=has, other=0)
         presence, frequency, repetition, inverse_repetition = load_penalties(record)
         x = tl.where(has, penalise(x, count, presence, frequency, repetition, inverse_repetition), x)
-    if MASKED:
+    if MASKS is not None:
         has = live & ((flags & _MASK) != 0)
         x = tl.where(has & (is_allowed(MASKS + slot.to(tl.int64) * mask_stride, index, has) == 0), float("-inf"), x)
     tl.store(OUT + g.to(tl.int64) * out_stride + index, x, mask=live)
@@ -101,15 +109,13 @@ def edit_logits(
     logits, vocab_size = rows.logits, rows.vocab_size
     out = torch.empty(len(rows), vocab_size, dtype=torch.float32, device=logits.device)
     given = (logits, rows.rows, rows.slots, rows.records)
-    tables = (rows.slots if counts is None else counts, rows.slots if masks is None else masks)
     strides = (logits.stride(0), *(0 if t is None else t.stride(0) for t in (counts, masks)), out.stride(0))
-    flags = {"COUNTED": counts is not None, "MASKED": masks is not None}
     _edit_kernel[(triton.cdiv(vocab_size, 4096), len(rows))](
-        *given, *tables, out, *strides, vocab_size, **flags, TILE=4096, num_warps=8
+        *given, counts, masks, out, *strides, vocab_size, TILE=4096, num_warps=8
     )
     if edits.shape[0]:
         _edit_entries_kernel[(triton.cdiv(edits.shape[0], 128),)](
-            *given, *tables, edits, out, *strides, edits.shape[0], **flags, TILE=128, num_warps=4
+            *given, counts, masks, edits, out, *strides, edits.shape[0], TILE=128, num_warps=4
         )
     return out
 
