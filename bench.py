@@ -5,7 +5,7 @@
     bench.py --model 8B --latency          one request alone: time per output token, first token
     bench.py --model 8B --decode-stall     running decodes while long prompts arrive
     bench.py --sampling-options            what each sampling option costs
-    bench.py --model path/or/hub-id --options enforce_eager=True attention_backend=triton
+    bench.py --model path/or/hub-id --enforce-eager --attention-backend triton
 
 Several modes in one call share the engine. Prompts are token ids, so no tokenizer is loaded.
 """
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_workloads import SAMPLING_ROWS, StallWorkload, Workload, draw_workload, random_prompt, sampling
+from nanovllm.cli.options import Parser, add_fields, chosen
 from nanovllm.config import EngineConfig
 from nanovllm.models.published import PUBLISHED_SHAPES
 from roofline import DeviceFigures, Roofline, device_figures
@@ -243,18 +244,33 @@ def parse_assignments(pairs: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    engine = parser.add_argument_group("engine")
-    engine.add_argument("--model", default="0.6B", help=f"folder, hub id, or, for random weights, one of {SIZES}")
-    engine.add_argument("--load-format", choices=("auto", "dummy"), help="default: dummy for a shape by name")
-    engine.add_argument("--tensor-parallel-size", type=int, default=1)
-    engine.add_argument("--data-parallel-size", type=int, metavar="N", help="replicas behind a front; default: none")
-    engine.add_argument("--max-num-seqs", type=int)
-    engine.add_argument("--exact-bits", choices=("batch", "tp"), help="one order of sums for all steps")
-    engine.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), help="type of keys and values")
-    engine.add_argument("--quantization", choices=("fp8", "int4"), help="of linear layers, made while loading")
-    engine.add_argument("--options", nargs="+", default=[], metavar="KEY=VALUE", help="any other option of the engine")
+def add_engine_options(parser: Parser, model: str = "0.6B") -> None:
+    """--model, and every option of the engine but the seed."""
+    text = "with every option of docs/options.md, such as --tensor-parallel-size 2, --quantization fp8, --disable pdl"
+    group = parser.add_argument_group("engine", text)
+    group.add_argument("--model", default=model, help=f"folder, hub id, or, for random weights, one of {SIZES}")
+    add_fields(group, EngineConfig, {}, leave_out=["model", "seed"], shown=False)
+
+
+def engine_options(parser: Parser, args: argparse.Namespace, **defaults: Any) -> dict[str, Any]:
+    """The options of LLM() that were given, above `defaults`; ends with an error that names a wrong one. Replaces a
+    size in `args.model` by its whole name: such a model has random weights."""
+    published = None if Path(args.model).is_dir() else published_name(args.model)
+    args.model = published or args.model
+    if not published and not Path(args.model).is_dir() and args.model.count("/") != 1:
+        parser.error(f"--model {args.model}: no such folder, no hub id (owner/name), and not one of {SIZES}")
+    load_format = "dummy" if published else "auto"
+    options = {"load_format": load_format, "skip_tokenizer_init": True, **defaults, **chosen(args, EngineConfig)}
+    try:
+        EngineConfig.from_options(**options)  # a mistake shows before anything is loaded
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
+    return options
+
+
+def make_parser() -> Parser:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_engine_options(parser)
     modes = parser.add_argument_group("modes (any number; default: --throughput)")
     modes.add_argument("--throughput", action="store_true", help="all requests at once")
     modes.add_argument("--latency", action="store_true", help="one request alone, 128 tokens in, 512 out")
@@ -282,38 +298,19 @@ def published_name(model: str) -> str | None:
 
 
 def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """The arguments, and the engine's options as LLM(model, **options) takes them."""
+    """The arguments, and the engine's options as LLM(**options) takes them."""
     parser = make_parser()
     args = parser.parse_args(argv)
     if min(args.num_seqs, args.repeats) < 1:
         parser.error("--num-seqs and --repeats must be at least 1")
     if args.json and (Path(args.json).is_dir() or not Path(args.json).absolute().parent.is_dir()):
         parser.error(f"--json {args.json}: must be a file in a folder that is there")
-    published = None if Path(args.model).is_dir() else published_name(args.model)
-    args.model = published or args.model
-    if not published and not Path(args.model).is_dir() and args.model.count("/") != 1:
-        parser.error(f"--model {args.model}: no such folder, no hub id (owner/name), and not one of {SIZES}")
-    options: dict[str, Any] = {
-        "load_format": args.load_format or ("dummy" if published else "auto"),
-        "tensor_parallel_size": args.tensor_parallel_size,
-        "skip_tokenizer_init": True,
-    }
-    if args.data_parallel_size is not None:
-        options |= {"data_parallel_size": args.data_parallel_size, "data_parallel_backend": "local"}
-    if args.quantization is not None:
-        options["quantization"] = args.quantization
-    if args.max_num_seqs is not None:
-        options["max_num_seqs"] = args.max_num_seqs
-    for name in ("kv_cache_dtype", "exact_bits"):
-        if getattr(args, name) is not None:
-            options[name] = getattr(args, name)
     try:
-        options |= parse_assignments(args.options)
-        if args.decode_stall is not None:
-            args.decode_stall = parse_stall(args.decode_stall)
-        EngineConfig.from_options(args.model, **options)  # a mistake shows before anything is loaded
-    except (TypeError, ValueError) as error:
+        args.decode_stall = None if args.decode_stall is None else parse_stall(args.decode_stall)
+    except ValueError as error:
         parser.error(str(error))
+    replicas = {} if "data_parallel_size" not in args else {"data_parallel_backend": "local"}
+    options = engine_options(parser, args, **replicas)
     return args, options
 
 
@@ -348,7 +345,7 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
 
     started = time.perf_counter()
     try:
-        engine = LLM(args.model, **options)
+        engine = LLM(**options)
     except (ValueError, OSError) as error:
         raise SystemExit(f"bench.py: {error}") from None
     with engine as llm:

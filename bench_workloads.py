@@ -24,7 +24,7 @@ SAMPLING_ROWS: list[tuple[str, dict[str, Any], int]] = [
     ("one request in 4 with a JSON schema", {"structured_outputs": StructuredOutput(json=SCHEMA)}, 4),
 ]
 """Name, options, and which requests have them: each, or one in so many. The last needs a tokenizer: where it is loaded
-(--options skip_tokenizer_init=False)."""
+(--no-skip-tokenizer-init)."""
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import parse_assignments
+from bench import add_engine_options, engine_options
 from nanovllm import LLM, SamplingParams
-from nanovllm.models.published import PUBLISHED_SHAPES
+from nanovllm.cli.options import Parser
 
 FIRST_KERNEL = "prepare_decode"  # every decode step begins with it
 
@@ -79,27 +79,16 @@ def report(steps: list[list[dict[str, Any]]], rows: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    model = "a published model or a size of Qwen3, with random weights, or a folder"
-    parser.add_argument("--model", default="0.6B", help=model)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_engine_options(parser)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--context", type=int, default=512, help="prompt tokens of each request")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rows", type=int, default=24, help="kernels to list")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1)
-    parser.add_argument("--options", nargs="*", default=[], metavar="KEY=VALUE", help="any other option of the engine")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("a GPU is needed: what is profiled are its kernels")
-    try:
-        options = parse_assignments(args.options)
-    except ValueError as error:
-        parser.error(str(error))
-    dummy = not Path(args.model).is_dir()
-    model = f"Qwen3-{args.model}" if dummy and args.model not in PUBLISHED_SHAPES else args.model
-    load_format = "dummy" if dummy else "auto"
-    options |= {"tensor_parallel_size": args.tensor_parallel_size, "skip_tokenizer_init": True}
-    with LLM(model, load_format=load_format, max_num_seqs=max(args.batch, 16), **options) as llm:
+    with LLM(**engine_options(parser, args, max_num_seqs=max(args.batch, 16))) as llm:
         draw = random.Random(0)
         vocab = llm.model_config.vocab_size
         # no more than is needed: rows wait until the KV cache has room for all of their tokens

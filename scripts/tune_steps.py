@@ -2,8 +2,8 @@
 
     python scripts/tune_steps.py --model Qwen3-8B --out choices.json
     python scripts/tune_steps.py --model /path/to/checkpoint --tensor-parallel-size 2 --rows 2 4 8 16 --budget 120
-    python scripts/tune_steps.py --model Qwen3-32B --tensor-parallel-size 2 --out choices.json --options \\
-        'hf_overrides={"num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 12800,
+    python scripts/tune_steps.py --model Qwen3-32B --tensor-parallel-size 2 --out choices.json --hf-overrides \\
+        '{"num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 12800,
                        "vocab_size": 75968, "eos_token_id": 7}'
 
 The last is what each of four ranks holds of 32B, on two GPUs: half a model over half as many ranks. Weights are random,
@@ -25,8 +25,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import parse_assignments
+from bench import add_engine_options, engine_options
 from nanovllm import LLM, SamplingParams
+from nanovllm.cli.options import Parser
 from nanovllm.kernels.gemm.choice import (
     DECODE_ROWS,
     FP8,
@@ -241,14 +242,12 @@ def tune_all(llm: LLM, all_rows: list[int], budget: float) -> Choices:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="Qwen3-8B", help="a folder, a hub id, or a size of Qwen3")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_engine_options(parser, "8B")
     rows = "default: those of captured steps up to 256; others between two take the larger's choice or keep theirs"
     parser.add_argument("--rows", type=int, nargs="+", help=rows)
     parser.add_argument("--budget", type=float, default=300.0, help="seconds of searching")
     parser.add_argument("--out", type=Path, help="where the table goes; one that is there is kept and added to")
-    parser.add_argument("--options", nargs="+", default=[], metavar="KEY=VALUE", help="any other option of the engine")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("a GPU is needed: what is timed are its kernels")
@@ -256,15 +255,13 @@ def main() -> None:
     all_rows = sorted(args.rows or buckets, reverse=True)
     if not set(all_rows) <= set(buckets):
         parser.error(f"--rows {args.rows}: must be of {buckets}")
-    options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": DECODE_ROWS}
-    options |= {"disable": ("mailbox",), "gpu_memory_utilization": 0.85, "step_timeout": 300.0}
-    options |= {"tensor_parallel_size": args.tensor_parallel_size}
+    defaults = {"load_format": "dummy", "max_num_seqs": DECODE_ROWS, "disable": ("mailbox",)}
+    options = engine_options(parser, args, **defaults, gpu_memory_utilization=0.85, step_timeout=300.0)
     try:
-        options |= parse_assignments(args.options)
         before = load(args.out) if args.out and args.out.exists() else None
     except ValueError as error:
         parser.error(str(error))
-    with LLM(args.model, **options) as llm:
+    with LLM(**options) as llm:
         chosen = tune_all(llm, all_rows, args.budget)
     if args.out:
         save(args.out, table_of(torch.cuda.get_device_name(), chosen, before))

@@ -148,17 +148,17 @@ def test_published_names_get_dummy_weights(tmp_path: Path) -> None:
         assert args.model == "Qwen3-8B" and options["load_format"] == "dummy"
     args, options = bench.parse_args(["--model", str(tmp_path), "--max-num-seqs", "4"])
     assert args.model == str(tmp_path) and options["load_format"] == "auto" and options["max_num_seqs"] == 4
-    arguments = ["enforce_eager=True", "attention_backend=torch", "cpu_kvcache_gib=0.25"]
-    _, options = bench.parse_args(["--options", *arguments])
+    arguments = ["--enforce-eager", "--attention-backend", "torch", "--cpu-kvcache-gib", "0.25"]
+    _, options = bench.parse_args(arguments)
     assert (options["enforce_eager"], options["attention_backend"], options["cpu_kvcache_gib"]) == (True, "torch", 0.25)
 
 
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--options", "enforce_eagr=True"], "enforce_eager"),
-        (["--options", "seed"], "key=value"),
-        (["--options", "max_num_seqs=0"], "max_num_seqs"),
+        (["--enforce-eagr"], "did you mean --enforce-eager?"),
+        (["--decode-stall", "decodes"], "key=value"),
+        (["--max-num-seqs", "0"], "max_num_seqs"),
         (["--decode-stall", "decoders=1"], "--decode-stall decoders: must be one of decodes, decode_input"),
         (["--decode-stall", "decodes=x"], "--decode-stall decodes='x': must be a number >= 1"),
         (["--decode-stall", "prompts=1.5"], "--decode-stall prompts=1.5: must be"),
@@ -179,7 +179,7 @@ def test_step_profiles_take_the_same_options_and_need_a_gpu(tmp_path: Path) -> N
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    command = [str(ROOT / "scripts" / "profile_step.py"), "--options", "enforce_eager=True"]
+    command = [str(ROOT / "scripts" / "profile_step.py"), "--enforce-eager"]
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2 and "a GPU is needed" in done.stderr
 
@@ -261,7 +261,7 @@ def test_command_line_on_a_cpu(tmp_path: Path) -> None:
     model, result = write_tiny(tmp_path / "model"), tmp_path / "result.json"
     flags = "--throughput --latency --sampling-options --num-seqs 4 --input-len 5-20 --output-len 3-6 --repeats 2"
     stall = "--decode-stall decodes=2 decode_input=8 decode_output=12 prompts=2 prompt_len=40 interval=0.01"
-    peaks = "--peak-bandwidth 0.02 --peak-tflops 0.1 --options device=cpu num_kvcache_blocks=64"
+    peaks = "--peak-bandwidth 0.02 --peak-tflops 0.1 --device cpu --num-kvcache-blocks 64"
     command = f"--model {model} --load-format dummy {flags} {stall} {peaks} --json {result}"
     printed = run_program("bench.py", *command.split())
     for words in ("tok/s", "start-up", "settings", "engine", "of it reached", "first token", "ms between tokens"):
@@ -280,7 +280,7 @@ def test_table_script_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     pytest.importorskip("torch")
     model, output = write_tiny(tmp_path / "model"), tmp_path / "out"
     sizes = f"--model {model} --load-format dummy --num-seqs 2 --input-len 5 --output-len 3"
-    sizes += " --options device=cpu num_kvcache_blocks=64"
+    sizes += " --device cpu --num-kvcache-blocks 64"
     runs = [
         bench_table.Run("tiny", f"--throughput --latency {sizes}", cold=True),
         bench_table.Run("broken", f"--model {tmp_path}/missing"),

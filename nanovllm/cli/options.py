@@ -5,6 +5,7 @@ import ast
 import difflib
 import inspect
 import json
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, fields
@@ -25,7 +26,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"formatter_class": HelpFormatter, "allow_abbrev": False, **options})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        args = [_with_dashes(each) for each in args]
+        args = [_with_dashes(each) for each in (sys.argv[1:] if args is None else args)]
         given, rest = super().parse_known_args(args, namespace)
         if rest:
             self.refuse_unknown(rest[0])
