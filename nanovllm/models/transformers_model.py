@@ -9,7 +9,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -74,15 +74,6 @@ class PagedAttention:
         self.k_cache = self.v_cache = self.k_cache.new_empty(0, self.cache_shape[0], 1, self.cache_shape[1])
 
 
-@dataclass
-class _Trial:
-    """What a first pass of a module has shown."""
-
-    specs: list[AttentionSpec] = field(default_factory=list)
-    windows: set[int] = field(default_factory=set)
-    """Of the masks that the module has asked for."""
-
-
 class TransformersModel(WeightedModule):
     """The same to its runner as DecoderForCausalLM, but for what several ranks and graphs need."""
 
@@ -95,17 +86,19 @@ class TransformersModel(WeightedModule):
         """Of the specs that the trial has found; the runner's to set."""
         self._rounds_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
         self._attend: Attend | None = None
-        self._trial = _Trial()
+        self._found: list[AttentionSpec] = []
+        self._windows: set[int] = set()
+        """Of the masks that the module has asked for."""
         self._register()
         self._try()
         none = torch.empty(0, dtype=module.dtype, device=module.device)
-        self._layers = [PagedAttention(spec, none, none) for spec in self._trial.specs]
+        self._layers = [PagedAttention(spec, none, none) for spec in self._found]
         for layer in self._layers:
             layer.unbind_cache()
 
     @property
     def specs(self) -> tuple[AttentionSpec, ...]:
-        return tuple(dict.fromkeys(self._trial.specs))
+        return tuple(dict.fromkeys(self._found))
 
     def attention_layers(self) -> list[PagedAttention]:
         return self._layers
@@ -155,7 +148,7 @@ class TransformersModel(WeightedModule):
         def mask(local_size: int | None = None, **_: Any) -> None:
             model = me()
             assert model is not None
-            model._trial.windows |= set() if local_size is None else {local_size}
+            model._windows |= set() if local_size is None else {local_size}
 
         self._name = name
         AttentionInterface.register(name, attention)
@@ -218,10 +211,9 @@ class TransformersModel(WeightedModule):
                 self._logits(places % text.vocab_size, places)
         except (AttributeError, IndexError, TypeError) as error:
             _refuse(f"it asks for what packed rows do not have: {error}")
-        specs, windows = self._trial.specs, self._trial.windows
-        if not specs:
+        if not self._found:
             _refuse("its attention does not go through transformers' attention interface")
-        if unknown := windows - {spec.window for spec in specs}:
+        if unknown := self._windows - {spec.window for spec in self._found}:
             _refuse(f"it masks pieces of {min(unknown)} tokens, which its attention is not told")
         largest = (packed.view(2, *alone.shape) - alone).abs().max() / alone.std()
         if not largest <= _TOLERANCE[module.dtype]:
@@ -230,21 +222,16 @@ class TransformersModel(WeightedModule):
     def _try_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        self._trial.specs.append(spec)
+        self._found.append(spec)
         visible = torch.ones(_PROBE, _PROBE, dtype=torch.bool, device=q.device).tril()
         if spec.window is not None:
             visible = visible.triu(1 - spec.window)
         by_query = None if sinks is None else sinks[:, None].expand(-1, _PROBE)
         halves = []
         for parts in zip(*(x.transpose(0, 1).split(_PROBE, dim=1) for x in (q, k, v)), strict=True):
-            queries, keys, values = (_repeated(part, spec.num_heads) for part in parts)
+            queries, keys, values = (part.repeat_interleave(spec.num_heads // len(part), dim=0) for part in parts)
             halves.append(attend_reference(queries, keys, values, spec.scale, visible, spec.softcap, by_query))
         return torch.cat(halves, dim=1).transpose(0, 1).to(q.dtype)
-
-
-def _repeated(x: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """x [heads, T, D] -> [num_heads, T, D]."""
-    return x.repeat_interleave(num_heads // x.shape[0], dim=0)
 
 
 def _refuse(why: str) -> None:
