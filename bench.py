@@ -261,6 +261,7 @@ def engine_options(parser: Parser, args: argparse.Namespace, **defaults: Any) ->
         parser.error(f"--model {args.model}: no such folder, no hub id (owner/name), and not one of {SIZES}")
     load_format = "dummy" if published else "auto"
     options = {"load_format": load_format, "skip_tokenizer_init": True, **defaults, **chosen(args, EngineConfig)}
+    options.pop("seed", None)  # a program's own, for what it draws
     try:
         EngineConfig.from_options(**options)  # a mistake shows before anything is loaded
     except (TypeError, ValueError) as error:

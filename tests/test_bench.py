@@ -148,6 +148,7 @@ def test_published_names_get_dummy_weights(tmp_path: Path) -> None:
         assert args.model == "Qwen3-8B" and options["load_format"] == "dummy"
     args, options = bench.parse_args(["--model", str(tmp_path), "--max-num-seqs", "4"])
     assert args.model == str(tmp_path) and options["load_format"] == "auto" and options["max_num_seqs"] == 4
+    assert "seed" not in bench.parse_args(["--seed", "5"])[1], "weights stay the same"
     arguments = ["--enforce-eager", "--attention-backend", "torch", "--cpu-kvcache-gib", "0.25"]
     _, options = bench.parse_args(arguments)
     assert (options["enforce_eager"], options["attention_backend"], options["cpu_kvcache_gib"]) == (True, "torch", 0.25)
