@@ -76,7 +76,9 @@ def test_the_end_of_a_completion_is_not_lost_between_two_threads() -> None:
         engine: Any = llm.engine
         step, knows = engine.step, engine.knows
         other = threading.Thread(target=lambda: llm.generate([[3] * 5], use_tqdm=False))
-        request_id = llm.add_request([5] * 7, SamplingParams(n=2, temperature=0, max_tokens=4, ignore_eos=True))
+        every_third = list(range(0, llm.model_config.vocab_size, 3))  # completion 1 ends in the step after 0's end
+        params = SamplingParams(n=2, temperature=1.0, seed=5, max_tokens=8, stop_token_ids=every_third)
+        request_id = llm.add_request([5] * 7, params)
         last = engine._completions[request_id][1]
 
         def slow_step() -> StepColumns:
@@ -87,7 +89,7 @@ def test_the_end_of_a_completion_is_not_lost_between_two_threads() -> None:
             return outputs
 
         def slow_knows(number: int) -> bool:
-            if sys._getframe(1).f_code.co_name == "_take" and not other.ident:
+            if sys._getframe(1).f_code.co_name == "step" and not other.ident:
                 other.start()
                 ended.wait(0.5)
             known: bool = knows(number)

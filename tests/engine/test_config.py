@@ -145,7 +145,7 @@ def test_the_long_prompt_threshold_follows_the_budget(threshold: int | None, bud
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (without("architectures"), "architectures=[]: must be exactly one architecture in config.json"),
+        (without("architectures"), "architectures=None: must be exactly one architecture in config.json"),
         (small(architectures=["A", "B"]), "architectures=['A', 'B']: must be exactly one"),
         *[
             (without(name), f"config.json: {name!r} is missing")
