@@ -130,9 +130,16 @@ def is_hub_id(config: EngineConfig) -> bool:
 
 
 def resolve_model_folder(config: EngineConfig) -> EngineConfig:
-    """Replaces a hub id by the local folder of its files (downloaded where they are not there yet)."""
-    if not is_hub_id(config):
-        return config
+    """Replaces a hub id by the local folder of its files (downloaded where they are not there yet). Raises
+    FileNotFoundError or ValueError where the folder has no config.json that can be read: it is no model's."""
+    if is_hub_id(config):
+        config = _fetched(config)
+    if Path(config.model).is_dir():
+        _read_json(Path(config.model) / "config.json")
+    return config
+
+
+def _fetched(config: EngineConfig) -> EngineConfig:
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.txt", "*.jinja"] + (["*.safetensors"] if config.load_format == "auto" else [])

@@ -305,6 +305,7 @@ def test_weights_that_a_repository_has_twice_are_fetched_once(monkeypatch: pytes
 
     def fetch(_: str, **patterns: Any) -> str:
         fetched.extend(filter_repo_objects(names, **patterns))
+        (tmp_path / "config.json").write_text("{}")
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)

@@ -117,7 +117,7 @@ def test_model_that_is_not_there(tmp_path: Path) -> None:
 def test_folder_without_a_model(tmp_path: Path) -> None:
     with Server(tmp_path, model=tmp_path) as server:
         assert server.process.wait(30) == 1
-        assert ".json is missing" in server.log and "Traceback" not in server.log
+        assert f"model='{tmp_path}': config.json is missing" in server.log and "Traceback" not in server.log
 
 
 def test_parser_that_is_not_there(tmp_path: Path) -> None:
