@@ -182,6 +182,16 @@ def test_trailers_and_upgrades_are_passed_over(client: httpx.Client, server: Ser
         assert raw(server, OPENING + rest).startswith(b"HTTP/1.1 200")
 
 
+def test_headers_that_end_in_another_read_than_they_began(server: Server) -> None:
+    """What follows them is no header, however large."""
+    body = json.dumps(ASK | {"user": "a" * 100_000}).encode()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(OPENING + b"content-length: %d\r\n\r" % len(body))
+        time.sleep(0.2)
+        connection.sendall(b"\n" + body)
+        assert connection.recv(12) == b"HTTP/1.1 200"
+
+
 def test_no_http(server: Server) -> None:
     status, error = refusal(raw(server, b"\x16\x03\x01 hello\r\n\r\n"))
     assert (status, error["type"]) == (400, "invalid_request_error")

@@ -122,12 +122,12 @@ class BoundedProtocol(HttpToolsProtocol):
             counted, end, rest = data.partition(b"\r\n\r\n")
             data = _OFFER.sub(b"x-upgrade:", counted) + end + rest
         self._received += len(counted)
+        if self._received > 2 * limits.BODY_BYTES:  # what frames its chunks, and follows them
+            self.refuse(_body_too_large())
+            return
+        super().data_received(data)
         if self._in_headers and self._received > limits.HEADER_BYTES:
             self.refuse(_headers_too_large())
-        elif self._received > 2 * limits.BODY_BYTES:  # what frames its chunks, and follows them
-            self.refuse(_body_too_large())
-        else:
-            super().data_received(data)
 
     def _stop_parsing(self, error: ApiError) -> None:
         """From a callback of the parser: answers, and makes the parser give up."""
