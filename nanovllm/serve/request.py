@@ -215,7 +215,7 @@ class Request:
         self.error = error
         self.parts.clear()
         if self.connection is not None:
-            if not self.is_unread:
+            if self._can_write():
                 self.flush(self.last_write)
                 return
             self.connection.transport.abort()  # the client would never see the error

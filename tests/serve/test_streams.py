@@ -126,6 +126,16 @@ async def test_client_that_lets_text_pile_up_is_let_go_after_the_last_token_too(
     assert room.connection.is_closed and room.is_empty
 
 
+@running
+async def test_error_after_the_connection_was_closed() -> None:
+    """Its task does not wait for ever."""
+    room = Room()
+    room.step(5)
+    room.connection.is_closed = True
+    room.streams.fail(room.request, engine_dead())
+    assert room.is_empty and room.request.done.exception() is not None
+
+
 def at_a_step(room: Room) -> None:
     room.step(5)
 
