@@ -287,4 +287,3 @@ class Front:
                 *((stats.prompt_tokens - prompts) / seconds, (stats.generation_tokens - outputs) / seconds),
             )
         self._last_totals = (self.now(), stats.prompt_tokens, stats.generation_tokens)
-
