@@ -123,7 +123,8 @@ class EngineConfig:
     """"native": our layers; "transformers": transformers' own module over our KV cache, on one rank and without CUDA
     graphs; "auto": native where there is one."""
     quantization: str | None = None
-    """"fp8": linear layers hold weights in e4m3, made while they are loaded. None: as the checkpoint has them."""
+    """"fp8": linear layers hold weights in e4m3, made while they are loaded; "int4": in 4 bits. None: as the
+    checkpoint has them."""
     exact_bits: str | None = None
     """"batch": log-probabilities of a request equal to the last bit whatever runs beside it and however its steps are
     cut; "tp": on 1, 2, 4 and 8 ranks too. None: up to the order of sums."""

@@ -97,7 +97,7 @@ def field_docs(kind: type) -> dict[str, str]:
 
 
 def add_fields(
-    parser: argparse.ArgumentParser,
+    parser: argparse._ActionsContainer,
     kind: type,
     groups: Mapping[str, str],
     leave_out: Sequence[str] = (),
