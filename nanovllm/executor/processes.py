@@ -11,22 +11,26 @@ loaded, computing is progress too. A worker that compiles with Triton never hang
 """
 
 import os
+import pickle
 import queue
+import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
 from nanovllm.errors import WorkerError
-from nanovllm.executor.channel import CommandWriter, Word, WorkerState, create_shared_memory
-from nanovllm.startup.child import end, forbid_multicast, no_standard_numbers, start_python
+from nanovllm.executor.channel import REPLY_LENGTH, CommandWriter, Word, WorkerState, create_shared_memory
+from nanovllm.startup.child import end, forbid_multicast, no_standard_numbers, socket_pair, start_python
+from nanovllm.wire.framing import FrameBuffer
 
 _WATCH_INTERVAL = 0.2  # seconds between looks at workers' progress
 _LONGEST_LOOK_AWAY = 1.0  # seconds that count between two looks: in a longer pause this process stood still itself
 _EXIT_GRACE = 5.0  # seconds for a worker to end by itself when asked to
+_READ_BYTES = 1 << 18
 _CALL_TIMEOUT = 1800.0  # seconds for a rare command such as loading weights, also of a worker that makes progress
 _START_PATIENCE = 60.0  # seconds that libraries, drivers and first steps may take, where step_timeout is less
 _WORKER_MODULE = "nanovllm.executor.worker"
@@ -77,7 +81,7 @@ class WorkerProcesses:
         self._failure: _Failure | None = None
         self._closing = False
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._controls: list[Connection] = []
+        self._controls: list[socket.socket] = []
         self._replies: list[queue.Queue[Any]] = [queue.Queue() for _ in range(1, size)]
         self._doorbells: list[int] = []
         self.on_failure: Callable[[], None] = lambda: None
@@ -100,8 +104,8 @@ class WorkerProcesses:
             os.close(memory)
 
     def _spawn(self, rank: int, memory: int) -> None:
+        ours, theirs = socket_pair()
         with no_standard_numbers():
-            ours, theirs = Pipe()
             bell_read, bell_write = os.pipe()
         self._controls.append(ours)
         self._doorbells.append(bell_write)
@@ -163,22 +167,26 @@ class WorkerProcesses:
     # -- watching -----------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        open_controls = {control: rank for rank, control in enumerate(self._controls, start=1)}
+        streams = {control: (rank, FrameBuffer(REPLY_LENGTH)) for rank, control in enumerate(self._controls, start=1)}
         progress = {rank: _Progress() for rank in range(1, self.size)}
         last_look = time.monotonic()
-        while open_controls and not self._closing and self._failure is None:
-            for control in wait(list(open_controls), timeout=_WATCH_INTERVAL):
-                assert isinstance(control, Connection)
-                rank = open_controls[control]
+        while not self._closing and self._failure is None:
+            for control in wait(list(streams), timeout=_WATCH_INTERVAL):
+                assert isinstance(control, socket.socket)
+                rank, stream = streams[control]
                 try:
-                    kind, value = control.recv()
-                except (EOFError, OSError):
+                    data = control.recv(_READ_BYTES)  # never waits for the rest of a reply: who sends it may hang
+                except OSError:
+                    data = b""
+                if not data:
                     self._fail(_Failure(WorkerError, self._death_notice(rank)))
                     return
-                if kind == "error":
-                    self._fail(_worker_failure(rank, *value))
-                    return
-                self._replies[rank - 1].put(value)
+                for message in stream.feed(data):
+                    kind, value = pickle.loads(message)
+                    if kind == "error":
+                        self._fail(_worker_failure(rank, *value))
+                        return
+                    self._replies[rank - 1].put(value)
             now = time.monotonic()
             for rank in progress:
                 self._check_progress(rank, progress[rank], min(now - last_look, _LONGEST_LOOK_AWAY))
@@ -228,7 +236,7 @@ class WorkerProcesses:
         self._closing = True
         for control in self._controls:
             try:
-                control.send_bytes(b"")  # "leave": the stream does not end while a fork of this process holds it open
+                control.send(b"!")  # "leave": the stream does not end while a fork of this process holds it open
             except OSError:
                 pass
         if self._watcher.is_alive() and threading.current_thread() is not self._watcher:

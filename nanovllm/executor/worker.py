@@ -2,13 +2,15 @@
 processes.py. It reads a command, carries it out, and answers if it was a call."""
 
 import os
+import pickle
+import select
+import socket
 import sys
 import threading
 import traceback
-from multiprocessing.connection import Connection
 from typing import Any
 
-from nanovllm.executor.channel import STEP, CommandReader, WorkerState
+from nanovllm.executor.channel import REPLY_LENGTH, STEP, CommandReader, WorkerState
 from nanovllm.startup.child import leave_signals_to_parent
 
 _LOOK_SECONDS = 0.5
@@ -17,7 +19,7 @@ _SPIN_SECONDS = 2.0  # for which a worker of a GPU waits for its next command be
 
 def main(rank: int, control_fd: int, memory_fd: int, doorbell_fd: int, store_fd: int) -> None:
     leave_signals_to_parent()
-    control = Connection(control_fd)
+    control = socket.socket(fileno=control_fd)
     ring = CommandReader(memory_fd, rank - 1, doorbell_fd)
     threading.Thread(target=_follow_parent, args=(control, ring), daemon=True).start()
     try:
@@ -27,19 +29,26 @@ def main(rank: int, control_fd: int, memory_fd: int, doorbell_fd: int, store_fd:
         kinds = (FileNotFoundError, ValueError) if ring.state is WorkerState.CALLING else ()
         kind = next((kind for kind in kinds if isinstance(error, kind)), None)
         try:
-            control.send(("error", (kind, str(error), traceback.format_exc())))
+            _send(control, "error", (kind, str(error), traceback.format_exc()))
         finally:
             os._exit(1)  # not sys.exit: destructors of half-broken communicators may wait for ranks that are gone
 
 
-def _follow_parent(control: Connection, ring: CommandReader) -> None:
+def _send(control: socket.socket, kind: str, value: Any) -> None:
+    packed = pickle.dumps((kind, value), pickle.HIGHEST_PROTOCOL)
+    control.sendall(REPLY_LENGTH.pack(len(packed)) + packed)
+
+
+def _follow_parent(control: socket.socket, ring: CommandReader) -> None:
     """Ends this process when rank 0 says so (by any message), closes its end, or is no more.
 
     Whatever the main thread is doing meanwhile: importing, loading, waiting in a collective for ranks that are gone.
     """
     parent = os.getppid()
     try:
-        while not control.poll(_LOOK_SECONDS):
+        said = select.poll()
+        said.register(control, select.POLLIN)
+        while not said.poll(_LOOK_SECONDS * 1000):
             ring.report_work()
             if os.getppid() != parent:  # a process that rank 0 forked may hold its end of the socket open
                 break
@@ -47,7 +56,7 @@ def _follow_parent(control: Connection, ring: CommandReader) -> None:
         os._exit(0)
 
 
-def _work(ring: CommandReader, control: Connection, rank: int, store_fd: int) -> None:
+def _work(ring: CommandReader, control: socket.socket, rank: int, store_fd: int) -> None:
     """Returns never; rank 0 ends this process."""
     # Torch and the engine, while rank 0 resolves its options.
     import numpy as np
@@ -61,11 +70,11 @@ def _work(ring: CommandReader, control: Connection, rank: int, store_fd: int) ->
         torch.set_num_threads(num_threads)
     else:
         ring.spin_seconds, ring.counts_work = _SPIN_SECONDS, False
-    control.send(("result", None))  # imported
+    _send(control, "result", None)  # imported
     runner = ModelRunner(config, model_config, rank, open_store(store_fd), ring.report_progress)
     runner.load()
     _report_compiling(ring)
-    control.send(("result", None))  # loaded
+    _send(control, "result", None)  # loaded
     while True:
         ring.state = WorkerState.IDLE
         kind, message = ring.receive()
@@ -75,7 +84,7 @@ def _work(ring: CommandReader, control: Connection, rank: int, store_fd: int) ->
         else:
             ring.state = WorkerState.CALLING
             method, args = message
-            control.send(("result", getattr(runner, method)(*args)))
+            _send(control, "result", getattr(runner, method)(*args))
 
 
 def _report_compiling(ring: CommandReader) -> None:

@@ -59,14 +59,22 @@ def freeze_objects() -> None:
 
 def start_linked(module: str, *args: str) -> tuple["subprocess.Popen[bytes]", socket.socket]:
     """Runs a module of ours with a socket to us, whose number is its first argument; returns it and our end."""
-    with no_standard_numbers():
-        ours, theirs = socket.socketpair()
+    ours, theirs = socket_pair()
     with theirs:
         try:
             return start_python(module, str(theirs.fileno()), *args, pass_fds=(theirs.fileno(),)), ours
         except BaseException:
             ours.close()
             raise
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Our end and one for a child. Both wait, whatever socket.setdefaulttimeout says in the caller's program."""
+    with no_standard_numbers():
+        ours, theirs = socket.socketpair()
+    for each in (ours, theirs):
+        each.setblocking(True)
+    return ours, theirs
 
 
 @contextmanager

@@ -3,6 +3,7 @@ rank of an engine."""
 
 import os
 import signal
+import struct
 import sys
 import time
 from typing import Any
@@ -12,7 +13,9 @@ def fail(*_: Any, **__: Any) -> Any:
     how = os.environ["FAULT"].split(":")[1]
     if how == "exit":
         os._exit(3)
-    if how == "stop":
+    if how == "half":  # of a reply
+        os.write(int(sys.argv[2]), struct.pack("<Q", 1 << 20) + bytes(1000))
+    if how in ("stop", "half"):
         os.kill(os.getpid(), signal.SIGSTOP)
     if how == "sleep":
         time.sleep(600)

@@ -146,11 +146,12 @@ def weights_of(llm: LLM) -> list[tuple[str, torch.Tensor]]:
     return [(weight.name, torch.randn(weight.shape)) for weight in llm.engine.executor.runner.weights]
 
 
-@pytest.mark.parametrize("how", ["sleep", pytest.param("work", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["sleep", "half", pytest.param("work", marks=pytest.mark.slow)])
 def test_a_long_call_is_one_that_computes(
     how: str, tiny: str, mark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that hangs in a rare call is noticed like one that hangs in a step, though its process lives."""
+    """A worker that hangs in a rare call, or stops in the midst of its reply, is noticed like one that hangs in a step,
+    though its process lives."""
     monkeypatch.setattr(processes, "_WORKER_MODULE", "faulty_worker")
     monkeypatch.setenv("FAULT", f"call:{how}")
     with tiny_llm(tiny, step_timeout=1.2) as llm:
