@@ -179,6 +179,7 @@ class EngineControl(EngineLoop):
                 yield
         finally:
             self.scheduler.holds_new = False
+            self.wake()
 
     def pause_steps(self) -> None:
         """No step is launched until `resume`."""

@@ -177,8 +177,6 @@ class EngineLoop:
 
     def check_can_step(self) -> None:
         """Raises RuntimeError where a step would compute without weights or memory."""
-        if self._closed:
-            raise RuntimeError("this engine is closed")
         self._raise_failure()
         if not self.is_paused:
             self._require_awake(*self.asleep)
@@ -186,6 +184,8 @@ class EngineLoop:
 
     def _raise_failure(self) -> None:
         """Where this engine cannot go on."""
+        if self._closed:
+            raise RuntimeError("this engine is closed")
         if self._error is not None:
             raise RuntimeError(f"this engine has failed and cannot go on: {short(self._error)}") from self._error
         self.executor.check()

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.errors import ReplicaError
+
 if TYPE_CHECKING:
     import torch
 
@@ -45,7 +47,9 @@ class ReplicaRanks:
 
     def checksum(self) -> dict[str, str]:
         """Raises RuntimeError where two replicas hold different values of one tensor."""
-        first, *others = self._ask("checksum")
+        if not (found := self._ask("checksum")):
+            raise ReplicaError("checksum: every replica was lost meanwhile")
+        first, *others = found
         for other in others:
             if different := [name for name in first if other.get(name) != first[name]]:
                 raise RuntimeError(f"checksum: replicas hold different values of {different[0]}")

@@ -63,11 +63,19 @@ def test_another_threads_event_ends_the_wait(spin: float) -> None:
     inbox.close()
 
 
-def test_front_and_replica_that_both_send_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The replica does not read while it cannot send, and nobody takes anything out meanwhile."""
+@pytest.mark.parametrize("patience", [None, 0.1])
+def test_front_and_replica_that_both_send_do_not_wait_for_each_other(
+    patience: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replica does not read while it cannot send, and nobody takes anything out meanwhile. `patience`: what the
+    program gives its own sockets."""
     monkeypatch.setattr(link, "_MOST_UNSENT", 1 << 20)
     inbox = Inbox()
-    echo = ProcessLink(0, cast(Start, "start"), inbox, "echo_replica")
+    socket.setdefaulttimeout(patience)
+    try:
+        echo = ProcessLink(0, cast(Start, "start"), inbox, "echo_replica")
+    finally:
+        socket.setdefaulttimeout(None)
     sent = [os.urandom(1 << 16) for _ in range(60)]
     for message in sent:
         echo.send(echo.pack(message))
@@ -124,6 +132,23 @@ def test_no_step_waits_where_the_last_replica_was_lost_during_a_call(monkeypatch
     with pytest.raises(RuntimeError, match="cannot go on"):
         front.step()
     front.close()
+
+
+def test_a_checksum_that_no_replica_answers_is_an_error_that_says_so() -> None:
+    only = Mock(ReplicaLink, number=0)
+    front, inbox = front_of([only], Mock())
+    inbox.put((only, Lost("died")))
+    with pytest.raises(ReplicaError, match="every replica was lost"):
+        front.checksum()
+    front.close()
+
+
+def test_a_thread_whose_turn_comes_after_the_end_is_told_so() -> None:
+    front, _ = front_of([Mock(ReplicaLink, number=0)], Mock())
+    front.close()
+    for late in (front.checksum, lambda: front.load_weights([], "recompute", None), front.step):
+        with pytest.raises(RuntimeError, match="this engine is closed"):
+            late()
 
 
 def test_a_replica_that_is_lost_while_it_falls_asleep_starts_when_the_others_wake_up() -> None:

@@ -66,6 +66,27 @@ def test_new_weights_in_a_pause(llm: LLM, policies: tuple[Policy, Policy]) -> No
     assert 2 in counts and counts <= {1, 2}  # a replica may not have begun when the pause came
 
 
+def test_who_sleeps_through_a_wait_for_requests_hears_of_its_end(llm: LLM) -> None:
+    """Requests that came meanwhile begin then."""
+    short = SamplingParams(max_tokens=4, ignore_eos=True)
+    llm.add_request([3], short)
+    llm.step()
+    waiting = llm.engine.end_requests("wait", "mode")
+    next(waiting)
+    llm.add_request([5], short)
+    while llm.engine.is_busy():
+        llm.step()
+    woken: list[bool] = []
+    sleeper = threading.Thread(target=lambda: woken.append(llm.wait_for_work(20.0)), daemon=True)
+    sleeper.start()
+    time.sleep(0.1)
+    assert next(waiting, "ended") == "ended"
+    sleeper.join(5.0)
+    assert woken == [True]
+    while llm.has_unfinished_requests():
+        llm.step()
+
+
 def test_a_pause_that_waits(llm: LLM) -> None:
     running = Generating(llm)
     wait_for_tokens(llm)
