@@ -11,7 +11,7 @@ from nanovllm.cli.options import Parser
 
 def parse_with_config(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
     """What `parser` makes of the arguments, where the file of --config has its defaults. Ends with an error that names
-    file and option where the file is wrong."""
+    the option, or the file, that is wrong."""
     given = parser.parse_args(arguments)
     if given.config is None:
         return given

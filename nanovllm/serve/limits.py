@@ -35,6 +35,7 @@ WRITE_BUFFER = 256 << 10
 PENDING_TEXT = 1 << 20
 """Characters that may wait for a slow client."""
 SLOW_SECONDS = 30.0
+"""In which a client with a full write buffer takes nothing; then it is let go."""
 PING_SECONDS = 15.0
 """Silence on a stream after which it gets a comment line."""
 

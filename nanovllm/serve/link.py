@@ -26,9 +26,6 @@ class EngineChild:
         """Waits for its end once the socket is closed, and kills it when its time is over."""
         end(self.process, _EXIT_PATIENCE)
 
-    def kill(self) -> None:
-        end(self.process, 0.0)
-
 
 class EngineLink(asyncio.Protocol):
     """Frames in, frames out, in the event loop."""
