@@ -165,7 +165,7 @@ class CommandReader(_Ring):
         self._consumed = 0
         self.counts_work = True
         """Whether computing is progress: not on a GPU, where waiting for the device computes too."""
-        # Of this thread alone: others poll for as long as the process lives (gloo's, and the one that reports).
+        # Of this thread alone: the one that reports polls for as long as the process lives.
         self._work_clock = time.pthread_getcpuclockid(threading.get_ident())
 
     def receive(self) -> tuple[int, Any]:

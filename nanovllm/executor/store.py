@@ -53,9 +53,3 @@ class WatchedStore(dist.Store):
             if time.monotonic() > deadline:
                 raise RuntimeError(f"no rank has set {', '.join(keys)} within {seconds:.0f} s")
             time.sleep(_LOOK_INTERVAL)
-
-    def check(self, keys: list[str]) -> bool:
-        return self.unwatched.check(keys)
-
-    def add(self, key: str, amount: int) -> int:
-        return self.unwatched.add(key, amount)

@@ -102,8 +102,8 @@ class ParallelLinear(WeightedModule):
         return isinstance(self.quantized, FP8Matrix) and self.quantized.takes_rounded
 
     def matmul(self, x: Row | FP8Rows) -> torch.Tensor:
-        """x [T, in] @ weight^T: [T, out], or float32 [parts, T, out], sums over parts of `in`, where the choice says
-        so: only layers whose result goes to a ReduceAddNorm have such a choice."""
+        """x [T, in] @ weight^T: [T, out], or [parts, T, out], sums over parts of `in`, in float32 but for its `nodes`,
+        where the choice says so: only layers whose result goes to a ReduceAddNorm have such a choice."""
         config = self.choice(x.shape[0])
         if isinstance(x, Unnormed | Gated):
             return one_row.linear(x, self.weight, config)
@@ -114,7 +114,7 @@ class ParallelLinear(WeightedModule):
         return matmul(x, self.weight, config)
 
     def forward(self, x: Row | FP8Rows) -> torch.Tensor:
-        """[T, in] -> [T, out], or float32 [parts, T, out] as `matmul`."""
+        """[T, in] -> [T, out], or [parts, T, out] as `matmul`."""
         y = self.matmul(x)
         if self.bias is not None and self.adds_bias:
             (y if y.dim() == 2 else y[0]).add_(self.bias)

@@ -112,7 +112,7 @@ def test_captured_step_serves_other_lengths(options: dict[str, Any]) -> None:
         out.fill_(float("nan"))
         graph.replay()
         expected = attention_reference(case.q.double(), case.k_cache, case.v_cache, m.row_slot, m.cu_seqlens_q,
-                                               m.context_lens, m.block_table, case.spec, case.sinks)
+                                       m.context_lens, m.block_table, case.spec, case.sinks)
         expected[:4][m.context_lens[:4] == 0] = float("nan")
         assert replace(case, expected=expected).error_of(out) < TOLERANCE
 

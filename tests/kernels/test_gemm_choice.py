@@ -112,6 +112,7 @@ def test_file_keeps_a_table(tmp_path: Path) -> None:
 
 
 ENTRY = {"kind": "o", "n": 512, "k": 512, "dtype": "bfloat16", "fused": True, "rows": [[16, {"kernel": "library"}]]}
+TILES = {"kernel": "decode", "block_n": 64, "block_m": 16, "block_k": 128, "stages": 3}
 
 
 @pytest.mark.parametrize(
@@ -133,6 +134,9 @@ ENTRY = {"kind": "o", "n": 512, "k": 512, "dtype": "bfloat16", "fused": True, "r
         json.dumps({"devices": ["x"], "gemms": [ENTRY | {"rows": [[16, {"kernel": "split", "split_k": 7}]]}]}),
         json.dumps({"devices": ["x"], "gemms": [ENTRY | {"rows": [[16, {"num_warps": 0}]]}]}),
         json.dumps({"devices": ["x"], "gemms": [ENTRY | {"rows": [["16", {}]]}]}),
+        json.dumps({"devices": ["x"], "gemms": [ENTRY | {"rows": [[16, TILES | {"block_m": 0}]]}]}),
+        json.dumps({"devices": ["x"], "gemms": [ENTRY | {"rows": [[16, TILES | {"split_k": 0}]]}]}),
+        json.dumps({"devices": ["x"], "gemms": [ENTRY | {"rows": [[16, TILES | {"split_k": 2, "nodes": True}]]}]}),
     ],
 )
 def test_spoilt_files_are_refused_by_their_path(tmp_path: Path, content: str) -> None:

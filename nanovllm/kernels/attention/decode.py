@@ -245,7 +245,7 @@ class DecodeScratch:
     partial: torch.Tensor
     """float32, for [max_num_seqs, Hq, splits, D]"""
     lse: torch.Tensor
-    """float32, for [max_num_seqs, Hq, splits], or two of them: fixed_order_decode.py keeps maximum and sum."""
+    """float32, for [max_num_seqs, Hq, splits], or two of them: a plan in fixed_order keeps maximum and sum."""
 
     @classmethod
     def for_specs(cls, plans: dict[AttentionSpec, DecodePlan], device: torch.device) -> "DecodeScratch":

@@ -96,7 +96,8 @@ class GemmConfig:
 
     @property
     def parts(self) -> int:
-        """Sums over parts of K that the consumer gets as float32 [parts, rows, n]; 1: the result [rows, n]."""
+        """Sums over parts of K that the consumer gets as [parts, rows, n], float32 but for `nodes`; 1: the result
+        [rows, n]."""
         return 1 if self.is_skinny or self.kernel == "int4_whole" else self.split_k
 
 
@@ -368,13 +369,16 @@ def _parse(raw: dict[str, Any]) -> GemmTable:
 
 def _checked(gemm: Gemm, most: int, config: GemmConfig) -> GemmConfig:
     """`config`; ValueError where it cannot multiply `most` rows by this weight."""
-    if config.kernel not in get_args(Kernel) or config.kernel in ("blocks", "one_row") or config.nodes:
-        raise ValueError(f"{gemm}: kernel {config.kernel!r} is none of {get_args(Kernel)}")
+    kernels = [kernel for kernel in get_args(Kernel) if kernel not in ("blocks", "one_row")]
+    if config.kernel not in kernels or config.nodes:
+        raise ValueError(f"{gemm}: {config}: must have one of the kernels {kernels}, and no nodes")
     numbers = [getattr(config, field.name) for field in fields(config) if field.name not in ("kernel", "nodes")]
     bounds = {"fma": SKINNY_ROWS, "quantized_row": 1, "decode": DECODE_ROWS}
     bounds |= {"int4": INT4_ROWS, "int4_whole": INT4_ROWS}
     sizes = [config.block_n, config.block_k, config.stages] if config.is_own else []
-    if any(type(number) is not int or number < 0 for number in numbers) or not all([*sizes, config.num_warps]):
+    sizes += [config.block_m] if sizes and not config.is_skinny else []
+    sizes += [config.split_k, config.num_warps]
+    if any(type(number) is not int or number < 0 for number in numbers) or not all(sizes):
         raise ValueError(f"{gemm}: {config} has sizes that are no positive integers")
     if most > bounds.get(config.kernel, most):
         raise ValueError(f"{gemm}: {config.kernel!r} takes at most {bounds[config.kernel]} rows, not {most}")

@@ -24,6 +24,6 @@ _BY_KERNEL: dict[Kernel, Callable[[Tensor, Tensor, GemmConfig], Tensor]] = {
 
 
 def matmul(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
-    """x [M, K] @ weight [N, K]^T in one dtype -> [M, N]; where config.parts > 1 float32 [parts, M, N], sums over parts
-    of K."""
+    """x [M, K] @ weight [N, K]^T in one dtype -> [M, N]; where config.parts > 1 [parts, M, N], sums over parts of K, in
+    float32 but for config.nodes."""
     return _BY_KERNEL[config.kernel](x, weight, config)
