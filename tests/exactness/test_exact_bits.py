@@ -18,7 +18,7 @@ from workload import LONGEST, ROOMY, Request, make_requests
 from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import RequestOutput
 
-SHAPE: dict[str, Any] = {"hidden_size": 72, "intermediate_size": 200, "vocab_size": 301}
+SHAPE: dict[str, Any] = {"hidden_size": 71, "intermediate_size": 200, "vocab_size": 301}
 """Odd sizes: padded columns, a vocabulary that no number of ranks divides, leaves of a few columns."""
 CROWDS: dict[str, dict[str, Any]] = {
     "at once": {},

@@ -16,10 +16,11 @@ SHAPES = [("qkv", 6144, 4096), ("o", 4096, 4096), ("gate_up", 24576, 4096), ("do
           ("down", 1024, 3072), ("head", 151936, 1024), ("qkv", 1152, 904)]  # fmt: skip
 
 
+@pytest.mark.parametrize("columns", [96, 70, 71])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_give_a_row_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
+def test_blocks_give_a_row_the_same_bits_in_any_company(dtype: torch.dtype, columns: int) -> None:
     torch.manual_seed(0)
-    x, weight = torch.randn(37, 96).to(dtype), torch.randn(43, 96).to(dtype)
+    x, weight = torch.randn(37, columns).to(dtype), torch.randn(43, columns).to(dtype)
     whole = linear_in_blocks(x, weight, GemmConfig("blocks"))
     torch.testing.assert_close(whole, (x.double() @ weight.double().T).to(dtype))
     for rows in (slice(0, 1), slice(5, 6), slice(3, 36)):

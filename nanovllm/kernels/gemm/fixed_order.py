@@ -153,9 +153,11 @@ def _set(library: Any, bfloat16: Any, float16: Any) -> None:
 def linear_in_blocks(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
     """x [M, K] @ weight [N, K]^T -> [M, N] in x's dtype; with config.split_k > 1 [split_k, M, N], sums over parts of K.
     """
-    (rows, k), n, dtype, count = x.shape, weight.shape[0], x.dtype, config.split_k
-    x = torch.nn.functional.pad(x.float(), (0, 0, 0, ROWS if rows == 0 else -rows % ROWS))
-    weight = torch.nn.functional.pad(weight.float(), (0, 0, 0, -n % COLUMNS))
+    rows, n, dtype, count = x.shape[0], weight.shape[0], x.dtype, config.split_k
+    more = -x.shape[1] % 8  # zeros: the library sums rows that begin at odd places in orders of their own
+    x = torch.nn.functional.pad(x.float(), (0, more, 0, ROWS if rows == 0 else -rows % ROWS))
+    weight = torch.nn.functional.pad(weight.float(), (0, more, 0, -n % COLUMNS))
+    k = x.shape[1]
     parts = []
     for x_part, weight_part in zip(x.chunk(count, 1), weight.chunk(count, 1), strict=True):
         columns = weight_part.reshape(-1, COLUMNS, k // count).transpose(1, 2)
