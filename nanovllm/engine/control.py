@@ -16,6 +16,7 @@ TAGS = ("weights", "kv_cache")
 IN_FLIGHT = ("recompute", "keep", "wait", "abort")
 """What becomes of requests in flight when new weights come: they start over from their tokens so far; they go on with
 the KV that the old weights computed; they end first, while no other begins; they are aborted."""
+_DROPPED = "sleep(level=2) has dropped the weights"
 
 
 class EngineControl(EngineLoop):
@@ -78,13 +79,13 @@ class EngineControl(EngineLoop):
 
     @property
     def lacks_weights(self) -> bool:
-        """Whether an update has begun and not finished."""
+        """Whether an update has begun and not finished, or sleep has dropped them."""
         return self._incomplete is not None
 
     def _require_update(self, method: str) -> None:
         self._require_awake("weights")
         self._raise_failure()
-        if not self.lacks_weights:
+        if self._incomplete in (None, _DROPPED):
             raise RuntimeError(f"{method}: begin_update was not called")
 
     def _check_version(self, version: int | None) -> None:
@@ -141,7 +142,7 @@ class EngineControl(EngineLoop):
         freed = sum(self.executor.call("sleep", wanted, level == 1))
         self.asleep |= set(wanted)
         if level == 2 and "weights" in wanted:
-            self._incomplete = "sleep(level=2) has dropped the weights"
+            self._incomplete = _DROPPED
         return freed
 
     def wake_up(self, tags: Iterable[str] | None) -> None:

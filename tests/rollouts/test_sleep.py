@@ -53,6 +53,9 @@ def test_dropped_weights_come_anew(sleeper: LLM, policies: tuple[Policy, Policy]
     sleeper.sleep(level=2, tags="weights")
     sleeper.sleep(tags="kv_cache")
     sleeper.wake_up()
+    for call in (sleeper.finish_update, lambda: sleeper.update([])):
+        with pytest.raises(RuntimeError, match="begin_update was not called"):
+            call()
     with pytest.raises(RuntimeError, match="dropped the weights"):
         texts(sleeper)
     sleeper.load_weights(policies[0].folder)
