@@ -167,8 +167,12 @@ class EngineLoop:
 
     def settle(self) -> None:
         """Takes in what the device is still computing; the next step hands it out."""
-        while self._launched:
-            self._collect(self._unreported)
+        try:
+            while self._launched:
+                self._collect(self._unreported)
+        except BaseException as error:
+            self._error = error
+            raise
 
     def take_unreported(self) -> StepColumns:
         """What the next step would hand out beside what it gains itself."""

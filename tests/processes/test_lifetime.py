@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from process_checks import GREEDY, LONG, MARK, marked_processes, tiny_llm, token_ids, wait_until
@@ -328,6 +329,22 @@ def test_ctrl_c_in_a_call_that_waits_for_requests_leaves_the_engine_usable(waits
             gained += llm.step()
         assert sum(len(output.new_token_ids) for output in gained) == 2 * GREEDY.max_tokens
         assert [output.finished for output in gained if output.request_id == request_id][-1]
+
+
+@pytest.mark.parametrize("call", ["step", "pause"])
+def test_an_engine_that_lost_a_steps_tokens_does_not_go_on(
+    call: str, tiny: str, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a signal's handler raises while they are taken in."""
+    with tiny_llm(tiny, tensor_parallel_size=1) as llm:
+        llm.add_request([5] * 9, GREEDY)
+        llm.step()
+        with monkeypatch.context() as patch, pytest.raises(TimeoutError):
+            patch.setattr(llm.engine.scheduler, "apply", Mock(side_effect=TimeoutError("alarm")))
+            getattr(llm, call)()
+        llm.resume()
+        with pytest.raises(RuntimeError, match=r"cannot go on: .*alarm"):
+            llm.step()
 
 
 def test_a_worker_that_a_driver_holds_is_killed_and_left_behind() -> None:
