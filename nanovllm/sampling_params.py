@@ -11,7 +11,7 @@ from itertools import islice
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
-from nanovllm.errors import FLAG, Bound, integer, is_integer, is_number, refuse
+from nanovllm.errors import FLAG, Bound, integer, is_integer, is_number, one_of, refuse
 
 MAX_FLOAT32 = 3.4e38
 MAX_BIAS = 100.0
@@ -105,7 +105,7 @@ _BOUNDS: dict[str, Bound] = {
     "min_tokens": integer(0),
     "max_tokens": integer(0),
     "logprobs": _LOGPROBS,
-    "logprobs_mode": (("raw", "processed").__contains__, "None, 'raw' or 'processed'"),
+    "logprobs_mode": (one_of("raw", "processed")[0], "None, 'raw' or 'processed'"),
     "prompt_logprobs": _LOGPROBS,
     "prompt_logprob_start": integer(0),
     "structured_outputs": (lambda value: isinstance(value, StructuredOutput), "None or a StructuredOutput"),

@@ -11,7 +11,6 @@ import mmap
 import os
 import pickle
 import select
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -32,8 +31,6 @@ _TOTAL_BYTES = _HEADER_BYTES + NUM_SLOTS * SLOT_BYTES
 _LONGEST_SLEEP = 1.0  # seconds that a reader sleeps at most, should it miss its bell
 
 STEP, CALL = 0, 1
-REPLY_LENGTH = struct.Struct("<Q")
-"""Bytes of a pickled reply, which follows in the control socket."""
 
 
 class Word(IntEnum):

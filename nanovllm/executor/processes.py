@@ -23,7 +23,7 @@ from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
 from nanovllm.errors import WorkerError
-from nanovllm.executor.channel import REPLY_LENGTH, CommandWriter, Word, WorkerState, create_shared_memory
+from nanovllm.executor.channel import CommandWriter, Word, WorkerState, create_shared_memory
 from nanovllm.startup.child import end, forbid_multicast, no_standard_numbers, socket_pair, start_python
 from nanovllm.wire.framing import FrameBuffer
 
@@ -167,7 +167,7 @@ class WorkerProcesses:
     # -- watching -----------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        streams = {control: (rank, FrameBuffer(REPLY_LENGTH)) for rank, control in enumerate(self._controls, start=1)}
+        streams = {control: (rank, FrameBuffer()) for rank, control in enumerate(self._controls, start=1)}
         progress = {rank: _Progress() for rank in range(1, self.size)}
         last_look = time.monotonic()
         while not self._closing and self._failure is None:

@@ -10,8 +10,9 @@ import threading
 import traceback
 from typing import Any
 
-from nanovllm.executor.channel import REPLY_LENGTH, STEP, CommandReader, WorkerState
+from nanovllm.executor.channel import STEP, CommandReader, WorkerState
 from nanovllm.startup.child import leave_signals_to_parent
+from nanovllm.wire.framing import framed
 
 _LOOK_SECONDS = 0.5
 _SPIN_SECONDS = 2.0  # for which a worker of a GPU waits for its next command before it sleeps
@@ -35,8 +36,8 @@ def main(rank: int, control_fd: int, memory_fd: int, doorbell_fd: int, store_fd:
 
 
 def _send(control: socket.socket, kind: str, value: Any) -> None:
-    packed = pickle.dumps((kind, value), pickle.HIGHEST_PROTOCOL)
-    control.sendall(REPLY_LENGTH.pack(len(packed)) + packed)
+    for piece in framed(pickle.dumps((kind, value), pickle.HIGHEST_PROTOCOL)):
+        control.sendall(piece)
 
 
 def _follow_parent(control: socket.socket, ring: CommandReader) -> None:

@@ -2,14 +2,11 @@
 
 import pickle
 import socket
-import struct
 from typing import Any
 
-from nanovllm.wire.framing import FrameBuffer
+from nanovllm.wire.framing import FrameBuffer, framed
 
-_LENGTH = struct.Struct("<Q")
 _READ_BYTES = 1 << 18
-_ONE_PIECE = 1 << 16  # bytes of a message that is copied behind its length, to be sent at once
 
 
 class Channel:
@@ -18,7 +15,7 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._piece = memoryview(bytearray(_READ_BYTES))
-        self._frames = FrameBuffer(_LENGTH)
+        self._frames = FrameBuffer()
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -48,12 +45,6 @@ class Channel:
 
     def close(self) -> None:
         self._socket.close()
-
-
-def framed(packed: bytes) -> list[bytes]:
-    """A message as it travels, in pieces."""
-    length = _LENGTH.pack(len(packed))
-    return [length + packed] if len(packed) <= _ONE_PIECE else [length, packed]
 
 
 def small(message: Any) -> memoryview:

@@ -3,11 +3,15 @@
 import struct
 from collections.abc import Iterator
 
+LENGTH = struct.Struct("<Q")
+"""Of a pickled message between processes of ours."""
+_ONE_PIECE = 1 << 16  # bytes of a message that is copied behind its length, to be sent at once
+
 
 class FrameBuffer:
     """Cuts a stream into messages."""
 
-    def __init__(self, length: struct.Struct) -> None:
+    def __init__(self, length: struct.Struct = LENGTH) -> None:
         """length: how it is written."""
         self._length = length
         self._rest = bytearray()
@@ -26,3 +30,9 @@ class FrameBuffer:
                     yield body
                 begin = end
         del self._rest[:begin]
+
+
+def framed(packed: bytes) -> list[bytes]:
+    """A message as it travels, in pieces: behind its LENGTH."""
+    length = LENGTH.pack(len(packed))
+    return [length + packed] if len(packed) <= _ONE_PIECE else [length, packed]

@@ -107,7 +107,7 @@ def _sum_item(item, rank, rows, residual, residual_out, weight, out, own, theirs
 @triton.jit
 def _take_item(item, rank, rows, weight, out, own, gather_half, squares_half, abort, eps, max_spins,
                WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr, HIDDEN: tl.constexpr, SPLIT: tl.constexpr,
-               BLOCK: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr):  # fmt: skip
+               BLOCK: tl.constexpr, SENTINEL: tl.constexpr):  # fmt: skip
     """An item into `out`: the others' results, or all ranks' sums, once they and their sums of squares have arrived,
     normalised."""
     cols = tl.arange(0, BLOCK)
@@ -186,6 +186,6 @@ def two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
     item = pid
     while item < items:
         _take_item(item, rank, rows, weight, out, own, gather_half, squares_half, abort, eps, max_spins, WORLD,
-                   WORLD_BLOCK, HIDDEN, SPLIT, BLOCK, INT, SENTINEL)  # fmt: skip
+                   WORLD_BLOCK, HIDDEN, SPLIT, BLOCK, SENTINEL)  # fmt: skip
         item += programs
     end_call(parity_state, parity)
