@@ -120,7 +120,7 @@ class Bench:
         speed = statistics.median(run["tokens_per_second"] for run in runs)
         print(f"throughput: {speed:.0f} tok/s, median of {len(runs)}{against(limit, seconds, 's', 1)}")
         median = {"tokens_per_second": speed, "seconds": seconds}
-        return {"mode": "throughput", **median, "limit_seconds": limit, "runs": runs}
+        return {"mode": "throughput", "requests": len(work.prompts), **median, "limit_seconds": limit, "runs": runs}
 
     def latency(self) -> dict[str, Any]:
         input_len = (self.args.input_len or (128, 128))[1]

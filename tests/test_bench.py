@@ -38,7 +38,7 @@ bench = load(ROOT / "bench.py")
 bench_table = load(ROOT / "scripts" / "bench_table")
 
 
-def nano(repeat: int = 0, vocab_size: int = 151936) -> Any:
+def requests_at_once(repeat: int = 0, vocab_size: int = 151936) -> Any:
     return bench.draw_workload(256, (100, 1024), (100, 1024), seed=0, vocab_size=vocab_size, repeat=repeat)
 
 
@@ -49,28 +49,28 @@ def roofline(size: str, ranks: int = 1) -> Roofline:
 
 
 def test_draws_are_those_of_nano_vllm() -> None:
-    work = nano()
+    work = requests_at_once()
     assert sum(work.prompt_lens) == 142_827
     assert sum(work.output_lens) == 133_966
     assert len(work.prompts) == 256 and all(100 <= n <= 1024 for n in work.prompt_lens + work.output_lens)
 
 
 def test_repeats_keep_lengths_and_change_prompts() -> None:
-    first, second, third = (nano(repeat, vocab_size=97) for repeat in range(3))
+    first, second, third = (requests_at_once(repeat, vocab_size=97) for repeat in range(3))
     assert first.prompt_lens == second.prompt_lens == third.prompt_lens
     assert first.output_lens == second.output_lens == third.output_lens
     openings = {tuple(prompt[:16]) for work in (first, second, third) for prompt in work.prompts}
     assert len(openings) == 3 * 256
     assert max(max(prompt) for prompt in first.prompts) == 96
-    assert nano(2, 97) == third
+    assert requests_at_once(2, 97) == third
 
 
 @pytest.mark.parametrize(
     ("size", "ranks", "seconds"),
     [("0.6B", 1, 3.51), ("0.6B", 2, 1.84), ("8B", 1, 10.2), ("8B", 2, 5.51), ("32B", 4, 9.90)],
 )
-def test_limit_of_the_nano_workload(size: str, ranks: int, seconds: float) -> None:
-    work = nano()
+def test_limit_of_256_requests(size: str, ranks: int, seconds: float) -> None:
+    work = requests_at_once()
     limit = roofline(size, ranks).batch_seconds(work.prompt_lens, work.output_lens, 256, 16384)
     assert limit == pytest.approx(seconds, rel=0.02)
 
@@ -292,7 +292,7 @@ def test_table_script_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         bench_table.main()
     assert ended.value.code == 1  # "broken" is
     table = (output / "table.md").read_text()
-    assert "tiny: throughput" in table and "tiny: process start to first token" in table
+    assert "tiny: 2 requests" in table and "tiny: process start to first token" in table
     assert "| broken | CalledProcessError" in table
     good, bad = map(json.loads, (output / "results.jsonl").read_text().splitlines())
     assert good["results"] and "error" in bad
