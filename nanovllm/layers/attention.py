@@ -7,15 +7,14 @@ import torch
 
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
 from nanovllm.attention.split import attention_halves
-from nanovllm.kernels import Kernels
 from nanovllm.kernels.base.padded_rows import empty_rows
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.gemm.one_row import Row
 from nanovllm.kernels.pointwise.rope import QKNormRope
+from nanovllm.layers.context import LayerContext
 from nanovllm.layers.linear import HeadSplit, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
 from nanovllm.model_config import LayerSpec, ModelConfig
-from nanovllm.parallel.group import TensorParallelGroup
 
 
 @dataclass
@@ -42,6 +41,11 @@ def wanted_rows(hidden: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tens
     return hidden if wanted is None else hidden.index_select(0, wanted)
 
 
+def heads_of(config: ModelConfig, layer: LayerSpec, rank: int, size: int) -> HeadSplit:
+    """The heads of one of `size` ranks in this layer."""
+    return HeadSplit(config.num_attention_heads, layer.num_kv_heads, rank, size)
+
+
 def attention_spec(config: ModelConfig, layer: LayerSpec, heads: HeadSplit) -> AttentionSpec:
     """What a rank with these heads asks of the attention backend."""
     scale = layer.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
@@ -63,27 +67,25 @@ class Attention(WeightedModule):
     """Projections, QK-norm, rotary embedding, KV store and attention: [T, hidden] -> [T, hidden], a partial sum."""
 
     def __init__(
-        self, config: ModelConfig, layer: LayerSpec, heads: HeadSplit, cos_sin: torch.Tensor | None,
-        query_scale: torch.Tensor | None, group: TensorParallelGroup, kernels: Kernels, backend: AttentionBackend,
-        dtype: torch.dtype, device: torch.device,
+        self, context: LayerContext, config: ModelConfig, layer: LayerSpec, backend: AttentionBackend,
+        cos_sin: torch.Tensor | None, query_scale: torch.Tensor | None,
     ) -> None:  # fmt: skip
         """cos_sin: see cos_sin_table, one table for all layers that rotate alike; None where nothing is rotated.
         query_scale float32 [max_position]: factor on the queries by position."""
         super().__init__()
-        self.heads, self.group = heads, group
+        self.group, self.kernels, self.backend = context.group, context.kernels, backend
+        self.heads = heads = heads_of(config, layer, self.group.rank, self.group.size)
         self.spec, self.norm_rope = attention_spec(config, layer, heads), _norm_rope(config, layer, heads)
         self.cos_sin, self.query_scale = cos_sin, query_scale
-        self.kernels = kernels
-        self.backend = backend
         self.rounds_row = False
         """The output projection takes one row rounded to e4m3; set with the kernels' choices."""
-        self._dtype, self._device = dtype, device
+        self._dtype, self._device = dtype, device = context.dtype, context.device
         head_dim, hidden_size = layer.head_dim, config.hidden_size
         self.qkv_proj = QKVParallelLinear(
-            hidden_size, heads, head_dim, dtype, device, bias=config.qkv_bias, precision=layer.precision("qkv")
+            context, hidden_size, heads, head_dim, bias=config.qkv_bias, precision=layer.precision("qkv")
         )
         self.o_proj = RowParallelLinear(
-            heads.num_heads * head_dim, hidden_size, group, dtype, device, kind="o", bias=config.o_bias, pads=False,
+            context, heads.num_heads * head_dim, hidden_size, kind="o", bias=config.o_bias, pads=False,
             precision=layer.precision("o"),
         )  # fmt: skip
         self.q_norm_weight = self.k_norm_weight = self.sinks = None

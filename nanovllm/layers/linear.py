@@ -21,6 +21,7 @@ from nanovllm.kernels.gemm.choice import LIBRARY, Gemm, GemmConfig, Ranges
 from nanovllm.kernels.gemm.dispatch import matmul
 from nanovllm.kernels.gemm.one_row import Gated, Row, Unnormed
 from nanovllm.kernels.pointwise.norm import Norm, add_up
+from nanovllm.layers.context import LayerContext
 from nanovllm.layers.int4 import Int4Matrix
 from nanovllm.layers.quantized import FP8Matrix, column_multiple, quantized_matrix
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Shard, WeightedModule, parameter
@@ -40,13 +41,14 @@ class ParallelLinear(WeightedModule):
     """Of a layer that is not quantised, [out, in]."""
 
     def __init__(
-        self, kind: str, rows: int, columns: int, dtype: torch.dtype, device: torch.device, *,
-        pieces: Iterable[Piece], bias: bool = False, adds_bias: bool = True, precision: Quantization | None = None,
+        self, context: LayerContext, kind: str, rows: int, columns: int, *, pieces: Iterable[Piece],
+        bias: bool = False, adds_bias: bool = True, precision: Quantization | None = None,
     ) -> None:  # fmt: skip
         """kind: one of choice.KINDS. rows, columns: of this rank's weight, of which `pieces` fill all but the padding.
-        bias [rows]. adds_bias: False leaves `bias` to the consumer of the result. precision: None: a weight of
-        `dtype`."""
+        bias [rows]. adds_bias: False leaves `bias` to the consumer of the result. precision: None: a weight of the
+        context's dtype."""
         super().__init__()
+        dtype, device = context.dtype, context.device
         self.kind, self.pieces = kind, tuple(pieces)
         self.quantized: FP8Matrix | Int4Matrix | None = None
         if precision is None:
@@ -186,19 +188,17 @@ class MergedColumnParallelLinear(ParallelLinear):
     """
 
     def __init__(
-        self, in_features: int, outputs: dict[str, int], group: TensorParallelGroup, dtype: torch.dtype,
-        device: torch.device, *, kind: str = "gate_up", bias: bool = False, precision: Quantization | None = None,
-        multiple: int = 1,
+        self, context: LayerContext, in_features: int, outputs: dict[str, int], *, bias: bool = False,
+        precision: Quantization | None = None, multiple: int = 1,
     ) -> None:  # fmt: skip
         """`outputs`: name in the checkpoint -> whole number of outputs, in the order of the result's columns. multiple:
         of which a rank's share of each is, beside what `precision` asks."""
         pieces, rows = [], 0
         for name, width in outputs.items():
-            size, begin, valid = part_of(width, group, max(multiple, column_multiple(precision)))
+            size, begin, valid = part_of(width, context.group, max(multiple, column_multiple(precision)))
             pieces.append(Piece(name, (width, in_features), (Cut(0, rows, begin, valid),)))
             rows += size
-        kinds = {"pieces": pieces, "bias": bias, "precision": precision}
-        super().__init__(kind, rows, in_features, dtype, device, **kinds)  # type: ignore[arg-type]
+        super().__init__(context, "gate_up", rows, in_features, pieces=pieces, bias=bias, precision=precision)
 
     def forward_normed_silu_mul(self, x: torch.Tensor, norm: Norm, kernels: Kernels) -> torch.Tensor | FP8Rows:
         """RMSNorm of x [T, in], this layer as gate and up, SiLU(gate) * up: [T, out / 2]."""
@@ -305,8 +305,8 @@ class QKVParallelLinear(ParallelLinear):
     rank. Attention adds the bias."""
 
     def __init__(
-        self, in_features: int, heads: HeadSplit, head_dim: int, dtype: torch.dtype, device: torch.device, *,
-        bias: bool, precision: Quantization | None,
+        self, context: LayerContext, in_features: int, heads: HeadSplit, head_dim: int, *, bias: bool,
+        precision: Quantization | None,
     ) -> None:  # fmt: skip
         q_rows, kv_rows = heads.local_heads * head_dim, heads.local_kv_heads * head_dim
         q_shape, kv_shape = ((count * head_dim, in_features) for count in (heads.num_heads, heads.num_kv_heads))
@@ -315,8 +315,10 @@ class QKVParallelLinear(ParallelLinear):
             Piece("k_proj", kv_shape, heads.kv_cuts(head_dim, q_rows)),
             Piece("v_proj", kv_shape, heads.kv_cuts(head_dim, q_rows + kv_rows)),
         )
-        switches = {"pieces": pieces, "bias": bias, "adds_bias": False, "precision": precision}
-        super().__init__("qkv", q_rows + 2 * kv_rows, in_features, dtype, device, **switches)  # type: ignore[arg-type]
+        rows = q_rows + 2 * kv_rows
+        super().__init__(
+            context, "qkv", rows, in_features, pieces=pieces, bias=bias, adds_bias=False, precision=precision
+        )
 
 
 class RowParallelLinear(ParallelLinear):
@@ -324,17 +326,18 @@ class RowParallelLinear(ParallelLinear):
     the next ReduceAddNorm. Rank 0 alone adds the bias."""
 
     def __init__(
-        self, in_features: int, out_features: int, group: TensorParallelGroup, dtype: torch.dtype,
-        device: torch.device, *, kind: str = "down", bias: bool = False, pads: bool = True,
-        precision: Quantization | None = None, multiple: int = 1,
+        self, context: LayerContext, in_features: int, out_features: int, *, kind: str = "down", bias: bool = False,
+        pads: bool = True, precision: Quantization | None = None, multiple: int = 1,
     ) -> None:  # fmt: skip
         """pads: a rank's share of the inputs may be padded, to `multiple` or what `precision` asks; False: the ranks
         divide them."""
+        group = context.group
         size, begin, valid = part_of(in_features, group, max(multiple, column_multiple(precision)) if pads else 1)
         if valid and begin % column_multiple(precision) and precision is not None:
             found = f"{kind}: {size} of {in_features} inputs for each rank"
             bound = f"a multiple of {column_multiple(precision)} in {precision.method}"
             raise ValueError(f"tensor_parallel_size={group.size}: {found}: must be {bound}")
         pieces = (Piece("", (out_features, in_features), (Cut(1, 0, begin, valid),)),)
-        switches = {"pieces": pieces, "bias": bias, "adds_bias": group.rank == 0, "precision": precision}
-        super().__init__(kind, out_features, size, dtype, device, **switches)  # type: ignore[arg-type]
+        super().__init__(
+            context, kind, out_features, size, pieces=pieces, bias=bias, adds_bias=group.rank == 0, precision=precision
+        )

@@ -5,36 +5,34 @@ from collections.abc import Set as AbstractSet
 
 import torch
 
-from nanovllm.kernels import Kernels
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.gemm.one_row import Gated, Row
 from nanovllm.kernels.pointwise.norm import Norm
+from nanovllm.layers.context import LayerContext
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.quantized import column_multiple
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
 from nanovllm.model_config import Quantization
-from nanovllm.parallel.group import TensorParallelGroup
 
 
 class MLP(WeightedModule):
     """down(activation(gate(x)) * up(x)), or down(activation(up(x))): [T, hidden] -> [T, hidden], a partial sum."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, group: TensorParallelGroup, kernels: Kernels,
-        dtype: torch.dtype, device: torch.device, *, activation: str = "silu", gated: bool = True,
-        bias: bool = False, precisions: tuple[Quantization | None, Quantization | None] = (None, None),
+        self, context: LayerContext, hidden_size: int, intermediate_size: int, *, activation: str = "silu",
+        gated: bool = True, bias: bool = False,
+        precisions: tuple[Quantization | None, Quantization | None] = (None, None),
     ) -> None:  # fmt: skip
         """activation: one of kernels/pointwise/activation.py's KINDS. precisions: of gate and up, and of down."""
         super().__init__()
-        self.kernels, self.activation, self.gated = kernels, activation, gated
+        self.kernels, self.activation, self.gated = context.kernels, activation, gated
         outputs = dict.fromkeys(("gate_proj", "up_proj") if gated else ("up_proj",), intermediate_size)
-        kinds = (group, dtype, device)
         multiple = max(map(column_multiple, precisions))  # also where only one of the two is quantised
         self.gate_up_proj = MergedColumnParallelLinear(
-            hidden_size, outputs, *kinds, bias=bias, precision=precisions[0], multiple=multiple
+            context, hidden_size, outputs, bias=bias, precision=precisions[0], multiple=multiple
         )
         self.down_proj = RowParallelLinear(
-            intermediate_size, hidden_size, *kinds, bias=bias, precision=precisions[1], multiple=multiple
+            context, intermediate_size, hidden_size, bias=bias, precision=precisions[1], multiple=multiple
         )
 
     @property

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels import Kernels
 from nanovllm.kernels.fp8 import few_experts
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.gemm import skinny
@@ -22,23 +21,22 @@ from nanovllm.kernels.moe.experts import ExpertActivation
 from nanovllm.kernels.moe.router import router_logits, router_logits_in_one_order
 from nanovllm.kernels.moe.routing import TopK
 from nanovllm.kernels.pointwise.norm import MOST_PARTS, Norm
+from nanovllm.layers.context import LayerContext
 from nanovllm.layers.linear import part_of
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.quantized import FP8Matrix, column_multiple
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Shard, WeightedModule, parameter, whole
 from nanovllm.model_config import MoEConfig, Quantization
-from nanovllm.parallel.group import TensorParallelGroup
 
 
 class Router(WeightedModule):
     """x [T, hidden] -> logits float32 [parts, T, experts], and one more column where a shared expert has a gate."""
 
-    def __init__(
-        self, hidden_size: int, config: MoEConfig, dtype: torch.dtype, device: torch.device, one_order: bool = False
-    ) -> None:
-        """one_order: of sums, for all numbers of rows."""
+    def __init__(self, context: LayerContext, hidden_size: int, config: MoEConfig) -> None:
         super().__init__()
-        self.config, self.one_order = config, one_order
+        self.config, dtype, device = config, context.dtype, context.device
+        self.one_order = context.group.exact_bits is not None
+        """Of sums, for all numbers of rows."""
         self.weight = parameter(config.num_experts + config.shared_gate, hidden_size, dtype=dtype, device=device)
         self.bias = self.correction = None
         if config.bias:
@@ -72,14 +70,15 @@ class MoE(WeightedModule):
     """The router takes the inputs as they are."""
 
     def __init__(
-        self, hidden_size: int, config: MoEConfig, group: TensorParallelGroup, kernels: Kernels, dtype: torch.dtype,
-        device: torch.device, precision: Callable[[str], Quantization | None] = lambda part: None,
+        self, context: LayerContext, hidden_size: int, config: MoEConfig,
+        precision: Callable[[str], Quantization | None],
     ) -> None:  # fmt: skip
         """precision: of "experts", "shared_gate_up" and "shared_down"."""
         super().__init__()
-        self.config, self.kernels, self.group_size = config, kernels, group.size
+        group = context.group
+        self.config, self.kernels, self.group_size = config, context.kernels, group.size
         self.hidden_size = hidden_size
-        self.router = Router(hidden_size, config, dtype, device, group.exact_bits is not None)
+        self.router = Router(context, hidden_size, config)
         how = precision("experts")
         self.size, self.begin, self.valid = part_of(config.intermediate_size, group, column_multiple(how))
         count = config.num_experts
@@ -87,14 +86,14 @@ class MoE(WeightedModule):
         self.gate_up_bias: torch.Tensor | None = None
         self.down_bias: torch.Tensor | None = None
         if how is not None:
-            self._quantize(how, device)
+            self._quantize(how, context.device)
         else:
-            self._allocate(dtype, device)
+            self._allocate(context.dtype, context.device)
         self.adds_bias = group.rank == 0
         self.shared: MLP | None = None
         if config.shared_size:
             precisions = (precision("shared_gate_up"), precision("shared_down"))
-            self.shared = MLP(hidden_size, config.shared_size, group, kernels, dtype, device, precisions=precisions)
+            self.shared = MLP(context, hidden_size, config.shared_size, precisions=precisions)
             self.shared.down_proj.takes_parts = False  # combine adds it
         self.top_k = TopK(
             count, config.top_k, config.scoring == "sigmoid", config.renormalise, config.num_groups,

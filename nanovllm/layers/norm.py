@@ -5,12 +5,11 @@ from collections.abc import Set as AbstractSet
 
 import torch
 
-from nanovllm.kernels import Kernels
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.gemm.one_row import Row, Unnormed
 from nanovllm.kernels.pointwise.norm import Norm, add_up
+from nanovllm.layers.context import LayerContext
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
-from nanovllm.parallel.group import TensorParallelGroup
 
 Normed = tuple[torch.Tensor, torch.Tensor]
 """(normalised [T, hidden], residual [T, hidden])"""
@@ -20,12 +19,13 @@ class RowNorm(WeightedModule):
     """The weights of one norm over the hidden size; see kernels/pointwise/norm.py for its kinds."""
 
     def __init__(
-        self, hidden_size: int, eps: float, dtype: torch.dtype, device: torch.device, *,
-        kind: str = "rms", adds_one: bool = False, has_bias: bool = False,
+        self, context: LayerContext, hidden_size: int, eps: float, *, kind: str = "rms", adds_one: bool = False,
+        has_bias: bool = False,
     ) -> None:  # fmt: skip
         """adds_one: the checkpoint holds weight - 1; the weight is kept in float32, where the sum is exact."""
         super().__init__()
         self.eps, self.kind, self.adds_one = eps, kind, adds_one
+        dtype, device = context.dtype, context.device
         self.weight = parameter(hidden_size, dtype=torch.float32 if adds_one else dtype, device=device)
         self.bias = parameter(hidden_size, dtype=dtype, device=device) if has_bias else None
 
@@ -49,18 +49,16 @@ class ReduceAddNorm(WeightedModule):
     """
 
     def __init__(
-        self, norm: RowNorm | None, group: TensorParallelGroup, kernels: Kernels, after: RowNorm | None = None,
-        multiplier: float = 1.0,
-    ) -> None:  # fmt: skip
+        self, context: LayerContext, norm: RowNorm | None, after: RowNorm | None = None, multiplier: float = 1.0
+    ) -> None:
         """norm: of the new residual, for the next block; None: that takes the residual itself. after: of the complete
         sum, before multiplier * it is added; the owner is the block that the sum comes from."""
         super().__init__()
         self.norm, self.after, self.multiplier = norm, after, multiplier
-        self.group = group
-        self.kernels = kernels
+        self.group, self.kernels = context.group, context.kernels
         self.is_plain = norm is not None and norm.kind == "rms" and after is None and multiplier == 1.0
         """Only a sum, an addition and an RMSNorm: what peer memory and fused GEMMs do in one kernel."""
-        self.nodes = group.exact_bits == "tp"
+        self.nodes = context.group.exact_bits == "tp"
         """Sums over parts of K are rounded, and so is the sum of any two (kernels/gemm/fixed_order.py)."""
         self.dependent_rows: AbstractSet[int] = frozenset()
         """Numbers of rows whose partial comes from a kernel of our own, after which the all-reduce is launched

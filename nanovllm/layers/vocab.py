@@ -6,10 +6,9 @@ A vocabulary that the ranks do not divide is padded at its end; padded rows are 
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels import Kernels
+from nanovllm.layers.context import LayerContext
 from nanovllm.layers.linear import ParallelLinear
 from nanovllm.layers.weights import Cut, Piece
-from nanovllm.parallel.group import TensorParallelGroup
 
 _ALIGNMENT = 16
 """Rows of a rank: keeps the head's GEMM on the fast tile sizes. Kernels add up a row of logits in another order where
@@ -23,18 +22,15 @@ class VocabParallelEmbedding(ParallelLinear):
     logits: hidden [B, hidden] -> [B, rows of this rank], for ids vocab_start, vocab_start + 1, ...
     """
 
-    def __init__(
-        self, vocab_size: int, hidden_size: int, group: TensorParallelGroup, kernels: Kernels, dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:  # fmt: skip
+    def __init__(self, context: LayerContext, vocab_size: int, hidden_size: int) -> None:
+        group = context.group
         rows = -(-vocab_size // group.size)
         rows = -(-rows // _ALIGNMENT) * _ALIGNMENT if group.size > 1 or group.exact_bits == "tp" else rows
         start = rows * group.rank
         valid = max(0, min(rows, vocab_size - start))
         cuts = (Cut(0, 0, start, valid),) if valid else ()
-        super().__init__("head", rows, hidden_size, dtype, device, pieces=[Piece("", (vocab_size, hidden_size), cuts)])
-        self.group_size = group.size
-        self.kernels = kernels
+        super().__init__(context, "head", rows, hidden_size, pieces=[Piece("", (vocab_size, hidden_size), cuts)])
+        self.group_size, self.kernels = group.size, context.kernels
         self.vocab_start, self.num_valid = start, valid
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from nanovllm.attention.base import AttentionBackend, AttentionSpec
-from nanovllm.kernels import Kernels
-from nanovllm.layers.attention import Attention, ForwardStep, attention_spec, wanted_rows
-from nanovllm.layers.linear import HeadSplit, ParallelLinear, RowParallelLinear
+from nanovllm.layers.attention import Attention, ForwardStep, attention_spec, heads_of, wanted_rows
+from nanovllm.layers.context import LayerContext
+from nanovllm.layers.linear import ParallelLinear, RowParallelLinear
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.moe import MoE
 from nanovllm.layers.norm import ReduceAddNorm, RowNorm
@@ -27,34 +27,26 @@ from nanovllm.layers.vocab import VocabParallelEmbedding
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
 from nanovllm.model_config import LayerSpec, ModelConfig
 from nanovllm.models.weight_names import in_checkpoint
-from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.parallel.two_batch import Block, run_micro_batches
 
 
 @dataclass(frozen=True)
-class ModelContext:
+class ModelContext(LayerContext):
     """What a model is built with on one rank."""
 
     config: ModelConfig
-    group: TensorParallelGroup
-    kernels: Kernels
     backend: AttentionBackend
-    dtype: torch.dtype
-    device: torch.device
     max_model_len: int
 
     def norm(self) -> RowNorm:
         config = self.config
-        switches = {"kind": config.norm_kind, "adds_one": config.norm_adds_one, "has_bias": config.norm_bias}
-        return RowNorm(config.hidden_size, config.norm_eps, self.dtype, self.device, **switches)  # type: ignore[arg-type]
+        return RowNorm(
+            self, config.hidden_size, config.norm_eps, kind=config.norm_kind, adds_one=config.norm_adds_one,
+            has_bias=config.norm_bias,
+        )  # fmt: skip
 
     def joint(self, norm: RowNorm | None, after: RowNorm | None) -> ReduceAddNorm:
-        return ReduceAddNorm(norm, self.group, self.kernels, after, self.config.residual_multiplier)
-
-
-def heads_of(config: ModelConfig, layer: LayerSpec, rank: int, size: int) -> HeadSplit:
-    """The heads of one of `size` ranks in this layer."""
-    return HeadSplit(config.num_attention_heads, layer.num_kv_heads, rank, size)
+        return ReduceAddNorm(self, norm, after, self.config.residual_multiplier)
 
 
 def attention_specs(config: ModelConfig, rank: int, size: int) -> tuple[AttentionSpec, ...]:
@@ -86,16 +78,15 @@ class PositionTables:
 
 def dense_mlp(context: ModelContext, spec: LayerSpec) -> MLP:
     config = context.config
-    parts = (context.group, context.kernels, context.dtype, context.device)
-    switches = {"activation": config.activation, "gated": config.gated_mlp, "bias": config.mlp_bias}
-    switches["precisions"] = (spec.precision("gate_up"), spec.precision("down"))
-    return MLP(config.hidden_size, config.intermediate_size, *parts, **switches)  # type: ignore[arg-type]
+    return MLP(
+        context, config.hidden_size, config.intermediate_size, activation=config.activation, gated=config.gated_mlp,
+        bias=config.mlp_bias, precisions=(spec.precision("gate_up"), spec.precision("down")),
+    )  # fmt: skip
 
 
 def moe_mlp(context: ModelContext, spec: LayerSpec) -> MoE:
     assert context.config.moe is not None
-    parts = (context.group, context.kernels, context.dtype, context.device)
-    return MoE(context.config.hidden_size, context.config.moe, *parts, spec.precision)
+    return MoE(context, context.config.hidden_size, context.config.moe, spec.precision)
 
 
 MLPS: dict[str, Callable[[ModelContext, LayerSpec], Any]] = {"dense": dense_mlp, "moe": moe_mlp}
@@ -110,7 +101,7 @@ class DecoderLayer(WeightedModule):
     ) -> None:
         """incoming: the norm of what the layer before this one hands on, where that has one."""
         super().__init__()
-        config, place = context.config, context.config.norm_placement
+        place = context.config.norm_placement
         self.signature: Hashable = spec.signature
         self.is_parallel = place == "parallel"
         self.norms: dict[str, RowNorm] = {}
@@ -122,21 +113,17 @@ class DecoderLayer(WeightedModule):
             self.norms["mlp_norm"] = context.norm()
         get = self.norms.get
         self.input_layernorm = context.joint(get("attention_norm"), incoming)
-        self.self_attn = Attention(
-            config, spec, heads_of(config, spec, context.group.rank, context.group.size),
-            None if spec.rope is None else tables.cos_sin[spec.rope], tables.query_scale, context.group,
-            context.kernels, context.backend, context.dtype, context.device,
-        )  # fmt: skip
-        if not self.is_parallel:
-            self.post_attention_layernorm = context.joint(get("mlp_norm"), get("attention_out_norm"))
+        cos_sin = None if spec.rope is None else tables.cos_sin[spec.rope]
+        self.self_attn = Attention(context, context.config, spec, context.backend, cos_sin, tables.query_scale)
         self.mlp: Any = MLPS[spec.mlp](context, spec)
-        if not self.is_parallel:
-            self.input_layernorm.rounds = self.self_attn.qkv_proj.takes_rounded
-            self.post_attention_layernorm.rounds = self.mlp.takes_rounded
         if self.is_parallel:
             for module in self.modules():
                 if isinstance(module, RowParallelLinear):
                     module.takes_parts = False  # the blocks' results are added before a joint sees them
+        else:
+            self.post_attention_layernorm = context.joint(get("mlp_norm"), get("attention_out_norm"))
+            self.input_layernorm.rounds = self.self_attn.qkv_proj.takes_rounded
+            self.post_attention_layernorm.rounds = self.mlp.takes_rounded
 
     def forward(
         self, partial: torch.Tensor, residual: torch.Tensor | None, step: ForwardStep,
@@ -204,9 +191,7 @@ class DecoderForCausalLM(WeightedModule):
         super().__init__()
         self.config = config = context.config
         tables = PositionTables.of(context)
-        parts = (context.group, context.kernels, context.dtype, context.device)
-        vocab = (config.vocab_size, config.hidden_size, *parts)
-        self.embed_tokens = VocabParallelEmbedding(*vocab)
+        self.embed_tokens = VocabParallelEmbedding(context, config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList()  # type: ignore[assignment]  # a list that modules() walks
         incoming = None
         for spec in config.layers:
@@ -221,7 +206,9 @@ class DecoderForCausalLM(WeightedModule):
         """Numbers of rows that take forward_fused; set with the kernels' choices (runner/tuning.py)."""
         self.can_fuse = self.norm.is_plain and all(layer.can_fuse for layer in self.layers)
         """forward_fused computes the same: an addition and an RMSNorm at each joint, SwiGLU, no multipliers."""
-        self.lm_head = self.embed_tokens if config.tie_word_embeddings else VocabParallelEmbedding(*vocab)
+        self.lm_head = self.embed_tokens
+        if not config.tie_word_embeddings:
+            self.lm_head = VocabParallelEmbedding(context, config.vocab_size, config.hidden_size)
         self._embedding_multiplier = config.embedding_multiplier
         if config.rounds_embedding_multiplier:
             self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=context.dtype).item()

@@ -110,8 +110,9 @@ class ModelRunner(WeightCommands):
         if rank == 0 and self.device.type == "cuda" and self.no_graphs_because and not config.enforce_eager:
             logger.warning("no CUDA graphs, which is slow: %s", self.no_graphs_because)
         self.backend.is_required = config.attention_backend != "auto"
-        parts = (self.group, self.kernels, self.backend)
-        context = ModelContext(model, *parts, self.dtype, self.device, self.max_model_len)
+        context = ModelContext(
+            self.group, self.kernels, self.dtype, self.device, model, self.backend, self.max_model_len
+        )
         if foreign:
             foreign.backend = self.backend
         self.model: Any = foreign or DecoderForCausalLM(context)

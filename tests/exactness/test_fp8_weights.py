@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from workload import BLOCK, LONGEST, ROOMY, assert_outputs, make_requests, run, run_alone
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.kernels import select_kernels
+from nanovllm.layers.context import LayerContext
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.quantized import FP8Matrix
 from nanovllm.model_config import Quantization
@@ -212,17 +214,18 @@ def test_what_others_own_is_not_quantised(intact: Path) -> None:
 def test_ranks_that_would_cut_a_group_of_columns_are_refused() -> None:
     """The output projection of heads of 64; a width is padded instead."""
     group: Any = SimpleNamespace(rank=1, size=4, width_multiple=1)
-    layer = (256, 192, group, torch.float32, torch.device("cpu"))
+    context = LayerContext(group, select_kernels("cpu"), torch.float32, torch.device("cpu"))
+    layer = (context, 256, 192)
     with pytest.raises(ValueError, match=r"tensor_parallel_size=4: o: 64 of 256 inputs.* must be a multiple of 128"):
         RowParallelLinear(*layer, kind="o", pads=False, precision=Quantization())
     padded = RowParallelLinear(*layer, precision=Quantization(scales="block", while_loading=True))
     assert padded.quantized.weight.shape == (192, 128)
     group.rank = 3  # has nothing of 200 or 256 inputs in shares of 128
-    RowParallelLinear(200, *layer[1:], precision=padded.quantized.quantization)
+    RowParallelLinear(context, 200, 192, precision=padded.quantized.quantization)
     [weight] = RowParallelLinear(*layer, precision=padded.quantized.quantization).checkpoint_weights("o")
     weight.load(torch.randn(192, 256))
     outputs = {"gate_proj": 256, "up_proj": 256}
-    columns = MergedColumnParallelLinear(64, outputs, *layer[2:], precision=padded.quantized.quantization)
+    columns = MergedColumnParallelLinear(context, 64, outputs, precision=padded.quantized.quantization)
     for weight in columns.checkpoint_weights("m"):
         weight.load(torch.randn(256, 64))
     assert not columns.quantized.weight.float().any()

@@ -74,7 +74,7 @@ def model_of_rank(config: ModelConfig, rank: int, size: int) -> DecoderForCausal
     """What a rank builds, with no others and no attention."""
     group: Any = SimpleNamespace(rank=rank, size=size, overlap=None, width_multiple=1, exact_bits=None)
     backend: Any = None
-    context = ModelContext(config, group, select_kernels(CPU), backend, torch.float32, CPU, 64)
+    context = ModelContext(group, select_kernels(CPU), torch.float32, CPU, config, backend, 64)
     return DecoderForCausalLM(context)
 
 

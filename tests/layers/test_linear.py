@@ -11,6 +11,7 @@ from nanovllm.kernels import select_kernels
 from nanovllm.kernels.gemm import skinny
 from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm
+from nanovllm.layers.context import LayerContext
 from nanovllm.layers.linear import HeadSplit, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.vocab import VocabParallelEmbedding
 from nanovllm.layers.weights import WeightedModule
@@ -21,8 +22,9 @@ HALVES = GemmConfig("split", split_k=2)
 SKINNY = GemmConfig("fma", 8, block_k=256, stages=1)
 
 
-def group(rank: int, size: int) -> Any:
-    return SimpleNamespace(rank=rank, size=size, width_multiple=1)
+def context(rank: int = 0, size: int = 1, dtype: torch.dtype = FLOAT, exact_bits: str | None = None) -> LayerContext:
+    group: Any = SimpleNamespace(rank=rank, size=size, width_multiple=1, exact_bits=exact_bits)
+    return LayerContext(group, KERNELS, dtype, CPU)
 
 
 def load(layer: WeightedModule, prefix: str, tensors: dict[str, torch.Tensor]) -> None:
@@ -48,8 +50,8 @@ def test_the_ranks_of_an_mlp_make_the_whole(width: int, size: int, bias: bool) -
     total = torch.zeros(5, hidden, dtype=WIDE)
     for rank in range(size):
         outputs = {"gate_proj": width, "up_proj": width}
-        first = MergedColumnParallelLinear(hidden, outputs, group(rank, size), WIDE, CPU, bias=bias)
-        second = RowParallelLinear(width, hidden, group(rank, size), WIDE, CPU, bias=bias)
+        first = MergedColumnParallelLinear(context(rank, size, WIDE), hidden, outputs, bias=bias)
+        second = RowParallelLinear(context(rank, size, WIDE), width, hidden, bias=bias)
         assert second.weight.shape[1] % 8 == 0, "what our kernels ask for"
         load(first, "m", tensors)
         load(second, "m.down_proj", down)
@@ -66,7 +68,7 @@ def test_a_kernel_for_few_rows_computes_the_activation(monkeypatch: pytest.Monke
         return skinny.linear_reference(x, weight, gated=gated)
 
     monkeypatch.setattr(skinny, "linear", multiply)
-    layer = MergedColumnParallelLinear(16, {"gate_proj": 24, "up_proj": 24}, group(1, 2), FLOAT, CPU)
+    layer = MergedColumnParallelLinear(context(1, 2), 16, {"gate_proj": 24, "up_proj": 24})
     layer.weight.normal_()
     layer.use({1: SKINNY})
     x = torch.randn(2, 16)
@@ -78,7 +80,7 @@ def test_a_kernel_for_few_rows_computes_the_activation(monkeypatch: pytest.Monke
 
 def test_qkv_bias_is_left_to_the_consumer() -> None:
     heads, dim, x = HeadSplit(4, 2, 1, 2), 8, torch.randn(3, 16)
-    layer = QKVParallelLinear(16, heads, dim, FLOAT, CPU, bias=True, precision=None)
+    layer = QKVParallelLinear(context(), 16, heads, dim, bias=True, precision=None)
     rows = {"q_proj": 32, "k_proj": 16, "v_proj": 16}
     tensors = {f"a.{name}.weight": torch.randn(count, 16) for name, count in rows.items()}
     tensors |= {f"a.{name}.bias": torch.randn(count) for name, count in rows.items()}
@@ -91,7 +93,7 @@ def test_qkv_bias_is_left_to_the_consumer() -> None:
 
 
 def test_bias_is_added_once_to_a_sum_in_parts() -> None:
-    layer = RowParallelLinear(16, 24, group(0, 1), FLOAT, CPU, bias=True)
+    layer = RowParallelLinear(context(), 16, 24, bias=True)
     tensors = {"o.weight": torch.randn(24, 16), "o.bias": torch.randn(24)}
     load(layer, "o", tensors)
     layer.use({3: HALVES})
@@ -105,9 +107,7 @@ def test_bias_is_added_once_to_a_sum_in_parts() -> None:
 
 def test_a_layer_with_bias_refuses_to_fuse() -> None:
     outputs = {"gate_proj": 16, "up_proj": 16}
-    plain, biased = (
-        MergedColumnParallelLinear(24, outputs, group(0, 1), FLOAT, CPU, bias=bias) for bias in (False, True)
-    )
+    plain, biased = (MergedColumnParallelLinear(context(), 24, outputs, bias=bias) for bias in (False, True))
     for layer in (plain, biased):
         layer.use({1: SKINNY, 32: HALVES})
         assert layer.pdl_rows == {1}
@@ -122,14 +122,14 @@ def test_a_layer_with_bias_refuses_to_fuse() -> None:
 
 
 def test_a_consumer_that_takes_no_parts_gets_none() -> None:
-    layer = RowParallelLinear(16, 24, group(0, 1), FLOAT, CPU)
+    layer = RowParallelLinear(context(), 16, 24)
     layer.takes_parts = False
     layer.use({2: HALVES, 1: SKINNY})
     assert layer(torch.randn(2, 16)).shape == (2, 24) and layer.fuses(1) == SKINNY
 
 
 def test_choices_are_taken_back() -> None:
-    layer = RowParallelLinear(16, 24, group(0, 1), FLOAT, CPU)
+    layer = RowParallelLinear(context(), 16, 24)
     held = layer.pdl_rows
     layer.use({1: SKINNY})
     assert held == {1}, "the norm behind this layer holds it"
@@ -140,5 +140,5 @@ def test_choices_are_taken_back() -> None:
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_rows_of_logits_begin_alike_on_any_number_of_ranks(size: int) -> None:
     """Kernels are compiled by whether a stride is a multiple of 16, and then add up a row in one order or another."""
-    head = VocabParallelEmbedding(32008, 8, SimpleNamespace(rank=0, size=size, exact_bits="tp"), KERNELS, FLOAT, CPU)
+    head = VocabParallelEmbedding(context(size=size, exact_bits="tp"), 32008, 8)
     assert head.logits(torch.zeros(2, 8)).shape[1] * size % 16 == 0

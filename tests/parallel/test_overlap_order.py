@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.kernels import select_kernels
+from nanovllm.layers.context import LayerContext
 from nanovllm.layers.norm import ReduceAddNorm, RowNorm
 from nanovllm.models.decoder import DecoderLayer, ModelContext, PositionTables
 from nanovllm.models.published import PUBLISHED_SHAPES
@@ -88,10 +89,9 @@ def test_order_of_launches() -> None:
         return x
 
     config = parse_config({**PUBLISHED_SHAPES["Qwen3-0.6B"], **TINY})
-    overlap, backend = LoggedOverlap(log), None
-    group = group_of(overlap, all_reduce)
-    kernels = select_kernels(CPU)
-    context = ModelContext(config, group, kernels, backend, torch.float32, CPU, 64)  # type: ignore[arg-type]
+    backend: Any = None
+    group = group_of(LoggedOverlap(log), all_reduce)
+    context = ModelContext(group, select_kernels(CPU), torch.float32, CPU, config, backend, 64)
     layer = DecoderLayer(context, config.layers[0], PositionTables.of(context), None)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
@@ -124,7 +124,8 @@ def test_what_a_sum_uses_lives_until_it_is_awaited(by_copies: bool) -> None:
         sums.start = lambda half, partial, residual, out, *rest: started.append((half, out is residual))
         sums.finish = lambda half, rows: torch.full((rows, 8), float(half))
         overlap.sums = sums
-    norm = ReduceAddNorm(RowNorm(8, 1e-6, torch.float32, CPU), group, select_kernels(CPU))
+    context = LayerContext(group, select_kernels(CPU), torch.float32, CPU)
+    norm = ReduceAddNorm(context, RowNorm(context, 8, 1e-6))
     torch.nn.init.ones_(norm.row_norm.weight)
     partial, residual = torch.randn(4, 8), torch.randn(4, 8)
     alive = [weakref.ref(partial), weakref.ref(residual)]
