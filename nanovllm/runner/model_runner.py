@@ -37,7 +37,7 @@ from nanovllm.runner.step_work import StepWork
 from nanovllm.runner.weight_commands import WeightCommands
 from nanovllm.wire.sampling import split_section
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
-from nanovllm.wire.step import dummy_step, packed_capacity
+from nanovllm.wire.step import StepCounts, dummy_step, packed_capacity
 
 if TYPE_CHECKING:
     from nanovllm.kernels.gemm.choice import Choices
@@ -71,10 +71,10 @@ class ModelRunner(WeightCommands):
         self.on_share: Callable[[float], None] = lambda share: None
         """Called with the share of the weights that are loaded."""
         self.memory = MemoryProbe(self.device)
-        size = config.tensor_parallel_size
-        overlap = config.uses("two_batch_overlap") and config.exact_bits is None
-        args = (rank, size, self.device, store, overlap, config.share_gpus, config.exact_bits)
-        self.group = TensorParallelGroup(*args)
+        self.group = TensorParallelGroup(
+            rank, config.tensor_parallel_size, self.device, store, share_gpus=config.share_gpus,
+            overlap=config.uses("two_batch_overlap") and config.exact_bits is None, exact_bits=config.exact_bits,
+        )  # fmt: skip
         progress()
         if config.uses("peer_all_reduce") and self.device.type == "cuda" and self.group.size > 1:
             rows, keys = config.max_num_batched_tokens, config.max_num_seqs + MAX_PREFILL_ROWS
@@ -83,12 +83,12 @@ class ModelRunner(WeightCommands):
         self.io = DeviceIO(self.device, config.uses("pdl"))
         self.graphs: StepGraphs | None = None
         with torch.inference_mode(), self.io.stream_context():
-            self._build(rank, module)
+            self._build(module)
 
     # -- start-up -----------------------------------------------------------------------------------------------
 
-    def _build(self, rank: int, module: torch.nn.Module | None) -> None:
-        config, model = self.config, self.model_config
+    def _build(self, module: torch.nn.Module | None) -> None:
+        config, model, is_first = self.config, self.model_config, self.group.rank == 0
         # On a CPU the triton backend means Triton's interpreter (it is refused otherwise): then all kernels go there.
         interpret = config.attention_backend == "triton"
         self.kernels = select_kernels(self.device, config.uses("fused_kernels"), interpret)
@@ -97,19 +97,13 @@ class ModelRunner(WeightCommands):
         if config.exact_bits is not None and not self.kernels.fused:
             self.kernels = row_by_row(self.kernels)
         foreign = self._load_foreign() if model.implementation == "transformers" else None
-        specs = foreign.specs if foreign else attention_specs(model, rank, config.tensor_parallel_size)
-        backend_class = self._backend_class(specs, rank)
-        functions: Any = {}
-        if backend_class.takes_functions:
-            functions = {"score_mod": config.score_mod, "mask_mod": config.mask_mod}
-        sizes = (self.block_size, config.max_num_seqs, self.max_model_len)
-        self.backend = backend_class(specs, *sizes, self.device, self.dtype, self.kv_dtype, **functions)
+        specs = foreign.specs if foreign else attention_specs(model, self.group.rank, self.group.size)
+        self.backend = self._make_backend(specs)
         self.no_graphs_because = why_no_graphs(self.device, config.enforce_eager, self.kernels, self.backend)
         if foreign:
             self.no_graphs_because = "transformers computes the model"
-        if rank == 0 and self.device.type == "cuda" and self.no_graphs_because and not config.enforce_eager:
+        if is_first and self.device.type == "cuda" and self.no_graphs_because and not config.enforce_eager:
             logger.warning("no CUDA graphs, which is slow: %s", self.no_graphs_because)
-        self.backend.is_required = config.attention_backend != "auto"
         context = ModelContext(
             self.group, self.kernels, self.dtype, self.device, model, self.backend, self.max_model_len
         )
@@ -117,7 +111,7 @@ class ModelRunner(WeightCommands):
             foreign.backend = self.backend
         self.model: Any = foreign or DecoderForCausalLM(context)
         self._spelling = CheckpointNames() if foreign else family(model.architecture).names
-        if rank == 0 and any(getattr(part, "runs_on", "") == "widened" for part in self.model.modules()):
+        if is_first and any(getattr(part, "runs_on", "") == "widened" for part in self.model.modules()):
             logger.warning("FP8 weights are widened for each product, slowly: it takes compute capability 9.x or 10.x")
         self.live_module = None if module is None else LiveModule(module, self._spelling)
         if self.live_module is not None:
@@ -137,9 +131,10 @@ class ModelRunner(WeightCommands):
         self.work = StepWork(config, self.model, context, self.io)
         self.option_sampler = OptionSampler(self.kernels, self.group, self.io, self.device, model.vocab_size)
 
-    def _backend_class(self, specs: tuple[AttentionSpec, ...], rank: int) -> type[AttentionBackend]:
+    def _make_backend(self, specs: tuple[AttentionSpec, ...]) -> AttentionBackend:
         """What computes attention, and in backend_reason why."""
-        name, mode = self.config.attention_backend, self.config.exact_bits
+        config, mode = self.config, self.config.exact_bits
+        name = config.attention_backend
         if mode is not None:
             name = "fixed-order triton" if self.kernels.fused else "fixed-order torch"
         found, self.backend_reason, is_fallback = select_backend(
@@ -147,17 +142,22 @@ class ModelRunner(WeightCommands):
         )
         if mode is not None:
             self.backend_reason = f"exact_bits={mode!r}"
-        if rank == 0:
+        if self.group.rank == 0:
             level = logging.WARNING if is_fallback else logging.INFO
             logger.log(level, "attention backend: %s (%s)", found.name, self.backend_reason)
-        return found
+        functions: Any = {"score_mod": config.score_mod, "mask_mod": config.mask_mod} if found.takes_functions else {}
+        sizes = (self.block_size, config.max_num_seqs, self.max_model_len)
+        backend = found(specs, *sizes, self.device, self.dtype, self.kv_dtype, **functions)
+        backend.is_required = config.attention_backend != "auto"
+        return backend
 
     def _load_foreign(self) -> "TransformersModel":
         from nanovllm.models.transformers_model import TransformersModel, load_module
 
-        config = self.config
-        options: Any = {"dummy": config.load_format == "dummy", "dtype": self.dtype, "device": self.device}
-        module = load_module(self.model_config, config.model, seed=config.seed, **options)
+        module = load_module(
+            self.model_config, self.config.model, dummy=self.config.load_format == "dummy", seed=self.config.seed,
+            dtype=self.dtype, device=self.device,
+        )  # fmt: skip
         return TransformersModel(module, self.kernels)
 
     @torch.inference_mode()
@@ -228,9 +228,10 @@ class ModelRunner(WeightCommands):
             layer.unbind_cache()
         self.memory.release_cached()
         with self.io.stream_context():
-            token_major = self.backend.token_major_cache
-            args = (layers, num_blocks, self.block_size, self.kv_dtype, self.device, token_major)
-            bind_kv_cache(*args, self.sleepable)
+            bind_kv_cache(
+                layers, num_blocks, self.block_size, self.kv_dtype, self.device, self.backend.token_major_cache,
+                self.sleepable,
+            )  # fmt: skip
             rows = config.max_num_seqs + MAX_PREFILL_ROWS
             self.work.allocate(rows, config.max_num_batched_tokens + rows)
             capacity = packed_capacity(num_blocks, config.max_num_seqs, config.max_num_batched_tokens)
@@ -240,9 +241,8 @@ class ModelRunner(WeightCommands):
     def _tunes(self) -> bool:
         """Kernels of our own may multiply."""
         config = self.config
-        is_ours = self.model_config.implementation == "native"
-        is_ours &= config.exact_bits is None
-        return is_ours and self.device.type == "cuda" and config.uses("gemm_kernels") and config.uses("fused_kernels")
+        may = self.device.type == "cuda" and config.exact_bits is None and config.uses("gemm_kernels")
+        return may and config.uses("fused_kernels") and self.model_config.implementation == "native"
 
     @property
     def _untuned(self) -> str:
@@ -305,31 +305,28 @@ class ModelRunner(WeightCommands):
     def launch(self, packed: np.ndarray) -> None:
         """Runs a packed step (wire/step.py); DeviceIO.collect returns its tokens, oldest step first."""
         packed, section = split_section(packed)
-        num_rows, num_decode_rows, num_sample_rows, num_tokens = (int(n) for n in packed[:4])
+        num_rows, num_decode_rows, num_sample_rows, num_tokens, *_ = StepCounts.of(packed)
         keep_hidden = section is not None and section.size("targets") > 0
-        work, shape, posted, hidden, scores = self.work, None, None, None, None
+        work, graphs, shape, posted, scores = self.work, self.graphs, None, None, None
         with self.io.stream_context(), self._products():
-            if self.graphs is not None and not keep_hidden:
-                prefill_rows, chunk_tokens = num_rows - num_decode_rows, num_tokens - num_decode_rows
-                shape = self.graphs.shape_for(num_decode_rows, prefill_rows, chunk_tokens)
-            if self.graphs is not None and shape is not None:
-                if self.io.mailbox is not None and not shape.chunk_tokens:
-                    step, posted = self.io.post(packed)
-                else:
-                    step = self.io.upload(packed)
-                work.copy_blocks(step, packed)
-                self.graphs.replay(shape)
-                first_chunk_row = shape.decode_rows
+            if graphs is not None and not keep_hidden:
+                shape = graphs.shape_for(num_decode_rows, num_rows - num_decode_rows, num_tokens - num_decode_rows)
+            if shape is not None and not shape.chunk_tokens and self.io.mailbox is not None:
+                step, posted = self.io.post(packed)
             else:
                 step = self.io.upload(packed)
-                work.copy_blocks(step, packed)
-                logits, hidden = work.run_exact(step, packed, keep_hidden)
+            work.copy_blocks(step, packed)
+            if graphs is not None and shape is not None:
+                graphs.replay(shape)
+                first_chunk_row, hidden = shape.decode_rows, None
+                logits = None if section is None else work.captured_logits[shape].tensor()
+            else:
                 first_chunk_row = num_decode_rows
+                logits, hidden = work.run_exact(step, packed, keep_hidden)
             if section is not None:
-                if shape is not None:
-                    logits = work.captured_logits[shape].tensor()
-                args = (first_chunk_row, num_decode_rows, work.buffers, work.state, hidden, self.model)
-                scores = self.option_sampler.run(section, logits, *args)
+                scores = self.option_sampler.run(
+                    section, logits, first_chunk_row, num_decode_rows, work.buffers, work.state, hidden, self.model
+                )
             end = first_chunk_row + num_sample_rows - num_decode_rows
             if posted is not None and section is None:
                 self.io.expect(posted[:end], num_decode_rows, first_chunk_row)

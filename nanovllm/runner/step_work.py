@@ -15,7 +15,7 @@ from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.kv_cache import block_tensors
 from nanovllm.runner.sampler import LogitsView
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
-from nanovllm.wire.step import HEADER_SIZE, block_copies
+from nanovllm.wire.step import StepCounts, block_copies, row_lengths
 
 
 class StepWork:
@@ -55,17 +55,15 @@ class StepWork:
         Returns the logits of the rows that drew [rows, this rank's ids], None where none did, and with `keep_hidden`
         the final hidden states of all tokens [T, hidden], else None.
         """
-        num_rows, num_decode_rows, num_sample_rows, num_tokens = (int(n) for n in packed[:4])
-        max_num_seqs, buffers = self._max_num_seqs, self.buffers.narrow(num_rows, num_tokens)
+        counts, max_num_seqs = StepCounts.of(packed), self._max_num_seqs
+        buffers = self.buffers.narrow(counts.num_rows, counts.num_tokens)
         self._kernels.apply_deltas(step, max_num_seqs, self.state)
-        self._kernels.expand_rows(step, max_num_seqs, self.state, self._block_size, buffers, num_decode_rows)
-        begin = HEADER_SIZE + max_num_seqs
-        counts = packed[begin + max_num_seqs : begin + max_num_seqs + num_rows]
-        context_lens = packed[begin : begin + num_rows] + counts
-        lengths = {"max_seqlen_q": int(packed[6]), "max_context_len": int(context_lens.max())}
-        attention = self._attention(buffers, num_decode_rows, **lengths)
-        attention.token_ends = counts.cumsum(dtype=np.int64)
-        return self._forward(buffers, attention, num_sample_rows, keep_hidden)
+        self._kernels.expand_rows(step, max_num_seqs, self.state, self._block_size, buffers, counts.num_decode_rows)
+        starts, lengths = row_lengths(packed, max_num_seqs)
+        longest = int((starts + lengths).max())
+        attention = self._attention(buffers, counts.num_decode_rows, counts.most_row_tokens, longest)
+        attention.token_ends = lengths.cumsum(dtype=np.int64)
+        return self._forward(buffers, attention, counts.num_sample_rows, keep_hidden)
 
     def run_padded(self, shape: StepShape) -> None:
         """A step from the step buffer, padded to `shape`, without a look at what it holds: what a CUDA graph

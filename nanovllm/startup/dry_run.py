@@ -15,7 +15,7 @@ import torch
 from nanovllm.kernels.step.input import expand_rows_reference
 from nanovllm.runner import tuning
 from nanovllm.startup.compile_server import CompileJob
-from nanovllm.wire.step import dummy_step
+from nanovllm.wire.step import StepCounts, dummy_step
 
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
@@ -50,10 +50,10 @@ def dry_run(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> None
 def _run_largest(runner: "ModelRunner", packed: np.ndarray) -> None:
     """A step at its exact size. FlashAttention, where it is there, does run (it compiles its own kernels, in this
     process), so its inputs must make sense: they are filled in by plain PyTorch."""
-    num_rows, num_decode_rows, _, num_tokens = (int(n) for n in packed[:4])
-    step = runner.io.upload(packed)
-    work, buffers = runner.work, runner.work.buffers.narrow(num_rows, num_tokens)
-    expand_rows_reference(step, runner.config.max_num_seqs, work.state, runner.block_size, buffers, num_decode_rows)
+    counts, step, work = StepCounts.of(packed), runner.io.upload(packed), runner.work
+    sizes = (runner.config.max_num_seqs, work.state, runner.block_size)
+    buffers = work.buffers.narrow(counts.num_rows, counts.num_tokens)
+    expand_rows_reference(step, *sizes, buffers, counts.num_decode_rows)
     work.copy_blocks(step, packed)
     work.run_exact(step, packed)
 

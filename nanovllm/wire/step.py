@@ -23,6 +23,7 @@ appears once.
 import struct
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,6 +36,22 @@ COPY_SIZE = 2
 RECORD_SIZE = 8
 _RECORD = struct.Struct("<ifqi12x")
 assert _RECORD.size == 4 * RECORD_SIZE
+
+
+class StepCounts(NamedTuple):
+    """The first words of a step's header."""
+
+    num_rows: int
+    num_decode_rows: int
+    num_sample_rows: int
+    num_tokens: int
+    num_updates: int
+    num_records: int
+    most_row_tokens: int
+
+    @classmethod
+    def of(cls, packed: np.ndarray) -> "StepCounts":
+        return cls(*packed[: len(cls._fields)].tolist())
 
 
 def most_block_updates(num_blocks: int, max_num_seqs: int) -> int:
@@ -58,9 +75,10 @@ def pack_step(
     took a slot; block_copies: flat pairs."""
     records = [_RECORD.pack(*record) for record in slot_records]
     num_updates, num_copies = len(block_updates) // UPDATE_SIZE, len(block_copies) // COPY_SIZE
-    header = (len(slots), num_decode_rows, num_sample_rows, num_tokens, num_updates, len(records))
+    longest = max(counts, default=0)
+    header = StepCounts(len(slots), num_decode_rows, num_sample_rows, num_tokens, num_updates, len(records), longest)
     # An array takes lists in several times faster than numpy.
-    packed = array("i", (*header, max(counts, default=0), 0, num_copies))
+    packed = array("i", (*header, 0, num_copies))
     packed.fromlist([0] * (HEADER_SIZE - len(packed)))
     padding = [0] * (max_num_seqs - len(slots))
     for column in (slots, starts, counts):
@@ -71,6 +89,13 @@ def pack_step(
     packed.fromlist(token_ids)
     packed.extend(block_copies)
     return np.frombuffer(packed, dtype=np.int32)
+
+
+def row_lengths(packed: np.ndarray, max_num_seqs: int) -> tuple[np.ndarray, np.ndarray]:
+    """int32 [R] each: the first position of each row's tokens in a packed step, and how many these are."""
+    columns = packed[HEADER_SIZE : HEADER_SIZE + 3 * max_num_seqs].reshape(3, max_num_seqs)
+    _, starts, counts = columns[:, : int(packed[0])]
+    return starts, counts
 
 
 def block_copies(packed: np.ndarray) -> slice | None:
