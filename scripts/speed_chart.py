@@ -61,6 +61,7 @@ def draw(found: list[Bar]) -> str:
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {TEXT_WIDTH + BAR_WIDTH + 60} {height}" role="img">',
         f"<title>Times vLLM's speed</title><style>{STYLE}</style>",
+        f'<text x="{TEXT_WIDTH - 28}" y="{TOP - 11}" text-anchor="end">times vLLM\'s speed</text>',
     ]
     for tick in TICKS:
         kind = "one" if tick == 1 else "grid"
