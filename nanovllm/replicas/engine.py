@@ -302,7 +302,7 @@ class ReplicatedEngine(ReplicaControl):
     def _refuse(self, message: Refused, columns: StepColumns) -> None:
         request = self._live.get(message.request_id)
         if request is not None:
-            self._drop(columns, message.request_id, request, message.text)
+            self._drop(columns, message.request_id, request, None if request.is_aborted else message.text)
 
     # -- replicas that are lost ---------------------------------------------------------------------------------
 

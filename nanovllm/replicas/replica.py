@@ -7,7 +7,6 @@ process with its socket.
 
 import os
 import pickle
-import queue
 import select
 import socket
 import sys
@@ -20,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nanovllm.engine.grammar_thread import GrammarThread
 from nanovllm.replicas.channel import Bell, Channel, small
 from nanovllm.replicas.messages import Answer, Completed, Counted, Failed, Gained, Ready, Refused, Start
 from nanovllm.startup.child import freeze_objects, leave_signals_to_parent
@@ -86,12 +86,7 @@ class Replica:
         self._counted = self._awake_until = 0.0
         self._waits_for_others = False
         """An update of the weights has begun that other replicas may not have finished."""
-        self._to_compile: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        self._compiling: set[int] = set()
-        """Requests whose grammar is not compiled yet."""
-        self._aborted: set[int] = set()
-        """Those of them that are to end then."""
-        threading.Thread(target=self._compile, name="nanovllm-grammars", daemon=True).start()
+        self._grammars: GrammarThread[Sent] = GrammarThread(self._add_late, self.abort)
 
     def serve(self) -> None:
         """Steps while there is work, and between two steps does what the front asks for."""
@@ -123,24 +118,28 @@ class Replica:
         """Requests that the front has checked."""
         for request in requests:
             if request[2].structured_outputs is None:
-                self._add(*request)
+                self._add(request)
             else:
-                self._compiling.add(request[0])
-                self._to_compile.put(request)
+                self._grammars.put(request[0], request)
 
-    def _add(self, request_id: int, prompt: bytes, params: Any, known: list[int]) -> None:
+    def _add(self, request: "Sent") -> None:
+        request_id, prompt, params, known = request
         try:
             self._engine.add_request(array("i", prompt).tolist(), params, request_id, known)
         except Exception as error:  # of this request alone
             self._send(Refused(request_id, str(error)))
+
+    def _add_late(self, request: "Sent") -> None:
+        self._add(request)
+        self._intake.wake()
 
     def rouse(self) -> None:
         """A request is on its way."""
         self._awake_until = time.monotonic() + _AWAKE_SECONDS
 
     def abort(self, request_id: int) -> None:
-        if request_id in self._compiling:
-            self._aborted.add(request_id)
+        if self._grammars.withdraw(request_id):
+            self._send(Refused(request_id, "the request was aborted"))
         self._engine.abort(request_id)
 
     def call(self, number: int, method: str, args: tuple[Any, ...], takes_weights: bool) -> None:
@@ -185,18 +184,6 @@ class Replica:
 
     def leave(self) -> None:
         self._leaving = True
-
-    # -- a thread of its own: a grammar may take seconds, and other messages do not wait for it --------------------
-
-    def _compile(self) -> None:
-        while True:
-            request_id, *rest = self._to_compile.get()
-            self._add(request_id, *rest)
-            self._compiling.discard(request_id)
-            if request_id in self._aborted:
-                self._aborted.discard(request_id)
-                self.abort(request_id)
-            self._intake.wake()
 
     # -- what it says -------------------------------------------------------------------------------------------
 

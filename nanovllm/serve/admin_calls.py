@@ -35,6 +35,11 @@ class AdminCalls:
     def put(self, call: frames.Control) -> None:
         (self._waiting.appendleft if call.name == "resume" else self._waiting.append)(call)
 
+    @property
+    def has_calls(self) -> bool:
+        """Whether any was put in that has not begun."""
+        return bool(self._waiting)
+
     def advance(self) -> None:
         """Runs all calls that need no more steps. Raises what the engine cannot go on after."""
         while self._running or self._waiting:

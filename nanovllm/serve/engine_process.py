@@ -1,7 +1,7 @@
 """The engine's process: `python -m nanovllm.serve.engine_process FD`, started by the front (link.py).
 
-The main thread steps the engine; one thread takes requests in; one waits for grammars, which may take seconds to
-compile. The process ends with the socket: when the front goes, however it goes, the read end says so.
+The main thread steps the engine; one thread takes requests in, one compiles grammars. The process ends
+with the socket: when the front goes, however it goes, the read end says so.
 """
 
 import os
@@ -15,6 +15,7 @@ from array import array
 from operator import add
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.engine.grammar_thread import GrammarThread
 from nanovllm.serve import frames
 from nanovllm.serve.admin_calls import AdminCalls
 from nanovllm.startup.child import freeze_objects, leave_signals_to_parent
@@ -48,17 +49,15 @@ def sampling_params(fields: dict[str, Any]) -> Any:
 class EngineProcess:
     """One engine and the socket to its front."""
 
+    _grammars: GrammarThread[frames.Add]
+
     def __init__(self, link: socket.socket) -> None:
         self._link = link
         self._send_lock = threading.Lock()
         self._engine: LLMEngine | None = None
         self._admin: AdminCalls | None = None
-        self._work = threading.Event()
         self._leaving = False
         self._starts: queue.SimpleQueue[frames.Start] = queue.SimpleQueue()
-        self._to_compile: queue.SimpleQueue[frames.Add] = queue.SimpleQueue()
-        self._compiling: set[int] = set()
-        """Requests whose grammar is not compiled yet; an abort takes them out."""
         self._prompts_due: set[int] = set()
         """Requests whose prompts' log-probabilities are to be sent."""
 
@@ -71,7 +70,7 @@ class EngineProcess:
         try:
             self._engine = self._load(start)
             admin = self._admin = AdminCalls(self._engine, self._send)
-            threading.Thread(target=self._compile, name="nanovllm-grammars", daemon=True).start()
+            self._grammars = GrammarThread(self._add, self._abort)
             freeze_objects()
             self._send(frames.Ready(describe(self._engine)))
             self._serve(self._engine, admin)
@@ -134,8 +133,7 @@ class EngineProcess:
                 if len(gained):
                     self._send(self._step_frame(engine, gained))
             else:
-                self._work.wait(_IDLE_LOOK)
-                self._work.clear()
+                engine.wait_for_work(_IDLE_LOOK, lambda: self._leaving or admin.has_calls)
                 if engine.executor.failed:
                     engine.executor.check()  # raises
 
@@ -205,36 +203,28 @@ class EngineProcess:
 
     def _leave(self) -> None:
         self._leaving = True
-        self._work.set()
+        if self._engine is not None:
+            self._engine.wake()
 
     def _handle(self, frame: frames.DownFrame) -> None:
         if isinstance(frame, frames.Start):
             self._starts.put(frame)
         elif isinstance(frame, frames.Control):
-            assert self._admin is not None
+            assert self._engine is not None and self._admin is not None
             self._admin.put(frame)
-            self._work.set()
+            self._engine.wake()
         elif isinstance(frame, frames.Abort):
             self._abort(frame.request_id)
         elif "structured_outputs" in frame.params:
-            self._compiling.add(frame.request_id)
-            self._to_compile.put(frame)
+            self._grammars.put(frame.request_id, frame)
         else:
             self._add(frame)
 
     def _abort(self, request_id: int) -> None:
-        if request_id in self._compiling:
-            self._compiling.discard(request_id)
+        if self._grammars.withdraw(request_id):
             self._send(frames.Refused(request_id, "the request was aborted"))
         assert self._engine is not None
         self._engine.abort(request_id)
-        self._work.set()
-
-    def _compile(self) -> None:
-        while True:
-            frame = self._to_compile.get()
-            if frame.request_id in self._compiling:
-                self._add(frame)
 
     def _add(self, frame: frames.Add) -> None:
         """Queues a request, once its grammar is compiled."""
@@ -248,16 +238,12 @@ class EngineProcess:
             if params.prompt_logprobs is not None:
                 self._prompts_due.add(frame.request_id)
             engine.add_request(prompt, params, frame.request_id)
-            if params.structured_outputs is not None and frame.request_id not in self._compiling:
-                engine.abort(frame.request_id)  # it was aborted before the engine knew of it
         except Exception as error:
             self._prompts_due.discard(frame.request_id)
             is_users = isinstance(error, (ValueError, TypeError))
             if not is_users:
                 traceback.print_exc()
             self._send(frames.Refused(frame.request_id, str(error) if is_users else None))
-        self._compiling.discard(frame.request_id)
-        self._work.set()
 
 
 def _done(request_id: int, seqs: list[Any]) -> frames.Done:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams, StructuredOutput
 from nanovllm.errors import QueueFull
+from nanovllm.replicas.messages import Refused
 from nanovllm.replicas.replica import Replica
 
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
@@ -96,10 +97,11 @@ def test_a_replica_that_was_lost_comes_back_with_the_next_weights(llm: LLM) -> N
 
 def test_a_slow_grammar_holds_up_its_own_request_alone() -> None:
     done: list[Any] = []
-    compiled, all_there = threading.Event(), threading.Event()
+    begun, compiled, all_there = threading.Event(), threading.Event(), threading.Event()
 
     def add(prompt: list[int], params: SamplingParams, request_id: int, known: list[int]) -> None:
         if params.structured_outputs is not None:
+            begun.set()
             assert compiled.wait(20)
         done.append(("add", request_id))
 
@@ -110,12 +112,15 @@ def test_a_slow_grammar_holds_up_its_own_request_alone() -> None:
 
     replica = Replica(cast(Any, SimpleNamespace(add_request=add, abort=abort)), done.append, Mock())
     slow = SamplingParams(structured_outputs=StructuredOutput(regex="a+"))
-    for message in (("add", [(1, b"", slow, []), (2, b"", SamplingParams(), [])]), ("abort", 1)):
-        replica.handle(message)
-    assert done == [("add", 2), ("abort", 1)]
+    replica.handle(("add", [(1, b"", slow, []), (2, b"", SamplingParams(), []), (3, b"", slow, [])]))
+    assert begun.wait(20)
+    for number in (1, 3):
+        replica.handle(("abort", number))
+    refused = [(Refused(number, "the request was aborted"), ("abort", number)) for number in (1, 3)]
+    assert done == [("add", 2), *refused[0], *refused[1]]
     compiled.set()
     assert all_there.wait(20)
-    assert done[2:] == [("add", 1), ("abort", 1)]
+    assert done[5:] == [("add", 1), ("abort", 1)], "what was withdrawn before its turn is not compiled"
 
 
 def test_a_roused_replica_looks_for_a_moment_before_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,9 @@ class Executor:
         raise RuntimeError("rank 1 died")
 
 config = SimpleNamespace(device="cpu")
-engine = SimpleNamespace(config=config, executor=Executor(), is_busy=lambda: False, close=lambda: None)
+idle = {{"is_busy": lambda: False, "wait_for_work": lambda seconds, until: time.sleep(0.05)}}
+nothing = dict.fromkeys(("close", "wake"), lambda *_: None)
+engine = SimpleNamespace(config=config, executor=Executor(), **idle, **nothing)
 engine_process.describe = lambda engine: {{}}
 engine_process.EngineProcess._load = lambda self, start: engine
 os._exit(engine_process.EngineProcess(socket.socket(fileno=int(sys.argv[1]))).run())
