@@ -117,7 +117,8 @@ class LLM(LLMControl):
                 texts = [prompt if isinstance(prompt, str) else None for prompt in batch]
                 return [self._finish(request_id, text) for request_id, text in zip(numbers, texts, strict=True)]
             finally:
-                with self._step_lock:  # another thread that took our last results in has handed them out by now
+                # Another Ctrl-C waits too. A thread that took our last results in has handed them out by now.
+                with interrupt_between_steps(), self._step_lock:
                     for request_id in ids:  # where they have not been returned
                         self.engine.abort(request_id)
                         self.engine.forget(request_id)

@@ -41,11 +41,7 @@ class EngineControl(EngineLoop):
     def begin_update(self, in_flight: str, partial: bool) -> None:
         """Steps are refused from here on, until finish_update succeeds: LLM.begin_update."""
         self._check_update(in_flight)
-        self.settle()
-        if in_flight == "keep":
-            self.scheduler.keep_all()
-        else:
-            self.scheduler.preempt_all()
+        self.settle(self.scheduler.keep_all if in_flight == "keep" else self.scheduler.preempt_all)
         self._incomplete = "an update of the weights has begun and did not finish"
         self.executor.call("begin_weight_update", partial)
 
@@ -98,8 +94,7 @@ class EngineControl(EngineLoop):
         from their tokens so far, and the prefix cache is emptied."""
         if self.executor.shares_weights and (self.executor.weights_changed() or surely):
             self._raise_failure()
-            self.settle()
-            self.scheduler.preempt_all()
+            self.settle(self.scheduler.preempt_all)
             self.executor.call("refresh_weights")
 
     def checksum(self) -> dict[str, str]:
@@ -112,8 +107,7 @@ class EngineControl(EngineLoop):
 
     def reset_prefix_cache(self) -> None:
         """LLM.reset_prefix_cache."""
-        self.settle()
-        self.scheduler.block_manager.forget_cached()
+        self.settle(self.scheduler.block_manager.forget_cached)
 
     # -- sleep --------------------------------------------------------------------------------------------------
 
@@ -137,8 +131,7 @@ class EngineControl(EngineLoop):
         wanted = self.check_sleep(level, tags)
         if self.has_begun() and not self.is_paused:
             raise RuntimeError("sleep: requests are running: pause(), or abort_all(), first")
-        self.settle()
-        self.scheduler.preempt_all()
+        self.settle(self.scheduler.preempt_all)
         freed = sum(self.executor.call("sleep", wanted, level == 1))
         self.asleep |= set(wanted)
         if level == 2 and "weights" in wanted:

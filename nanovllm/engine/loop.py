@@ -165,11 +165,13 @@ class EngineLoop:
         """The oldest one that was launched and not collected."""
         return self._launched[0].plan if self._launched else None
 
-    def settle(self) -> None:
-        """Takes in what the device is still computing; the next step hands it out."""
+    def settle(self, then: Callable[[], None] = lambda: None) -> None:
+        """Takes in what the device is still computing, which the next step hands out, and then calls `then`. An engine
+        in which either was cut in half, by a second Ctrl-C say, cannot go on."""
         try:
             while self._launched:
                 self._collect(self._unreported)
+            then()
         except BaseException as error:
             self._error = error
             raise

@@ -1,6 +1,6 @@
 """What a trainer does to several replicas as one: the part of ReplicatedEngine that asks all of them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.llm_engine import LLMEngine
@@ -96,8 +96,8 @@ class ReplicaControl(LLMEngine):
         super().finish_update(version)
         self._send_all(("go_on",))
 
-    def settle(self) -> None:
-        """In a pause: takes in what replicas are still computing."""
+    def settle(self, then: Callable[[], None] = lambda: None) -> None:
+        """In a pause: takes in what replicas are still computing. They do by themselves what follows."""
         if self.is_paused:
             self._ask("pause_steps")
 

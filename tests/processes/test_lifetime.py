@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 from process_checks import GREEDY, LONG, MARK, marked_processes, tiny_llm, token_ids, wait_until
@@ -214,6 +214,19 @@ def test_ctrl_c_while_generate_adds_its_requests(tiny: str, mark: str) -> None:
         assert llm.step() == [] and llm.is_finished()
 
 
+def test_a_second_ctrl_c_while_generate_ends_its_requests_leaves_none(
+    tiny: str, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tiny_llm(tiny, tensor_parallel_size=1) as llm:
+        for name in ("step", "abort"):
+            interrupted = Mock(wraps=getattr(llm.engine, name))
+            interrupted.side_effect = lambda *_: signal.raise_signal(signal.SIGINT) or DEFAULT
+            monkeypatch.setattr(llm.engine, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5] * 9], LONG, use_tqdm=False)
+        assert not (llm.engine._completions or llm._generating), "a request stayed behind"
+
+
 def test_ctrl_c_in_step_loses_nothing(tiny: str, mark: str) -> None:
     with tiny_llm(tiny, tensor_parallel_size=1) as llm:
         expected, [request] = token_ids(llm, [5] * 9), [llm.add_request([5] * 9, GREEDY)]
@@ -331,16 +344,16 @@ def test_ctrl_c_in_a_call_that_waits_for_requests_leaves_the_engine_usable(waits
         assert [output.finished for output in gained if output.request_id == request_id][-1]
 
 
-@pytest.mark.parametrize("call", ["step", "pause"])
+@pytest.mark.parametrize(("call", "cut"), [("step", "apply"), ("pause", "apply"), ("begin_update", "preempt_all")])
 def test_an_engine_that_lost_a_steps_tokens_does_not_go_on(
-    call: str, tiny: str, mark: str, monkeypatch: pytest.MonkeyPatch
+    call: str, cut: str, tiny: str, mark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a signal's handler raises while they are taken in."""
+    """As where a signal's handler raises while they are taken in; nor one whose rows were preempted in part."""
     with tiny_llm(tiny, tensor_parallel_size=1) as llm:
         llm.add_request([5] * 9, GREEDY)
         llm.step()
         with monkeypatch.context() as patch, pytest.raises(TimeoutError):
-            patch.setattr(llm.engine.scheduler, "apply", Mock(side_effect=TimeoutError("alarm")))
+            patch.setattr(llm.engine.scheduler, cut, Mock(side_effect=TimeoutError("alarm")))
             getattr(llm, call)()
         llm.resume()
         with pytest.raises(RuntimeError, match=r"cannot go on: .*alarm"):

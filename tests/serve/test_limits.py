@@ -14,13 +14,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import httpx
 import pytest
+import uvicorn
 from serving import Server, events, user, wait_for
 
 from nanovllm.serve import limits
 from nanovllm.serve.errors import ApiError
+from nanovllm.serve.http.protocol import BoundedProtocol, SharedState
+from nanovllm.serve.metrics import Metrics
 
 CHAT = "/v1/chat/completions"
 OPENING = b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\n"
@@ -180,6 +184,30 @@ def test_trailers_and_upgrades_are_passed_over(client: httpx.Client, server: Ser
     length = b"content-length: %d\r\n\r\n%b" % (len(body), body)
     for rest in (b"connection: close\r\n" + chunked, upgrade + length):
         assert raw(server, OPENING + rest).startswith(b"HTTP/1.1 200")
+
+
+def test_an_upgrade_is_passed_over_however_it_is_cut() -> None:
+    class Connection(BoundedProtocol):
+        def __init__(self) -> None:
+            super().__init__(uvicorn.Config(None, log_config=None), SharedState(Metrics()), {}, MagicMock())
+            self.connection_made(MagicMock())
+            self.headers, self.url, self.body = [], b"", b""
+
+        def on_headers_complete(self) -> None:
+            self._in_headers = False
+
+        def on_body(self, body: bytes) -> None:
+            self.body += body
+
+        on_message_begin = on_message_complete = lambda self: None
+
+    offer = b"POST / HTTP/1.1\r\nNote: upgrade: none\r\nUpGrade: h2c\r\nConnection: Upgrade\r\n"
+    whole = offer + b"content-length: 5\r\n\r\nhello"
+    for at in range(len(whole)):
+        connection = Connection()
+        for piece in (whole[:at], whole[at : at + 2], whole[at + 2 :]):
+            connection.data_received(piece)
+        assert connection.body == b"hello" and (b"note", b"upgrade: none") in connection.headers, whole[:at]
 
 
 def test_headers_that_end_in_another_read_than_they_began(server: Server) -> None:

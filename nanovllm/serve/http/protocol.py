@@ -12,8 +12,10 @@ from nanovllm.serve import limits
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.metrics import Metrics
 
-_OFFER = re.compile(rb"^upgrade:", re.IGNORECASE | re.MULTILINE)
+_OFFER = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 """The header by which clients offer another protocol, as Java's do. With it the parser would leave out the body."""
+_CUT = re.compile(rb"(\r(\n(\r|u(p(g(r(a(de?)?)?)?)?)?)?)?)?\Z", re.IGNORECASE)
+"""What may go on as that, or as the end of all headers, in another read."""
 
 
 class SharedState(ServerState):
@@ -43,6 +45,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_headers = True
         self._received = 0
         """Bytes of the headers at hand, or since they ended."""
+        self._cut = b""
+        """Those of them that wait for what follows."""
         self._held_bytes = 0
         """Of the request's body, until it is whole or answered."""
         self._timer: TimerHandle | None = None
@@ -119,8 +123,10 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         counted = data
         if self._in_headers:
-            counted, end, rest = data.partition(b"\r\n\r\n")
-            data = _OFFER.sub(b"x-upgrade:", counted) + end + rest
+            head, end, rest = (self._cut + data).partition(b"\r\n\r\n")
+            self._cut = b"" if end else head[_CUT.search(head).start() :]  # type: ignore[union-attr]
+            counted = head.removesuffix(self._cut)
+            data = _OFFER.sub(b"\r\nx-upgrade:", counted) + end + rest
         self._received += len(counted)
         if self._received > 2 * limits.BODY_BYTES:  # what frames its chunks, and follows them
             self.refuse(_body_too_large())
