@@ -87,21 +87,16 @@ def main(fd: int, log: str) -> int:
     reader = link.makefile("rb")
     model, engine, server = json.loads(reader.readline())
 
-    is_alone = threading.Event()
-
     def watch() -> None:
         reader.read()  # returns when the command is gone
-        is_alone.set()
+        shutil.rmtree(Path(log).parent, ignore_errors=True)  # before the signal: it may end us at once
         os.kill(os.getpid(), signal.SIGTERM)
 
     from nanovllm.serve.lifecycle import serve
     from nanovllm.serve.options import ServeOptions
 
     threading.Thread(target=watch, daemon=True).start()
-    code = serve(model, engine, ServeOptions(**server))
-    if is_alone.is_set():
-        shutil.rmtree(Path(log).parent, ignore_errors=True)
-    return code
+    return serve(model, engine, ServeOptions(**server))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.ray.server_loads import prefix_of
+from nanovllm.startup.child import end
 
 _ENGINE = "Engine"  # the deployment's name
 _HOP_HEADERS = frozenset(("connection", "content-length", "host", "keep-alive", "transfer-encoding"))
@@ -105,7 +106,7 @@ class Engine:
     def __del__(self) -> None:
         child = getattr(self, "_child", None)
         if child is not None:
-            child.kill()
+            end(child.process, 0.0)
             self._folder.cleanup()
 
 

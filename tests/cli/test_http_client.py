@@ -1,11 +1,14 @@
 """What commands read from a server and how they let go of their own."""
 
 import asyncio
+import os
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from serve.serving import ROOT, wait_for
 
 from nanovllm.cli import local_server
 from nanovllm.cli.http_client import Client
@@ -32,6 +35,13 @@ def test_events_cut_at_every_byte(end: str) -> None:
                 return [event async for _, event in events]
 
     assert asyncio.run(read()) == [{"a": 1}, {"a": 2}]
+
+
+def test_a_server_whose_command_is_killed_at_its_start_leaves_nothing(tmp_path: Path) -> None:
+    """Before it listens to signals, too."""
+    code = "import os; from nanovllm.cli.local_server import LocalServer as S; S('none', {}); os._exit(0)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}, check=True)
+    wait_for(lambda: not list(tmp_path.iterdir()), "end of its folder", 10)
 
 
 def test_a_server_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 import json
 import socket
+import tempfile
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,8 @@ from replica_workload import DEMO, OPTIONS
 from nanovllm import LLM, SamplingParams
 from nanovllm.ray import Predictor, app
 from nanovllm.ray.server_loads import ServerLoads, prefix_of
+from nanovllm.ray.serving import Engine
+from nanovllm.serve.link import EngineChild
 
 SAMPLED = SamplingParams(max_tokens=12)
 TEXTS = ["1 2 3", "The capital of France is", "Once upon a time", "3 + 4 ="]
@@ -33,6 +37,16 @@ def test_what_a_row_gains_does_not_depend_on_its_batch() -> None:
     assert predict({"prompt": chats})["generated_text"][0]
     with pytest.raises(ValueError, match="column='prompt': must be one of 'text'"):
         predict({"text": np.array(TEXTS)})
+
+
+def test_a_server_that_ray_serve_lets_go_ends_its_engine() -> None:
+    server = object.__new__(Engine)
+    server._folder = tempfile.TemporaryDirectory()
+    child = server._child = EngineChild(DEMO, OPTIONS)
+    folder = Path(server._folder.name)
+    del server
+    with child.socket:
+        assert child.process.poll() is not None and not folder.exists()
 
 
 def body(text: str, more: str) -> bytes:
