@@ -18,7 +18,7 @@ if not flash_import.installed():
     raise ImportError("flash-attn-4 is not installed")
 
 
-class _PrefillRows(NamedTuple):
+class _PagedRows(NamedTuple):
     context_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
     block_tables: torch.Tensor
@@ -75,13 +75,13 @@ class FlashBackend(TritonBackend):
                 logger.warning("attention_backend='auto': triton, for flash cannot be used: %s", error)
         return self._is_loaded
 
-    def _prepare_prefill(self, metadata: AttentionMetadata) -> PrefillRows | _PrefillRows:
+    def _prepare_prefill(self, metadata: AttentionMetadata) -> PrefillRows | _PagedRows:
         if metadata.is_captured or not self._has_flash():
             return super()._prepare_prefill(metadata)
         n = metadata.num_decode_rows
         context_lens = metadata.context_lens[n:]
         slots = metadata.row_slot[n:].clamp(min=0)
-        return _PrefillRows(context_lens, metadata.cu_seqlens_q[n:], metadata.block_table.index_select(0, slots))
+        return _PagedRows(context_lens, metadata.cu_seqlens_q[n:], metadata.block_table.index_select(0, slots))
 
     def _forward_prefill(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
                          metadata: AttentionMetadata, out: torch.Tensor, spec: AttentionSpec,

@@ -102,12 +102,10 @@ class MoE(WeightedModule):
         self.activation = ExpertActivation(config.activation_limit, config.activation_alpha)
 
     def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        count, size, kinds = self.config.num_experts, self.size, {"dtype": dtype, "device": device}
-        self.gate_up = parameter(count, 2 * size, self.hidden_size, **kinds)  # type: ignore[arg-type]
-        self.down = parameter(count, self.hidden_size, size, **kinds)  # type: ignore[arg-type]
+        count, size, make = self.config.num_experts, self.size, partial(parameter, dtype=dtype, device=device)
+        self.gate_up, self.down = make(count, 2 * size, self.hidden_size), make(count, self.hidden_size, size)
         if self.config.bias:
-            self.gate_up_bias = parameter(count, 2 * size, **kinds)  # type: ignore[arg-type]
-            self.down_bias = parameter(count, self.hidden_size, **kinds)  # type: ignore[arg-type]
+            self.gate_up_bias, self.down_bias = make(count, 2 * size), make(count, self.hidden_size)
         for tensor in (self.gate_up, self.gate_up_bias):
             if tensor is not None:
                 tensor.view(count, 2, size, -1)[:, :, self.valid :].zero_()

@@ -10,9 +10,7 @@ from nanovllm.kernels.gemm.one_row import Row, Unnormed
 from nanovllm.kernels.pointwise.norm import Norm, add_up
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
-
-Normed = tuple[torch.Tensor, torch.Tensor]
-"""(normalised [T, hidden], residual [T, hidden])"""
+from nanovllm.parallel.two_batch import Normed
 
 
 class RowNorm(WeightedModule):

@@ -150,7 +150,7 @@ class DecoderLayer(WeightedModule):
                 yield self.post_attention_layernorm, self.mlp.gate_up_proj
 
     def precedes(self, joint: ReduceAddNorm) -> None:
-        """`joint` takes in what this layer hands on."""
+        """Tells the joints that take in its sums, its own and `joint` behind it, after which rows PDL gains."""
         if not self.is_parallel:
             self.post_attention_layernorm.dependent_rows = self.self_attn.o_proj.pdl_rows
             joint.dependent_rows = getattr(self.mlp, "pdl_rows", frozenset())

@@ -67,10 +67,12 @@ class TensorParallelGroup:
         from nanovllm.parallel.peer.memory import PeerMemory, PeerMemoryUnavailable
 
         assert self._store is not None and self.size > 1
-        args = (self._store, self.rank, self.size, self.device, max_rows, hidden_size, dtype)
         half_rows = 0 if self.overlap is None else self.overlap.first_half(max_rows)
         try:
-            memory = PeerMemory(*args, max_keys=max_keys, half_rows=half_rows, allow_shared_device=self._share_gpus)
+            memory = PeerMemory(
+                self._store, self.rank, self.size, self.device, max_rows, hidden_size, dtype, max_keys=max_keys,
+                half_rows=half_rows, allow_shared_device=self._share_gpus,
+            )  # fmt: skip
             self._peer = PeerAllReduce(memory, one_order=self.exact_bits is not None, nodes=self.exact_bits == "tp")
             if self.overlap is not None:
                 self.overlap.sums = CopyEngineSums(self._peer.memory)

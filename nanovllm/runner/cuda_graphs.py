@@ -4,6 +4,7 @@ import bisect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -25,6 +26,25 @@ def why_no_graphs(
     if not backend.can_capture:
         return f"attention backend {backend.name!r} cannot be captured"
     return None
+
+
+class LogitsView:
+    """The logits that a captured graph writes, without owning their memory, which is the graphs' pool's."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self._pointer, self._dtype = logits.data_ptr(), logits.dtype
+        self._shape, self._stride, self._item = tuple(logits.shape), logits.stride(), logits.element_size()
+        self._device = logits.device
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        strides = tuple(step * self._item for step in self._stride)
+        return {"shape": self._shape, "strides": strides, "typestr": f"<i{self._item}", "data": (self._pointer, False),
+                "version": 3}  # fmt: skip
+
+    def tensor(self) -> torch.Tensor:
+        """Valid until another graph is replayed."""
+        return torch.as_tensor(self, device=self._device).view(self._dtype)
 
 
 class StepGraphs:

@@ -295,9 +295,10 @@ class ModelRunner(WeightCommands):
     def _new_graphs(self) -> StepGraphs:
         assert self.io.stream is not None
         self.io.step_buffer.zero_()  # a step without rows: everything is padding
-        sizes = (self.config.max_num_seqs, self.config.max_num_batched_tokens)
-        before = partial(tuning.before_capture, self.model)
-        return StepGraphs(self.work.run_padded, *sizes, self.io.stream, self._progress, before)
+        return StepGraphs(
+            self.work.run_padded, self.config.max_num_seqs, self.config.max_num_batched_tokens, self.io.stream,
+            self._progress, partial(tuning.before_capture, self.model),
+        )  # fmt: skip
 
     # -- one step -----------------------------------------------------------------------------------------------
 

@@ -48,25 +48,6 @@ _MANY_ROWS = 64  # option rows that are sampled as any larger number is
 _SORTED_ROWS = 16  # whose likeliest ids, where many are wanted, are sorted at a time
 
 
-class LogitsView:
-    """The logits that a captured graph writes, without owning their memory, which is the graphs' pool's."""
-
-    def __init__(self, logits: torch.Tensor) -> None:
-        self._pointer, self._dtype = logits.data_ptr(), logits.dtype
-        self._shape, self._stride, self._item = tuple(logits.shape), logits.stride(), logits.element_size()
-        self._device = logits.device
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        strides = tuple(step * self._item for step in self._stride)
-        return {"shape": self._shape, "strides": strides, "typestr": f"<i{self._item}", "data": (self._pointer, False),
-                "version": 3}  # fmt: skip
-
-    def tensor(self) -> torch.Tensor:
-        """Valid until another graph is replayed."""
-        return torch.as_tensor(self, device=self._device).view(self._dtype)
-
-
 class OptionSampler:
     """Counts and masks by slot, and the work of one step's option rows."""
 
@@ -187,8 +168,9 @@ class OptionSampler:
     ) -> torch.Tensor:  # fmt: skip
         """token_logprobs of kernels/sampling/logprobs.py, whatever k."""
         if k <= MAX_FEW:
-            given = (tokens, token_rows, top_bucket(k), self._vocab_size, scale, least)
-            return self._kernels.token_logprobs(logits, rows, *given)
+            return self._kernels.token_logprobs(
+                logits, rows, tokens, token_rows, top_bucket(k), self._vocab_size, scale, least
+            )
         out = torch.empty(rows.shape[0], 3 + 2 * k, dtype=torch.int32, device=logits.device)
         for begin in range(0, rows.shape[0], _SORTED_ROWS):
             own = slice(begin, begin + _SORTED_ROWS)

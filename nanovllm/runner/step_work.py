@@ -11,9 +11,9 @@ from nanovllm.kernels.sampling.gumbel import Draws
 from nanovllm.kernels.step.input import DeviceState, StepBuffers
 from nanovllm.layers.attention import ForwardStep, wanted_rows
 from nanovllm.models.decoder import ModelContext
+from nanovllm.runner.cuda_graphs import LogitsView
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.kv_cache import block_tensors
-from nanovllm.runner.sampler import LogitsView
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
 from nanovllm.wire.step import StepCounts, block_copies, row_lengths
 
@@ -55,11 +55,10 @@ class StepWork:
         Returns the logits of the rows that drew [rows, this rank's ids], None where none did, and with `keep_hidden`
         the final hidden states of all tokens [T, hidden], else None.
         """
-        counts, max_num_seqs = StepCounts.of(packed), self._max_num_seqs
+        counts = StepCounts.of(packed)
         buffers = self.buffers.narrow(counts.num_rows, counts.num_tokens)
-        self._kernels.apply_deltas(step, max_num_seqs, self.state)
-        self._kernels.expand_rows(step, max_num_seqs, self.state, self._block_size, buffers, counts.num_decode_rows)
-        starts, lengths = row_lengths(packed, max_num_seqs)
+        self._expand(step, buffers, counts.num_decode_rows)
+        starts, lengths = row_lengths(packed, self._max_num_seqs)
         longest = int((starts + lengths).max())
         attention = self._attention(buffers, counts.num_decode_rows, counts.most_row_tokens, longest)
         attention.token_ends = lengths.cumsum(dtype=np.int64)
@@ -72,22 +71,23 @@ class StepWork:
         num_rows = num_decode_rows + (MAX_PREFILL_ROWS if num_chunk_tokens else 0)
         buffers = self.buffers.narrow(num_rows, num_decode_rows + num_chunk_tokens)
         mailbox = None if num_chunk_tokens else self._io.mailbox
-        step = self._io.step_buffer if mailbox is None else mailbox.steps
-        args = (step, self._max_num_seqs, self.state, self._block_size, buffers)
         if num_chunk_tokens:
-            self._kernels.apply_deltas(*args[:3])
-            self._kernels.expand_rows(*args, num_decode_rows)
+            self._expand(self._io.step_buffer, buffers, num_decode_rows)
         else:
-            self._kernels.prepare_decode(*args, None if mailbox is None else mailbox.ring_index)
-        attention = self._attention(
-            buffers, num_decode_rows, max_seqlen_q=max(1, num_chunk_tokens), max_context_len=self._max_model_len
-        )
+            step, line = (self._io.step_buffer, None) if mailbox is None else (mailbox.steps, mailbox.ring_index)
+            self._kernels.prepare_decode(step, self._max_num_seqs, self.state, self._block_size, buffers, line)
+        attention = self._attention(buffers, num_decode_rows, max(1, num_chunk_tokens), self._max_model_len)
         attention.is_captured = True
         logits, _ = self._forward(buffers, attention, num_rows)
         assert logits is not None
         self.captured_logits[shape] = LogitsView(logits)
         if mailbox is not None:
             self._kernels.publish_tokens(buffers.tokens, mailbox.tokens, mailbox.ring_index)
+
+    def _expand(self, step: torch.Tensor, buffers: StepBuffers, num_decode_rows: int) -> None:
+        """What a packed step brings into the state, and its rows into `buffers`."""
+        self._kernels.apply_deltas(step, self._max_num_seqs, self.state)
+        self._kernels.expand_rows(step, self._max_num_seqs, self.state, self._block_size, buffers, num_decode_rows)
 
     def _attention(
         self, buffers: StepBuffers, num_decode_rows: int, max_seqlen_q: int, max_context_len: int
