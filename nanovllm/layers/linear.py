@@ -159,16 +159,16 @@ class ParallelLinear(WeightedModule):
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor | FP8Rows) -> torch.Tensor:
         """residual [T, out] += this layer of x [T, in], in place; returns residual. For one rank alone."""
-        config = self.fuses(x.shape[0])
-        if config is not None:
-            return self._fused(x, config, residual=residual)
+        config = self.choice(x.shape[0])
         if self.bias is not None and self.adds_bias:
             residual.add_(self.bias)
-        if self.quantized is not None:
-            y = self.matmul(x)
-            return residual.add_(y if y.dim() == 2 else add_up(y, residual.dtype))
-        assert isinstance(x, torch.Tensor)
-        return residual.addmm_(x, self.weight.t())
+        if config.is_skinny:
+            return self._fused(x, config, residual=residual)
+        if config == LIBRARY and self.quantized is None:
+            assert isinstance(x, torch.Tensor)
+            return residual.addmm_(x, self.weight.t())
+        y = self.matmul(x)
+        return residual.add_(y if y.dim() == 2 else add_up(y, residual.dtype))
 
 
 def part_of(width: int, group: TensorParallelGroup, multiple: int) -> tuple[int, int, int]:

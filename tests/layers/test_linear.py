@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels import select_kernels
-from nanovllm.kernels.gemm import skinny
+from nanovllm.kernels.gemm import decode, dispatch, skinny
 from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm
 from nanovllm.layers.context import LayerContext
@@ -103,6 +103,32 @@ def test_bias_is_added_once_to_a_sum_in_parts() -> None:
     assert parts.shape == (2, 3, 24) and parts.dtype == torch.float32
     torch.testing.assert_close(parts.sum(0), want)
     torch.testing.assert_close(layer.add_to(residual.clone(), x), residual + want)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_was_chosen_multiplies_what_is_added_to_the_residual(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+    """Also where it cannot add for itself, and where the layer has a bias."""
+    done: list[str] = []
+
+    def by_halves(x: torch.Tensor, weight: torch.Tensor, config: GemmConfig) -> torch.Tensor:
+        done.append(config.kernel)
+        return decode.split_linear_reference(x, weight, config.split_k)
+
+    def fused(x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, *, residual: torch.Tensor) -> torch.Tensor:
+        done.append(config.kernel)
+        return skinny.linear_reference(x, weight, residual=residual)
+
+    monkeypatch.setitem(dispatch._BY_KERNEL, "split", by_halves)
+    monkeypatch.setattr(skinny, "linear", fused)
+    layer = RowParallelLinear(context(), 16, 24, bias=bias)
+    load(layer, "o", {"o.weight": torch.randn(24, 16)} | ({"o.bias": torch.randn(24)} if bias else {}))
+    layer.use({1: SKINNY, 3: HALVES})
+    for rows in (1, 2, 3):
+        x, residual = torch.randn(rows, 16), torch.randn(rows, 24)
+        want = residual + F.linear(x, layer.weight, layer.bias)
+        torch.testing.assert_close(layer.add_to(residual, x), want)
+        torch.testing.assert_close(residual, want)
+    assert done == ["fma", "split"]
 
 
 def test_a_layer_with_bias_refuses_to_fuse() -> None:
