@@ -89,11 +89,11 @@ def apply(model: DecoderForCausalLM, choices: Choices, fused: bool) -> None:
             fused_rows |= {rows for rows in linear.configs if linear.fuses(rows)}
     model.fused_rows = fused_rows if fused and model.can_fuse else set()
     for attention in model.attention_layers():
-        attention.backend.merge_first_rows = _merge_first_rows(attention.o_proj)
-        matrix = attention.o_proj.quantized if attention.o_proj.choice(1).is_skinny else None
-        rounds = isinstance(matrix, FP8Matrix) and matrix.takes_rounded
-        attention.rounds_row = rounds and attention.spec.head_dim == GROUP
-        attention.backend.leave_l1(isinstance(matrix, FP8Matrix))  # what goes into registers comes through L1
+        o_proj = attention.o_proj
+        attention.backend.merge_first_rows = _merge_first_rows(o_proj)
+        in_registers = isinstance(o_proj.quantized, FP8Matrix) and o_proj.choice(1).is_skinny
+        attention.rounds_row = in_registers and o_proj.takes_rounded and attention.spec.head_dim == GROUP
+        attention.backend.leave_l1(in_registers)  # what goes into registers comes through L1
 
 
 def _merge_first_rows(o_proj: ParallelLinear) -> frozenset[int]:

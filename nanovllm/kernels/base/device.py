@@ -66,6 +66,11 @@ def prefetch_lines(pointers):
     )
 
 
+def prefetched_columns(num_bytes: int, rows: int, item_size: int, k: int) -> int:
+    """prefetch_tile's COLUMNS for `num_bytes` of `rows` weight rows: a power of two, a line at least, as K has them."""
+    return max(128 // item_size, min(num_bytes // (rows * item_size), triton.next_power_of_2(k)))
+
+
 @triton.jit
 def prefetch_tile(w_ptr, first_row, end_row, first_col, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Has the L2 cache fetch [ROWS, COLUMNS] of weights [rows, k] from (first_row, first_col) on; past end_row and k,

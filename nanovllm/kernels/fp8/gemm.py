@@ -10,16 +10,15 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.base.device import pdl_options
+from nanovllm.kernels.base.device import pdl_options, prefetched_columns
 from nanovllm.kernels.base.padded_rows import empty_product, rows_in_memory
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8 import one_row, specialized
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import ROWS_MULTIPLE, empty_rows_for, quantize_rows
-from nanovllm.kernels.fp8.reference import BLOCK, GROUP, linear_reference, quantize_rows_reference
-from nanovllm.kernels.fp8.reference import linear_widened as widened_products
+from nanovllm.kernels.fp8.reference import BLOCK, GROUP, linear_reference, quantize_rows_reference, widened_products
 from nanovllm.kernels.gemm.choice import GemmConfig
-from nanovllm.kernels.gemm.decode import silu_mul, store_sums, wait_for_rows
+from nanovllm.kernels.gemm.decode import PREFETCH_BYTES, silu_mul, store_sums, wait_for_rows
 from nanovllm.kernels.pointwise.activation import silu_mul_reference
 
 
@@ -102,8 +101,6 @@ def fp8_gemm_kernel(
 
 MANY_ROWS = GemmConfig("decode", 128, 128, GROUP, 4, num_warps=8)
 """Where the library should multiply and cannot."""
-PREFETCH_BYTES = 64 << 10
-"""Of a program's weights, to bring into L2 before it may start."""
 
 
 def linear(
@@ -118,10 +115,10 @@ def linear(
         return one_row.linear(x, weight, config, gated=gated, pdl=pdl)
     if config.kernel == "specialized":
         return specialized.linear(_rounded(x, weight), weight, config, gated=gated, pdl=pdl)
-    if config.kernel not in ("decode", "library") or (config.kernel == "library" and not library_takes(weight)):
-        config = MANY_ROWS
     if config.kernel == "library":
-        return library_linear(_rounded(x, weight), weight)
+        if library_takes(weight):
+            return library_linear(_rounded(x, weight), weight)
+        config = MANY_ROWS
     out = empty_product(rows, n_out, config.split_k, gated, x.dtype, device)
     return _launch(x, weight, config, out, gated=gated, pdl=pdl)
 
@@ -193,7 +190,6 @@ def _launch(
     if config.block_k % GROUP or config.split_k > triton.cdiv(k, config.block_k):
         raise ValueError(f"{config}: must take steps of {GROUP} columns, and some for each of its parts, K = {k}")
     operand, x_scale, _ = _rounded(x, weight)
-    columns = PREFETCH_BYTES // (config.block_n * (2 if gated else 1))
     grid = (triton.cdiv(rows, config.block_m), triton.cdiv(n_out, config.block_n), config.split_k)
     readable = min(rows_in_memory(operand), grid[0] * config.block_m)
     fp8_gemm_kernel[grid](
@@ -202,9 +198,8 @@ def _launch(
         values, weight.scale, out, rows=rows, scale_stride=x_scale.stride(1), n_out=n_out, k=k,
         groups=weight.scale.shape[1], BLOCK_N=config.block_n, BLOCK_M=config.block_m, BLOCK_K=config.block_k,
         STAGES=config.stages, ROWS_EACH=weight.rows_each, IN_BLOCKS=weight.in_blocks, GATED=gated,
-        PARTS=config.split_k > 1,
-        X_LEFT=config.block_n < 64 or config.block_m >= 128,
-        PREFETCH=max(BLOCK, min(columns, triton.next_power_of_2(k))), num_warps=config.num_warps,
-        **pdl_options(values.device, pdl and rows <= 256),
+        PARTS=config.split_k > 1, X_LEFT=config.block_n < 64 or config.block_m >= 128,
+        PREFETCH=prefetched_columns(PREFETCH_BYTES, config.block_n * (2 if gated else 1), 1, k),
+        num_warps=config.num_warps, **pdl_options(values.device, pdl and rows <= 256),
     )  # fmt: skip
     return out

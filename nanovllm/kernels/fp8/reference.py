@@ -74,7 +74,7 @@ def rounded_reference(x: Tensor) -> FP8Rows:
     return FP8Rows(*quantize_rows_reference(x), x.dtype)
 
 
-def linear_widened(x: FP8Rows, weight: FP8Weight) -> Tensor:
+def widened_products(x: FP8Rows, weight: FP8Weight) -> Tensor:
     """The same products on a GPU that cannot multiply e4m3: widened, which is exact, and multiplied by the library.
     x [T, K] -> [T, N]."""
     total = torch.zeros(x.shape[0], weight.values.shape[0], dtype=torch.float32, device=weight.values.device)

@@ -13,13 +13,11 @@ from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.padded_rows import empty_product, rows_in_memory
 from nanovllm.kernels.base.triton_import import gl, gluon, mbarrier, tl, tma, triton, warpgroup_mma, warpgroup_mma_wait
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
-from nanovllm.kernels.fp8.quantize import empty_rows_for
-from nanovllm.kernels.fp8.reference import GROUP, LARGEST, SMALLEST_MAXIMUM
+from nanovllm.kernels.fp8.quantize import empty_rows_for, group_scales, rounded
+from nanovllm.kernels.fp8.reference import GROUP
 from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.kernels.gemm.decode import silu_mul
 
-_LARGEST: gl.constexpr = gl.constexpr(LARGEST)
-_SMALLEST_MAXIMUM: gl.constexpr = gl.constexpr(SMALLEST_MAXIMUM)
 _GROUP: gl.constexpr = gl.constexpr(128)
 """Columns of a step."""
 
@@ -153,15 +151,6 @@ def _multiply(
 
 
 @gluon.jit
-def _rounded(x, scale):
-    """As quantize.py does."""
-    inverse = gl.div_rn(1.0, scale)
-    y = x * inverse
-    y = gl.fma(gl.fma(-y, scale, x), inverse, y)
-    return gl.minimum(gl.maximum(y, -_LARGEST), _LARGEST).to(gl.float8e4nv)
-
-
-@gluon.jit
 def _store(
     acc, up, SCALE, OUT, OUT_SCALES, out_stride, first_row, first_col, rows, n_out, split,
     GATED: gl.constexpr, PARTS: gl.constexpr, IN_BLOCKS: gl.constexpr, DTYPE: gl.constexpr,
@@ -178,9 +167,9 @@ def _store(
             up *= gl.load(of_weights + n_out)[None, :]
     if GATED:
         acc = gl.where((col < n_out)[None, :], silu_mul(acc, up, DTYPE).to(DTYPE).to(gl.float32), 0.0)
-        scale = gl.div_rn(gl.maximum(gl.max(gl.abs(acc), axis=1), _SMALLEST_MAXIMUM), _LARGEST)
+        scale = group_scales(acc)
         gl.store(OUT_SCALES + first_col // _GROUP * out_stride + row, scale, mask=row < rows)
-        acc = gl.convert_layout(_rounded(acc, scale[:, None]), WIDE)
+        acc = gl.convert_layout(rounded(acc, scale[:, None]), WIDE)
         row = first_row + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, WIDE))
         col = first_col + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, WIDE))
     OUT += row.to(gl.int64)[:, None] * n_out + col[None, :]

@@ -294,11 +294,11 @@ class GemmTable:
     entries: Mapping[Gemm, Ranges]
 
     def is_tuned(self, gemm: Gemm) -> bool:
-        return _measured_as(gemm) in self.entries
+        return bool(self.measured(gemm))
 
     def measured(self, gemm: Gemm) -> Ranges:
-        """The entry of this very GEMM; empty where there is none."""
-        return self.entries.get(_measured_as(gemm), ())
+        """The entry of this very GEMM, for float16 that of bfloat16; empty where there is none."""
+        return self.entries.get(gemm._replace(dtype="bfloat16") if gemm.dtype == "float16" else gemm, ())
 
     def lookup(self, gemm: Gemm, rows: int, tma: bool = True) -> GemmConfig:
         """What multiplies `rows` rows: the entry of this very GEMM, else `fallback`; only what the device (`tma`) and
@@ -309,11 +309,6 @@ class GemmTable:
         else:
             config = next((config for most, config in ranges if rows <= most), LIBRARY)
         return config if not misfit(gemm, config, tma) else LIBRARY
-
-
-def _measured_as(gemm: Gemm) -> Gemm:
-    """float16 takes what bfloat16 takes."""
-    return gemm._replace(dtype="bfloat16") if gemm.dtype == "float16" else gemm
 
 
 def shipped_table(device_name: str) -> GemmTable:

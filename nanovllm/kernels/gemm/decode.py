@@ -22,7 +22,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.base.device import pdl_options, prefetch_tile
+from nanovllm.kernels.base.device import pdl_options, prefetch_tile, prefetched_columns
 from nanovllm.kernels.base.padded_rows import empty_product, rows_in_memory
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.gemm.choice import GemmConfig
@@ -146,7 +146,7 @@ def linear(x: Tensor, weight: Tensor, config: GemmConfig, *, gated: bool = False
         raise ValueError(f"{config} leaves a split without columns, K = {k}")
     part_dtype = x.dtype if config.nodes else torch.float32
     out = empty_product(rows, n_out, config.split_k, gated, x.dtype, x.device, part_dtype)
-    columns = PREFETCH_BYTES // (config.block_n * (2 if gated else 1) * weight.element_size())
+    tile_rows = config.block_n * (2 if gated else 1)
     grid = (triton.cdiv(rows, config.block_m), triton.cdiv(n_out, config.block_n), config.split_k)
     readable = min(rows_in_memory(x), grid[0] * config.block_m)
     decode_gemm_kernel[grid](
@@ -155,8 +155,8 @@ def linear(x: Tensor, weight: Tensor, config: GemmConfig, *, gated: bool = False
         weight, out, rows=rows, n_out=n_out, k=k,
         BLOCK_N=config.block_n, BLOCK_M=config.block_m, BLOCK_K=config.block_k, STAGES=config.stages,
         GATED=gated, PARTS=parts, X_LEFT=config.block_n < 64,
-        PREFETCH=max(64, min(columns, triton.next_power_of_2(k))), num_warps=config.num_warps,
-        **pdl_options(x.device, pdl),
+        PREFETCH=prefetched_columns(PREFETCH_BYTES, tile_rows, weight.element_size(), k),
+        num_warps=config.num_warps, **pdl_options(x.device, pdl),
     )  # fmt: skip
     return out
 

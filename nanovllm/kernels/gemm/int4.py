@@ -183,9 +183,9 @@ def linear(x: Tensor, weight: Int4Weight, config: GemmConfig, *, gated: bool = F
     int4_gemm_kernel[grid](
         x, weight.words, weight.groups, out, scratch, counters, rows=rows, n=weight.n, n_out=n_out, k=k,
         ROWS=config.block_m, BLOCK_N=config.block_n, STAGES=config.stages, GROUP=weight.group,
-        HAS_ZEROS=weight.has_zeros, PAIRED=gated, PARTS=parts, ADDS_UP=adds_up,
-        PREFETCH=_prefetched(grid, config.block_n, blocks), EVEN_K=k % SPAN == 0, EVEN_N=n_out % outputs == 0,
-        PTX=x.is_cuda, num_warps=config.num_warps, **pdl_options(x.device, pdl),
+        HAS_ZEROS=weight.has_zeros, PAIRED=gated, ADDS_UP=adds_up, PREFETCH=_prefetched(grid, config.block_n, blocks),
+        EVEN_K=k % SPAN == 0, EVEN_N=n_out % outputs == 0, PTX=x.is_cuda,
+        num_warps=config.num_warps, **pdl_options(x.device, pdl),
     )  # fmt: skip
     return out
 

@@ -124,13 +124,13 @@ def _prefetch(
 def int4_gemm_kernel(
     x_ptr, w_ptr, groups_ptr, out_ptr, scratch_ptr, counter_ptr, rows, n, n_out, k,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    PAIRED: tl.constexpr, PARTS: tl.constexpr, ADDS_UP: tl.constexpr,
-    PREFETCH: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    PAIRED: tl.constexpr, ADDS_UP: tl.constexpr, PREFETCH: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
+    PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of rows, tiles of weights, splits of k); x [rows, k], weights int16 [blocks of k, n, 32], groups
-    [groups of k, n, 2] (scale, zero). GROUP: columns of a group; 0: all. out [rows, n_out]; with PARTS float32
-    [splits, rows, n_out]. ADDS_UP: the last of several splits does so. PREFETCH: blocks
-    to bring into L2 before x may be read, a power of two."""
+    [groups of k, n, 2] (scale, zero). GROUP: columns of a group; 0: all. out [rows, n_out], or of several splits
+    float32 [splits, rows, n_out], unless the last of them ADDS_UP. PREFETCH: blocks to bring into L2 before x may be
+    read, a power of two."""
     dtype = x_ptr.dtype.element_ty
     first_row = tl.program_id(0) * ROWS
     pid, split = tl.program_id(1), tl.program_id(2)

@@ -28,15 +28,18 @@ from nanovllm.kernels.pointwise.norm import Norm, norm_reference
 
 
 @triton.jit
-def lane_columns(k0, CHUNKS: tl.constexpr, SPAN: tl.constexpr):
-    """Columns of a step, [1, 1, CHUNKS, SPAN]; SPAN of them are a 16-byte load of each lane of a warp."""
-    chunk = k0 + tl.arange(0, CHUNKS) * SPAN
-    return chunk[None, None, :, None] + tl.arange(0, SPAN)[None, None, None, :]
+def step_columns(step, CHUNKS: tl.constexpr):
+    """Columns of a step, [1, 1, CHUNKS, 256]; 256 of them are a 16-byte load of each lane of a warp."""
+    chunk = step * (CHUNKS * LANE_SPAN) + tl.arange(0, CHUNKS) * LANE_SPAN
+    return chunk[None, None, :, None] + tl.arange(0, LANE_SPAN)[None, None, None, :]
 
 
 @triton.jit
-def load_weight(row_ptrs, row_live, cols, K: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr):
-    """A weight tile [WARPS, rows of a warp, CHUNKS, SPAN]. It is read once, so it goes past L1, which x needs."""
+def load_weight(
+    row_ptrs, row_live, step, K: tl.constexpr, CHUNKS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr
+):  # fmt: skip
+    """A step of weights [WARPS, rows of a warp, CHUNKS, 256]. It is read once, so it goes past L1, which x needs."""
+    cols = step_columns(step, CHUNKS)
     if EVEN_K and EVEN_N:
         w = tl.load(row_ptrs + cols, cache_modifier=".cg")
     elif EVEN_K:
@@ -48,10 +51,11 @@ def load_weight(row_ptrs, row_live, cols, K: tl.constexpr, EVEN_K: tl.constexpr,
 
 @triton.jit
 def load_vector(
-    ptr, live, cols, K: tl.constexpr, WARPS: tl.constexpr, EVEN_K: tl.constexpr, AGAIN: tl.constexpr = False
+    ptr, live, step, K: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.constexpr, EVEN_K: tl.constexpr,
+    AGAIN: tl.constexpr = False,
 ):  # fmt: skip
-    """A step of one row of x, or of the norm weight, a copy for each warp: [WARPS, 1, CHUNKS, SPAN]."""
-    cols += tl.arange(0, WARPS)[:, None, None, None] * 0
+    """A step of one row of x, or of the norm weight, a copy for each warp: [WARPS, 1, CHUNKS, 256]."""
+    cols = step_columns(step, CHUNKS) + tl.arange(0, WARPS)[:, None, None, None] * 0
     mask = (cols >= 0) & live if EVEN_K else (cols < K) & live
     return tl.load(ptr + cols, mask=mask, other=0.0, cache_modifier=".ca" if AGAIN else "")
 
@@ -64,11 +68,14 @@ def lane_sums(tile, WARPS: tl.constexpr, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def row_scale(x_ptr, live, eps, K: tl.constexpr, WARPS: tl.constexpr, CHUNKS: tl.constexpr, EVEN_K: tl.constexpr):
+def row_scale(
+    x_ptr, live, eps, K: tl.constexpr, STEPS: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):  # fmt: skip
     """1 / rms of one row of x, a copy for each warp: float32 [WARPS, 1, 1, 1]."""
     total = tl.zeros([WARPS, 1, 32], dtype=tl.float32)
-    for k0 in tl.static_range(0, K, CHUNKS * LANE_SPAN):
-        x = load_vector(x_ptr, live, lane_columns(k0, CHUNKS, LANE_SPAN), K, WARPS, EVEN_K).to(tl.float32)
+    for step in tl.static_range(STEPS):
+        x = load_vector(x_ptr, live, step, K, CHUNKS, WARPS, EVEN_K).to(tl.float32)
         total += lane_sums(x * x, WARPS, CHUNKS)
     return tl.rsqrt(tl.sum(total, axis=2) / K + eps)[:, :, None, None]
 
@@ -83,7 +90,6 @@ def skinny_fma_kernel(
     """Grid (column tiles,); x is [rows <= ROWS, K]. norm_ptr, res_ptr: None where there is no such thing. EVEN_K: the
     STEPS tile K exactly."""
     NORM: tl.constexpr = norm_ptr is not None
-    SPAN: tl.constexpr = CHUNKS * LANE_SPAN
     PER_WARP: tl.constexpr = BLOCK_N // WARPS
     pid = tl.program_id(0)
     lane = tl.arange(0, WARPS)[:, None] * PER_WARP + tl.arange(0, PER_WARP)[None, :]
@@ -93,10 +99,9 @@ def skinny_fma_kernel(
 
     tiles = ()
     for step in tl.static_range(PRELOAD):
-        cols = lane_columns(step * SPAN, CHUNKS, LANE_SPAN)
-        tiles = tiles + (load_weight(row_ptrs, row_live, cols, K, EVEN_K, EVEN_N),)
+        tiles = tiles + (load_weight(row_ptrs, row_live, step, K, CHUNKS, EVEN_K, EVEN_N),)
     if NORM:
-        gain = load_vector(norm_ptr, rows > 0, lane_columns(0, CHUNKS, LANE_SPAN), K, WARPS, EVEN_K)
+        gain = load_vector(norm_ptr, rows > 0, 0, K, CHUNKS, WARPS, EVEN_K)
     # In a chain for one row, where each kernel lets the next come as soon as all its own programs run, gate and up hold
     # them back: else those after `down` take the room that it needs.
     LATE: tl.constexpr = PAIRED and NORM and ROWS == 1
@@ -120,19 +125,18 @@ def skinny_fma_kernel(
         residuals = residuals + (residual,)
     for row in tl.static_range(ROWS):
         if NORM:
-            scales = scales + (row_scale(x_ptr + row * K, row < rows, eps, K, WARPS, CHUNKS, EVEN_K),)
+            scales = scales + (row_scale(x_ptr + row * K, row < rows, eps, K, STEPS, CHUNKS, WARPS, EVEN_K),)
     for step in tl.static_range(STEPS):
-        cols = lane_columns(step * SPAN, CHUNKS, LANE_SPAN)
         tile = tiles[0].to(tl.float32)
         tiles = tiles[1:]
         if step + PRELOAD < STEPS:
-            tiles = tiles + (load_weight(row_ptrs, row_live, cols + PRELOAD * SPAN, K, EVEN_K, EVEN_N),)
+            tiles = tiles + (load_weight(row_ptrs, row_live, step + PRELOAD, K, CHUNKS, EVEN_K, EVEN_N),)
         if NORM and step > 0:
-            gain = load_vector(norm_ptr, rows > 0, cols, K, WARPS, EVEN_K)
+            gain = load_vector(norm_ptr, rows > 0, step, K, CHUNKS, WARPS, EVEN_K)
         summed = ()
         for row in tl.static_range(ROWS):
             # As row_scale does, by another name: or one load is made of both, whose registers live all the while.
-            x = load_vector(x_ptr + row * K, row < rows, cols, K, WARPS, EVEN_K, AGAIN=True)
+            x = load_vector(x_ptr + row * K, row < rows, step, K, CHUNKS, WARPS, EVEN_K, AGAIN=True)
             if NORM:
                 x = normalise(x, gain, scales[row])
             summed = summed + (accs[row] + lane_sums(tile * x.to(tl.float32), WARPS, CHUNKS),)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.base.device import pdl_options, prefetch_tile, supports_tma
+from nanovllm.kernels.base.device import pdl_options, prefetch_tile, prefetched_columns, supports_tma
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.gemm import add_group, times_rows
 from nanovllm.kernels.fp8.operands import FP8Weight
@@ -27,8 +27,6 @@ from nanovllm.kernels.moe.routing import Routing
 
 PREFETCH_BYTES = 32 << 10
 """Of a program's weights, brought into L2 while the kernel before still runs."""
-LINE = 128
-"""Bytes; the least of a weight row that is brought."""
 
 
 @dataclass(frozen=True)
@@ -250,13 +248,13 @@ def _launch(
         raise ValueError(f"contiguous rows and weights of one dtype and width expected, got {found}")
     tma = tma and k * x.element_size() % 16 == 0
     rows = values.view(-1, k)
-    prefetch = max(LINE // x.element_size(), PREFETCH_BYTES // (config.block_n * x.element_size()))
     _grouped_gemm_kernel[(triton.cdiv(n_out, config.block_n), routing.tiles.shape[0])](
         x, x_scale, TensorDescriptor(rows, list(rows.shape), [k, 1], [config.block_n, block_k]) if tma else rows, rows,
         scale, bias, routing.tiles, routing.order, routing.weights, out, routing.num_tokens, stride, n_out, k, groups,
         scale_rows, TOP_K=routing.top_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=block_k,
-        STAGES=config.stages, X_LEFT=config.x_left, EVEN_K=k % block_k == 0, PREFETCH=prefetch, TMA=tma,
-        num_warps=config.num_warps, **switches, **pdl_options(x.device),
+        STAGES=config.stages, X_LEFT=config.x_left, EVEN_K=k % block_k == 0, TMA=tma,
+        PREFETCH=prefetched_columns(PREFETCH_BYTES, config.block_n, x.element_size(), k), num_warps=config.num_warps,
+        **switches, **pdl_options(x.device),
     )  # fmt: skip
     return out
 

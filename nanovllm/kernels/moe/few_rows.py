@@ -14,7 +14,7 @@ from nanovllm.kernels.base.float_order import from_ordered, to_ordered
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.kernels.gemm.epilogue import LANE_SPAN, normalise, store_tile, weight_rows
-from nanovllm.kernels.gemm.skinny import lane_columns, lane_sums, load_vector, load_weight, row_scale
+from nanovllm.kernels.gemm.skinny import lane_sums, load_vector, load_weight, row_scale
 from nanovllm.kernels.moe.routing import LOWEST, TopK
 from nanovllm.kernels.pointwise.norm import Norm
 
@@ -80,7 +80,6 @@ def _gate_up_kernel(
 ):  # fmt: skip
     """Grid (column tiles, TOP_K, tokens). X [tokens, K], before its norm where there is a GAIN; OUT [tokens, TOP_K,
     n_out], best first."""
-    SPAN: tl.constexpr = CHUNKS * LANE_SPAN
     PER_WARP: tl.constexpr = BLOCK_N // WARPS
     pid, slot, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     warp = tl.arange(0, WARPS)[:, None]
@@ -98,21 +97,19 @@ def _gate_up_kernel(
     row_live = w_live[:, :, None, None]
     tiles = ()
     for step in tl.static_range(PRELOAD):
-        cols = lane_columns(step * SPAN, CHUNKS, LANE_SPAN)
-        tiles = tiles + (load_weight(row_ptrs, row_live, cols, K, EVEN_K, EVEN_N),)
+        tiles = tiles + (load_weight(row_ptrs, row_live, step, K, CHUNKS, EVEN_K, EVEN_N),)
     x_ptr = X + row * K
     if GAIN is not None:
-        scale = row_scale(x_ptr, True, eps, K, WARPS, CHUNKS, EVEN_K)
+        scale = row_scale(x_ptr, True, eps, K, STEPS, CHUNKS, WARPS, EVEN_K)
     acc = tl.zeros([WARPS, PER_WARP, 32], dtype=tl.float32)
     for step in tl.static_range(STEPS):
-        cols = lane_columns(step * SPAN, CHUNKS, LANE_SPAN)
         tile = tiles[0].to(tl.float32)
         tiles = tiles[1:]
         if step + PRELOAD < STEPS:
-            tiles = tiles + (load_weight(row_ptrs, row_live, cols + PRELOAD * SPAN, K, EVEN_K, EVEN_N),)
-        x = load_vector(x_ptr, True, cols, K, WARPS, EVEN_K)
+            tiles = tiles + (load_weight(row_ptrs, row_live, step + PRELOAD, K, CHUNKS, EVEN_K, EVEN_N),)
+        x = load_vector(x_ptr, True, step, K, CHUNKS, WARPS, EVEN_K)
         if GAIN is not None:
-            x = normalise(x, load_vector(GAIN, True, cols, K, WARPS, EVEN_K), scale)
+            x = normalise(x, load_vector(GAIN, True, step, K, CHUNKS, WARPS, EVEN_K), scale)
         acc += lane_sums(tile * x.to(tl.float32), WARPS, CHUNKS)
     out_lane = warp * (PER_WARP // 2) + tl.arange(0, PER_WARP // 2)[None, :]
     store_tile(tl.sum(acc, axis=2), 0.0, out_lane, 0, OUT + (row * TOP_K + slot) * n_out, 1, pid, n_out, BLOCK_N, True)
@@ -128,7 +125,6 @@ def _down_kernel(
 ):  # fmt: skip
     """Grid (column tiles, tokens). H [tokens, TOP_K, K]; OUT [tokens, n_out], with ADDS added to. The experts' steps
     along K follow one another, and weights are fetched PRELOAD of them ahead."""
-    SPAN: tl.constexpr = CHUNKS * LANE_SPAN
     PER_WARP: tl.constexpr = BLOCK_N // WARPS
     pid, row = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, WARPS)[:, None] * PER_WARP + tl.arange(0, PER_WARP)[None, :]
@@ -142,8 +138,7 @@ def _down_kernel(
         row_ptrs = row_ptrs + ((W + (experts[slot] * n_out + w_rows).to(tl.int64) * K)[:, :, None, None],)
     tiles = ()
     for step in tl.static_range(PRELOAD):
-        cols = lane_columns((step % STEPS) * SPAN, CHUNKS, LANE_SPAN)
-        tiles = tiles + (load_weight(row_ptrs[step // STEPS], row_live, cols, K, EVEN_K, EVEN_N),)
+        tiles = tiles + (load_weight(row_ptrs[step // STEPS], row_live, step % STEPS, K, CHUNKS, EVEN_K, EVEN_N),)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -157,11 +152,10 @@ def _down_kernel(
             tile = tiles[0].to(tl.float32)
             tiles = tiles[1:]
             if slot * STEPS + step + PRELOAD < TOP_K * STEPS:
-                cols = lane_columns((step + PRELOAD) % STEPS * SPAN, CHUNKS, LANE_SPAN)
                 ptrs = row_ptrs[slot + (step + PRELOAD) // STEPS]  # type: ignore[var-annotated]
-                tiles = tiles + (load_weight(ptrs, row_live, cols, K, EVEN_K, EVEN_N),)
-            cols = lane_columns(step * SPAN, CHUNKS, LANE_SPAN)
-            h = load_vector(H + (row * TOP_K + slot) * K, True, cols, K, WARPS, EVEN_K)
+                ahead = (step + PRELOAD) % STEPS
+                tiles = tiles + (load_weight(ptrs, row_live, ahead, K, CHUNKS, EVEN_K, EVEN_N),)
+            h = load_vector(H + (row * TOP_K + slot) * K, True, step, K, CHUNKS, WARPS, EVEN_K)
             acc += lane_sums(tile * h.to(tl.float32), WARPS, CHUNKS)
         total += acc * weights[slot][:, :, None]
     y = tl.sum(total, axis=2)
