@@ -196,8 +196,6 @@ class BlockManager:
                 if block.hash is None:
                     self._free.move_to_end(block_id, last=False)  # nothing to find in it: reuse it before any hit
         seq.block_table = []
-        seq.num_hashed_blocks = 0
-        seq.parent_hash = _root_of(seq.params.cache_salt)
         seq.is_stale = False
         seq.epoch += 1
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 from simulation import Simulation as AnySimulation
-from simulation import decoding, rows
+from simulation import decoding, make_sequence, rows
 
 from nanovllm.engine.sequence import SequenceStatus
 
@@ -67,6 +67,20 @@ def test_a_step_from_before_a_preemption_makes_no_hits_of_blocks_owned_since() -
     again = simulation.add(prompt)
     assert simulation.scheduler.block_manager.match_prefix(again.seq)[0] == []
     simulation.run_to_end()
+
+
+def test_kv_of_former_weights_is_shared_once_it_is_computed_anew() -> None:
+    simulation = Simulation(depth=1, block_size=4)
+    kept = simulation.add([1] * 9, max_tokens=20)
+    simulation.step()
+    simulation.scheduler.keep_all()
+    simulation.add([1] * 9, max_tokens=1)
+    text = make_sequence(2, kept.text_alone(21))
+    for expected in (2, 5):  # of the second request; of the first, preempted
+        for _ in range(15 if expected == 2 else 2):
+            simulation.step()
+        assert len(simulation.scheduler.block_manager.match_prefix(text)[0]) == expected
+        simulation.replace_weights()
 
 
 # -- abort ----------------------------------------------------------------------------------------------------------

@@ -98,18 +98,23 @@ def test_a_crowd_with_one_long_prefix_comes_in_over_several_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cap", "waiting", "expected"),
-    [(6, 100, 6), (None, 288, 288), (None, 289, 256 - 32), (None, 1025, 640 - 64), (None, 16000, 1024 - 64)],
+    ("cap", "waiting", "ranks", "expected"),
+    [
+        *((6, 100, 1, 6), (None, 288, 1, 288), (None, 289, 1, 256 - 32), (None, 1025, 1, 640 - 64)),
+        *((None, 8192, 1, 1024 - 64), (None, 40000, 1, 2048 - 64), (None, 40000, 2, 4096 - 64)),
+    ],
 )
-def test_prompt_tokens_beside_decodes_are_capped(cap: int | None, waiting: int, expected: int) -> None:
-    """By default near 512, or near the power of two below an eighth of the prompt tokens that wait: whole tiles, with
-    the decodes and their padding. Fewer where not much is left, unless they are the last."""
+def test_prompt_tokens_beside_decodes_are_capped(cap: int | None, waiting: int, ranks: int, expected: int) -> None:
+    """By default near 512, or near the power of two below an eighth of the prompt tokens that wait, at most 2048 or, on
+    several ranks, 4096: whole tiles, with the decodes and their padding. Fewer where not much is left, unless they are
+    the last."""
     simulation = Simulation(
         depth=1,
-        num_blocks=1200,
-        block_size=16,
+        num_blocks=600,
+        block_size=128,
         max_num_prefill_tokens_with_decodes=cap,
         long_prefill_token_threshold=0,
+        tensor_parallel_size=ranks,
     )
     decoding(simulation, 2)
     simulation.add([1] * waiting)
