@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from simulation import make_sequence
 
 from nanovllm.engine import block_manager
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_manager import BlockManager, prefix_hashes
 from nanovllm.engine.sequence import Sequence
 
 BLOCK_SIZE = 4
@@ -94,6 +94,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         expected = [p for p in self.prefixes(seq.token_ids) if len(p) < len(seq.token_ids)]
         longest = next((i for i, prefix in enumerate(expected) if prefix not in known), len(expected))
         assert [self.texts[block] for block in hits] == expected[:longest]
+        assert [b"", *prefix_hashes(seq.token_ids, BLOCK_SIZE)][longest] == parent_hash
         num_fresh = self.manager.num_blocks_for(seq.num_tokens) - len(hits)
         revived = [text for text in expected[:longest] if text in self.free_hits]
         free = self.manager.num_free_blocks
