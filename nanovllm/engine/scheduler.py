@@ -87,10 +87,7 @@ class Scheduler:
 
     def abort(self, seq: Sequence) -> None:
         """Ends `seq` wherever it is; tokens of it that are still on the device are dropped when they arrive."""
-        if seq.status is SequenceStatus.WAITING:
-            self.waiting.remove(seq)
-            seq.status, seq.finish_reason = SequenceStatus.FINISHED, "abort"
-        elif seq.status is SequenceStatus.RUNNING:
+        if seq.status is not SequenceStatus.FINISHED:
             self._finish(seq, "abort")
 
     def preempt_all(self) -> None:
@@ -252,7 +249,6 @@ class Scheduler:
         self.block_manager.admit(seq, prefix.hits, prefix.parent_hash)
         seq.status = SequenceStatus.RUNNING
         seq.slot = self._free_slots.pop()
-        seq.last_token_on_device = False
         seq.num_computed_tokens = seq.num_cached_tokens = prefix.num_tokens(self.block_manager.block_size)
         if prefix.num_copied:
             plan.block_copies += (prefix.source, seq.block_table[len(prefix.hits)])
@@ -305,6 +301,8 @@ class Scheduler:
                 continue
             seq.append(token_id)
             gained.append((seq, token_id))
+            if seq.status is waiting:  # preempted while this token was on the device
+                self.waiting.num_tokens += 1
             if token_id in seq.stop_token_ids:
                 self._finish(seq, "stop")
             elif (
@@ -318,8 +316,6 @@ class Scheduler:
                 self._finish(seq, "length")
                 if seq.params.max_tokens == 0:
                     seq.drop_output()
-            elif seq.status is waiting:
-                self.waiting.num_tokens += 1
         return gained
 
     def _publish_written(self, plan: StepPlan, rows: Iterable[int]) -> None:
@@ -333,9 +329,8 @@ class Scheduler:
         if seq.status is SequenceStatus.RUNNING:
             self.running.remove(seq)
             self._release(seq)
-        else:  # preempted while its last token was on the device
+        else:
             self.waiting.remove(seq)
-            self.waiting.num_tokens += 1
         seq.status, seq.finish_reason = SequenceStatus.FINISHED, reason
         if reason != "abort" and seq.params.max_tokens:
             self.lookahead.note_end(seq)
