@@ -18,7 +18,7 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.sharing import CachedPrefix, StepSharing
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.engine.waiting import WaitingQueues, has_begun
-from nanovllm.wire.shapes import fitting_chunk, quiet_chunk
+from nanovllm.wire.shapes import chunk_within, fitting_chunk, quiet_chunk
 from nanovllm.wire.step import most_block_updates
 
 _Chunk = tuple[Sequence, int]
@@ -33,10 +33,13 @@ def _is_partial(chunk: _Chunk) -> bool:
 class Scheduler:
     """Owner of the queues, of every length and of every block. A pure function of its queues: no clock, no device."""
 
-    PREFILL_TOKENS_WITH_DECODES = (512, 4096)
-    """Bounds of the default cap on prompt tokens beside decodes, where many wait: what a running request hardly
-    notices, and where a larger chunk gains nothing more. In between it doubles, and is changed a little so that chunk
-    and decodes fill a captured shape (wire/shapes.py)."""
+    PREFILL_TOKENS_WITH_DECODES = (1024, 4096)
+    """Bounds of the default cap on prompt tokens beside decodes: where running requests and prompts wait for each other
+    about as long, and where a larger chunk gains nothing more. In between it doubles, and is changed a little so that
+    chunk and decodes fill a captured shape (wire/shapes.py)."""
+    SHORT_PROMPT = 1024
+    """Tokens. Where no more are left to compute, chunks are so small that decodes hardly notice; not at the end of a
+    prompt that had more, which has waited long enough."""
 
     def __init__(self, config: EngineConfig, num_blocks: int, block_size: int, is_dense: bool = True) -> None:
         """`is_dense`: the model reads all of its weights in every step, so that a small chunk beside decodes costs
@@ -162,13 +165,16 @@ class Scheduler:
     def _prefill_cap(self, num_decode_rows: int, prompts: list[Sequence]) -> int:
         """`prompts`: those that have begun."""
         config, waiting = self.config, self.waiting.num_tokens
-        if config.max_num_prefill_tokens_with_decodes is not None:
-            return config.max_num_prefill_tokens_with_decodes
+        if (cap := config.max_num_prefill_tokens_with_decodes) is not None:
+            return chunk_within(num_decode_rows, cap, config.max_num_seqs)
         low, high = self.PREFILL_TOKENS_WITH_DECODES
         if self._is_dense:
             left = waiting + sum(seq.num_tokens_to_compute for seq in prompts)
-            if left <= 2 * low and (chunk := quiet_chunk(num_decode_rows, left, config.max_num_seqs)) is not None:
-                return chunk
+            longest = max((seq.num_tokens - seq.num_cached_tokens for seq in prompts), default=0)
+            if max(left, longest) <= self.SHORT_PROMPT:
+                quiet = quiet_chunk(num_decode_rows, left, config.max_num_seqs)
+                if quiet is not None:
+                    return quiet
             if config.tensor_parallel_size == 1:  # more gains nothing: GEMMs are as fast
                 high //= 2
         share = max(low, waiting // 8)

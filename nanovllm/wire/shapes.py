@@ -54,6 +54,17 @@ def fitting_chunk(num_decode_rows: int, chunk: int, max_num_seqs: int) -> int:
     return (padded + chunk + TILE // 2) // TILE * TILE - padded
 
 
+def chunk_within(num_decode_rows: int, cap: int, max_num_seqs: int) -> int:
+    """Prompt tokens, at most `cap`, that go with so many decodes. A few more than a captured shape holds would pad the
+    step to one of twice as many."""
+    if cap > LARGE_CHUNKS[-1]:
+        return cap  # not captured, so at its exact size
+    if cap < LARGE_CHUNKS[0]:
+        return min(cap, SMALL_CHUNKS[-1])
+    chunk = max(size for size in LARGE_CHUNKS if size <= cap)
+    return min(cap, fitting_chunk(num_decode_rows, chunk, max_num_seqs))
+
+
 def quiet_chunk(num_decode_rows: int, num_tokens_left: int, max_num_seqs: int) -> int | None:
     """Most prompt tokens that so many decodes hardly notice, where prompts have `num_tokens_left` to compute; None:
     these decodes are too many for that."""

@@ -211,7 +211,7 @@ class Simulation:
         if plan.num_old_rows:
             cap = config.max_num_prefill_tokens_with_decodes
             if cap is None:
-                cap = min(4096, max(512, sum(seq.num_total_tokens for seq in [*waiting_before, *plan.seqs]) // 8))
+                cap = min(4096, max(1024, sum(seq.num_total_tokens for seq in [*waiting_before, *plan.seqs]) // 8))
                 cap += TILE // 2  # chunks and decodes fill whole tiles
             assert plan.num_prefill_tokens <= cap
         assert plan.num_decode_rows <= plan.num_sample_rows <= plan.num_rows

@@ -103,14 +103,14 @@ def test_a_crowd_with_one_long_prefix_comes_in_over_several_steps() -> None:
 @pytest.mark.parametrize(
     ("cap", "waiting", "ranks", "expected"),
     [
-        *((6, 100, 1, 6), (None, 288, 1, 288), (None, 289, 1, 256 - 32), (None, 1025, 1, 640 - 64)),
-        *((None, 8192, 1, 1024 - 64), (None, 40000, 1, 2048 - 64), (None, 40000, 2, 4096 - 64)),
+        *((6, 100, 1, 6), (1024, 2000, 1, 1024 - 64), (None, 288, 1, 288), (None, 289, 1, 256 - 32)),
+        *((None, 1025, 1, 1024 - 64), (None, 40000, 1, 2048 - 64), (None, 40000, 2, 4096 - 64)),
     ],
 )
 def test_prompt_tokens_beside_decodes_are_capped(cap: int | None, waiting: int, ranks: int, expected: int) -> None:
-    """By default near 512, or near the power of two below an eighth of the prompt tokens that wait, at most 2048 or, on
-    several ranks, 4096: whole tiles, with the decodes and their padding. Fewer where not much is left, unless they are
-    the last."""
+    """By default near 1,024, or near the power of two below an eighth of the prompt tokens that wait, at most 2048 or,
+    on several ranks, 4096: whole tiles, with the decodes and their padding. Fewer where not much waits, unless they
+    are the last; not at a long prompt's end."""
     simulation = Simulation(
         depth=1,
         num_blocks=600,
@@ -123,6 +123,10 @@ def test_prompt_tokens_beside_decodes_are_capped(cap: int | None, waiting: int, 
     simulation.add([1] * waiting)
     plan = simulation.step()
     assert (plan.num_decode_rows, plan.num_prefill_tokens) == (2, expected)
+    if waiting == 2000:
+        assert simulation.step().num_prefill_tokens == expected
+    if waiting == 1025:
+        assert simulation.step().num_prefill_tokens == 1025 - expected
 
 
 def test_without_decodes_prompts_get_the_whole_budget() -> None:

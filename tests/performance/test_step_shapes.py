@@ -14,6 +14,7 @@ from nanovllm.wire.shapes import (
     QUIET_TOKENS,
     SMALL_CHUNKS,
     TILE,
+    chunk_within,
     decode_buckets,
     fitting_chunk,
     mixed_decode_buckets,
@@ -75,6 +76,17 @@ def test_the_chunks_that_the_scheduler_asks_for_fill_a_graph_to_whole_tiles(
     assert chunk / 2 <= asked <= chunk + TILE / 2
     shape = next(s for s in mixed_shapes(limit, 16384) if s.decode_rows >= decodes and s.chunk_tokens >= asked)
     assert shape.chunk_tokens == asked and sum(shape) % TILE == 0
+
+
+@given(max_num_seqs, st.integers(1, 8192), st.data())
+def test_a_cap_of_the_users_does_not_pad_a_step_to_twice_its_tokens(
+    limit: int, cap: int, data: st.DataObject
+) -> None:
+    decodes = data.draw(st.integers(1, limit))
+    asked = chunk_within(decodes, cap, limit)
+    assert cap / 4 <= asked <= cap
+    if asked >= LARGE_CHUNKS[0] and (shape := graphs(limit).shape_for(decodes, 1, asked)) is not None:
+        assert shape.chunk_tokens - asked <= TILE
 
 
 @given(max_num_seqs, st.data())
