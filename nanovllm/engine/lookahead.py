@@ -51,7 +51,7 @@ class Lookahead:
 
     def note_end(self, seq: Sequence) -> None:
         """An output has ended by itself."""
-        self._past.append(seq.num_tokens - seq.num_prompt_tokens)
+        self._past.append(seq.num_output_tokens)
         self._lengths = None
 
     def num_tokens_to_come(self, seqs: list[Sequence]) -> np.ndarray:

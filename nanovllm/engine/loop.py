@@ -154,7 +154,7 @@ class EngineLoop:
             self._trace.ended(seq)
         return Ending(
             seq.finish_reason, seq.stop_reason, seq.num_prompt_tokens, seq.num_prompt_cached_tokens or 0,
-            seq.num_tokens - seq.num_prompt_tokens, seq.metrics, None if prompt_rows is None else prompt_rows.view(),
+            seq.num_output_tokens, seq.metrics, None if prompt_rows is None else prompt_rows.view(),
             seq.weight_versions,
         )  # fmt: skip
 

@@ -97,7 +97,7 @@ class Scheduler:
         """Every running row goes back to the queue with nothing computed (its KV is no longer valid)."""
         self._last_plan = None
         while self.running:
-            self._preempt(self.running[-1])
+            self._preempt_newest()
         self.block_manager.forget_cached()
 
     def keep_all(self) -> None:
@@ -130,7 +130,7 @@ class Scheduler:
         """Adds the rows that have one token to compute, oldest first; makes room by preempting the newest."""
         block_size = self.block_manager.block_size
         seqs, starts, epochs = plan.seqs, plan.starts, plan.epochs
-        for seq in self.running:  # _preempt may shorten the list from its end meanwhile; iteration then ends earlier
+        for seq in self.running:  # _grow may shorten the list from its end meanwhile; iteration then ends earlier
             if budget == 0:
                 break
             total = seq.num_tokens + seq.num_inflight_tokens
@@ -154,10 +154,8 @@ class Scheduler:
     def _grow(self, plan: StepPlan, seq: Sequence) -> bool:
         """Gives `seq` one more block. False: `seq` itself was preempted, being the newest."""
         while self.block_manager.num_free_blocks == 0:
-            victim = self.running[-1]
-            self._preempt(victim)
             self.num_preemptions += 1
-            if victim is seq:
+            if self._preempt_newest() is seq:
                 return False
         plan.block_updates += (seq.slot, len(seq.block_table), self.block_manager.append_block(seq))
         return True
@@ -301,20 +299,20 @@ class Scheduler:
         )
         self._publish_written(plan, range(plan.num_old_rows, plan.num_rows))
         gained: list[tuple[Sequence, int]] = []
-        waiting, finished = SequenceStatus.WAITING, SequenceStatus.FINISHED  # members of an Enum are slow to look up
+        running, finished = SequenceStatus.RUNNING, SequenceStatus.FINISHED  # members of an Enum are slow to look up
         for seq, token_id in zip(plan.seqs[: plan.num_sample_rows], token_ids, strict=True):
-            if seq.status is finished:
-                continue
+            if seq.status is not running:
+                if seq.status is finished:
+                    continue
+                self.waiting.num_tokens += 1  # preempted while this token was on the device
             seq.append(token_id)
             gained.append((seq, token_id))
-            if seq.status is waiting:  # preempted while this token was on the device
-                self.waiting.num_tokens += 1
             if token_id in seq.stop_token_ids:
                 self._finish(seq, "stop")
             elif (
                 seq.sampling is not None
                 and seq.sampling.watches
-                and (ended := seq.sampling.accept(seq.token_ids, seq.num_tokens - seq.num_prompt_tokens))
+                and (ended := seq.sampling.accept(seq.token_ids, seq.num_output_tokens))
             ):
                 self._finish(seq, ended.reason)
                 seq.stop_reason = ended.why
@@ -341,14 +339,14 @@ class Scheduler:
         if reason != "abort" and seq.params.max_tokens:
             self.lookahead.note_end(seq)
 
-    def _preempt(self, seq: Sequence) -> None:
+    def _preempt_newest(self) -> Sequence:
         """Back to its queue; it will be computed again from whatever prefix is still cached by then."""
-        assert self.running[-1] is seq, seq
-        self.running.pop()
+        seq = self.running.pop()
         self._release(seq)
         seq.num_computed_tokens = seq.num_cached_tokens = 0
         seq.status = SequenceStatus.WAITING
         self.waiting.put_back(seq)
+        return seq
 
     def _release(self, seq: Sequence) -> None:
         # Safe while a launched step still writes there: the next owner of the slot or a block runs in a later step.

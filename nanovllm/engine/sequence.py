@@ -93,12 +93,17 @@ class Sequence:
         return self.num_tokens + self.num_inflight_tokens - self.num_computed_tokens
 
     @property
+    def num_output_tokens(self) -> int:
+        """Those known to the host."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
     def note_version(self, version: int) -> None:
         """Tokens from here on come from weights of this version."""
-        start = self.num_tokens - self.num_prompt_tokens
+        start = self.num_output_tokens
         if self.version_starts and self.version_starts[-1][1] == start:
             self.version_starts.pop()
         self.version_starts.append((version, start))
@@ -106,8 +111,7 @@ class Sequence:
     @property
     def weight_versions(self) -> list[tuple[int, int, int]]:
         """See CompletionOutput.weight_versions."""
-        end = self.num_tokens - self.num_prompt_tokens
-        ends = [*(start for _, start in self.version_starts[1:]), end]
+        ends = [*(start for _, start in self.version_starts[1:]), self.num_output_tokens]
         return [(v, start, end) for (v, start), end in zip(self.version_starts, ends, strict=True) if end > start]
 
     def append(self, token_id: int) -> None:

@@ -97,7 +97,7 @@ class Trace:
         first, scheduled = times.first_token_time, times.first_scheduled_time
         self._name(_REQUESTS, number, "thread_name", f"request {number}")
         tokens = {"prompt_tokens": seq.num_prompt_tokens, "cached": seq.num_prompt_cached_tokens or 0}
-        tokens |= {"output_tokens": seq.num_tokens - seq.num_prompt_tokens}
+        tokens |= {"output_tokens": seq.num_output_tokens}
         self._write("X", "waiting", times.arrival_time, _REQUESTS, number, scheduled or end, tokens)
         if scheduled is not None:
             self._write("X", "prefill", scheduled, _REQUESTS, number, first or end, tokens)

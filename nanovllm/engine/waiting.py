@@ -54,11 +54,9 @@ class WaitingQueues:
     def next(self, long_allowed: bool, holds_new: bool) -> Sequence | None:
         """The one that came first; a short one where a long prompt must not hold it back. `holds_new`: of those that
         have begun."""
-        if holds_new:
-            firsts = [next(filter(has_begun, queue), None) for queue in (self.short, self.long)]
-        else:
-            firsts = [queue[0] if queue else None for queue in (self.short, self.long)]
-        short, long = firsts
+        short, long = (
+            next((seq for seq in queue if not holds_new or has_begun(seq)), None) for queue in (self.short, self.long)
+        )
         if short is None or long is None:
             return short or long
         return long if long_allowed and _arrival(long) < _arrival(short) else short

@@ -89,8 +89,7 @@ class LocalExecutor:
                 self.processes.check()  # of what has failed before
                 if compiler is not None:
                     _dry_run(self._runner, compiler)
-                self._runner.on_share = lambda share: self._report("load", share)
-                self._runner.load()
+                self._runner.load(lambda share: self._report("load", share))
             self.processes.replies()
             self.processes.is_loading = False
         if compiler is not None:

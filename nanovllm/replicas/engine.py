@@ -107,7 +107,7 @@ class ReplicatedEngine(ReplicaControl):
                 continue
             request_id = seqs[0].parent_id
             if kind == "add":
-                self._live[request_id] = RequestState(seqs, seqs[0].num_tokens - seqs[0].num_prompt_tokens)
+                self._live[request_id] = RequestState(seqs, seqs[0].num_output_tokens)
                 self._queue(request_id, seqs)
                 continue
             request = self._live.get(request_id)
@@ -259,7 +259,7 @@ class ReplicatedEngine(ReplicaControl):
         if words is not None and row.logprob_rows is not None:
             row.logprob_rows.append(words[None], 0)
         if row.text is not None and token_id not in seq.stop_token_ids:
-            row.text.push(token_id, watch=seq.num_tokens - seq.num_prompt_tokens >= seq.params.min_tokens)
+            row.text.push(token_id, watch=seq.num_output_tokens >= seq.params.min_tokens)
 
     def _complete(
         self, columns: StepColumns, entry: int, request: RequestState, seq: Row, completed: Completed, now: float
@@ -287,7 +287,7 @@ class ReplicatedEngine(ReplicaControl):
         self._plain.pop(seq.parent_id, None)
         if request.replica is not None:
             seqs = request.seqs
-            count = sum(each.num_tokens - each.num_prompt_tokens for each in seqs)
+            count = sum(each.num_output_tokens for each in seqs)
             left = [digest for each in seqs for digest in self._hashes(each, each.token_ids[: each.num_tokens - 1])]
             self._router.finish(request.replica, seq.parent_id, count, left)
 

@@ -68,8 +68,6 @@ class ModelRunner(WeightCommands):
             self.device = torch.device("cuda", rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
             threading.Thread(target=hash_triton, name="nanovllm-hash", daemon=True).start()  # or the first kernel waits
-        self.on_share: Callable[[float], None] = lambda share: None
-        """Called with the share of the weights that are loaded."""
         self.memory = MemoryProbe(self.device)
         self.group = TensorParallelGroup(
             rank, config.tensor_parallel_size, self.device, store, share_gpus=config.share_gpus,
@@ -161,19 +159,17 @@ class ModelRunner(WeightCommands):
         return TransformersModel(module, self.kernels)
 
     @torch.inference_mode()
-    def load(self) -> None:
-        """Fills the weights in, from the checkpoint or at random; those of modules of transformers are there."""
+    def load(self, on_share: Callable[[float], None] = lambda share: None) -> None:
+        """Fills the weights in, from the checkpoint or at random; those of modules of transformers are there.
+        `on_share`: called with the share of a checkpoint that is loaded."""
         if self.live_module is not None or self.model_config.implementation == "transformers":
             return
         with self.io.stream_context():
-            self._load()
-
-    def _load(self) -> None:
-        if self.config.load_format == "dummy":
-            load_dummy(self.weights, self.dtype, self.device, self.config.seed, self._progress)
-        else:
-            tensors = self._tensors_of(Path(self.config.model), wide=False)
-            load_checkpoint(self.weights, tensors, self.device, self._progress, self.on_share)
+            if self.config.load_format == "dummy":
+                load_dummy(self.weights, self.dtype, self.device, self.config.seed, self._progress)
+            else:
+                tensors = self._tensors_of(Path(self.config.model), wide=False)
+                load_checkpoint(self.weights, tensors, self.device, self._progress, on_share)
 
     @torch.inference_mode()
     def measure_kv_cache(self) -> int:
