@@ -80,6 +80,7 @@ class LocalServer:
 
 def main(fd: int, log: str) -> int:
     """The child."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # a server of its own, whom it ends
     number = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(number, 1)
     os.dup2(number, 2)

@@ -27,10 +27,14 @@ def start_python(module: str, *args: str, pass_fds: tuple[int, ...]) -> subproce
     # Importing passes over what is no string in sys.path (a Path, say), and so do we.
     folders = [path or os.getcwd() for path in sys.path if isinstance(path, str)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
-    # A session of its own: Ctrl-C in a terminal reaches the caller alone, who then stops us in order.
-    return subprocess.Popen(
-        command, pass_fds=pass_fds, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
-    )
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # inherited: see leave_signals_to_parent
+    try:
+        # A session of its own: Ctrl-C in a terminal reaches the caller alone, who then stops us in order.
+        return subprocess.Popen(
+            command, pass_fds=pass_fds, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def end(process: "subprocess.Popen[bytes]", patience: float) -> None:
@@ -45,9 +49,11 @@ def end(process: "subprocess.Popen[bytes]", patience: float) -> None:
 
 def leave_signals_to_parent() -> None:
     """Ctrl-C, and what systemd sends to all processes of a service: the parent decides what becomes of us. Children of
-    ours begin with the default for the latter again."""
+    ours begin with the default for the latter again. It is blocked until here, so that it ends no interpreter that is
+    just starting."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
 def freeze_objects() -> None:

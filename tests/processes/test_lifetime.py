@@ -20,6 +20,7 @@ from nanovllm import LLM, SamplingParams, control, terminal
 from nanovllm import llm as llm_module
 from nanovllm.engine import fair_lock
 from nanovllm.executor.processes import WorkerProcesses
+from nanovllm.startup.child import start_linked
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAVE = 5.0  # seconds for workers to leave after their program has
@@ -358,6 +359,15 @@ def test_an_engine_that_lost_a_steps_tokens_does_not_go_on(
         llm.resume()
         with pytest.raises(RuntimeError, match=r"cannot go on: .*alarm"):
             llm.step()
+
+
+@pytest.mark.parametrize("module", ["nanovllm.serve.engine_process", "nanovllm.replicas.replica"])
+def test_sigterm_is_left_to_the_parent_from_the_first_moment_on(module: str) -> None:
+    process, link = start_linked(module)
+    process.terminate()
+    time.sleep(0.1)
+    link.close()
+    assert process.wait(30) == 1, "it ended with its socket"
 
 
 def test_a_worker_that_a_driver_holds_is_killed_and_left_behind() -> None:
