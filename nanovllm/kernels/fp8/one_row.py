@@ -20,7 +20,7 @@ from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import group_scales, quantize_rows, rounded
 from nanovllm.kernels.fp8.reference import GROUP
-from nanovllm.kernels.gemm.choice import GemmConfig
+from nanovllm.kernels.gemm.choice import PROCESSORS, GemmConfig
 from nanovllm.kernels.gemm.decode import silu_mul
 from nanovllm.kernels.gemm.epilogue import normalise
 from nanovllm.kernels.pointwise.norm import Norm, add_norms
@@ -232,12 +232,15 @@ def linear(
     steps = triton.cdiv(k, config.block_k)
     x, x_scale, stride = (x, None, 0) if isinstance(x, Tensor) else (x.values, x.scales, x.scales.stride(1))
     gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-    # Registers with which two programs fit a multiprocessor; one that holds more of x, or of weights, needs more.
-    two_programs = 128 if config.num_warps == 8 and steps <= 16 and not gated else None
-    fp8_row_kernel[(triton.cdiv(n_out, config.block_n),)](
+    programs, registers = triton.cdiv(n_out, config.block_n), None
+    if config.num_warps == 8 and steps <= 16 and not gated:  # one that holds more of x, or of weights, needs more
+        registers = 128  # two programs fit a multiprocessor
+    elif config.num_warps == 4 and steps > 16 and 2 * PROCESSORS < programs <= 3 * PROCESSORS and not gated:
+        registers = 168  # three do, and all run at once
+    fp8_row_kernel[(programs,)](
         x, x_scale, gain, values, weight.scale, out, residual, scale_stride=stride, n_out=n_out,
         groups=weight.scale.shape[1], eps=eps, K=k, STEPS=steps, PRELOAD=min(config.stages, steps),
         ROWS_EACH=weight.rows_each, IN_BLOCKS=weight.in_blocks, EVEN_K=k == steps * config.block_k, GATED=gated,
-        WARPS=config.num_warps, num_warps=config.num_warps, maxnreg=two_programs, **pdl_options(values.device, pdl),
+        WARPS=config.num_warps, num_warps=config.num_warps, maxnreg=registers, **pdl_options(values.device, pdl),
     )  # fmt: skip
     return out

@@ -15,7 +15,7 @@ from nanovllm.kernels.base.triton_import import gl, gluon, mbarrier, tl, tma, tr
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import empty_rows_for, group_scales, rounded
 from nanovllm.kernels.fp8.reference import GROUP
-from nanovllm.kernels.gemm.choice import GemmConfig
+from nanovllm.kernels.gemm.choice import PROCESSORS, GemmConfig
 from nanovllm.kernels.gemm.decode import silu_mul
 
 _GROUP: gl.constexpr = gl.constexpr(128)
@@ -233,8 +233,6 @@ def specialized_kernel(
 
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-_PROGRAMS = {4: 264, 8: 132}
-"""By warps that multiply: as many as an H100 or H200 has room for."""
 
 
 def takes(weight: FP8Weight, config: GemmConfig) -> bool:
@@ -271,7 +269,8 @@ def _launch(
     readable = min(rows_in_memory(x.values), tiles_m * config.block_m)
     bytes_layout, floats_layout = gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(0, 32, 1)
     groups, stride = triton.cdiv(k, GROUP), scales.stride(0)
-    specialized_kernel[(min(tiles_m * tiles_n * config.split_k, _PROGRAMS[config.num_warps]),)](
+    programs = PROCESSORS * 8 // config.num_warps  # as many as fit
+    specialized_kernel[(min(tiles_m * tiles_n * config.split_k, programs),)](
         TensorDescriptor(x.values, [readable, k], [k, 1], [config.block_m, GROUP], bytes_layout),
         TensorDescriptor(scales, [groups * stride], [1], [config.block_m], floats_layout),
         TensorDescriptor(values, list(values.shape), [k, 1], [config.block_n, GROUP], bytes_layout),

@@ -41,7 +41,8 @@ _SHIPPED = Path(__file__).parent / "tuned"
 _SMALL_WEIGHT_BYTES = 16 << 20
 _SHARED_BYTES = 227 << 10
 """That a program has on an H100 or H200, or an A100 less some."""
-_PROCESSORS = 132  # of an H100 or H200; only the fallback depends on it
+PROCESSORS = 132
+"""Multiprocessors of an H100 or H200; only the time that kernels take depends on it."""
 
 
 class Gemm(NamedTuple):
@@ -207,7 +208,7 @@ def fallback(gemm: Gemm, rows: int) -> GemmConfig:
         return GemmConfig("fma", 16, block_k=512, stages=1) if rows <= SKINNY_ROWS else LIBRARY
     if gemm.kind == "gate_up":
         return GemmConfig("decode", 64, 32, 128, 5)
-    return GemmConfig("decode", 64, 16, 256, 5, _parts(gemm, -(-gemm.n // 64), 3 * _PROCESSORS))
+    return GemmConfig("decode", 64, 16, 256, 5, _parts(gemm, -(-gemm.n // 64), 3 * PROCESSORS))
 
 
 def _parts(gemm: Gemm, programs: int, room: int) -> int:
@@ -234,15 +235,15 @@ def _fp8_fallback(gemm: Gemm, rows: int) -> GemmConfig:
         long = gemm.k > 4096
         warps, stages = (8 if long else 4, 3 if long else 8) if summed else (4, 3 if long else 4)
         if not gemm.fused and (warps == 4 or gemm.k % 1024):  # the best for 32B over two GPUs
-            warps, stages = 4, 8 if gemm.k > 8192 else 4
+            warps, stages = 4, {"qkv": 8, "o": 6}.get(gemm.kind, 4)
         return GemmConfig("quantized_row", 16, block_k=128 * warps, stages=stages, num_warps=warps)
     by_rows = _FP8_TILES.get("o" if summed else gemm.kind, ())
     if rows <= 16 and by_rows:
-        parts = _parts(gemm, -(-gemm.n // 64), 3 * _PROCESSORS)
+        parts = _parts(gemm, -(-gemm.n // 64), 3 * PROCESSORS)
         return GemmConfig("decode", 64, 16, 256, 3 if gemm.kind == "gate_up" else 4, parts)
     found = []
     for block_n, block_m, stages in next((tiles for most, tiles in by_rows if rows <= most), ()):
-        programs, room = -(-gemm.n // block_n) * -(-rows // block_m), _PROCESSORS * (2 if block_m == 64 else 1)
+        programs, room = -(-gemm.n // block_n) * -(-rows // block_m), PROCESSORS * (2 if block_m == 64 else 1)
         parts = _parts(gemm, programs, room)
         config = GemmConfig("specialized", block_n, block_m, 128, stages, parts, 4 if block_m == 64 else 8)
         found.append((programs * parts, config))
@@ -267,7 +268,7 @@ def int4_config(gemm: Gemm, rows: int) -> GemmConfig:
         block_n, stages = 128, 5
     programs, parts = -(-gemm.n // block_n) * -(-rows // block_m), 1
     most = 8 if block_m == 16 else 4
-    while parts < most and programs * parts < 2 * _PROCESSORS and gemm.k >= 512 * parts:
+    while parts < most and programs * parts < 2 * PROCESSORS and gemm.k >= 512 * parts:
         parts *= 2
     if gemm.kind in SUMMED or parts == 1:
         return GemmConfig("int4", block_n, block_m, 128, stages, parts)
