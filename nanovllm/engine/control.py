@@ -1,4 +1,4 @@
-"""What a trainer does to a live engine: new weights, pauses, everything aborted."""
+"""What a trainer does to a live engine: new weights, sleep, pauses, everything aborted."""
 
 from collections.abc import Generator, Iterable
 from pathlib import Path
@@ -20,8 +20,8 @@ _DROPPED = "sleep(level=2) has dropped the weights"
 
 
 class EngineControl(EngineLoop):
-    """What changes with what the loop runs. Between two steps, by the thread that may step; but abort_all, pause_steps
-    and resume may be called from any thread."""
+    """The loop, and what changes its weights, its memory and whether it runs. Called between two steps, by the thread
+    that may step; but abort_all, pause_steps and resume may be called from any thread."""
 
     weight_version = 0
     """Of the weights that steps run with."""

@@ -152,7 +152,7 @@ class LLMEngine(EngineControl):
 
     @property
     def num_waiting(self) -> int:
-        """Requests that do not run, up to completions of n > 1."""
+        """Rows that wait, and calls of other threads that the next step takes in: about so many requests do not run."""
         return self.scheduler.num_waiting + len(self._inbox)
 
     def _max_total_tokens(self, num_prompt_tokens: int, max_tokens: int) -> int:

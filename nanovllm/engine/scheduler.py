@@ -19,7 +19,7 @@ from nanovllm.engine.sharing import CachedPrefix, StepSharing
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.engine.waiting import WaitingQueues, has_begun
 from nanovllm.wire.shapes import chunk_within, fitting_chunk, quiet_chunk
-from nanovllm.wire.step import most_block_updates
+from nanovllm.wire.step import UPDATE_SIZE, most_block_updates
 
 _Chunk = tuple[Sequence, int]
 """A row and how many tokens of its prompt a step computes."""
@@ -209,12 +209,13 @@ class Scheduler:
         A request that begins with what a row is computing now waits for it, and lets others pass.
         """
         forecast: Forecast | None = None
-        most_updates = most_block_updates(self.block_manager.num_blocks, self.config.max_num_seqs)
-        sharing, size = StepSharing(self.block_manager, prompts), self.block_manager.block_size
+        manager, size = self.block_manager, self.block_manager.block_size
+        most_updates = most_block_updates(manager.num_blocks, self.config.max_num_seqs)
+        sharing = StepSharing(manager, prompts)
         budget -= sum(count for _, count in chunks)
         num_partial = len(prompts) - len(chunks) + sum(map(_is_partial, chunks))
         num_long = sum(1 for seq in prompts if self.waiting.is_long(seq.num_tokens_to_compute))
-        while budget > 0 and self._free_slots and self.block_manager.num_free_blocks:
+        while budget > 0 and self._free_slots and manager.num_free_blocks:
             seq = self.waiting.next(num_long < self.config.max_long_partial_prefills, self.holds_new)
             if seq is None or seq.num_inflight_tokens:  # preempted, and its last token is not known yet
                 break
@@ -223,18 +224,17 @@ class Scheduler:
                 if not sharing.hold(seq, self.waiting):
                     break
                 continue
-            hits = prefix.hits
-            remaining = seq.num_tokens - prefix.num_tokens(size)
-            count = self._chunk(remaining, budget, short_waits=bool(self.waiting.short))
-            if not self.block_manager.can_admit(seq, hits):
+            if not manager.can_admit(seq, prefix.hits):
                 break
             if self.config.uses("lookahead") and self.running and not self.lookahead.surely_fits(seq):
                 forecast = forecast or self.lookahead.forecast(self.running)
-                held = seq.num_tokens - self.block_manager.num_in_use(hits) * size
+                held = seq.num_tokens - manager.num_in_use(prefix.hits) * size
                 if not forecast.add_if_it_fits(held, int(self.lookahead.num_tokens_to_come([seq])[0])):
                     break
-            if len(plan.block_updates) // 3 + self.block_manager.num_blocks_for(seq.num_tokens) > most_updates:
+            if len(plan.block_updates) // UPDATE_SIZE + manager.num_blocks_for(seq.num_tokens) > most_updates:
                 break
+            remaining = seq.num_tokens - prefix.num_tokens(size)
+            count = self._chunk(remaining, budget, short_waits=bool(self.waiting.short))
             if count < remaining and num_partial >= self.config.max_num_partial_prefills:
                 break
             self.waiting.remove(seq)

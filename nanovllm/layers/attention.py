@@ -12,7 +12,8 @@ from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.gemm.one_row import Row
 from nanovllm.kernels.pointwise.rope import QKNormRope
 from nanovllm.layers.context import LayerContext
-from nanovllm.layers.linear import HeadSplit, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.heads import HeadSplit, heads_of
+from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
 from nanovllm.model_config import LayerSpec, ModelConfig
 
@@ -39,11 +40,6 @@ class ForwardStep:
 def wanted_rows(hidden: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
     """The rows of `hidden` that are wanted, int [N]; None: all, without a copy."""
     return hidden if wanted is None else hidden.index_select(0, wanted)
-
-
-def heads_of(config: ModelConfig, layer: LayerSpec, rank: int, size: int) -> HeadSplit:
-    """The heads of one of `size` ranks in this layer."""
-    return HeadSplit(config.num_attention_heads, layer.num_kv_heads, rank, size)
 
 
 def attention_spec(config: ModelConfig, layer: LayerSpec, heads: HeadSplit) -> AttentionSpec:

@@ -9,7 +9,6 @@ is 0. So any width is served, and a rank's rows start where the hardware's copie
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from nanovllm.kernels.gemm.dispatch import matmul
 from nanovllm.kernels.gemm.one_row import Gated, Row, Unnormed
 from nanovllm.kernels.pointwise.norm import Norm, add_up
 from nanovllm.layers.context import LayerContext
+from nanovllm.layers.heads import HeadSplit
 from nanovllm.layers.int4 import Int4Matrix
 from nanovllm.layers.quantized import FP8Matrix, column_multiple, quantized_matrix
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Shard, WeightedModule, parameter
@@ -221,83 +221,6 @@ class MergedColumnParallelLinear(ParallelLinear):
             return self.quantized.matmul(x, config, gated=True)  # type: ignore[arg-type]
         assert isinstance(x, torch.Tensor)
         return (skinny if config.is_skinny else decode).linear(x, self.weight, config, gated=True)
-
-
-@dataclass(frozen=True)
-class HeadSplit:
-    """Which attention heads a rank computes, when `num_heads` query heads share `num_kv_heads` key/value heads.
-
-    A rank takes a contiguous range of query heads and every key/value head that they need. Where the range cuts through
-    a group, key/value heads are held twice, so that the rank's own query heads divide evenly over its own key/value
-    heads (attention kernels want one group size). With more ranks than key/value heads each head is held by several
-    ranks.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    rank: int
-    size: int
-
-    @property
-    def local_heads(self) -> int:
-        return self.num_heads // self.size
-
-    @property
-    def _local_group(self) -> int:
-        return math.gcd(self.num_heads // self.num_kv_heads, self.local_heads)
-
-    @property
-    def local_kv_heads(self) -> int:
-        return self.local_heads // self._local_group
-
-    @property
-    def first_head(self) -> int:
-        return self.rank * self.local_heads
-
-    def kv_head(self, local_index: int) -> int:
-        """The whole model's key/value head that this rank holds as number `local_index`."""
-        group = self.num_heads // self.num_kv_heads
-        return (self.first_head + local_index * self._local_group) // group
-
-    def kv_head_runs(self) -> list[tuple[int, int, int]]:
-        """(first local number, first head of the whole model, count) of this rank's consecutive key/value heads."""
-        runs: list[tuple[int, int, int]] = []
-        for local in range(self.local_kv_heads):
-            head = self.kv_head(local)
-            if runs and head == runs[-1][1] + runs[-1][2]:
-                runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
-            else:
-                runs.append((local, head, 1))
-        return runs
-
-    @property
-    def kv_heads_held_first(self) -> list[bool]:
-        """For each of this rank's key/value heads whether no other place before it, on this or an earlier rank, holds
-        the same one."""
-        before = -1 if self.rank == 0 else replace(self, rank=self.rank - 1).kv_head(self.local_kv_heads - 1)
-        heads = [self.kv_head(local) for local in range(self.local_kv_heads)]
-        return [head > held for head, held in zip(heads, [before, *heads], strict=False)]
-
-    def query_cuts(self, rows: int) -> tuple[Cut, ...]:
-        """Of all query heads' rows, `rows` each, this rank's."""
-        return (Cut(0, 0, self.first_head * rows, self.local_heads * rows),)
-
-    def kv_cuts(self, rows: int, place: int = 0) -> tuple[Cut, ...]:
-        """The same of key/value heads, which begin at the rank's row `place`."""
-        runs = self.kv_head_runs()
-        return tuple(Cut(0, place + local * rows, head * rows, count * rows) for local, head, count in runs)
-
-    def query_weight(self, name: str, target: torch.Tensor) -> CheckpointWeight:
-        """A checkpoint tensor [rows of all query heads, ...], of which `target` holds this rank's heads."""
-        rows = target.shape[0] // self.local_heads
-        shape = (self.num_heads * rows, *target.shape[1:])
-        return CheckpointWeight(name, shape, tuple(cut.shard(target) for cut in self.query_cuts(rows)))
-
-    def kv_weight(self, name: str, target: torch.Tensor) -> CheckpointWeight:
-        """A checkpoint tensor [rows of all key/value heads, ...], of which `target` holds this rank's heads."""
-        rows = target.shape[0] // self.local_kv_heads
-        shape = (self.num_kv_heads * rows, *target.shape[1:])
-        return CheckpointWeight(name, shape, tuple(cut.shard(target) for cut in self.kv_cuts(rows)))
 
 
 class QKVParallelLinear(ParallelLinear):

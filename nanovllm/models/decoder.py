@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from nanovllm.attention.base import AttentionBackend, AttentionSpec
-from nanovllm.layers.attention import Attention, ForwardStep, attention_spec, heads_of, wanted_rows
+from nanovllm.layers.attention import Attention, ForwardStep, attention_spec, wanted_rows
 from nanovllm.layers.context import LayerContext
+from nanovllm.layers.heads import heads_of
 from nanovllm.layers.linear import ParallelLinear, RowParallelLinear
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.moe import MoE

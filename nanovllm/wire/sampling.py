@@ -25,9 +25,9 @@ import numpy as np
 from nanovllm.wire.step import SECTION_WORD
 
 LISTS = (
-    *("rows", "slots", "records", "scored", "scored_rows", "kept", "edits", "resets", "counts", "hidden", "targets"),
-    *("mask_slots", "masks"),
-)
+    "rows", "slots", "records", "scored", "scored_rows", "kept", "edits", "resets", "counts", "hidden", "targets",
+    "mask_slots", "masks",
+)  # fmt: skip
 NUMBERS = 20
 """Rows of each of KINDS, and scored ones of each of SCORES; targets that want few likeliest ids, and many; how many
 likeliest ids at most, of each of SCORES and of these two; and four about all rows (Section)."""
@@ -148,10 +148,12 @@ class Section:
         slices = _consecutive([len(header), *header[: len(LISTS)]])[1:]
         self._slices = dict(zip(LISTS, slices, strict=True))
         numbers = iter(header[len(LISTS) :])
-        self.of_kind, self.of_score, self.of_prompt = (_consecutive([*islice(numbers, n)]) for n in (4, 4, 2))
+        self.of_kind, self.of_score, self.of_prompt = (
+            _consecutive([*islice(numbers, count)]) for count in (len(KINDS), len(SCORES), 2)
+        )
         """Where the rows of each kind lie among all; the scored rows of each of SCORES; the targets that want few and
         many ids."""
-        self.num_logprobs, self.num_prompt_logprobs = ([*islice(numbers, n)] for n in (4, 2))
+        self.num_logprobs, self.num_prompt_logprobs = ([*islice(numbers, count)] for count in (len(SCORES), 2))
         self.copies_filter, self.copied_flags, self.changed_flags, self.is_tempered = numbers
         assert slices[-1].stop == words.size, (slices, words.size)
 

@@ -17,7 +17,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.kernels import select_kernels
 from nanovllm.layers import linear
-from nanovllm.layers.linear import HeadSplit
+from nanovllm.layers.heads import HeadSplit
 from nanovllm.layers.weights import CheckpointWeight, Shard
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.checkpoint import load_checkpoint, load_dummy, open_checkpoint, read_safetensors

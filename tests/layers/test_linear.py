@@ -12,7 +12,8 @@ from nanovllm.kernels.gemm import decode, dispatch, skinny
 from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm
 from nanovllm.layers.context import LayerContext
-from nanovllm.layers.linear import HeadSplit, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.heads import HeadSplit
+from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.vocab import VocabParallelEmbedding
 from nanovllm.layers.weights import WeightedModule
 

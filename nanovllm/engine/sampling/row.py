@@ -36,8 +36,8 @@ class SamplingRow:
         token_text: Callable[[int], str | None] = lambda token_id: None, is_processed: bool = False,
     ) -> None:  # fmt: skip
         """`stop_ids`: what min_tokens bans until then. `text`: the output's, where stop strings are looked for.
-        `bad_words`: as token ids. `matcher`: of structured_outputs. `token_text`: of one
-        token, for log-probabilities. `is_processed`: these are of the logits that are sampled from, not of raw ones."""
+        `bad_words`: as token ids. `matcher`: of structured_outputs. `token_text`: of one token, for log-probabilities.
+        `is_processed`: these are of the logits that are sampled from, not of raw ones."""
         self.params = params
         self.text = text
         self.matcher = matcher
