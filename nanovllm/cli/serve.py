@@ -33,7 +33,7 @@ _NOT_NEEDED = (
     *("--enable-auto-tool-choice", "--enable-chunked-prefill", "--enable-prompt-tokens-details"),
 )
 """Options of vLLM that change nothing here; taken, so that its command lines work."""
-_NOT_NEEDED_WITH_VALUE = ("--weight-transfer-config", "--uvicorn-log-level", "--swap-space")
+_NOT_NEEDED_WITH_VALUE = ("--weight-transfer-config", "--uvicorn-log-level", "--swap-space", "--root-path")
 
 
 def make_parser() -> Parser:

@@ -4,7 +4,9 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import orjson
+import msgspec
+
+from nanovllm.serve.api import shapes
 
 _MOST_MESSAGE = 1000  # characters
 _NAME = re.compile(r"(\w{1,40})(?:[\[.].*?)?[:=]")
@@ -22,8 +24,8 @@ class ApiError(Exception):
         self.type = type_ or ("invalid_request_error" if status < 500 else "server_error")
 
     def body(self) -> bytes:
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return orjson.dumps({"error": error})
+        error = shapes.Error(self.message, self.type, self.param, self.code)
+        return msgspec.json.encode(shapes.ErrorAnswer(error))
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         return [(b"retry-after", b"1")] if self.status == 503 else []

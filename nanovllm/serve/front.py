@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import nanovllm
 from nanovllm.serve import errors, frames
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanovllm.serve")
 Result = TypeVar("Result")
+State = Literal["loading", "ready", "draining", "failed"]
 _SHORT = 512  # characters whose tokenizing takes less than a hand-over to a thread and back
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -50,8 +51,7 @@ class Front:
 
             self.tracer = tracing.RequestTracer(options.otlp_traces_endpoint)
         self.streams = Streams(self.metrics, lambda request_id: self.link.send(frames.Abort(request_id)))
-        self.state = "loading"
-        """"loading", "ready", "draining" or "failed"."""
+        self.state: State = "loading"
         self.progress: tuple[str, int] = ("starting", 0)
         self.on_progress: Callable[[str, int], None] = lambda stage, percent: None
         self.failure: frames.Failed | None = None
@@ -85,7 +85,7 @@ class Front:
 
     # -- the engine ---------------------------------------------------------------------------------------------
 
-    def set_state(self, state: str) -> None:
+    def set_state(self, state: State) -> None:
         self.state = state
         self.changed.set()
 
@@ -173,13 +173,6 @@ class Front:
         if answer.status == 400:
             raise errors.from_value_error(answer.message)
         raise ApiError(answer.status, answer.message, "wrong_state")
-
-    def state_report(self) -> dict[str, Any]:
-        """What /health says."""
-        if self.state == "loading":
-            stage, percent = self.progress
-            return {"status": "loading", "stage": stage, "percent": percent}
-        return {"status": "ok" if self.state == "ready" else self.state}
 
     def close(self) -> None:
         if self.tracer is not None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import orjson
+import msgspec
 
 from nanovllm.serve.errors import bad_request
 
@@ -47,8 +47,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
     if len(body) > _SMALL_BODY or body.count(b"[") + body.count(b"{") > JSON_DEPTH:
         structure = _structure(body)
     try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_request(f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise bad_request("the body must be a JSON object", code="invalid_json")

@@ -19,8 +19,6 @@ class ServeOptions:
     """0: any that is free."""
     uds: str | None = None
     """A Unix socket's path, in place of host and port."""
-    root_path: str = ""
-    """What a proxy in front has taken off the paths."""
     ssl_keyfile: str | None = None
     """The key of ssl_certfile, PEM."""
     ssl_certfile: str | None = None

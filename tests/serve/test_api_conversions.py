@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.serve.api import anthropic, responses
+from nanovllm.serve.api import anthropic, responses, shapes
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.parsers import Delta, check_tools
 
@@ -20,13 +20,7 @@ ANSWER = [
     Delta("call", "", 1, "now", "call_2"),
     Delta("arguments", "{}", 1),
 ]
-USAGE = {
-    "prompt_tokens": 30,
-    "completion_tokens": 12,
-    "total_tokens": 42,
-    "prompt_tokens_details": {"cached_tokens": 16},
-    "completion_tokens_details": {"reasoning_tokens": 5},
-}
+USAGE = shapes.Usage(30, 12, 42, shapes.PromptDetails(16), shapes.OutputDetails(5))
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTION = {"name": "get_weather", "description": "Weather", "parameters": SCHEMA}
 

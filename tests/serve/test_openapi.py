@@ -129,17 +129,6 @@ def test_answers_have_their_shape(client: httpx.Client, path: str, body: dict[st
 
 
 @pytest.mark.parametrize(
-    ("path", "shape"),
-    [
-        ("/v1/models", shapes.Models), ("/v1/models/demo", shapes.Model), ("/health", shapes.Health),
-        ("/load", shapes.Load), ("/version", shapes.Version), ("/nothing", shapes.ErrorAnswer),
-    ],
-)  # fmt: skip
-def test_small_answers_have_their_shape(client: httpx.Client, path: str, shape: type) -> None:
-    msgspec.convert(client.get(path).json(), shape)
-
-
-@pytest.mark.parametrize(
     ("path", "body", "shape"),
     [
         (CHAT, ASK | {"logprobs": True, "n": 2, "return_token_ids": True}, shapes.ChatCompletionChunk),

@@ -3,9 +3,10 @@
 import time
 from typing import TYPE_CHECKING, Any
 
-import orjson
+import msgspec
 
 from nanovllm.serve.api import fields as api
+from nanovllm.serve.api import shapes
 from nanovllm.serve.api.logprobs import prompt_entries, shower
 from nanovllm.serve.errors import ApiError, bad_request
 from nanovllm.serve.http.call import Call
@@ -50,7 +51,7 @@ class Answer(Request):
             "model": fields.model or front.name,
         }
         self._common = common | {"system_fingerprint": front.fingerprint}
-        self._begin = b"data: " + orjson.dumps(self._common)[:-1] + b',"choices":['
+        self._begin = b"data: " + msgspec.json.encode(self._common)[:-1] + b',"choices":['
         if not params.get("include_stop_str_in_output"):
             eos = () if params.get("ignore_eos") else front.info["eos_token_ids"]
             self.hidden_ids = frozenset([*params.get("stop_token_ids", ()), *eos])
@@ -107,7 +108,7 @@ class Answer(Request):
             and completion.reader is None
             and not self.usage_in_chunks
         ):
-            return completion.prefix + orjson.dumps(text) + self.fast_suffix
+            return completion.prefix + msgspec.json.encode(text) + self.fast_suffix
         return self._event(self._with_details(self.delta(completion, text), completion))
 
     def _with_details(self, choice: dict[str, Any], completion: Completion) -> dict[str, Any]:
@@ -122,8 +123,8 @@ class Answer(Request):
         return choice
 
     def _event(self, choice: dict[str, Any]) -> bytes:
-        usage = b',"usage":' + orjson.dumps(self.usage()) if self.usage_in_chunks else b""
-        return self._begin + orjson.dumps(choice) + b"]" + usage + b"}\n\n"
+        usage = b',"usage":' + msgspec.json.encode(self.usage()) if self.usage_in_chunks else b""
+        return self._begin + msgspec.json.encode(choice) + b"]" + usage + b"}\n\n"
 
     def _with_end(self, choice: dict[str, Any], completion: Completion) -> dict[str, Any]:
         choice = {"index": completion.index, **choice, "finish_reason": self.finish_reason(completion)}
@@ -135,8 +136,9 @@ class Answer(Request):
         return completion.finish_reason
 
     def ending(self) -> bytes:
-        usage = self._begin + b'],"usage":' + orjson.dumps(self.usage()) + b"}\n\n" if self.include_usage else b""
-        return usage + super().ending()
+        if not self.include_usage:
+            return super().ending()
+        return self._begin + b'],"usage":' + msgspec.json.encode(self.usage()) + b"}\n\n" + super().ending()
 
     # -- unstreamed ---------------------------------------------------------------------------------------------
 
@@ -148,7 +150,7 @@ class Answer(Request):
             if self.fields.return_token_ids:
                 choice["token_ids"] = completion.ids
             choices.append(choice)
-        return orjson.dumps({**self._common, "choices": choices, "usage": self.usage()})
+        return msgspec.json.encode({**self._common, "choices": choices, "usage": self.usage()})
 
     def of_prompt(self, prompt_index: int) -> dict[str, Any]:
         """What a request may have asked for about a prompt."""
@@ -160,15 +162,9 @@ class Answer(Request):
             found["prompt_logprobs"] = prompt_entries(lines, self.fields.prompt_logprobs, self.show)
         return found
 
-    def usage(self) -> dict[str, Any]:
-        output = self.num_output_tokens
-        usage: dict[str, Any] = {
-            "prompt_tokens": self.num_prompt_tokens,
-            "completion_tokens": output,
-            "total_tokens": self.num_prompt_tokens + output,
-            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
-        }
-        return usage
+    def usage(self) -> shapes.Usage:
+        given, output = self.num_prompt_tokens, self.num_output_tokens
+        return shapes.Usage(given, output, given + output, shapes.PromptDetails(self.num_cached_tokens))
 
 
 async def answer(call: Call, request: Answer) -> None:

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from nanovllm.sampling_params import MAX_STOP
 from nanovllm.serve.api.fields import CountOrOff, Positive, Share, Temperature, Text, convert
+from nanovllm.serve.api.shapes import Usage
 from nanovllm.serve.api.writer import Event, Kind, Writer
 from nanovllm.serve.errors import ApiError, bad_request
 from nanovllm.serve.limits import MESSAGES
@@ -144,13 +145,13 @@ def _tool(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
 
 
-def usage(chat_usage: Mapping[str, Any]) -> dict[str, Any]:
-    cached = chat_usage["prompt_tokens_details"]["cached_tokens"]
+def usage(of_chat: Usage) -> dict[str, Any]:
+    cached = of_chat.prompt_tokens_details.cached_tokens
     return {
-        "input_tokens": chat_usage["prompt_tokens"] - cached,
+        "input_tokens": of_chat.prompt_tokens - cached,
         "cache_read_input_tokens": cached,
         "cache_creation_input_tokens": 0,
-        "output_tokens": chat_usage["completion_tokens"],
+        "output_tokens": of_chat.completion_tokens,
     }
 
 
@@ -169,10 +170,10 @@ class MessageWriter(Writer):
             "stop_sequence": None,
         }
 
-    def start(self, chat_usage: Mapping[str, Any]) -> list[Event]:
+    def start(self, chat_usage: Usage) -> list[Event]:
         return [{"type": "message_start", "message": {**self.whole, "usage": usage(chat_usage)}}]
 
-    def finish(self, reason: str, stop: int | str | None, chat_usage: Mapping[str, Any]) -> list[Event]:
+    def finish(self, reason: str, stop: int | str | None, chat_usage: Usage) -> list[Event]:
         events = self.end_item(reason != "length")
         end: dict[str, Any] = {"stop_reason": _STOP_REASONS[reason], "stop_sequence": None}
         if reason == "stop" and isinstance(stop, str):

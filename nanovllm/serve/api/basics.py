@@ -1,10 +1,11 @@
 """The small endpoints: models, health, version, load, metrics, tokenize, detokenize."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 import nanovllm
 from nanovllm.serve.api import fields as api
+from nanovllm.serve.api import shapes
 from nanovllm.serve.api.answer import check_characters
 from nanovllm.serve.api.chat import encode
 from nanovllm.serve.errors import bad_request
@@ -18,32 +19,34 @@ _METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 async def health(front: "Front", call: Call) -> None:
     """200 when requests are served; 503 while the engine loads, while the server drains, and when it has failed."""
-    await call.respond_json(front.state_report(), 200 if front.state == "ready" else 503)
+    if front.state == "ready":
+        await call.respond_json(shapes.Health("ok"))
+        return
+    progress = front.progress if front.state == "loading" else ()
+    await call.respond_json(shapes.Health(front.state, *progress), 503)
 
 
 async def version(front: "Front", call: Call) -> None:
-    await call.respond_json({"version": nanovllm.__version__})
+    await call.respond_json(shapes.Version(nanovllm.__version__))
 
 
 async def load(front: "Front", call: Call) -> None:
     stats = front.metrics.engine
-    await call.respond_json(
-        {"server_load": front.streams.num_rows, "running": stats.num_running, "waiting": stats.num_waiting}
-        | {"kv_cache_usage": stats.kv_cache_usage}
-    )
+    loads = front.streams.num_rows, stats.num_running, stats.num_waiting, stats.kv_cache_usage
+    await call.respond_json(shapes.Load(*loads))
 
 
 async def metrics(front: "Front", call: Call) -> None:
     await call.respond(front.metrics.text(), content_type=_METRICS_TYPE)
 
 
-def _model(front: "Front", name: str) -> dict[str, Any]:
-    model = {"id": name, "object": "model", "created": front.created, "owned_by": "nanovllm"}
-    return model | {"root": front.model, "max_model_len": front.info.get("max_model_len")}
+def _model(front: "Front", name: str) -> shapes.Model:
+    limit = front.info.get("max_model_len")
+    return shapes.Model(name, "model", front.created, "nanovllm", front.model, limit)
 
 
 async def models(front: "Front", call: Call) -> None:
-    await call.respond_json({"object": "list", "data": [_model(front, name) for name in front.names]})
+    await call.respond_json(shapes.Models("list", [_model(front, name) for name in front.names]))
 
 
 async def model(front: "Front", call: Call) -> None:
@@ -66,9 +69,9 @@ async def tokenize(front: "Front", call: Call) -> None:
         text, special = fields.prompt, fields.add_special_tokens is not False
         check_characters(front, len(text), "prompt")
         ids = await front.in_pool(lambda: front.tokenizer.encode(text, special), len(text))
-    answer = {"count": len(ids), "max_model_len": front.info["max_model_len"], "tokens": ids, "token_strs": None}
+    answer = shapes.Tokens(len(ids), front.info["max_model_len"], ids, None)
     if fields.return_token_strs:
-        answer["token_strs"] = [front.tokenizer.token_bytes(each).decode("utf-8", "replace") for each in ids]
+        answer.token_strs = [front.tokenizer.token_bytes(each).decode("utf-8", "replace") for each in ids]
     await call.respond_json(answer)
 
 
@@ -82,4 +85,4 @@ async def detokenize(front: "Front", call: Call) -> None:
     if max(fields.tokens, default=0) >= vocab:
         raise bad_request(f"tokens: must be a list of token ids in 0..{vocab - 1}")
     text = await front.in_pool(lambda: front.tokenizer.decode(fields.tokens, False), len(fields.tokens))
-    await call.respond_json({"prompt": text})
+    await call.respond_json(shapes.Prompt(text))

@@ -2,9 +2,10 @@
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import orjson
+import msgspec
 
 from nanovllm.serve.api import fields as api
+from nanovllm.serve.api import shapes
 from nanovllm.serve.api.answer import Answer, answer, check_characters, fit
 from nanovllm.serve.api.logprobs import chat_entries
 from nanovllm.serve.api.messages import template_values
@@ -48,7 +49,7 @@ class ChatAnswer(Answer):
         return b'{"index":%d,"delta":{"content":' % index
 
     def head(self, completion: Completion) -> bytes:
-        delta = {"role": "assistant", "content": ""}
+        delta = shapes.Delta("assistant", "")
         return self._event({"index": completion.index, "delta": delta, "logprobs": None, "finish_reason": None})
 
     def delta(self, completion: Completion, text: str) -> dict[str, Any]:
@@ -63,8 +64,8 @@ class ChatAnswer(Answer):
             if not found:
                 return b""
             if len(found) == 1 and found[0].kind == "content" and not self.usage_in_chunks:
-                return completion.prefix + orjson.dumps(found[0].text) + self.fast_suffix
-        *before, last = [_delta(each) for each in joined(found)] or [{}]
+                return completion.prefix + msgspec.json.encode(found[0].text) + self.fast_suffix
+        *before, last = [_delta(each) for each in joined(found)] or [shapes.Delta()]
         shape = {"index": completion.index, "finish_reason": None, "logprobs": None}
         events = [self._event({**shape, "delta": delta}) for delta in before]
         choice = {"delta": last, "logprobs": self._logprobs(completion)}
@@ -78,60 +79,62 @@ class ChatAnswer(Answer):
         return deltas if completion.finish_reason is None else deltas + completion.reader.finish()
 
     def choice(self, completion: Completion, text: str) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if completion.reader is not None:
-            message |= _message(joined(self.read(completion, text)))
+        message = _message(joined(self.read(completion, text)))
         return {"message": message, "logprobs": self._logprobs(completion), **self.of_prompt(0)}
 
     def finish_reason(self, completion: Completion) -> str | None:
         reason = completion.finish_reason
         return None if reason is None else self.plan.finish_reason(reason, completion.reader)
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> shapes.Usage:
         usage = super().usage()
         if self.plan.reasoning != "none":
             count = sum(text.num_reasoning_tokens for text in self.texts)
-            usage["completion_tokens_details"] = {"reasoning_tokens": count}
+            usage.completion_tokens_details = shapes.OutputDetails(count)
         return usage
 
-    def _logprobs(self, completion: Completion) -> dict[str, Any] | None:
+    def _logprobs(self, completion: Completion) -> shapes.ChatLogprobs | None:
         if completion.lines is None:
             return None
         entries = chat_entries(completion.lines, self.k or 0, self.show, self.front.tokenizer.token_bytes)
-        return {"content": entries, "refusal": None}
+        return shapes.ChatLogprobs(entries, None)
 
 
 Answered = TypeVar("Answered", bound=ChatAnswer)
 
 
-def _delta(found: Delta) -> dict[str, Any]:
+def _delta(found: Delta) -> shapes.Delta:
     """A reader's piece as a chunk's delta. Reasoning goes out under both names that clients know."""
     if found.kind == "reasoning":
-        return {"reasoning_content": found.text, "reasoning": found.text}
+        return shapes.Delta(reasoning_content=found.text, reasoning=found.text)
     if found.kind == "content":
-        return {"content": found.text}
-    call: dict[str, Any] = {"index": found.call_index}
-    if found.kind == "call":
-        call |= {"id": found.id, "type": "function", "function": {"name": found.name, "arguments": ""}}
-    else:
-        call |= {"function": {"arguments": found.text}}
-    return {"tool_calls": [call]}
+        return shapes.Delta(content=found.text)
+    call = _call(found) if found.kind == "call" else shapes.ToolCall(function=shapes.Function(arguments=found.text))
+    call.index = found.call_index
+    return shapes.Delta(tool_calls=[call])
 
 
-def _message(found: list[Delta]) -> dict[str, Any]:
-    """What a reader found in a whole answer, as fields of the message."""
+def _call(found: Delta) -> shapes.ToolCall:
+    """A call that has begun."""
+    return shapes.ToolCall(id=found.id, type="function", function=shapes.Function(name=found.name, arguments=""))
+
+
+def _message(found: list[Delta]) -> shapes.Message:
+    """What was found in a whole answer."""
     content = "".join(each.text for each in found if each.kind == "content")
     reasoning = "".join(each.text for each in found if each.kind == "reasoning")
-    calls: list[dict[str, Any]] = []
+    calls: list[shapes.ToolCall] = []
     for each in found:
         if each.kind == "call":
-            calls.append({"id": each.id, "type": "function", "function": {"name": each.name, "arguments": ""}})
+            calls.append(_call(each))
         elif each.kind == "arguments":
-            calls[each.call_index]["function"]["arguments"] += each.text
-    message: dict[str, Any] = {"content": content if content or not calls else None}
+            calls[each.call_index].function.arguments += each.text
+    message = shapes.Message("assistant", content if content or not calls else None, refusal=None)
     if reasoning:
-        message |= {"reasoning_content": reasoning, "reasoning": reasoning}
-    return message | ({"tool_calls": calls} if calls else {})
+        message.reasoning_content = message.reasoning = reasoning
+    if calls:
+        message.tool_calls = calls
+    return message
 
 
 def _template_kwargs(front: "Front", fields: api.ChatFields) -> dict[str, Any]:

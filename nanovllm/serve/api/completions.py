@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.serve import limits
 from nanovllm.serve.api import fields as api
+from nanovllm.serve.api import shapes
 from nanovllm.serve.api.answer import Answer, answer, check_characters, fit
 from nanovllm.serve.api.logprobs import completion_logprobs
 from nanovllm.serve.errors import bad_request
@@ -44,11 +45,11 @@ class CompletionAnswer(Answer):
             logprobs = self._logprobs(completion, completion.lines, completion.state or 0)
         return {"text": text, "logprobs": logprobs}
 
-    def _logprobs(self, completion: Completion, lines: Sequence[bytes | None], offset: int) -> dict[str, list[Any]]:
+    def _logprobs(self, completion: Completion, lines: Sequence[bytes | None], offset: int) -> shapes.TextLogprobs:
         """Of tokens that follow `offset` characters; the next ones follow where these end."""
         ids = self.prompts[completion.prompt_index]
         found = completion_logprobs(lines, ids, self.k or 0, self.show, offset)
-        completion.state = offset + sum(map(len, found["tokens"]))
+        completion.state = offset + sum(map(len, found.tokens))
         return found
 
     def choice(self, completion: Completion, text: str) -> dict[str, Any]:

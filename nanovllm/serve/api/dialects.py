@@ -3,9 +3,9 @@ engine requests as chat completions."""
 
 from typing import TYPE_CHECKING
 
-import orjson
+import msgspec
 
-from nanovllm.serve.api import anthropic, responses
+from nanovllm.serve.api import anthropic, responses, shapes
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api.answer import answer
 from nanovllm.serve.api.chat import ChatAnswer, encode, prepare
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def _bytes(events: list[Event]) -> bytes:
     """Server-sent events; each is named by its type."""
-    return b"".join(b"event: %b\ndata: %b\n\n" % (each["type"].encode(), orjson.dumps(each)) for each in events)
+    return b"".join(b"event: %b\ndata: %b\n\n" % (each["type"].encode(), msgspec.json.encode(each)) for each in events)
 
 
 class DialectAnswer(ChatAnswer):
@@ -46,7 +46,7 @@ class DialectAnswer(ChatAnswer):
         [completion] = self.completions
         self.chunk(completion, "".join(completion.pieces))
         self.ending()
-        return orjson.dumps(self.writer.whole)
+        return msgspec.json.encode(self.writer.whole)
 
 
 class ResponsesAnswer(DialectAnswer):
@@ -77,9 +77,9 @@ async def count_tokens(front: "Front", call: Call) -> None:
     front.admit()
     fields = front.read(call, api.ChatFields, anthropic.chat_request({"max_tokens": 1, **await call.json()}))
     _, ids = await encode(front, fields)
-    await call.respond_json({"input_tokens": len(ids)})
+    await call.respond_json(shapes.InputTokens(len(ids)))
 
 
 def message_error(error: ApiError) -> bytes:
     """The body of an error of these two, in Anthropic's own envelope."""
-    return orjson.dumps(anthropic.error_body(error))
+    return msgspec.json.encode(anthropic.error_body(error))

@@ -3,10 +3,11 @@
 from array import array
 from typing import TYPE_CHECKING, Any
 
-import orjson
+import msgspec
 
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.api import fields as api
+from nanovllm.serve.api import shapes
 from nanovllm.serve.api.answer import Answer, answer, fit
 from nanovllm.serve.api.completions import token_ids
 from nanovllm.serve.api.logprobs import id_entries
@@ -40,41 +41,32 @@ class GenerateAnswer(Answer):
         return _NoText()
 
     def chunk(self, completion: Completion, text: str) -> bytes:
-        body = {"request_id": self.id, "choices": [self._choice(completion)]}
+        body = shapes.GeneratedChunk(self.id, [self._choice(completion)])
         completion.ids, completion.lines = [], None if completion.lines is None else []
-        return b"data: " + orjson.dumps(body) + b"\n\n"
+        return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
     def ending(self) -> bytes:
-        usage = {"request_id": self.id, "choices": [], "usage": self.usage()}
+        usage = shapes.GeneratedChunk(self.id, [], self.usage())
         last = b"data: [DONE]\n\n"
-        return b"data: " + orjson.dumps(usage) + b"\n\n" + last if self.include_usage else last
+        return b"data: " + msgspec.json.encode(usage) + b"\n\n" + last if self.include_usage else last
 
-    def _choice(self, completion: Completion) -> dict[str, Any]:
-        found: dict[str, Any] = {
-            "index": completion.index,
-            "token_ids": completion.ids,
-            "logprobs": None if completion.lines is None else {"content": id_entries(completion.lines, self.k or 0)},
-            "finish_reason": completion.finish_reason,
-        }
-        if completion.finish_reason is not None:
+    def _choice(self, completion: Completion) -> shapes.GeneratedChoice:
+        lines, reason = completion.lines, completion.finish_reason
+        logprobs = None if lines is None else shapes.IdLogprobs(id_entries(lines, self.k or 0))
+        found = shapes.GeneratedChoice(completion.index, completion.ids or [], logprobs, reason)  # type: ignore[arg-type]
+        if reason is not None:
             versions = completion.weight_versions or [(0, 0, completion.num_tokens)]
-            found["weight_versions"] = [{"version": str(v), "start": begin, "end": end} for v, begin, end in versions]
-            found["stop_reason"] = completion.stop_reason
+            found.weight_versions = [shapes.WeightSpan(str(version), begin, end) for version, begin, end in versions]
+            found.stop_reason = completion.stop_reason
         if self.params.get("sampling_mask"):
-            found["sampling_mask"] = [None if ids is None else array("i", ids).tolist() for ids in completion.kept]
+            found.sampling_mask = [None if ids is None else array("i", ids).tolist() for ids in completion.kept]
         return found
 
     def response(self) -> bytes:
+        model, choices = self.fields.model or self.front.name, [self._choice(each) for each in self.completions]
         about = self.of_prompt(0)
-        body = {
-            "request_id": self.id,
-            "output_mode": "tokens",
-            "created": self.created,
-            "model": self.fields.model or self.front.name,
-            "choices": [self._choice(completion) for completion in self.completions],
-            "usage": self.usage(),
-        }
-        return orjson.dumps(body | about)
+        body = shapes.Generated(self.id, "tokens", self.created, model, choices, self.usage(), **about)
+        return msgspec.json.encode(body)
 
 
 async def generate(front: "Front", call: Call) -> None:

@@ -1,7 +1,9 @@
 """Log-probabilities as the two endpoints show them."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from nanovllm.serve.api import shapes
 
 _LOWEST = -9999.0
 """In place of minus infinity, which JSON does not have."""
@@ -34,56 +36,53 @@ def shower(token_bytes: Callable[[int], bytes], as_ids: bool) -> Callable[[int],
 
 def chat_entries(
     lines: Sequence[bytes], k: int, show: Callable[[int], str], token_bytes: Callable[[int], bytes]
-) -> list[dict[str, Any]]:
+) -> list[shapes.ContentToken]:
     """`logprobs.content` of a chat."""
 
-    def entry(token_id: int, value: float) -> dict[str, Any]:
-        return {"token": show(token_id), "logprob": value, "bytes": list(token_bytes(token_id))}
+    def entry(token_id: int, value: float) -> tuple[str, float, list[int]]:
+        return show(token_id), value, list(token_bytes(token_id))
 
     found = []
     for line in lines:
         token_id, _, value, top = read_line(line, k)
-        found.append(entry(token_id, value) | {"top_logprobs": [entry(*pair) for pair in top]})
+        likeliest = [shapes.Token(*entry(*pair)) for pair in top]
+        found.append(shapes.ContentToken(*entry(token_id, value), likeliest))
     return found
 
 
 def prompt_entries(
     lines: Sequence[bytes | None], k: int, show: Callable[[int], str]
-) -> list[dict[str, dict[str, Any]] | None]:
+) -> list[dict[str, shapes.PromptToken] | None]:
     """vLLM's `prompt_logprobs`: for each token of the prompt but the first, log-probabilities by token id."""
-    found: list[dict[str, dict[str, Any]] | None] = []
+    found: list[dict[str, shapes.PromptToken] | None] = []
     for line in lines:
         if line is None:
             found.append(None)
             continue
         token_id, rank, value, top = read_line(line, k)
-        entries = {str(token_id): {"logprob": value, "rank": rank, "decoded_token": show(token_id)}}
+        entries = {str(token_id): shapes.PromptToken(value, rank, show(token_id))}
         for place, (other, log) in enumerate(top, 1):
-            entries.setdefault(str(other), {"logprob": log, "rank": place, "decoded_token": show(other)})
+            entries.setdefault(str(other), shapes.PromptToken(log, place, show(other)))
         found.append(entries)
     return found
 
 
-def id_entries(lines: Sequence[bytes], k: int) -> list[dict[str, Any]]:
+def id_entries(lines: Sequence[bytes], k: int) -> list[shapes.SampledToken]:
     """`logprobs.content` by token ids: each token, and below it itself and then the likeliest others."""
     found = []
     for line in lines:
         token_id, own_rank, value, top = read_line(line, k)
-        own = {"token_id": token_id, "logprob": value, "rank": own_rank}
-        others = [
-            {"token_id": other, "logprob": log, "rank": rank}
-            for rank, (other, log) in enumerate(top, 1)
-            if other != token_id
-        ]
-        found.append({**own, "top_logprobs": [own, *others] if k else []})
+        own = token_id, value, own_rank
+        others = [shapes.IdToken(other, log, rank) for rank, (other, log) in enumerate(top, 1) if other != token_id]
+        found.append(shapes.SampledToken(*own, [shapes.IdToken(*own), *others] if k else []))
     return found
 
 
 def completion_logprobs(
     lines: Sequence[bytes | None], ids: Sequence[int], k: int, show: Callable[[int], str], offset: int
-) -> dict[str, list[Any]]:
+) -> shapes.TextLogprobs:
     """`logprobs` of a completion, from `offset` characters on. A line is None at the first token of a prompt."""
-    found: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+    found = shapes.TextLogprobs([], [], [], [])
     for position, line in enumerate(lines):
         token_id, _, value, top = (ids[position], None, None, None) if line is None else read_line(line, k)
         text = show(token_id)
@@ -92,9 +91,9 @@ def completion_logprobs(
             shown = {text: value}
             for each, log in top:
                 shown.setdefault(show(each), log)  # of tokens that look alike, the likelier counts
-        found["text_offset"].append(offset)
-        found["token_logprobs"].append(value)
-        found["tokens"].append(text)
-        found["top_logprobs"].append(shown)
+        found.text_offset.append(offset)
+        found.token_logprobs.append(value)
+        found.tokens.append(text)
+        found.top_logprobs.append(shown)
         offset += len(text)
     return found

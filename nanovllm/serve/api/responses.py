@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta
 
 from nanovllm.serve.api.fields import Positive, Share, Temperature, convert
+from nanovllm.serve.api.shapes import Usage
 from nanovllm.serve.api.writer import Event, Kind, Writer
 from nanovllm.serve.errors import ApiError, bad_request
 from nanovllm.serve.limits import MESSAGES
@@ -144,17 +145,14 @@ def _tool_choice(choice: str | ToolChoice | None) -> Any:
     return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
 
 
-def usage(chat_usage: Mapping[str, Any]) -> dict[str, Any]:
-    details = chat_usage.get("completion_tokens_details") or {}
+def usage(of_chat: Usage) -> dict[str, Any]:
+    cached, details = of_chat.prompt_tokens_details.cached_tokens, of_chat.completion_tokens_details
     return {
-        "input_tokens": chat_usage["prompt_tokens"],
-        "input_tokens_details": {
-            "cached_tokens": chat_usage["prompt_tokens_details"]["cached_tokens"],
-            "cache_write_tokens": 0,
-        },
-        "output_tokens": chat_usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": details.get("reasoning_tokens", 0)},
-        "total_tokens": chat_usage["total_tokens"],
+        "input_tokens": of_chat.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": of_chat.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0 if details is UNSET else details.reasoning_tokens},
+        "total_tokens": of_chat.total_tokens,
     }
 
 
@@ -191,14 +189,14 @@ class ResponseWriter(Writer):
         }
         self._sequence = 0
 
-    def start(self, usage: Mapping[str, Any]) -> list[Event]:
+    def start(self, chat_usage: Usage) -> list[Event]:
         kinds = ("response.created", "response.in_progress")
         return [self._event(kind, response={**self.whole}) for kind in kinds]
 
     def gain(self, kind: Kind, text: str) -> Event:
         return self._part_event(f"{_EVENT_OF[kind]}.delta", delta=text, **_EXTRA.get(kind, {}))
 
-    def finish(self, reason: str, stop: int | str | None, chat_usage: Mapping[str, Any]) -> list[Event]:
+    def finish(self, reason: str, stop: int | str | None, chat_usage: Usage) -> list[Event]:
         is_complete = reason not in ("length", "abort")
         events = self.end_item(is_complete)
         self.whole |= {"status": _STATUS[is_complete], "output": self.items, "usage": usage(chat_usage)}

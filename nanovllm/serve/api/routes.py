@@ -5,7 +5,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import orjson
 
 import nanovllm
 from nanovllm.serve.api import admin, anthropic, basics, chat, completions, dialects, generate, page, responses, shapes
@@ -145,4 +144,4 @@ def _json(schema: Schema) -> Schema:
 
 @cache
 def _document(routes: frozenset[tuple[str, str]], name: str) -> bytes:
-    return orjson.dumps(document(sorted(routes), name))
+    return msgspec.json.encode(document(sorted(routes), name))

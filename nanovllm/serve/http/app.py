@@ -55,14 +55,12 @@ class App:
         self._admin_keys = [key.encode() for key in options.admin_api_keys]
         keys = [key.encode() for key in options.api_keys]
         self._keys = [*keys, *self._admin_keys] if keys else []
-        self._root = options.root_path.rstrip("/")
         self.metrics = metrics
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        path: str = scope["path"].removeprefix(self._root) or "/"
-        call = Call(scope, receive, send, path)
+        call = Call(scope, receive, send)
         begin = time.monotonic()
-        label = self._label(path)
+        label = self._label(call.path)
         try:
             await self._answer(call, label)
         except ConnectionError:  # the client left in the middle of its request, or of our answer

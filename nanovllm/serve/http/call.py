@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
-import orjson
+import msgspec
 
 from nanovllm.serve import limits
 from nanovllm.serve.errors import bad_request
@@ -18,8 +18,9 @@ _GIVEN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 class Call:
     """What a handler gets."""
 
-    def __init__(self, scope: Any, receive: Any, send: Any, path: str) -> None:
-        self.scope, self._receive, self._send, self.path = scope, receive, send, path
+    def __init__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.scope, self._receive, self._send = scope, receive, send
+        self.path: str = scope["path"]
         self.status = 0
         """Of the response, once it has begun."""
         self.notes: list[tuple[bytes, bytes]] = []
@@ -88,4 +89,4 @@ class Call:
         await self.end(b"" if self.scope["method"] == "HEAD" else body)
 
     async def respond_json(self, value: Any, status: int = 200) -> None:
-        await self.respond(orjson.dumps(value), status)
+        await self.respond(msgspec.json.encode(value), status)

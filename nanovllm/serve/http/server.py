@@ -47,7 +47,6 @@ class HttpServer:
             log_config=None,
             access_log=False,
             proxy_headers=False,
-            root_path=options.root_path.rstrip("/"),
             timeout_keep_alive=int(limits.KEEP_ALIVE_SECONDS),
         )
         self._config.load()
