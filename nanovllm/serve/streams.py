@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 
 from nanovllm.serve import frames, limits
-from nanovllm.serve.errors import ApiError
+from nanovllm.serve.errors import ApiError, server_error
 from nanovllm.serve.http.protocol import BoundedProtocol
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.request import Completion, Request
@@ -181,8 +181,10 @@ class Streams:
         """A mistake of ours with one request is the end of that one alone."""
         logger.exception("request %s failed", request.id)
         self._forget_parts(request)
-        request.leave()
-        if request.connection is not None:
+        if request.connection is None:
+            request.fail(server_error())
+        else:
+            request.leave()
             request.connection.transport.abort()
         self._remove(request, "error")
 

@@ -66,7 +66,7 @@ def _attributes(request: "Answer", now: float) -> dict[str, Any]:
         "gen_ai.operation.name": "text_completion" if request.id_prefix == "cmpl-" else "chat",
         "gen_ai.provider.name": "nanovllm",
         "gen_ai.request.id": request.id,
-        "gen_ai.request.model": request.fields.model or request.front.name,
+        "gen_ai.request.model": request.model,
         "gen_ai.request.max_tokens": max(request.max_tokens),
         "gen_ai.response.id": request.id,
         "gen_ai.response.model": request.front.name,

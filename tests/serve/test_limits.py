@@ -115,6 +115,14 @@ def test_headers_that_drip(impatient: Server) -> None:
         assert time.monotonic() - begin < 6
 
 
+def test_an_idle_connection_that_sends_an_empty_line_is_closed(impatient: Server) -> None:
+    with socket.create_connection(("127.0.0.1", impatient.port), timeout=6) as connection:
+        connection.sendall(b"GET /version HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"\r\n")
+        assert connection.recv(1) == b""
+
+
 def test_500_idle_connections(impatient: Server) -> None:
     idle = [socket.create_connection(("127.0.0.1", impatient.port)) for _ in range(500)]
     with httpx.Client(base_url=impatient.url) as client:

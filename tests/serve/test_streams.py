@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nanovllm.serve import frames, limits
-from nanovllm.serve.errors import engine_dead
+from nanovllm.serve.errors import ApiError, engine_dead
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.request import Completion, Request
 from nanovllm.serve.streams import Streams
@@ -134,6 +134,16 @@ async def test_error_after_the_connection_was_closed() -> None:
     room.connection.is_closed = True
     room.streams.fail(room.request, engine_dead())
     assert room.is_empty and room.request.done.exception() is not None
+
+
+@running
+async def test_mistake_of_ours_before_an_answer_has_begun_is_answered() -> None:
+    room = Room()
+    room.request.connection = None
+    room.request.completions[0].push = lambda token: 1 // 0
+    room.step(5)
+    error = room.request.done.exception()
+    assert isinstance(error, ApiError) and error.code == "internal_error" and room.is_empty and room.aborted == [0]
 
 
 def at_a_step(room: Room) -> None:

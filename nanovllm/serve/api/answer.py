@@ -44,14 +44,8 @@ class Answer(Request):
         self.created = int(time.time())
         self.k: int | None = params.get("logprobs")
         self.show = shower(front.tokenizer.token_bytes, bool(fields.return_tokens_as_token_ids))
-        common = {
-            "id": self.id,
-            "object": self.object_name,
-            "created": self.created,
-            "model": fields.model or front.name,
-        }
-        self._common = common | {"system_fingerprint": front.fingerprint}
-        self._begin = b"data: " + msgspec.json.encode(self._common)[:-1] + b',"choices":['
+        self.model = fields.model or front.name
+        self._begin = b"data: " + msgspec.json.encode(self.common())[:-1] + b',"choices":['
         if not params.get("include_stop_str_in_output"):
             eos = () if params.get("ignore_eos") else front.info["eos_token_ids"]
             self.hidden_ids = frozenset([*params.get("stop_token_ids", ()), *eos])
@@ -82,6 +76,11 @@ class Answer(Request):
             error.param = next(given, error.param)
 
     # -- what differs -------------------------------------------------------------------------------------------
+
+    def common(self) -> dict[str, Any]:
+        """What a response begins with, and each of its chunks."""
+        own = {"id": self.id, "object": self.object_name, "created": self.created, "model": self.model}
+        return own | {"system_fingerprint": self.front.fingerprint}
 
     fast_suffix = b""
     """Of a chunk that holds text alone: all after the text."""
@@ -122,7 +121,7 @@ class Answer(Request):
             completion.lines = []
         return choice
 
-    def _event(self, choice: dict[str, Any]) -> bytes:
+    def _event(self, choice: Any) -> bytes:
         usage = b',"usage":' + msgspec.json.encode(self.usage()) if self.usage_in_chunks else b""
         return self._begin + msgspec.json.encode(choice) + b"]" + usage + b"}\n\n"
 
@@ -150,7 +149,7 @@ class Answer(Request):
             if self.fields.return_token_ids:
                 choice["token_ids"] = completion.ids
             choices.append(choice)
-        return msgspec.json.encode({**self._common, "choices": choices, "usage": self.usage()})
+        return msgspec.json.encode({**self.common(), "choices": choices, "usage": self.usage()})
 
     def of_prompt(self, prompt_index: int) -> dict[str, Any]:
         """What a request may have asked for about a prompt."""

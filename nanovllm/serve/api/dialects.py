@@ -61,15 +61,14 @@ async def create_response(front: "Front", call: Call) -> None:
     front.admit()
     body = await call.json()
     request = await prepare(front, call, responses.chat_request(body), ResponsesAnswer)
-    name = request.fields.model or front.name
-    request.writer = responses.ResponseWriter(request.id, name, request.created, body)
+    request.writer = responses.ResponseWriter(request.id, request.model, request.created, body)
     await answer(call, request)
 
 
 async def create_message(front: "Front", call: Call) -> None:
     front.admit()
     request = await prepare(front, call, anthropic.chat_request(await call.json()), MessagesAnswer)
-    request.writer = anthropic.MessageWriter(request.id, request.fields.model or front.name)
+    request.writer = anthropic.MessageWriter(request.id, request.model)
     await answer(call, request)
 
 

@@ -34,6 +34,9 @@ class _NoText:
 class GenerateAnswer(Answer):
     needs_ids = True
 
+    def common(self) -> dict[str, Any]:
+        return {"request_id": self.id}
+
     def fast_prefix(self, index: int) -> bytes:
         return b""
 
@@ -41,14 +44,9 @@ class GenerateAnswer(Answer):
         return _NoText()
 
     def chunk(self, completion: Completion, text: str) -> bytes:
-        body = shapes.GeneratedChunk(self.id, [self._choice(completion)])
+        choice = self._choice(completion)
         completion.ids, completion.lines = [], None if completion.lines is None else []
-        return b"data: " + msgspec.json.encode(body) + b"\n\n"
-
-    def ending(self) -> bytes:
-        usage = shapes.GeneratedChunk(self.id, [], self.usage())
-        last = b"data: [DONE]\n\n"
-        return b"data: " + msgspec.json.encode(usage) + b"\n\n" + last if self.include_usage else last
+        return self._event(choice)
 
     def _choice(self, completion: Completion) -> shapes.GeneratedChoice:
         lines, reason = completion.lines, completion.finish_reason
@@ -63,9 +61,8 @@ class GenerateAnswer(Answer):
         return found
 
     def response(self) -> bytes:
-        model, choices = self.fields.model or self.front.name, [self._choice(each) for each in self.completions]
-        about = self.of_prompt(0)
-        body = shapes.Generated(self.id, "tokens", self.created, model, choices, self.usage(), **about)
+        choices, about = [self._choice(each) for each in self.completions], self.of_prompt(0)
+        body = shapes.Generated(self.id, "tokens", self.created, self.model, choices, self.usage(), **about)
         return msgspec.json.encode(body)
 
 

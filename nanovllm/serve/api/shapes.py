@@ -1,4 +1,4 @@
-"""What the endpoints answer, as types: answers are made of them, /openapi.json is, and the tests read answers by them."""
+"""What the endpoints answer, as types: answers and /openapi.json are made of them, and the tests read answers by them."""
 
 from typing import Any, Literal
 

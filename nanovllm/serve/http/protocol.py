@@ -211,6 +211,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     # -- patience -----------------------------------------------------------------------------------------------
 
+    def _unset_keepalive_if_required(self) -> None:
+        """An idle client has sent something, of which the parser may say nothing yet."""
+        if self.timeout_keep_alive_task is not None:
+            self._watch(limits.HEADER_SECONDS, None)
+        super()._unset_keepalive_if_required()
+
     def _watch(self, seconds: float, error: ApiError | None) -> None:
         """Ends the connection after so many seconds, with an error if there is one to send."""
         self._unwatch()
