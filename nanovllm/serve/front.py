@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import nanovllm
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve import errors, frames
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api.routes import ADMIN_ROUTES, ROUTES
@@ -56,7 +57,7 @@ class Front:
         self.on_progress: Callable[[str, int], None] = lambda stage, percent: None
         self.failure: frames.Failed | None = None
         self.info: dict[str, Any] = {}
-        """What the engine says of itself (engine_process.describe)."""
+        """What the engine says of itself (engine_process.describe), once it and the tokenizer are there."""
         self.defaults: dict[str, Any] = {}
         """Sampling defaults for what requests leave open."""
         self.default_max_tokens: int | None = None
@@ -97,8 +98,7 @@ class Front:
             if frame.folder:
                 self._text = self._loop.create_task(self._load_text(frame.folder))
         elif isinstance(frame, frames.Ready):
-            self.info = self.metrics.info = frame.info
-            self._loop.create_task(self._become_ready())
+            self._loop.create_task(self._become_ready(frame.info))
         elif isinstance(frame, frames.Failed):
             self.failure = frame
             self.on_engine_end()
@@ -133,12 +133,17 @@ class Front:
         found |= self.options.override_generation_config
         self.defaults = {name: found[name] for name in _DEFAULTS if found.get(name) is not None}
         self.default_max_tokens = found.get("max_new_tokens")
+        try:
+            SamplingParams(**self.defaults, max_tokens=1 if (most := self.default_max_tokens) is None else most)
+        except ValueError as error:
+            raise ValueError(f"generation_config={wanted!r}, override_generation_config: {error}") from None
 
-    async def _become_ready(self) -> None:
+    async def _become_ready(self, info: dict[str, Any]) -> None:
         assert self._text is not None
         await self._text
         freeze_objects()
         if self.state == "loading":
+            self.info = self.metrics.info = info
             self.set_state("ready")
 
     def on_engine_end(self) -> None:

@@ -1,5 +1,6 @@
 """From the command to the exit code: start, clients that leave, overload, drain, deaths; nothing is left behind."""
 
+import asyncio
 import json
 import os
 import pty
@@ -21,6 +22,9 @@ import httpx
 import pytest
 from serving import DEMO, ROOT, Server, alive, events, user, wait_for
 
+from nanovllm.serve import frames
+from nanovllm.serve.errors import ApiError
+from nanovllm.serve.front import Front
 from nanovllm.serve.lifecycle import bind
 from nanovllm.serve.options import ServeOptions
 
@@ -126,6 +130,23 @@ def test_parser_that_is_not_there(tmp_path: Path) -> None:
         assert server.process.wait(30) == 1
         assert "tool_call_parser='none-such': must be" in server.log
         assert "Traceback" not in server.log and "capturing graphs" not in server.log
+
+
+def test_sampling_defaults_that_no_request_can_have() -> None:
+    """Said at the start; and an engine that is there before the tokenizer is asked for nothing."""
+
+    async def started() -> Front:
+        front = Front("demo", ServeOptions(override_generation_config={"top_p": 3}))
+        for frame in (frames.Progress("importing", 10, str(DEMO)), frames.Ready({"vocab_size": 5})):
+            front.on_frame(frame)
+        with pytest.raises(ApiError, match="loading"):
+            front.require_tokenizer()
+        await front.changed.wait()
+        return front
+
+    front = asyncio.run(started())
+    assert front.state == "failed" and front.failure is not None
+    assert front.failure.is_users_mistake and "top_p=3" in front.failure.message
 
 
 @pytest.mark.parametrize(

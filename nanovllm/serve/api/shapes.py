@@ -1,4 +1,4 @@
-"""What the endpoints answer, as types: answers and /openapi.json are made of them, and the tests read answers by them."""
+"""What the endpoints answer, as types, of which answers and /openapi.json are made; the tests read answers by them."""
 
 from typing import Any, Literal
 
