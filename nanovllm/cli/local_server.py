@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.cli.http_client import Client
-from nanovllm.startup.child import end, start_linked
+from nanovllm.startup.child import LEFT_TO_PARENT, end, start_linked
 
 _POLL = 0.05  # seconds between two looks at /health
 _EXIT_PATIENCE = 15.0
@@ -80,7 +80,7 @@ class LocalServer:
 
 def main(fd: int, log: str) -> int:
     """The child."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # a server of its own, whom it ends
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_PARENT)  # they end this server
     number = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(number, 1)
     os.dup2(number, 2)

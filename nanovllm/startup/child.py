@@ -12,6 +12,9 @@ from contextlib import contextmanager, suppress
 MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """What keeps NCCL, torch and NVSHMEM from creating NVLink multicast objects; to be set before CUDA starts."""
 
+LEFT_TO_PARENT = (signal.SIGINT, signal.SIGTERM)
+"""Blocked in new interpreters of ours: they end none that is just starting, whoever sends them to all processes."""
+
 _KILL_SECONDS = 10.0
 
 
@@ -27,7 +30,7 @@ def start_python(module: str, *args: str, pass_fds: tuple[int, ...]) -> subproce
     # Importing passes over what is no string in sys.path (a Path, say), and so do we.
     folders = [path or os.getcwd() for path in sys.path if isinstance(path, str)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # inherited: see leave_signals_to_parent
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENT)  # inherited
     try:
         # A session of its own: Ctrl-C in a terminal reaches the caller alone, who then stops us in order.
         return subprocess.Popen(
@@ -49,11 +52,10 @@ def end(process: "subprocess.Popen[bytes]", patience: float) -> None:
 
 def leave_signals_to_parent() -> None:
     """Ctrl-C, and what systemd sends to all processes of a service: the parent decides what becomes of us. Children of
-    ours begin with the default for the latter again. It is blocked until here, so that it ends no interpreter that is
-    just starting."""
+    ours begin with the default for the latter again."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_PARENT)
 
 
 def freeze_objects() -> None:

@@ -133,7 +133,6 @@ def serve(control: Connection, num_processes: int, parent: int) -> None:
 
 
 def main(control_fd: int, num_processes: int, parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = Connection(control_fd)
     driver_module = get_context("fork").Process(target=_run, args=(None,), daemon=True)
     try:

@@ -362,9 +362,10 @@ def test_an_engine_that_lost_a_steps_tokens_does_not_go_on(
 
 
 @pytest.mark.parametrize("module", ["nanovllm.serve.engine_process", "nanovllm.replicas.replica"])
-def test_sigterm_is_left_to_the_parent_from_the_first_moment_on(module: str) -> None:
+def test_signals_are_left_to_the_parent_from_the_first_moment_on(module: str) -> None:
     process, link = start_linked(module)
-    process.terminate()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        process.send_signal(number)
     time.sleep(0.1)
     link.close()
     assert process.wait(30) == 1, "it ended with its socket"
