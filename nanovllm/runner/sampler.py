@@ -84,19 +84,17 @@ class OptionSampler:
         """Does what `section` asks after a step whose sampled rows left `logits` [rows, this rank's ids]; `hidden`
         [tokens, hidden size]: of all tokens of the step, where prompt log-probabilities are wanted. Returns, on rank 0,
         what is there on the host when the step's tokens are."""
-        words = self._upload(section, first_chunk_row, num_decode_rows)
-        self._take_slots(section, words, state.temperature.shape[0])
+        section = self._upload(section, first_chunk_row, num_decode_rows)
+        self._take_slots(section, state.temperature.shape[0])
         scored: list[torch.Tensor | None] = [None] * len(SCORES)
         prompt: list[torch.Tensor | None] = [None, None]
         kept = None
         if section.size("rows"):
             assert logits is not None
-            scored, kept = self._sample(
-                section, words, *self._whole_logits(logits, words[section.where("rows")]), buffers, state
-            )
+            scored, kept = self._sample(section, *self._whole_logits(logits, section["rows"]), buffers, state)
         if section.size("targets"):
             assert hidden is not None
-            prompt = self._prompt_logprobs(section, words, hidden, model)
+            prompt = self._prompt_logprobs(section, hidden, model)
         if self._group.rank == 0 and (section.size("scored") or section.size("targets") or section.size("kept")):
             return StepScores(
                 [self._download(f"rows {kind}", table) for kind, table in enumerate(scored)],
@@ -106,23 +104,22 @@ class OptionSampler:
         return None
 
     def _sample(
-        self, section: Section, words: torch.Tensor, raw: torch.Tensor, raw_rows: torch.Tensor, buffers: StepBuffers,
-        state: DeviceState,
+        self, section: Section, raw: torch.Tensor, raw_rows: torch.Tensor, buffers: StepBuffers, state: DeviceState
     ) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:  # fmt: skip
         """Samples the option rows, each kind in its way; log-probabilities (see logprobs.py) of rows that want them,
         and the ids that could be sampled. A row's kind is its own, so that what is computed for it does not depend on
         the others."""
-        records = words[section.where("records")].view(-1, RECORD_WORDS)
+        records = section["records"].view(-1, RECORD_WORDS)
         rows = Rows(
-            raw, raw_rows, words[section.where("slots")], records, words[section.where("rows")], state.temperature,
-            state.seed, buffers.sample_positions, buffers.tokens, state.last_token, self._vocab_size,
+            raw, raw_rows, section["slots"], records, section["rows"], state.temperature, state.seed,
+            buffers.sample_positions, buffers.tokens, state.last_token, self._vocab_size,
         )  # fmt: skip
         copied, changed, filtered, _ = section.of_kind
         x = least = kept = None
         if copied.start < copied.stop:
             counts, masks = self._tables(section.copied_flags)
             own = rows.part(copied)
-            x = self._kernels.edit_logits(own, counts, masks, words[section.where("edits")].view(-1, 3))
+            x = self._kernels.edit_logits(own, counts, masks, section["edits"].view(-1, 3))
             own = replace(own, logits=x, rows=self._range(len(own)))
             if section.copies_filter:
                 least = self._kernels.sample_filtered(own, counts, has_winner=False)
@@ -136,18 +133,17 @@ class OptionSampler:
             self._kernels.sample_filtered(rows.part(filtered), None, has_winner=True)
         if section.size("kept"):
             assert x is not None and least is not None
-            kept = _kept_bits(x, least, words[section.where("kept")])
-        return [self._scores(kind, section, words, rows, x, least) for kind in SCORES], kept
+            kept = _kept_bits(x, least, section["kept"])
+        return [self._scores(kind, section, rows, x, least) for kind in SCORES], kept
 
     def _scores(
-        self, kind: int, section: Section, words: torch.Tensor, rows: Rows, x: torch.Tensor | None,
-        least: torch.Tensor | None,
-    ) -> torch.Tensor | None:  # fmt: skip
+        self, kind: int, section: Section, rows: Rows, x: torch.Tensor | None, least: torch.Tensor | None
+    ) -> torch.Tensor | None:
         """Log-probabilities of one of SCORES. x, least: edited logits and thresholds of the rows of kind COPIED."""
         which = section.of_score[kind]
         if which.start == which.stop:
             return None
-        scored, scored_rows = words[section.where("scored")][which], words[section.where("scored_rows")][which]
+        scored, scored_rows = section["scored"][which], section["scored_rows"][which]
         logits, where = rows.logits, scored_rows if self._group.size == 1 else scored
         scale = None
         if kind >= EDITED_FEW or section.is_tempered:
@@ -195,12 +191,10 @@ class OptionSampler:
         shards = self._group.all_gather(local)
         return shards.transpose(0, 1).reshape(local.shape[0], -1)
 
-    def _prompt_logprobs(
-        self, section: Section, words: torch.Tensor, hidden: torch.Tensor, model: Any
-    ) -> list[torch.Tensor | None]:
+    def _prompt_logprobs(self, section: Section, hidden: torch.Tensor, model: Any) -> list[torch.Tensor | None]:
         """Of targets that want few likeliest ids, and of those that want many: their tables leave the device piece by
         piece."""
-        indices, targets = words[section.where("hidden")], words[section.where("targets")]
+        indices, targets = section["hidden"], section["targets"]
         tables: list[torch.Tensor | None] = []
         for which, k in zip(section.of_prompt, section.num_prompt_logprobs, strict=True):
             parts = []
@@ -237,36 +231,36 @@ class OptionSampler:
         self._counts = None
 
     def _dry_step(self, section: Section, raw: torch.Tensor, buffers: StepBuffers, state: DeviceState) -> None:
-        words = torch.from_numpy(section.words.copy()).to(self._device)
-        self._sample(section, words, raw, self._range(section.size("rows")), buffers, state)
+        section = section.on(torch.from_numpy(section.words.copy()).to(self._device))
+        self._sample(section, raw, self._range(section.size("rows")), buffers, state)
 
     # -- what stays on the device -------------------------------------------------------------------------------
 
-    def _take_slots(self, section: Section, words: torch.Tensor, num_slots: int) -> None:
+    def _take_slots(self, section: Section, num_slots: int) -> None:
         if section.size("resets"):
             if self._counts is None:
                 self._counts = torch.zeros(num_slots, self._vocab_size, dtype=torch.int32, device=self._device)
-            self._counts.index_fill_(0, words[section.where("resets")].long(), 0)
-            slot, token_id, count = words[section.where("counts")].view(-1, 3).unbind(1)
+            self._counts.index_fill_(0, section["resets"].long(), 0)
+            slot, token_id, count = section["counts"].view(-1, 3).unbind(1)
             self._counts[slot.long(), token_id.long()] = count
         if section.size("masks"):
             if self._masks is None:
                 size = mask_words(self._vocab_size)
                 self._masks = torch.zeros(num_slots, size, dtype=torch.int32, device=self._device)
-            masks = words[section.where("masks")].view(section.size("mask_slots"), -1)
-            self._masks[words[section.where("mask_slots")].long()] = masks
+            masks = section["masks"].view(section.size("mask_slots"), -1)
+            self._masks[section["mask_slots"].long()] = masks
 
     # -- in and out ---------------------------------------------------------------------------------------------
 
-    def _upload(self, section: Section, first_chunk_row: int, num_decode_rows: int) -> torch.Tensor:
-        """The section's words on the device, its rows shifted by the padding between decodes and chunks."""
+    def _upload(self, section: Section, first_chunk_row: int, num_decode_rows: int) -> Section:
+        """The section on the device, its rows shifted by the padding between decodes and chunks."""
         staging = self._staging("section", section.words.size)
-        host = staging.numpy()
-        host[:] = section.words
-        rows = host[section.where("rows")]
+        host = section.on(staging.numpy())
+        host.words[:] = section.words
+        rows = host["rows"]
         rows[rows >= num_decode_rows] += first_chunk_row - num_decode_rows
-        host[section.where("scored_rows")] = rows[host[section.where("scored")]]
-        return staging.to(self._device, non_blocking=True)
+        host["scored_rows"][:] = rows[host["scored"]]
+        return section.on(staging.to(self._device, non_blocking=True))
 
     def _download(self, name: str, result: torch.Tensor | None) -> np.ndarray | None:
         """Starts a copy to the host, which is complete when the step's tokens are."""

@@ -15,6 +15,7 @@ mask_slots, masks: new bits of the ids that a slot may sample.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, islice
 from struct import Struct
@@ -140,11 +141,12 @@ class SectionBuilder:
 
 
 class Section:
-    """Any rank's side: numbers, and where the lists are among the words (of an array or a tensor)."""
+    """Any rank's side: its numbers, and its lists by name."""
 
     def __init__(self, words: np.ndarray) -> None:
         header = words[: len(LISTS) + NUMBERS].tolist()
-        self.words = words
+        self.words: Any = words
+        """All of it: an array, or a tensor (see `on`)."""
         slices = _consecutive([len(header), *header[: len(LISTS)]])[1:]
         self._slices = dict(zip(LISTS, slices, strict=True))
         numbers = iter(header[len(LISTS) :])
@@ -157,9 +159,15 @@ class Section:
         self.copies_filter, self.copied_flags, self.changed_flags, self.is_tempered = numbers
         assert slices[-1].stop == words.size, (slices, words.size)
 
-    def where(self, name: str) -> slice:
-        """Where the list of that name, of LISTS, is among the words."""
-        return self._slices[name]
+    def on(self, words: Any) -> "Section":
+        """The same one where its words are in another array or tensor."""
+        other = copy(self)
+        other.words = words
+        return other
+
+    def __getitem__(self, name: str) -> Any:
+        """The list of that name, of LISTS."""
+        return self.words[self._slices[name]]
 
     def size(self, name: str) -> int:
         """Its words."""
