@@ -22,13 +22,6 @@ def test_a_request_decodes_one_step_ahead_of_its_results() -> None:
     assert len(request.gained) == 3 and request.seq.finish_reason == "length"
 
 
-def test_the_last_token_is_never_computed() -> None:
-    simulation = Simulation(depth=1)
-    request = simulation.add([1, 2, 3], max_tokens=1)
-    assert rows(simulation.step()) == [(0, 0, 3)]
-    assert simulation.step() is None and len(request.gained) == 1
-
-
 def test_a_stop_token_ends_the_output_and_the_token_too_many_is_dropped() -> None:
     simulation = Simulation()
     request = simulation.add([1, 2, 3], max_tokens=30)

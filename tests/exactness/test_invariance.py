@@ -213,13 +213,6 @@ def test_in_a_loop_of_ones_own(case: Case) -> None:
             assert_same(tokens, expected, f"request {index}")
 
 
-def test_a_whole_block_twice_at_once(case: Case) -> None:
-    """Equal prompts of exactly one block in one call, and a longer one behind them: equal texts."""
-    index = next(i for i, request in enumerate(REQUESTS) if len(request.prompt) == BLOCK)
-    requests, expected = [REQUESTS[index]] * 3, [case.expected[index]] * 3
-    assert_outputs(run(case.llm, requests), requests, expected)
-
-
 def test_own_seed_makes_a_draw_and_engine_seed_the_rest(models: Models) -> None:
     """Requests without a seed draw from the engine's seed and their number: a second engine repeats the first's."""
     path, _ = models.get({})

@@ -209,3 +209,5 @@ def test_a_tied_model_may_bring_its_head(tmp_path: Path) -> None:
         llm.load_weights(weights.items())
         llm.load_weights((name, value) for name, value in weights.items() if name != "lm_head.weight")
         assert [output.token_ids for output in run(llm, REQUESTS[:4])] == before
+        with pytest.raises(ValueError, match="surplus weight 'more'"):
+            llm.load_weights([("lm_head.weight", weights["lm_head.weight"]), ("more", torch.ones(1))])
