@@ -215,18 +215,12 @@ def test_each_key_head_is_held_first_in_one_place() -> None:
             assert first == list(range(kv_heads)), (heads, kv_heads, size)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_dummy_weights_are_the_same_at_every_rank_count(intact: Path, ranks: int) -> None:
-    """Texts agree, and another seed gives another model."""
-    requests = make_requests()[:4]
-
-    def texts(**options: Any) -> list[list[int]]:
-        with LLM(str(intact), load_format="dummy", **OPTIONS, **options) as llm:
-            return [output.token_ids for output in run(llm, requests)]
-
-    one = texts()
-    assert texts(tensor_parallel_size=ranks) == one
-    assert texts(seed=1) != one
+def test_another_seed_gives_another_dummy_model(intact: Path) -> None:
+    found = []
+    for seed in (0, 1):
+        with LLM(str(intact), load_format="dummy", seed=seed, **OPTIONS) as llm:
+            found.append(llm.checksum())
+    assert found[0].keys() == found[1].keys() and found[0]["lm_head.weight"] != found[1]["lm_head.weight"]
 
 
 # -- files that are not as they should be ---------------------------------------------------------------------------
@@ -235,11 +229,6 @@ def test_dummy_weights_are_the_same_at_every_rank_count(intact: Path, ranks: int
 def test_missing_weight(folder: Path) -> None:
     change_tensors(folder, lambda tensors: tensors.pop("model.layers.1.self_attn.k_norm.weight"))
     expect_refusal(folder, ValueError, "missing", "model.layers.1.self_attn.k_norm.weight")
-
-
-def test_surplus_weight(folder: Path) -> None:
-    change_tensors(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(3)}))
-    expect_refusal(folder, ValueError, "surplus", "model.layers.0.self_attn.q_proj.bias")
 
 
 def test_layers_that_the_configuration_does_not_have(folder: Path) -> None:
@@ -285,36 +274,15 @@ def test_a_tied_head_that_is_another(tmp_path: Path, ranks: int) -> None:
     assert tokens(hf_overrides={"tie_word_embeddings": False}) != expected
 
 
-@pytest.mark.parametrize("keep", [0, 5, 8, 200, 5000, -1])
+@pytest.mark.parametrize("keep", [0, 200, -1])
 def test_truncated_file(folder: Path, keep: int) -> None:
-    """Wherever it is cut: in the length, in the header, in the data, one byte before its end."""
+    """Wherever it is cut: in the length, in the header, one byte before its end."""
     raw = (folder / FILE).read_bytes()
     (folder / FILE).write_bytes(raw[:keep])
     expect_refusal(folder, ValueError, str(folder / FILE))
 
 
-@pytest.mark.parametrize("content", [b"[1, 2]  ", b"not json", b"\xff\xfe\x00\x01\x02\x03\x04\x05", b'{"a": 3}'])
-def test_header_of_something_else(folder: Path, content: bytes) -> None:
-    (folder / FILE).write_bytes(struct.pack("<Q", len(content)) + content)
-    expect_refusal(folder, ValueError, str(folder / FILE), "corrupt")
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        {"data_offsets": [-8, 376]},
-        {"data_offsets": [0, 1 << 40]},
-        {"data_offsets": [0]},
-        {"data_offsets": ["a", "b"]},
-        {"shape": [97]},
-        {"shape": "wide"},
-        {"shape": [-96]},
-        {"shape": [1 << 62, 1 << 62]},
-        {"dtype": "F8_E4M3"},
-        {"dtype": ["F32"]},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("entry", [{"data_offsets": [0, 1 << 40]}, {"shape": "wide"}, {"dtype": "F8_E4M3"}], ids=str)
 def test_corrupt_description(folder: Path, entry: dict[str, Any]) -> None:
     change_header(folder, lambda header: header["model.norm.weight"].update(entry))
     expect_refusal(folder, ValueError, str(folder / FILE), "corrupt")
