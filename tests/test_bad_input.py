@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -226,8 +225,3 @@ def test_a_tokenizer_that_cannot_be_loaded_is_found_before_tokens_are_made(folde
         with pytest.raises(ValueError, match=r"tokenizer='.*model': cannot be loaded"):
             llm.generate([[5, 6]], PARAMS, use_tqdm=False)
         assert llm.engine._num_requests == 0
-
-
-def test_numpy_ids_are_ids(llm: LLM) -> None:
-    [first, second] = llm.generate([list(np.array([5, 6])), [5, 6]], PARAMS, use_tqdm=False)
-    assert first.token_ids == second.token_ids

@@ -208,17 +208,6 @@ def test_a_prompt_too_long_is_refused_without_a_warning(
     assert not caplog.records
 
 
-def test_a_loop_of_ones_own(llm: LLM) -> None:
-    prompts = ["one two three", "red and blue"]
-    expected = [output.token_ids for output in generate(llm, prompts)]
-    ids = [llm.add_request(prompt, FIXED) for prompt in prompts]
-    assert not llm.is_finished()
-    tokens, reasons = run_loop(llm)
-    assert [tokens[request_id] for request_id in ids] == expected
-    assert reasons == dict.fromkeys(ids, "length")
-    assert llm.step() == []
-
-
 def test_default_parameters(llm: LLM) -> None:
     request_id = llm.add_request("one two three")
     assert len(run_loop(llm)[0][request_id]) <= SamplingParams().max_tokens
@@ -249,16 +238,6 @@ def test_requests_of_a_loop_survive_a_generate_in_between(llm: LLM) -> None:
     rest, reasons = run_loop(llm)
     gained = [token_id for output in first for token_id in output.new_token_ids] + rest[request_id]
     assert (gained, reasons) == (expected[0], {request_id: "length"})
-
-
-def test_metrics_and_cached_tokens(llm: LLM) -> None:
-    prompt = list(range(20, 20 + 40))  # two full blocks of 16 and a half
-    [first], [second] = generate(llm, prompt), generate(llm, prompt)
-    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 32)
-    assert first.token_ids == second.token_ids
-    metrics = second.metrics
-    assert metrics.arrival_time <= metrics.first_scheduled_time <= metrics.first_token_time <= metrics.finished_time
-    assert metrics.time_to_first_token == metrics.first_token_time - metrics.arrival_time >= 0
 
 
 def test_a_request_is_queued_until_its_first_step_begins(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

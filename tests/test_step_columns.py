@@ -66,15 +66,6 @@ def test_columns_say_what_the_objects_say(llm: LLM) -> None:
     assert all(end.metrics.finished_time and end.num_prompt_tokens in (2, 3) for end in endings.values())
 
 
-def test_an_abort_is_an_entry_without_a_token(llm: LLM) -> None:
-    request_id = llm.add_request([5, 6], SamplingParams(n=3, max_tokens=50))
-    llm.step()
-    llm.abort(request_id)
-    gained = run(llm)
-    ends = [(gained.token_ids[entry], end.reason) for entry, end in gained.endings.items()]
-    assert ends == [(-1, "abort")] * 3 and len(gained.endings) == 3
-
-
 def test_max_tokens_0_computes_the_prompt_and_nothing_else(llm: LLM) -> None:
     params = SamplingParams(max_tokens=0, prompt_logprobs=2, stop="a", logprobs=1, top_p=0.5)
     prompt = [5, 6, 7, 8] * 5

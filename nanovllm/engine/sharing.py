@@ -90,8 +90,7 @@ def most_cached_tokens(seq: Sequence) -> int:
 def _are_copies(seq: Sequence, other: Sequence) -> bool:
     """Whether one prefix serves both."""
     return (
-        seq.num_tokens == other.num_tokens
-        and seq.token_ids == other.token_ids
+        seq.token_ids == other.token_ids
         and seq.params.cache_salt == other.params.cache_salt
         and most_cached_tokens(seq) == most_cached_tokens(other)
     )

@@ -143,13 +143,15 @@ def test_abort_ends_all_completions(llm: LLM) -> None:
         while not llm.is_finished():
             outputs += llm.step()
         assert sorted(o.index for o in outputs if o.finished) == [0, 1, 2]
-        assert all(o.finish_reason == "abort" for o in outputs if o.finished)
+        assert all((o.finish_reason, o.new_token_ids) == ("abort", []) for o in outputs if o.finished)
         assert not llm.engine.knows(request)
 
 
 def test_metrics(llm: LLM) -> None:
     metrics = one(llm, max_tokens=5, ignore_eos=True).metrics
-    assert metrics.queued is not None and metrics.queued >= 0 and metrics.time_to_first_token is not None
+    assert metrics.arrival_time <= metrics.first_scheduled_time <= metrics.first_token_time <= metrics.finished_time
+    assert metrics.queued == metrics.first_scheduled_time - metrics.arrival_time
+    assert metrics.time_to_first_token == metrics.first_token_time - metrics.arrival_time
     assert len(metrics.token_times) == 5 and metrics.token_times == sorted(metrics.token_times)
     assert metrics.first_token_time == metrics.token_times[0] and metrics.finished_time == metrics.token_times[-1]
     assert metrics.time_per_output_token is not None
