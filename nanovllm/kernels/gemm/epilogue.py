@@ -2,7 +2,7 @@
 
 from nanovllm.kernels.base.triton_import import tl, triton
 
-# Columns of W that one warp covers with one 16-byte load a lane (bf16). Also the granularity of K.
+# Columns that a warp covers with one load of 16 bytes a lane, of 16-bit numbers; a step has a whole number of them.
 LANE_SPAN: tl.constexpr = tl.constexpr(256)
 
 

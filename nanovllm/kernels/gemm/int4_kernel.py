@@ -30,21 +30,21 @@ lop3.b32 $2, t, 0x000f000f, OFFSETS, 0xea;
 shr.u32 t, $4, 12;
 lop3.b32 $3, t, 0x000f000f, OFFSETS, 0xea;
 }"""
-UNPACK_BF16: tl.constexpr = tl.constexpr(_UNPACK.replace("OFFSETS", "0x43004300"))
-UNPACK_FP16: tl.constexpr = tl.constexpr(_UNPACK.replace("OFFSETS", "0x64006400"))
+_UNPACK_BF16: tl.constexpr = tl.constexpr(_UNPACK.replace("OFFSETS", "0x43004300"))
+_UNPACK_FP16: tl.constexpr = tl.constexpr(_UNPACK.replace("OFFSETS", "0x64006400"))
 
 
 @triton.jit
-def _unpacked(words, dtype: tl.constexpr, PTX: tl.constexpr):
+def unpacked(words, dtype: tl.constexpr, PTX: tl.constexpr):
     """The four columns of each word, plus an offset (see _offset), in `dtype`."""
     if PTX and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
-            UNPACK_BF16, "=r,=r,=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            _UNPACK_BF16, "=r,=r,=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
             is_pure=True, pack=2,
         )  # fmt: skip
     elif PTX and dtype == tl.float16:
         return tl.inline_asm_elementwise(
-            UNPACK_FP16, "=r,=r,=r,=r,r", [words], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            _UNPACK_FP16, "=r,=r,=r,=r,r", [words], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True, pack=2,
         )  # fmt: skip
     else:
@@ -77,7 +77,7 @@ def _side_by_side(planes, part: tl.constexpr, SUB: tl.constexpr, BLOCK_N: tl.con
 
 @triton.jit
 def _scale_and_zero(groups_ptr, at, live, dtype: tl.constexpr, HAS_ZEROS: tl.constexpr, PTX: tl.constexpr):
-    """Of one group of the weight rows at `at`: the factor, and what stands for 0 in _unpacked. A pair of 16 bits each
+    """Of one group of the weight rows at `at`: the factor, and what stands for 0 in unpacked. A pair of 16 bits each
     is read as one number of 32, the least that a pipelined copy takes."""
     if dtype == tl.float32:
         scale = tl.load(groups_ptr + 2 * at, mask=live, other=0.0)
@@ -160,7 +160,7 @@ def int4_gemm_kernel(
             words = tl.load(w_ptrs + at * WORDS)
         else:
             words = tl.load(w_ptrs + at * WORDS, mask=live[:, None], other=0)
-        planes = _unpacked(words, dtype, PTX)
+        planes = unpacked(words, dtype, PTX)
         for part in tl.static_range(SPAN // SUB):
             group = 0 if GROUP == 0 else block * (SPAN // SUB) + part
             scale, zero = _scale_and_zero(groups_ptr, group * n + w_rows, live, dtype, HAS_ZEROS, PTX)
@@ -228,7 +228,7 @@ def int4_widen_kernel(
     words = tl.load(
         w_ptr + (block * n + w_rows[:, None]) * WORDS + word[None, :], mask=live[:, None], other=0
     )
-    planes = _unpacked(words, dtype, PTX)
+    planes = unpacked(words, dtype, PTX)
     for plane in tl.static_range(4):
         if GROUP == 0:
             group_at = w_rows

@@ -17,28 +17,13 @@ from nanovllm.kernels.base.triton_import import async_copy, gl, gluon, mma_v2, t
 from nanovllm.kernels.gemm.choice import GemmConfig, row_misfit
 from nanovllm.kernels.gemm.decode import silu_mul
 from nanovllm.kernels.gemm.int4 import Int4Weight, check_fits
-from nanovllm.kernels.gemm.int4_kernel import SPAN, UNPACK_BF16, UNPACK_FP16, WORDS
+from nanovllm.kernels.gemm.int4_kernel import SPAN, WORDS, unpacked
 from nanovllm.kernels.pointwise.norm import Norm
 
 M: gl.constexpr = gl.constexpr(16)
 """Weight rows of a tile, and of a matrix instruction."""
 N: gl.constexpr = gl.constexpr(8)
 """Its rows of x: the row is there 8 times."""
-
-
-@gluon.jit
-def _unpacked(words, dtype: gl.constexpr):
-    """The four columns of each word, plus 128 (bfloat16) or 1024 (float16)."""
-    if dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            UNPACK_BF16, "=r,=r,=r,=r,r", [words], dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-            is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        return gl.inline_asm_elementwise(
-            UNPACK_FP16, "=r,=r,=r,=r,r", [words], dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
-            is_pure=True, pack=2,
-        )  # fmt: skip
 
 
 @gluon.jit
@@ -128,7 +113,7 @@ def _multiply_add(accs, words, pairs, x, dtype: gl.constexpr, HAS_ZEROS: gl.cons
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     planes = ()
     for tile in gl.static_range(len(accs)):
-        planes = planes + (_unpacked(words.slice(tile * M, M, dim=1).load(PACKED), dtype),)
+        planes = planes + (unpacked(words.slice(tile * M, M, dim=1).load(PACKED), dtype, True),)
     for group in gl.static_range(GROUPS):
         sums, zeros = (), ()
         for tile in gl.static_range(len(accs)):
