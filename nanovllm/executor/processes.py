@@ -91,17 +91,23 @@ class WorkerProcesses:
             return
         with no_standard_numbers():
             memory = create_shared_memory()
-            self.store = os.memfd_create("nanovllm-store")
         try:
             self.ring = CommandWriter(memory, self._doorbells)
-            for rank in range(1, size):
+            self._start(memory)
+        finally:
+            os.close(memory)
+
+    def _start(self, memory: int) -> None:
+        try:
+            with no_standard_numbers():
+                self.store = os.memfd_create("nanovllm-store")
+            for rank in range(1, self.size):
                 self._spawn(rank, memory)
             self._watcher.start()
         except BaseException:
             self.close()
+            self.close_store()
             raise
-        finally:
-            os.close(memory)
 
     def _spawn(self, rank: int, memory: int) -> None:
         ours, theirs = socket_pair()

@@ -1,16 +1,28 @@
 """A worker that dies, fails or hangs becomes an exception that says so, soon, and nothing is left behind."""
 
+import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
-from process_checks import GREEDY, LONG, marked_processes, tiny_llm, token_ids, wait_until, write_tiny_config
+from process_checks import (
+    GREEDY,
+    LONG,
+    marked_processes,
+    open_files,
+    tiny_llm,
+    token_ids,
+    wait_until,
+    write_tiny_config,
+)
 
 from nanovllm import LLM
 from nanovllm.errors import WorkerError
@@ -187,6 +199,24 @@ def test_ranks_fail_in_mid_step_while_others_wait_for_them(
         with pytest.raises(WorkerError, match=r"(?s)rank 1 failed:.*Traceback.*ValueError: hidden_size=-1"):
             token_ids(llm, [5] * 9)
         assert_refuses_use(llm)
+
+
+def test_a_start_that_may_not_open_as_many_files_says_so_and_leaves_none(mark: str) -> None:
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = sorted(open_files())
+    for most in count(3):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, usual[1]))
+        try:
+            started = processes.WorkerProcesses(2, step_timeout=60.0)
+        except OSError as error:
+            assert error.errno == errno.EMFILE
+        else:
+            started.close()
+            started.close_store()
+            return
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+        assert sorted(open_files()) == before
 
 
 def test_weights_larger_than_the_command_ring_and_refused_ones(mark: str, tmp_path: Path) -> None:
