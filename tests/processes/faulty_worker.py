@@ -36,7 +36,7 @@ def install(where: str) -> None:
 
     if where == "group":
         group = model_runner.TensorParallelGroup
-        model_runner.TensorParallelGroup = lambda *args: (fail(), group(*args))[1]  # type: ignore[misc,assignment]
+        model_runner.TensorParallelGroup = lambda *args, **options: fail() or group(*args, **options)  # type: ignore
     elif where == "load":
         model_runner.ModelRunner.load = fail  # type: ignore[method-assign]
     elif where == "call":
