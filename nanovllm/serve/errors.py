@@ -15,13 +15,11 @@ _NAME = re.compile(r"(\w{1,40})(?:[\[.].*?)?[:=]")
 class ApiError(Exception):
     """Becomes a response where none has begun, else the last event of a stream."""
 
-    def __init__(
-        self, status: int, message: str, code: str | None = None, param: str | None = None, type_: str | None = None
-    ) -> None:
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
         self.message = message if len(message) <= _MOST_MESSAGE else message[: _MOST_MESSAGE - 3] + "..."
-        self.type = type_ or ("invalid_request_error" if status < 500 else "server_error")
+        self.type = "invalid_request_error" if status < 500 else "server_error"
 
     def body(self) -> bytes:
         error = shapes.Error(self.message, self.type, self.param, self.code)

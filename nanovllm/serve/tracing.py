@@ -9,7 +9,7 @@ from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 import nanovllm
@@ -29,14 +29,12 @@ _REQUEST = {
 class RequestTracer:
     """Makes spans of requests that are over. Attributes: the GenAI conventions, and vLLM's gen_ai.latency.*"""
 
-    def __init__(self, endpoint: str, exporter: SpanExporter | None = None) -> None:
-        """`endpoint`: an OTLP/HTTP collector, with or without a path; `exporter`: in place of one to it."""
-        if exporter is None:
-            url = endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + "/v1/traces"
-            exporter = OTLPSpanExporter(url, timeout=_SEND_SECONDS)
+    def __init__(self, endpoint: str) -> None:
+        """`endpoint`: an OTLP/HTTP collector, with or without a path."""
+        url = endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + "/v1/traces"
         resource = Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", "nanovllm")})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(url, timeout=_SEND_SECONDS)))
         self._tracer = self._provider.get_tracer("nanovllm", nanovllm.__version__)
         self._propagator = TraceContextTextMapPropagator()
 

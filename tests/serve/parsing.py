@@ -142,8 +142,7 @@ class Message:
 
 def read(plan: Plan, ids: Sequence[int], cuts: Sequence[int] | None = None, ended: bool = True) -> list[Delta]:
     """What a client is given of an output, in steps of as many tokens as `cuts` says, over and over; None: at once."""
-    numbers = iter(range(1000))
-    reader, detokenizer = plan.reader(lambda: f"call_{next(numbers)}"), plan.detokenizer()
+    reader, detokenizer = plan.reader(), plan.detokenizer()
     assert reader is not None
     deltas: list[Delta] = []
     at = step = 0
@@ -152,7 +151,8 @@ def read(plan: Plan, ids: Sequence[int], cuts: Sequence[int] | None = None, ende
         deltas += reader.push("".join(map(detokenizer.push, ids[at : at + width])))
         at, step = at + width, step + 1
     deltas += reader.push(detokenizer.flush())
-    return joined(deltas + reader.finish())
+    found = joined(deltas + reader.finish())
+    return [one._replace(id=f"call_{one.call_index}") if one.kind == "call" else one for one in found]
 
 
 def message_of(deltas: list[Delta]) -> Message:

@@ -200,14 +200,9 @@ def fit(front: "Front", prompt: list[int], fields: api.CommonFields, asked: int 
     if not prompt:
         raise bad_request("the prompt is empty", "prompt")
     if len(prompt) + (asked != 0) > limit:
-        more = f"{asked} in the completion" if asked is not None else "at least 1 in the completion"
-        message = (
-            f"This model's maximum context length is {limit} tokens. However, your request has {len(prompt)} tokens "
-            f"in the prompt and asks for {more}. Please reduce the length of the prompt."
-        )
-        raise bad_request(
-            message, "messages" if isinstance(fields, api.ChatFields) else "prompt", "context_length_exceeded"
-        )
+        more = "at least 1" if asked is None else asked
+        what = f"{len(prompt)} tokens in the prompt and asks for {more} in the completion"
+        raise _too_long(limit, what, "messages" if isinstance(fields, api.ChatFields) else "prompt")
     room = limit - len(prompt)
     return prompt, room if asked is None else min(asked, room)
 
@@ -216,8 +211,9 @@ def check_characters(front: "Front", count: int, name: str) -> None:
     """Raises ApiError where a text of so many characters cannot fit, before it is tokenized."""
     limit = front.info["max_model_len"]
     if count > limit * front.tokenizer.longest_token:
-        message = (
-            f"This model's maximum context length is {limit} tokens. However, your request has {count} characters, "
-            f"which are more than {limit} tokens. Please reduce the length of the prompt."
-        )
-        raise bad_request(message, name, "context_length_exceeded")
+        raise _too_long(limit, f"{count} characters, which are more than {limit} tokens", name)
+
+
+def _too_long(limit: int, what: str, name: str) -> ApiError:
+    text = f"This model's maximum context length is {limit} tokens. However, your request has {what}."
+    return bad_request(f"{text} Please reduce the length of the prompt.", name, "context_length_exceeded")

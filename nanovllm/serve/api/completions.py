@@ -1,6 +1,7 @@
 """POST /v1/completions."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.serve import limits
@@ -101,10 +102,10 @@ async def completions(front: "Front", call: Call) -> None:
     if fields.echo:
         request.needs_prompt_lines = fields.logprobs is not None
         whole = fields.truncate_prompt_tokens is None
-        request.echoes = [
-            text if whole and isinstance(text, str) else front.tokenizer.decode(ids, False)
-            for text, ids in zip(_as_list(fields.prompt), request.prompts, strict=True)
-        ]
+        both = zip(_as_list(fields.prompt), request.prompts, strict=True)
+        decode = partial(front.tokenizer.decode, skip_special_tokens=False)
+        echoes = (text if whole and isinstance(text, str) else decode(ids) for text, ids in both)
+        request.echoes = await front.in_pool(lambda: [*echoes], request.num_prompt_tokens)
     await answer(call, request)
 
 

@@ -15,10 +15,6 @@ from nanovllm.serve.options import ServeOptions
 logger = logging.getLogger("nanovllm.serve")
 
 _WITHOUT_KEY = frozenset(("/", "/health", "/ready", "/ping", "/metrics", "/version"))
-_NOT_HERE = {
-    path: f"{path}: this server generates text and has no such models"
-    for path in ("/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/audio/transcriptions", "/v1/audio/speech")
-}
 
 
 class Operation(NamedTuple):
@@ -106,14 +102,14 @@ class App:
         return ""
 
     def _operation(self, call: Call, methods: dict[str, Operation]) -> Operation:
-        method, path = call.scope["method"], call.path
+        method = call.scope["method"]
         found = methods.get(method) or (methods.get("GET") if method == "HEAD" else None)
         if found is not None:
             return found
         if methods:
             allowed = ", ".join(sorted(methods))
             raise ApiError(405, f"{method} is not allowed here; use {allowed}", "method_not_allowed")
-        raise ApiError(404, _NOT_HERE.get(path, f"unknown path: {path[:200]}"), "unknown_url")
+        raise ApiError(404, f"unknown path: {call.path[:200]}", "unknown_url")
 
 
 def _key_of(call: Call) -> bytes:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nanovllm.sampling_params import StructuredOutput
-from nanovllm.serve.parsers.reader import Output, Reader, Source, Steps, new_call_id
+from nanovllm.serve.parsers.reader import Output, Reader, Source, Steps
 from nanovllm.serve.parsers.tags import MarkedDetokenizer, Tag
 from nanovllm.serve.parsers.tools import ToolChoice, json_term
 from nanovllm.serve.text import FrontTokenizer
@@ -33,12 +33,12 @@ class Plan:
         inner = self.tokenizer.detokenizer(skip_special_tokens)
         return self.detokenizer_kind(inner, self.marks, self.thinks, self.reasoning == "open")
 
-    def reader(self, new_id: Callable[[], str] = new_call_id) -> Reader | None:
+    def reader(self) -> Reader | None:
         """None where the text is content and nothing else."""
         if self.program is None:
             return None
         stand_ins = {ord(tag.text): tag.name for tag in self.marks if tag.token_id is not None}
-        return Reader(self.program, Output(new_id, stand_ins))
+        return Reader(self.program, Output(stand_ins))
 
     def finish_reason(self, engine_reason: str, reader: Reader | None) -> str:
         """OpenAI's: "tool_calls" only where the model ended by itself after whole calls that it chose to make."""

@@ -174,13 +174,13 @@ def _begun(text: str, tags: Sequence[str]) -> int:
 class Output:
     """Where a reader puts what it has read."""
 
-    def __init__(self, new_id: Callable[[], str], stand_ins: Mapping[int, str]) -> None:
+    def __init__(self, stand_ins: Mapping[int, str]) -> None:
         """`stand_ins`: tags by the code point that shows them, put back where they are text after all."""
         self.deltas: list[Delta] = []
         self.num_calls = 0
         self.calls_complete = True
         """Whether the last call has been read to its end."""
-        self._new_id, self._stand_ins = new_id, stand_ins
+        self._stand_ins = stand_ins
         self._kind: Literal["content", "reasoning"] = "content"
         self._held = ""
         self._strips = False
@@ -202,7 +202,7 @@ class Output:
 
     def call(self, name: str) -> None:
         self._held = ""
-        self.deltas.append(Delta("call", "", self.num_calls, name, self._new_id()))
+        self.deltas.append(Delta("call", "", self.num_calls, name, f"call_{secrets.token_hex(12)}"))
         self.num_calls += 1
         self.calls_complete = False
 
@@ -273,7 +273,3 @@ def joined(deltas: Sequence[Delta]) -> list[Delta]:
         else:
             out.append(delta)
     return out
-
-
-def new_call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"

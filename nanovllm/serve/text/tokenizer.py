@@ -28,8 +28,8 @@ class FrontTokenizer:
     def __init__(self, folder: str | Path, chat_template: str | Path | None = None) -> None:
         """Reads a checkpoint's folder; `chat_template` names a file that takes the place of its templates. Raises
         FileNotFoundError where the folder holds no tokenizer.json, and ValueError where a file cannot be read."""
-        self.folder = Path(folder)
-        path = self.folder / "tokenizer.json"
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
         if not path.is_file():
             raise FileNotFoundError(f"tokenizer={str(folder)!r}: tokenizer.json is missing")
         try:
@@ -38,9 +38,9 @@ class FrontTokenizer:
             raise ValueError(f"{path}: cannot be read: {error}") from error
         self.backend_tokenizer.no_truncation()
         self.backend_tokenizer.no_padding()
-        config = _read_json(self.folder / "tokenizer_config.json")
+        config = _read_json(folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:
-            config |= _read_json(self.folder / "special_tokens_map.json")
+            config |= _read_json(folder / "special_tokens_map.json")
         self.special_tokens = {name: _content(config[name]) for name in _SPECIAL_NAMES if config.get(name)}
         """By role, as templates name them: bos_token, eos_token, ..."""
         self._add_missing_tokens(config)
@@ -50,7 +50,7 @@ class FrontTokenizer:
         self.clean_up_tokenization_spaces = False
         self.is_byte_level = isinstance(self.backend_tokenizer.decoder, decoders.ByteLevel)
         self._token_bytes = TokenBytes(self)
-        sources = _template_sources(self.folder, config, chat_template)
+        sources = _template_sources(folder, config, chat_template)
         self._guards = {name: _Guard(self, ChatTemplate(text, self.special_tokens)) for name, text in sources.items()}
 
     def _add_missing_tokens(self, config: dict[str, Any]) -> None:
@@ -89,11 +89,6 @@ class FrontTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """One token's own bytes, special or not; none for ids past the vocabulary."""
         return self._token_bytes[token_id] if self.is_byte_level else self.decode([token_id], False).encode()
-
-    def token_id(self, token: str) -> int | None:
-        """The id of a token of the vocabulary, special ones among them."""
-        found: int | None = self.backend_tokenizer.token_to_id(token)
-        return found
 
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size())
