@@ -7,6 +7,7 @@ A call that needs steps of the engine is a generator, which yields where they mu
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,6 @@ class AdminCalls:
         self._running: tuple[frames.Control, Steps] | None = None
         self._is_paused_by_call = self._keeps = False
         self._level = 0
-        self._made: WeightReceiver | None = None
 
     def put(self, call: frames.Control) -> None:
         (self._waiting.appendleft if call.name == "resume" else self._waiting.append)(call)
@@ -131,13 +131,11 @@ class AdminCalls:
 
     # -- new weights --------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def _receiver(self) -> "WeightReceiver":
-        if self._made is None:
-            from nanovllm.transfer.receiver import WeightReceiver  # torch is there by now
+        from nanovllm.transfer.receiver import WeightReceiver  # torch is there by now
 
-            self._made = WeightReceiver(self._engine, self._engine.config.device)
-        return self._made
+        return WeightReceiver(self._engine, self._engine.config.device)
 
     def _init_weight_transfer_engine(self, init_info: dict[str, Any]) -> dict[str, Any]:
         """Returns when all ranks of the trainer's group are there; no step runs meanwhile."""

@@ -45,10 +45,10 @@ def from_value_error(text: str) -> ApiError:
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Turns the library's ValueErrors into what is said to a client."""
+    """Turns the library's ValueErrors into what is said to a client, and msgpack's of integers beyond 64 bits."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise from_value_error(str(error)) from None
 
 

@@ -166,8 +166,9 @@ class Front:
         self._num_calls += 1
         number, answered = self._num_calls, self._loop.create_future()
         self._calls[number] = answered
-        self.link.send(frames.Control(number, name, options))
         try:
+            with errors.refusing():
+                self.link.send(frames.Control(number, name, options))
             answer = await answered
         finally:
             del self._calls[number]

@@ -50,6 +50,8 @@ def test_field_value_and_bound_are_named(kind: Any, body: dict[str, Any], messag
         {"temperature": -1},
         {"top_p": 0},
         {"seed": 2**70},
+        {"top_k": 2**64},
+        {"guided_json": {"maximum": 2**64}},
         {"max_tokens": 0},
         {"max_tokens": True},
         {"chat_template": "{{ 1 }}"},

@@ -259,8 +259,9 @@ def sampling_fields(
         found["logprobs"] = logprobs
     with refusing():
         SamplingParams(**found, structured_outputs=structured)
-    if structured is not None:
-        found["structured_outputs"] = structured.given
+        if structured is not None:
+            found["structured_outputs"] = structured.given
+        msgspec.msgpack.encode(found)  # as they travel to the engine
     return found
 
 
