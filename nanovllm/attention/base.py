@@ -41,8 +41,8 @@ class AttentionMetadata:
     """Host-side bound on the tokens of a row."""
     max_context_len: int
     """Host-side bound on context_lens; the model's maximum in a CUDA graph."""
-    num_tokens: int = 0
-    """T, padding included (shapes of a captured graph); 0: taken from q at the first forward."""
+    num_tokens: int
+    """T, padding included (shapes of a captured graph)."""
     is_captured: bool = False
     """The step is being captured in a CUDA graph: its lengths are known on the device alone."""
     token_ends: np.ndarray | None = field(default=None, repr=False)
@@ -96,13 +96,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def prepare(self, metadata: AttentionMetadata) -> None:
-        """Computes once per step what all layers share (device work only, capturable). The first `forward` calls it for
-        metadata that has not been prepared; a caller that calls it earlier sets metadata.num_tokens."""
-
-    def ensure_prepared(self, q: torch.Tensor, metadata: AttentionMetadata) -> None:
-        if metadata.workspace is None:
-            metadata.num_tokens = metadata.num_tokens or q.shape[0]
-            self.prepare(metadata)
+        """Computes, before a step's first `forward`, what all layers share (device work only, capturable)."""
 
     def leave_l1(self, wanted: bool) -> None:  # noqa: B027 (a backend may not take so much)
         """Whether decode attention of a row or two is to take little of the shared memory, which is L1 for the kernels

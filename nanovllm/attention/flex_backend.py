@@ -139,7 +139,6 @@ class FlexBackend(AttentionBackend):
     def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata,
                 out: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None,
                 kv_scales: torch.Tensor | None = None) -> torch.Tensor:
-        self.ensure_prepared(q, metadata)
         work: _Work = metadata.workspace
         if work.pages is not None:
             k_cache, v_cache = k_cache[work.pages.long()], v_cache[work.pages.long()]

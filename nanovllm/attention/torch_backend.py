@@ -71,7 +71,6 @@ class TorchBackend(AttentionBackend):
     def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata,
                 out: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None,
                 kv_scales: torch.Tensor | None = None) -> torch.Tensor:
-        self.ensure_prepared(q, metadata)
         for row in metadata.workspace[spec.window, spec.group_size]:
             k, v = keys_and_values(k_cache, v_cache, row.blocks, row.keys, kv_scales)
             out[row.tokens] = self._attend(q[row.tokens].to(k.dtype), k, v, row.mask, spec, sinks)

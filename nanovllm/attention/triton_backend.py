@@ -81,7 +81,6 @@ class TritonBackend(AttentionBackend):
     def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata,
                 out: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None,
                 kv_scales: torch.Tensor | None = None) -> torch.Tensor:
-        self.ensure_prepared(q, metadata)
         n = metadata.num_decode_rows
         if metadata.num_prefill_rows:
             self._forward_prefill(q, k_cache, v_cache, metadata, out, spec, sinks, kv_scales)
@@ -93,7 +92,6 @@ class TritonBackend(AttentionBackend):
     def forward_row(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata,
                     out: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None,
                     kv_scales: torch.Tensor | None = None) -> torch.Tensor | FP8Rows:
-        self.ensure_prepared(q, metadata)
         decode, table, longest = self.decode[spec], metadata.block_table, metadata.max_context_len
         is_left = decode.leave_chunks(q, k_cache, v_cache, table, longest, out, sinks, kv_scales)
         return decode.finish_row(out, sinks) if is_left else out.view(1, -1)
@@ -130,7 +128,7 @@ class TritonBackend(AttentionBackend):
             num_rows=rows, num_decode_rows=num_decode, row_slot=torch.zeros(rows, **integers),
             context_lens=torch.ones(rows, **integers), cu_seqlens_q=torch.arange(rows + 1, **integers),
             block_table=torch.zeros(self.max_num_seqs, max_blocks, **integers), max_seqlen_q=1,
-            max_context_len=self.max_model_len)
+            max_context_len=self.max_model_len, num_tokens=rows)
         # As the layers pass it: a view into the packed query, key and value projections.
         heads = spec.num_heads + 2 * spec.num_kv_heads
         narrow = kv_scales is not None and self.dtype == torch.bfloat16
@@ -138,6 +136,7 @@ class TritonBackend(AttentionBackend):
         qkv = torch.zeros(rows, heads, spec.head_dim, dtype=q_dtype, device=self.device)
         out = torch.empty(rows, spec.num_heads, spec.head_dim, dtype=self.dtype, device=self.device)
         sinks = torch.zeros(spec.num_heads, dtype=self.dtype, device=self.device) if spec.has_sinks else None
+        self.prepare(metadata)
         self.forward(qkv[:, : spec.num_heads], k_cache, v_cache, metadata, out, spec, sinks, kv_scales)
 
 

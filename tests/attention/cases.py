@@ -83,7 +83,8 @@ def make_case(query_lens: list[int], context_lens: list[int], num_decode_rows: i
     metadata = AttentionMetadata(
         num_rows=num_rows, num_decode_rows=num_decode_rows, row_slot=row_slot.to(DEVICE),
         context_lens=torch.tensor(context_lens, dtype=torch.int32, device=DEVICE), cu_seqlens_q=starts.to(DEVICE),
-        block_table=table.to(DEVICE), max_seqlen_q=max(query_lens), max_context_len=max_blocks * block_size)
+        block_table=table.to(DEVICE), max_seqlen_q=max(query_lens), max_context_len=max_blocks * block_size,
+        num_tokens=tokens)
     sinks = None if sinks is None else sinks.to(DEVICE)
     q = qkv.to(DEVICE)[:, :num_q_heads]
     if scales is not None:

@@ -26,7 +26,7 @@ def make_backend(name: str, case: Case, specs: tuple[AttentionSpec, ...] = ()) -
 
 
 def run(case: Case, backend: AttentionBackend) -> torch.Tensor:
-    case.metadata.workspace = None
+    backend.prepare(case.metadata)
     return backend.forward(case.q, case.k_cache, case.v_cache, case.metadata, nan_like(case.q), case.spec, case.sinks)
 
 
@@ -47,6 +47,7 @@ def test_layers_of_several_kinds_in_one_step(name: str) -> None:
     cases = [make_case(QUERIES, CONTEXTS, 3, **shape | kind) for kind in kinds]
     backend = make_backend(name, cases[0], tuple(case.spec for case in cases))
     metadata = cases[0].metadata
+    backend.prepare(metadata)
     for case in [*cases, *cases[: fewer(1, len(cases))]]:
         assert torch.equal(case.metadata.block_table, metadata.block_table)
         out = backend.forward(case.q, case.k_cache, case.v_cache, metadata, nan_like(case.q), case.spec, case.sinks)
@@ -103,9 +104,9 @@ def test_captured_step_serves_other_lengths(options: dict[str, Any]) -> None:
     case = make_case([1] * 4 + [60], [700, 30, 2000, 129, 300], 4, **shape)
     backend, m, out = make_backend("triton", case), case.metadata, nan_like(case.q)
     assert case.error_of(run(case, backend)) < TOLERANCE
-    m.workspace = None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        backend.prepare(m)
         backend.forward(case.q, case.k_cache, case.v_cache, m, out, case.spec, case.sinks)
     for lens in ([700, 30, 2000, 129, 300], [1, 0, 1999, 128, 61], [513, 7, 256, 0, 60]):
         m.context_lens.copy_(torch.tensor(lens))

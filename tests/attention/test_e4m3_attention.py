@@ -32,7 +32,7 @@ def make_backend(name: str, case: Case) -> AttentionBackend:
 
 
 def run(case: Case, backend: AttentionBackend) -> torch.Tensor:
-    case.metadata.workspace = None
+    backend.prepare(case.metadata)
     out = nan_like(case.q).to(DTYPE)
     return backend.forward(
         case.q, case.k_cache, case.v_cache, case.metadata, out, case.spec, case.sinks, case.kv_scales

@@ -71,6 +71,7 @@ def test_the_backend_serves_decodes_beside_prompts() -> None:
     m = case.metadata
     found = select_backend("fixed-order triton", [case.spec], device=DEVICE, dtype=DTYPE, block_size=16).backend
     backend = found([case.spec], 16, m.block_table.shape[0], m.block_table.shape[1] * 16, DEVICE, DTYPE)
+    backend.prepare(m)
     out = backend.forward(case.q, case.k_cache, case.v_cache, m, nan_like(case.q), case.spec)
     assert case.error_of(out) < TOLERANCE
     backend.warmup(case.k_cache, case.v_cache, case.spec)

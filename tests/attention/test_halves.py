@@ -43,8 +43,9 @@ def test_every_token_keeps_its_row_and_its_keys(data: st.DataObject) -> None:
         return
     ends = np.cumsum(counts)
     integers = [torch.tensor(x, dtype=torch.int32) for x in (slots, contexts, [0, *ends])]
-    step = AttentionMetadata(len(counts), len(decodes), *integers, torch.zeros(9, 9, dtype=torch.int32), 9, 99)
-    step.num_tokens, step.is_captured, step.token_ends = num_tokens, padded, None if padded else ends
+    table = torch.zeros(9, 9, dtype=torch.int32)
+    step = AttentionMetadata(len(counts), len(decodes), *integers, table, 9, 99, num_tokens, is_captured=padded)
+    step.token_ends = None if padded else ends
     first, second = attention_halves(step, cut)
     whole = tokens_of(step)
     assert tokens_of(first) == whole[:cut] and tokens_of(second) == whole[cut:]
@@ -60,7 +61,6 @@ def test_halves_attend_as_the_whole(name: str, cut: int) -> None:
     """One backend object, both halves prepared before either runs."""
     case = make_case(QUERIES, CONTEXTS, 3, num_q_heads=4, num_kv_heads=2, head_dim=64, block_size=128, padding_tokens=2)
     backend, out = make_backend(name, case), nan_like(case.q)
-    case.metadata.num_tokens = case.q.shape[0]
     backend.prepare(case.metadata)  # of which nothing may stay
     halves = attention_halves(case.metadata, cut)
     for half in halves:
