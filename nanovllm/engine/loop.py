@@ -62,6 +62,7 @@ class EngineLoop:
         self._num_generated = 0
         self._num_finished = {"stop": 0, "length": 0, "abort": 0}
         self._iterations = [0] * (len(ITERATION_TOKENS) + 1)
+        """Steps launched, by the bounds of ITERATION_TOKENS on their tokens."""
 
     def step(self) -> StepColumns:
         """Launches a step if there is one, and takes in the results of the step before it."""

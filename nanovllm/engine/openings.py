@@ -1,4 +1,5 @@
-"""How blocks begin, in order: what has most in common with a text is next to it."""
+"""The first tokens of blocks, as byte strings in sorted order: there the one that has most tokens in common with a text
+is next to where the text would be."""
 
 from array import array
 from bisect import bisect_left
@@ -26,7 +27,7 @@ def num_common(opening: bytes, other: bytes) -> int:
 
 
 class Openings:
-    """A set of them."""
+    """A set of them, in order."""
 
     def __init__(self) -> None:
         self.in_order: list[bytes] = []

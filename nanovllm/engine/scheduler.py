@@ -161,7 +161,7 @@ class Scheduler:
         return True
 
     def _prefill_cap(self, num_decode_rows: int, prompts: list[Sequence]) -> int:
-        """`prompts`: those that have begun."""
+        """Most prompt tokens of a step beside so many decodes. `prompts`: those that have begun."""
         config, waiting = self.config, self.waiting.num_tokens
         if (cap := config.max_num_prefill_tokens_with_decodes) is not None:
             return chunk_within(num_decode_rows, cap, config.max_num_seqs)
@@ -193,6 +193,7 @@ class Scheduler:
         return chunks
 
     def _chunk(self, num_remaining_tokens: int, budget: int, short_waits: bool) -> int:
+        """How many of a prompt's tokens this step computes."""
         count = min(num_remaining_tokens, budget)
         if short_waits and self.waiting.is_long(num_remaining_tokens):
             # Leave room for the short prompts after it, also where the budget itself is below the threshold.

@@ -27,7 +27,7 @@ from nanovllm.layers.rotary import cos_sin_table
 from nanovllm.layers.vocab import VocabParallelEmbedding
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
 from nanovllm.model_config import LayerSpec, ModelConfig
-from nanovllm.models.weight_names import in_checkpoint
+from nanovllm.models.renaming import in_checkpoint
 from nanovllm.parallel.two_batch import Block, run_micro_batches
 
 

@@ -74,27 +74,20 @@ class SamplingRow:
         self.needs_last_token = matcher is not None or bool(self._bad_words)
         """What may be sampled depends on the tokens before: the row waits until the host knows them."""
         self.has_mask = params.allowed_token_ids is not None or matcher is not None
-        self.always_general = bool(
+        self.is_always_option_row = bool(
             params.filters or self.penalizes or self._edits or self.has_mask or self._bad_words
         ) or (params.logprobs is not None or params.sampling_mask)
         """Whether every token is a matter of the option sampler."""
-        changes = self.penalizes or self.has_mask
-        self.kind = (COPIED if params.filters else CHANGED) if changes else FILTERED if params.filters else UNCHANGED
+        self.kind = _kind_of(params, self.penalizes or self.has_mask, is_processed)
         """How tokens are sampled, but for those with edits."""
-        if params.sampling_mask or (params.logprobs is not None and is_processed and self.kind != UNCHANGED):
-            self.kind = COPIED  # the logits that are sampled from are wanted
-        flags = PENALTIES * self.penalizes | MASK * self.has_mask | TEMPERED * is_processed
-        log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
-        top_k = params.top_k if 0 < params.top_k < 2**31 else 0
-        penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
-        self.record = RECORD.pack(flags, top_k, params.top_p, log_min_p, *penalties)
-        self.flags = flags
+        self.flags = PENALTIES * self.penalizes | MASK * self.has_mask | TEMPERED * is_processed
+        self.record = _record_of(params, self.flags)
         self._allowed: np.ndarray | None = None
 
     @property
     def uses_step(self) -> bool:
         """Whether any step ever has something to say of this row."""
-        return self.always_general or bool(self._stop_ids) or self.params.prompt_logprobs is not None
+        return self.is_always_option_row or bool(self._stop_ids) or self.params.prompt_logprobs is not None
 
     def expect_prompt_logprobs(self, num_prompt_tokens: int) -> None:
         """Only the first of n completions says so: the prompt is the same for all."""
@@ -120,9 +113,9 @@ class SamplingRow:
             if self.kept_ids is not None:
                 self.kept_ids.append_missing()
 
-    def is_general(self, num_output_tokens: int) -> bool:
-        """Whether the token after that many is sampled by the options sampler."""
-        return self.always_general or (bool(self._stop_ids) and num_output_tokens < self.params.min_tokens)
+    def is_option_row(self, num_output_tokens: int) -> bool:
+        """Whether the token after that many is a matter of the option sampler."""
+        return self.is_always_option_row or (bool(self._stop_ids) and num_output_tokens < self.params.min_tokens)
 
     def edits(self, token_ids: list[int], num_output_tokens: int) -> np.ndarray | None:
         """int32 [n, 3] (the first column is the caller's): additions to logits for the next token. `token_ids`: prompt
@@ -185,6 +178,21 @@ class SamplingRow:
             return True
         words = self._bad_words.get(token_ids[-2], ())
         return any(num_output_tokens >= len(word) and tuple(token_ids[-len(word) :]) == word for word in words)
+
+
+def _kind_of(params: SamplingParams, changes: bool, is_processed: bool) -> int:
+    """One of KINDS. changes: counts or a mask change the logits."""
+    kind = (COPIED if changes else FILTERED) if params.filters else (CHANGED if changes else UNCHANGED)
+    wants_logits = params.logprobs is not None and is_processed and kind != UNCHANGED  # those that are sampled from
+    return COPIED if wants_logits or params.sampling_mask else kind
+
+
+def _record_of(params: SamplingParams, flags: int) -> bytes:
+    """A RECORD (wire/sampling.py)."""
+    log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
+    top_k = params.top_k if 0 < params.top_k < 2**31 else 0
+    penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+    return RECORD.pack(flags, top_k, params.top_p, log_min_p, *penalties)
 
 
 def _edit_words(edits: dict[int, float]) -> np.ndarray:
