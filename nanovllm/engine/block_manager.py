@@ -80,12 +80,8 @@ class BlockManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def match_prefix(self, seq: Sequence, most_tokens: int | None = None) -> tuple[list[int], bytes]:
-        """The longest cached prefix of `seq` within its first `most_tokens`: its blocks and the hash of the last.
-
-        Default: all but one token, which stays to be computed: the step that computes it is the one that samples.
-        """
-        most_tokens = seq.num_tokens - 1 if most_tokens is None else most_tokens
+    def match_prefix(self, seq: Sequence, most_tokens: int) -> tuple[list[int], bytes]:
+        """The longest cached prefix of `seq` within its first `most_tokens`: its blocks and the hash of the last."""
         hits: list[int] = []
         parent = _root_of(seq.params.cache_salt)
         if self.enable_prefix_caching:

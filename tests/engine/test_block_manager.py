@@ -10,6 +10,7 @@ from simulation import make_sequence
 from nanovllm.engine import block_manager
 from nanovllm.engine.block_manager import BlockManager, prefix_hashes
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sharing import most_cached_tokens
 
 BLOCK_SIZE = 4
 
@@ -17,7 +18,7 @@ BLOCK_SIZE = 4
 def admit(manager: BlockManager, tokens: list[int]) -> Sequence:
     """A row of `tokens` that owns its blocks and whose KV is all there."""
     seq = make_sequence(0, tokens)
-    hits, parent_hash = manager.match_prefix(seq)
+    hits, parent_hash = manager.match_prefix(seq, most_cached_tokens(seq))
     assert manager.can_admit(seq, hits)
     manager.admit(seq, hits, parent_hash)
     manager.publish(seq, seq.num_tokens)
@@ -25,7 +26,7 @@ def admit(manager: BlockManager, tokens: list[int]) -> Sequence:
 
 
 def num_hits(manager: BlockManager, tokens: list[int]) -> int:
-    return len(manager.match_prefix(make_sequence(0, tokens))[0])
+    return len(manager.match_prefix(make_sequence(0, tokens), len(tokens) - 1)[0])
 
 
 def block_of(*tokens: int) -> list[int]:
@@ -89,7 +90,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def admit(self, values: list[int], tail: int, then: str) -> None:
         seq = make_sequence(0, block_of(*values) + [2] * tail)
         self.seen.add(tuple(seq.token_ids))
-        hits, parent_hash = self.manager.match_prefix(seq)
+        hits, parent_hash = self.manager.match_prefix(seq, most_cached_tokens(seq))
         known = set(self.texts.values())
         expected = [p for p in self.prefixes(seq.token_ids) if len(p) < len(seq.token_ids)]
         longest = next((i for i, prefix in enumerate(expected) if prefix not in known), len(expected))
