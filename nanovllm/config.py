@@ -1,12 +1,11 @@
 """What the user chose. Frozen, validated, no torch. What the checkpoint says is in model_config.py."""
 
-import difflib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from nanovllm.errors import FLAG, Bound, integer, is_number, one_of, refuse
+from nanovllm.errors import FLAG, Bound, integer, is_number, near_miss, one_of, refuse
 
 MAX_TENSOR_PARALLEL_SIZE = 8
 MAX_DATA_PARALLEL_SIZE = 1024
@@ -215,9 +214,7 @@ class EngineConfig:
         known = {f.name for f in fields(cls)}
         for option in options:
             if option not in known:
-                near = difflib.get_close_matches(option, known, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise TypeError(f"unknown option {option!r}{hint}")
+                raise TypeError(f"unknown option {option!r}{near_miss(option, known)}")
         return cls(model, **options)
 
     @property

@@ -36,6 +36,12 @@ class LLMControl:
         # Interpreter exit must not depend on when this object is collected, nor keep it alive until then.
         self._close_at_exit = weakref.finalize(self, _close, self.engine, self._step_lock)
         self._close_at_exit.atexit = True
+        try:
+            if engine.tokenizer.is_there:
+                _ = engine.tokenizer.hf  # has been loading meanwhile; raises where it cannot be loaded
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Ends the workers and frees the devices; nothing remains. Harmless when called again."""

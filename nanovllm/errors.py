@@ -1,9 +1,10 @@
 """The errors of an engine; and what a user's mistake is called: option, value and bound, and never more than a line of
 the value. No torch."""
 
+import difflib
 import math
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, NoReturn, TypeGuard
 
@@ -72,9 +73,16 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def short(error: object) -> str:
-    """Another library's message, which may repeat the user's input: its first line, cut as `shown` cuts."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0] if len(lines[0]) <= MAX_SHOWN else lines[0][:MAX_SHOWN] + "..."
+    """Another library's message, which may repeat the user's input: its lines as one, without a worker's traceback, cut
+    as `shown` cuts."""
+    text = " ".join(str(error).partition("\nTraceback")[0].split()) or type(error).__name__
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+
+
+def near_miss(name: str, known: Iterable[str]) -> str:
+    """What to say after an unknown name: the known one that was meant, if one is near."""
+    near = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def refuse(name: str, value: Any, bound: str) -> NoReturn:

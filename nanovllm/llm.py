@@ -91,8 +91,6 @@ class LLM(LLMControl):
         self._require_open()
         batch = as_batch(prompts)
         params = as_params(sampling_params, len(batch))
-        if not self.config.skip_tokenizer_init:
-            _ = self.engine.tokenizer.hf  # raises now where it cannot be loaded, not when the tokens are there
         token_ids = []
         for index, (prompt, param) in enumerate(zip(batch, params, strict=True)):
             try:

@@ -160,6 +160,12 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         LLM(str(DEMO), **shared, num_kvcache_blocks=8, disable=("peer_all_reduce",))
 
 
+def test_weights_that_the_machine_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanovllm.runner.model_runner.host_memory", lambda: 2**20)
+    with pytest.raises(ValueError, match=r"model='.*demo-qwen3': .* \d\.\d GiB in float32, must be at most 0\.0"):
+        LLM(str(DEMO), device="cpu")
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A copy of the shipped checkpoint, to spoil."""
@@ -197,6 +203,23 @@ def test_configurations_that_we_do_not_have(folder: Path, changes: dict[str, Any
     refuse(folder, ValueError, pattern)
 
 
+def test_overrides_that_change_nothing(folder: Path) -> None:
+    wrong = {"max_position_embedings": 4096}
+    pattern = r"hf_overrides: 'max_position_embedings' is no entry .*; did you mean 'max_position_embeddings'\?"
+    refuse(folder, ValueError, pattern, hf_overrides=wrong)
+    refuse(folder, ValueError, pattern, hf_overrides={"text_config": wrong})
+    refuse(folder, ValueError, pattern, hf_overrides=wrong, model_impl="transformers")
+
+
+def test_a_file_in_place_of_a_folder_or_of_weights(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    refuse(folder, ValueError, r"tokenizer='.*model\.safetensors': must be a folder", tokenizer=str(weights))
+    refuse(folder, FileNotFoundError, r"tokenizer='none': no such folder, and not a hub id", tokenizer="none")
+    refuse(weights, ValueError, r"model='.*model\.safetensors': must be a folder")
+    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    refuse(folder, ValueError, r"model\.safetensors: a pointer of Git LFS.*git lfs pull")
+
+
 BAD_CHATS: dict[str, tuple[Any, type[Exception], str]] = {
     "text": ("hi", TypeError, r"messages: must be a list of"),
     "one message": ({"role": "user", "content": "hi"}, TypeError, r"messages: must be a list of"),
@@ -219,9 +242,7 @@ def test_what_is_no_chat(name: str, llm: LLM) -> None:
 
 
 def test_a_tokenizer_that_cannot_be_loaded_is_found_before_tokens_are_made(folder: Path) -> None:
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "tokenizer_config.json").unlink()
-    with LLM(str(folder), **OPTIONS) as llm:
-        with pytest.raises(ValueError, match=r"tokenizer='.*model': cannot be loaded"):
-            llm.generate([[5, 6]], PARAMS, use_tqdm=False)
-        assert llm.engine._num_requests == 0
+    (folder / "tokenizer.json").unlink()
+    refuse(folder, ValueError, r"tokenizer='.*model': cannot be loaded: .*from one of: \S")
+    with LLM(str(folder), **OPTIONS, skip_tokenizer_init=True) as llm:
+        assert llm.generate([[5, 6]], PARAMS, use_tqdm=False)[0].token_ids

@@ -44,7 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError):  # as in `nanovllm complete | head -1`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
-        print(f"nanovllm: {error}", file=sys.stderr)
+        text = str(error)
+        if isinstance(error, OSError) and error.filename:  # the system's, which begins with its number
+            text = f"{error.filename}: {error.strerror}"
+        print(f"nanovllm: {text}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("nanovllm"):

@@ -117,6 +117,12 @@ class Results:
                 end += len(line)
         return end
 
+    def has(self, number: int, line: bytes) -> bool:
+        """Whether line `number` of the input is answered. Raises ValueError where another line was."""
+        if number in self.finished and self.finished[number] != _custom_id(line):
+            raise ValueError(f"the results there are of another input: line {number} has another custom_id")
+        return number in self.finished
+
     def append(self, record: dict[str, Any]) -> None:
         """Raises OSError where the disk is full, with the file as it was."""
         line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
@@ -178,23 +184,16 @@ class Batch:
         self._slots = asyncio.Semaphore(concurrency)
 
     async def run(self, path: str) -> None:
-        """Raises ValueError where the results are another file's, OSError where server or disk fail."""
+        """Raises OSError where server or disk fail."""
         try:
             async with asyncio.TaskGroup() as group:
                 with open(path, "rb") as lines:
                     for number, line in enumerate(lines, 1):
-                        if line.strip() and not self._is_finished(number, line):
+                        if line.strip() and not self._results.has(number, line):
                             await self._slots.acquire()
                             group.create_task(self._answer(number, line))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
-
-    def _is_finished(self, number: int, line: bytes) -> bool:
-        if number not in self._results.finished:
-            return False
-        if self._results.finished[number] != _custom_id(line):
-            raise ValueError(f"the results there are of another input: line {number} has another custom_id")
-        return True
 
     async def _answer(self, number: int, line: bytes) -> None:
         from nanovllm.cli.http_client import error_of
@@ -246,16 +245,16 @@ async def _run(given: argparse.Namespace, url: str, results: Results, total: int
 
 def run(parser: Parser, arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
-    with open(given.input, "rb") as lines:
-        total = sum(1 for line in lines if line.strip())
-    if os.path.exists(given.output) and os.path.samefile(given.input, given.output):
-        raise ValueError(f"{given.output}: input and output are one file")
     if given.max_concurrency < 1:
         raise ValueError(f"max_concurrency={given.max_concurrency}: must be >= 1")
-    with contextlib.closing(Results(Path(given.output))) as results:
-        if len(results.finished) < total:
-            with server_url(given, given.quiet) as url:
-                asyncio.run(_run(given, url, results, total))
-        elif not given.quiet:
-            print(f"all {total} requests have their results already", file=sys.stderr)
+    with open(given.input, "rb") as lines:
+        if os.path.exists(given.output) and os.path.samefile(given.input, given.output):
+            raise ValueError(f"{given.output}: input and output are one file")
+        with contextlib.closing(Results(Path(given.output))) as results:
+            finished = [results.has(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+            if not all(finished):
+                with server_url(given, given.quiet) as url:
+                    asyncio.run(_run(given, url, results, len(finished)))
+            elif not given.quiet:
+                print(f"all {len(finished)} requests have their results already", file=sys.stderr)
     return 0

@@ -44,6 +44,9 @@ def read_safetensors(path: Path) -> dict[str, FileTensor]:
     try:
         file = safe_open(path, framework="pt")
     except SafetensorError as error:
+        with path.open("rb") as file_of_git:
+            if file_of_git.read(20) == b"version https://git-":
+                raise ValueError(f"{path}: a pointer of Git LFS, not the weights: run git lfs pull there") from None
         raise ValueError(f"{path}: corrupt or cut short: {error}") from None
     return {name: _file_tensor(path, name, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118 (no dict)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from nanovllm.errors import is_integer, is_number, refuse
+from nanovllm.errors import is_integer, is_number, near_miss, refuse
 from nanovllm.model_config import FULL
 
 _FLAGS = (
@@ -82,6 +82,14 @@ class ConfigReader:
             if name not in self.was_read and value is not None and value not in neutral:
                 bounds = [*map(repr, neutral), "absent"]
                 refuse(name, value, " or ".join(bounds) + " (others are not supported)")
+
+
+def check_overrides(names: Iterable[str], known: Iterable[str]) -> None:
+    """Raises ValueError for one of the `names` in hf_overrides that would change nothing."""
+    known = {*known, "architectures", "model_type", "text_config"}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"hf_overrides: {name!r} is no entry of this model's config.json{near_miss(name, known)}")
 
 
 def end_of_text(generation: Any, config: Any, vocab_size: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from nanovllm.layers.weights import CheckpointWeight, WeightedModule
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.checkpoint import EMBEDDING, HEAD, check_names
 from nanovllm.models.names import CheckpointNames
-from nanovllm.models.registry import override, parse_config
+from nanovllm.models.registry import parse_config
 
 
 def options_of(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
@@ -48,7 +48,8 @@ def config_of(module: nn.Module, overrides: dict[str, Any]) -> ModelConfig:
     if not hasattr(config, "to_json_string"):
         refuse("module", type(module).__name__, "a transformers model with its config")
     raw = {**json.loads(config.to_json_string()), "architectures": [type(module).__name__]}
-    found = parse_config(*override(raw, json.loads(generation.to_json_string()) if generation else {}, overrides))
+    generation = json.loads(generation.to_json_string()) if generation else {}
+    found = parse_config(raw, generation, overrides=overrides)
     if any(layer.quantization is not None for layer in found.layers):
         refuse("module", type(module).__name__, "a module whose weights are not quantised")
     if found.moe is not None and found.moe.layout == "experts":

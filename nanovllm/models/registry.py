@@ -12,7 +12,7 @@ from typing import Any
 from nanovllm.config import EngineConfig
 from nanovllm.errors import refuse, short
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.config_reader import ConfigReader
+from nanovllm.models.config_reader import CHANGES_RESULT, ConfigReader, check_overrides
 from nanovllm.models.families import gemma, llama, moe, olmo, others, phi, qwen
 from nanovllm.models.family import Family
 from nanovllm.models.published import PUBLISHED_SHAPES
@@ -34,17 +34,20 @@ def family(architecture: str) -> Family:
 
 
 def parse_config(
-    raw: dict[str, Any], generation: dict[str, Any] | None = None, quantization: str | None = None
-) -> ModelConfig:
+    raw: dict[str, Any], generation: dict[str, Any] | None = None, quantization: str | None = None,
+    overrides: dict[str, Any] | None = None,
+) -> ModelConfig:  # fmt: skip
     """`raw`: config.json, whose `text_config`, where it has one, is the language model's; `generation`:
-    generation_config.json, whose end-of-text ids win; `quantization`: EngineConfig.quantization. Raises ValueError
+    generation_config.json, whose end-of-text ids win; `quantization`, `overrides`: of EngineConfig. Raises ValueError
     naming what is wrong or not served."""
+    there, overrides = _text_config(raw), overrides or {}
+    raw, generation = override(raw, generation or {}, overrides)
     architectures = raw.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1:
         refuse("architectures", architectures, "exactly one architecture in config.json")
     found = family(architectures[0])
     config = ConfigReader({**found.defaults, **_text_config(raw)})
-    fields = found.read(config, generation or {})
+    fields = found.read(config, generation)
     if "quantization_config" not in config.was_read:
         how, skipped = read_quantization(config.get("quantization_config"), quantization)
         if how is not None:
@@ -53,6 +56,7 @@ def parse_config(
     elif quantization is not None:
         refuse("quantization", quantization, f"None for {architectures[0]}")
     config.finish()
+    check_overrides(_text_config(overrides), {*there, *found.defaults, *config.was_read, *CHANGES_RESULT})
     return ModelConfig(architecture=architectures[0], **fields)
 
 
@@ -71,7 +75,7 @@ def read_model_config(config: EngineConfig) -> ModelConfig:
     """The model's configuration from its folder (or, for dummy weights, from its published name), with hf_overrides."""
     folder = Path(config.model)
     generation: dict[str, Any] = {}
-    if config.load_format == "dummy" and config.model in PUBLISHED_SHAPES and not folder.is_dir():
+    if _is_published(config):
         raw = PUBLISHED_SHAPES[config.model]
     else:
         raw = _read_json(folder / "config.json")
@@ -82,8 +86,8 @@ def read_model_config(config: EngineConfig) -> ModelConfig:
             refuse("quantization", config.quantization, "None where transformers computes the model (model_impl)")
         from nanovllm.models.transformers_model import read_transformers_config
 
-        return read_transformers_config({**raw, **config.hf_overrides}, generation)
-    return parse_config(*override(raw, generation, config.hf_overrides), config.quantization)
+        return read_transformers_config(raw, generation, config.hf_overrides)
+    return parse_config(raw, generation, config.quantization, config.hf_overrides)
 
 
 def _is_for_transformers(raw: dict[str, Any], config: EngineConfig) -> bool:
@@ -121,19 +125,31 @@ def override(
 
 
 def is_hub_id(config: EngineConfig) -> bool:
-    """Whether the model's files are the hub's. Raises FileNotFoundError where there is no such folder either."""
-    if Path(config.model).is_dir() or (config.load_format == "dummy" and config.model in PUBLISHED_SHAPES):
-        return False
-    if config.model.count("/") != 1 or config.model.startswith((".", "/", "~")):
-        raise FileNotFoundError(f"model={config.model!r}: no such folder, and not a hub id of the form 'owner/name'")
-    return True
+    """Whether the model's files are the hub's. Raises ValueError for a file, and FileNotFoundError where there is no
+    such folder either."""
+    return not _is_published(config) and _names_hub("model", config.model)
+
+
+def _is_published(config: EngineConfig) -> bool:
+    return config.load_format == "dummy" and config.model in PUBLISHED_SHAPES and not Path(config.model).is_dir()
+
+
+def _names_hub(option: str, name: str) -> bool:
+    if Path(name).is_file():
+        refuse(option, name, "a folder or a hub id, not a file")
+    if not Path(name).is_dir() and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
+        raise FileNotFoundError(f"{option}={name!r}: no such folder, and not a hub id of the form 'owner/name'")
+    return not Path(name).is_dir()
 
 
 def resolve_model_folder(config: EngineConfig) -> EngineConfig:
     """Replaces a hub id by the local folder of its files (downloaded where they are not there yet). Raises
-    FileNotFoundError or ValueError where the folder has no config.json that can be read: it is no model's."""
+    FileNotFoundError or ValueError where the folder has no config.json that can be read: it is no model's, and where
+    there can be no such tokenizer."""
     if is_hub_id(config):
         config = _fetched(config)
+    if not config.skip_tokenizer_init:
+        _names_hub("tokenizer", config.tokenizer or config.model)
     if Path(config.model).is_dir():
         _read_json(Path(config.model) / "config.json")
     return config

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers  # noqa: F401 (waits for another thread's import, whose end replaces the module)
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
@@ -27,7 +28,7 @@ from nanovllm.kernels.pointwise.rope import QKNormRope
 from nanovllm.layers.attention import ForwardStep
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, whole
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.config_reader import end_of_text
+from nanovllm.models.config_reader import check_overrides, end_of_text
 
 _PROBE = 6  # tokens of the texts by which a module is tried
 _LONG = 160  # of one that is long enough for keys of many tokens; DeepSeek V4 adds one after 128
@@ -258,12 +259,17 @@ def _integer(settings: PreTrainedConfig, name: str) -> int:
     return value
 
 
-def read_transformers_config(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
+def read_transformers_config(
+    raw: dict[str, Any], generation: dict[str, Any], overrides: dict[str, Any]
+) -> ModelConfig:
     """config.json of any model that transformers knows, as far as the engine itself needs it; `generation`: as
     parse_config. Raises ValueError where transformers does not know it."""
+    there, raw = raw, {**raw, **overrides}
     if not is_known(raw):
         refuse("architectures", raw.get("architectures"), "a causal model that transformers has for its model_type")
     settings = _settings(raw)
+    default = type(settings)()
+    check_overrides(overrides, {*there, *default.to_dict(), *default.attribute_map})
     text = settings.get_text_config(decoder=True)
     longest, heads = (_integer(text, name) for name in ("max_position_embeddings", "num_attention_heads"))
     dtype = getattr(settings, "dtype", None) or torch.float32

@@ -164,6 +164,8 @@ class ModelRunner(WeightCommands):
         `on_share`: called with the share of a checkpoint that is loaded."""
         if self.live_module is not None or self.model_config.implementation == "transformers":
             return
+        if self.device.type == "cpu":
+            self._check_host_memory()
         with self.io.stream_context():
             if self.config.load_format == "dummy":
                 load_dummy(self.weights, self.dtype, self.device, self.config.seed, self._progress)
@@ -171,13 +173,24 @@ class ModelRunner(WeightCommands):
                 tensors = self._tensors_of(Path(self.config.model), wide=False)
                 load_checkpoint(self.weights, tensors, self.device, self._progress, on_share)
 
+    def _check_host_memory(self) -> None:
+        """Raises ValueError where the weights alone would take more than there is: the system would end the process."""
+        size, share = (sum(weight.nbytes for weight in self.model.parameters()), self._host_share)
+        if size > share:
+            needed = f"model={self.config.model!r}: a rank's weights take {size / GIB:.1f} GiB in {self.config.dtype}"
+            raise ValueError(f"{needed}, must be at most {share / GIB:.1f}, its share of this machine's memory")
+
+    @property
+    def _host_share(self) -> float:
+        return host_memory() / self.config.tensor_parallel_size
+
     @torch.inference_mode()
     def measure_kv_cache(self) -> int:
         """Blocks that fit beside the weights, the largest step and the graphs; that step runs here, on one block."""
         config = self.config
         per_block = block_bytes(self.model.attention_layers(), self.block_size, self.kv_dtype)
         if self.device.type == "cpu":
-            share, gib = host_memory() / config.tensor_parallel_size, config.cpu_kvcache_gib
+            share, gib = self._host_share, config.cpu_kvcache_gib
             if config.num_kvcache_blocks is not None:
                 return self._blocks_asked_for(int(share / per_block))
             if gib * GIB > share:

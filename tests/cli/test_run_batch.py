@@ -130,6 +130,11 @@ def test_results_of_something_else(server: Server, tmp_path: Path) -> None:
     write(out, [{"id": "batch_req_1", "custom_id": "other", "response": None, "error": None}])
     done = nanovllm("run-batch", file, str(out), "--url", server.url)
     assert done.returncode == 2 and "another input" in done.stderr
+    write(out, [{"id": f"batch_req_{n}", "custom_id": "other", "response": None, "error": None} for n in (1, 2)])
+    done = nanovllm("run-batch", file, str(out), "--url", server.url)
+    assert done.returncode == 2 and "another input" in done.stderr, "as many as the input has lines"
+    done = nanovllm("run-batch", "no-such-file", str(out), "--url", server.url)
+    assert done.returncode == 2 and done.stderr == "nanovllm: no-such-file: No such file or directory\n"
     assert nanovllm("run-batch", file, file, "--url", server.url).returncode == 2
 
 
