@@ -285,8 +285,8 @@ def main(fd: int) -> None:
         code = 0
     except BaseException:
         traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(AttributeError, OSError):  # None, or a pipe that nobody reads any more
+        sys.stdout.flush()
     os._exit(code)  # not sys.exit: library threads may wait for what is gone, and signs of life go on
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from array import array
+from contextlib import suppress
 from operator import add
 from typing import TYPE_CHECKING, Any
 
@@ -290,8 +291,8 @@ def describe(engine: "LLMEngine") -> dict[str, Any]:
 def main(fd: int) -> None:
     leave_signals_to_parent()
     code = EngineProcess(frames.opened(socket.socket(fileno=fd))).run()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(AttributeError, OSError):  # None, or a pipe that nobody reads any more
+        sys.stdout.flush()
     os._exit(code)  # not sys.exit: library threads may wait for what is gone
 
 

@@ -27,6 +27,7 @@ from nanovllm.replicas.channel import Channel
 from nanovllm.replicas.inbox import Inbox
 from nanovllm.replicas.link import Lost, ProcessLink, ReplicaLink
 from nanovllm.replicas.messages import Answer, Ready, Start
+from nanovllm.startup.child import start_linked
 from nanovllm.tokenizer import Tokenizer
 from nanovllm.wire.framing import framed
 
@@ -98,6 +99,20 @@ def test_a_replica_whose_end_fails_is_lost_though_its_process_would_go_on() -> N
     assert events == [(stuck, "ended with exit code 1")]
     stuck.close(patience=0)
     inbox.close()
+
+
+def test_a_replica_of_a_program_without_output_ends_in_order() -> None:
+    output = os.dup(1)
+    os.close(1)
+    try:
+        replica, link = start_linked("nanovllm.replicas.replica")
+    finally:
+        os.dup2(output, 1)
+        os.close(output)
+    with link:
+        for piece in framed(pickle.dumps(Start(cast(EngineConfig, "no config"), None, None))):
+            link.sendall(piece)
+        assert replica.wait(60) == 0, "it had said what is wrong"
 
 
 def test_a_replica_ends_with_a_front_that_has_not_listened_though_a_fork_of_it_lives(tmp_path: Path) -> None:
