@@ -83,6 +83,15 @@ def test_kv_of_former_weights_is_shared_once_it_is_computed_anew() -> None:
         simulation.replace_weights()
 
 
+def test_nobody_waits_to_share_kv_of_former_weights() -> None:
+    simulation = Simulation(block_size=4, max_num_batched_tokens=16, long_prefill_token_threshold=8)
+    simulation.add([1] * 40)
+    simulation.launch()
+    simulation.scheduler.keep_all()
+    simulation.add([1] * 7)
+    assert (1, 0, 7) in rows(simulation.launch())
+
+
 # -- abort ----------------------------------------------------------------------------------------------------------
 
 

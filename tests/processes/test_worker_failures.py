@@ -13,21 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from process_checks import (
-    GREEDY,
-    LONG,
-    marked_processes,
-    open_files,
-    tiny_llm,
-    token_ids,
-    wait_until,
-    write_tiny_config,
-)
+from process_checks import GREEDY, LONG, marked_processes, open_files, tiny_llm, token_ids, wait_until
 
 from nanovllm import LLM
 from nanovllm.errors import WorkerError
 from nanovllm.executor import processes
-from nanovllm.executor.channel import NUM_SLOTS, SLOT_BYTES, Word, WorkerState
+from nanovllm.executor.channel import Word, WorkerState
 
 SOON = 5.0  # seconds within which a death must be an exception
 
@@ -217,18 +208,3 @@ def test_a_start_that_may_not_open_as_many_files_says_so_and_leaves_none(mark: s
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, usual)
         assert sorted(open_files()) == before
-
-
-def test_weights_larger_than_the_command_ring_and_refused_ones(mark: str, tmp_path: Path) -> None:
-    with tiny_llm(write_tiny_config(tmp_path, vocab_size=6000)) as llm:
-        before = token_ids(llm, [5] * 9, [6] * 7)
-        weights = weights_of(llm)
-        assert sum(tensor.numel() for _, tensor in weights) * 4 > NUM_SLOTS * SLOT_BYTES
-        with pytest.raises(ValueError, match=r"missing: .*model\.norm\.weight"):
-            llm.load_weights([pair for pair in weights if pair[0] != "model.norm.weight"])
-        with pytest.raises(ValueError, match=r"surplus weight 'model\.surplus'"):
-            llm.load_weights([*weights, ("model.surplus", torch.zeros(7))])
-        with pytest.raises(RuntimeError):
-            token_ids(llm, [5] * 9)
-        llm.load_weights(weights)  # no rank was lost
-        assert token_ids(llm, [5] * 9, [6] * 7) != before
