@@ -12,7 +12,7 @@ from nanovllm.engine.sampling.structured import Matcher, StructuredOutputs
 
 pytest.importorskip("llguidance")
 
-HOT: dict[str, Any] = {"temperature": 1.5, "max_tokens": 700}
+HOT: dict[str, Any] = {"temperature": 1.5, "max_tokens": 200}
 ADDRESS = {
     "type": "object",
     "properties": {
@@ -23,23 +23,13 @@ ADDRESS = {
     "additionalProperties": False,
 }
 SCHEMAS: dict[str, dict[str, Any]] = {
-    "nested": {"type": "object", "properties": {"home": ADDRESS, "work": ADDRESS}, "required": ["home", "work"],
-               "additionalProperties": False},
     "array of objects": {"type": "array", "items": ADDRESS, "minItems": 2, "maxItems": 3},
-    "enum and const": {"type": "object",
-                       "properties": {"a": {"enum": ["x y", 3, None, True]}, "b": {"const": {"k": [1]}}},
-                       "required": ["a", "b"], "additionalProperties": False},
-    "any of": {"anyOf": [{"type": "boolean"},
-                         {"type": "array", "items": {"type": "null"}, "minItems": 1, "maxItems": 4}]},
-    "pattern": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"},
     "references": {"$defs": {"node": {"type": "object", "properties": {
                        "value": {"type": "integer", "minimum": 0, "maximum": 9},
                        "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]}},
                        "required": ["value", "next"], "additionalProperties": False}}, "$ref": "#/$defs/node"},
     "unicode names": {"type": "object", "properties": {"größe €": {"type": "boolean"}, "\"": {"type": "null"}},
                       "required": ["größe €", "\""], "additionalProperties": False},
-    "numbers": {"type": "array", "items": {"type": "number", "minimum": -1, "maximum": 1},
-                "minItems": 3, "maxItems": 3},
 }  # fmt: skip
 
 
@@ -49,14 +39,9 @@ def validates(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> bool:
         return validates(value, root["$defs"][schema["$ref"].rsplit("/", 1)[1]], root)
     if "anyOf" in schema:
         return any(validates(value, one, root) for one in schema["anyOf"])
-    if "enum" in schema:
-        return any(value == one and type(value) is type(one) for one in schema["enum"])
-    if "const" in schema:
-        return bool(value == schema["const"])
-    kinds = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool,
-             "null": type(None)}  # fmt: skip
+    kinds = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool, "null": type(None)}
     kind = schema["type"]
-    if not isinstance(value, kinds[kind]) or (isinstance(value, bool) and kind in ("integer", "number")):
+    if type(value) is not kinds[kind]:
         return False
     if kind == "object":
         names = set(schema["properties"])
@@ -67,10 +52,8 @@ def validates(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> bool:
         enough = schema["minItems"] <= len(value) <= schema["maxItems"]
         return enough and all(validates(item, schema["items"], root) for item in value)
     if kind == "string":
-        return len(value) <= schema.get("maxLength", 10**9) and bool(re.search(schema.get("pattern", ""), value))
-    if kind in ("boolean", "null"):
-        return True
-    return bool(schema.get("minimum", value) <= value <= schema.get("maximum", value))
+        return len(value) <= schema["maxLength"]
+    return kind != "integer" or schema["minimum"] <= value <= schema["maximum"]
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +75,7 @@ def test_hard_schemas_at_a_high_temperature(llm: LLM) -> None:
         if output.finish_reason == "stop":
             num_ended += 1
             assert validates(json.loads(output.text), schema, schema), (output.text, schema)
-    assert num_ended >= len(wanted) - 4, "outputs are short, save lists and numbers that a model may draw out"
+    assert num_ended >= len(wanted) - 3, "outputs are short, save lists that a model may draw out"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
