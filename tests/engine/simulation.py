@@ -137,8 +137,10 @@ class Simulation:
         plan, tokens = self.pipeline.popleft()
         gained = self.scheduler.apply(plan, tokens)
         for seq, token in gained:
-            self.requests[seq.request_id].gained.append(token)
-            self._check_outcome(self.requests[seq.request_id])
+            request = self.requests[seq.request_id]
+            assert not request.aborted, "a token arrives after an abort"
+            request.gained.append(token)
+            self._check_outcome(request)
         self.check()
         return gained
 

@@ -2,9 +2,8 @@
 
 from functools import partial
 
-import pytest
 from simulation import Simulation as AnySimulation
-from simulation import decoding, make_sequence, rows
+from simulation import make_sequence, rows
 
 from nanovllm.engine.sequence import SequenceStatus
 
@@ -39,20 +38,6 @@ def test_a_preempted_request_goes_on_from_its_cached_prefix() -> None:
     assert plan.seqs[-1] is new.seq and plan.starts[-1] == new.seq.num_cached_tokens == 8
     assert new.seq.num_prompt_cached_tokens == 0, "what preemption finds again is no hit of the prompt"
     simulation.run_to_end()
-
-
-def test_preempt_all_starts_everything_over_without_cache() -> None:
-    simulation = Simulation(depth=1, block_size=4)
-    requests = decoding(simulation, 3)
-    cached = simulation.add([1] * 9, max_tokens=1)
-    simulation.step()
-    simulation.replace_weights()
-    assert simulation.scheduler.running == [] and simulation.scheduler.num_waiting == 3
-    plan = simulation.step()
-    assert plan.starts == [0, 0, 0] and plan.new_slots == [r.seq for r in requests]
-    again = simulation.add([1] * 9, max_tokens=1)
-    simulation.run_to_end()
-    assert cached.gained == again.gained and again.seq.num_prompt_cached_tokens == 0
 
 
 def test_a_step_from_before_a_preemption_makes_no_hits_of_blocks_owned_since() -> None:
@@ -93,33 +78,6 @@ def test_nobody_waits_to_share_kv_of_former_weights() -> None:
 
 
 # -- abort ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("when", ["waiting", "prompt in flight", "half a prompt", "decoding", "preempted", "finished"])
-def test_abort_at_any_moment_harms_nobody_else(when: str) -> None:
-    simulation = Simulation(num_blocks=6, block_size=4, max_num_batched_tokens=6, long_prefill_token_threshold=0)
-    other = simulation.add([1, 1], max_tokens=14)
-    request = simulation.add([2] * 9, max_tokens=9)
-    if when in ("prompt in flight", "half a prompt"):
-        simulation.launch()
-        if when == "prompt in flight":
-            simulation.launch()
-    elif when == "decoding":
-        while not request.gained:
-            simulation.step()
-    elif when == "preempted":
-        while simulation.num_preemptions == 0:
-            simulation.step()
-        assert request.seq.status is SequenceStatus.WAITING
-    elif when == "finished":
-        simulation.run_to_end()
-    gained = list(request.gained)
-    simulation.abort(request)
-    assert request.seq.status is SequenceStatus.FINISHED and not request.seq.block_table
-    assert request.seq.finish_reason == ("length" if when == "finished" else "abort")
-    simulation.run_to_end()
-    assert request.gained == gained, "no token arrives after an abort"
-    assert other.gained == other.output_alone()[0]
 
 
 def test_the_slot_and_blocks_of_an_aborted_request_serve_the_next_at_once() -> None:

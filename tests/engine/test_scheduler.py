@@ -72,14 +72,6 @@ def test_a_budget_below_the_number_of_rows_serves_the_oldest_first_and_everybody
     simulation.run_to_end()
 
 
-def test_no_more_rows_than_slots() -> None:
-    simulation = Simulation(max_num_seqs=3)
-    for i in range(10):
-        simulation.add([i])
-    assert simulation.launch().num_rows == 3
-    simulation.run_to_end()
-
-
 def test_a_crowd_with_one_long_prefix_comes_in_over_several_steps() -> None:
     """Its block tables together are longer than what a step announces (the simulation checks the packed size)."""
     simulation = Simulation(num_blocks=40, block_size=4, max_num_seqs=12, depth=1)

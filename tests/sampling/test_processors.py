@@ -103,6 +103,14 @@ def test_bias_comes_before_penalties() -> None:
     torch.testing.assert_close(edited(params, logits, PROMPT, OUTPUT), expected)
 
 
+def test_a_bad_words_last_token_is_banned_after_the_others_in_the_output() -> None:
+    given = {"stop_ids": frozenset[int](), "vocab_size": VOCAB, "text": None, "matcher": None}
+    row = SamplingRow(SamplingParams(), bad_words=[(3, 4, 5), (7,)], **given)  # type: ignore[arg-type]
+    for output, expected in (([3, 4], {5, 7}), ([1, 3, 4], {5, 7}), ([4], {7}), ([8, 4], {7}), ([3, 4, 8], {7})):
+        edits = row.edits([9, 3, *output], len(output))
+        assert edits is not None and set(edits[:, 1].tolist()) == expected
+
+
 def test_allowed_ids_cannot_be_biased_back() -> None:
     logits = random_logits(5)[:1]
     out = edited(SamplingParams(allowed_token_ids=[3, 199], logit_bias={3: 1.0, 4: 100.0}), logits, PROMPT, OUTPUT)

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from nanovllm.engine.sampling.structured import Matcher
 
 _BAN = float("-inf")
-_NO_EDITS = np.empty((0, 3), np.int32)
 
 
 class Ended(NamedTuple):
@@ -64,7 +63,7 @@ class SamplingRow:
                 self._bad_words.setdefault(word[-2], []).append(word)
         singles = {word[0] for word in bad_words if len(word) == 1}
         self._edits = dict(params.logit_bias) | dict.fromkeys(singles, _BAN)
-        self._edit_words = self._early_edit_words = _edit_words(self._edits) if self._edits else _NO_EDITS
+        self._edit_words = self._early_edit_words = _edit_words(self._edits)
         if self._stop_ids:
             self._early_edit_words = _edit_words(self._edits | dict.fromkeys(self._stop_ids, _BAN))
         self.has_edits = bool(self._edits or self._stop_ids or self._bad_words)
