@@ -23,7 +23,6 @@ def start_one(config: EngineConfig, report: "Report | None" = None) -> LLMEngine
     LocalExecutor."""
     config = resolve_model_folder(config)
     model_config = read_model_config(config)
-    model_config.check_tensor_parallel(config.tensor_parallel_size)
     return start_ranks(config, model_config, Tokenizer(config), report=report)  # which loads in a thread of its own
 
 

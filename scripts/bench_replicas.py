@@ -20,10 +20,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from nanovllm.config import EngineConfig  # noqa: E402
+from nanovllm.models.registry import read_model_config  # noqa: E402
 from nanovllm.replicas.engine import ReplicatedEngine  # noqa: E402
 from nanovllm.replicas.link import ProcessLink  # noqa: E402
 from nanovllm.replicas.messages import Start  # noqa: E402
-from nanovllm.replicas.start import check_model, start_links  # noqa: E402
+from nanovllm.replicas.start import start_links  # noqa: E402
 from nanovllm.sampling_params import SamplingParams  # noqa: E402
 
 
@@ -37,7 +38,7 @@ def start(replicas: int) -> ReplicatedEngine:
     def link(number: int, num_blocks: int | None, inbox: object) -> ProcessLink:
         return ProcessLink(number, Start(one, None, None), inbox, "simulated_replica")  # type: ignore[arg-type]
 
-    return start_links(config, check_model(config), link)
+    return start_links(config, read_model_config(config), link)
 
 
 def run(engine: ReplicatedEngine, requests: int, input_len: int, output_len: int) -> None:

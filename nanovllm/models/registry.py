@@ -72,7 +72,8 @@ def _text_config(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_model_config(config: EngineConfig) -> ModelConfig:
-    """The model's configuration from its folder (or, for dummy weights, from its published name), with hf_overrides."""
+    """The model's configuration from its folder (or, for dummy weights, from its published name), with hf_overrides.
+    Raises ValueError where the ranks of one replica cannot share it."""
     folder = Path(config.model)
     generation: dict[str, Any] = {}
     if _is_published(config):
@@ -86,8 +87,11 @@ def read_model_config(config: EngineConfig) -> ModelConfig:
             refuse("quantization", config.quantization, "None where transformers computes the model (model_impl)")
         from nanovllm.models.transformers_model import read_transformers_config
 
-        return read_transformers_config(raw, generation, config.hf_overrides)
-    return parse_config(raw, generation, config.quantization, config.hf_overrides)
+        found = read_transformers_config(raw, generation, config.hf_overrides)
+    else:
+        found = parse_config(raw, generation, config.quantization, config.hf_overrides)
+    found.check_tensor_parallel(config.tensor_parallel_size)
+    return found
 
 
 def _is_for_transformers(raw: dict[str, Any], config: EngineConfig) -> bool:

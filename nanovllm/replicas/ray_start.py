@@ -5,13 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from nanovllm.config import EngineConfig
-from nanovllm.models.registry import resolve_model_folder
+from nanovllm.models.registry import read_model_config, resolve_model_folder
 from nanovllm.replicas.engine import ReplicatedEngine
 from nanovllm.replicas.inbox import Inbox
 from nanovllm.replicas.link import ReplicaLink
 from nanovllm.replicas.messages import Start
 from nanovllm.replicas.ray_cluster import Connection, Placement
-from nanovllm.replicas.start import check_model, of_one_replica, start_links
+from nanovllm.replicas.start import of_one_replica, start_links
 
 
 def _absolute(config: EngineConfig) -> EngineConfig:
@@ -26,7 +26,7 @@ def start_ray_replicas(config: EngineConfig) -> ReplicatedEngine:
     """The engine over all replicas of `config`. Raises ImportError without Ray; ValueError, before any replica starts,
     where the cluster does not answer or lacks GPUs or the model; else as start_replicas."""
     here = resolve_model_folder(config)  # a hub id is fetched by every node
-    model_config = check_model(here)
+    model_config = read_model_config(here)
     with ExitStack() as reserved:
         connection = Connection(config.ray_address)
         reserved.callback(connection.close)

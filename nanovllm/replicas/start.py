@@ -21,7 +21,7 @@ from nanovllm.tokenizer import Tokenizer
 def start_replicas(config: EngineConfig) -> ReplicatedEngine:
     """The engine over all replicas of `config`. Raises what the first one raises that cannot start."""
     config = resolve_model_folder(config)
-    model_config = check_model(config)
+    model_config = read_model_config(config)
     devices = devices_of_replicas(config)
     num_threads = None
     if devices[0] is None:
@@ -32,13 +32,6 @@ def start_replicas(config: EngineConfig) -> ReplicatedEngine:
         return ProcessLink(number, starts[number].with_blocks(num_blocks), inbox)
 
     return start_links(config, model_config, link)
-
-
-def check_model(config: EngineConfig) -> ModelConfig:
-    """What the model's folder says. Raises ValueError where its ranks cannot share it."""
-    model_config = read_model_config(config)
-    model_config.check_tensor_parallel(config.tensor_parallel_size)
-    return model_config
 
 
 def of_one_replica(config: EngineConfig) -> EngineConfig:
