@@ -1,7 +1,6 @@
 """The front process: what its handlers share, and where it is in its life (see lifecycle.py)."""
 
 import asyncio
-import json
 import logging
 import time
 from array import array
@@ -24,6 +23,7 @@ from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.parsers import OutputParser
 from nanovllm.serve.streams import Streams
 from nanovllm.serve.text import FrontTokenizer
+from nanovllm.serve.text.tokenizer import read_json
 from nanovllm.startup.child import freeze_objects
 
 if TYPE_CHECKING:
@@ -126,11 +126,8 @@ class Front:
 
     def _read_defaults(self, folder: str) -> None:
         wanted = self.options.generation_config
-        found: dict[str, Any] = {}
-        if wanted != "vllm":
-            path = Path(folder if wanted == "auto" else wanted) / "generation_config.json"
-            found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        found |= self.options.override_generation_config
+        path = Path(folder if wanted == "auto" else wanted) / "generation_config.json"
+        found = ({} if wanted == "vllm" else read_json(path)) | self.options.override_generation_config
         self.defaults = {name: found[name] for name in _DEFAULTS if found.get(name) is not None}
         self.default_max_tokens = found.get("max_new_tokens")
         try:

@@ -38,9 +38,9 @@ class FrontTokenizer:
             raise ValueError(f"{path}: cannot be read: {error}") from error
         self.backend_tokenizer.no_truncation()
         self.backend_tokenizer.no_padding()
-        config = _read_json(folder / "tokenizer_config.json")
+        config = read_json(folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:
-            config |= _read_json(folder / "special_tokens_map.json")
+            config |= read_json(folder / "special_tokens_map.json")
         self.special_tokens = {name: _content(config[name]) for name in _SPECIAL_NAMES if config.get(name)}
         """By role, as templates name them: bos_token, eos_token, ..."""
         self._add_missing_tokens(config)
@@ -222,13 +222,14 @@ def _template_sources(folder: Path, config: Mapping[str, Any], named: str | Path
         files["default"] = single
     if files:
         return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
-    found = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+    found = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(found, list):
         return {one["name"]: one["template"] for one in found}
     return {"default": found} if isinstance(found, str) else dict(found or {})
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty where there is none. Raises ValueError naming a file that is no JSON."""
     if not path.is_file():
         return {}
     try:
