@@ -1,40 +1,29 @@
 """Requests whose grammar is still to be compiled, which may take seconds."""
 
-import queue
-import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
-Request = TypeVar("Request")
 
-
-class GrammarThread(Generic[Request]):
+class GrammarThread:
     """Adds such requests to an engine, one after the other. Steps and other requests do not wait for them."""
 
-    def __init__(self, add: Callable[[Request], None], abort: Callable[[int], None]) -> None:
+    def __init__(self, add: Callable[[Any], None], abort: Callable[[int], None]) -> None:
         """`add`: compiles and queues a request, and raises nothing. `abort`: ends one by its id."""
         self._add, self._abort = add, abort
-        self._waiting: set[int] = set()
-        self._requests: queue.SimpleQueue[tuple[int, Request]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="nanovllm-grammars", daemon=True).start()
+        self._thread = ThreadPoolExecutor(1, "nanovllm-grammars")
+        self._waiting: dict[int, Future[None]] = {}
 
-    def put(self, request_id: int, request: Request) -> None:
+    def put(self, request_id: int, request: Any) -> None:
         """From any thread."""
-        self._waiting.add(request_id)
-        self._requests.put((request_id, request))
+        added = self._waiting[request_id] = self._thread.submit(self._add, request)
+        added.add_done_callback(lambda _: self._waiting.pop(request_id))
 
     def withdraw(self, request_id: int) -> bool:
         """Whether the request was not in the engine yet; then it is not computed, and nothing is said of it."""
-        try:
-            self._waiting.remove(request_id)
-        except KeyError:
+        added = self._waiting.get(request_id)
+        if added is None:
             return False
+        if not added.cancel():  # it is being compiled
+            added.add_done_callback(lambda _: self._abort(request_id))
         return True
-
-    def _run(self) -> None:
-        while True:
-            request_id, request = self._requests.get()
-            if request_id in self._waiting:
-                self._add(request)
-                if not self.withdraw(request_id):  # another thread has done that meanwhile
-                    self._abort(request_id)

@@ -86,7 +86,7 @@ class Replica:
         self._counted = self._awake_until = 0.0
         self._waits_for_others = False
         """An update of the weights has begun that other replicas may not have finished."""
-        self._grammars: GrammarThread[Sent] = GrammarThread(self._add_late, self.abort)
+        self._grammars = GrammarThread(self._add_late, self.abort)
 
     def serve(self) -> None:
         """Steps while there is work, and between two steps does what the front asks for."""

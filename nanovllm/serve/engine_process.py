@@ -50,7 +50,7 @@ def sampling_params(fields: dict[str, Any]) -> Any:
 class EngineProcess:
     """One engine and the socket to its front."""
 
-    _grammars: GrammarThread[frames.Add]
+    _grammars: GrammarThread
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
