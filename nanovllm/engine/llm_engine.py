@@ -125,11 +125,11 @@ class LLMEngine(EngineControl):
             [request_id] = self.reserve_ids([params])
         seqs = [
             Sequence(
-                request_id + index, [*prompt_token_ids, *(output_token_ids or ())], params,
+                request_id, [*prompt_token_ids, *(output_token_ids or ())], params,
                 num_prompt_tokens=len(prompt_token_ids), seed=self._seed(params, request_id, index),
                 stop_token_ids=stop_ids,
                 max_total_tokens=self._max_total_tokens(len(prompt_token_ids), params.max_tokens),
-                metrics=RequestMetrics(arrival_time=now), parent_id=request_id, index=index, sampling=row,
+                metrics=RequestMetrics(arrival_time=now), index=index, sampling=row,
             )
             for index, row in enumerate(rows)
         ]

@@ -85,14 +85,12 @@ class EngineLoop:
         """Takes in what other threads asked for; adds the completions that were aborted to `columns`."""
         while self._inbox:
             kind, seqs = self._inbox.popleft()
-            if kind == "add":
-                for seq in seqs:
-                    self.scheduler.add(seq)
-                continue
             for seq in seqs:
-                if seq.status is not SequenceStatus.FINISHED:
+                if kind == "add":
+                    self.scheduler.add(seq)
+                elif seq.status is not SequenceStatus.FINISHED:
                     self.scheduler.abort(seq)
-                    entry = columns.add(seq.parent_id, seq.index, -1)
+                    entry = columns.add(seq.request_id, seq.index, -1)
                     columns.endings[entry] = self._end(seq, time.perf_counter())
 
     def _launch(self, plan: StepPlan) -> None:
@@ -129,7 +127,7 @@ class EngineLoop:
             if seq.metrics.first_token_time is None:
                 seq.metrics.first_token_time = now
             seq.metrics.token_times.append(now)
-            entry = columns.add(seq.parent_id, seq.index, token_id)
+            entry = columns.add(seq.request_id, seq.index, token_id)
             if seq.sampling is not None and (rows := seq.sampling.logprob_rows) is not None:
                 columns.logprobs[entry] = rows, len(rows) - 1
             if seq.status is finished:

@@ -367,6 +367,6 @@ class Scheduler:
         slots = sorted([seq.slot for seq in self.running] + self._free_slots)
         assert slots == list(range(self.config.max_num_seqs)), slots
         assert self.waiting.num_tokens == sum(seq.num_tokens for seq in waiting)
-        assert len({seq.request_id for seq in [*self.running, *waiting]}) == len(self.running) + len(waiting)
+        assert len({seq.number for seq in [*self.running, *waiting]}) == len(self.running) + len(waiting)
         self.lookahead.check_integrity(self.running)
         self.block_manager.check_integrity(self.running)

@@ -30,7 +30,7 @@ class Sequence:
     """
 
     request_id: int
-    """This row's own number; rows of a batch may come in another order."""
+    """The request's, of which this is completion `index`. Requests of a batch may come in another order."""
     token_ids: list[int]
     """Of prompt and output; the row's own list."""
     params: SamplingParams
@@ -42,8 +42,6 @@ class Sequence:
     max_total_tokens: int
     """Prompt and output together end at this length."""
     metrics: RequestMetrics
-    parent_id: int
-    """The request whose completion `index` this is."""
     index: int = 0
     sampling: "SamplingRow | None" = None
     """What greedy and temperature leave out; None for most."""
@@ -82,6 +80,11 @@ class Sequence:
         self.num_tokens = len(self.token_ids)
         self.needs_last_token = self.sampling is not None and self.sampling.needs_last_token
         self.may_stop = bool(self.stop_token_ids) or (self.sampling is not None and self.sampling.watches)
+
+    @property
+    def number(self) -> int:
+        """This row's own: a request has as many ids as completions (LLMEngine.reserve_ids)."""
+        return self.request_id + self.index
 
     @property
     def num_total_tokens(self) -> int:
@@ -133,6 +136,6 @@ class Sequence:
 
     def __repr__(self) -> str:
         return (
-            f"Sequence({self.request_id}, {self.status.name}, slot {self.slot}, cached {self.num_cached_tokens} <= "
+            f"Sequence({self.number}, {self.status.name}, slot {self.slot}, cached {self.num_cached_tokens} <= "
             f"computed {self.num_computed_tokens} <= total {self.num_tokens}+{self.num_inflight_tokens})"
         )

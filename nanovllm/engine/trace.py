@@ -65,11 +65,11 @@ class Trace:
         first = plan.num_decode_rows
         rows = zip(plan.seqs[first:], plan.starts[first:], plan.counts[first:], strict=True)
         self._num_steps += 1
-        chunks = [(seq.request_id, start, count) for seq, start, count in rows]
+        chunks = [(seq.number, start, count) for seq, start, count in rows]
         self._steps.append(_Step(self._num_steps, now, first, chunks))
         for seq in plan.new_slots:
             if seq.metrics.first_scheduled_time is not None:
-                self._write("i", "again, after a preemption", now, _REQUESTS, seq.request_id, s="t")
+                self._write("i", "again, after a preemption", now, _REQUESTS, seq.number, s="t")
 
     def collected(self, now: float, stats: EngineStats) -> None:
         """The oldest step's tokens are there. The device began it when it had the one before."""
@@ -91,7 +91,7 @@ class Trace:
 
     def ended(self, seq: Sequence) -> None:
         """A request is over: where its time went."""
-        times, number = seq.metrics, seq.request_id
+        times, number = seq.metrics, seq.number
         end = times.finished_time
         assert end is not None
         first, scheduled = times.first_token_time, times.first_scheduled_time

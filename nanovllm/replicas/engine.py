@@ -105,7 +105,7 @@ class ReplicatedEngine(ReplicaControl):
                 if not self.is_paused:
                     self._send_all(("resume",))
                 continue
-            request_id = seqs[0].parent_id
+            request_id = seqs[0].request_id
             if kind == "add":
                 self._live[request_id] = RequestState(seqs, seqs[0].num_output_tokens)
                 self._queue(request_id, seqs)
@@ -283,13 +283,13 @@ class ReplicatedEngine(ReplicaControl):
         columns.endings[entry] = self._end(seq, now)
         if any(each.status is not SequenceStatus.FINISHED for each in request.seqs):
             return
-        del self._live[seq.parent_id]
-        self._plain.pop(seq.parent_id, None)
+        del self._live[seq.request_id]
+        self._plain.pop(seq.request_id, None)
         if request.replica is not None:
             seqs = request.seqs
             count = sum(each.num_output_tokens for each in seqs)
             left = [digest for each in seqs for digest in self._hashes(each, each.token_ids[: each.num_tokens - 1])]
-            self._router.finish(request.replica, seq.parent_id, count, left)
+            self._router.finish(request.replica, seq.request_id, count, left)
 
     def _drop(self, columns: StepColumns, request_id: int, request: RequestState, why: str | None = None) -> None:
         """Ends all of a request's completions that have not ended."""
@@ -333,9 +333,9 @@ class ReplicatedEngine(ReplicaControl):
             request = self._live[request_id]  # type: ignore[index]
             request.replica = None
             if request.is_aborted:
-                self._drop(columns, request.seqs[0].parent_id, request)
+                self._drop(columns, request.seqs[0].request_id, request)
             else:
-                self._queue(request.seqs[0].parent_id, request.seqs, first=True)
+                self._queue(request.seqs[0].request_id, request.seqs, first=True)
 
     # -- the rest -----------------------------------------------------------------------------------------------
 

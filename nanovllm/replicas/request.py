@@ -38,4 +38,4 @@ class RequestState:
         params, most = first.params, first.max_total_tokens - first.num_prompt_tokens
         if most < params.max_tokens:  # the replica's KV cache may hold more than that of others
             params = replace(params, max_tokens=most, min_tokens=min(most, params.min_tokens))
-        return first.parent_id, array("i", first.token_ids[: first.num_prompt_tokens]).tobytes(), params, known
+        return first.request_id, array("i", first.token_ids[: first.num_prompt_tokens]).tobytes(), params, known

@@ -30,7 +30,6 @@ def make_sequence(
         list(prompt),
         SamplingParams(max_tokens=max_tokens, temperature=temperature),
         num_prompt_tokens=len(prompt),
-        parent_id=request_id,
         seed=seed,
         stop_token_ids=stop,
         max_total_tokens=min(len(prompt) + max_tokens, capacity + 1),  # the last token needs no KV

@@ -61,7 +61,6 @@ class Fleet:
         seq = Sequence(
             number, list(prompt), SamplingParams(max_tokens=count), num_prompt_tokens=len(prompt), seed=0,
             stop_token_ids=frozenset(), max_total_tokens=len(prompt) + count, metrics=RequestMetrics(0.0),
-            parent_id=number,
         )  # fmt: skip
         self.schedulers[replica].add(seq)
         return replica, seq
