@@ -58,7 +58,7 @@ class LocalExecutor:
         self.shares_weights = module is not None
         """The weights are a live module's, whose owner writes to them."""
         self._buckets: list[SharedBucket] = []
-        """Two, in which new weights go to the other ranks: one is filled while these read the other, the first here."""
+        """Two, in which new weights go to the other ranks: the last is filled while these read the first."""
         self._is_being_read = False
         """The other ranks have not yet said that they have what was sent last."""
         self.owner = os.getpid()

@@ -118,7 +118,7 @@ class WideWords:
 
 
 @dataclass(frozen=True)
-class Made:
+class LazyTensor:
     """A small tensor that is computed when it is asked for."""
 
     shape: torch.Size
@@ -203,15 +203,15 @@ class Int4Reader:
         rows, columns = tensor.shape
         shape = torch.Size((rows, -(-columns // group) if group else 1))
         yield f"{path}.weight", made
-        yield f"{path}.{SCALES}", Made(shape, self.dtype, made.scales)
+        yield f"{path}.{SCALES}", LazyTensor(shape, self.dtype, made.scales)
         if self.quantization.has_zeros:
-            yield f"{path}.{ZEROS}", Made(shape, torch.float32, lambda: torch.full(shape, float(ZERO)))
+            yield f"{path}.{ZEROS}", LazyTensor(shape, torch.float32, lambda: torch.full(shape, float(ZERO)))
 
     def _of_groups(self, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], torch.Tensor]) -> TensorSource:
         """What `make` gives, with a column for each group that layers hold: at most 128 columns of the matrix."""
         times = max(1, self.quantization.group // SPAN)
         held = torch.Size((shape[0], shape[1] * times)) if len(shape) == 2 else torch.Size(shape)
-        return Made(held, dtype, lambda: make().repeat_interleave(times, dim=-1))
+        return LazyTensor(held, dtype, lambda: make().repeat_interleave(times, dim=-1))
 
     def _scales(self, tensor: TensorSource, by_group: bool) -> torch.Tensor:
         values = all_of(tensor)
