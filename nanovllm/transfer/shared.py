@@ -33,10 +33,10 @@ class SharedBucket:
             uuid = str(torch.cuda.get_device_properties(self.device).uuid)
             self._where = {"ipc_handle": {"gpu_uuid": uuid, "handle_b64": handle}}
         else:
-            self._file = os.memfd_create("nanovllm-bucket")
-            os.truncate(self._file, nbytes)
-            self._memory = torch.frombuffer(mmap.mmap(self._file, nbytes), dtype=torch.uint8)
-            self._where = {"shared_memory": f"/proc/{os.getpid()}/fd/{self._file}"}
+            self._file = os.fdopen(os.memfd_create("nanovllm-bucket"), "r+b")
+            self._file.truncate(nbytes)
+            self._memory = torch.frombuffer(mmap.mmap(self._file.fileno(), nbytes), dtype=torch.uint8)
+            self._where = {"shared_memory": f"/proc/{os.getpid()}/fd/{self._file.fileno()}"}
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +80,7 @@ class SharedBucket:
         if self.device.type == "cuda":
             self._driver.free(self._address)
         else:
-            os.close(self._file)
+            self._file.close()
 
 
 class FarTensor:

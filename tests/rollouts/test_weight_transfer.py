@@ -113,6 +113,13 @@ def test_a_tensor_must_fit_a_bucket() -> None:
         list(bucket.messages([("wide", torch.zeros(100))]))
 
 
+def test_a_bucket_for_which_there_is_no_room_leaves_no_file() -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError):
+        SharedBucket(1 << 62, "cpu")
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_a_bucket_is_not_taken_for_one_before_it() -> None:
     """That had the same name, in an update that was not finished."""
     mapped, names = MappedBuckets(torch.device("cpu")), set()
