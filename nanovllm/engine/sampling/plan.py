@@ -60,15 +60,11 @@ def _add_rows(builder: SectionBuilder, plan: StepPlan) -> tuple[list[list[Row]],
         kind = sampling.kind
         if sampling.has_edits:
             num_output_tokens = seq.num_tokens + seq.num_inflight_tokens - seq.num_prompt_tokens - 1
-            if not sampling.is_option_row(num_output_tokens):
-                continue
             edits = sampling.edits(seq.token_ids, num_output_tokens)
             if edits is not None:
                 kind = COPIED
                 builder.edit_rows.append(len(rows[COPIED]))
                 builder.edits.append(edits)
-        elif not sampling.is_always_option_row:
-            continue
         if sampling.num_logprobs >= 0:
             score = (sampling.num_logprobs > MAX_FEW) + EDITED_FEW * (kind == COPIED and sampling.is_processed)
             if sampling.num_logprobs > builder.num_logprobs[score]:
@@ -77,7 +73,7 @@ def _add_rows(builder: SectionBuilder, plan: StepPlan) -> tuple[list[list[Row]],
             builder.scored[score].append((kind, len(rows[kind])))
             scored[score].append(seq)
         elif kind == UNCHANGED:
-            continue  # a bad word that does not begin here
+            continue  # no option concerns this token
         if kind == COPIED:
             builder.copies_filter |= sampling.filters
             builder.copied_flags |= sampling.flags

@@ -73,10 +73,6 @@ class SamplingRow:
         self.needs_last_token = matcher is not None or bool(self._bad_words)
         """What may be sampled depends on the tokens before: the row waits until the host knows them."""
         self.has_mask = params.allowed_token_ids is not None or matcher is not None
-        self.is_always_option_row = bool(
-            params.filters or self.penalizes or self._edits or self.has_mask or self._bad_words
-        ) or (params.logprobs is not None or params.sampling_mask)
-        """Whether every token is a matter of the option sampler."""
         self.kind = _kind_of(params, self.penalizes or self.has_mask, is_processed)
         """How tokens are sampled, but for those with edits."""
         self.flags = PENALTIES * self.penalizes | MASK * self.has_mask | TEMPERED * is_processed
@@ -86,7 +82,8 @@ class SamplingRow:
     @property
     def uses_step(self) -> bool:
         """Whether any step ever has something to say of this row."""
-        return self.is_always_option_row or bool(self._stop_ids) or self.params.prompt_logprobs is not None
+        wants_logprobs = self.num_logprobs >= 0 or self.num_prompt_logprobs >= 0
+        return self.kind != UNCHANGED or self.has_edits or wants_logprobs
 
     def expect_prompt_logprobs(self, num_prompt_tokens: int) -> None:
         """Only the first of n completions says so: the prompt is the same for all."""
@@ -111,10 +108,6 @@ class SamplingRow:
                 self.logprob_rows.append_missing()
             if self.kept_ids is not None:
                 self.kept_ids.append_missing()
-
-    def is_option_row(self, num_output_tokens: int) -> bool:
-        """Whether the token after that many is a matter of the option sampler."""
-        return self.is_always_option_row or (bool(self._stop_ids) and num_output_tokens < self.params.min_tokens)
 
     def edits(self, token_ids: list[int], num_output_tokens: int) -> np.ndarray | None:
         """int32 [n, 3] (the first column is the caller's): additions to logits for the next token. `token_ids`: prompt
