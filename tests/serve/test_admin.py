@@ -114,7 +114,8 @@ def test_the_admins_key_and_no_other(server: Server, admin: httpx.Client) -> Non
         for path in ("/pause", "/sleep", "/update_weights", "/abort_requests"):
             assert httpx.post(server.url + path, headers=headers).status_code == 401
         assert httpx.get(server.url + "/server_info", headers=headers).status_code == 401
-    assert httpx.get(server.url + "/v1/models").status_code == 401
+    refused = httpx.get(server.url + "/v1/models")
+    assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
     assert admin.get("/v1/models").status_code == 200
     in_url = server.url.replace("://", "://any:the%20admin's@")
     assert httpx.get(in_url + "/is_paused").json() == {"is_paused": False}

@@ -80,8 +80,9 @@ def test_unknown_paths(client: httpx.Client, path: str) -> None:
 
 
 def test_methods(client: httpx.Client) -> None:
-    assert client.get(CHAT).status_code == 405
-    assert client.get(CHAT).json()["error"]["type"] == "invalid_request_error"
+    refused = client.get(CHAT)
+    assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+    assert refused.json()["error"]["type"] == "invalid_request_error"
     head = client.head("/health")
     assert (head.status_code, head.content) == (200, b"")
 

@@ -89,6 +89,7 @@ class App:
             return
         sent = _key_of(call)
         if sum(hmac.compare_digest(sent, key) for key in keys) == 0:  # all of them: in equal time
+            call.notes.append((b"www-authenticate", b"Bearer"))
             raise ApiError(401, "the API key is missing or wrong", "invalid_api_key")
 
     def _label(self, path: str) -> str:
@@ -108,6 +109,7 @@ class App:
             return found
         if methods:
             allowed = ", ".join(sorted(methods))
+            call.notes.append((b"allow", allowed.encode()))
             raise ApiError(405, f"{method} is not allowed here; use {allowed}", "method_not_allowed")
         raise ApiError(404, f"unknown path: {call.path[:200]}", "unknown_url")
 
