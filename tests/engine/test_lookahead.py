@@ -1,7 +1,6 @@
 """Admission that looks ahead: what it predicts against the future itself, and what it saves."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation import Simulation, make_sequence
@@ -40,30 +39,28 @@ def test_a_row_is_added_where_the_future_has_room(
         rows = [*rows, row] if fits else rows
 
 
-def crowd(max_tokens: int, stop: frozenset[int], ahead: bool, depth: int = 1) -> Simulation:
+def crowd(max_tokens: int, stop: frozenset[int], ahead: bool) -> Simulation:
     options = {"max_num_seqs": 16, "enable_prefix_caching": False, "disable": () if ahead else ("lookahead",)}
-    simulation = Simulation(num_blocks=30, block_size=BLOCK_SIZE, depth=depth, **options)
+    simulation = Simulation(num_blocks=30, block_size=BLOCK_SIZE, **options)
     for number in range(60):
         simulation.add([number] * (1 + number * 7 % 13), max_tokens - number * 5 % 11, stop, seed=number)
     return simulation
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_known_lengths_are_not_preempted(depth: int) -> None:
+def test_known_lengths_are_not_preempted() -> None:
     preemptions = {}
     for ahead in (True, False):
-        simulation = crowd(24, frozenset(), ahead, depth)
+        simulation = crowd(24, frozenset(), ahead)
         simulation.run_to_end()
         preemptions[ahead] = simulation.num_preemptions
     assert preemptions[True] == 0 and preemptions[False] > 40
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_lengths_are_learnt_and_memory_is_used(depth: int) -> None:
+def test_memory_is_used_where_lengths_are_not_known() -> None:
     """Outputs of 16 tokens, of 60 that they may have: few are preempted, and few wait without need."""
     preemptions, running = {}, {}
     for ahead in (True, False):
-        simulation = crowd(60, STOP, ahead, depth)
+        simulation = crowd(60, STOP, ahead)
         counts = []
         while simulation.scheduler.has_unfinished():
             simulation.step()

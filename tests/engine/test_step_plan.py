@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from simulation import Simulation, make_sequence
 
 from nanovllm.engine.step_plan import StepPlan
-from nanovllm.wire.step import HEADER_SIZE, RECORD_SIZE
+from nanovllm.wire.step import HEADER_SIZE, RECORD_SIZE, dummy_step
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 SEEDS = st.integers(-(2**63), 2**63 - 1)
@@ -86,3 +86,8 @@ def test_a_growing_row_sends_its_new_block_only() -> None:
     plan = simulation.step()
     assert plan.block_updates == [request.seq.slot, 2, request.seq.block_table[2]]
     assert simulation.step().block_updates == []
+
+
+def test_no_row_of_the_largest_step_is_longer_than_the_context() -> None:
+    for tokens, rows, longest in ((100, 8, 13), (5, 5, 1), (1000, 8, 20)):
+        assert dummy_step(8, tokens, max_model_len=20)[[0, 3, 6]].tolist() == [rows, min(tokens, 8 * 20), longest]
