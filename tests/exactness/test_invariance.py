@@ -161,9 +161,8 @@ def test_in_any_order_and_any_call(case: Case) -> None:
 
 def test_alone(case: Case) -> None:
     """One after another, each twice: the second time from its own cached blocks, all but the last token."""
-    for i, (request, one) in enumerate(zip(REQUESTS, case.expected, strict=True)):
-        if i % (3 if case.llm.config.tensor_parallel_size > 1 else 2):  # time
-            continue
+    for i in (0, 2, 4, 9, 11):  # one token, whole blocks, the longest, a block again behind another one
+        request, one = REQUESTS[i], case.expected[i]
         for repeat in range(2):
             outputs = run(case.llm, [request])
             assert_outputs(outputs, [request], [one], f"time {repeat}")

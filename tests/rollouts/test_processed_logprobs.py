@@ -131,7 +131,7 @@ def test_scoring_takes_its_context_from_the_cache(llm: LLM, policies: tuple[Poli
             assert rows[at][prompt[at]].logprob == pytest.approx(float(expected[at - 1, prompt[at]]), abs=1e-4)
 
 
-@pytest.mark.parametrize("start", [0, 1, 2, 15, 16, 17, 40, 49, 50, 80])
+@pytest.mark.parametrize("start", [1, 16, 17, 49, 80])
 def test_any_start(llm: LLM, start: int) -> None:
     prompt = [(5 * i * i + i) % VOCAB for i in range(50)]
     [whole] = llm.generate([prompt], SamplingParams(max_tokens=2, prompt_logprobs=1, seed=1), use_tqdm=False)

@@ -1,6 +1,7 @@
 """Filters, penalties and bias give what transformers' logits processors give on random logits, in vLLM's order."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -51,9 +52,13 @@ def test_survivors(options: dict[str, float], temperature: float) -> None:
     assert torch.equal(logits >= thresholds.unsqueeze(1), expected)
 
 
+def made_row(params: SamplingParams, bad_words: Sequence[tuple[int, ...]] = ()) -> SamplingRow:
+    return SamplingRow(params, stop_ids=frozenset(), vocab_size=VOCAB, text=None, bad_words=bad_words, matcher=None)
+
+
 def edited(params: SamplingParams, logits: torch.Tensor, prompt: list[int], output: list[int]) -> torch.Tensor:
     """One row's logits as the option sampler changes them, by way of what rank 0 would send."""
-    row = SamplingRow(params, stop_ids=frozenset(), vocab_size=VOCAB, text=None, bad_words=[], matcher=None)
+    row = made_row(params)
     counts = torch.zeros(1, VOCAB, dtype=torch.int32)
     for _, token_id, count in row.counts(0, prompt + output, len(prompt)).tolist():
         counts[0, token_id] = count
@@ -104,11 +109,17 @@ def test_bias_comes_before_penalties() -> None:
 
 
 def test_a_bad_words_last_token_is_banned_after_the_others_in_the_output() -> None:
-    given = {"stop_ids": frozenset[int](), "vocab_size": VOCAB, "text": None, "matcher": None}
-    row = SamplingRow(SamplingParams(), bad_words=[(3, 4, 5), (7,)], **given)  # type: ignore[arg-type]
+    row = made_row(SamplingParams(), [(3, 4, 5), (7,)])
     for output, expected in (([3, 4], {5, 7}), ([1, 3, 4], {5, 7}), ([4], {7}), ([8, 4], {7}), ([3, 4, 8], {7})):
         edits = row.edits([9, 3, *output], len(output))
         assert edits is not None and set(edits[:, 1].tolist()) == expected
+
+
+def test_a_prompts_first_token_has_no_log_probability() -> None:
+    for start, count in ((0, 4), (1, 4), (3, 2)):
+        row = made_row(SamplingParams(prompt_logprobs=0, prompt_logprob_start=start))
+        row.expect_prompt_logprobs(5)
+        assert row.num_prompt_logprobs_missing == count
 
 
 def test_allowed_ids_cannot_be_biased_back() -> None:
