@@ -6,7 +6,6 @@ import time
 from collections import deque
 
 import numpy as np
-import pytest
 from simulation import make_sequence
 from timing import seconds
 
@@ -60,10 +59,10 @@ def slowdown() -> float:
     return max(1.0, sorted(times)[10] / QUIET_SECONDS)
 
 
-@pytest.mark.parametrize(("num_rows", "milliseconds"), [(256, 0.5), (1024, 2.0)])
-def test_scheduling_where_memory_is_short(num_rows: int, milliseconds: float) -> None:
+def test_scheduling_where_memory_is_short() -> None:
     """More requests wait than fit, so that every step looks ahead. CPU time of this thread, and a run may be
     repeated: other programs on the machine slow it down by what they take of its caches."""
+    num_rows, milliseconds = 1024, 2.0
     if os.getloadavg()[0] > (os.cpu_count() or 1):
         milliseconds *= 2
     p99 = [math.inf]
