@@ -158,7 +158,7 @@ def test_the_largest_that_is_let_in_is_served(llm: LLM, name: str) -> None:
 TOO_LARGE = {
     "references": StructuredOutput(json=chain(501)),
     "more references": StructuredOutput(json=chain(1000)),
-    "references within a grammar": StructuredOutput(grammar="start: %json " + json.dumps(chain(501))),
+    "references within a grammar": StructuredOutput(grammar="// %json {\nstart: %json " + json.dumps(chain(501))),
     "properties": StructuredOutput(json=wide(1001)),
     "bytes": StructuredOutput(json={"enum": ["x" * (128 << 10)]}),
     "depth": StructuredOutput(json='{"items": ' * 9000 + "{}" + "}" * 9000),
