@@ -305,6 +305,14 @@ def test_groups_begin_together() -> None:
     simulation.run_to_end()
 
 
+def test_more_copies_than_a_step_passes_wait_in_their_queue() -> None:
+    simulation = Simulation(num_blocks=400, block_size=16)
+    for _ in range(100):
+        simulation.add([number % 7 for number in range(40)], max_tokens=2)
+    assert rows(simulation.launch()) == [(0, 0, 40)]
+    assert num_computed(simulation) == 99 * 8
+
+
 def test_groups_of_one_template() -> None:
     """Short prompts that begin alike: what all have in common is computed once, and the rest once for each group."""
     simulation = Simulation(num_blocks=200, block_size=128)

@@ -38,6 +38,12 @@ def test_stop_strings_end_the_text_where_they_begin(llm: LLM, plain: RequestOutp
     assert stop in llm.tokenizer.decode(output.token_ids) and stop not in llm.tokenizer.decode(output.token_ids[:-1])
 
 
+def test_an_output_that_a_stop_string_has_ended_does_not_go_on(llm: LLM, plain: RequestOutput) -> None:
+    with pytest.raises(ValueError, match="there is nothing to go on with"):
+        llm.add_request(PROMPT, SamplingParams(**SEEDED, stop=plain.text[3:8]), output_token_ids=plain.token_ids[:30])
+    assert not llm.engine._completions
+
+
 def test_stop_strings_of_bytes_that_are_split(llm: LLM) -> None:
     """A grammar makes the model write characters that its tokenizer has only as single bytes."""
     pytest.importorskip("llguidance")
