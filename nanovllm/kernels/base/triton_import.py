@@ -14,7 +14,9 @@ try:
     from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
     HAS_TRITON = True
-except ImportError:
+except ModuleNotFoundError as error:
+    if error.name != "triton":
+        raise  # a Triton without what we need: its placeholder would be slow without a word
     HAS_TRITON = False
 
     class _Placeholder:
