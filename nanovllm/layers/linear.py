@@ -34,7 +34,7 @@ class ParallelLinear(WeightedModule):
 
     It is found by a walk over model.modules(): `kind` and its shape say which entry of the GEMM table it takes
     (kernels/gemm/choice.py), and `configs` holds what was chosen. The fused forms do the same as separate kernels,
-    and take these where the layer has a bias or the choice for that number of rows cannot fuse.
+    and take these where the choice for that number of rows cannot fuse or, but for `add_to`, the layer has a bias.
     """
 
     weight: torch.Tensor

@@ -87,7 +87,7 @@ def read_model_config(config: EngineConfig) -> ModelConfig:
             refuse("quantization", config.quantization, "None where transformers computes the model (model_impl)")
         from nanovllm.models.transformers_model import read_transformers_config
 
-        found = read_transformers_config(raw, generation, config.hf_overrides)
+        found = read_transformers_config(raw, generation, _rope_spelt_as_in(raw, config.hf_overrides))
     else:
         found = parse_config(raw, generation, config.quantization, config.hf_overrides)
     found.check_tensor_parallel(config.tensor_parallel_size)
@@ -115,17 +115,23 @@ def override(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """config.json and generation_config.json with `overrides` in force, whichever spelling the files use."""
     raw = _text_config(raw)
-    rope = raw.get("rope_parameters") or {}
-    if "rope_parameters" in overrides:
-        overrides = {"rope_scaling": None, **overrides}
-    elif rope and overrides.keys() & {"rope_theta", "rope_scaling"}:
-        if any(isinstance(table, dict) for table in rope.values()):
-            refuse("hf_overrides", overrides, "given rope_parameters, for the model has a table by kind of layer")
-        theta = {name: value for name, value in {**rope, **overrides}.items() if name == "rope_theta"}
-        rope = overrides["rope_scaling"] or {} if "rope_scaling" in overrides else raw.get("rope_scaling") or rope
-        overrides = {**overrides, "rope_scaling": None, "rope_parameters": {**rope, **theta}}
+    overrides = _rope_spelt_as_in(raw, overrides)
     generation = {name: value for name, value in generation.items() if name not in overrides}
     return {**raw, **overrides}, generation
+
+
+def _rope_spelt_as_in(raw: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """`overrides` with what they say of rotary embeddings as config.json says it: in rope_parameters, or apart."""
+    rope = raw.get("rope_parameters") or {}
+    if "rope_parameters" in overrides:
+        return {"rope_scaling": None, **overrides}
+    if not rope or not overrides.keys() & {"rope_theta", "rope_scaling"}:
+        return overrides
+    if any(isinstance(table, dict) for table in rope.values()):
+        refuse("hf_overrides", overrides, "given rope_parameters, for the model has a table by kind of layer")
+    theta = {name: value for name, value in {**rope, **overrides}.items() if name == "rope_theta"}
+    rope = overrides["rope_scaling"] or {} if "rope_scaling" in overrides else raw.get("rope_scaling") or rope
+    return {**overrides, "rope_scaling": None, "rope_parameters": {**rope, **theta}}
 
 
 def is_hub_id(config: EngineConfig) -> bool:

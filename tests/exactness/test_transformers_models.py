@@ -1,6 +1,7 @@
 """model_impl="transformers": unmodified modules of transformers over our paged cache, equal to transformers' own."""
 
 import gc
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from test_families import (
 )
 
 from nanovllm import LLM
+from nanovllm.config import EngineConfig
+from nanovllm.models.registry import read_model_config
 
 FOREIGN = {
     "GPT-NeoX: parallel blocks, partial rope": Case("GPTNeoX", {"num_hidden_layers": 3}),
@@ -103,6 +106,23 @@ def test_a_configuration_that_transformers_does_not_take_is_named(tmp_path: Path
     case = Case("GPTNeoX", {}, {"num_attention_heads": "x"})
     with pytest.raises(ValueError, match=r"transformers does not take it: .*num_attention_heads"):
         LLM(str(save(make_model(case), case, tmp_path)), **OPTIONS)
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_overrides_of_rotary_embeddings_count_whichever_spelling_the_file_has(tmp_path: Path, newer: bool) -> None:
+    rope = {"rope_theta": 5000.0}
+    raw = {"architectures": ["StableLmForCausalLM"], "model_type": "stablelm", "vocab_size": 64}
+    raw |= {"rope_parameters": {"rope_type": "default", **rope}} if newer else rope
+    (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+
+    def found(**overrides: Any) -> tuple[Any, ...]:
+        config = read_model_config(EngineConfig(str(tmp_path), hf_overrides=overrides)).transformers_config
+        table = transformers.StableLmConfig.from_dict(config).rope_parameters
+        return table["rope_type"], table["rope_theta"], table.get("factor")
+
+    assert found(rope_theta=9.0) == ("default", 9.0, None)
+    assert found(rope_scaling={"rope_type": "linear", "factor": 2.0}) == ("linear", 5000.0, 2.0)
+    assert found(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 9.0}) == ("linear", 9.0, 2.0)
 
 
 def test_new_weights_and_two_engines_at_once(tmp_path: Path) -> None:
