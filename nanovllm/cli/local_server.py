@@ -33,9 +33,14 @@ class LocalServer:
         self._log = self._folder / "log"
         uds = str(self._folder / "socket")
         self.url = f"unix:{uds}"
-        self.process, self._link = start_linked("nanovllm.cli.local_server", str(self._log))
         server = {"uds": uds, "ui": False, "shutdown_timeout": 0.0}
-        self._link.sendall(json.dumps([model, engine_options, server]).encode() + b"\n")
+        told = json.dumps([model, engine_options, server]).encode() + b"\n"
+        try:
+            self.process, self._link = start_linked("nanovllm.cli.local_server", str(self._log))
+            self._link.sendall(told)
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
 
     def wait_until_ready(self, quiet: bool = False) -> None:
         """Waits for the model; shows how far it is on a terminal's standard error. Raises OSError where it fails."""
@@ -86,7 +91,10 @@ def main(fd: int, log: str) -> int:
     os.dup2(number, 2)
     link = socket.socket(fileno=fd)
     reader = link.makefile("rb")
-    model, engine, server = json.loads(reader.readline())
+    if not (told := reader.readline()):  # the command is gone already
+        shutil.rmtree(Path(log).parent, ignore_errors=True)
+        return 1
+    model, engine, server = json.loads(told)
 
     def watch() -> None:
         reader.read()  # returns when the command is gone

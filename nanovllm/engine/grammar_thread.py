@@ -17,11 +17,11 @@ class GrammarThread:
     def put(self, request_id: int, request: Any) -> None:
         """From any thread."""
         added = self._waiting[request_id] = self._thread.submit(self._add, request)
-        added.add_done_callback(lambda _: self._waiting.pop(request_id))
+        added.add_done_callback(lambda _: self._waiting.pop(request_id, None))
 
     def withdraw(self, request_id: int) -> bool:
-        """Whether the request was not in the engine yet; then it is not computed, and nothing is said of it."""
-        added = self._waiting.get(request_id)
+        """Whether this call takes the request back before it is in the engine; then it is not computed."""
+        added = self._waiting.pop(request_id, None)
         if added is None:
             return False
         if not added.cancel():  # it is being compiled

@@ -5,13 +5,16 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from serve.serving import ROOT, wait_for
 
 from nanovllm.cli import local_server
 from nanovllm.cli.http_client import Client
+from nanovllm.startup.child import start_linked
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
@@ -42,6 +45,27 @@ def test_a_server_whose_command_is_killed_at_its_start_leaves_nothing(tmp_path: 
     code = "import os; from nanovllm.cli.local_server import LocalServer as S; S('none', {}); os._exit(0)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}, check=True)
     wait_for(lambda: not list(tmp_path.iterdir()), "end of its folder", 10)
+
+
+@pytest.mark.parametrize("is_started", [False, True])
+def test_a_command_that_cannot_say_what_to_serve_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_started: bool
+) -> None:
+    processes = []
+
+    def start(*args: str) -> Any:
+        if not is_started:
+            raise OSError("no more processes")
+        process, link = start_linked(*args)
+        link.shutdown(socket.SHUT_WR)
+        processes.append(process)
+        return process, link
+
+    monkeypatch.setattr(local_server, "start_linked", start)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(OSError):
+        local_server.LocalServer("none", {})
+    assert [process.wait(20) for process in processes] == [1] * is_started and not list(tmp_path.iterdir())
 
 
 def test_a_server_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
