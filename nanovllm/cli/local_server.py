@@ -98,7 +98,8 @@ def main(fd: int, log: str) -> int:
 
     def watch() -> None:
         reader.read()  # returns when the command is gone
-        shutil.rmtree(Path(log).parent, ignore_errors=True)  # before the signal: it may end us at once
+        for _ in range(2):  # the server may be making its socket there; before the signal, which may end us at once
+            shutil.rmtree(Path(log).parent, ignore_errors=True)
         os.kill(os.getpid(), signal.SIGTERM)
 
     from nanovllm.serve.lifecycle import serve

@@ -16,6 +16,15 @@ from nanovllm.cli import local_server
 from nanovllm.cli.http_client import Client
 from nanovllm.startup.child import start_linked
 
+LATE_SOCKET = """
+import os
+def rmdir(path, *, dir_fd=None, real=os.rmdir):
+    os.rmdir = real
+    open(f"{path}/socket", "w").close()
+    real(path, dir_fd=dir_fd)
+os.rmdir = rmdir
+"""
+
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_events_cut_at_every_byte(end: str) -> None:
@@ -41,10 +50,14 @@ def test_events_cut_at_every_byte(end: str) -> None:
 
 
 def test_a_server_whose_command_is_killed_at_its_start_leaves_nothing(tmp_path: Path) -> None:
-    """Before it listens to signals, too."""
+    """Before it listens to signals, too, and while it makes its socket."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "code" / "sitecustomize.py").write_text(LATE_SOCKET)
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary"), "PYTHONPATH": str(tmp_path / "code")}
     code = "import os; from nanovllm.cli.local_server import LocalServer as S; S('none', {}); os._exit(0)"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}, check=True)
-    wait_for(lambda: not list(tmp_path.iterdir()), "end of its folder", 10)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
+    wait_for(lambda: not list((tmp_path / "temporary").iterdir()), "end of its folder", 10)
 
 
 @pytest.mark.parametrize("is_started", [False, True])
