@@ -209,6 +209,7 @@ def test_overrides_that_change_nothing(folder: Path) -> None:
     refuse(folder, ValueError, pattern, hf_overrides=wrong)
     refuse(folder, ValueError, pattern, hf_overrides={"text_config": wrong})
     refuse(folder, ValueError, pattern, hf_overrides=wrong, model_impl="transformers")
+    refuse(folder, ValueError, "hf_overrides: 5 is no entry", hf_overrides={5: 4096})
 
 
 def test_a_file_in_place_of_a_folder_or_of_weights(folder: Path) -> None:

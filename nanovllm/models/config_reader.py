@@ -89,7 +89,8 @@ def check_overrides(names: Iterable[str], known: Iterable[str]) -> None:
     known = {*known, "architectures", "model_type", "text_config"}
     for name in names:
         if name not in known:
-            raise ValueError(f"hf_overrides: {name!r} is no entry of this model's config.json{near_miss(name, known)}")
+            hint = near_miss(str(name), known)
+            raise ValueError(f"hf_overrides: {name!r} is no entry of this model's config.json{hint}")
 
 
 def end_of_text(generation: Any, config: Any, vocab_size: int) -> tuple[int, ...]:
