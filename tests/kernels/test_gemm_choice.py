@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from nanovllm.kernels.gemm.choice import (
     DECODE_ROWS,
+    INT4,
+    INT4_ROWS,
     KINDS,
     LIBRARY,
     SKINNY_ROWS,
@@ -34,7 +36,7 @@ GEMMS = st.builds(
     st.sampled_from(KINDS),
     st.integers(1, 200_000),
     st.integers(1, 30_000),
-    st.sampled_from(["bfloat16", "float16", "float32", "float8_e4m3fn"]),
+    st.sampled_from(["bfloat16", "float16", "float32", "float8_e4m3fn", INT4]),
     st.booleans(),
 )
 OWN = GemmConfig("decode", 64, 16, 256, 5)
@@ -62,10 +64,12 @@ def test_what_is_found_can_run(gemm: Gemm, rows: int, tma: bool) -> None:
     config = H200.lookup(gemm, rows, tma)
     assert not misfit(gemm, config, tma)
     assert rows <= SKINNY_ROWS or not config.is_skinny
-    assert rows <= DECODE_ROWS or config == LIBRARY
+    assert rows <= (INT4_ROWS if gemm.dtype == INT4 else DECODE_ROWS) or config == LIBRARY
     assert config.parts == 1 or gemm.kind in SUMMED
-    if gemm.k % (16 if gemm.dtype.startswith("float8") else 8):
+    if gemm.dtype != INT4 and gemm.k % (16 if gemm.dtype.startswith("float8") else 8):
         assert not config.is_own
+    if config.kernel == "int4_whole":
+        assert gemm.k >= 1024 * config.split_k, "programs that wait for each other have enough to multiply"
     if not tma:
         assert config.kernel != "decode"
 
