@@ -50,8 +50,6 @@ def test_field_value_and_bound_are_named(kind: Any, body: dict[str, Any], messag
         {"temperature": -1},
         {"top_p": 0},
         {"seed": 2**70},
-        {"top_k": 2**64},
-        {"guided_json": {"maximum": 2**64}},
         {"max_tokens": 0},
         {"max_tokens": True},
         {"chat_template": "{{ 1 }}"},
@@ -79,6 +77,20 @@ def test_field_out_of_bounds(client: httpx.Client, fields: dict[str, Any]) -> No
     assert error["type"] == "invalid_request_error"
     assert len(answer.content) < 1400
     assert error["param"] is None or error["param"] in ASK | fields
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_k": 2**64}, {"stop_token_ids": [2**64]}, {"guided_json": {"maximum": 2**64}},
+        {"presence_penalty": 10**400}, {"logit_bias": {"1": 10**400}},
+    ],
+)  # fmt: skip
+def test_integers_beyond_all_types_are_named(client: httpx.Client, fields: dict[str, Any]) -> None:
+    answer = client.post(CHAT, json=ASK | fields)
+    assert answer.status_code == 400, answer.text[:300]
+    assert answer.json()["error"]["param"] in fields and len(answer.content) < 1400
+    assert any(bound in answer.text for bound in ("2**64", "range of float64"))
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,8 @@ def _type_error(kind: type[msgspec.Struct], body: Mapping[str, Any], text: str) 
         name = what.split("`")[1]
         return bad_request(f"{path}.{name}: is required".lstrip("."), code="missing_required_parameter")
     wanted = what.removeprefix("Expected ").replace("`", "").replace(" | null", "")
+    if what == "Number out of range":
+        wanted = "in the range of float64"
     parts = re.findall(r"[^.\[\]]+", path)
     if what.startswith("Invalid enum value"):
         wanted = "one of " + ", ".join(map(repr, _choices(kind, parts)))
@@ -259,9 +261,13 @@ def sampling_fields(
         found["logprobs"] = logprobs
     with refusing():
         SamplingParams(**found, structured_outputs=structured)
-        if structured is not None:
-            found["structured_outputs"] = structured.given
-        msgspec.msgpack.encode(found)  # as they travel to the engine
+    if structured is not None:
+        found["structured_outputs"] = structured.given
+    for name, value in found.items():
+        try:
+            msgspec.msgpack.encode(value)  # as it travels to the engine
+        except OverflowError:
+            raise bad_request(f"{name}: an integer must be in -2**63..2**64-1") from None
     return found
 
 
@@ -290,8 +296,9 @@ def structured(fields: CommonFields) -> StructuredOutput | None:
     if len(found) > 1:
         raise bad_request(f"{' and '.join(found)}: only one of them can be given", next(iter(found)))
     try:
+        msgspec.msgpack.encode(found)  # as it travels to the engine
         return next((StructuredOutput(**wanted) for wanted in found.values()), None)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         failure = from_value_error(str(error))
         failure.param = next(iter(found))
         raise failure from None
