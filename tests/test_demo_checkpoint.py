@@ -111,7 +111,7 @@ def ask(llm: LLM, messages: list[dict[str, Any]], tools: list[Any] | None, **opt
     plan = OutputParser(front).plan(prompt, choice)
     params = replace(GREEDY, structured_outputs=plan.structured)
     [output] = llm.generate([ids], params, use_tqdm=False)
-    reader, detokenizer = plan.reader(lambda: "call_0"), plan.detokenizer()
+    reader, detokenizer = plan.reader(), plan.detokenizer()
     text = "".join(map(detokenizer.push, output.token_ids)).removesuffix("<|im_end|>")
     deltas = [Delta("content", text)] if reader is None else joined(reader.push(text) + reader.finish())
     return deltas, plan.finish_reason(str(output.finish_reason), reader)
@@ -122,13 +122,14 @@ def test_model_calls_a_tool_and_tells_what_it_said(llm: LLM, chats: Any, think: 
     tools, messages = list(chats.TOOLS.values()), [{"role": "user", "content": "What is the weather in Rome?"}]
     deltas, reason = ask(llm, messages, tools, enable_thinking=think)
     thoughts = [Delta("reasoning", "I need the weather in Rome.")] if think else []
-    called = [Delta("call", "", 0, "get_weather", "call_0"), Delta("arguments", '{"city": "Rome"}')]
-    assert (deltas, reason) == (thoughts + called, "tool_calls")
+    call_id = deltas[-2].id
+    called = [Delta("call", "", 0, "get_weather", call_id), Delta("arguments", '{"city": "Rome"}')]
+    assert call_id and (deltas, reason) == (thoughts + called, "tool_calls")
 
-    call = {"id": "call_0", "type": "function", "function": {"name": "get_weather", "arguments": deltas[-1].text}}
+    call = {"id": call_id, "type": "function", "function": {"name": "get_weather", "arguments": deltas[-1].text}}
     messages += [
         {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_0", "content": '{"sky": "sunny", "degrees": 21}'},
+        {"role": "tool", "tool_call_id": call_id, "content": '{"sky": "sunny", "degrees": 21}'},
     ]
     deltas, reason = ask(llm, messages, tools)
     assert (deltas, reason) == ([Delta("content", "It is sunny in Rome, 21 degrees.")], "stop")
