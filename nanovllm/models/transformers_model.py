@@ -268,9 +268,10 @@ def read_transformers_config(
     if not is_known(raw):
         refuse("architectures", raw.get("architectures"), "a causal model that transformers has for its model_type")
     settings = _settings(raw)
-    default = type(settings)()
-    known = {*there, *default.to_dict(), *default.attribute_map}
-    check_overrides(overrides, known | ({"rope_theta", "rope_scaling"} if "rope_parameters" in known else set()))
+    if overrides:
+        default = type(settings)()
+        known = {*there, *default.to_dict(), *default.attribute_map}
+        check_overrides(overrides, known | ({"rope_theta", "rope_scaling"} if "rope_parameters" in known else set()))
     text = settings.get_text_config(decoder=True)
     longest, heads = (_integer(text, name) for name in ("max_position_embeddings", "num_attention_heads"))
     dtype = getattr(settings, "dtype", None) or torch.float32

@@ -261,13 +261,13 @@ def sampling_fields(
         found["logprobs"] = logprobs
     with refusing():
         SamplingParams(**found, structured_outputs=structured)
-    if structured is not None:
-        found["structured_outputs"] = structured.given
     for name, value in found.items():
         try:
             msgspec.msgpack.encode(value)  # as it travels to the engine
         except OverflowError:
             raise bad_request(f"{name}: an integer must be in -2**63..2**64-1") from None
+    if structured is not None:
+        found["structured_outputs"] = structured.given
     return found
 
 
