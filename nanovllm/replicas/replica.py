@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from nanovllm.engine.grammar_thread import GrammarThread
 from nanovllm.replicas.channel import Bell, Channel, small
 from nanovllm.replicas.messages import Answer, Completed, Counted, Failed, Gained, Ready, Refused, Start
-from nanovllm.startup.child import freeze_objects, leave_signals_to_parent
+from nanovllm.startup.child import end_this, freeze_objects, leave_signals_to_parent
 
 if TYPE_CHECKING:
     import torch
@@ -285,9 +285,7 @@ def main(fd: int) -> None:
         code = 0
     except BaseException:
         traceback.print_exc()
-    with suppress(AttributeError, OSError):  # None, or a pipe that nobody reads any more
-        sys.stdout.flush()
-    os._exit(code)  # not sys.exit: library threads may wait for what is gone, and signs of life go on
+    end_this(code)
 
 
 if __name__ == "__main__":

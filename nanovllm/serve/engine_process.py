@@ -12,14 +12,13 @@ import threading
 import time
 import traceback
 from array import array
-from contextlib import suppress
 from operator import add
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.grammar_thread import GrammarThread
 from nanovllm.serve import frames
 from nanovllm.serve.admin_calls import AdminCalls
-from nanovllm.startup.child import freeze_objects, leave_signals_to_parent
+from nanovllm.startup.child import end_this, freeze_objects, leave_signals_to_parent
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
@@ -290,10 +289,7 @@ def describe(engine: "LLMEngine") -> dict[str, Any]:
 
 def main(fd: int) -> None:
     leave_signals_to_parent()
-    code = EngineProcess(frames.opened(socket.socket(fileno=fd))).run()
-    with suppress(AttributeError, OSError):  # None, or a pipe that nobody reads any more
-        sys.stdout.flush()
-    os._exit(code)  # not sys.exit: library threads may wait for what is gone
+    end_this(EngineProcess(frames.opened(socket.socket(fileno=fd))).run())
 
 
 if __name__ == "__main__":

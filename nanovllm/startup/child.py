@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import NoReturn
 
 MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """What keeps NCCL, torch and NVSHMEM from creating NVLink multicast objects; to be set before CUDA starts."""
@@ -56,6 +57,13 @@ def leave_signals_to_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_PARENT)
+
+
+def end_this(code: int) -> NoReturn:
+    """Ends this process, though other threads run: those of libraries may wait for what is gone."""
+    with suppress(AttributeError, OSError):  # None, or a pipe that nobody reads any more
+        sys.stdout.flush()
+    os._exit(code)
 
 
 def freeze_objects() -> None:
