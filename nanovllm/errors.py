@@ -4,7 +4,7 @@ the value. No torch."""
 import difflib
 import math
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from typing import Any, NoReturn, TypeGuard
 
@@ -83,6 +83,13 @@ def near_miss(name: str, known: Iterable[str]) -> str:
     """What to say after an unknown name: the known one that was meant, if one is near."""
     near = difflib.get_close_matches(name, known, 1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def require_known(where: str, what: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raises a TypeError for the first of the given names that is not known, with the nearest known one."""
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{where}: unknown {what} {name!r}{near_miss(name, known)}")
 
 
 def refuse(name: str, value: Any, bound: str) -> NoReturn:

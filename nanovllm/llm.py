@@ -132,7 +132,7 @@ class LLM(LLMControl):
         if not self.config.uses("longest_first"):
             return list(range(len(prompts)))
         limit = self.engine.max_total_tokens
-        most = [min(param.max_tokens, limit - len(prompt)) for prompt, param in zip(prompts, params, strict=True)]
+        most = [min(param.most_tokens, limit - len(prompt)) for prompt, param in zip(prompts, params, strict=True)]
         return sorted(range(len(prompts)), key=most.__getitem__, reverse=True)
 
     def chat(
@@ -144,8 +144,10 @@ class LLM(LLMControl):
     ) -> list[RequestOutput]:
         """Answers a chat, or each of several: lists of {"role": ..., "content": ...}, through the chat template.
 
-        `template_options` go to the template, for example enable_thinking=False; continue_final_message=True lets the
-        answer go on where the last message ends. The outputs' `prompt` is the text that the template made.
+        `template_options`: add_generation_prompt, continue_final_message (the answer goes on where the last message
+        ends), chat_template, tools, documents, and chat_template_kwargs, a dict of the template's variables. A variable
+        that the template mentions may be a keyword too, for example enable_thinking=False; a TypeError names any other.
+        The outputs' `prompt` is the text that the template made.
         """
         self._require_open()
         if not (chats := as_chats(messages)):

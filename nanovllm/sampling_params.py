@@ -11,7 +11,7 @@ from itertools import islice
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
-from nanovllm.errors import FLAG, Bound, integer, is_integer, is_number, one_of, refuse
+from nanovllm.errors import FLAG, Bound, integer, is_integer, is_number, one_of, refuse, require_known
 
 MAX_FLOAT32 = 3.4e38
 MAX_BIAS = 100.0
@@ -24,6 +24,7 @@ MAX_IDS = 1024
 MAX_ALLOWED_IDS = 1 << 18
 """Entries of allowed_token_ids: more than a vocabulary has."""
 MAX_SALT = 128
+_NO_BOUND = 2**62  # of max_tokens
 
 
 def _refuse(name: str, value: Any, bound: str) -> NoReturn:
@@ -52,7 +53,7 @@ class StructuredOutput:
     """What an output must look like; exactly one field is given. Needs the optional extra "structured" (llguidance)."""
 
     json: str | Mapping[str, Any] | None = None
-    """A JSON schema, as a dict or as text: the output is JSON that it admits."""
+    """A JSON schema, as a dict or as text, or a pydantic model: the output is JSON that it admits."""
     regex: str | None = None
     """A regular expression that the whole output matches."""
     choice: tuple[str, ...] | None = None
@@ -62,12 +63,18 @@ class StructuredOutput:
     json_object: bool = False
     """True: any JSON object."""
 
+    def __new__(cls, *_: Any, **options: Any) -> "StructuredOutput":
+        require_known("StructuredOutput", "field", options, cls.__dataclass_fields__)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
+        if callable(schema_of := getattr(self.json, "model_json_schema", None)):
+            object.__setattr__(self, "json", schema_of())
         given = self.given
         if len(given) != 1:
             raise ValueError(f"StructuredOutput: must be given exactly one of its fields, found {[*given] or 'none'}")
         if self.json is not None and not isinstance(self.json, (str, Mapping)):
-            refuse("StructuredOutput.json", self.json, "a JSON schema, as a dict or as text")
+            refuse("StructuredOutput.json", self.json, "a JSON schema, as a dict or as text, or a pydantic model")
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
@@ -103,12 +110,15 @@ _BOUNDS: dict[str, Bound] = {
     "repetition_penalty": _number(1e-6, 1e6, "a number > 0 (in [1e-6, 1e6])"),
     "seed": (integer(-(2**63), 2**63 - 1)[0], "None or a 64-bit integer"),
     "min_tokens": integer(0),
-    "max_tokens": integer(0),
+    "max_tokens": (lambda value: value is None or integer(0)[0](value), "None or an integer >= 0"),
     "logprobs": _LOGPROBS,
     "logprobs_mode": (one_of("raw", "processed")[0], "None, 'raw' or 'processed'"),
     "prompt_logprobs": _LOGPROBS,
     "prompt_logprob_start": integer(0),
-    "structured_outputs": (lambda value: isinstance(value, StructuredOutput), "None or a StructuredOutput"),
+    "structured_outputs": (
+        lambda value: isinstance(value, (StructuredOutput, Mapping)),
+        "None, a StructuredOutput or a dict of its fields",
+    ),
     "cache_salt": (
         lambda value: isinstance(value, str) and 0 < len(value) <= MAX_SALT,
         f"None or a text of 1..{MAX_SALT} characters",
@@ -123,7 +133,8 @@ _ANY: Bound = (lambda value: True, "")
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of one request; their meaning follows vLLM's, so that they carry over."""
+    """Parameters of one request; their meaning follows vLLM's, so that they carry over. Types are those of the values
+    that are kept: None is taken for an empty list, a dict for structured_outputs."""
 
     n: int = 1
     """1..128 completions of the prompt; they share its KV blocks. Greedy ones are all the same."""
@@ -157,9 +168,9 @@ class SamplingParams:
     min_tokens: int = 0
     """Until the output has this many tokens, end-of-text and stop_token_ids cannot be sampled and `stop` is not looked
     for."""
-    max_tokens: int = 16
-    """Most tokens to generate; fewer where max_model_len or the KV cache ends first. 0: the prompt is computed, for its
-    log-probabilities say, and the output is empty."""
+    max_tokens: int | None = 16
+    """Most tokens to generate; fewer where max_model_len or the KV cache ends first. None: up to there. 0: the prompt
+    is computed, for its log-probabilities say, and the output is empty."""
     logprobs: int | None = None
     """Log-probabilities of that many likeliest tokens and of the sampled one, for each token; -1: of the whole
     vocabulary."""
@@ -181,7 +192,7 @@ class SamplingParams:
     allowed_token_ids: Iterable[int] | None = None
     """Only these can be sampled."""
     structured_outputs: StructuredOutput | None = field(default=None, hash=False)
-    """Constrains the output to a JSON schema, a regular expression, a choice or a grammar."""
+    """Constrains the output to a JSON schema, a regular expression, a choice or a grammar; a dict has its fields."""
     detokenize: bool = True
     """False: the output's text stays empty."""
     skip_special_tokens: bool = True
@@ -189,6 +200,10 @@ class SamplingParams:
     cache_salt: str | None = None
     """At most 128 characters: prompts share cached KV blocks only with requests of the same salt, so that the time to a
     first token tells nothing about the prompts of others (CVE-2025-46570)."""
+
+    def __new__(cls, *_: Any, **options: Any) -> "SamplingParams":
+        require_known("SamplingParams", "field", options, cls.__dataclass_fields__)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         defaults = SamplingParams.__dict__
@@ -201,7 +216,9 @@ class SamplingParams:
             if not holds(plain):
                 _refuse(name, plain, bound)
         self._check_lists()
-        if self.min_tokens > self.max_tokens:
+        if isinstance(self.structured_outputs, Mapping):
+            object.__setattr__(self, "structured_outputs", StructuredOutput(**self.structured_outputs))
+        if self.min_tokens > self.most_tokens:
             _refuse("min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
         if self.stop and not self.detokenize:
             _refuse("stop", self.stop, "empty with detokenize=False: stop strings are looked for in the text")
@@ -209,7 +226,7 @@ class SamplingParams:
     def _check_lists(self) -> None:
         """Lists become tuples: a frozen object whose lists can change is not frozen."""
         for name, most in (("stop", MAX_STOP), ("bad_words", MAX_BAD_WORDS)):
-            value = getattr(self, name)
+            value = () if (given := getattr(self, name)) is None else given
             bound = f"a text or a list of texts, none of them empty or of more than {MAX_TEXT} characters"
             texts = (value,) if isinstance(value, str) else _items(name, value, most, bound)
             if not all(isinstance(text, str) and 0 < len(text) <= MAX_TEXT for text in texts):
@@ -225,13 +242,14 @@ class SamplingParams:
 
     def _ids(self, name: str, most: int) -> tuple[int, ...]:
         bound = "a list of token ids"
-        ids = tuple(map(_plain, _items(name, getattr(self, name), most, bound)))
+        given = getattr(self, name)
+        ids = () if given is None else tuple(map(_plain, _items(name, given, most, bound)))
         if not all(is_integer(one) and one >= 0 for one in ids):
             _refuse(name, ids, bound)
         return ids
 
     def _bias(self) -> dict[int, float]:
-        bias = self.logit_bias
+        bias: Any = {} if self.logit_bias is None else self.logit_bias
         if not isinstance(bias, Mapping):
             _refuse("logit_bias", bias, "a dict of token id: bias")
         copy: dict[int, float] = {}
@@ -244,6 +262,11 @@ class SamplingParams:
                 _refuse("logit_bias", {token_id: value}, f"a dict of numbers in [-{MAX_BIAS}, {MAX_BIAS}]")
             copy[number] = float(value)
         return copy
+
+    @property
+    def most_tokens(self) -> int:
+        """`max_tokens` as a number, also where there is no bound."""
+        return _NO_BOUND if self.max_tokens is None else self.max_tokens
 
     @property
     def is_plain(self) -> bool:

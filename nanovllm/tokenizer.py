@@ -1,14 +1,18 @@
 """Text to token ids and back. transformers is imported only here, and only when a tokenizer is wanted."""
 
 import copy
+import re
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer
-from nanovllm.errors import require_unicode, short
+from nanovllm.errors import require_known, require_unicode, short
+
+_TEMPLATE_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template", "tools", "documents")
 
 
 class Tokenizer:
@@ -95,12 +99,27 @@ class Tokenizer:
             self._token_bytes = TokenBytes(hf)
         return ByteDetokenizer(self._token_bytes, skip_special_tokens)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> str:
         """Text of a chat that ends where the assistant is to speak, or to go on (continue_final_message=True);
-        `encode` without special tokens gives its token ids."""
+        `encode` without special tokens gives its token ids. Raises TypeError for an option that neither transformers
+        nor the template knows."""
         hf = self._of_user or self.hf  # the caller may have set a template of their own
         options.setdefault("add_generation_prompt", not options.get("continue_final_message"))
-        try:
-            return str(hf.apply_chat_template(messages, tokenize=False, **options))
-        except Exception as error:  # whatever a template raises
-            raise ValueError(f"messages: the chat template cannot render them: {short(error)}") from error
+        with _rendering():
+            template = hf.get_chat_template(options.get("chat_template"), options.get("tools"))
+        require_known("chat", "keyword", options, [*_TEMPLATE_OPTIONS, *re.findall(r"[A-Za-z_]\w*", template)])
+        with _rendering():
+            return str(hf.apply_chat_template(messages, tokenize=False, **options, **(chat_template_kwargs or {})))
+
+
+@contextmanager
+def _rendering() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever a template raises
+        raise ValueError(f"messages: the chat template cannot render them: {short(error)}") from error

@@ -185,6 +185,27 @@ def test_an_answer_that_goes_on(llm: LLM) -> None:
     assert whole.prompt == f"{bare.prompt}<|im_start|>assistant\n"
 
 
+def test_template_variables_and_misspelt_keywords_of_a_chat(llm: LLM) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    template = "{{ messages[0].content }}{% if polite %}, please{% endif %}{{ tools | length if tools else 0 }}"
+    options: dict[str, Any] = {"chat_template": template, "use_tqdm": False}
+    [plain] = llm.chat(chat, GREEDY, **options)
+    [asked] = llm.chat(chat, GREEDY, **options, chat_template_kwargs={"polite": True}, tools=[{"type": "function"}])
+    assert (plain.prompt, asked.prompt) == ("hi0", "hi, please1")
+    assert llm.chat(chat, GREEDY, **options, polite=True)[0].prompt == "hi, please0"
+    with pytest.raises(TypeError, match=r"chat: unknown keyword 'add_generation_promt'; did you mean 'add_generation_"):
+        llm.chat(chat, GREEDY, add_generation_promt=False)
+    with pytest.raises(TypeError, match="chat: unknown keyword 'polit'; did you mean 'polite'"):
+        llm.chat(chat, GREEDY, **options, polit=True)
+
+
+def test_an_output_without_a_bound_ends_with_the_context(llm: LLM) -> None:
+    limit = llm.engine.max_total_tokens
+    params = SamplingParams(max_tokens=None, ignore_eos=True, temperature=0)
+    [output] = llm.generate([[5] * (limit - 6)], params, use_tqdm=False)
+    assert (len(output.token_ids), output.finish_reason) == (6, "length")
+
+
 def test_the_bar_goes_to_stderr_or_nowhere(
     llm: LLM, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,7 +58,7 @@ class LLMEngine(EngineControl):
         length, limit = len(prompt_token_ids), self.max_total_tokens
         if length == 0:
             raise ValueError("prompt: must have at least one token")
-        if length + min(1, params.max_tokens) > limit:
+        if length + min(1, params.most_tokens) > limit:
             name, value = self._length_limit()
             raise ValueError(f"prompt of {length} tokens: must be shorter than {name}={value} (one token is generated)")
         vocab = self.model_config.vocab_size
@@ -73,7 +73,7 @@ class LLMEngine(EngineControl):
     def _check_output(self, num_prompt_tokens: int, token_ids: list[int], params: SamplingParams) -> None:
         """What an output begins with that goes on."""
         name = "output_token_ids"
-        most = self._max_total_tokens(num_prompt_tokens, params.max_tokens) - num_prompt_tokens
+        most = self._max_total_tokens(num_prompt_tokens, params.most_tokens) - num_prompt_tokens
         if params.n > 1:
             raise ValueError(f"{name}: needs n=1, found n={params.n}")
         if len(token_ids) >= most or params.max_tokens == 0:
@@ -128,7 +128,7 @@ class LLMEngine(EngineControl):
                 request_id, [*prompt_token_ids, *(output_token_ids or ())], params,
                 num_prompt_tokens=len(prompt_token_ids), seed=self._seed(params, request_id, index),
                 stop_token_ids=stop_ids,
-                max_total_tokens=self._max_total_tokens(len(prompt_token_ids), params.max_tokens),
+                max_total_tokens=self._max_total_tokens(len(prompt_token_ids), params.most_tokens),
                 metrics=RequestMetrics(arrival_time=now), index=index, sampling=row,
             )
             for index, row in enumerate(rows)

@@ -337,7 +337,7 @@ class Scheduler:
         else:
             self.waiting.remove(seq)
         seq.status, seq.finish_reason = SequenceStatus.FINISHED, reason
-        if reason != "abort" and seq.params.max_tokens:
+        if reason != "abort" and seq.params.max_tokens != 0:
             self.lookahead.note_end(seq)
 
     def _preempt_newest(self) -> Sequence:

@@ -85,7 +85,7 @@ class NanoModel(LightevalModel):  # type: ignore[misc]
         contexts = [self._context(doc) for doc in docs]
         params = [self._generation(doc) for doc in docs]
         prompts = [
-            self.tok_encode(context)[-(self.max_length - param.max_tokens) :]
+            self.tok_encode(context)[-(self.max_length - param.most_tokens) :]
             for context, param in zip(contexts, params, strict=True)
         ]
         outputs = self.llm.generate(prompts, params, use_tqdm=not self.disable_tqdm)

@@ -102,7 +102,7 @@ class NanoLM(TemplateLM):  # type: ignore[misc]
         prompts, params = [], []
         for context, options in (request.args for request in requests):
             param = self._generation(options)
-            prompts.append(self.tok_encode(context)[-(self.max_length - param.max_tokens) :])
+            prompts.append(self.tok_encode(context)[-(self.max_length - param.most_tokens) :])
             params.append(param)
         outputs = self.llm.generate(prompts, params, use_tqdm=not disable_tqdm)
         for request, output in zip(requests, outputs, strict=True):

@@ -36,6 +36,6 @@ class RequestState:
         known = first.output_token_ids if self.goes_on else first.output_token_ids[: self.num_given]
         self.to_skip = [seq.num_output_tokens - len(known) for seq in self.seqs]
         params, most = first.params, first.max_total_tokens - first.num_prompt_tokens
-        if most < params.max_tokens:  # the replica's KV cache may hold more than that of others
+        if most < params.most_tokens:  # the replica's KV cache may hold more than that of others
             params = replace(params, max_tokens=most, min_tokens=min(most, params.min_tokens))
         return first.request_id, array("i", first.token_ids[: first.num_prompt_tokens]).tobytes(), params, known

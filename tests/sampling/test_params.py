@@ -1,8 +1,10 @@
 """SamplingParams: what is refused, by name, value and bound; what is kept."""
 
+import copy
 import math
+import pickle
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from itertools import count
 from typing import Any
 
@@ -28,7 +30,7 @@ BAD: list[tuple[str, Any]] = [
     ("include_stop_str_in_output", 1), ("ignore_eos", None), ("ignore_eos", 1), ("detokenize", "no"),
     ("skip_special_tokens", 0),
     ("min_tokens", -1), ("min_tokens", 17), ("max_tokens", -1), ("max_tokens", 1.0), ("max_tokens", "5"),
-    ("max_tokens", True), ("max_tokens", None),
+    ("max_tokens", True),
     ("cache_salt", ""), ("cache_salt", "x" * 129), ("cache_salt", 5),
     ("logprobs", -2), ("logprobs", True), ("prompt_logprobs", -2), ("prompt_logprobs", 1.0),
     ("logprobs_mode", "cooked"), ("sampling_mask", 1), ("prompt_logprob_start", -1),
@@ -36,7 +38,7 @@ BAD: list[tuple[str, Any]] = [
     ("logit_bias", [1]),
     ("bad_words", [""]), ("bad_words", [3]), ("bad_words", ["x" * 257]),
     ("allowed_token_ids", []), ("allowed_token_ids", [-1]), ("allowed_token_ids", 3),
-    ("structured_outputs", {"json": "{}"}),
+    ("structured_outputs", "json"),
 ]  # fmt: skip
 
 
@@ -82,7 +84,7 @@ LONG = "0123456789" * 100_000
         lambda: SamplingParams(temperature=LONG),  # type: ignore[arg-type]
         lambda: SamplingParams(seed=10**50_000),
         lambda: SamplingParams(stop_token_ids=[LONG]),  # type: ignore[list-item]
-        lambda: SamplingParams(structured_outputs={"json": {"enum": [LONG]}}),  # type: ignore[arg-type]
+        lambda: SamplingParams(structured_outputs=LONG),  # type: ignore[arg-type]
         lambda: StructuredOutput(choice=[[LONG]]),  # type: ignore[arg-type]
         lambda: StructuredOutput(json=[LONG] * 50),  # type: ignore[arg-type]
         lambda: EngineConfig("model", device=LONG),
@@ -109,6 +111,32 @@ def test_numbers_of_numpy_are_numbers() -> None:
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=rf"SamplingParams\.{name}=.*must be"):
             SamplingParams(**{name: value})
+
+
+def test_none_leaves_a_list_empty_and_the_length_to_the_context() -> None:
+    empty = SamplingParams(stop=None, stop_token_ids=None, bad_words=None, logit_bias=None)
+    assert empty == SamplingParams()
+    assert SamplingParams(max_tokens=None, min_tokens=10**6).max_tokens is None
+
+
+def test_a_misspelt_field_is_named_with_the_nearest() -> None:
+    with pytest.raises(TypeError, match=r"SamplingParams: unknown field 'temprature'; did you mean 'temperature'\?"):
+        SamplingParams(temprature=0.5)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"StructuredOutput: unknown field 'choices'; did you mean 'choice'\?"):
+        StructuredOutput(choices=["a"])  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"StructuredOutput: unknown field 'jason'; did you mean 'json'\?"):
+        SamplingParams(structured_outputs={"jason": "{}"})
+    params = SamplingParams(temperature=0.5, stop="a")
+    for copied in (pickle.loads(pickle.dumps(params)), copy.deepcopy(params), replace(params, seed=None)):
+        assert copied == params
+
+
+def test_a_constraint_may_be_a_dict_or_a_pydantic_model() -> None:
+    schema = {"type": "object"}
+    assert SamplingParams(structured_outputs={"json": schema}).structured_outputs == StructuredOutput(json=schema)
+    pydantic = pytest.importorskip("pydantic")
+    model = pydantic.create_model("Answer", sure=(bool, ...))
+    assert StructuredOutput(json=model).json == model.model_json_schema()
 
 
 def test_stop_needs_text() -> None:
