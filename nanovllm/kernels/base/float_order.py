@@ -14,3 +14,10 @@ def to_ordered(x):
 def from_ordered(key):
     """int32 -> float32."""
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def magnitude(x):
+    """float32 -> the bits of |x| as int32, in the order of |x| with NaN the largest: a maximum of floats leaves NaN
+    out on a GPU."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF

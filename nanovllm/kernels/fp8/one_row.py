@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.base.device import pdl_options
+from nanovllm.kernels.base.float_order import magnitude
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
-from nanovllm.kernels.fp8.quantize import group_scales, quantize_rows, rounded
+from nanovllm.kernels.fp8.quantize import quantize_rows, rounded, scales_of
 from nanovllm.kernels.fp8.reference import GROUP
 from nanovllm.kernels.gemm.choice import PROCESSORS, GemmConfig
 from nanovllm.kernels.gemm.decode import silu_mul
@@ -97,7 +98,7 @@ def load_x(x_ptr, X_SCALE, begin, scale_stride, K: tl.constexpr, WARPS: tl.const
 def _round_x(low, high):
     """Halves that are not rounded -> what load_x gives."""
     low, high = low.to(tl.float32), high.to(tl.float32)
-    scale = group_scales(tl.maximum(tl.abs(low), tl.abs(high)))[:, :, None]
+    scale = scales_of(tl.maximum(magnitude(low), magnitude(high)))[:, :, None]
     low, high = _right(rounded(low, scale), rounded(high, scale))
     return low, high, tl.permute(scale, [1, 2, 0])
 

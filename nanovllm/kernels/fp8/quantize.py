@@ -4,31 +4,40 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.base.device import pdl_options
+from nanovllm.kernels.base.float_order import magnitude
 from nanovllm.kernels.base.padded_rows import padded_rows
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.reference import FP8, GROUP, LARGEST, SMALLEST_MAXIMUM
 
 _LARGEST: tl.constexpr = tl.constexpr(LARGEST)
-_SMALLEST_MAXIMUM: tl.constexpr = tl.constexpr(SMALLEST_MAXIMUM)
+_SMALLEST_BITS: tl.constexpr = tl.constexpr(int(torch.tensor(SMALLEST_MAXIMUM).view(torch.int32)))
 ROWS_MULTIPLE = 4
 """Of the memory of a group's scales, so that they may be copied by 16 bytes."""
 
 
 @triton.jit
+def scales_of(magnitudes):
+    """int32 [..., n], of `magnitude` -> the scales of groups of n numbers, float32 [...]; NaN where a group has one."""
+    largest = tl.maximum(tl.max(magnitudes, axis=-1), _SMALLEST_BITS).to(tl.float32, bitcast=True)
+    return tl.div_rn(largest, _LARGEST)
+
+
+@triton.jit
 def group_scales(x):
     """float32 [..., 128] -> the scales of groups [...]."""
-    return tl.div_rn(tl.maximum(tl.max(tl.abs(x), axis=-1), _SMALLEST_MAXIMUM), _LARGEST)
+    return scales_of(magnitude(x))
 
 
 @triton.jit
 def rounded(x, scale):
-    """float32 / scale as e4m3, within its range. The product with the inverse, corrected by its remainder, is what
-    div_rn gives (Markstein, IBM J. Res. Dev. 34, 1990), with one division for a group."""
+    """float32 / scale as e4m3, within its range; NaN stays NaN. The product with the inverse, corrected by its
+    remainder, is what div_rn gives (Markstein, IBM J. Res. Dev. 34, 1990), with one division for a group."""
     inverse = tl.div_rn(1.0, scale)
     y = x * inverse
     y = tl.fma(tl.fma(-y, scale, x), inverse, y)
-    return tl.minimum(tl.maximum(y, -_LARGEST), _LARGEST).to(tl.float8e4nv)
+    y = tl.maximum(y, -_LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(y, _LARGEST, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
 @triton.jit
@@ -49,7 +58,7 @@ def static_scale(INPUT_SCALE, COUNT: tl.constexpr):
     """The largest of COUNT scales."""
     scale = tl.load(INPUT_SCALE)
     for index in tl.static_range(1, COUNT):
-        scale = tl.maximum(scale, tl.load(INPUT_SCALE + index))
+        scale = tl.maximum(scale, tl.load(INPUT_SCALE + index), propagate_nan=tl.PropagateNan.ALL)
     return scale
 
 

@@ -7,6 +7,7 @@ its step. e4m3 has a sign, 4 bits of exponent and 3 of mantissa, no infinity, an
 
 import torch
 
+from nanovllm.kernels.base.float_order import magnitude
 from nanovllm.kernels.base.triton_import import tl, triton
 
 E4M3_MAX = 448.0
@@ -31,21 +32,15 @@ def store_heads(ROW, head_stride, parts, heads, count, D: tl.constexpr, HALF: tl
 
 
 @triton.jit
-def _magnitude(x):
-    """float32 as integers in the order of |x|, with NaN the largest: a maximum of floats leaves NaN out."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
 def store_cached(ROW, head_stride, SCALE_ROW, scale_stride, parts, heads, count, D: tl.constexpr, HALF: tl.constexpr):
     """store_heads into a cache; where that has scales (SCALE_ROW is not None), of e4m3. See quantised_reference."""
     if SCALE_ROW is not None:
         first, second, rest = parts
         first, second = first.to(tl.float32), second.to(tl.float32)
-        largest = tl.max(tl.maximum(_magnitude(first), _magnitude(second)), 1)
+        largest = tl.max(tl.maximum(magnitude(first), magnitude(second)), 1)
         if 2 * HALF < D:
             rest = rest.to(tl.float32)
-            largest = tl.maximum(largest, tl.max(_magnitude(rest), 1))
+            largest = tl.maximum(largest, tl.max(magnitude(rest), 1))
         scale = (largest.to(tl.float32, bitcast=True) * (1.0 / _E4M3_MAX)).to(tl.bfloat16).to(tl.float32)
         scale = tl.where(largest < _INFINITY, scale, float("nan"))
         scale = tl.where(scale < _LEAST_SCALE, 0.0, scale)

@@ -1,0 +1,99 @@
+"""What is not a number stays so when it is rounded to e4m3. On a GPU a maximum of floats and e4m3's own saturation
+leave NaN out, which would make a finite number of it; Triton's interpreter does neither. So the compiled kernels are
+looked at, which takes no GPU, and run where there is one."""
+
+import pytest
+import torch
+from compiling import run_alone
+
+from nanovllm.kernels.fp8 import gemm, one_row
+from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
+from nanovllm.kernels.fp8.quantize import quantize_rows
+from nanovllm.kernels.fp8.reference import quantize_blocks
+from nanovllm.kernels.gemm.choice import GemmConfig
+from nanovllm.kernels.pointwise.activation import silu_mul_fp8
+from nanovllm.kernels.pointwise.norm import Norm, add_norms_fp8
+
+pytest.importorskip("triton")
+
+HIDDEN = 512
+ROW = GemmConfig("quantized_row", 16, block_k=512, stages=2, num_warps=4)
+ROLES = GemmConfig("specialized", 128, 64, 128, 4)
+
+COMPILE = """
+import re
+import torch
+from compiling import compile_only
+from nanovllm.kernels.fp8 import gemm, one_row
+from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
+from nanovllm.kernels.fp8.quantize import empty_quantized, quantize_rows
+from nanovllm.kernels.gemm.choice import GemmConfig
+from nanovllm.kernels.pointwise.activation import silu_mul_fp8
+from nanovllm.kernels.pointwise.norm import Norm, add_norms_fp8
+
+seen = []
+
+def check(ptx, options):
+    assert not re.search(r"\\b(max|min)\\.f32", ptx), "it leaves NaN out"
+    seen.append("cvt.rn.satfinite.e4m3x2.f32" in ptx)
+
+compile_only(check)
+n = k = 512
+x, gain = torch.empty(64, k, dtype=torch.bfloat16), torch.empty(k, dtype=torch.bfloat16)
+weight = FP8Weight(torch.empty(n, k, dtype=torch.float8_e4m3fn), torch.empty(n // 128, k // 128), 128)
+quantize_rows(x)
+quantize_rows(x, torch.empty(2))
+add_norms_fp8(x, x, Norm(gain, 1e-6))
+silu_mul_fp8(x)
+rows = FP8Rows(*empty_quantized(64, k, x.device), x.dtype)
+gemm.linear(rows, weight, GemmConfig("specialized", 128, 64, 128, 4), gated=True)
+one_row.linear(x[:1], weight, GemmConfig("quantized_row", 16, block_k=512, stages=2), norm=Norm(gain, 1e-6))
+assert len(seen) == 6 and all(seen), seen
+"""
+
+
+@pytest.mark.slow
+def test_no_compiled_kernel_leaves_nan_out() -> None:
+    run_alone(COMPILE)
+
+
+def spoilt(rows: int, columns: int = HIDDEN) -> torch.Tensor:
+    """Random rows, the last of which has one NaN."""
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+    x[-1, columns // 3] = float("nan")
+    return x.to("cuda", torch.bfloat16)
+
+
+def keeps_nan(rows: FP8Rows, group: int | None = None) -> bool:
+    """The last row has NaN, in one group or in all, and no other row has."""
+    wide = rows.values.float().unflatten(1, (-1, 128)) * rows.scales[..., None]
+    found = wide.isnan().any(2)
+    return bool(found[-1].all() if group is None else found[-1, group]) and not bool(found[:-1].any())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter keeps NaN in any case")
+def test_rounded_rows_keep_nan() -> None:
+    gain = torch.ones(HIDDEN, dtype=torch.bfloat16, device="cuda")
+    x = spoilt(5)
+    group = HIDDEN // 3 // 128
+    assert keeps_nan(FP8Rows(*quantize_rows(x), x.dtype), group)
+    assert keeps_nan(FP8Rows(*quantize_rows(x, torch.ones(1, device="cuda")), x.dtype), group)
+    assert keeps_nan(add_norms_fp8(x, torch.zeros_like(x), Norm(gain, 1e-6))[0])
+    assert keeps_nan(silu_mul_fp8(torch.cat([x, torch.ones_like(x)], 1)), group)
+    assert keeps_nan(silu_mul_fp8(torch.cat([torch.ones_like(x), x], 1)), group)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter keeps NaN in any case")
+def test_products_of_a_row_with_nan_are_nan() -> None:
+    make = torch.Generator().manual_seed(1)
+    values, scale = quantize_blocks(torch.randn(HIDDEN, HIDDEN, generator=make))
+    weight, gain = FP8Weight(values.cuda(), scale.cuda(), 128), torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
+    x = spoilt(1)
+    for norm in (None, Norm(gain, 1e-6)):
+        assert one_row.linear(x, weight, ROW, norm=norm).isnan().all()
+    many = spoilt(40)
+    rows = FP8Rows(*quantize_rows(many), many.dtype)
+    assert gemm.linear(rows, weight, ROLES)[-1].isnan().all()  # type: ignore[index]
+    assert keeps_nan(gemm.linear(rows, weight, ROLES, gated=True))  # type: ignore[arg-type]
