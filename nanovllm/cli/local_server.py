@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.cli.http_client import Client
-from nanovllm.startup.child import LEFT_TO_PARENT, end, start_linked
+from nanovllm.processes.child import LEFT_TO_PARENT, end, start_linked
 
 _POLL = 0.05  # seconds between two looks at /health
 _EXIT_PATIENCE = 15.0

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
-from nanovllm.wire.fence import Fence
+from nanovllm.processes.fence import Fence
 
 MAX_READERS = 8
 NUM_SLOTS = 8

@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 
 from nanovllm.errors import WorkerError
 from nanovllm.executor.channel import CommandWriter, Word, WorkerState, create_shared_memory
-from nanovllm.startup.child import end, forbid_multicast, no_standard_numbers, socket_pair, start_python
-from nanovllm.wire.framing import FrameBuffer
+from nanovllm.processes.child import end, forbid_multicast, no_standard_numbers, socket_pair, start_python
+from nanovllm.processes.framing import FrameBuffer
 
 _WATCH_INTERVAL = 0.2  # seconds between looks at workers' progress
 _LONGEST_LOOK_AWAY = 1.0  # seconds that count between two looks: in a longer pause this process stood still itself

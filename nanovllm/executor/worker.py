@@ -11,8 +11,8 @@ import traceback
 from typing import Any
 
 from nanovllm.executor.channel import STEP, CommandReader, WorkerState
-from nanovllm.startup.child import leave_signals_to_parent
-from nanovllm.wire.framing import framed
+from nanovllm.processes.child import leave_signals_to_parent
+from nanovllm.processes.framing import framed
 
 _LOOK_SECONDS = 0.5
 _SPIN_SECONDS = 2.0  # for which a worker of a GPU waits for its next command before it sleeps

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from nanovllm.wire.fence import Fence
+from nanovllm.processes.fence import Fence
 
 SLOT = 1 << 20
 """Bytes of a rank's slot: longer tensors go in pieces."""

@@ -1,6 +1,5 @@
-"""For programs of Ray: `Predictor` for Ray Data, `app` for Ray Serve."""
+"""For programs of Ray: `Predictor` for Ray Data. (Replicas on a Ray cluster: EngineConfig.data_parallel_backend.)"""
 
 from nanovllm.ray.predictor import Predictor
-from nanovllm.ray.serving import app
 
-__all__ = ["Predictor", "app"]
+__all__ = ["Predictor"]

@@ -4,7 +4,7 @@ import pickle
 import socket
 from typing import Any
 
-from nanovllm.wire.framing import FrameBuffer, framed
+from nanovllm.processes.framing import FrameBuffer, framed
 
 _READ_BYTES = 1 << 18
 

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from nanovllm.processes.child import end, start_linked
+from nanovllm.processes.framing import framed
 from nanovllm.replicas.channel import Channel, small
 from nanovllm.replicas.inbox import Inbox
 from nanovllm.replicas.messages import Failed, Start
-from nanovllm.startup.child import end, start_linked
-from nanovllm.wire.framing import framed
 
 _MODULE = "nanovllm.replicas.replica"
 SILENCE = 60.0

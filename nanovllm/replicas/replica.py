@@ -20,9 +20,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nanovllm.engine.grammar_thread import GrammarThread
+from nanovllm.processes.child import end_this, freeze_objects, leave_signals_to_parent
 from nanovllm.replicas.channel import Bell, Channel, small
 from nanovllm.replicas.messages import Answer, Completed, Counted, Failed, Gained, Ready, Refused, Start
-from nanovllm.startup.child import end_this, freeze_objects, leave_signals_to_parent
 
 if TYPE_CHECKING:
     import torch

@@ -16,9 +16,9 @@ from operator import add
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.grammar_thread import GrammarThread
+from nanovllm.processes.child import end_this, freeze_objects, leave_signals_to_parent
 from nanovllm.serve import frames
 from nanovllm.serve.admin_calls import AdminCalls
-from nanovllm.startup.child import end_this, freeze_objects, leave_signals_to_parent
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from nanovllm.outputs import EngineStats
-from nanovllm.wire import framing
+from nanovllm.processes import framing
 
 _SOCKET_BYTES = 4 << 20  # that may be on their way to the other end
 _LENGTH = struct.Struct("<I")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import nanovllm
+from nanovllm.processes.child import freeze_objects
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve import errors, frames
 from nanovllm.serve.api import fields as api
@@ -24,7 +25,6 @@ from nanovllm.serve.parsers import OutputParser
 from nanovllm.serve.streams import Streams
 from nanovllm.serve.text import FrontTokenizer
 from nanovllm.serve.text.tokenizer import read_json
-from nanovllm.startup.child import freeze_objects
 
 if TYPE_CHECKING:
     from nanovllm.serve.api.answer import Answer

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from nanovllm.processes.child import end, start_linked
 from nanovllm.serve import frames
 from nanovllm.serve.streams import Streams
-from nanovllm.startup.child import end, start_linked
 
 _MODULE = "nanovllm.serve.engine_process"
 _EXIT_PATIENCE = 6.0  # seconds that the engine gets to end its ranks in order

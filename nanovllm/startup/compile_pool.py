@@ -23,7 +23,7 @@ from pathlib import Path
 
 from nanovllm.config import EngineConfig
 from nanovllm.model_config import ModelConfig
-from nanovllm.startup.child import end, no_standard_numbers, start_python
+from nanovllm.processes.child import end, no_standard_numbers, start_python
 from nanovllm.startup.compile_server import CompileJob
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from nanovllm.startup.child import forbid_multicast
+from nanovllm.processes.child import forbid_multicast
 
 forbid_multicast()
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host

@@ -14,7 +14,7 @@ from serve.serving import ROOT, wait_for
 
 from nanovllm.cli import local_server
 from nanovllm.cli.http_client import Client
-from nanovllm.startup.child import start_linked
+from nanovllm.processes.child import start_linked
 
 LATE_SOCKET = """
 import os

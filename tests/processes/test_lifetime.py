@@ -20,7 +20,7 @@ from nanovllm import LLM, SamplingParams, control, terminal
 from nanovllm import llm as llm_module
 from nanovllm.engine import fair_lock
 from nanovllm.executor.processes import WorkerProcesses
-from nanovllm.startup.child import start_linked
+from nanovllm.processes.child import start_linked
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAVE = 5.0  # seconds for workers to leave after their program has

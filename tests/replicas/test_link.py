@@ -22,14 +22,14 @@ from nanovllm import SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ReplicaError
 from nanovllm.models.registry import read_model_config
+from nanovllm.processes.child import start_linked
+from nanovllm.processes.framing import framed
 from nanovllm.replicas import engine, link
 from nanovllm.replicas.channel import Channel
 from nanovllm.replicas.inbox import Inbox
 from nanovllm.replicas.link import Lost, ProcessLink, ReplicaLink
 from nanovllm.replicas.messages import Answer, Ready, Start
-from nanovllm.startup.child import start_linked
 from nanovllm.tokenizer import Tokenizer
-from nanovllm.wire.framing import framed
 
 
 def test_a_channel_hands_out_whole_messages_however_they_are_cut() -> None:
