@@ -53,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ["TRITON_INTERPRET"] = "1"  # before the first import of a kernel
     import torch
 
-    from bench import SIZES, published_name
     from bench_cases.harness import run_case, table
+    from nanovllm.cli.bench.engine import SIZES, published_name
 
     name = published_name(options.model)
     if name is None:

@@ -22,8 +22,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import add_engine_options, engine_options
 from nanovllm import LLM, SamplingParams
+from nanovllm.cli.bench.engine import add_engine_options, engine_options
 from nanovllm.cli.options import Parser
 
 FIRST_KERNEL = "prepare_decode"  # every decode step begins with it

@@ -25,8 +25,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import add_engine_options, engine_options
 from nanovllm import LLM, SamplingParams
+from nanovllm.cli.bench.engine import add_engine_options, engine_options
 from nanovllm.cli.options import Parser
 from nanovllm.kernels.gemm.choice import (
     DECODE_ROWS,

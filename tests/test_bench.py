@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 from programs import load
 
+from nanovllm.cli.bench import engine as bench
+from nanovllm.cli.bench.modes import LATENCY_REQUESTS, Bench, against
+from nanovllm.cli.bench.roofline import DeviceFigures, Roofline, StepWork, device_figures
+from nanovllm.cli.bench.workloads import draw_workload
 from nanovllm.models.published import PUBLISHED_SHAPES
 from nanovllm.models.registry import parse_config
 from nanovllm.outputs import StepOutput
-from roofline import DeviceFigures, Roofline, StepWork, device_figures
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = {
@@ -34,12 +37,11 @@ TINY = {
 }
 
 
-bench = load(ROOT / "bench.py")
 bench_table = load(ROOT / "scripts" / "bench_table")
 
 
 def requests_at_once(repeat: int = 0, vocab_size: int = 151936) -> Any:
-    return bench.draw_workload(256, (100, 1024), (100, 1024), seed=0, vocab_size=vocab_size, repeat=repeat)
+    return draw_workload(256, (100, 1024), (100, 1024), seed=0, vocab_size=vocab_size, repeat=repeat)
 
 
 def roofline(size: str, ranks: int = 1) -> Roofline:
@@ -138,8 +140,8 @@ def test_no_limit_without_figures() -> None:
     work = StepWork(decode_context=1 << 40)  # a key and its scale of two bytes, in place of 4 bytes an element
     head_dim = llm.model_config.head_dim
     assert fp8.step_seconds(work) == pytest.approx(limits.step_seconds(work) * (head_dim + 2) / (4 * head_dim))
-    assert bench.against(None, 1.0, "s", 1) == ""
-    assert "limit 2 s, 50%" in bench.against(2.0, 4.0, "s", 1)
+    assert against(None, 1.0, "s", 1) == ""
+    assert "limit 2 s, 50%" in against(2.0, 4.0, "s", 1)
 
 
 def test_published_names_get_dummy_weights(tmp_path: Path) -> None:
@@ -165,7 +167,7 @@ def test_published_names_get_dummy_weights(tmp_path: Path) -> None:
         (["--decode-stall", "prompts=1.5"], "--decode-stall prompts=1.5: must be"),
         (["--input-len", "9-3"], "--input-len: '9-3': must be LOW-HIGH with 1 <= LOW <= HIGH"),
         (["--output-len", "x"], "--output-len: 'x': must be LOW-HIGH"),
-        (["--model", "7B"], "--model 7B: no such folder, no hub id (owner/name), and not one of 0.6B, 1.7B, 4B, 8B"),
+        (["--model", "7B"], "--model 7B: no such folder, no hub id (owner/name), not demo and not one of 0.6B"),
         (["--num-seqs", "0"], "--num-seqs"),
         (["--json", "/nowhere/result.json"], "--json /nowhere/result.json: must be a file in a folder that is there"),
     ],
@@ -214,10 +216,10 @@ class ClockedEngine:
 def test_latency_and_stall_time_the_tokens() -> None:
     args, _ = bench.parse_args(["--output-len", "6", "--decode-stall", "decodes=4", "decode_output=80", "prompts=3",
                                 "prompt_len=9", "decode_input=5", "first_at=0.02", "interval=0.03"])  # fmt: skip
-    run = bench.Bench(ClockedEngine(), None, args)
+    run = Bench(ClockedEngine(), None, args)
     latency = run.latency()
     assert latency["first_token_s"] >= 0.02 and 0.001 <= latency["token_p50_s"] < latency["first_token_s"]
-    assert run.llm.added == 1 + bench.LATENCY_REQUESTS
+    assert run.llm.added == 1 + LATENCY_REQUESTS
     stall = run.decode_stall()
     assert stall["no_prompts"]["p50_s"] <= stall["no_prompts"]["p99_s"] <= stall["no_prompts"]["max_s"]
     assert stall["prompts"]["max_s"] >= 0.02 and stall["prompts"]["first_token_p50_s"] >= 0.02
@@ -225,7 +227,7 @@ def test_latency_and_stall_time_the_tokens() -> None:
 
 
 def test_age_of_the_process_counts_from_its_start() -> None:
-    code = "import time; time.sleep(0.5); import bench; print(bench.process_age())"
+    code = "import time; time.sleep(0.5); from nanovllm.cli.bench import engine; print(engine.process_age())"
     started = time.monotonic()
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     age = float(output.stdout)
@@ -270,7 +272,7 @@ def test_command_line_on_a_cpu(tmp_path: Path) -> None:
     record = json.loads(result.read_text())
     by_mode = {entry["mode"]: entry for entry in record["results"]}
     assert set(by_mode) == {"throughput", "latency", "decode_stall", "sampling_options"}
-    expected = sum(bench.draw_workload(4, (5, 20), (3, 6), 0, 97).output_lens)
+    expected = sum(draw_workload(4, (5, 20), (3, 6), 0, 97).output_lens)
     assert [run["output_tokens"] for run in by_mode["throughput"]["runs"]] == [expected] * 2
     assert record["settings"]["num_kvcache_blocks"] == 64
     assert record["start_up"]["process_to_first_token_s"] >= record["start_up"]["engine_s"]

@@ -87,7 +87,8 @@ def commands(page: Path, program: str) -> list[list[str]]:
 
 @by_page
 def test_commands_are_understood(page: Path) -> None:
-    bench = load(ROOT / "bench.py")
+    from nanovllm.cli.bench import engine as bench
+
     for arguments in commands(page, "bench.py"):
         bench.parse_args(arguments)
     groups = load(ROOT / "scripts" / "bench_table").GROUPS

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nanovllm.cli.bench.roofline import device_figures
 from nanovllm.kernels.base.compile_keys import resolve_keys
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.published import PUBLISHED_SHAPES
 from nanovllm.models.registry import parse_config
 from nanovllm.startup.compile_pool import KernelCompiler, process_count
 from nanovllm.startup.dry_run import launching_nothing
-from roofline import device_figures
 
 if TYPE_CHECKING:
     from bench_cases.ranks import Rank

@@ -90,12 +90,14 @@ def test_mistakes(server: Server, capsys: pytest.CaptureFixture[str], options: t
 
 
 def test_the_engine_alone(tmp_path: Path) -> None:
-    own = ("--device", "cpu", "--num-kvcache-blocks", "128", "--output-json", str(tmp_path / "found.json"))
+    path = tmp_path / "found.json"
+    own = ("--model", "demo", "--device", "cpu", "--num-kvcache-blocks", "128", "--output-json", str(path))
     assert main(["bench", "throughput", *own, "--num-prompts", "3", "--input-len", "8", "--output-len", "4"]) == 0
-    assert json.loads((tmp_path / "found.json").read_text())["total_num_tokens"] == 36
-    sizes = ("--batch-size", "2", "--input-len", "8", "--output-len", "4", "--num-iters", "2")
-    assert main(["bench", "latency", *own, *sizes, "--num-iters-warmup", "1"]) == 0
-    assert len(json.loads((tmp_path / "found.json").read_text())["latencies"]) == 2
+    [found] = json.loads(path.read_text())["results"]
+    assert (found["mode"], found["requests"], found["runs"][0]["output_tokens"]) == ("throughput", 3, 12)
+    assert main(["bench", "latency", *own, "--batch-size", "2", "--input-len", "8", "--output-len", "4"]) == 0
+    [found] = json.loads(path.read_text())["results"]
+    assert (found["mode"], found["batch_size"]) == ("latency", 2) and all(seconds > 0 for seconds in found["batches_s"])
 
 
 def test_env(capsys: pytest.CaptureFixture[str]) -> None:

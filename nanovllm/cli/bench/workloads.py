@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm import SamplingParams, StructuredOutput
+from nanovllm.sampling_params import SamplingParams, StructuredOutput
 
 PENALTIES = {"presence_penalty": 0.5, "repetition_penalty": 1.1}
 SCHEMA = {"type": "object", "properties": {"sizes": {"type": "array", "items": {"type": "number"}, "minItems": 500}}}
