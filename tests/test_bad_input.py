@@ -188,7 +188,7 @@ def refuse(folder: Path, kind: type[Exception], pattern: str, **options: Any) ->
 @pytest.mark.parametrize(
     ("changes", "pattern"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, r"architectures='GPT2LMHeadModel': must be one of 'Arcee.*'Qwen3"),
+        ({"architectures": ["GPT2LMHeadModel"]}, r"architectures='GPT2LMHeadModel': must be one of those"),
         ({"hidden_size": None}, r"'hidden_size' is missing"),
         ({"rope_scaling": {"type": "linear", "factor": "x"}}, r"factor='x': must be"),
         ({"eos_token_id": [1, VOCAB]}, rf"eos_token_id={VOCAB}: must be an integer in 0\.\.{VOCAB - 1}"),

@@ -3,20 +3,31 @@
 No torch: the host reads a configuration before torch is imported.
 """
 
-import json
 import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.errors import refuse, short
+from nanovllm.errors import near_miss, refuse
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.config_reader import CHANGES_RESULT, ConfigReader, check_overrides
 from nanovllm.models.families import gemma, llama, moe, olmo, others, phi, qwen
 from nanovllm.models.family import Family
+from nanovllm.models.files import (
+    CONFIGURATION,
+    TEXTS,
+    WEIGHTS,
+    check_configuration,
+    check_tokenizer,
+    check_weights,
+    fetch,
+    names_hub,
+    read_json,
+)
 from nanovllm.models.published import PUBLISHED_SHAPES
 from nanovllm.models.quantization import quantized_layers, read_quantization, settled
+from nanovllm.models.unserved import takes_more_than_text, unserved_parts
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +40,8 @@ FAMILIES: dict[str, Family] = {
 def family(architecture: str) -> Family:
     """Raises ValueError for an architecture that is not here."""
     if architecture not in [*FAMILIES]:  # which takes what has no hash
-        refuse("architectures", architecture, "one of " + ", ".join(map(repr, sorted(FAMILIES))))
+        hint = near_miss(architecture, FAMILIES) if isinstance(architecture, str) else ""
+        refuse("architectures", architecture, f"one of those that docs/models.md lists{hint}")
     return FAMILIES[architecture]
 
 
@@ -79,9 +91,10 @@ def read_model_config(config: EngineConfig) -> ModelConfig:
     if _is_published(config):
         raw = PUBLISHED_SHAPES[config.model]
     else:
-        raw = _read_json(folder / "config.json")
+        raw = read_json(folder / "config.json")
         if (folder / "generation_config.json").is_file():
-            generation = _read_json(folder / "generation_config.json")
+            generation = read_json(folder / "generation_config.json")
+    _refuse_unserved(raw, config)
     if _is_for_transformers(raw, config):
         if config.quantization is not None:
             refuse("quantization", config.quantization, "None where transformers computes the model (model_impl)")
@@ -92,6 +105,21 @@ def read_model_config(config: EngineConfig) -> ModelConfig:
         found = parse_config(raw, generation, config.quantization, config.hf_overrides)
     found.check_tensor_parallel(config.tensor_parallel_size)
     return found
+
+
+def _refuse_unserved(raw: dict[str, Any], config: EngineConfig) -> None:
+    """Raises ValueError for an architecture that neither we nor transformers' module can compute here, and says why."""
+    raw = _text_config({**raw, **config.hf_overrides})
+    architectures = raw.get("architectures")
+    if not isinstance(architectures, list) or not architectures or architectures[0] in [*FAMILIES]:
+        return
+    parts = unserved_parts(raw)
+    if not parts and takes_more_than_text(raw):
+        from nanovllm.models.transformers_model import is_known
+
+        parts = "" if is_known(raw) else "takes images or sound, and has no language model of a family that is here"
+    if parts:
+        raise ValueError(f"{architectures[0]} {parts}: not served. docs/models.md lists the models that are")
 
 
 def _is_for_transformers(raw: dict[str, Any], config: EngineConfig) -> bool:
@@ -137,53 +165,29 @@ def _rope_spelt_as_in(raw: dict[str, Any], overrides: dict[str, Any]) -> dict[st
 def is_hub_id(config: EngineConfig) -> bool:
     """Whether the model's files are the hub's. Raises ValueError for a file, and FileNotFoundError where there is no
     such folder either."""
-    return not _is_published(config) and _names_hub("model", config.model)
+    return not _is_published(config) and names_hub("model", config.model)
 
 
 def _is_published(config: EngineConfig) -> bool:
     return config.load_format == "dummy" and config.model in PUBLISHED_SHAPES and not Path(config.model).is_dir()
 
 
-def _names_hub(option: str, name: str) -> bool:
-    if Path(name).is_file():
-        refuse(option, name, "a folder or a hub id, not a file")
-    if not Path(name).is_dir() and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
-        raise FileNotFoundError(f"{option}={name!r}: no such folder, and not a hub id of the form 'owner/name'")
-    return not Path(name).is_dir()
-
-
 def resolve_model_folder(config: EngineConfig) -> EngineConfig:
-    """Replaces a hub id by the local folder of its files (downloaded where they are not there yet). Raises
-    FileNotFoundError or ValueError where the folder has no config.json that can be read: it is no model's, and where
-    there can be no such tokenizer."""
+    """Replaces a hub id by the local folder of its files, downloaded where they are not there yet: the configuration
+    first, and the rest of a model that is served. Raises FileNotFoundError or ValueError where files are missing, or
+    are of a kind that is not read."""
+    named, weights = config.model, WEIGHTS if config.load_format == "auto" else ()
     if is_hub_id(config):
-        config = _fetched(config)
-    if not config.skip_tokenizer_init:
-        _names_hub("tokenizer", config.tokenizer or config.model)
-    if Path(config.model).is_dir():
-        _read_json(Path(config.model) / "config.json")
+        first = fetch(named, CONFIGURATION)
+        check_configuration(named, Path(first))
+        read_model_config(replace(config, model=first))
+        folder = fetch(named, (*TEXTS, *weights))
+        config = replace(config, model=folder, tokenizer=config.tokenizer or folder)
+    here, tokenizer = Path(config.model), config.tokenizer or config.model
+    if here.is_dir():
+        check_configuration(named, here)
+    if not config.skip_tokenizer_init and not names_hub("tokenizer", tokenizer):
+        check_tokenizer("tokenizer" if config.tokenizer else "model", Path(tokenizer))
+    if here.is_dir() and weights:
+        check_weights(named, here)
     return config
-
-
-def _fetched(config: EngineConfig) -> EngineConfig:
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.txt", "*.jinja"] + (["*.safetensors"] if config.load_format == "auto" else [])
-    twice = ["*/*.safetensors", "consolidated*.safetensors"]  # the same weights by other names, never read
-    try:
-        folder = snapshot_download(config.model, allow_patterns=patterns, ignore_patterns=twice)
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(f"model={config.model!r}: no such folder, and the hub: {short(error)}") from error
-    return replace(config, model=folder, tokenizer=config.tokenizer or folder)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"model={str(path.parent)!r}: {path.name} is missing")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(content).__name__}")
-    return content

@@ -1,0 +1,112 @@
+"""The files of a model: those of a folder, or the hub's, of which the configuration comes first. No torch."""
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from nanovllm.errors import refuse, short
+
+CONFIGURATION = ("config.json", "generation_config.json", "adapter_config.json")
+TEXTS = ("*.json", "*.txt", "*.jinja", "*.model")
+WEIGHTS = ("*.safetensors",)
+_TWICE = ("*/*.safetensors", "consolidated*.safetensors")
+"""The same weights by other names, which are never read."""
+_TOKENIZERS = ("tokenizer", "vocab", "merges", "tekken", "spiece", "sentencepiece")
+"""How the files of one begin."""
+_NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+
+
+def names_hub(option: str, name: str) -> bool:
+    """Whether `name` is a hub id and no folder. Raises ValueError for a file, and FileNotFoundError where it can be
+    neither."""
+    if Path(name).is_file():
+        converted = ": GGUF is not read, name the safetensors it was made of" if name.endswith(".gguf") else ""
+        refuse(option, name, f"a folder or a hub id, not a file{converted}")
+    if not Path(name).is_dir() and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
+        raise FileNotFoundError(f"{option}={name!r}: no such folder, and not a hub id of the form 'owner/name'")
+    return not Path(name).is_dir()
+
+
+def fetch(model: str, patterns: Iterable[str]) -> str:
+    """The local folder of a hub id, in which its files of these `patterns` are. Raises FileNotFoundError where the hub
+    does not give them."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        return str(snapshot_download(model, allow_patterns=list(patterns), ignore_patterns=list(_TWICE)))
+    except GatedRepoError as error:
+        why = "the hub gives it to those who have accepted its terms there: do so, and set HF_TOKEN"
+        raise FileNotFoundError(f"model={model!r}: {why}") from error
+    except RepositoryNotFoundError as error:
+        why = "no such folder, and the hub has no such model, or a private one, for which it takes HF_TOKEN"
+        raise FileNotFoundError(f"model={model!r}: {why}") from error
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(f"model={model!r}: no such folder, and the hub: {short(error)}") from error
+
+
+def _names(model: str, folder: Path) -> list[str]:
+    """Of the files that `model`'s folder has, or its repository, as far as the hub answers."""
+    here = [path.name for path in folder.iterdir()]
+    if model == str(folder):
+        return here
+    from huggingface_hub import HfApi
+
+    try:
+        return here + HfApi().list_repo_files(model)
+    except (OSError, ValueError):
+        return here
+
+
+def check_configuration(model: str, folder: Path) -> None:
+    """Raises FileNotFoundError, or ValueError where it is something else than a model, for a folder without
+    config.json. model: what the user has named."""
+    if (folder / "config.json").is_file():
+        return
+    if (folder / "adapter_config.json").is_file():
+        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+        what = f"an adapter (LoRA) of {base!r}, not a model: merge it into that (PEFT's merge_and_unload)"
+        raise ValueError(f"model={model!r}: {what} and save the result")
+    if any(name.endswith(".gguf") for name in _names(model, folder)):
+        raise ValueError(f"model={model!r}: GGUF files, which are not read: name the safetensors they were made of")
+    raise FileNotFoundError(f"model={model!r}: config.json is missing")
+
+
+def check_weights(model: str, folder: Path) -> None:
+    """Raises FileNotFoundError where there are no weights that can be read."""
+    if any(folder.glob("*.safetensors")):
+        return
+    pickles = sorted(name for name in _names(model, folder) if name.endswith((".bin", ".pt", ".pth")))
+    if pickles:
+        why = f"its weights are pickles ({pickles[0]}), which are not read"
+        raise FileNotFoundError(f"model={model!r}: {why}: load and save it with transformers, which writes safetensors")
+    raise FileNotFoundError(f"model={model!r}: no *.safetensors file")
+
+
+def check_tokenizer(option: str, folder: Path) -> None:
+    """Raises ValueError where a folder has no file of a tokenizer."""
+    files = folder.iterdir()
+    if not any(path.name.startswith(_TOKENIZERS) or path.suffix in (".model", ".tiktoken") for path in files):
+        has = "no tokenizer there: give tokenizer=..., or skip_tokenizer_init=True for token ids alone"
+        raise ValueError(f"{option}={str(folder)!r}: {has}")
+
+
+def _number(content: dict[str, Any]) -> Any:
+    """What transformers writes for numbers that JSON does not have."""
+    tag = content.get("__float__") if len(content) == 1 else None
+    return _NUMBERS.get(tag, content) if isinstance(tag, str) else content
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object in a file. Raises FileNotFoundError, or ValueError with its path where there is something else."""
+    if not path.is_file():
+        raise FileNotFoundError(f"model={str(path.parent)!r}: {path.name} is missing")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
