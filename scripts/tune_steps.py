@@ -11,7 +11,7 @@ for their values do not matter.
 
 Each GEMM in turn takes every contender, inside steps with attention, norms and all-reduces, and keeps what makes the
 step shortest: kernels that start early help or hinder their neighbours, which a GEMM by itself does not show. The file
-serves as `kernel_choices`, or as a table of the package (nanovllm/kernels/gemm/tuned); what it holds already, of other
+serves as `kernel_choices`, or as a table of the package (nanovllm/kernels/plan/tuned); what it holds already, of other
 models, is kept. Needs a GPU for each rank; some 10 s for a number of rows, and twice that where kernels are compiled.
 """
 
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli.bench.engine import add_engine_options, engine_options
 from nanovllm.cli.options import Parser
-from nanovllm.kernels.gemm.choice import (
+from nanovllm.kernels.plan.config import (
     DECODE_ROWS,
     FP8,
     LIBRARY,
@@ -37,14 +37,11 @@ from nanovllm.kernels.gemm.choice import (
     Choices,
     Gemm,
     GemmConfig,
-    GemmTable,
     Kernel,
     Ranges,
-    load,
-    misfit,
-    ranges_of,
-    save,
 )
+from nanovllm.kernels.plan.fits import misfit
+from nanovllm.kernels.plan.table import GemmTable, load, ranges_of, save
 from nanovllm.runner import tuning
 from nanovllm.wire.shapes import decode_buckets
 

@@ -9,18 +9,9 @@ from processes.process_checks import write_tiny_config
 from programs import load as load_script
 
 from nanovllm import LLM
-from nanovllm.kernels.gemm.choice import (
-    KINDS,
-    LIBRARY,
-    SKINNY_ROWS,
-    SUMMED,
-    Choices,
-    Gemm,
-    GemmConfig,
-    load,
-    misfit,
-    save,
-)
+from nanovllm.kernels.plan.config import KINDS, LIBRARY, SKINNY_ROWS, SUMMED, Choices, Gemm, GemmConfig
+from nanovllm.kernels.plan.fits import misfit
+from nanovllm.kernels.plan.table import load, save
 from nanovllm.runner.model_runner import ModelRunner
 
 ROOT = Path(__file__).resolve().parent.parent

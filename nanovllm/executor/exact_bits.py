@@ -4,7 +4,7 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import refuse
-from nanovllm.kernels.gemm.fixed_order import leaves_of
+from nanovllm.kernels.plan.order import leaves_of
 from nanovllm.model_config import ModelConfig
 
 CAPABILITY = (9, 0)

@@ -9,7 +9,6 @@ from nanovllm.attention.base import AttentionBackend, AttentionMetadata, Attenti
 from nanovllm.attention.split import attention_halves
 from nanovllm.kernels.base.padded_rows import empty_rows
 from nanovllm.kernels.fp8.operands import FP8Rows
-from nanovllm.kernels.gemm.one_row import Row
 from nanovllm.kernels.pointwise.rope import QKNormRope
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.heads import HeadSplit, heads_of
@@ -113,7 +112,7 @@ class Attention(WeightedModule):
         self.k_cache = self.v_cache = torch.empty(0, heads, 1, head_dim, dtype=self._dtype, device=self._device)
         self.kv_scales: torch.Tensor | None = None
 
-    def forward(self, x: Row | FP8Rows, step: ForwardStep, wanted: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | FP8Rows, step: ForwardStep, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """`wanted` int [N]: the tokens whose result is read, [N, hidden]; all have their keys stored."""
         attended = self.attend(self.qkv_proj(x), step)
         return self.o_proj(wanted_rows(attended, wanted) if isinstance(attended, torch.Tensor) else attended)

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.gemm import int4, int4_row
-from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.kernels.gemm.int4 import SPAN, WORDS, Int4Weight
+from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.layers.weights import CheckpointWeight, Cut, Shard
 from nanovllm.model_config import Quantization
 

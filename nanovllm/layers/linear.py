@@ -15,10 +15,9 @@ import torch
 
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.fp8.operands import FP8Rows
-from nanovllm.kernels.gemm import decode, one_row, skinny
-from nanovllm.kernels.gemm.choice import LIBRARY, Gemm, GemmConfig, Ranges
+from nanovllm.kernels.gemm import decode, skinny
 from nanovllm.kernels.gemm.dispatch import matmul
-from nanovllm.kernels.gemm.one_row import Gated, Row, Unnormed
+from nanovllm.kernels.plan.config import LIBRARY, Gemm, GemmConfig, Ranges
 from nanovllm.kernels.pointwise.norm import Norm, add_up
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.heads import HeadSplit
@@ -33,7 +32,7 @@ class ParallelLinear(WeightedModule):
     """x [T, in] @ weight [out, in]^T + bias [out], whatever in and out are of the whole.
 
     It is found by a walk over model.modules(): `kind` and its shape say which entry of the GEMM table it takes
-    (kernels/gemm/choice.py), and `configs` holds what was chosen. The fused forms do the same as separate kernels,
+    (kernels/plan/rules.py), and `configs` holds what was chosen. The fused forms do the same as separate kernels,
     and take these where the choice for that number of rows cannot fuse or, but for `add_to`, the layer has a bias.
     """
 
@@ -103,19 +102,17 @@ class ParallelLinear(WeightedModule):
         """Whoever makes the inputs may round them to e4m3 (kernels/fp8/)."""
         return isinstance(self.quantized, FP8Matrix) and self.quantized.takes_rounded
 
-    def matmul(self, x: Row | FP8Rows) -> torch.Tensor:
+    def matmul(self, x: torch.Tensor | FP8Rows) -> torch.Tensor:
         """x [T, in] @ weight^T: [T, out], or [parts, T, out], sums over parts of `in`, in float32 but for its `nodes`,
         where the choice says so: only layers whose result goes to a ReduceAddNorm have such a choice."""
         config = self.choice(x.shape[0])
-        if isinstance(x, Unnormed | Gated):
-            return one_row.linear(x, self.weight, config)
         if self.quantized is not None:
             # only FP8 is handed FP8Rows, and only with the activation it makes some
             return self.quantized.matmul(x, config)  # type: ignore[arg-type, return-value]
         assert isinstance(x, torch.Tensor)
         return matmul(x, self.weight, config)
 
-    def forward(self, x: Row | FP8Rows) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | FP8Rows) -> torch.Tensor:
         """[T, in] -> [T, out], or [parts, T, out] as `matmul`."""
         y = self.matmul(x)
         if self.bias is not None and self.adds_bias:
@@ -208,13 +205,13 @@ class MergedColumnParallelLinear(ParallelLinear):
         return self._fused(x, config, norm=norm, gated=True)
 
     def forward_silu_mul(
-        self, x: Row | FP8Rows, kernels: Kernels, rounds: bool = False
+        self, x: torch.Tensor | FP8Rows, kernels: Kernels, rounds: bool = False
     ) -> torch.Tensor | FP8Rows:
         """This layer as gate and up, SiLU(gate) * up: [T, in] -> [T, out / 2]. rounds: the kernel of the activation may
         round it to e4m3."""
         config = self.choice(x.shape[0])
         whole = config.is_own and (rounds or config.kernel != "specialized")  # which rounds
-        if not whole or self.bias is not None or isinstance(x, Unnormed | Gated):
+        if not whole or self.bias is not None:
             product = self(x)
             return kernels.silu_mul_fp8(product) if rounds else kernels.activation(product, "silu", True)
         if self.quantized is not None:

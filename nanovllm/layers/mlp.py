@@ -6,7 +6,6 @@ from collections.abc import Set as AbstractSet
 import torch
 
 from nanovllm.kernels.fp8.operands import FP8Rows
-from nanovllm.kernels.gemm.one_row import Gated, Row
 from nanovllm.kernels.pointwise.norm import Norm
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
@@ -50,9 +49,7 @@ class MLP(WeightedModule):
         """As ParallelLinear has it."""
         return self.gate_up_proj.takes_rounded
 
-    def forward(self, x: Row | FP8Rows) -> torch.Tensor:
-        if self.can_fuse and self.down_proj.choice(x.shape[0]).kernel == "one_row":
-            return self.down_proj(Gated(self.gate_up_proj(x)))
+    def forward(self, x: torch.Tensor | FP8Rows) -> torch.Tensor:
         if self.can_fuse:
             rounds = self.down_proj.takes_rounded
             return self.down_proj(self.gate_up_proj.forward_silu_mul(x, self.kernels, rounds))

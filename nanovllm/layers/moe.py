@@ -14,12 +14,12 @@ import torch
 from nanovllm.kernels.fp8 import few_experts
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.gemm import skinny
-from nanovllm.kernels.gemm.choice import DECODE_ROWS
 from nanovllm.kernels.moe import few_rows
-from nanovllm.kernels.moe.choice import expert_configs
 from nanovllm.kernels.moe.experts import ExpertActivation
 from nanovllm.kernels.moe.router import router_logits, router_logits_in_one_order
 from nanovllm.kernels.moe.routing import TopK
+from nanovllm.kernels.plan.config import DECODE_ROWS
+from nanovllm.kernels.plan.rules import expert_configs
 from nanovllm.kernels.pointwise.norm import MOST_PARTS, Norm
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.linear import part_of

@@ -6,7 +6,6 @@ from collections.abc import Set as AbstractSet
 import torch
 
 from nanovllm.kernels.fp8.operands import FP8Rows
-from nanovllm.kernels.gemm.one_row import Row, Unnormed
 from nanovllm.kernels.pointwise.norm import Norm, add_up
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
@@ -61,8 +60,6 @@ class ReduceAddNorm(WeightedModule):
         self.dependent_rows: AbstractSet[int] = frozenset()
         """Numbers of rows whose partial comes from a kernel of our own, after which the all-reduce is launched
         with PDL: `pdl_rows` of the layer before, which the model sets."""
-        self.is_inside = False
-        """One row's goes into the product after it (kernels/gemm/one_row.py)."""
         self.rounds = False
         """The normalised rows may be rounded to e4m3, since what takes them would do so. The model sets it. One row's
         product over several ranks does it in less time."""
@@ -74,10 +71,7 @@ class ReduceAddNorm(WeightedModule):
 
     def forward(
         self, partial: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[Row | FP8Rows, torch.Tensor]:
-        if self.is_inside and partial.shape[-2] == 1 and residual is not None:
-            total = torch.empty_like(residual)
-            return Unnormed(partial, residual, self.row_norm, total), total
+    ) -> tuple[torch.Tensor | FP8Rows, torch.Tensor]:
         rows = partial.shape[-2]
         peers = self.group.fused_all_reduce(rows)
         if peers is not None and not self.is_plain:

@@ -10,7 +10,7 @@ from nanovllm.kernels.base.device import supports_fp8
 from nanovllm.kernels.fp8 import gemm, one_row, specialized
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.reference import BLOCK, FP8
-from nanovllm.kernels.gemm.choice import GemmConfig
+from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.layers.int4 import Int4Matrix
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Scales, Shard, parameter
 from nanovllm.model_config import Quantization

@@ -19,7 +19,7 @@ from nanovllm.attention.base import AttentionBackend, AttentionSpec
 from nanovllm.layers.attention import Attention, ForwardStep, attention_spec, wanted_rows
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.heads import heads_of
-from nanovllm.layers.linear import ParallelLinear, RowParallelLinear
+from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.moe import MoE
 from nanovllm.layers.norm import ReduceAddNorm, RowNorm
@@ -142,13 +142,6 @@ class DecoderLayer(WeightedModule):
             return attended + self.mlp(wanted_rows(x, wanted)), residual
         x, residual = self.post_attention_layernorm(attended, residual)
         return self.mlp(x), residual
-
-    def joints_and_consumers(self) -> Iterator[tuple[ReduceAddNorm, ParallelLinear]]:
-        """Those joints whose result goes to one linear layer alone, with that."""
-        if not self.is_parallel:
-            yield self.input_layernorm, self.self_attn.qkv_proj
-            if isinstance(self.mlp, MLP):
-                yield self.post_attention_layernorm, self.mlp.gate_up_proj
 
     def precedes(self, joint: ReduceAddNorm) -> None:
         """Tells the joints that take in its sums, its own and `joint` behind it, after which rows PDL gains."""

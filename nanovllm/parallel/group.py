@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from nanovllm.kernels.gemm.fixed_order import LEAF_MULTIPLE, LEAVES
+from nanovllm.kernels.plan.order import LEAF_MULTIPLE, LEAVES
 from nanovllm.kernels.pointwise.norm import add_up
 from nanovllm.parallel.host_memory import HostMemory
 from nanovllm.parallel.two_batch import Overlap

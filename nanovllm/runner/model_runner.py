@@ -40,7 +40,7 @@ from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
 from nanovllm.wire.step import StepCounts, dummy_step, packed_capacity
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.gemm.choice import Choices
+    from nanovllm.kernels.plan.config import Choices
     from nanovllm.models.transformers_model import TransformersModel
 
 logger = logging.getLogger(__name__)

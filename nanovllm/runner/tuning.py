@@ -1,7 +1,7 @@
 """Which kernel multiplies by which weight: decided on rank 0 for all ranks.
 
 Ranks must take the same kernels, or their sums would differ in rounding, and repeated runs are equal to the last bit
-only with the same choices. The decisions are data (kernels/gemm/choice.py); nothing is timed when an engine starts.
+only with the same choices. The decisions are data (kernels/plan/rules.py); nothing is timed when an engine starts.
 """
 
 import logging
@@ -14,19 +14,11 @@ from torch import nn
 from nanovllm.kernels.base.device import supports_tma
 from nanovllm.kernels.base.memory_split import equal_memory_split
 from nanovllm.kernels.fp8.reference import GROUP
-from nanovllm.kernels.gemm import fixed_order
-from nanovllm.kernels.gemm.choice import (
-    LIBRARY,
-    Choices,
-    Gemm,
-    GemmConfig,
-    GemmTable,
-    Ranges,
-    load,
-    merges_before,
-    shipped_table,
-)
 from nanovllm.kernels.gemm.dispatch import matmul
+from nanovllm.kernels.plan.config import LIBRARY, Choices, Gemm, GemmConfig, Ranges
+from nanovllm.kernels.plan.order import leaves_of, ranges, without_library
+from nanovllm.kernels.plan.rules import merges_before
+from nanovllm.kernels.plan.table import GemmTable, load, shipped_table
 from nanovllm.kernels.pointwise.norm import add_up
 from nanovllm.layers.linear import ParallelLinear
 from nanovllm.layers.quantized import FP8Matrix
@@ -121,11 +113,8 @@ def fix_order(model: DecoderForCausalLM, table: GemmTable, group: TensorParallel
     A rank decides for itself: no order depends on what else was chosen."""
     for linear in linears(model):
         gemm = linear.gemm(group.size == 1)
-        leaves = fixed_order.leaves_of(gemm.k * group.size) // group.size if group.exact_bits == "tp" else 0
-        linear.ranges = fixed_order.ranges(gemm, table, linear.takes_parts, leaves, group.device.type == "cpu")
-    for layer in model.layers:
-        for joint, consumer in layer.joints_and_consumers():
-            joint.is_inside = joint.is_plain and consumer.choice(1).kernel == "one_row"
+        leaves = leaves_of(gemm.k * group.size) // group.size if group.exact_bits == "tp" else 0
+        linear.ranges = ranges(gemm, table, linear.takes_parts, leaves, group.device.type == "cpu")
 
 
 def check_order(model: nn.Module, most_rows: int) -> None:
@@ -140,7 +129,7 @@ def check_order(model: nn.Module, most_rows: int) -> None:
         if differing := rows_that_differ(alike[0].weight, by_rows, most):
             logger.warning("%s: the library's order of sums varies (rows %s); our tiles multiply", gemm, differing)
             for linear in alike:
-                linear.ranges = fixed_order.without_library(by_rows, gemm.k)
+                linear.ranges = without_library(by_rows, gemm.k)
 
 
 def rows_that_differ(weight: torch.Tensor, by_rows: Ranges, most_rows: int) -> list[int]:
@@ -149,7 +138,7 @@ def rows_that_differ(weight: torch.Tensor, by_rows: Ranges, most_rows: int) -> l
     make = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(most_rows, weight.shape[1], generator=make, device=weight.device).to(weight.dtype)
     tried = {rows for most, _ in by_rows for rows in (most, most + 1)} | {3, 100, 257, 300, 512, 1000, 2048, most_rows}
-    expected = _whole(x, weight, next(config for _, config in by_rows if config.kernel != "one_row"))
+    expected = _whole(x, weight, by_rows[0][1])
     return [
         rows for rows in sorted(tried) if rows <= most_rows and not torch.equal(
             _whole(x[:rows], weight, next(config for most, config in by_rows if rows <= most)), expected[:rows])

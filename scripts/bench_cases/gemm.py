@@ -21,9 +21,10 @@ from nanovllm.kernels.fp8 import gemm as fp8
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.reference import quantize_blocks
 from nanovllm.kernels.gemm import decode, int4, int4_row, skinny
-from nanovllm.kernels.gemm.choice import FP8, INT4, KINDS, LIBRARY, SKINNY_ROWS, SUMMED, Gemm, GemmConfig, shipped_table
 from nanovllm.kernels.gemm.dispatch import matmul
 from nanovllm.kernels.gemm.int4 import Int4Weight
+from nanovllm.kernels.plan.config import FP8, INT4, KINDS, LIBRARY, SKINNY_ROWS, SUMMED, Gemm, GemmConfig
+from nanovllm.kernels.plan.table import shipped_table
 from nanovllm.kernels.pointwise.norm import Norm
 
 ROWS, FP8_ROWS, INT4_ROWS = (1, 4, 16, 64, 128, 256), (1, 4, 16, 64, 256, 4096), (1, 2, 4, 8, 16, 32)

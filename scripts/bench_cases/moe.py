@@ -11,10 +11,10 @@ import torch
 
 from bench_cases.harness import Line, Point, Setup, compare
 from nanovllm.kernels import select_kernels
-from nanovllm.kernels.gemm.choice import DECODE_ROWS
-from nanovllm.kernels.moe.choice import GroupedConfig, expert_configs
 from nanovllm.kernels.moe.experts import ExpertActivation
 from nanovllm.kernels.moe.routing import Routing, TopK, route_reference
+from nanovllm.kernels.plan.config import DECODE_ROWS, GroupedConfig
+from nanovllm.kernels.plan.rules import expert_configs
 from nanovllm.model_config import MoEConfig
 
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)

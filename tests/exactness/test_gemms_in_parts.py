@@ -9,7 +9,8 @@ from checkpoints import make_model, save
 from workload import ROOMY, assert_outputs, make_requests, run, run_alone
 
 from nanovllm import LLM
-from nanovllm.kernels.gemm.choice import SUMMED, Choices, GemmConfig, GemmTable
+from nanovllm.kernels.plan.config import SUMMED, Choices, GemmConfig
+from nanovllm.kernels.plan.table import GemmTable
 from nanovllm.layers.norm import ReduceAddNorm
 from nanovllm.runner import tuning
 from nanovllm.runner.model_runner import ModelRunner

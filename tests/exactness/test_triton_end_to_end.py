@@ -15,10 +15,6 @@ from comparing import Expected, assert_mostly_sure, assert_same
 from observing import LogitRecorder, StepWitness, margins
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels.gemm import fixed_order, one_row
-from nanovllm.kernels.gemm.choice import LIBRARY
-from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.runner import tuning
 from nanovllm.runner.model_runner import ModelRunner
 
 BLOCK = 16
@@ -38,22 +34,10 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def take_one_row(model: DecoderForCausalLM) -> None:
-    """Steps of one row take what is around products into them, as with exact_bits on a GPU."""
-    for linear in tuning.linears(model):
-        if linear.kind != "head" and (config := one_row.config_for(linear.weight.shape[1], 1)):
-            linear.ranges = ((1, config), (fixed_order.ANY_ROWS, LIBRARY))
-    for layer in model.layers:
-        for joint, _ in layer.joints_and_consumers():
-            joint.is_inside = True
-
-
-def serve(folder: str, backend: str, fused_kernels: bool, gemms: str = "library") -> dict[str, Any]:
+def serve(folder: str, backend: str, fused_kernels: bool) -> dict[str, Any]:
     """All calls on one engine: texts, margins, and what the scheduler had to do for them."""
     disable = ("lookahead",) if fused_kernels else ("lookahead", "fused_kernels")
     with LLM(folder, attention_backend=backend, disable=disable, **OPTIONS) as llm:
-        if gemms == "one row":
-            take_one_row(llm.engine.executor.runner.model)
         recorder, witness = LogitRecorder(llm), StepWitness().watch(llm)
         texts, leads, cached, ids = [], [], 0, []
         for number, call in enumerate(CALLS):
@@ -98,7 +82,6 @@ def checkpoint(kind: str, where: Path) -> str:
     ("kind", "fused_kernels", "gemms"),
     [
         pytest.param("qwen3", True, "ours", marks=pytest.mark.slow),
-        pytest.param("qwen3", True, "one row", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", True, "ours", marks=pytest.mark.slow),
         ("qwen3", False, "library"),
     ],
@@ -132,4 +115,4 @@ def test_triton_backend_through_a_chunk_a_hit_and_a_preemption(
 if __name__ == "__main__":
     if sys.argv[3] == "ours":
         ModelRunner._tunes = True  # type: ignore[assignment]  # a CPU's engine leaves GEMMs to the library
-    print(json.dumps(serve(sys.argv[1], "triton", fused_kernels=sys.argv[2] == "1", gemms=sys.argv[3])))
+    print(json.dumps(serve(sys.argv[1], "triton", fused_kernels=sys.argv[2] == "1")))

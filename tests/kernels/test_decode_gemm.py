@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from nanovllm.kernels.base.padded_rows import empty_rows, padded_rows, rows_in_memory
 from nanovllm.kernels.gemm import decode
-from nanovllm.kernels.gemm.choice import FP8, GemmConfig, shipped_table
+from nanovllm.kernels.plan.config import FP8, GemmConfig
+from nanovllm.kernels.plan.table import shipped_table
 from nanovllm.kernels.pointwise.norm import Norm, add_norms, add_norms_reference
 
 EPS = 1e-6

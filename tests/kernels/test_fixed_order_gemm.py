@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from nanovllm.kernels.gemm import decode, fixed_order
-from nanovllm.kernels.gemm.choice import LIBRARY, Gemm, GemmConfig, shipped_table
 from nanovllm.kernels.gemm.dispatch import matmul
-from nanovllm.kernels.gemm.fixed_order import ANY_ROWS, LEAVES, leaves_of, linear_in_blocks, ranges, without_library
+from nanovllm.kernels.gemm.fixed_order import linear_in_blocks
+from nanovllm.kernels.plan.config import LIBRARY, Gemm, GemmConfig
+from nanovllm.kernels.plan.order import ANY_ROWS, LEAVES, leaves_of, ranges, without_library
+from nanovllm.kernels.plan.table import shipped_table
 from nanovllm.kernels.pointwise.norm import add_up
 from nanovllm.runner.tuning import rows_that_differ
 
@@ -85,7 +87,7 @@ def test_k_is_cut_alike_for_all_numbers_of_rows(kind: str, n: int, k: int) -> No
         chosen = [config for _, config in ranges(gemm, TABLE, takes_parts, 0, False)]
         assert len({config.parts for config in chosen}) == 1
         assert {config.kernel for config in chosen[1:]} <= {"library", "split", "decode"}
-        assert chosen[0].kernel in ("decode", "one_row")
+        assert chosen[0].kernel == "decode"
         assert takes_parts or chosen[0].parts == 1
         parts = chosen[0].parts
         assert parts == 1 or all(k % (parts * config.block_k) == 0 for config in chosen if config.block_k)

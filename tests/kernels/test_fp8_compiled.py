@@ -13,7 +13,7 @@ from compiling import compile_only
 from nanovllm.kernels.fp8 import gemm, specialized
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import empty_quantized
-from nanovllm.kernels.gemm.choice import GemmConfig
+from nanovllm.kernels.plan.config import GemmConfig
 
 specialized.pdl_options = lambda device, wanted: {"PDL": True, "launch_pdl": True}
 

@@ -10,10 +10,9 @@ from nanovllm.kernels.fp8 import few_experts, gemm, one_row
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import FP8, quantize_rows_reference
-from nanovllm.kernels.gemm.choice import LIBRARY, GemmConfig
 from nanovllm.kernels.moe import experts as grouped
-from nanovllm.kernels.moe.choice import GroupedConfig
 from nanovllm.kernels.moe.routing import TopK, route_reference
+from nanovllm.kernels.plan.config import LIBRARY, GemmConfig, GroupedConfig
 from nanovllm.kernels.pointwise import norm
 from nanovllm.kernels.pointwise.activation import silu_mul_fp8
 

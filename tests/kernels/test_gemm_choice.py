@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanovllm.kernels.gemm.choice import (
+from nanovllm.kernels.gemm.dispatch import matmul
+from nanovllm.kernels.plan.config import (
     DECODE_ROWS,
     INT4,
     INT4_ROWS,
@@ -20,15 +21,10 @@ from nanovllm.kernels.gemm.choice import (
     SUMMED,
     Gemm,
     GemmConfig,
-    GemmTable,
-    fallback,
-    load,
-    misfit,
-    ranges_of,
-    save,
-    shipped_table,
 )
-from nanovllm.kernels.gemm.dispatch import matmul
+from nanovllm.kernels.plan.fits import misfit
+from nanovllm.kernels.plan.rules import fallback
+from nanovllm.kernels.plan.table import GemmTable, load, ranges_of, save, shipped_table
 
 H200 = shipped_table("NVIDIA H200")
 GEMMS = st.builds(

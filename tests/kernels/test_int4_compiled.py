@@ -11,7 +11,8 @@ import sys
 import torch
 from compiling import compile_only
 from nanovllm.kernels.gemm import int4
-from nanovllm.kernels.gemm.choice import INT4, Gemm, int4_config
+from nanovllm.kernels.plan.config import INT4, Gemm
+from nanovllm.kernels.plan.rules import int4_config
 
 int4.pdl_options = lambda device, wanted: {"PDL": True, "launch_pdl": True}
 

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.kernels.gemm import int4
-from nanovllm.kernels.gemm.choice import INT4, Gemm, GemmConfig, int4_config
 from nanovllm.kernels.gemm.int4 import Int4Weight
+from nanovllm.kernels.plan.config import INT4, Gemm, GemmConfig
+from nanovllm.kernels.plan.rules import int4_config
 from nanovllm.kernels.pointwise.norm import Norm, add_norms
 
 EPS = 1e-6

@@ -9,8 +9,9 @@ from gemm_checks import TOLERANCE, check_dependent_launch, exact, relative_error
 from test_int4_gemm import DEVICE, EPS, inputs, made
 
 from nanovllm.kernels.gemm import int4_row
-from nanovllm.kernels.gemm.choice import INT4, Gemm, GemmConfig, fallback
 from nanovllm.kernels.gemm.int4 import Int4Weight
+from nanovllm.kernels.plan.config import INT4, Gemm, GemmConfig
+from nanovllm.kernels.plan.rules import fallback
 from nanovllm.kernels.pointwise.norm import Norm, add_norms
 
 CONFIG = replace(fallback(Gemm("qkv", 4096, 4096, INT4, True), 1), block_n=32)
@@ -95,7 +96,8 @@ import sys
 import torch
 from compiling import compile_only
 from nanovllm.kernels.gemm import int4_row as few
-from nanovllm.kernels.gemm.choice import INT4, Gemm, fallback
+from nanovllm.kernels.plan.config import INT4, Gemm
+from nanovllm.kernels.plan.rules import fallback
 from nanovllm.kernels.gemm.int4 import Int4Weight
 from nanovllm.kernels.pointwise.norm import Norm
 

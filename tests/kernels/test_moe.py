@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreting import fewer, nightly, some_nightly
 
-from nanovllm.kernels.moe.choice import GroupedConfig, expert_configs, max_tiles
 from nanovllm.kernels.moe.combine import combine, combine_reference
 from nanovllm.kernels.moe.experts import (
     ExpertActivation,
@@ -22,6 +21,8 @@ from nanovllm.kernels.moe.experts import (
 from nanovllm.kernels.moe.few_rows import add_experts, sum_experts
 from nanovllm.kernels.moe.router import router_logits
 from nanovllm.kernels.moe.routing import Routing, TopK, route, route_reference
+from nanovllm.kernels.plan.config import GroupedConfig
+from nanovllm.kernels.plan.rules import expert_configs, max_tiles
 from nanovllm.kernels.pointwise.norm import Norm, norm_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

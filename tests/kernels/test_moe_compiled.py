@@ -12,7 +12,7 @@ import torch
 from compiling import compile_only
 from nanovllm.kernels.base import device
 from nanovllm.kernels.moe import experts
-from nanovllm.kernels.moe.choice import expert_configs
+from nanovllm.kernels.plan.rules import expert_configs
 from nanovllm.kernels.moe.combine import combine
 from nanovllm.kernels.moe.experts import ExpertActivation, expert_down, expert_gate_up
 from nanovllm.kernels.moe.few_rows import MOST_ROWS, add_experts, sum_experts

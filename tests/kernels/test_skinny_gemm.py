@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from interpreting import some_nightly
 
 from nanovllm.kernels.gemm import skinny
-from nanovllm.kernels.gemm.choice import SKINNY_ROWS, GemmConfig
+from nanovllm.kernels.plan.config import SKINNY_ROWS, GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm
 
 EPS = 1e-6

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from nanovllm.kernels import select_kernels
 from nanovllm.kernels.gemm import decode, dispatch, skinny
-from nanovllm.kernels.gemm.choice import GemmConfig
+from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.heads import HeadSplit

@@ -31,7 +31,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from nanovllm.kernels.pointwise import activation
 from nanovllm.kernels.gemm import skinny
-from nanovllm.kernels.gemm.choice import GemmConfig
+from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.step import input as step_input
 from nanovllm.kernels.base.compile_keys import resolve_keys
 from nanovllm.startup.compile_server import _TargetOnly

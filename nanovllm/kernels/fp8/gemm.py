@@ -17,8 +17,8 @@ from nanovllm.kernels.fp8 import one_row, specialized
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import ROWS_MULTIPLE, empty_rows_for, quantize_rows
 from nanovllm.kernels.fp8.reference import BLOCK, GROUP, linear_reference, quantize_rows_reference, widened_products
-from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.kernels.gemm.decode import PREFETCH_BYTES, silu_mul, store_sums, wait_for_rows
+from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.activation import silu_mul_reference
 
 

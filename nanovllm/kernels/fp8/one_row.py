@@ -21,9 +21,9 @@ from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import quantize_rows, rounded, scales_of
 from nanovllm.kernels.fp8.reference import GROUP
-from nanovllm.kernels.gemm.choice import PROCESSORS, GemmConfig
 from nanovllm.kernels.gemm.decode import silu_mul
 from nanovllm.kernels.gemm.epilogue import normalise
+from nanovllm.kernels.plan.config import PROCESSORS, GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm, add_norms
 
 

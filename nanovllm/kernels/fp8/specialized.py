@@ -15,8 +15,8 @@ from nanovllm.kernels.base.triton_import import gl, gluon, mbarrier, tl, tma, tr
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import empty_rows_for, group_scales, rounded
 from nanovllm.kernels.fp8.reference import GROUP
-from nanovllm.kernels.gemm.choice import PROCESSORS, GemmConfig
 from nanovllm.kernels.gemm.decode import silu_mul
+from nanovllm.kernels.plan.config import PROCESSORS, GemmConfig
 
 _GROUP: gl.constexpr = gl.constexpr(128)
 """Columns of a step."""

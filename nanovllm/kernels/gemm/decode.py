@@ -8,7 +8,7 @@ another's part, so no fence is needed.
 The kernel of our own wins where GEMMs are so short that the gaps between kernels count: it
 fetches its first weights into L2 while the kernel before it still runs (PDL), and
 computes the activation with gate and up. In large GEMMs of many rows, what its tiles read of x out of L2 weighs more
-than the weights, and cuBLAS shares those reads between multiprocessors: choice.py says which takes what.
+than the weights, and cuBLAS shares those reads between multiprocessors: kernels/plan/ says which takes what.
 
 Both operands come by tensor descriptors (TMA), which read zeros past the end of a matrix, so that ragged
 edges cost no masks in the loop. A Hopper matrix instruction has 64 rows of its left operand at least and 8 of the
@@ -25,7 +25,7 @@ from torch import Tensor
 from nanovllm.kernels.base.device import pdl_options, prefetch_tile, prefetched_columns
 from nanovllm.kernels.base.padded_rows import empty_product, rows_in_memory
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.gemm.choice import GemmConfig
+from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.activation import silu_mul_reference
 
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.gemm import decode, fixed_order, one_row, skinny
-from nanovllm.kernels.gemm.choice import GemmConfig, Kernel
+from nanovllm.kernels.gemm import decode, fixed_order, skinny
+from nanovllm.kernels.plan.config import GemmConfig, Kernel
 
 
 def _library(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
@@ -19,7 +19,6 @@ _BY_KERNEL: dict[Kernel, Callable[[Tensor, Tensor, GemmConfig], Tensor]] = {
     "fma": skinny.linear,
     "decode": decode.linear,
     "blocks": fixed_order.linear_in_blocks,
-    "one_row": one_row.linear,
 }
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.padded_rows import empty_product
 from nanovllm.kernels.base.triton_import import HAS_TRITON, triton
-from nanovllm.kernels.gemm.choice import INT4, INT4_ROWS, SCRATCH_FLOATS, Gemm, GemmConfig, int4_config
 from nanovllm.kernels.gemm.int4_kernel import int4_gemm_kernel, int4_widen_kernel
+from nanovllm.kernels.plan.config import INT4, INT4_ROWS, SCRATCH_FLOATS, Gemm, GemmConfig
+from nanovllm.kernels.plan.rules import int4_config
 
 SPAN = 128
 """Columns of a block of the layout; the last one is padded."""

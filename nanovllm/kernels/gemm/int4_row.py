@@ -14,10 +14,11 @@ from torch import Tensor
 
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import async_copy, gl, gluon, mma_v2, tl, triton
-from nanovllm.kernels.gemm.choice import GemmConfig, row_misfit
 from nanovllm.kernels.gemm.decode import silu_mul
 from nanovllm.kernels.gemm.int4 import Int4Weight, check_fits
 from nanovllm.kernels.gemm.int4_kernel import SPAN, WORDS, unpacked
+from nanovllm.kernels.plan.config import GemmConfig
+from nanovllm.kernels.plan.fits import row_misfit
 from nanovllm.kernels.pointwise.norm import Norm
 
 M: gl.constexpr = gl.constexpr(16)

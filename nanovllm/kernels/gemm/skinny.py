@@ -22,8 +22,8 @@ from torch import Tensor
 
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.gemm.choice import SKINNY_ROWS, GemmConfig
 from nanovllm.kernels.gemm.epilogue import LANE_SPAN, normalise, store_tile, weight_rows
+from nanovllm.kernels.plan.config import SKINNY_ROWS, GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm, norm_reference
 
 

@@ -22,8 +22,8 @@ from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import GROUP, linear_reference, quantize_rows_reference
 from nanovllm.kernels.gemm.decode import multiply, silu_mul
-from nanovllm.kernels.moe.choice import GroupedConfig
 from nanovllm.kernels.moe.routing import Routing
+from nanovllm.kernels.plan.config import GroupedConfig
 
 PREFETCH_BYTES = 32 << 10
 """Of a program's weights, brought into L2 while the kernel before still runs."""

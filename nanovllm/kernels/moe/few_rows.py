@@ -12,10 +12,10 @@ import torch
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.float_order import from_ordered, to_ordered
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.gemm.choice import GemmConfig
 from nanovllm.kernels.gemm.epilogue import LANE_SPAN, normalise, store_tile, weight_rows
 from nanovllm.kernels.gemm.skinny import lane_sums, load_vector, load_weight, row_scale
 from nanovllm.kernels.moe.routing import LOWEST, TopK
+from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm
 
 MOST_ROWS = 4

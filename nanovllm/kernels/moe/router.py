@@ -4,10 +4,11 @@ import torch
 
 from nanovllm.kernels.base.device import supports_tma
 from nanovllm.kernels.gemm import decode, fixed_order
-from nanovllm.kernels.gemm.choice import GemmConfig
+from nanovllm.kernels.plan.config import GemmConfig
+from nanovllm.kernels.plan.order import ANY_ROWS
 
 _OWN_ROWS = 2048
-_TILES = ((16, 16, 16), (32, 16, 32), (1024, 16, 64), (fixed_order.ANY_ROWS, 64, 128))
+_TILES = ((16, 16, 16), (32, 16, 32), (1024, 16, 64), (ANY_ROWS, 64, 128))
 """Most rows; weight rows and rows of a tile."""
 
 

@@ -12,7 +12,7 @@ import torch
 
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.moe.choice import max_tiles
+from nanovllm.kernels.plan.rules import max_tiles
 
 _TILE_ELEMENTS = 8192
 """Of the matrix tokens x experts that one program holds at most."""

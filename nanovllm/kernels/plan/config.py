@@ -1,0 +1,122 @@
+"""What names a product and what multiplies: plain data, which goes to other ranks and into files. No torch."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Kernel = Literal["library", "split", "fma", "decode", "specialized", "int4", "int4_whole", "quantized_row", "blocks"]
+
+SKINNY_ROWS = 4
+"""Most rows of the kernel "fma"."""
+DECODE_ROWS = 256
+"""Most rows of the kernel "decode"; more rows go to the library."""
+KINDS = ("qkv", "o", "gate_up", "down", "head")
+SUMMED = ("o", "down")
+"""Kinds whose consumer, add + RMSNorm or the all-reduce, adds up sums over parts of K."""
+SCRATCH_FLOATS = 1 << 21
+"""Room for the partial sums of "int4_whole" with split_k > 1, in float32."""
+
+FP8 = "float8_e4m3fn"
+INT4 = "int4"
+"""Dtype, in this table, of weights of 4 bits (int4.py)."""
+INT4_ROWS = 512
+"""Most rows of the kernel "int4"; for more rows weights are widened."""
+
+ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Dtypes that our kernels take, and their bytes; FP8 has kernels of its own (kernels/fp8/)."""
+
+SHARED_BYTES = 227 << 10
+"""That a program has on an H100 or H200, or an A100 less some."""
+PROCESSORS = 132
+"""Multiprocessors of an H100 or H200; only the time that kernels take depends on it."""
+
+
+class Gemm(NamedTuple):
+    """One GEMM of a model on one rank: x [rows, k] @ weight [n, k]^T."""
+
+    kind: str
+    """What the layer is, one of KINDS; n of gate_up counts both."""
+    n: int
+    k: int
+    dtype: str
+    """Of the weight, by torch's name."""
+    fused: bool
+    """The model runs on one rank, so a skinny kernel computes norm, activation and residual too."""
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """What multiplies, and how it cuts the work. Plain data: it goes to other ranks and into files.
+
+    kernel: "library": cuBLAS. "split": cuBLAS over split_k equal parts of K, whose float32 sums go to the consumer.
+    "fma": skinny.py. "decode": decode.py; its consumer too gets split_k sums where there are several.
+    "specialized": likewise, by weights in FP8 (fp8/specialized.py); num_warps are those that multiply. "int4": int4.py,
+    for weights of 4 bits; "int4_whole" adds up the parts itself. "quantized_row": one row by weights in FP8
+    (fp8/one_row.py) or of 4 bits (int4_row.py). "blocks": fixed_order.py, a CPU's way to bits that do not depend on the
+    rows.
+    block_n: weight rows of a tile (for "decode" with the activation: gates, and as many ups). block_m: rows of x of a
+    tile. block_k: columns of a step. stages: steps in flight. split_k: parts of K that are computed side by side.
+
+    In which order "fma", "decode" and "specialized" sum along K follows from these numbers and K alone.
+    Neither the number of rows nor the other rows change it.
+    """
+
+    kernel: Kernel = "library"
+    block_n: int = 0
+    block_m: int = 0
+    block_k: int = 0
+    stages: int = 0
+    split_k: int = 1
+    num_warps: int = 4
+    nodes: bool = False
+    """Sums over parts of K are rounded to x's dtype, for "split", "decode" and "blocks" (fixed_order.py)."""
+
+    @property
+    def is_skinny(self) -> bool:
+        """It can compute norm, activation and residual too."""
+        return self.kernel in ("fma", "quantized_row")
+
+    @property
+    def is_own(self) -> bool:
+        """A kernel of our own, which lets the next kernel start before it ends (PDL)."""
+        return self.is_skinny or self.kernel in ("decode", "specialized", "int4", "int4_whole")
+
+    @property
+    def parts(self) -> int:
+        """Sums over parts of K that the consumer gets as [parts, rows, n], float32 but for `nodes`; 1: the result
+        [rows, n]."""
+        return 1 if self.is_skinny or self.kernel == "int4_whole" else self.split_k
+
+
+LIBRARY = GemmConfig()
+Ranges = tuple[tuple[int, GemmConfig], ...]
+"""(most rows, config) ascending: the first that holds the rows is taken, past the last one the library."""
+Choices = dict[Gemm, dict[int, GemmConfig]]
+"""GEMM -> rows -> config, of which rank 0 informs all ranks. What is not there goes to the library."""
+
+
+@dataclass(frozen=True)
+class GroupedConfig:
+    """One grouped GEMM's tiles. block_n: columns of the result (where gate and up are computed together, of each)."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    stages: int
+    num_warps: int = 4
+
+    @property
+    def x_left(self) -> bool:
+        """Rows of x are the left operand of the product; else the weights are, of which it takes 64 rows or more."""
+        return self.block_m > 32 or self.block_n < 64
+
+
+@dataclass(frozen=True)
+class ExpertConfigs:
+    """Both grouped GEMMs of a layer; their block_m is one."""
+
+    gate_up: GroupedConfig
+    down: GroupedConfig
+
+    @property
+    def block_m(self) -> int:
+        return self.gate_up.block_m

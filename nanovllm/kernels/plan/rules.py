@@ -1,0 +1,173 @@
+"""What multiplies where no table says it: short rules, each the best for some model on an H200. No torch."""
+
+from nanovllm.kernels.plan.config import (
+    DECODE_ROWS,
+    FP8,
+    INT4,
+    INT4_ROWS,
+    ITEM_SIZES,
+    LIBRARY,
+    PROCESSORS,
+    SCRATCH_FLOATS,
+    SKINNY_ROWS,
+    SUMMED,
+    ExpertConfigs,
+    Gemm,
+    GemmConfig,
+    GroupedConfig,
+)
+
+_SMALL_WEIGHT_BYTES = 16 << 20
+_INT4_TILES = ((16, 6), (32, 5), (64, 4), (128, 3))
+"""(rows of x, stages) of tiles of 64 weight rows."""
+
+# By projection for one row, where it is fused with what surrounds it.
+_ONE_ROW = {
+    "qkv": GemmConfig("fma", 16, block_k=512, stages=3),
+    "o": GemmConfig("fma", 16, block_k=1024, stages=2, num_warps=8),
+    "gate_up": GemmConfig("fma", 4, block_k=1024, stages=3, num_warps=2),
+}
+_ONE_ROW_ALONE = {"qkv": GemmConfig("fma", 4, block_k=1024, stages=3, num_warps=2)}
+_ONE_ROW_DEFAULT = GemmConfig("fma", 8, block_k=1024, stages=3)
+
+
+def fallback(gemm: Gemm, rows: int) -> GemmConfig:
+    """For what no table has: our skinny kernel for one row, and up to 16 kernels of our own where the weight is so
+    small that the library cannot keep the memory busy."""
+    if gemm.dtype == FP8:
+        return _fp8_fallback(gemm, rows)
+    if gemm.dtype == INT4:
+        return int4_row_config(gemm) if rows == 1 else int4_config(gemm, rows)
+    item_size = ITEM_SIZES.get(gemm.dtype)
+    if item_size is None or gemm.k % 8:
+        return LIBRARY
+    if rows == 1:
+        return (_ONE_ROW if gemm.fused else _ONE_ROW_ALONE).get(gemm.kind, _ONE_ROW_DEFAULT)
+    if rows > 16 or gemm.n * gemm.k * item_size > _SMALL_WEIGHT_BYTES:
+        return LIBRARY
+    if rows == 2 or item_size > 2:
+        return GemmConfig("fma", 16, block_k=512, stages=1) if rows <= SKINNY_ROWS else LIBRARY
+    if gemm.kind == "gate_up":
+        return GemmConfig("decode", 64, 32, 128, 5)
+    return GemmConfig("decode", 64, 16, 256, 5, _parts(gemm, -(-gemm.n // 64), 3 * PROCESSORS))
+
+
+def _parts(gemm: Gemm, programs: int, room: int) -> int:
+    """Of K: as many, where the consumer adds them up, as keep so many programs resident with work for each."""
+    return max(1, min(4, room // programs, gemm.k // 256)) if gemm.kind in SUMMED else 1
+
+
+_FP8_TILES: dict[str, tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...]] = {
+    "qkv": ((128, ((64, 64, 6),)),),
+    "gate_up": ((64, ((128, 64, 4),)), (128, ((128, 128, 4),))),
+    "o": ((64, ((64, 64, 6),)), (128, ((64, 128, 8), (128, 128, 6))), (DECODE_ROWS, ((64, 256, 5), (128, 256, 4)))),
+}
+"""(most rows, tiles (weight rows, rows, stages) of "specialized") for more than 16 rows; what is not there: the
+library. "o" is for all whose consumers add up parts of K."""
+
+
+def _fp8_fallback(gemm: Gemm, rows: int) -> GemmConfig:
+    """Kernels of their own for one row and for more than 16; where the consumer adds up parts of K, as many of them as
+    keep all programs resident, by the tile that makes most. So it was best for the four layers of 8B on an H200."""
+    if gemm.k % 16:
+        return LIBRARY
+    summed = gemm.kind in SUMMED
+    if rows == 1:
+        long = gemm.k > 4096
+        warps, stages = (8 if long else 4, 3 if long else 8) if summed else (4, 3 if long else 4)
+        if not gemm.fused and (warps == 4 or gemm.k % 1024):  # the best for 32B over two GPUs
+            warps, stages = 4, {"qkv": 8, "o": 6}.get(gemm.kind, 4)
+        return GemmConfig("quantized_row", 16, block_k=128 * warps, stages=stages, num_warps=warps)
+    by_rows = _FP8_TILES.get("o" if summed else gemm.kind, ())
+    if rows <= 16 and by_rows:
+        parts = _parts(gemm, -(-gemm.n // 64), 3 * PROCESSORS)
+        return GemmConfig("decode", 64, 16, 256, 3 if gemm.kind == "gate_up" else 4, parts)
+    found = []
+    for block_n, block_m, stages in next((tiles for most, tiles in by_rows if rows <= most), ()):
+        programs, room = -(-gemm.n // block_n) * -(-rows // block_m), PROCESSORS * (2 if block_m == 64 else 1)
+        parts = _parts(gemm, programs, room)
+        config = GemmConfig("specialized", block_n, block_m, 128, stages, parts, 4 if block_m == 64 else 8)
+        found.append((programs * parts, config))
+    return max(found, key=lambda one: one[0])[1] if found else LIBRARY
+
+
+def int4_row_config(gemm: Gemm) -> GemmConfig:
+    """For one row and 4-bit weights, as it was best for 8B on an H200."""
+    block_n, stages, warps = {"gate_up": (64, 2, 4), "o": (16, 4, 8), "down": (16, 3, 8)}.get(gemm.kind, (16, 2, 8))
+    warps = warps if gemm.k > 1024 else 4
+    return GemmConfig("quantized_row", block_n, block_k=128 * warps, stages=stages, num_warps=warps)
+
+
+def int4_config(gemm: Gemm, rows: int) -> GemmConfig:
+    """For 4-bit weights: tiles that hold all rows, up to 128, and as many parts of K as keep two or more programs on
+    each processor; more than four pay where the sums are short.
+
+    Parts that the kernel adds up itself are long: those of 1,024 columns save 5 to 8 % of 8B's steps of 2 to 32 rows,
+    those of 256 cost 3 to 11 % of 0.6B's, where programs would wait for each other longer than they multiply.
+    """
+    if rows > INT4_ROWS:
+        return LIBRARY
+    block_m, stages = next(tile for tile in _INT4_TILES if rows <= tile[0] or tile is _INT4_TILES[-1])
+    block_n = 64
+    if block_m == 16 and gemm.n >= 1 << 14:
+        block_n, stages = 128, 5
+    programs, parts = -(-gemm.n // block_n) * -(-rows // block_m), 1
+    most = 8 if block_m == 16 else 4
+    shortest = 256 if gemm.kind in SUMMED else 1024
+    while parts < most and programs * parts < 2 * PROCESSORS and gemm.k >= 2 * shortest * parts:
+        parts *= 2
+    if gemm.kind in SUMMED or parts == 1:
+        return GemmConfig("int4", block_n, block_m, 128, stages, parts)
+    fits = parts * programs * block_n * block_m <= SCRATCH_FLOATS
+    return GemmConfig("int4_whole", block_n, block_m, 128, stages, parts if fits else 1)
+
+
+def merges_before(rows: int, o_weight_bytes: int) -> bool:
+    """Whether attention's splits are to be merged before the output projection starts to fetch its weight.
+
+    Launched as soon as the merge is, a large projection fills the chip with programs that wait: one row of 8B (33 MB)
+    takes 4,131 us then and 3,905 without, of 4B (21 MB) 2,276 and 2,287; of 0.6B (4 MB), with the kernels before these,
+    613 and 650. With more rows it was best to launch everything early.
+    """
+    return rows == 1 and o_weight_bytes > 24 << 20
+
+
+_ALONE = ExpertConfigs(GroupedConfig(16, 32, 128, 4), GroupedConfig(16, 64, 128, 4))
+"""So few choices that narrow tiles are needed to occupy all processors."""
+_BY_AVERAGE = (
+    (6.0, ExpertConfigs(GroupedConfig(16, 64, 128, 3), GroupedConfig(16, 64, 128, 3))),
+    (24.0, ExpertConfigs(GroupedConfig(32, 128, 128, 3), GroupedConfig(32, 64, 128, 3))),
+    (64.0, ExpertConfigs(GroupedConfig(64, 64, 64, 4), GroupedConfig(64, 128, 64, 4))),
+)
+_CROWDED = ExpertConfigs(GroupedConfig(128, 128, 64, 3, 8), GroupedConfig(128, 256, 64, 4, 8))
+
+
+_FP8_BY_AVERAGE = (
+    (6.0, ExpertConfigs(GroupedConfig(16, 64, 128, 4), GroupedConfig(16, 64, 128, 5))),
+    (24.0, ExpertConfigs(GroupedConfig(32, 64, 128, 4), GroupedConfig(32, 64, 128, 5))),
+    (64.0, ExpertConfigs(GroupedConfig(64, 64, 128, 4), GroupedConfig(64, 128, 128, 4))),
+)
+_FP8_CROWDED = ExpertConfigs(GroupedConfig(128, 128, 128, 3, 8), GroupedConfig(128, 128, 128, 3, 8))
+
+
+def expert_configs(num_choices: int, num_experts: int, item_size: int = 2) -> ExpertConfigs:
+    """For `num_choices` (tokens x experts of each) over so many experts. item_size: bytes of a weight."""
+    average = num_choices / num_experts
+    if item_size == 1:
+        return next((configs for most, configs in _FP8_BY_AVERAGE if average <= most), _FP8_CROWDED)
+    if num_choices <= 16:
+        found = _ALONE
+    else:
+        found = next((configs for most, configs in _BY_AVERAGE if average <= most), _CROWDED)
+    if item_size > 2:  # tiles of these bytes would not fit in shared memory
+        found = ExpertConfigs(_narrower(found.gate_up), _narrower(found.down))
+    return found
+
+
+def _narrower(config: GroupedConfig) -> GroupedConfig:
+    return GroupedConfig(config.block_m, min(config.block_n, 64), 32, 3, config.num_warps)
+
+
+def max_tiles(num_choices: int, num_experts: int, block_m: int) -> int:
+    """Most tiles of rows that any distribution over the experts makes."""
+    return min(num_choices, num_choices // block_m + num_experts)

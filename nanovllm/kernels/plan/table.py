@@ -1,0 +1,137 @@
+"""Tables of what was measured: JSON files for some devices, `tuned/*.json` or the one that EngineConfig.kernel_choices
+names. A table gives for each GEMM of a model ranges of rows, each with the kernel that made whole steps shortest
+(scripts/tune_steps.py writes one). Whole steps, because our kernels fetch weights while the kernel before them ends:
+the best GEMM by itself is not the best one among attention, norms and all-reduces. No torch.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, get_args
+
+from nanovllm.kernels.plan.config import (
+    DECODE_ROWS,
+    INT4_ROWS,
+    KINDS,
+    LIBRARY,
+    SKINNY_ROWS,
+    Gemm,
+    GemmConfig,
+    Kernel,
+    Ranges,
+)
+from nanovllm.kernels.plan.fits import misfit
+from nanovllm.kernels.plan.rules import fallback
+
+_SHIPPED = Path(__file__).parent / "tuned"
+
+
+@dataclass(frozen=True)
+class GemmTable:
+    """What was measured on some devices."""
+
+    devices: tuple[str, ...]
+    """Beginnings of their names, as torch.cuda.get_device_name gives them."""
+    entries: Mapping[Gemm, Ranges]
+
+    def is_tuned(self, gemm: Gemm) -> bool:
+        return bool(self.measured(gemm))
+
+    def measured(self, gemm: Gemm) -> Ranges:
+        """The entry of this very GEMM, for float16 that of bfloat16; empty where there is none."""
+        return self.entries.get(gemm._replace(dtype="bfloat16") if gemm.dtype == "float16" else gemm, ())
+
+    def lookup(self, gemm: Gemm, rows: int, tma: bool = True) -> GemmConfig:
+        """What multiplies `rows` rows: the entry of this very GEMM, else `fallback`; only what the device (`tma`) and
+        the weight allow."""
+        ranges = self.measured(gemm)
+        if not ranges:
+            config = fallback(gemm, rows)
+        else:
+            config = next((config for most, config in ranges if rows <= most), LIBRARY)
+        return config if not misfit(gemm, config, tma) else LIBRARY
+
+
+def shipped_table(device_name: str) -> GemmTable:
+    """The table of the package for this device; an empty one where there is none."""
+    for path in sorted(_SHIPPED.glob("*.json")):
+        table = load(path)
+        if device_name.startswith(table.devices):
+            return table
+    return GemmTable((device_name,), {})
+
+
+def load(path: str | os.PathLike[str]) -> GemmTable:
+    """The table of a file that `save` wrote. Raises ValueError with the path where the file is missing or spoilt."""
+    try:
+        return _parse(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"[:200]
+        raise ValueError(f"kernel_choices={str(path)!r}: no table of GEMM choices ({reason})") from error
+
+
+def save(path: str | os.PathLike[str], table: GemmTable) -> None:
+    """Writes the file whole or not at all, so that a process that reads it meanwhile gets the old one or the new."""
+    gemms = []
+    for gemm, ranges in sorted(table.entries.items()):
+        lines = ",\n   ".join(json.dumps([most, _plain(config)]) for most, config in ranges)
+        gemms.append(json.dumps(gemm._asdict())[:-1] + f', "rows": [\n   {lines}\n  ]}}')
+    text = f'{{\n "devices": {json.dumps(table.devices)},\n "gemms": [\n  ' + ",\n  ".join(gemms) + "\n ]\n}\n"
+    target = Path(path)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, delete=False) as file:
+        file.write(text)
+    os.replace(file.name, target)
+
+
+def _plain(config: GemmConfig) -> dict[str, Any]:
+    """The fields that differ from their defaults, and the kernel."""
+    return {
+        name: value for name, value in asdict(config).items() if name == "kernel" or value != getattr(LIBRARY, name)
+    }
+
+
+def _parse(raw: dict[str, Any]) -> GemmTable:
+    entries: dict[Gemm, Ranges] = {}
+    for item in raw["gemms"]:
+        gemm = Gemm(*(item[name] for name in Gemm._fields))
+        if gemm.kind not in KINDS or not all(type(size) is int and size > 0 for size in (gemm.n, gemm.k)):
+            raise ValueError(f"{gemm}: a kind of {KINDS} and positive sizes expected")
+        entries[gemm] = tuple((most, _checked(gemm, most, GemmConfig(**config))) for most, config in item["rows"])
+        ends = [most for most, _ in entries[gemm]]
+        if not ends or any(type(end) is not int for end in ends) or ends != sorted(set(ends)) or ends[0] < 1:
+            raise ValueError(f"{gemm}: rows {ends} do not ascend")
+    return GemmTable(tuple(str(device) for device in raw["devices"]), entries)
+
+
+def _checked(gemm: Gemm, most: int, config: GemmConfig) -> GemmConfig:
+    """`config`; ValueError where it cannot multiply `most` rows by this weight."""
+    kernels = [kernel for kernel in get_args(Kernel) if kernel != "blocks"]
+    if config.kernel not in kernels or config.nodes:
+        raise ValueError(f"{gemm}: {config}: must have one of the kernels {kernels}, and no nodes")
+    numbers = [getattr(config, field.name) for field in fields(config) if field.name not in ("kernel", "nodes")]
+    bounds = {"fma": SKINNY_ROWS, "quantized_row": 1, "decode": DECODE_ROWS}
+    bounds |= {"int4": INT4_ROWS, "int4_whole": INT4_ROWS}
+    sizes = [config.block_n, config.block_k, config.stages] if config.is_own else []
+    sizes += [config.block_m] if sizes and not config.is_skinny else []
+    sizes += [config.split_k, config.num_warps]
+    if any(type(number) is not int or number < 0 for number in numbers) or not all(sizes):
+        raise ValueError(f"{gemm}: {config} has sizes that are no positive integers")
+    if most > bounds.get(config.kernel, most):
+        raise ValueError(f"{gemm}: {config.kernel!r} takes at most {bounds[config.kernel]} rows, not {most}")
+    reason = misfit(gemm, config)
+    if reason:
+        raise ValueError(f"{gemm}: {config.kernel!r}: {reason}")
+    return config
+
+
+def ranges_of(by_rows: Iterable[tuple[int, GemmConfig]]) -> Ranges:
+    """(rows, config), ascending, as the fewest ranges: equal neighbours become one."""
+    ranges: list[tuple[int, GemmConfig]] = []
+    for rows, config in by_rows:
+        if ranges and ranges[-1][1] == config:
+            ranges.pop()
+        ranges.append((rows, config))
+    return tuple(ranges)
