@@ -109,6 +109,16 @@ def test_a_row_alone_is_rounded_as_by_a_kernel_of_its_own(length: int) -> None:
     assert torch.equal(values.float(), want.float()) and torch.equal(scales, want_scales)
 
 
+@pytest.mark.parametrize("num_kv_heads", [1, 8, 32, 64])
+def test_leaving_l1_changes_what_one_row_runs_with(num_kv_heads: int) -> None:
+    plan = DecodePlan(num_kv_heads, 128, None, 64, 4096, torch.device("cpu"))
+    before = plan.config(1)
+    plan.leave_l1(True)
+    assert plan.config(1) != before
+    plan.leave_l1(False)
+    assert plan.config(1) == before
+
+
 @pytest.mark.parametrize("config", [SMALL, *(config for _, config in (*TUNING, *FP8_TUNING))])
 def test_bounds_on_chunks_are_those_of_the_plan(config: DecodeConfig) -> None:
     bound = longest_unsplit(config)

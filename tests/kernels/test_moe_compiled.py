@@ -22,6 +22,9 @@ from nanovllm.kernels.pointwise.norm import Norm
 device.supports_pdl = experts.supports_tma = lambda device: True
 
 def check(ptx, options):
+    if options.get("GATED") is False:  # what routing wrote is read before the kernel ahead has ended: past L1
+        early = ptx[: ptx.index("griddepcontrol.wait")]
+        assert early.count("ld.global.cg") == 3 == early.count("ld.global"), early
     if options.get("BLOCK_N", 0) >= 64:
         assert "wgmma" in ptx and "cp.async.bulk.tensor" in ptx, options
 

@@ -68,10 +68,10 @@ def tuning(num_kv_heads: int, head_dim: int, fp8: bool = False) -> Tuning:
 
 def for_heads(table: Tuning, num_kv_heads: int, head_dim: int, **of_wide_heads: int) -> Tuning:
     """What there is to share out is rows x heads: under tensor parallelism more rows still count as few, or the longest
-    row of an uncut batch would decide."""
+    row of an uncut batch would decide. With many heads the classes of few rows hold no row, and are left out."""
     changes = of_wide_heads if head_dim > TUNED_HEAD_DIM else {}
-    return tuple((most and most * TUNED_KV_HEADS // num_kv_heads, replace(config, **changes))  # type: ignore[arg-type]
-                 for most, config in table)
+    scaled = ((most and most * TUNED_KV_HEADS // num_kv_heads, config) for most, config in table)
+    return tuple((most, replace(config, **changes)) for most, config in scaled if most != 0)  # type: ignore[arg-type]
 
 
 @triton.jit

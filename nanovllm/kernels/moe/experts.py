@@ -81,8 +81,9 @@ def _tile_of_rows(TILES, GATED: tl.constexpr, PDL: tl.constexpr):
         # Not before: what routing wrote may then be read by the next kernel as soon as that starts.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    tile = TILES + 3 * tl.program_id(1)
-    return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    tile = TILES + 3 * tl.program_id(1)  # past L1, which may still hold what was there before routing wrote it
+    expert, first = tl.load(tile, cache_modifier=".cg"), tl.load(tile + 1, cache_modifier=".cg")
+    return expert, first, tl.load(tile + 2, cache_modifier=".cg")
 
 
 @triton.jit
