@@ -168,7 +168,8 @@ def test_a_reference_to_no_schema_is_left_to_the_grammar(model: Model) -> None:
 
 @pytest.mark.parametrize(
     "structured", [StructuredOutput(json={"type": "object"}), StructuredOutput(json_object=True),
-                   StructuredOutput(choice=('{"a": 1}',)), StructuredOutput(regex=r'\{"a": [0-9]/?\}')],
+                   StructuredOutput(choice=('{"a": 1}',)), StructuredOutput(regex=r'\{"a": [0-9]/?\}'),
+                   StructuredOutput(regex=r'\{"a": [0-9](\/|\\|\\/)?(/)?\}')],
 )  # fmt: skip
 def test_reasoning_is_free_and_what_follows_is_held(models: dict[tuple[str, bool], Model], structured: Any) -> None:
     model = models["hermes", True]
@@ -196,6 +197,66 @@ def test_reasoning_without_an_end_is_all_there_is(models: dict[tuple[str, bool],
     plan = model.plan("<think>\n", tools=None)
     ids = model.tokenizer.encode("I think and think\n")
     assert read(plan, ids, [3]) == [Delta("reasoning", "I think and think\n")]
+
+
+def test_reasoning_may_begin_after_a_line_break(models: dict[tuple[str, bool], Model]) -> None:
+    for model in (models["hermes", True], models["hermes", False]):
+        for options in ({"tools": None}, {"choice": "required"}, {}):
+            plan = model.plan("assistant\n", **options)  # type: ignore[arg-type]
+            call = model.calls_text([("now", {})]) if options.get("choice") else "b"
+            text = f"\n\n<think>\n\na\n</think>\n\n{call}"
+            assert plan.structured is None or model.admits(plan, text)
+            found = read(plan, model.tokenizer.encode(text), [1])
+            assert found[0] == Delta("reasoning", "a")
+            assert message_of(found).content == ("" if options.get("choice") else "b")
+        detokenizer = model.plan("assistant\n", tools=None).detokenizer()
+        for token_id in model.tokenizer.encode("\n<think>a b</think>c"):
+            detokenizer.push(token_id)
+        counted = len(model.tokenizer.encode("\n<think>a b</think>")) if model is models["hermes", True] else 0
+        assert detokenizer.num_reasoning_tokens == counted
+        plain = read(model.plan("assistant\n", tools=None), model.tokenizer.encode("\n\nb"), [1])
+        assert plain == [Delta("content", "\n\nb")]
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_a_qwen_call_without_its_tag_is_a_call(models: dict[tuple[str, bool], Model], has_tokens: bool) -> None:
+    model = models["qwen3_coder", has_tokens]
+    made = [("get_weather", {"city": "Paris"}), ("now", {})]
+    bare = model.calls_text(made).replace("<tool_call>\n", "")
+    for text in (f"I look.\n{bare}", f"I look.\n{bare}".replace("\n</tool_call>", "")):
+        plan = model.plan()
+        assert model.admits(plan, text) == (not has_tokens or "</tool_call>" not in text)
+        for cuts in ([1], [5], None):
+            found = read(plan, model.tokenizer.encode(text), cuts)
+            assert message_of(found) == Message(None, "I look.", made)
+    text = "<function=other>\n</function>"
+    assert read(model.plan(), model.tokenizer.encode(text), [2]) == [Delta("content", text)]
+
+
+def test_a_llama_call_between_words_is_a_call(models: dict[tuple[str, bool], Model]) -> None:
+    model = models["llama3_json", True]
+    made = [("get_weather", {"city": "{Paris}"}), ("now", {})]
+    plan, text = model.plan(), f"I look {{there}}:\n{model.calls_text(made)}\nand wait {{"
+    assert model.admits(plan, text)
+    for cuts in ([1], [5], None):
+        found = read(plan, model.tokenizer.encode(text), cuts)
+        assert message_of(found) == Message(None, "I look {there}:and wait {", made)
+    assert plan.finish_reason("stop", reader_of(plan, text)) == "tool_calls"
+    for text in ('As {"name": "other", "parameters": {}} says', 'A {"a": {"name": "now"}} b', 'x {"a":'):
+        assert read(plan, model.tokenizer.encode(text), [1]) == [Delta("content", text)]
+
+
+def reader_of(plan: Plan, text: str) -> Any:
+    reader = plan.reader()
+    assert reader is not None
+    reader.push(text)
+    return reader
+
+
+def test_a_schema_that_is_too_deep_is_refused_beside_reasoning(models: dict[tuple[str, bool], Model]) -> None:
+    for deep in ("[" * 100_000 + "]" * 100_000, "{" * 9):
+        with pytest.raises(ValueError, match=r"structured_outputs\.json: "):
+            models["hermes", True].plan("<think>\n", tools=None, structured=StructuredOutput(json=deep))
 
 
 def test_reasoning_tokens_are_counted(models: dict[tuple[str, bool], Model]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 
 from nanovllm.serve.parsers.reader import Malformed, Output, Source, Steps
 from nanovllm.serve.parsers.tags import Tags
@@ -64,8 +65,9 @@ def json_calls(rule: str, tools: tuple[Tool, ...], arguments: str) -> str:
     return one_of(rule, [f'{head} {tool.arguments()} "}}"' for head, tool in zip(heads, tools, strict=True)])
 
 
-def read_json_call(source: Source, output: Output) -> Steps:
-    """Reads {"name": ..., "arguments": ...} or "parameters". Raises Malformed where it is none."""
+def read_json_call(source: Source, output: Output, names: Collection[str] | None = None) -> Steps:
+    """Reads {"name": ..., "arguments": ...} or "parameters". Raises Malformed where it is none, or where its name is
+    not one of `names`."""
     yield from source.blanks()
     yield from source.expect("{")
     named = False
@@ -77,6 +79,8 @@ def read_json_call(source: Source, output: Output) -> Steps:
         yield from source.blanks()
         if key == "name":
             name = yield from source.string()
+            if names is not None and name not in names:
+                raise Malformed
             output.call(name)
             source.taken, named = None, True
         elif key in ("arguments", "parameters") and named:
@@ -91,13 +95,14 @@ def read_json_call(source: Source, output: Output) -> Steps:
     output.calls_complete = True
 
 
-def read_call(steps: Steps, tag_text: str, source: Source, output: Output) -> Steps:
-    """Reads a call with `steps`, content follows; what turns out to be none is text, from its tag on."""
+def read_call(steps: Steps, tag_text: str, source: Source, output: Output, keeps_cut: bool = False) -> Steps:
+    """Reads a call with `steps`, content follows; what turns out to be none is text, from its tag on. One that the
+    output's end cuts off before its name is nothing, or, with `keeps_cut`, text."""
     num_calls, source.taken = output.num_calls, tag_text
     try:
         yield from steps
         output.begin("content", strips=True)
     except Malformed:
-        if output.num_calls == num_calls and source.taken and (source.text or not source.ended):
+        if output.num_calls == num_calls and source.taken and (source.text or not source.ended or keeps_cut):
             output.text(source.taken)
     source.taken = None

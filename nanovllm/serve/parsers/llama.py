@@ -1,4 +1,4 @@
-"""Llama 3: {"name": ..., "parameters": ...} as the whole answer, maybe after <|python_tag|>, several joined by ;"""
+"""Llama 3: {"name": ..., "parameters": ...}, maybe after <|python_tag|> or between words, several joined by ;"""
 
 from nanovllm.serve.parsers.family import ToolFamily, json_calls, read_call, read_json_call, repeated
 from nanovllm.serve.parsers.reader import Output, Source, Steps
@@ -14,21 +14,23 @@ class Llama(ToolFamily):
         return "\n".join((text, calls, json_calls("function", tools, "parameters")))
 
     def call(self, tools: tuple[Tool, ...], source: Source, output: Output) -> Steps:
-        return read_json_call(source, output)
+        return read_json_call(source, output, {tool.name for tool in tools})
 
     def read(self, tools: tuple[Tool, ...], source: Source, output: Output) -> Steps:
-        while not source.text and not source.ended:
-            yield
-        tag = self.opening.text if source.text.startswith(self.opening.text) else ""
-        if not tag and not source.text.startswith("{"):
-            return
-        source.text = source.text[len(tag) :]
-        more = True
-        while more:
-            before = output.num_calls
-            yield from read_call(self.call(tools, source, output), tag, source, output)
-            if output.num_calls == before or not output.calls_complete:
-                return
-            yield from source.blanks()
-            more = source.text.startswith(";")
-            source.text = source.text[more:]
+        tag, has_words = self.opening.text, False
+
+        def emit(text: str) -> None:
+            nonlocal has_words
+            has_words = has_words or bool(text.strip())
+            output.text(text)
+
+        while found := (yield from source.until([tag, "{"], emit)):
+            if found != tag:
+                source.text, found = found + source.text, ""
+            num_calls = output.num_calls
+            yield from read_call(self.call(tools, source, output), found, source, output, has_words)
+            if output.num_calls > num_calls and output.calls_complete:
+                yield from source.blanks()
+                if source.text.startswith(";"):
+                    source.text = source.text[1:]
+                    yield from source.blanks()

@@ -160,7 +160,7 @@ class OutputParser:
         if closing.token_id is None:
             thoughts = f"thoughts[lazy]: TEXT {closing.lark}"
         reasoned = f"thoughts {gap}{answer}"
-        start = reasoned if state == "open" else f"{answer} | {opening.lark} {reasoned}"
+        start = reasoned if state == "open" else f"{answer} | gap {opening.lark} {reasoned}"
         return StructuredOutput(grammar=f"start: {start}\n{thoughts}\ngap: /\\n{{0,2}}/\n{_TEXT}\n{rules}")
 
     # --- reading
@@ -174,11 +174,11 @@ class OutputParser:
     def _read_reasoning(self, state: ReasoningState, source: Source, output: Output) -> Steps:
         opening, closing = (tag.text for tag in self._thinks)
         if state == "optional":
-            while opening.startswith(source.text) and source.text != opening and not source.ended:
+            while opening.startswith(text := source.text.lstrip("\n")) and text != opening and not source.ended:
                 yield
-            if not source.text.startswith(opening):
+            if not text.startswith(opening):
                 return
-            source.text = source.text[len(opening) :]
+            source.text = text[len(opening) :]
         output.begin("reasoning", strips=True)
         if (yield from source.until([closing], output.text)):
             output.begin("content", strips=True)

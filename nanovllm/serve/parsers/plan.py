@@ -1,10 +1,12 @@
 """The plan for one answer: what it is held to, and how its text is read."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from nanovllm.errors import short
 from nanovllm.sampling_params import StructuredOutput
 from nanovllm.serve.parsers.reader import Output, Reader, Source, Steps
 from nanovllm.serve.parsers.tags import MarkedDetokenizer, Tag
@@ -50,11 +52,16 @@ class Plan:
 def term(wanted: StructuredOutput) -> str:
     """A constraint as a term of a Lark grammar."""
     if wanted.json is not None:
-        return json_term(json.loads(wanted.json) if isinstance(wanted.json, str) else wanted.json)
+        try:
+            schema = json.loads(wanted.json) if isinstance(wanted.json, str) else wanted.json
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"structured_outputs.json: is no JSON schema: {short(error)}") from None
+        return json_term(schema)
     if wanted.json_object:
         return json_term({"type": "object"})
     if wanted.choice is not None:
         return "(" + " | ".join(json.dumps(each) for each in wanted.choice) + ")"
     if wanted.regex is not None:
-        return "/" + wanted.regex.replace("/", r"\/") + "/"
+        escaped = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], wanted.regex, flags=re.DOTALL)
+        return f"/{escaped}/"
     raise ValueError("structured_outputs.grammar: cannot go with reasoning or tools")

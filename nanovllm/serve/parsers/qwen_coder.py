@@ -5,11 +5,12 @@ import re
 from collections.abc import Generator
 from typing import Any
 
-from nanovllm.serve.parsers.family import ToolFamily, one_of
+from nanovllm.serve.parsers.family import ToolFamily, one_of, read_call
 from nanovllm.serve.parsers.parameters import parameters, read_parameters, value_term
-from nanovllm.serve.parsers.reader import Output, Source, Steps
+from nanovllm.serve.parsers.reader import Malformed, Output, Source, Steps
 from nanovllm.serve.parsers.tools import Tool
 
+_FUNCTION = "<function="
 _BEGIN, _END = "\n", "\n</parameter>\n"
 _UP_TO_TAG = re.compile(r"[^>\n]*")
 _ANY_PARAMETER = '"<parameter=" /[A-Za-z0-9_.-]{1,64}/ ">" words'
@@ -24,13 +25,24 @@ class QwenCoder(ToolFamily):
         call = rf'call: "\n<function=" function "</function>\n" {self.marks[1].lark}'
         return self.tagged_calls(parallel, free, call, one_of("function", functions), _WORDS)
 
+    def read(self, tools: tuple[Tool, ...], source: Source, output: Output) -> Steps:
+        """A model may leave <tool_call> out."""
+        tag = self.opening.text
+        while found := (yield from source.until([tag, _FUNCTION], output.text)):
+            if found != tag:
+                source.text, found = found + source.text, ""
+            yield from read_call(self.call(tools, source, output), found, source, output)
+
     def call(self, tools: tuple[Tool, ...], source: Source, output: Output) -> Steps:
         yield from source.blanks()
-        yield from source.expect("<function=")
+        yield from source.expect(_FUNCTION)
         name = yield from source.matching(_UP_TO_TAG)
         yield from source.expect(">")
+        if all(tool.name != name for tool in tools):
+            raise Malformed
         yield from read_parameters(name, tools, _next_key, _BEGIN, _END, source, output)
-        yield from source.until([self.marks[1].text], lambda _: None)
+        yield from source.blanks()
+        yield from source.expect(self.marks[1].text)
 
 
 def _next_key(source: Source) -> Generator[None, None, str | None]:

@@ -58,6 +58,8 @@ class MarkedDetokenizer:
         self._closing = thinks[1].token_id if thinks else None
         self._in_reasoning = in_reasoning
         self._num_tokens = 0
+        self._is_blank = True
+        """Whether nothing but blanks has come."""
         self._reasoning_end: int | None = None
 
     def push(self, token_id: int) -> str:
@@ -65,9 +67,10 @@ class MarkedDetokenizer:
         mark = self._marks.get(token_id)
         if mark is None:
             text = self._inner.push(token_id)
+            self._is_blank = self._is_blank and not text.strip()
             return text if text.isascii() else _STAND_INS.sub("\ufffd", text)
-        if token_id == self._opening and self._num_tokens == 1:
-            self._in_reasoning = True
+        if token_id == self._opening and self._is_blank:
+            self._in_reasoning, self._is_blank = True, False
         elif token_id == self._closing and self._in_reasoning and self._reasoning_end is None:
             self._reasoning_end = self._num_tokens
         return self._inner.flush() + mark
