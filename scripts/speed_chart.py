@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Draws docs/speed.svg from the table of docs/performance.md: how many times vLLM's speed each row is.
+"""Draws docs/speed.svg from the table of docs/performance.md, docs/speed-short.svg from README's: times vLLM's speed.
 
-    python scripts/speed_chart.py            writes it
+    python scripts/speed_chart.py            writes them
 """
 
 import math
@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-CHART = ROOT / "docs" / "speed.svg"
+CHART, SHORT = ROOT / "docs" / "speed.svg", ROOT / "docs" / "speed-short.svg"
+PAGES = {CHART: (ROOT / "docs" / "performance.md", "Figures"), SHORT: (ROOT / "README.md", "Speed")}
 
-TEXT_WIDTH, BAR_WIDTH, LINE, TOP = 520, 330, 19, 26
+BAR_WIDTH, LINE, TOP = 330, 19, 26
+LETTER = 6.3  # width of one, on average
 LEAST, MOST = 0.5, 8.0
 TICKS = (0.5, 1, 2, 4, 8)
 STYLE = """
@@ -53,15 +55,16 @@ def bars(rows: list[list[str]]) -> Iterator[Bar]:
 
 def draw(found: list[Bar]) -> str:
     """The SVG: one bar a row, on a logarithmic axis that begins at equal speed."""
+    text_width = round(LETTER * max(len(work) for work, _ in found)) + 16
 
     def x(ratio: float) -> float:
-        return TEXT_WIDTH + BAR_WIDTH * math.log2(min(ratio, MOST) / LEAST) / math.log2(MOST / LEAST)
+        return text_width + BAR_WIDTH * math.log2(min(ratio, MOST) / LEAST) / math.log2(MOST / LEAST)
 
     height = TOP + LINE * len(found) + 8
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {TEXT_WIDTH + BAR_WIDTH + 60} {height}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {text_width + BAR_WIDTH + 60} {height}" role="img">',
         f"<title>Times vLLM's speed</title><style>{STYLE}</style>",
-        f'<text x="{TEXT_WIDTH - 28}" y="{TOP - 11}" text-anchor="end">times vLLM\'s speed</text>',
+        f'<text x="{text_width - 28}" y="{TOP - 11}" text-anchor="end">times vLLM\'s speed</text>',
     ]
     for tick in TICKS:
         kind = "one" if tick == 1 else "grid"
@@ -70,15 +73,15 @@ def draw(found: list[Bar]) -> str:
     for n, (work, ratio) in enumerate(found):
         y, kind = TOP + LINE * n, "faster" if ratio >= 1 else "slower"
         left, right = sorted((x(1), x(ratio)))
-        lines.append(f'<text x="{TEXT_WIDTH - 8}" y="{y + 11}" text-anchor="end">{escape(work)}</text>')
+        lines.append(f'<text x="{text_width - 8}" y="{y + 11}" text-anchor="end">{escape(work)}</text>')
         lines.append(f'<rect class="{kind}" x="{left:.1f}" y="{y}" width="{right - left:.1f}" height="13" rx="2"/>')
         lines.append(f'<text x="{max(right, x(1)) + 5:.1f}" y="{y + 11}">{ratio:.2f}</text>')
     return "\n".join([*lines, "</svg>\n"])
 
 
 def main() -> None:
-    rows = speed_rows((ROOT / "docs" / "performance.md").read_text(encoding="utf-8"), "Figures")
-    CHART.write_text(draw(list(bars(rows))), encoding="utf-8")
+    for path, (page, title) in PAGES.items():
+        path.write_text(draw(list(bars(speed_rows(page.read_text(encoding="utf-8"), title)))), encoding="utf-8")
 
 
 if __name__ == "__main__":
