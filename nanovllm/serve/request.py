@@ -160,12 +160,12 @@ class Request:
                 continue
             if self.interval > 1 and self._waits(completion):
                 continue
-            completion.num_sent = completion.num_tokens
             text = "".join(completion.pieces)
             completion.pieces.clear()
             if not completion.has_begun:
                 completion.has_begun = True
                 out.append(self.head(completion))
+            completion.num_sent = completion.num_tokens
             if text or completion.finish_reason is not None or completion.ids or completion.lines:
                 out.append(self.chunk(completion, text))
         if not self.parts:

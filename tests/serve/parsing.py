@@ -79,7 +79,8 @@ class Model:
         self.library = llguidance.LLTokenizer(backend.to_str(), n_vocab=len(self.tokenizer), eos_token=self.eos)
 
     def plan(self, prompt: str = "", choice: Any = "auto", structured: Any = None, **options: Any) -> Plan:
-        allowed = check_tools(options.get("tools", TOOLS), choice, options.get("parallel"))
+        tools = options.get("tools", TOOLS)
+        allowed = None if tools is None else check_tools(tools, choice, options.get("parallel"))
         return self.parser.plan(prompt, allowed, structured)
 
     def matcher(self, plan: Plan) -> Any:

@@ -221,6 +221,18 @@ def test_weights_that_were_dropped_come_back_from_a_folder(admin: httpx.Client, 
     assert waits.result(30) == "The capital of Italy is Rome."
 
 
+@pytest.mark.parametrize("clears", [None, "false"])
+def test_a_pause_clears_the_cache_unless_told_not_to(admin: httpx.Client, clears: str | None) -> None:
+    body = {"prompt": [5, 6, 7] * 40, "max_tokens": 1}
+    for _ in range(2):
+        before = admin.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert before > 0
+    admin.post("/pause", params={} if clears is None else {"clear_cache": clears})
+    admin.post("/resume")
+    after = admin.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert after == (0 if clears is None else before)
+
+
 def test_prefix_cache_is_emptied(admin: httpx.Client) -> None:
     body = {"prompt": "the dog and the cat " * 20, "max_tokens": 1}
 

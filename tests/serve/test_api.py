@@ -23,8 +23,11 @@ def test_chat_to_the_byte(client: httpx.Client) -> None:
     body = answer.json()
     assert re.fullmatch("chatcmpl-[0-9a-f]{32}", body["id"])
     assert body["object"] == "chat.completion" and body["model"] == "demo"
-    message = {"role": "assistant", "content": ANSWER, "refusal": None}
-    assert body["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}]
+    message = {"role": "assistant", "content": ANSWER, "reasoning": None, "refusal": None}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
+    assert body["choices"] == [choice | {"stop_reason": None, "token_ids": None}]
+    for name in ("service_tier", "kv_transfer_params", "prompt_token_ids", "prompt_logprobs"):
+        assert body[name] is None
     usage = {"prompt_tokens": 15, "completion_tokens": 9, "total_tokens": 24}
     assert body["usage"] | {"prompt_tokens_details": 0} == usage | {"prompt_tokens_details": 0}
 
@@ -50,7 +53,7 @@ def test_usage_of_a_stream(client: httpx.Client) -> None:
     with client.stream("POST", CHAT, json=ASK | {"stream": True, "stream_options": options}) as response:
         chunks = list(events(response))
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts) and counts[-1] == 9
+    assert counts[0] == 0 and counts[:-1] == sorted({*counts}) and counts[-2:] == [9, 9]
     assert chunks[-1]["choices"] == []
 
 
@@ -92,7 +95,8 @@ def test_tokenize(client: httpx.Client) -> None:
     text = "Hello, é 漢 🙂 world"
     body = client.post("/tokenize", json={"model": "demo", "prompt": text, "return_token_strs": True}).json()
     assert body["tokens"] == hf.encode(text)
-    assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
+    assert body["token_strs"] == hf.convert_ids_to_tokens(body["tokens"])
+    assert body["count"] == len(body["tokens"])
     assert body["max_model_len"] == 2048
     assert client.post("/detokenize", json={"tokens": body["tokens"]}).json() == {"prompt": text}
     chat = client.post("/tokenize", json={"messages": ASK["messages"]}).json()["tokens"]
@@ -111,6 +115,24 @@ def test_tokens_as_ids(client: httpx.Client) -> None:
     body = {"prompt": "3 + 4 =", "max_tokens": 2, "logprobs": 1, "temperature": 0, "return_token_ids": True}
     choice = client.post(COMPLETIONS, json=body | {"return_tokens_as_token_ids": True}).json()["choices"][0]
     assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+    assert choice["stop_reason"] is choice["prompt_logprobs"] is None
+
+
+def test_ids_of_prompts_in_streams(client: httpx.Client) -> None:
+    """In the first chunk of each choice: a chat's beside the choices, a completion's within."""
+    for path, body in ((CHAT, ASK), (COMPLETIONS, {"prompt": ["a b", "c"], "max_tokens": 3, "ignore_eos": True})):
+        body = body | {"return_token_ids": True, "n": 2}
+        whole = client.post(path, json=body).json()
+        with client.stream("POST", path, json=body | {"stream": True}) as response:
+            chunks = list(events(response))
+        for choice in whole["choices"]:
+            own = [chunk for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
+            holders = [chunk if path == CHAT else chunk["choices"][0] for chunk in own]
+            wanted = (whole if path == CHAT else choice)["prompt_token_ids"]
+            assert wanted and holders[0]["prompt_token_ids"] == wanted
+            assert not any("prompt_token_ids" in holder for holder in holders[1:])
+            ids = [token for chunk in own for token in chunk["choices"][0].get("token_ids", ())]
+            assert len(ids) == len(choice["token_ids"])
 
 
 def test_prompt_logprobs(client: httpx.Client) -> None:
@@ -121,6 +143,10 @@ def test_prompt_logprobs(client: httpx.Client) -> None:
         params = SamplingParams(max_tokens=1, prompt_logprobs=2)
         [output] = llm.generate([body["prompt"]], params, use_tqdm=False)
     assert choice["prompt_token_ids"] == output.prompt_token_ids
+    ids = client.post("/tokenize", json={"messages": ASK["messages"]}).json()["tokens"]
+    chat = client.post(CHAT, json=ASK | {"prompt_logprobs": 2, "return_token_ids": True, "max_tokens": 1}).json()
+    assert chat["prompt_token_ids"] == ids and len(chat["prompt_logprobs"]) == len(ids)
+    assert [str(token) in line for token, line in zip(ids[1:], chat["prompt_logprobs"][1:], strict=True)]
     assert output.prompt_logprobs is not None
     for found, wanted in zip(choice["prompt_logprobs"], output.prompt_logprobs, strict=True):
         assert (found is None) == (wanted is None)
@@ -197,6 +223,14 @@ def test_tokens_in_tokens_out(client: httpx.Client) -> None:
         assert all(entry["top_logprobs"][0]["token_id"] == entry["token_id"] for entry in entries)
         spans = [{"version": "0", "start": 0, "end": len(choice["token_ids"])}]
         assert choice["weight_versions"] == own[-1]["weight_versions"] == spans
+
+
+def test_log_probabilities_of_the_tokens_alone(client: httpx.Client) -> None:
+    body = {"token_ids": [5, 6], "sampling_params": {"logprobs": 0, "max_tokens": 3, "ignore_eos": True}}
+    choice = client.post("/inference/v1/generate", json=body).json()["choices"][0]
+    for token, entry in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
+        own = {name: entry[name] for name in ("token_id", "logprob", "rank")}
+        assert entry["token_id"] == token and entry["top_logprobs"] == [own]
 
 
 def test_sampling_masks(client: httpx.Client) -> None:

@@ -56,7 +56,7 @@ def both(client: httpx.Client, body: dict[str, Any]) -> tuple[dict[str, Any], st
     choice = answer.json()["choices"][0]
     whole = choice["message"]
     calls = [call["function"] for call in whole.get("tool_calls", ())]
-    found = {"content": whole["content"] or "", "reasoning": whole.get("reasoning", ""), "tool_calls": calls}
+    found = {"content": whole["content"] or "", "reasoning": whole.get("reasoning") or "", "tool_calls": calls}
     with client.stream("POST", CHAT, json=body | {"stream": True}) as response:
         streamed = message_of(list(events(response)))
     assert streamed == (found, choice["finish_reason"])
@@ -114,6 +114,7 @@ def test_thinking_then_schema(hermes: httpx.Client) -> None:
     [
         {"tools": [{"type": "web_search"}]},
         {"tool_choice": "sometimes"},
+        {"tools": None, "tool_choice": "auto"},
         {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "objekt"}}}]},
     ],
 )

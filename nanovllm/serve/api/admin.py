@@ -29,6 +29,7 @@ class Nothing(msgspec.Struct):
 
 class Pause(msgspec.Struct):
     mode: Mode = "abort"
+    clear_cache: bool = True
 
 
 class Sleep(msgspec.Struct):
@@ -102,6 +103,14 @@ async def _state(front: "Front", call: Call) -> None:
     await call.respond_json(values[call.path])
 
 
+async def pause(front: "Front", call: Call) -> None:
+    options = await _options(call, Pause)
+    answer = await front.control("pause", mode=options.mode)
+    if options.clear_cache:
+        await front.control("reset_prefix_cache")
+    await call.respond_json(answer)
+
+
 async def abort_requests(front: "Front", call: Call) -> None:
     """Ends requests with what they have: those of these ids, or all where none are given."""
     ids = (await _options(call, AbortRequests)).request_ids
@@ -156,7 +165,7 @@ async def server_info(front: "Front", call: Call) -> None:
 
 
 ROUTES: "dict[tuple[str, str], tuple[Callable[[Front, Call], Awaitable[None]], type[msgspec.Struct] | None]]" = {
-    ("POST", "/pause"): (_control, Pause),
+    ("POST", "/pause"): (pause, Pause),
     ("POST", "/resume"): (_control, Nothing),
     ("GET", "/is_paused"): (_state, None),
     ("POST", "/sleep"): (_control, Sleep),

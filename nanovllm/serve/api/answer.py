@@ -121,9 +121,12 @@ class Answer(Request):
             completion.lines = []
         return choice
 
-    def _event(self, choice: Any) -> bytes:
-        usage = b',"usage":' + msgspec.json.encode(self.usage()) if self.usage_in_chunks else b""
-        return self._begin + msgspec.json.encode(choice) + b"]" + usage + b"}\n\n"
+    def _event(self, choice: Any, **about: Any) -> bytes:
+        """A chunk with one choice. `about`: what it says beside that."""
+        if self.usage_in_chunks:
+            about["usage"] = self.usage(sum(each.num_sent for each in self.completions))
+        end = b"]," + msgspec.json.encode(about)[1:] if about else b"]}"
+        return self._begin + msgspec.json.encode(choice) + end + b"\n\n"
 
     def _with_end(self, choice: dict[str, Any], completion: Completion) -> dict[str, Any]:
         choice = {"index": completion.index, **choice, "finish_reason": self.finish_reason(completion)}
@@ -146,14 +149,18 @@ class Answer(Request):
         choices = []
         for completion in self.completions:
             choice = self._with_end(self.choice(completion, "".join(completion.pieces)), completion)
-            if self.fields.return_token_ids:
-                choice["token_ids"] = completion.ids
+            choice["stop_reason"] = completion.stop_reason
+            choice["token_ids"] = completion.ids if self.fields.return_token_ids else None
             choices.append(choice)
-        return msgspec.json.encode({**self.common(), "choices": choices, "usage": self.usage()})
+        return msgspec.json.encode({**self.common(), "choices": choices, "usage": self.usage(), **self.about()})
+
+    def about(self) -> dict[str, Any]:
+        """What the whole answer says beside its choices."""
+        return {"service_tier": None, "kv_transfer_params": None}
 
     def of_prompt(self, prompt_index: int) -> dict[str, Any]:
-        """What a request may have asked for about a prompt."""
-        found: dict[str, Any] = {}
+        """What a request may have asked for about a prompt; null where it has not."""
+        found: dict[str, Any] = {"prompt_token_ids": None, "prompt_logprobs": None}
         if self.fields.return_token_ids:
             found["prompt_token_ids"] = self.prompts[prompt_index]
         if self.fields.prompt_logprobs is not None:
@@ -161,8 +168,9 @@ class Answer(Request):
             found["prompt_logprobs"] = prompt_entries(lines, self.fields.prompt_logprobs, self.show)
         return found
 
-    def usage(self) -> shapes.Usage:
-        given, output = self.num_prompt_tokens, self.num_output_tokens
+    def usage(self, output: int | None = None) -> shapes.Usage:
+        """`output`: tokens of it to count; all by default."""
+        given, output = self.num_prompt_tokens, self.num_output_tokens if output is None else output
         return shapes.Usage(given, output, given + output, shapes.PromptDetails(self.num_cached_tokens))
 
 

@@ -71,7 +71,7 @@ async def tokenize(front: "Front", call: Call) -> None:
         ids = await front.in_pool(lambda: front.tokenizer.encode(text, special), len(text))
     answer = shapes.Tokens(len(ids), front.info["max_model_len"], ids, None)
     if fields.return_token_strs:
-        answer.token_strs = [front.tokenizer.token_bytes(each).decode("utf-8", "replace") for each in ids]
+        answer.token_strs = [front.tokenizer.backend_tokenizer.id_to_token(each) or "" for each in ids]
     await call.respond_json(answer)
 
 

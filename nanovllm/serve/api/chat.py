@@ -50,7 +50,8 @@ class ChatAnswer(Answer):
 
     def head(self, completion: Completion) -> bytes:
         delta = shapes.Delta("assistant", "")
-        return self._event({"index": completion.index, "delta": delta, "logprobs": None, "finish_reason": None})
+        choice = {"index": completion.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self._event(choice, **({"prompt_token_ids": self.prompts[0]} if self.fields.return_token_ids else {}))
 
     def delta(self, completion: Completion, text: str) -> dict[str, Any]:
         return {"delta": {"content": text} if text else {}, "logprobs": self._logprobs(completion)}
@@ -80,14 +81,17 @@ class ChatAnswer(Answer):
 
     def choice(self, completion: Completion, text: str) -> dict[str, Any]:
         message = _message(joined(self.read(completion, text)))
-        return {"message": message, "logprobs": self._logprobs(completion), **self.of_prompt(0)}
+        return {"message": message, "logprobs": self._logprobs(completion)}
+
+    def about(self) -> dict[str, Any]:
+        return super().about() | self.of_prompt(0)
 
     def finish_reason(self, completion: Completion) -> str | None:
         reason = completion.finish_reason
         return None if reason is None else self.plan.finish_reason(reason, completion.reader)
 
-    def usage(self) -> shapes.Usage:
-        usage = super().usage()
+    def usage(self, output: int | None = None) -> shapes.Usage:
+        usage = super().usage(output)
         if self.plan.reasoning != "none":
             count = sum(text.num_reasoning_tokens for text in self.texts)
             usage.completion_tokens_details = shapes.OutputDetails(count)
@@ -129,7 +133,7 @@ def _message(found: list[Delta]) -> shapes.Message:
             calls.append(_call(each))
         elif each.kind == "arguments":
             calls[each.call_index].function.arguments += each.text
-    message = shapes.Message("assistant", content if content or not calls else None, refusal=None)
+    message = shapes.Message("assistant", content if content or not calls else None, reasoning=None, refusal=None)
     if reasoning:
         message.reasoning_content = message.reasoning = reasoning
     if calls:

@@ -32,13 +32,17 @@ class CompletionAnswer(Answer):
         return b'{"index":%d,"text":' % index
 
     def head(self, completion: Completion) -> bytes:
-        if self.echoes is None:
+        with_ids = bool(self.fields.return_token_ids)
+        if self.echoes is None and not with_ids:
             return b""
-        text, logprobs = self.echoes[completion.prompt_index], None
+        text, logprobs = "" if self.echoes is None else self.echoes[completion.prompt_index], None
         completion.state = len(text)
-        if completion.lines is not None:
+        if completion.lines is not None and self.echoes is not None:
             logprobs = self._logprobs(completion, self.prompt_lines[completion.prompt_index] or [], 0)
-        return self._event({"index": completion.index, "text": text, "logprobs": logprobs, "finish_reason": None})
+        choice = {"index": completion.index, "text": text, "logprobs": logprobs, "finish_reason": None}
+        if with_ids:
+            choice["prompt_token_ids"] = self.prompts[completion.prompt_index]
+        return self._event(choice)
 
     def delta(self, completion: Completion, text: str) -> dict[str, Any]:
         logprobs = None

@@ -61,8 +61,8 @@ class GenerateAnswer(Answer):
         return found
 
     def response(self) -> bytes:
-        choices, about = [self._choice(each) for each in self.completions], self.of_prompt(0)
-        body = shapes.Generated(self.id, "tokens", self.created, self.model, choices, self.usage(), **about)
+        choices = [self._choice(each) for each in self.completions]
+        body = shapes.Generated(self.id, "tokens", self.created, self.model, choices, self.usage(), **self.of_prompt(0))
         return msgspec.json.encode(body)
 
 

@@ -74,7 +74,7 @@ def id_entries(lines: Sequence[bytes], k: int) -> list[shapes.SampledToken]:
         token_id, own_rank, value, top = read_line(line, k)
         own = token_id, value, own_rank
         others = [shapes.IdToken(other, log, rank) for rank, (other, log) in enumerate(top, 1) if other != token_id]
-        found.append(shapes.SampledToken(*own, [shapes.IdToken(*own), *others] if k else []))
+        found.append(shapes.SampledToken(*own, [shapes.IdToken(*own), *others]))
     return found
 
 

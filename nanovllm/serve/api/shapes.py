@@ -94,7 +94,7 @@ class Delta(Shape):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
     reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
+    reasoning: str | UnsetType | None = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -107,13 +107,19 @@ class Choice(Shape, kw_only=True):
 
     index: int
     finish_reason: FinishReason | None
+
+
+class ChunkChoice(Choice, kw_only=True):
     stop_reason: int | str | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
+PromptLogprobs = list[dict[str, PromptToken] | None]
+
+
 class WholeChoice(Choice, kw_only=True):
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[dict[str, PromptToken] | None] | UnsetType = UNSET
+    stop_reason: int | str | None
+    token_ids: list[int] | None
 
 
 class ChatChoice(WholeChoice, kw_only=True):
@@ -121,18 +127,22 @@ class ChatChoice(WholeChoice, kw_only=True):
     logprobs: ChatLogprobs | None
 
 
-class ChatChunkChoice(Choice, kw_only=True):
+class ChatChunkChoice(ChunkChoice, kw_only=True):
     delta: Delta
     logprobs: ChatLogprobs | None
 
 
 class TextChoice(WholeChoice, kw_only=True):
     text: str
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: PromptLogprobs | None
     logprobs: TextLogprobs | None
 
 
-class TextChunkChoice(Choice, kw_only=True):
+class TextChunkChoice(ChunkChoice, kw_only=True):
     text: str
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """Of the first chunk."""
     logprobs: TextLogprobs | None
 
 
@@ -145,6 +155,8 @@ class Head(Shape):
 
 class Whole(Head):
     usage: Usage
+    service_tier: None
+    kv_transfer_params: None
 
 
 class Chunk(Head):
@@ -154,11 +166,15 @@ class Chunk(Head):
 class ChatCompletion(Whole, kw_only=True):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: PromptLogprobs | None
 
 
 class ChatCompletionChunk(Chunk, kw_only=True):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """Of the first chunk."""
 
 
 class Completion(Whole, kw_only=True):
@@ -214,8 +230,8 @@ class Generated(Shape):
     model: str
     choices: list[GeneratedChoice]
     usage: Usage
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[dict[str, PromptToken] | None] | UnsetType = UNSET
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: PromptLogprobs | None
 
 
 class Model(Shape):

@@ -52,8 +52,8 @@ def check_tools(
     """The tools that an answer may call; None for none (no tools, or tool_choice "none"). Raises ValueError naming the
     field and its bound."""
     if tools is None:
-        if tool_choice not in (None, "none", "auto"):
-            raise ValueError("tool_choice: must be absent, 'none' or 'auto' where no tools are given")
+        if tool_choice not in (None, "none"):
+            raise ValueError("tool_choice: must be absent or 'none' where no tools are given")
         return None
     if not isinstance(tools, Sequence) or not 1 <= len(tools) <= MAX_TOOLS:
         raise ValueError(f"tools: must be a list of 1 to {MAX_TOOLS} tools")
