@@ -100,7 +100,7 @@ class MoEConfig:
     intermediate_size: int
     """Of one expert."""
     scoring: str = "softmax"
-    """"softmax" or "sigmoid"; the latter chooses by score + a correction of each expert."""
+    """"softmax", or "sigmoid" or "corrected_softmax", which choose by score + a correction of each expert."""
     renormalise: bool = True
     """The chosen scores are divided by their sum."""
     num_groups: int = 1

@@ -41,7 +41,7 @@ class Router(WeightedModule):
         self.bias = self.correction = None
         if config.bias:
             self.bias = parameter(config.num_experts, dtype=dtype, device=device)
-        if config.scoring == "sigmoid":
+        if config.scoring != "softmax":
             self.correction = parameter(config.num_experts, dtype=torch.float32, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,8 @@ class Router(WeightedModule):
         if self.bias is not None:
             yield whole(f"{prefix}.gate.bias", self.bias)
         if self.correction is not None:
-            yield whole(f"{prefix}.gate.e_score_correction_bias", self.correction)
+            shape = (count,) if self.config.scoring == "sigmoid" else (1, count)
+            yield whole(f"{prefix}.gate.e_score_correction_bias", self.correction.view(shape))
         if self.config.shared_gate:
             yield whole(f"{prefix}.{self.config.shared_name}_gate.weight", self.weight[count:])
 
@@ -140,7 +141,7 @@ class MoE(WeightedModule):
         """Nothing but a softmax, experts without biases and their sum."""
         config, top_k = self.config, self.top_k
         is_plain = not config.bias and config.activation_limit is None and self.shared is None
-        return is_plain and not top_k.sigmoid and top_k.num_groups == 1
+        return is_plain and self.router.correction is None and top_k.num_groups == 1
 
     def add_normed_to(self, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
         """residual [T, hidden] += this block of its RMSNorm, in place; returns residual. Where it can_fuse."""

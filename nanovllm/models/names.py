@@ -39,9 +39,13 @@ class CheckpointNames:
     """Text that is taken out of the checkpoint's names, wherever it occurs: a prefix of nested models."""
     skipped: tuple[str, ...] = ()
     """Beginnings of names that are not the language model's."""
+    paths: Mapping[str, str] = field(default_factory=dict)
+    """Canonical parts that follow each other -> the checkpoint's, before `parts`."""
 
     def of(self, name: str) -> str:
         """The checkpoint's name of the tensor that our layers call `name`, without what is stripped."""
+        for ours, theirs in self.paths.items():
+            name = f".{name}.".replace(f".{ours}.", f".{theirs}.")[1:-1]
         return ".".join(self.parts.get(part, part) for part in name.split("."))
 
     def module(self, path: str) -> str:

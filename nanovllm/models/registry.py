@@ -12,7 +12,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import near_miss, refuse
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.config_reader import CHANGES_RESULT, ConfigReader, check_overrides
-from nanovllm.models.families import gemma, llama, moe, olmo, others, phi, qwen
+from nanovllm.models.families import corrected_moe, gemma, llama, moe, olmo, others, phi, qwen
 from nanovllm.models.family import Family
 from nanovllm.models.files import (
     CONFIGURATION,
@@ -32,7 +32,9 @@ from nanovllm.models.unserved import takes_more_than_text, unserved_parts
 logger = logging.getLogger(__name__)
 
 FAMILIES: dict[str, Family] = {
-    name: family for module in (llama, qwen, gemma, phi, olmo, others, moe) for name, family in module.FAMILIES.items()
+    name: family
+    for module in (llama, qwen, gemma, phi, olmo, others, moe, corrected_moe)
+    for name, family in module.FAMILIES.items()
 }
 """By the name in `architectures`."""
 

@@ -16,7 +16,7 @@ def in_checkpoint(weights: Iterable[CheckpointWeight], config: ModelConfig) -> I
     for weight in weights:
         if config.interleaved_rope:
             weight = _deinterleaved(weight, config)
-        weight = replace(weight, name=names.of(weight.name))
+        weight = replace(weight, name=names.of(weight.name), scaled_by=tuple(map(names.of, weight.scaled_by)))
         into = names.fused_into(weight.name)
         if into is None:
             yield weight

@@ -47,7 +47,8 @@ def is_quantized(name: str, config: dict[str, Any] | None) -> bool:
     """Of a tensor's name."""
     config = config or {}
     wide = [*config.get("ignore", ()), *config.get("modules_to_not_convert", ())]
-    return name.endswith("proj.weight") and not any(re.match(one.removeprefix("re:"), name) for one in wide)
+    is_matrix = name.endswith("proj.weight") or ".experts." in name
+    return is_matrix and not any(re.match(one.removeprefix("re:"), name) for one in wide)
 
 
 def quantized(weight: torch.Tensor, config: dict[str, Any] | None) -> tuple[torch.Tensor, torch.Tensor]:

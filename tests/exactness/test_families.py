@@ -43,6 +43,12 @@ TWO_BASES = {
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 
+LOCAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 3}
+GROUPED = {
+    "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+    "n_shared_experts": 2, "routed_scaling_factor": 1.7,
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Case:
@@ -174,6 +180,25 @@ CASES = {
             "use_qk_norm": True,
             "attention_bias": True,
         },
+    ),
+    "minimax_m2": Case("MiniMaxM2", {**HEADS, **LOCAL_EXPERTS, "rotary_dim": 8}),
+    "dots1": Case("Dots1", {**HEADS, **GROUPED, "sliding_window": WINDOW, "max_window_layers": 2}),
+    "solar_open": Case("SolarOpen", {**HEADS, **GROUPED, "attention_bias": True}),
+    "hy_v3": Case("HYV3", {**HEADS, **EXPERTS, "num_shared_experts": 2}),
+    "exaone_moe": Case("ExaoneMoe", {**HEADS, **EXPERTS, **ALTERNATING, "sliding_window_pattern": 4}),
+    "ernie4_5_moe": Case(
+        "Ernie4_5_Moe",
+        {**HEADS, "moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 20, "moe_layer_start_index": 1},
+    ),
+    "olmoe": Case("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "olmoe, renormalised": Case("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+    "granitemoeshared": Case(
+        "GraniteMoeShared", {**LOCAL_EXPERTS, "shared_intermediate_size": 28, "embedding_multiplier": 3.0}
+    ),
+    "hunyuan_v1_moe": Case(
+        "HunYuanMoEV1",
+        {**HEADS, "num_experts": 6, "moe_topk": 3},
+        {"moe_topk": [3] * 4, "num_shared_expert": [1] * 4, "moe_intermediate_size": [52] * 4},
     ),
     "gpt_oss": Case(
         "GptOss",
@@ -316,9 +341,10 @@ def test_head_dims(head_dim: int, config: str, tmp_path: Path) -> None:
 
 RANKS = (
     "llama", "qwen2, seven a group", "gemma2", "olmo2", "phi3", "cohere2",
-    "qwen3_moe", "qwen2_moe", "granitemoe", "glm4_moe", "gpt_oss",
+    "qwen3_moe", "qwen2_moe", "granitemoe", "glm4_moe", "gpt_oss", "minimax_m2", "ernie4_5_moe", "granitemoeshared",
+    "hunyuan_v1_moe", "olmoe", "dots1", "solar_open", "hy_v3", "exaone_moe",
 )  # fmt: skip
-SHARED_IN_WAYS_OF_THEIR_OWN = ("olmo2", "phi3", "glm4_moe", "gpt_oss")
+SHARED_IN_WAYS_OF_THEIR_OWN = ("olmo2", "phi3", "glm4_moe", "gpt_oss", "minimax_m2", "granitemoeshared")
 """Norms over all heads, projections packed in one tensor, shared experts, sinks by head."""
 
 
@@ -382,7 +408,7 @@ def test_mxfp4_weights_are_widened(ranks: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma2", "olmo3", "cohere2", "nemotron", "hunyuan_v1_dense", "qwen2_moe", "glm4_moe",
-                                  "gpt_oss"])
+                                  "gpt_oss", "minimax_m2", "ernie4_5_moe"])
 def test_triton_kernels_give_the_logits_of_transformers(name: str) -> None:
     """By Triton's interpreter, which has to be chosen before triton is imported: this file run as a script."""
     pytest.importorskip("triton")

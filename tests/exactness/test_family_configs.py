@@ -16,10 +16,17 @@ MODEL_TYPES = {name: model_type for model_type, name in MODEL_FOR_CAUSAL_LM_MAPP
 COMMON = set(transformers.PreTrainedConfig().to_dict()) | {"vocab_size", "use_cache", "initializer_range"}
 NO_DIFFERENCE = COMMON | {
     "attention_dropout", "embd_pdrop", "embedding_dropout", "resid_pdrop", "residual_dropout", "bos_token_id",
-    "eod_token_id", "pad_token_id", "pretraining_tp", "output_router_logits", "router_aux_loss_coef",
+    "eod_token_id", "pad_token_id", "sep_token_id", "pretraining_tp", "output_router_logits", "router_aux_loss_coef",
     "router_jitter_noise", "num_nextn_predict_layers",
 }  # fmt: skip
 """What transformers' inference does not look at."""
+
+OF_CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "Glm4MoeForCausalLM": {"head_dim": 128},  # of the default, 42, half cannot be rotated
+    "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "HunYuanMoEV1ForCausalLM": {"moe_intermediate_size": None},
+}
+"""What files say and transformers' defaults do not."""
 
 
 @pytest.mark.parametrize("architecture", CAUSAL)
@@ -27,8 +34,7 @@ def test_no_entry_of_transformers_configuration_is_passed_over(architecture: str
     """Every entry is read, or refused where it changes the result, or changes nothing."""
     model_type = MODEL_TYPES[architecture]
     config = transformers.AutoConfig.for_model(model_type).to_dict() | {"eos_token_id": 0}
-    if model_type == "glm4_moe":
-        config["head_dim"] = 128  # as its checkpoints say; of the default, 42, half cannot be rotated
+    config |= OF_CHECKPOINTS.get(architecture, {})
     reader = ConfigReader({**FAMILIES[architecture].defaults, **config})
     FAMILIES[architecture].read(reader, {})
     config.pop("_sliding_window_pattern", None)  # a copy that is not in files
@@ -41,14 +47,14 @@ PLAIN: dict[str, Any] = {
     "num_key_value_heads": 8, "max_position_embeddings": 512, "moe_intermediate_size": 32,
     "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
-SPARSE = [name for name, family in FAMILIES.items() if family.read.__module__.endswith(".moe")]
+SPARSE = [name for name, family in FAMILIES.items() if family.read.__module__.endswith("moe")]
 
 
 @pytest.mark.parametrize("rope", [{}, {"rope_parameters": {"rope_type": "default"}}], ids=["silent", "no theta"])
 @pytest.mark.parametrize("architecture", CAUSAL)
 def test_what_a_configuration_leaves_out_is_what_transformers_fills_in(architecture: str, rope: dict[str, Any]) -> None:
     model_type = MODEL_TYPES[architecture]
-    raw = {**PLAIN, **rope, "architectures": [architecture]}
+    raw = {**PLAIN, **rope, **OF_CHECKPOINTS.get(architecture, {}), "architectures": [architecture]}
     filled_in = transformers.AutoConfig.for_model(model_type, **deepcopy(raw)).to_dict() | {"dtype": None}
     ours, theirs = (parse_config(*override(one, {}, {})) for one in (raw, filled_in))
     assert ours == theirs
@@ -73,7 +79,8 @@ def test_what_a_configuration_leaves_out_is_what_transformers_fills_in(architect
 def test_what_transformers_computes_otherwise_is_refused(architectures: list[str], entries: dict[str, Any]) -> None:
     for architecture in architectures:
         with pytest.raises(ValueError, match=rf"^{next(iter(entries))}=.*: must be"):
-            parse_config(*override({**PLAIN, "architectures": [architecture], **entries}, {}, {}))
+            raw = {**PLAIN, **OF_CHECKPOINTS.get(architecture, {}), "architectures": [architecture], **entries}
+            parse_config(*override(raw, {}, {}))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from checkpoints import make_model, read_json, save, write_json
 from comparing import Expected, assert_mostly_sure
 from fp8_checkpoints import BLOCKS, CONFIGS, FILE, SHAPE, by_definition, compressed, quantize, quantized
@@ -28,18 +29,23 @@ REQUESTS = make_requests()[1::2]
 FLIP = 0.02
 """Ranks add up in another order. That may round an activation to the next e4m3 number, which moves scores by about as
 much as this, where it moves them by 1e-5 without FP8: closer choices are near ties."""
-MODELS = ("blocks", "experts in blocks", "while loading")
+MODELS = ("blocks", "experts in blocks", "experts of other names", "while loading")
+
+
+def save_experts(family: str, folder: Path) -> None:
+    shape = {**SHAPE, "vocab_size": 301, "num_hidden_layers": 2, "moe_intermediate_size": 160, "num_experts": 5}
+    shape |= {"num_experts_per_tok": 2, "max_position_embeddings": 512, "initializer_range": 0.15}
+    if family == "MiniMaxM2":
+        shape |= {"intermediate_size": 160, "rotary_dim": 32, "num_local_experts": 5}
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{family}Config")(**shape, bos_token_id=None, eos_token_id=None)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
 
 
 def checkpoint(kind: str, folder: Path) -> dict[str, Any]:
     """Options of an engine that serves one of MODELS or CONFIGS."""
-    if kind == "experts in blocks":
-        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-        shape = {**SHAPE, "vocab_size": 301, "num_hidden_layers": 2, "moe_intermediate_size": 160, "num_experts": 5}
-        shape |= {"num_experts_per_tok": 2, "max_position_embeddings": 512, "initializer_range": 0.15}
-        torch.manual_seed(1)
-        Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, bos_token_id=None, eos_token_id=None)).save_pretrained(folder)
+    if kind.startswith("experts"):
+        save_experts("Qwen3Moe" if kind == "experts in blocks" else "MiniMaxM2", folder)
         return {"model": str(quantize(folder, BLOCKS))}
     save(make_model(seed=3, **SHAPE), folder)
     if kind == "while loading":
@@ -47,7 +53,7 @@ def checkpoint(kind: str, folder: Path) -> dict[str, Any]:
     return {"model": str(quantize(folder, CONFIGS[kind]))}
 
 
-@pytest.fixture(scope="module", params=[*MODELS[:2], pytest.param(MODELS[2], marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[*MODELS[:3], pytest.param(MODELS[3], marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return checkpoint(request.param, tmp_path_factory.mktemp("fp8"))
 
@@ -93,6 +99,16 @@ def test_logits_are_those_of_the_definition_in_float64(kind: str, tmp_path: Path
             errors.append(((ours - theirs).abs().amax(1) / theirs.std(1)).flatten())
     error = torch.cat(errors)
     assert error.median() < 1e-4 and error.max() < 0.1, error
+
+
+def test_new_weights_of_experts_may_come_wide_under_names_of_their_own(tmp_path: Path) -> None:
+    """No scale is awaited then."""
+    save_experts("MiniMaxM2", tmp_path)
+    wide = load_file(tmp_path / FILE)
+    with LLM(str(quantize(tmp_path, BLOCKS)), **ROOMY) as llm:
+        before = run(llm, REQUESTS)
+        llm.load_weights(wide.items())
+        assert [output.token_ids for output in run(llm, REQUESTS)] == [output.token_ids for output in before]
 
 
 def test_weights_are_those_that_transformers_loads(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ ROUTERS = {
     "one expert": TopK(5, 1, scale=1.5),
     "sigmoid": TopK(12, 4, sigmoid=True, scale=2.5),
     "groups": TopK(12, 3, sigmoid=True, num_groups=4, top_groups=2),
+    "softmax, corrected": TopK(12, 4, scale=1.5),
     "many": TopK(128, 8),
 }
 
@@ -61,7 +62,8 @@ def test_routing_is_that_of_the_twin(rows: int, name: str) -> None:
     options = ROUTERS[name]
     logits = rand(2, rows, options.num_experts + 1, dtype=torch.float32)  # a column that is no expert's
     bias = rand(options.num_experts, seed=1)
-    correction = rand(options.num_experts, seed=2, dtype=torch.float32) if options.sigmoid else None
+    is_corrected = options.sigmoid or name.endswith("corrected")
+    correction = rand(options.num_experts, seed=2, dtype=torch.float32) if is_corrected else None
     for block_m in (16, 64):
         args = (logits, options, block_m, bias, correction)
         assert_same_routing(route(*args), route_reference(*args))

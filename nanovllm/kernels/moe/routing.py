@@ -32,8 +32,8 @@ class TopK:
     num_experts: int
     top_k: int
     sigmoid: bool = False
-    """Scores are sigmoid(logits), chosen by score + correction (DeepSeek-V3, arXiv 2412.19437, section 2.1.2); else
-    softmax(logits)."""
+    """Scores are sigmoid(logits); else softmax(logits). A correction makes the choice one by score + correction
+    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
     renormalise: bool = True
     """The chosen scores are divided by their sum."""
     num_groups: int = 1
@@ -108,11 +108,20 @@ def _write_tiles(TILES, totals, starts, max_tiles, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _weights(values, score, lane, expert, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, SIGMOID: tl.constexpr,
+def _softmax(score, inside):
+    """Of score [ROWS, BLOCK], where it is `inside`. The sum is one of integers: its bits do not depend on ROWS."""
+    shares = tl.where(inside, tl.exp(score - tl.max(tl.where(inside, score, float("-inf")), axis=1)[:, None]), 0.0)
+    total = tl.sum((shares * (1 << 40)).to(tl.int64), axis=1).to(tl.float32) / (1 << 40)
+    return shares / total[:, None]
+
+
+@triton.jit
+def _weights(values, score, lane, expert, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, IS_SCORE: tl.constexpr,
              RENORMALISE: tl.constexpr):  # fmt: skip
     """Weights of the chosen experts, float32 [ROWS, BLOCK_K], of their scores `values` and of the scores of all.
-    Neither sum's bits depend on ROWS: one goes slot by slot, the other is one of integers."""
-    if SIGMOID:
+    IS_SCORE: the values are no logits. Neither sum's bits depend on ROWS: one goes slot by slot, the other is one of
+    integers."""
+    if IS_SCORE:
         weights = tl.where(lane < TOP_K, values, 0.0)
     else:
         top = tl.max(values, axis=1)[:, None]
@@ -124,7 +133,7 @@ def _weights(values, score, lane, expert, TOP_K: tl.constexpr, EXPERTS: tl.const
         total = tl.zeros([values.shape[0]], tl.float32)
         for slot in tl.static_range(TOP_K):
             total += tl.sum(tl.where(lane == slot, weights, 0.0), axis=1)
-        weights = weights / (total[:, None] + (1e-20 if SIGMOID else 0.0))
+        weights = weights / (total[:, None] + (1e-20 if IS_SCORE else 0.0))
     return weights
 
 
@@ -157,6 +166,8 @@ def _route_kernel(
     score = logits + bias
     if SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-score))
+    elif CORRECTION is not None:
+        score = _softmax(score, expert < EXPERTS)
     choice = score + correction
     choice = tl.where(choice == choice, tl.maximum(choice, LOWEST), LOWEST)
     choice = tl.where(expert < EXPERTS, choice, float("-inf"))
@@ -171,13 +182,14 @@ def _route_kernel(
     for slot in tl.static_range(TOP_K):
         value, best = tl.max(choice, axis=1, return_indices=True)
         hit = expert == best[:, None]
-        if SIGMOID:
+        if SIGMOID or CORRECTION is not None:
             value = tl.sum(tl.where(hit, score, 0.0), axis=1)
         values = tl.where(lane == slot, value[:, None], values)
         ids = tl.where(lane == slot, best[:, None], ids)
         slot_of = tl.where(hit & inside, slot, slot_of)
         choice = tl.where(hit, float("-inf"), choice)
-    weights = _weights(values, score, lane, expert, TOP_K, EXPERTS, SIGMOID, RENORMALISE)
+    is_score: tl.constexpr = SIGMOID or CORRECTION is not None
+    weights = _weights(values, score, lane, expert, TOP_K, EXPERTS, is_score, RENORMALISE)
     out = row[:, None] * TOP_K + lane
     live = (row < rows)[:, None] & (lane < TOP_K)
     tl.store(WEIGHTS + out, weights * SCALE, mask=live)
@@ -267,8 +279,9 @@ def route_reference(
     score = logits.sum(0)[:, :experts]
     if bias is not None:
         score = score + bias.float()
-    if options.sigmoid:
-        score = score.sigmoid()
+    is_score = options.sigmoid or correction is not None
+    if is_score:
+        score = score.sigmoid() if options.sigmoid else score.softmax(-1)
     choice = score if correction is None else score + correction
     choice = choice.nan_to_num(LOWEST, posinf=float("inf"), neginf=LOWEST)
     if options.num_groups > 1:
@@ -278,8 +291,8 @@ def route_reference(
         allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, True)
         choice = by_group.masked_fill(~allowed[..., None], float("-inf")).flatten(1)
     chosen = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-    weights = score.gather(1, chosen) if options.sigmoid else score.softmax(-1).gather(1, chosen)
-    if options.renormalise and options.sigmoid:
+    weights = score.gather(1, chosen) if is_score else score.softmax(-1).gather(1, chosen)
+    if options.renormalise and is_score:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     elif options.renormalise:
         weights = score.gather(1, chosen).softmax(-1)

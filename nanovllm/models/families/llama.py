@@ -95,7 +95,7 @@ _YARN16 = {
 }  # fmt: skip
 _MINISTRAL3 = {"head_dim": 128, "rope_parameters": _YARN16, "rms_norm_eps": 1e-5}
 _ERNIE4_5 = {"head_dim": 128, "rope_theta": 5e5, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
-_HUNYUAN_NAMES = CheckpointNames({**PRE_NORMS, "q_norm": "query_layernorm", "k_norm": "key_layernorm"})
+HUNYUAN_NAMES = CheckpointNames({**PRE_NORMS, "q_norm": "query_layernorm", "k_norm": "key_layernorm"})
 
 FAMILIES = {
     "LlamaForCausalLM": Family(read_llama),
@@ -106,5 +106,5 @@ FAMILIES = {
     "SeedOssForCausalLM": Family(read_seed_oss, defaults={"head_dim": 128, "attention_bias": True}),
     "ArceeForCausalLM": Family(read_arcee, defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5}),
     "Ernie4_5ForCausalLM": Family(read_ernie4_5, defaults=_ERNIE4_5),
-    "HunYuanDenseV1ForCausalLM": Family(read_hunyuan, _HUNYUAN_NAMES, {"rms_norm_eps": 1e-5}),
+    "HunYuanDenseV1ForCausalLM": Family(read_hunyuan, HUNYUAN_NAMES, {"rms_norm_eps": 1e-5}),
 }

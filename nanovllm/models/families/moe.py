@@ -1,5 +1,6 @@
-"""Families with mixtures of experts: Qwen2-MoE and Qwen3-MoE (arXiv 2407.10671, 2505.09388), Mixtral (arXiv
-2401.04088), Granite MoE, GLM-4.5 (arXiv 2508.06471) and gpt-oss (arXiv 2508.10925)."""
+"""Families with mixtures of experts chosen by their scores alone: Qwen2-MoE and Qwen3-MoE (arXiv 2407.10671,
+2505.09388), Mixtral (arXiv 2401.04088), Granite MoE, OLMoE (arXiv 2409.02060), Hunyuan-A13B and gpt-oss (arXiv
+2508.10925)."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,25 +8,27 @@ from typing import Any
 from nanovllm.errors import refuse
 from nanovllm.model_config import FULL, SLIDING, MoEConfig
 from nanovllm.models.config_reader import ConfigReader
-from nanovllm.models.families.llama import read_granite, windows_everywhere
+from nanovllm.models.families.llama import HUNYUAN_NAMES, read_granite, read_hunyuan, windows_everywhere
 from nanovllm.models.family import Family, Fields, full_every, read_decoder
 from nanovllm.models.names import PRE_NORMS, CheckpointNames
 
 
-def _with_moe(fields: Fields, moe: MoEConfig, layers: set[int] | None = None) -> Fields:
+def with_moe(fields: Fields, moe: MoEConfig, layers: set[int] | None = None) -> Fields:
     """`fields` of a model whose `layers` (None: all) have experts."""
     specs = enumerate(fields["layers"])
     kinds = (replace(spec, mlp="moe") if layers is None or index in layers else spec for index, spec in specs)
     return {**fields, "layers": tuple(kinds), "moe": moe}
 
 
-def _experts(config: ConfigReader, name: str, size: str, **more: Any) -> MoEConfig:
-    """name, size: of the entries with the number of experts and the width of one."""
+def read_experts(
+    config: ConfigReader, name: str, size: str, top_k: str = "num_experts_per_tok", **more: Any
+) -> MoEConfig:
+    """name, size, top_k: of the entries with the number of experts, the width of one, and how many a token has."""
     config.choice("hidden_act", ("silu",), "silu")
-    count, top_k = config.integer(name), config.integer("num_experts_per_tok")
-    if top_k > count:
-        refuse("num_experts_per_tok", top_k, f"at most {name}={count}")
-    return MoEConfig(count, top_k, config.integer(size), **more)
+    count, of_token = config.integer(name), config.integer(top_k)
+    if of_token > count:
+        refuse(top_k, of_token, f"at most {name}={count}")
+    return MoEConfig(count, of_token, config.integer(size), **more)
 
 
 def _sparse_layers(config: ConfigReader) -> set[int]:
@@ -39,14 +42,14 @@ def _sparse_layers(config: ConfigReader) -> set[int]:
 def _qwen_experts(config: ConfigReader, **more: Any) -> MoEConfig:
     config.get("num_experts")
     name = "num_experts" if config.get("num_local_experts") is None else "num_local_experts"  # as transformers 5 writes
-    return _experts(config, name, "moe_intermediate_size", renormalise=config.flag("norm_topk_prob"), **more)
+    return read_experts(config, name, "moe_intermediate_size", renormalise=config.flag("norm_topk_prob"), **more)
 
 
 def read_qwen3_moe(config: ConfigReader, generation: Fields) -> Fields:
     window = windows_everywhere(config) if config.flag("use_sliding_window") else {}
     config.get("sliding_window")
     fields = read_decoder(config, generation, qk_norm="head", biases="attention_bias", **window)
-    return _with_moe(fields, _qwen_experts(config), _sparse_layers(config))
+    return with_moe(fields, _qwen_experts(config), _sparse_layers(config))
 
 
 def read_qwen2_moe(config: ConfigReader, generation: Fields) -> Fields:
@@ -58,35 +61,41 @@ def read_qwen2_moe(config: ConfigReader, generation: Fields) -> Fields:
     fields = read_decoder(config, generation, qkv_bias=config.flag("qkv_bias", True), kinds=kinds, window=window)
     shared = config.integer("shared_expert_intermediate_size")
     moe = _qwen_experts(config, shared_size=shared, shared_name="shared_expert", shared_gate=True)
-    return _with_moe(fields, moe, _sparse_layers(config))
+    return with_moe(fields, moe, _sparse_layers(config))
 
 
 def read_mixtral(config: ConfigReader, generation: Fields) -> Fields:
     fields = read_decoder(config, generation, **windows_everywhere(config))
-    return _with_moe(fields, _experts(config, "num_local_experts", "intermediate_size"))
+    return with_moe(fields, read_experts(config, "num_local_experts", "intermediate_size"))
 
 
 def read_granite_moe(config: ConfigReader, generation: Fields) -> Fields:
-    moe = _experts(config, "num_local_experts", "intermediate_size", layout="linears")
-    return _with_moe(read_granite(config, generation), moe)
+    moe = read_experts(config, "num_local_experts", "intermediate_size", layout="linears")
+    return with_moe(read_granite(config, generation), moe)
 
 
-def read_glm4_moe(config: ConfigReader, generation: Fields) -> Fields:
-    """The first layers are dense."""
-    qk_norm = "head" if config.flag("use_qk_norm") else None
-    bias = config.flag("attention_bias")
-    fields = read_decoder(config, generation, qkv_bias=bias, qk_norm=qk_norm, partial_rope=True)
-    moe = _experts(
-        config, "n_routed_experts", "moe_intermediate_size", scoring="sigmoid",
-        renormalise=config.flag("norm_topk_prob", True), num_groups=config.integer("n_group", 1),
-        top_groups=config.integer("topk_group", 1), scale=config.positive("routed_scaling_factor", 1.0),
-        shared_size=config.integer("n_shared_experts", 1) * config.integer("moe_intermediate_size"),
-    )  # fmt: skip
-    if moe.num_experts % moe.num_groups or moe.num_experts // moe.num_groups * moe.top_groups < moe.top_k:
-        bound = f"a divisor of n_routed_experts={moe.num_experts} whose topk_group groups hold {moe.top_k} experts"
-        refuse("n_group", moe.num_groups, bound)
-    dense = config.integer("first_k_dense_replace", 1, low=0)
-    return _with_moe(fields, moe, set(range(dense, len(fields["layers"]))))
+def read_granite_moe_shared(config: ConfigReader, generation: Fields) -> Fields:
+    fields = read_granite_moe(config, generation)
+    return {**fields, "moe": replace(fields["moe"], shared_size=config.integer("shared_intermediate_size", 0, low=0))}
+
+
+def read_olmoe(config: ConfigReader, generation: Fields) -> Fields:
+    moe = read_experts(config, "num_experts", "intermediate_size", renormalise=config.flag("norm_topk_prob"))
+    return with_moe(read_decoder(config, generation, biases="attention_bias", qk_norm="width"), moe)
+
+
+def read_hunyuan_moe(config: ConfigReader, generation: Fields) -> Fields:
+    """Its checkpoints have a list by layer where all layers have one number."""
+    for name in ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert"):
+        numbers = config.get(name)
+        if isinstance(numbers, list) and numbers and all(number == numbers[0] for number in numbers):
+            config = config.replaced(**{name: numbers[0]})
+    size = config.integer("intermediate_size")
+    config.require("num_shared_expert", 1)
+    config.require("moe_intermediate_size", size)
+    shared: Fields = {"shared_size": size, "shared_name": "shared_mlp"}
+    moe = read_experts(config, "num_experts", "intermediate_size", top_k="moe_topk", **shared)
+    return with_moe(read_hunyuan(config, generation), moe)
 
 
 def read_gpt_oss(config: ConfigReader, generation: Fields) -> Fields:
@@ -99,7 +108,7 @@ def read_gpt_oss(config: ConfigReader, generation: Fields) -> Fields:
     fields["layers"] = tuple(replace(layer, has_sinks=True) for layer in fields["layers"])
     switches: Fields = {"activation_limit": config.positive("swiglu_limit", 7.0)}
     switches |= {"activation_alpha": config.positive("swiglu_alpha", 1.702), "layout": "transposed"}
-    return _with_moe(fields, _experts(config, "num_local_experts", "intermediate_size", bias=True, **switches))
+    return with_moe(fields, read_experts(config, "num_local_experts", "intermediate_size", bias=True, **switches))
 
 
 _MIXTRAL_NAMES = CheckpointNames(
@@ -107,12 +116,13 @@ _MIXTRAL_NAMES = CheckpointNames(
 )
 _MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6, "rms_norm_eps": 1e-5}
 _GRANITE_NAMES = CheckpointNames({**PRE_NORMS, "mlp": "block_sparse_moe", "gate": "router.layer"})
+_GRANITE_SHARED_NAMES = CheckpointNames(
+    {**_GRANITE_NAMES.parts, "down_proj": "output_linear"}, {"input_linear": ("gate_proj", "up_proj")},
+    paths={"mlp.shared_experts": "shared_mlp"},
+)  # fmt: skip
+_OLMOE = {"num_experts": 64, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5}
+_HUNYUAN = {"rms_norm_eps": 1e-5, "num_experts": 1, "moe_topk": 1}
 _QWEN2 = {"num_experts": 60, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 5632}
-_GLM4_NAMES = CheckpointNames(PRE_NORMS, skipped=("model.layers.46.", "model.layers.92."))
-"""Of GLM-4.5-Air and GLM-4.5 the layers after the last one are left out: they draft tokens (multi-token prediction)."""
-_GLM4 = {
-    "n_routed_experts": 128, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5,
-}  # fmt: skip
 _GPT_OSS_ROPE = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
     "truncate": False, "original_max_position_embeddings": 4096,
@@ -129,6 +139,12 @@ FAMILIES = {
     "GraniteMoeForCausalLM": Family(
         read_granite_moe, _GRANITE_NAMES, {"num_local_experts": 8, "num_experts_per_tok": 2}
     ),
-    "Glm4MoeForCausalLM": Family(read_glm4_moe, _GLM4_NAMES, _GLM4),
+    "GraniteMoeSharedForCausalLM": Family(
+        read_granite_moe_shared, _GRANITE_SHARED_NAMES, {"num_local_experts": 8, "num_experts_per_tok": 2}
+    ),
+    "OlmoeForCausalLM": Family(read_olmoe, defaults=_OLMOE),
+    "HunYuanMoEV1ForCausalLM": Family(
+        read_hunyuan_moe, CheckpointNames({**HUNYUAN_NAMES.parts, "gate": "gate.wg"}), _HUNYUAN
+    ),
     "GptOssForCausalLM": Family(read_gpt_oss, CheckpointNames({**PRE_NORMS, "gate": "router"}), _GPT_OSS),
 }

@@ -11,16 +11,18 @@ def read_glm4(config: ConfigReader, generation: Fields) -> Fields:
     return read_decoder(config, generation, qkv_bias=config.flag("attention_bias"), **switches)
 
 
-def read_exaone4(config: ConfigReader, generation: Fields) -> Fields:
+def exaone_layers(config: ConfigReader) -> Fields:
     """Where some layers see a window, the others have no rotary embedding."""
-    switches: Fields = {"norm_placement": "post", "qk_norm": "head"}
     pattern = config.get("sliding_window_pattern")  # "LLLG" or 4
     period = len(pattern) if isinstance(pattern, str) and pattern else config.integer("sliding_window_pattern", 4)
     if config.get("sliding_window") is None:
         config.get("layer_types")
-        return read_decoder(config, generation, **switches)
-    kinds, window = full_every(config, period), config.integer("sliding_window")
-    return read_decoder(config, generation, kinds=kinds, window=window, nope_full=True, **switches)
+        return {}
+    return {"kinds": full_every(config, period), "window": config.integer("sliding_window"), "nope_full": True}
+
+
+def read_exaone4(config: ConfigReader, generation: Fields) -> Fields:
+    return read_decoder(config, generation, norm_placement="post", qk_norm="head", **exaone_layers(config))
 
 
 def read_cohere2(config: ConfigReader, generation: Fields) -> Fields:

@@ -1,0 +1,147 @@
+"""Families whose experts are chosen by score + a correction (DeepSeek-V3, arXiv 2412.19437, section 2.1.2): GLM-4.5
+(arXiv 2508.06471), MiniMax-M2, dots.1 (arXiv 2506.05767), Solar Open, Hy3, K-EXAONE, and Ernie 4.5."""
+
+from nanovllm.errors import refuse
+from nanovllm.model_config import FULL, SLIDING, MoEConfig
+from nanovllm.models.config_reader import ConfigReader
+from nanovllm.models.families.llama import read_ernie4_5, read_llama
+from nanovllm.models.families.moe import read_experts, with_moe
+from nanovllm.models.families.others import exaone_layers
+from nanovllm.models.family import Family, Fields, read_decoder
+from nanovllm.models.names import PRE_NORMS, CheckpointNames
+
+
+def _sigmoid(config: ConfigReader, name: str, shared: str, scale: str = "routed_scaling_factor") -> MoEConfig:
+    """name, shared, scale: of the entries with the number of experts, of those that every token goes to, and with the
+    factor on their sum."""
+    width = config.integer("moe_intermediate_size")
+    moe = read_experts(
+        config, name, "moe_intermediate_size", scoring="sigmoid", renormalise=config.flag("norm_topk_prob", True),
+        num_groups=config.integer("n_group", 1), top_groups=config.integer("topk_group", 1),
+        scale=config.positive(scale, 1.0), shared_size=config.integer(shared, 1) * width,
+    )  # fmt: skip
+    if moe.num_experts % moe.num_groups or moe.num_experts // moe.num_groups * moe.top_groups < moe.top_k:
+        bound = f"a divisor of {name}={moe.num_experts} whose topk_group groups hold {moe.top_k} experts"
+        refuse("n_group", moe.num_groups, bound)
+    return moe
+
+
+def _dense_first(config: ConfigReader, default: int) -> set[int]:
+    """The layers with experts, where the first ones have none."""
+    count, dense = config.integer("num_hidden_layers"), config.integer("first_k_dense_replace", default, low=0)
+    kinds = config.get("mlp_layer_types", ["dense"] * dense + ["sparse"] * (count - dense))
+    if not isinstance(kinds, list) or len(kinds) < count or any(kind not in ("dense", "sparse") for kind in kinds):
+        refuse("mlp_layer_types", kinds, f"{count} of 'dense' and 'sparse', one for each layer")
+    return {index for index in range(count) if kinds[index] == "sparse"}
+
+
+def read_glm4_moe(config: ConfigReader, generation: Fields) -> Fields:
+    qk_norm = "head" if config.flag("use_qk_norm") else None
+    bias = config.flag("attention_bias")
+    fields = read_decoder(config, generation, qkv_bias=bias, qk_norm=qk_norm, partial_rope=True)
+    return with_moe(fields, _sigmoid(config, "n_routed_experts", "n_shared_experts"), _dense_first(config, 1))
+
+
+def read_minimax_m2(config: ConfigReader, generation: Fields) -> Fields:
+    """Its checkpoints give the rotated dimensions of a head as a number."""
+    rotated = config.get("rotary_dim")
+    if rotated is not None:
+        share = config.integer("rotary_dim") / config.integer("head_dim")
+        config = config.replaced(partial_rotary_factor=share)
+    moe = read_experts(config, "num_local_experts", "intermediate_size", scoring="sigmoid")
+    return with_moe(read_decoder(config, generation, qk_norm="width", partial_rope=True), moe)
+
+
+def read_dots1(config: ConfigReader, generation: Fields) -> Fields:
+    """The layers from `max_window_layers` on see a window."""
+    window, first = config.get("sliding_window"), config.integer("max_window_layers", 62, low=0)
+    kinds = [SLIDING if window and i >= first else FULL for i in range(config.integer("num_hidden_layers"))]
+    switches: Fields = {"kinds": kinds, "window": window, "qk_norm": "head", "biases": "attention_bias"}
+    config = config.replaced(norm_topk_prob=config.flag("norm_topk_prob"))
+    moe = _sigmoid(config, "n_routed_experts", "n_shared_experts")
+    return with_moe(read_decoder(config, generation, **switches), moe, _dense_first(config, 0))
+
+
+def read_solar_open(config: ConfigReader, generation: Fields) -> Fields:
+    """No layer is dense, so a file may leave the width of one out."""
+    width = config.get("intermediate_size", config.integer("moe_intermediate_size"))
+    config = config.replaced(intermediate_size=width)
+    fields = read_decoder(config, generation, qkv_bias=config.flag("attention_bias"), partial_rope=True)
+    return with_moe(fields, _sigmoid(config, "n_routed_experts", "n_shared_experts"))
+
+
+def read_hy_v3(config: ConfigReader, generation: Fields) -> Fields:
+    config.get("enable_moe_fp32_combine")  # sums are float32 here in any case
+    config.require("mlp_bias", False)
+    moe = _sigmoid(config, "num_experts", "num_shared_experts", "router_scaling_factor")
+    return with_moe(read_llama(config, generation, qk_norm="head"), moe, _dense_first(config, 1))
+
+
+def read_exaone_moe(config: ConfigReader, generation: Fields) -> Fields:
+    fields = read_decoder(config, generation, qk_norm="head", **exaone_layers(config))
+    return with_moe(fields, _sigmoid(config, "num_experts", "num_shared_experts"), _dense_first(config, 1))
+
+
+def read_ernie4_5_moe(config: ConfigReader, generation: Fields) -> Fields:
+    """Softmax scores; every `moe_layer_interval`-th layer of a range has experts."""
+    count, width = config.integer("num_hidden_layers"), config.integer("moe_intermediate_size")
+    moe = read_experts(
+        config, "moe_num_experts", "moe_intermediate_size", top_k="moe_k", scoring="corrected_softmax",
+        shared_size=config.integer("moe_num_shared_experts", 2, low=0) * width,
+    )  # fmt: skip
+    first, last = config.integer("moe_layer_start_index", 1, low=0), config.integer("moe_layer_end_index", -1, low=-1)
+    step = config.integer("moe_layer_interval", 1)
+    layers = {i for i in range(first, count if last == -1 else last + 1) if (i + 1) % step == 0}
+    config.require("use_bias", False)
+    config.get("moe_norm_min")  # 1e-12, which no sum of the best scores comes near
+    return with_moe(read_ernie4_5(config, generation), moe, layers)
+
+
+_CORRECTION = "mlp.gate.e_score_correction_bias"
+_GLM4_NAMES = CheckpointNames(PRE_NORMS, skipped=("model.layers.46.", "model.layers.92."))
+"""Of GLM-4.5-Air and GLM-4.5 the layers after the last one are left out: they draft tokens (multi-token prediction)."""
+_GLM4 = {
+    "n_routed_experts": 128, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5,
+}  # fmt: skip
+_MINIMAX_NAMES = CheckpointNames(
+    {**PRE_NORMS, "mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+    paths={_CORRECTION: "block_sparse_moe.e_score_correction_bias"},
+)
+_MINIMAX = {
+    "head_dim": 128, "num_local_experts": 256, "num_experts_per_tok": 8, "rope_theta": 5e6, "num_key_value_heads": 8,
+}  # fmt: skip
+_DOTS1 = {"sliding_window": 4096}
+_SOLAR = {
+    "head_dim": 128, "n_routed_experts": 128, "num_experts_per_tok": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 8,
+}  # fmt: skip
+_HY3_NAMES = CheckpointNames(
+    {**PRE_NORMS, "gate": "router.gate", "shared_experts": "shared_mlp"}, skipped=("model.layers.80.",),
+    paths={_CORRECTION: "mlp.expert_bias"},
+)  # fmt: skip
+_HY3 = {
+    "head_dim": 128, "num_experts": 192, "num_experts_per_tok": 8, "rope_theta": 11158840.0, "rms_norm_eps": 1e-5,
+    "router_scaling_factor": 2.826, "num_key_value_heads": 8,
+}  # fmt: skip
+_EXAONE_NAMES = CheckpointNames(PRE_NORMS, paths={_CORRECTION: "mlp.e_score_correction_bias"}, skipped=("mtp.",))
+_EXAONE = {
+    "rms_norm_eps": 1e-5, "sliding_window": 4096, "num_experts": 64, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1024, "routed_scaling_factor": 2.5, "num_key_value_heads": 32,
+}  # fmt: skip
+_ERNIE_NAMES = CheckpointNames(
+    PRE_NORMS, paths={_CORRECTION: "mlp.moe_statics.e_score_correction_bias"}, skipped=("model.mtp_",)
+)
+_ERNIE = {
+    "rope_theta": 5e5, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "moe_num_experts": 64, "moe_k": 6,
+    "moe_intermediate_size": 1536, "num_key_value_heads": 4,
+}  # fmt: skip
+
+FAMILIES = {
+    "Glm4MoeForCausalLM": Family(read_glm4_moe, _GLM4_NAMES, _GLM4),
+    "MiniMaxM2ForCausalLM": Family(read_minimax_m2, _MINIMAX_NAMES, _MINIMAX),
+    "Dots1ForCausalLM": Family(read_dots1, defaults=_DOTS1),
+    "SolarOpenForCausalLM": Family(read_solar_open, defaults=_SOLAR),
+    "HYV3ForCausalLM": Family(read_hy_v3, _HY3_NAMES, _HY3),
+    "ExaoneMoeForCausalLM": Family(read_exaone_moe, _EXAONE_NAMES, _EXAONE),
+    "Ernie4_5_MoeForCausalLM": Family(read_ernie4_5_moe, _ERNIE_NAMES, _ERNIE),
+}
