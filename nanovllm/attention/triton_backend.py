@@ -10,7 +10,8 @@ from nanovllm.attention.base import AttentionBackend, AttentionMetadata, Attenti
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
 from nanovllm.kernels.attention.decode_plan import DecodePlan
 from nanovllm.kernels.attention.fixed_order_plan import FixedOrderPlan
-from nanovllm.kernels.attention.prefill import PrefillAttention, fixed_order_config, prefill_config
+from nanovllm.kernels.attention.prefill import PrefillAttention, PrefillConfig, fixed_order_config, prefill_config
+from nanovllm.kernels.base.device import shared_bytes
 from nanovllm.kernels.fp8.operands import FP8Rows
 
 MAX_NUM_SEQS = 32768
@@ -32,7 +33,6 @@ class TritonBackend(AttentionBackend):
 
     name = "triton"
     _plan = DecodePlan
-    _prefill_config = staticmethod(prefill_config)
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int, max_num_seqs: int, max_model_len: int,
                  device: torch.device | str, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> None:
@@ -50,8 +50,12 @@ class TritonBackend(AttentionBackend):
         self.decode = {spec: DecodeAttention(spec, block_size, plan, scratch) for spec, plan in self.plans.items()}
         self.prefill = {}
         for spec in self.specs:
-            config = self._prefill_config(spec.head_dim, dtype, fp8)
+            config = self._prefill_config(spec.head_dim)
             self.prefill[spec] = PrefillAttention(spec, block_size, max_num_seqs, self.device, config)
+
+    def _prefill_config(self, head_dim: int) -> PrefillConfig:
+        fp8 = self.kv_dtype == torch.float8_e4m3fn
+        return prefill_config(head_dim, self.dtype, fp8, shared_bytes(self.device))
 
     @classmethod
     def check(cls, specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype,
@@ -144,4 +148,6 @@ class FixedOrderTritonBackend(TritonBackend):
     """Sums in one order (kernels/attention/fixed_order.py), which gives a token the same bits in every step."""
 
     _plan = FixedOrderPlan
-    _prefill_config = staticmethod(fixed_order_config)
+
+    def _prefill_config(self, head_dim: int) -> PrefillConfig:
+        return fixed_order_config(head_dim, self.dtype)

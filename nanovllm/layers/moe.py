@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.kernels.base.device import shared_bytes
 from nanovllm.kernels.fp8 import few_experts
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.gemm import skinny
@@ -163,7 +164,8 @@ class MoE(WeightedModule):
         if is_few and self.is_plain and not self.router.one_order:
             logits = skinny.linear(x, self.router.weight, few_rows.ROUTER, out_dtype=torch.float32)
             return few_rows.sum_experts(x, logits, self.top_k, self.gate_up, self.down)
-        configs = expert_configs(rows * self.top_k.top_k, self.top_k.num_experts, item_size)
+        choices, most_shared = rows * self.top_k.top_k, shared_bytes(x.device)
+        configs = expert_configs(choices, self.top_k.num_experts, item_size, most_shared)
         logits = self.router(x)
         routing = kernels.route(logits, self.top_k, configs.block_m, self.router.bias, self.router.correction)
         shared = self.shared(x) if self.shared is not None else None

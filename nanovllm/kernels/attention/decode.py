@@ -22,7 +22,7 @@ from nanovllm.kernels.attention.fixed_order import NOTHING, attend_in_order, emp
 from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims, soft_cap
 from nanovllm.kernels.attention.spec import AttentionSpec
 from nanovllm.kernels.attention.work_list import first_tile, load_tile, next_tile, prefetch_in_page, visible_keys
-from nanovllm.kernels.base.device import paged_descriptor, pdl_options, supports_tma
+from nanovllm.kernels.base.device import multiprocessors, paged_descriptor, pdl_options, supports_tma
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.quantize import empty_rows_for, group_scales, rounded
 
@@ -261,9 +261,7 @@ class DecodeAttention:
     def __init__(self, spec: AttentionSpec, block_size: int, plan: DecodePlan, scratch: DecodeScratch) -> None:
         self.spec, self.block_size, self.plan, self.scratch = spec, block_size, plan, scratch
         device = scratch.lse.device
-        self.num_sms = 1
-        if device.type == "cuda":
-            self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self.num_sms = multiprocessors(device)
         self.has_tma = supports_tma(device) and spec.head_dim == padded_dims(spec.head_dim)
 
     def __call__(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,

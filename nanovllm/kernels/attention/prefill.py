@@ -6,7 +6,7 @@ Keys are tiled from the row's first token on: a query's result does not depend o
 The online softmax is FlashAttention-2's (Dao, 2023).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -17,7 +17,7 @@ from nanovllm.kernels.attention.fixed_order import attend_in_order, empty, ends_
 from nanovllm.kernels.attention.query_tiles import causal_mask, key_ranges, load_queries, load_tile, look_up
 from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims, soft_cap
 from nanovllm.kernels.attention.spec import AttentionSpec
-from nanovllm.kernels.base.device import paged_descriptor, supports_tma
+from nanovllm.kernels.base.device import SHARED_BYTES, paged_descriptor, supports_tma
 
 
 @dataclass(frozen=True)
@@ -32,20 +32,24 @@ class PrefillConfig:
     """Sums in one order; see fixed_order.py."""
 
 
-def prefill_config(head_dim: int, dtype: torch.dtype, fp8: bool = False) -> PrefillConfig:
-    """Wider heads get smaller tiles: what does not fit in registers and shared memory would be slow, or not run. Widths
-    without tensor descriptors keep pointers in registers too, and e4m3 is widened there."""
+def prefill_config(
+    head_dim: int, dtype: torch.dtype, fp8: bool = False, most_shared: int = SHARED_BYTES
+) -> PrefillConfig:
+    """Wider heads get smaller tiles: what does not fit in registers and `most_shared` bytes of shared memory would be
+    slow, or not run. Widths without tensor descriptors keep pointers in registers too, and e4m3 is widened there."""
     num_warps = 4 if head_dim == padded_dims(head_dim) else 8
     if dtype.itemsize > 2 and head_dim > 64:  # no tensor cores: it multiplies in registers
         return PrefillConfig(block_m=32, block_n=32, num_warps=8, num_stages=1)
     if fp8:
         return PrefillConfig(block_m=64, block_n=64 if head_dim <= 128 else 32, num_warps=num_warps)
-    return PrefillConfig(block_m=128 if head_dim <= 128 else 64, num_warps=num_warps)
+    config = PrefillConfig(block_m=128 if head_dim <= 128 else 64, num_warps=num_warps)
+    queries = config.block_m * (padded_dims(head_dim) + config.block_n)  # and their weights
+    nbytes = dtype.itemsize * (queries + 2 * config.block_n * padded_dims(head_dim))
+    return config if nbytes <= most_shared else replace(config, block_n=config.block_n // 2)
 
 
-def fixed_order_config(head_dim: int, dtype: torch.dtype, fp8: bool = False) -> PrefillConfig:
+def fixed_order_config(head_dim: int, dtype: torch.dtype) -> PrefillConfig:
     """Two accumulators leave room for tiles of 64 queries, by 4 warps where nothing else is in registers."""
-    assert not fp8
     wide = head_dim > 128 or head_dim != padded_dims(head_dim) or dtype.itemsize > 2
     return PrefillConfig(64, tile_keys(head_dim, dtype.itemsize), num_warps=8 if wide else 4, fixed_order=True)
 

@@ -1,4 +1,5 @@
-"""What not every GPU can do: programmatic dependent launch (PDL), tensor descriptors (TMA), prefetches into L2.
+"""What not every GPU can do or has: programmatic dependent launch (PDL), tensor descriptors (TMA), prefetches into L2,
+multiprocessors and their shared memory.
 
 PDL lets a kernel start before the one ahead of it has ended. A kernel launched so must call `gdc_wait` in every program
 before it touches anything that an earlier kernel writes; then such kernels and ordinary ones may follow each other.
@@ -27,6 +28,24 @@ def supports_tma(device: torch.device) -> bool:
     """Whether it has the bulk tensor copy engine, and the 227 KB of shared memory that our tiles for it take: GPUs of
     compute capability 9.x and 10.x. (12.x has the engine and 99 KB.)"""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+SHARED_BYTES = 227 << 10
+"""Shared memory that a program may have on GPUs of compute capability 9.x and 10.x."""
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """Most shared memory of one program. Where there is no GPU: that of the largest."""
+    if device.type != "cuda":
+        return SHARED_BYTES
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU. Where there is none: 1."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def pdl_options(device: torch.device, wanted: bool = True) -> dict[str, bool]:

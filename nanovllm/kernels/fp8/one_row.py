@@ -15,7 +15,7 @@ dependent kernel less is worth more than that.
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.base.device import pdl_options
+from nanovllm.kernels.base.device import multiprocessors, pdl_options
 from nanovllm.kernels.base.float_order import magnitude
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
@@ -23,7 +23,7 @@ from nanovllm.kernels.fp8.quantize import quantize_rows, rounded, scales_of
 from nanovllm.kernels.fp8.reference import GROUP
 from nanovllm.kernels.gemm.decode import silu_mul
 from nanovllm.kernels.gemm.epilogue import normalise
-from nanovllm.kernels.plan.config import PROCESSORS, GemmConfig
+from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm, add_norms
 
 
@@ -233,10 +233,10 @@ def linear(
     steps = triton.cdiv(k, config.block_k)
     x, x_scale, stride = (x, None, 0) if isinstance(x, Tensor) else (x.values, x.scales, x.scales.stride(1))
     gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-    programs, registers = triton.cdiv(n_out, config.block_n), None
+    programs, registers, processors = triton.cdiv(n_out, config.block_n), None, multiprocessors(values.device)
     if config.num_warps == 8 and steps <= 16 and not gated:  # one that holds more of x, or of weights, needs more
         registers = 128  # two programs fit a multiprocessor
-    elif config.num_warps == 4 and steps > 16 and 2 * PROCESSORS < programs <= 3 * PROCESSORS and not gated:
+    elif config.num_warps == 4 and steps > 16 and 2 * processors < programs <= 3 * processors and not gated:
         registers = 168  # three do, and all run at once
     fp8_row_kernel[(programs,)](
         x, x_scale, gain, values, weight.scale, out, residual, scale_stride=stride, n_out=n_out,

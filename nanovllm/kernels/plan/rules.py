@@ -1,5 +1,7 @@
 """What multiplies where no table says it: short rules, each the best for some model on an H200. No torch."""
 
+from dataclasses import replace
+
 from nanovllm.kernels.plan.config import (
     DECODE_ROWS,
     FP8,
@@ -9,6 +11,7 @@ from nanovllm.kernels.plan.config import (
     LIBRARY,
     PROCESSORS,
     SCRATCH_FLOATS,
+    SHARED_BYTES,
     SKINNY_ROWS,
     SUMMED,
     ExpertConfigs,
@@ -150,8 +153,11 @@ _FP8_BY_AVERAGE = (
 _FP8_CROWDED = ExpertConfigs(GroupedConfig(128, 128, 128, 3, 8), GroupedConfig(128, 128, 128, 3, 8))
 
 
-def expert_configs(num_choices: int, num_experts: int, item_size: int = 2) -> ExpertConfigs:
-    """For `num_choices` (tokens x experts of each) over so many experts. item_size: bytes of a weight."""
+def expert_configs(
+    num_choices: int, num_experts: int, item_size: int = 2, most_shared: int = SHARED_BYTES
+) -> ExpertConfigs:
+    """For `num_choices` (tokens x experts of each) over so many experts. item_size: bytes of a weight. most_shared:
+    bytes of shared memory that a program may have."""
     average = num_choices / num_experts
     if item_size == 1:
         return next((configs for most, configs in _FP8_BY_AVERAGE if average <= most), _FP8_CROWDED)
@@ -161,7 +167,17 @@ def expert_configs(num_choices: int, num_experts: int, item_size: int = 2) -> Ex
         found = next((configs for most, configs in _BY_AVERAGE if average <= most), _CROWDED)
     if item_size > 2:  # tiles of these bytes would not fit in shared memory
         found = ExpertConfigs(_narrower(found.gate_up), _narrower(found.down))
+    if most_shared < SHARED_BYTES:
+        gate_up = _shortened(found.gate_up, 2, item_size, most_shared)
+        found = ExpertConfigs(gate_up, _shortened(found.down, 1, item_size, most_shared))
     return found
+
+
+def _shortened(config: GroupedConfig, weights: int, item_size: int, most_shared: int) -> GroupedConfig:
+    """The same with as many stages as fit, on a GPU without tensor copy engines, where a ring holds one step less.
+    weights: tiles of them in a step."""
+    step = item_size * config.block_k * (config.block_m + weights * config.block_n)
+    return replace(config, stages=min(config.stages, most_shared // step + 1))
 
 
 def _narrower(config: GroupedConfig) -> GroupedConfig:
