@@ -1,10 +1,12 @@
 """FP8 products against the definition in float64: interpreted on a CPU, compiled on a GPU."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import silu
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.kernels.fp8 import few_experts, gemm, one_row
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
@@ -227,3 +229,20 @@ def test_gate_and_up() -> None:
     weight, x = weights(256, 320, 128, True), already_rounded(inputs(3, 320) / 1000)
     gate, up = exact(*quantize_rows_reference(x), weight).chunk(2, 1)
     assert_close(gemm.linear(x, weight, WEIGHTS_LEFT, gated=True), silu(gate) * up)
+
+
+@pytest.mark.parametrize(("rows_each", "in_blocks"), [(1, False), (64, True)])
+def test_the_librarys_scales_of_rows_take_one_kernel(rows_each: int, in_blocks: bool) -> None:
+    weight, made = weights(192, 320, rows_each, in_blocks), []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = op(*args, **kwargs or {})
+            made.append(result.untyped_storage().data_ptr())
+            return result
+
+    with Watch():
+        got = gemm._scales_of_rows(weight, 3)
+    assert len(set(made) - {weight.scale.untyped_storage().data_ptr()}) == 1
+    expected = weight.scale.repeat_interleave(rows_each, 0)[:192].t().expand(3, -1)
+    assert torch.equal(got, expected) and got.is_contiguous()

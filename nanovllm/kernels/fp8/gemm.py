@@ -150,13 +150,21 @@ def library_takes(weight: FP8Weight) -> bool:
 
 def library_linear(x: FP8Rows, weight: FP8Weight) -> Tensor:
     """By cuBLAS: x [T, K], of memory for a multiple of 4 rows -> [T, N]."""
-    (rows, k), (n, groups), padded = x.shape, (weight.values.shape[0], x.scales.shape[1]), x.scales.stride(1)
+    (rows, k), groups, padded = x.shape, x.scales.shape[1], x.scales.stride(1)
     values, scales = x.values.as_strided((padded, k), (k, 1)), x.scales.as_strided((padded, groups), (1, padded))
     of_weight = weight.scale.t()
-    if weight.rows_each != BLOCK:  # a scale for each row
-        of_weight = of_weight.repeat_interleave(weight.rows_each, 1)[:, :n].expand(groups, n).contiguous()
+    if weight.rows_each != BLOCK:
+        of_weight = _scales_of_rows(weight, groups)
     out = torch._scaled_mm(values, weight.values.t(), scale_a=scales, scale_b=of_weight, out_dtype=x.dtype)
     return out[:rows]
+
+
+def _scales_of_rows(weight: FP8Weight, groups: int) -> Tensor:
+    """A scale for each row and group, float32 [groups, N], by one kernel."""
+    of_rows = weight.scale.t()  # [groups or 1, N / rows_each]
+    if weight.rows_each > 1:
+        of_rows = of_rows.repeat_interleave(weight.rows_each, 1)[:, : weight.values.shape[0]]
+    return of_rows.expand(groups, -1).contiguous()
 
 
 def linear_widened(
