@@ -25,6 +25,8 @@ def page(browser: Page, server: Server) -> Page:
     browser.requests.clear()
     browser.messages.clear()
     browser.open(server.url + "/")
+    browser.evaluate("sessionStorage.clear()")
+    browser.open(server.url + "/")
     browser.wait("document.getElementById('model').textContent == 'demo'")
     return browser
 
@@ -48,7 +50,7 @@ def answer(page: Page) -> str:
 
 
 def note(page: Page) -> str:
-    return str(page.evaluate("[...document.querySelectorAll('.note')].at(-1).textContent"))
+    return str(page.evaluate("[...document.querySelectorAll('.turn .note')].at(-1).textContent"))
 
 
 @needs_browser
@@ -126,6 +128,71 @@ def test_error_is_shown(page: Page) -> None:
     ask(page, "Hello")
     answer(page)
     assert "temperature" in note(page)
+    assert page.evaluate("ask.value") == "Hello" and page.evaluate("messages.length") == 0, "the question is put back"
+
+
+MARKDOWN = """# Title <b>
+Some **bold**, *slanted* and `code`, 2*3*4.
+
+- one
+  - inner
+- two
+1. first
+
+| a | b |
+|---|---|
+| 1 | <i>2</i> |
+
+```python
+print("x")
+
+# no heading
+```
+> quoted"""
+
+
+@needs_browser
+def test_markdown_becomes_elements_and_never_html(page: Page) -> None:
+    page.evaluate(f"globalThis.place = element('div'); place.append(...markdown({json.dumps(MARKDOWN)}))")
+    tags = page.evaluate("[...place.children].map((each) => each.tagName.toLowerCase())")
+    assert tags == ["h3", "p", "ul", "table", "div", "blockquote"]
+    assert page.evaluate("place.querySelector('h3').textContent") == "Title <b>"
+    assert page.evaluate("['strong', 'em', 'p code'].map((tag) => place.querySelector(tag).textContent)") == [
+        *("bold", "slanted", "code")
+    ]
+    assert page.evaluate("place.querySelector('p').textContent").endswith("2*3*4.")
+    assert page.evaluate("place.querySelector('ul ul li').textContent") == "inner"
+    assert page.evaluate("[...place.querySelectorAll('td')].map((each) => each.textContent)") == ["1", "<i>2</i>"]
+    assert page.evaluate("place.querySelector('pre').textContent") == 'print("x")\n\n# no heading'
+    assert page.evaluate("place.querySelector('.code div').firstChild.textContent") == "python"
+    assert page.evaluate("place.querySelectorAll('b, i').length") == 0
+
+
+@needs_browser
+def test_a_chat_survives_a_reload(page: Page, server: Server) -> None:
+    more_fields(page, "{structured_outputs: {choice: ['It is **Rome**.']}}")
+    ask(page, "Italy?")
+    assert answer(page) == "It is Rome."
+    page.open(server.url + "/")
+    page.wait("document.querySelector('.assistant strong') !== null")
+    assert page.evaluate("messages.map((each) => each.content)") == ["Italy?", "It is **Rome**."]
+    page.evaluate("document.getElementById('new').click()")
+    page.open(server.url + "/")
+    assert page.evaluate("messages.length") == 0
+
+
+@needs_browser
+def test_live_state(page: Page) -> None:
+    if page.evaluate("live.hidden"):
+        page.evaluate("document.getElementById('state').click()")
+    more_fields(page, "{ignore_eos: true, max_tokens: 40}")
+    ask(page, "Count")
+    answer(page)
+    page.wait("shown.first.children.length > 0 && Number(shown.finished.textContent) >= 1")
+    page.wait("shown.output.textContent !== '–' && shown.path.getAttribute('d')")
+    assert page.evaluate("shown.running.textContent") == "0" and page.evaluate("shown.kv.textContent").endswith("%")
+    page.evaluate("document.getElementById('state').click()")
+    assert page.evaluate("live.hidden && getComputedStyle(live).display === 'none'")
 
 
 def test_headers_and_file(client: httpx.Client) -> None:

@@ -1,4 +1,4 @@
-"""GET /: the chat page, one file that asks no other host for anything."""
+"""GET /: the page with the chat and the live state, one answer that asks no other host for anything."""
 
 import base64
 import hashlib
@@ -13,13 +13,14 @@ from nanovllm.serve.http.call import Call
 if TYPE_CHECKING:
     from nanovllm.serve.front import Front
 
-_FILE = Path(__file__).resolve().parents[1] / "ui" / "index.html"
+_FOLDER = Path(__file__).resolve().parents[1] / "ui"
 
 
 @cache
 def _page() -> tuple[bytes, list[tuple[bytes, bytes]]]:
-    """The page and its headers. Only the script and the style that are in the file may run."""
-    text = _FILE.read_text(encoding="utf-8")
+    """The page and its headers. Only the script and the style that are in the page may run."""
+    text = (_FOLDER / "index.html").read_text(encoding="utf-8")
+    text = re.sub(r"<(style|script)>(.*?)</", lambda found: f"<{found[1]}>{_joined(found[2])}</", text)
     policy = (
         f"default-src 'none'; script-src {_hash(text, 'script')}; style-src {_hash(text, 'style')}; "
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -31,6 +32,11 @@ def _page() -> tuple[bytes, list[tuple[bytes, bytes]]]:
         (b"cache-control", b"no-cache"),
     ]
     return text.encode(), headers
+
+
+def _joined(names: str) -> str:
+    """The files that stand for themselves in the page, one after the other."""
+    return "".join((_FOLDER / name).read_text(encoding="utf-8") for name in names.split())
 
 
 def _hash(text: str, tag: str) -> str:

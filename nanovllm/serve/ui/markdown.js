@@ -1,0 +1,122 @@
+"use strict";
+const $ = (id) => document.getElementById(id);
+
+// What a model writes is put into the page as text nodes, never as HTML.
+function element(tag, className, text) {
+  const made = document.createElement(tag);
+  if (className) made.className = className;
+  if (text) made.textContent = text;
+  return made;
+}
+
+// `code`, **bold**, *italic*; everything else is text. Returns nodes.
+function inline(text) {
+  const nodes = [], pattern = /`([^`\n]+)`|\*\*([^*\n]+)\*\*|(?<![\w*])\*([^*\s][^*\n]*)\*(?![\w*])/g;
+  let end = 0;
+  for (const found of text.matchAll(pattern)) {
+    nodes.push(document.createTextNode(text.slice(end, found.index)));
+    nodes.push(found[1] !== undefined ? element("code", "", found[1])
+      : found[2] !== undefined ? element("strong", "", found[2]) : element("em", "", found[3]));
+    end = found.index + found[0].length;
+  }
+  nodes.push(document.createTextNode(text.slice(end)));
+  return nodes.filter((node) => node.textContent);
+}
+
+function codeBlock(language, text) {
+  const box = element("div", "code"), head = element("div", "", language || "code"), copy = element("button", "", "Copy");
+  const pre = element("pre");
+  copy.type = "button";
+  copy.addEventListener("click", async () => {
+    await navigator.clipboard.writeText(text);
+    copy.textContent = "Copied";
+    setTimeout(() => { copy.textContent = "Copy"; }, 1500);
+  });
+  head.append(copy);
+  pre.append(element("code", "", text));
+  box.append(head, pre);
+  return box;
+}
+
+const cells = (line) => line.trim().replace(/^\||\|$/g, "").split("|").map((cell) => cell.trim());
+
+function table(lines) {
+  const made = element("table");
+  lines.forEach((line, n) => {
+    if (n === 1) return; // the rule below the heading
+    const row = element("tr");
+    for (const cell of cells(line)) {
+      const place = element(n ? "td" : "th");
+      place.append(...inline(cell));
+      row.append(place);
+    }
+    made.append(row);
+  });
+  return made;
+}
+
+// Items by their indentation; a deeper one becomes a list inside the item above it.
+function list(lines) {
+  const depth = (line) => line.match(/^\s*/)[0].length, outer = depth(lines[0]);
+  const ordered = lines[0].match(/^\s*(\d+)[.)]/), made = element(ordered ? "ol" : "ul");
+  if (ordered) made.start = Number(ordered[1]);
+  for (let n = 0; n < lines.length;) {
+    const item = element("li"), inside = [];
+    item.append(...inline(lines[n++].replace(/^\s*([-*+]|\d+[.)])\s+/, "")));
+    while (n < lines.length && depth(lines[n]) > outer) inside.push(lines[n++]);
+    if (inside.length) item.append(list(inside));
+    made.append(item);
+  }
+  return made;
+}
+
+const isItem = (line) => /^\s*([-*+]|\d+[.)])\s+\S/.test(line);
+const isRule = (line) => line !== undefined && line.includes("|") && /^[\s|:-]+$/.test(line) && line.includes("-");
+
+// The nodes of a text in Markdown: headings, lists, tables, quotations, code, paragraphs.
+function markdown(text) {
+  const lines = text.split("\n"), nodes = [];
+  let paragraph = [];
+  const flush = () => {
+    if (!paragraph.length) return;
+    const made = element("p");
+    made.append(...inline(paragraph.join("\n")));
+    nodes.push(made);
+    paragraph = [];
+  };
+  const take = (n, wanted) => { let end = n; while (end < lines.length && wanted(lines[end])) end++; return lines.slice(n, end); };
+  for (let n = 0; n < lines.length; n++) {
+    const line = lines[n], fence = line.match(/^\s*(`{3,}|~{3,})\s*([\w+#.-]*)/), heading = line.match(/^#{1,6}\s+(.*)/);
+    if (fence) {
+      flush();
+      const inside = take(n + 1, (each) => !each.trim().startsWith(fence[1]));
+      nodes.push(codeBlock(fence[2], inside.join("\n")));
+      n += inside.length + 1;
+    } else if (heading) {
+      flush();
+      const made = element("h3");
+      made.append(...inline(heading[1]));
+      nodes.push(made);
+    } else if (isItem(line)) {
+      flush();
+      const items = take(n, (each) => isItem(each));
+      nodes.push(list(items));
+      n += items.length - 1;
+    } else if (line.includes("|") && isRule(lines[n + 1])) {
+      flush();
+      const rows = take(n, (each) => each.includes("|"));
+      nodes.push(table(rows));
+      n += rows.length - 1;
+    } else if (line.startsWith("> ")) {
+      flush();
+      const quoted = take(n, (each) => each.startsWith(">"));
+      const made = element("blockquote");
+      made.append(...inline(quoted.map((each) => each.replace(/^>\s?/, "")).join("\n")));
+      nodes.push(made);
+      n += quoted.length - 1;
+    } else if (line.trim()) paragraph.push(line);
+    else flush();
+  }
+  flush();
+  return nodes;
+}
