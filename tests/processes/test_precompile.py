@@ -115,7 +115,33 @@ with torch.inference_mode():
         launched.append(jobs)
 assert launched[0] == launched[1] and len(launched[0]) > 20 and runner.model.layers is layers
 """
-DENSE = DRY_RUN + FEW_LAYERS + """
+# Decode attention reads the plan before it waits: what comes behind a plan must be an ordinary kernel, which waits for
+# its end. Of torch's kernels, all of them ordinary, the embedding's is seen.
+BEHIND_A_PLAN = """
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
+from nanovllm.kernels.base import device as kernels_device
+kernels_device.supports_pdl = lambda device: True
+launches = []
+class Embeddings(TorchDispatchMode):
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op is torch.ops.aten.embedding.default:
+            launches.append(("embedding", False))
+        return op(*args, **kwargs or {})
+with torch.inference_mode(), launching_nothing(lambda job: None), runner.model.few_layers(), Embeddings():
+    launch = JITFunction.run
+    def run(self, *args, **options):
+        launches.append((self.__name__, bool(options.get("launch_pdl"))))
+        return launch(self, *args, **options)
+    JITFunction.run = run
+    for shape in runner._new_graphs().shapes:
+        runner.work.run_padded(shape)
+    JITFunction.run = launch
+behind = [after for (name, _), after in zip(launches, launches[1:]) if "plan" in name]
+assert len(behind) > 10 and not any(is_early for _, is_early in behind), behind
+assert sum(is_early for _, is_early in launches) > len(behind), "no kernel starts early here"
+"""
+DENSE = DRY_RUN + FEW_LAYERS + BEHIND_A_PLAN + """
 single = "apply_deltas expand_rows prepare_decode publish_tokens qk_norm_rope_store activation norm".split()
 assert set(counts) >= {f"_{name}_kernel" for name in single} | {"best_of_chunks_kernel",
     "prefill_attention_kernel", "plan_prefill_kernel", "merge_chunks_kernel"}, counts
