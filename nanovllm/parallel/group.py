@@ -83,6 +83,11 @@ class TensorParallelGroup:
                 logger.warning("all-reduce goes through %s alone: %s", self._library, reason)
 
     @property
+    def peer_bytes(self) -> int:
+        """Of this rank's GPU that are mapped for the others, outside of torch's allocator."""
+        return 0 if self._peer is None else self._peer.memory.layout.nbytes
+
+    @property
     def all_reduce_name(self) -> str:
         """What sums over the ranks, for reports."""
         if self.size == 1:

@@ -3,7 +3,7 @@
 import bisect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +11,9 @@ import torch
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.kernels import Kernels
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape, decode_buckets, mixed_shapes
+
+_GRAPH, _FIRST_GRAPH = 8 << 20, 64 << 20
+"""Bytes that a graph usually takes outside of torch's allocator, and the first with the kernels that it loads."""
 
 
 def why_no_graphs(
@@ -74,6 +77,11 @@ class StepGraphs:
         return len(self._graphs)
 
     @property
+    def usual_bytes(self) -> int:
+        """That all usually take outside of torch's allocator."""
+        return _FIRST_GRAPH + len(self._shapes) * _GRAPH
+
+    @property
     def shapes(self) -> list[StepShape]:
         """All that are captured, largest first."""
         return self._shapes
@@ -82,17 +90,18 @@ class StepGraphs:
         for shape in self._shapes:
             self._capture(shape)
 
-    def measure(self, used_bytes: Callable[[], int]) -> int:
+    def measure(self, growth: Callable[[Callable[[], object], int], int]) -> int:
         """Bytes that all graphs will take, from capturing the three largest and throwing them away. The smaller of the
-        two increments counts for each further graph: the other may hold a library's kernels, loaded but once."""
-        readings = [used_bytes()]
-        for shape in self._shapes[:3]:
-            self._capture(shape)
-            readings.append(used_bytes())
-        first, *more = (after - before for before, after in pairwise(readings))
+        last two's counts for each further graph: the other may hold a library's kernels, loaded but once.
+
+        `growth(work, usual)`: what `work` takes, of which libraries usually take so much."""
+        usual = (_FIRST_GRAPH, _GRAPH, _GRAPH)
+        first, *more = [
+            growth(partial(self._capture, shape), size) for shape, size in zip(self._shapes, usual, strict=False)
+        ]
         self.clear()
         self._pool = torch.cuda.graph_pool_handle()
-        return first + sum(more) + max(0, min(more, default=0)) * (len(self._shapes) - len(readings) + 1)
+        return first + sum(more) + max(0, min(more, default=0)) * (len(self._shapes) - 1 - len(more))
 
     def _capture(self, shape: StepShape) -> None:
         with self._before_capture(shape):

@@ -2,22 +2,19 @@
 
 import math
 import os
-import threading
-from contextlib import suppress
 
 import torch
 
 from nanovllm.kernels.step.blocks import BlockTensors
 from nanovllm.layers.attention import Attention
+from nanovllm.runner.memory_probe import GIB, MIB
 from nanovllm.runner.sleep import SleepableMemory
 
-GIB = 1 << 30
 _SCALE = torch.bfloat16
-_MIB = 1 << 20
 
 
 def _size(num_bytes: int) -> str:
-    for unit, scale in (("GiB", GIB), ("MiB", _MIB)):
+    for unit, scale in (("GiB", GIB), ("MiB", MIB)):
         if abs(num_bytes) >= scale:
             return f"{num_bytes / scale:.3f} {unit}"
     return f"{num_bytes} bytes"
@@ -30,14 +27,14 @@ def block_bytes(layers: list[Attention], block_size: int, dtype: torch.dtype) ->
                for layer in layers)
 
 
-def blocks_that_fit(budget_bytes: int, bytes_per_block: int, option: str) -> int:
-    """Blocks within `budget_bytes`. Raises ValueError naming `option` (written out with its value) where there is no
-    room for one."""
+def blocks_that_fit(budget_bytes: int, bytes_per_block: int, option: str, because: str = "") -> int:
+    """Blocks within `budget_bytes`. Raises ValueError naming `option` (written out with its value), and `because` of
+    what the budget is so small, where there is no room for one."""
     blocks = budget_bytes // bytes_per_block
     if blocks < 1:
         raise ValueError(
             f"{option}: leaves {_size(budget_bytes)} for the KV cache, must leave at least {_size(bytes_per_block)} "
-            "(one block)"
+            f"(one block){because and f': {because}'}"
         )
     return int(blocks)
 
@@ -77,68 +74,3 @@ def block_tensors(layers: list[Attention]) -> BlockTensors:
     """Everything that a block is made of, in all layers."""
     parts = ((layer.k_cache, layer.v_cache, layer.kv_scales) for layer in layers)
     return BlockTensors.of([part for of_layer in parts for part in of_layer if part is not None])
-
-
-class MemoryProbe:
-    """What this rank has taken of its GPU since it started. On a CPU it measures nothing."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._is_cuda = device.type == "cuda"
-        self._reported: dict[str, int] = {}
-        if self._is_cuda:
-            self.free_at_start, self.total = torch.cuda.mem_get_info(device)
-
-    def used_bytes(self) -> int:
-        """Bytes taken since the start, by torch and by libraries."""
-        return self.free_at_start - torch.cuda.mem_get_info(self._device)[0]
-
-    def begin_step(self) -> None:
-        """A measured step follows; what earlier work left in torch's cache goes back first."""
-        self.release_cached()
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self._before = torch.cuda.memory_reserved(self._device)
-
-    def end_step(self) -> int:
-        """Bytes that the step needed at its peak, beyond what was there."""
-        step_bytes = torch.cuda.max_memory_reserved(self._device) - self._before
-        self.release_cached()
-        return step_bytes
-
-    def kv_budget(self, utilization: float, **reserved: int) -> int:
-        """Bytes left for the KV cache within `utilization` of the whole GPU, and within what is free, when the bytes
-        `reserved` for other things, by name, stay free."""
-        self.release_cached()
-        self._reported = reserved
-        free = torch.cuda.mem_get_info(self._device)[0]
-        return int(min(utilization * self.total - self.used_bytes(), free) - sum(reserved.values()))
-
-    def release_cached(self) -> None:
-        """Gives torch's unused memory back to the device."""
-        if self._is_cuda:
-            torch.cuda.synchronize(self._device)
-            torch.cuda.empty_cache()
-
-    def is_idle_within(self, seconds: float) -> bool:
-        """Waits for the device, at most so long. False where it does not finish, or reports an error."""
-        if not self._is_cuda:
-            return True
-        finished: list[bool] = []
-
-        def synchronize() -> None:
-            with suppress(RuntimeError):
-                torch.cuda.synchronize(self._device)
-                finished.append(True)
-
-        waiting = threading.Thread(target=synchronize, name="nanovllm-last-wait", daemon=True)
-        waiting.start()
-        waiting.join(seconds)
-        return bool(finished)
-
-    def note_graphs(self, num_bytes: int) -> None:
-        """What the graphs took in the end, of what was kept free for them."""
-        self._reported["graphs_taken"] = num_bytes
-
-    def report(self) -> dict[str, object]:
-        """What is kept free beside weights and KV, in GiB, by name; and of what is kept for graphs, what they took."""
-        return {f"{name}_gib": round(num_bytes / GIB, 3) for name, num_bytes in self._reported.items()}

@@ -30,7 +30,8 @@ from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.runner import tuning
 from nanovllm.runner.cuda_graphs import StepGraphs, why_no_graphs
 from nanovllm.runner.device_io import DeviceIO
-from nanovllm.runner.kv_cache import GIB, MemoryProbe, bind_kv_cache, block_bytes, blocks_that_fit, host_memory
+from nanovllm.runner.kv_cache import bind_kv_cache, block_bytes, blocks_that_fit, host_memory
+from nanovllm.runner.memory_probe import GIB, NCCL_BYTES, MemoryProbe
 from nanovllm.runner.sampler import OptionSampler
 from nanovllm.runner.sleep import SleepableMemory
 from nanovllm.runner.step_work import StepWork
@@ -69,21 +70,28 @@ class ModelRunner(WeightCommands):
             torch.cuda.set_device(self.device)
             threading.Thread(target=hash_triton, name="nanovllm-hash", daemon=True).start()  # or the first kernel waits
         self.memory = MemoryProbe(self.device)
-        self.group = TensorParallelGroup(
+        with self.memory.libraries(NCCL_BYTES if config.tensor_parallel_size > 1 else 0):
+            self.group = self._meet(rank, store)
+            progress()
+            self.io = DeviceIO(self.device, config.uses("pdl"))
+            self.graphs: StepGraphs | None = None
+            with torch.inference_mode(), self.io.stream_context():
+                self._build(module)
+
+    # -- start-up -----------------------------------------------------------------------------------------------
+
+    def _meet(self, rank: int, store: dist.Store | None) -> TensorParallelGroup:
+        config = self.config
+        group = TensorParallelGroup(
             rank, config.tensor_parallel_size, self.device, store, share_gpus=config.share_gpus,
             overlap=config.uses("two_batch_overlap") and config.exact_bits is None, exact_bits=config.exact_bits,
         )  # fmt: skip
-        progress()
-        if config.uses("peer_all_reduce") and self.device.type == "cuda" and self.group.size > 1:
+        self._progress()
+        self.memory.count(lambda: group.peer_bytes)
+        if config.uses("peer_all_reduce") and self.device.type == "cuda" and group.size > 1:
             rows, keys = config.max_num_batched_tokens, config.max_num_seqs + MAX_PREFILL_ROWS
-            self.group.use_peer_memory(rows, model_config.hidden_size, self.dtype, max_keys=keys)
-        progress()
-        self.io = DeviceIO(self.device, config.uses("pdl"))
-        self.graphs: StepGraphs | None = None
-        with torch.inference_mode(), self.io.stream_context():
-            self._build(module)
-
-    # -- start-up -----------------------------------------------------------------------------------------------
+            group.use_peer_memory(rows, self.model_config.hidden_size, self.dtype, max_keys=keys)
+        return group
 
     def _build(self, module: torch.nn.Module | None) -> None:
         config, model, is_first = self.config, self.model_config, self.group.rank == 0
@@ -121,8 +129,9 @@ class ModelRunner(WeightCommands):
             tuning.fix_order(self.model, self.gemm_table, self.group)  # type: ignore[arg-type]
         self.sleepable: SleepableMemory | None = None
         if config.enable_sleep and self.device.type == "cuda" and self.live_module is None:
-            self.sleepable = SleepableMemory(self.device)
-            self.sleepable.adopt("weights", self.model)
+            sleepable = self.sleepable = SleepableMemory(self.device)
+            self.memory.count(lambda: sleepable.nbytes)
+            sleepable.adopt("weights", self.model)
             self.memory.release_cached()
         self.weights = list(self.model.checkpoint_weights())
         self.int4_reader = reader_for(model, self.weights, self.dtype, self.device)
@@ -166,7 +175,7 @@ class ModelRunner(WeightCommands):
             return
         if self.device.type == "cpu":
             self._check_host_memory()
-        with self.io.stream_context():
+        with self.io.stream_context(), self.memory.libraries():
             if self.config.load_format == "dummy":
                 load_dummy(self.weights, self.dtype, self.device, self.config.seed, self._progress)
             else:
@@ -197,23 +206,23 @@ class ModelRunner(WeightCommands):
                 refuse("cpu_kvcache_gib", gib, f"at most {share / GIB:.1f}, a rank's share of this machine's memory")
             return blocks_that_fit(int(gib * GIB), per_block, f"cpu_kvcache_gib={gib}")
         with self.io.stream_context():
-            self.allocate_kv_cache(1)
-            self.warm_up_attention()
+            with self.memory.libraries():
+                self.allocate_kv_cache(1)
+                self.warm_up_attention()
+                self._progress()
+                self.memory.begin_step()
+                self.launch(dummy_step(config.max_num_seqs, config.max_num_batched_tokens, self.max_model_len))
+                torch.cuda.synchronize(self.device)
+                step_bytes = self.memory.end_step()
             self._progress()
-            self.memory.begin_step()
-            self.launch(dummy_step(config.max_num_seqs, config.max_num_batched_tokens, self.max_model_len))
-            torch.cuda.synchronize(self.device)
-            step_bytes = self.memory.end_step()
-            self._progress()
-            graph_bytes = 0
-            if self.no_graphs_because is None:
-                graph_bytes = self._new_graphs().measure(self.memory.used_bytes)
+            graph_bytes = 0 if self.no_graphs_because else self._new_graphs().measure(self.memory.growth)
             self.io.forget_results()
         sampler_bytes = self.option_sampler.reserve_bytes(config.max_num_seqs, self.dtype)
         budget = self.memory.kv_budget(
             config.gpu_memory_utilization, step=step_bytes, graphs=graph_bytes, filters=sampler_bytes
         )
-        fits = blocks_that_fit(budget, per_block, f"gpu_memory_utilization={config.gpu_memory_utilization}")
+        option = f"gpu_memory_utilization={config.gpu_memory_utilization}"
+        fits = blocks_that_fit(budget, per_block, option, self.memory.crowded)
         return self._blocks_asked_for(fits)
 
     def warm_up_attention(self) -> None:
@@ -276,7 +285,8 @@ class ModelRunner(WeightCommands):
             return 0
         with self.io.stream_context(), self._products():
             self.graphs, before = self._new_graphs(), self.memory.used_bytes()
-            self.graphs.capture_all()
+            with self.memory.libraries(self.graphs.usual_bytes):
+                self.graphs.capture_all()
             self.memory.note_graphs(self.memory.used_bytes() - before)
             if self.io.mailbox is not None:
                 self.io.mailbox.begin()

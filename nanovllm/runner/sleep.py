@@ -16,6 +16,11 @@ class SleepableMemory:
         self._driver = Driver(device)
         self._ranges: dict[str, VirtualMemory] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """That all ranges have while they are awake."""
+        return sum(memory.nbytes for memory in self._ranges.values())
+
     def take(self, tag: str, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes], zeros; what the tag had before is freed, and must not be in use."""
         self.free(tag)

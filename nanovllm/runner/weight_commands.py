@@ -14,7 +14,7 @@ from nanovllm.models.live_module import LiveModule
 from nanovllm.models.mxfp4 import widened
 from nanovllm.models.names import CheckpointNames
 from nanovllm.runner.device_io import DeviceIO
-from nanovllm.runner.kv_cache import MemoryProbe
+from nanovllm.runner.memory_probe import MemoryProbe
 from nanovllm.runner.sleep import SleepableMemory
 from nanovllm.runner.weight_update import ShardChecksums, WeightUpdate, weight_checksums
 from nanovllm.transfer.shared import MappedBuckets
