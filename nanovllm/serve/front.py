@@ -205,15 +205,21 @@ class Front:
         if not self.info:
             self.admit()
 
-    def read(self, call: Call, kind: type[api.Fields], body: dict[str, Any]) -> api.Fields:
+    def read(self, call: Call, kind: type[api.Given], body: dict[str, Any]) -> api.Given:
         """The fields of a request; those that mean nothing here are named in a header. Raises ApiError."""
-        fields, ignored = api.read(kind, body, self.options.strict_fields)
+        fields, ignored = api.read(kind, body)
+        self.note_ignored(call, ignored)
+        self.check_model(fields.model)
+        return fields
+
+    def note_ignored(self, call: Call, ignored: list[str]) -> None:
+        """Names in a header what of a request nothing is done with. Raises ApiError under --strict-fields."""
+        if ignored and self.options.strict_fields:
+            raise errors.bad_request(f"{ignored[0]}: unknown field (--strict-fields)", ignored[0], "unknown_field")
         if ignored:
             text = "".join(each if " " <= each <= "~" else "?" for each in ", ".join(ignored)[:500])
             logger.debug("request %s: ignored fields: %s", call.request_id, text)
             call.notes.append((b"x-ignored-fields", text.encode()))
-        self.check_model(fields.model)
-        return fields
 
     def check_model(self, name: Any) -> None:
         """Raises ApiError (404) where a request asks for another model."""

@@ -270,6 +270,54 @@ def test_unknown_fields_are_named(client: httpx.Client) -> None:
     assert answer.headers["x-ignored-fields"] == "evil??name, no_such"
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 1}), ("/v1/responses", {"input": "a", "max_output_tokens": 1}),
+        ("/v1/messages", {"messages": user("a"), "max_tokens": 1}),
+        ("/v1/messages/count_tokens", {"messages": user("a")}), ("/tokenize", {"prompt": "a"}),
+        ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 1}}),
+    ],
+)  # fmt: skip
+def test_unknown_fields_are_named_wherever_they_come(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    answer = client.post(path, json=body | {"no_such": 1})
+    assert (answer.status_code, answer.headers["x-ignored-fields"]) == (200, "no_such"), answer.text
+    assert "x-ignored-fields" not in client.post(path, json=body).headers
+
+
+def test_a_response_says_how_its_text_was_sampled(client: httpx.Client) -> None:
+    """Its sampling fields are those of a chat, and log-probabilities come where they are included."""
+    more = {"seed": 5, "temperature": 1.5, "top_p": 0.9, "stop": ["is"], "ignore_eos": True}
+    chat = client.post(CHAT, json=ASK | more | {"logprobs": True, "top_logprobs": 2, "max_tokens": 12}).json()
+    asked = {"input": ASK["messages"], "max_output_tokens": 12, "top_logprobs": 2}
+    body = asked | more | {"include": ["message.output_text.logprobs"]}
+    answer = client.post("/v1/responses", json=body).json()
+    [part] = answer["output"][0]["content"]
+    [choice] = chat["choices"]
+    assert part["text"] == choice["message"]["content"]
+    assert [one["token"] for one in part["logprobs"]] == [one["token"] for one in choice["logprobs"]["content"]]
+    assert all(len(one["top_logprobs"]) == 2 for one in part["logprobs"])
+    assert (answer["temperature"], answer["top_p"], answer["top_logprobs"]) == (1.5, 0.9, 2)
+    with client.stream("POST", "/v1/responses", json=body | {"stream": True}) as response:
+        lines = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: ")]
+    told = [entry for event in lines if event["type"] == "response.output_text.delta" for entry in event["logprobs"]]
+    [done] = [event for event in lines if event["type"] == "response.output_text.done"]
+    assert [one["token"] for one in done["logprobs"]] == [one["token"] for one in part["logprobs"]]
+    assert told == done["logprobs"][: len(told)] and told
+
+
+def test_the_form_of_a_message_and_of_a_response(client: httpx.Client) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "name": "f", "schema": schema}
+    body = {"messages": user("a"), "max_tokens": 40, "output_config": {"format": form}}
+    message = client.post("/v1/messages", json=body).json()
+    assert json.loads(message["content"][0]["text"]) == {"a": "x"}
+    body = {"input": "a", "max_output_tokens": 40, "text": {"format": form}}
+    assert json.loads(client.post("/v1/responses", json=body).json()["output"][0]["content"][0]["text"]) == {"a": "x"}
+    body = {"input": "a", "max_output_tokens": 5, "structured_outputs": {"choice": ["yes"]}}
+    assert client.post("/v1/responses", json=body).json()["output"][0]["content"][0]["text"] == "yes"
+
+
 def test_request_ids(client: httpx.Client) -> None:
     assert client.get("/health", headers={"x-request-id": "abc-1"}).headers["x-request-id"] == "abc-1"
     assert client.get("/health", headers={"x-request-id": "no blanks!"}).headers["x-request-id"] != "no blanks!"

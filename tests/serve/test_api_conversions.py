@@ -3,9 +3,12 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from nanovllm.serve.api import anthropic, responses, shapes
+from nanovllm.serve.api import fields as api
+from nanovllm.serve.api.responses_tools import ResponsesTools, Tool
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.parsers import Delta, check_tools
 
@@ -23,6 +26,65 @@ ANSWER = [
 USAGE = shapes.Usage(30, 12, 42, shapes.PromptDetails(16), shapes.OutputDetails(5))
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTION = {"name": "get_weather", "description": "Weather", "parameters": SCHEMA}
+SAMPLING = {"seed": 3, "top_k": 4, "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": True, "stop_token_ids": [7]}
+SHARED = SAMPLING | {
+    "structured_outputs": {"regex": "a+"},
+    "cache_salt": "x",
+    "chat_template_kwargs": {"polite": True},
+    "logit_bias": {"5": 1.0},
+    "bad_words": ["no"],
+}
+"""What chat completions take and the other dialects have no words for."""
+
+
+def of_messages(body: dict[str, Any]) -> dict[str, Any]:
+    return anthropic.chat_request(api.read(anthropic.MessagesFields, body)[0])
+
+
+def of_responses(body: dict[str, Any]) -> dict[str, Any]:
+    fields = api.read(responses.ResponsesFields, body)[0]
+    return responses.chat_request(fields, ResponsesTools(fields.tools or ()))
+
+
+def test_all_dialects_take_what_is_sampled_by() -> None:
+    for request in (
+        of_messages({"messages": [{"role": "user", "content": "a"}], "max_tokens": 5} | SHARED),
+        of_responses({"input": "a"} | SHARED),
+    ):
+        assert {name: request[name] for name in SHARED} == SHARED
+        assert api.read(api.ChatFields, request)[1] == []
+
+
+CONSTRAINTS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "output_format", "grammar", "regex")
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "more"),
+    [
+        (api.ChatFields, {"messages": [{"role": "user", "content": "a"}]}, ["output_config", "max_output_tokens"]),
+        (api.CompletionFields, {"prompt": "a"}, ["output_config", "stop_sequences"]),
+        (responses.ResponsesFields, {"input": "a"}, ["response_format", "max_tokens", "background", "logprobs"]),
+        (anthropic.MessagesFields, MESSAGE := {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5},
+         ["response_format", "max_completion_tokens", "mcp_servers"]),
+        (anthropic.CountFields, MESSAGE, []),
+        (api.GenerateFields, {"token_ids": [5], "sampling_params": {}}, ["response_format"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)  # fmt: skip
+def test_what_constrains_an_answer_is_never_ignored(kind: Any, body: dict[str, Any], more: list[str]) -> None:
+    for name in (*CONSTRAINTS, *more):
+        with pytest.raises(ApiError, match=f"{name}: not supported; ") as caught:
+            api.read(kind, body | {name: ["a"]})
+        assert (caught.value.status, caught.value.param) == (400, name)
+        assert api.read(kind, body | {name: None})[1] == []
+    assert api.read(kind, body | {"no_such": 1})[1] == ["no_such"]
+
+
+def test_a_constraint_of_unknown_kind_is_refused() -> None:
+    for wanted in ({"structural_tag": "{}"}, {"regex": "a", "whitespace_pattern": " "}, {}):
+        fields = api.convert(api.CompletionFields, {"prompt": "a", "structured_outputs": wanted})
+        with pytest.raises(ApiError, match="structured_outputs: must hold exactly one of json, regex"):
+            api.structured(fields)
 
 
 # --- Anthropic
@@ -59,7 +121,7 @@ MESSAGES_BODY = {
 
 def test_a_messages_request_is_a_chat() -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
-    request = anthropic.chat_request(MESSAGES_BODY)
+    request = of_messages(MESSAGES_BODY)
     assert request == {
         "model": "demo",
         "max_completion_tokens": 100,
@@ -94,13 +156,22 @@ def test_a_messages_request_is_a_chat() -> None:
         ({"tools": [{"name": "bash"}]}, r"tools\[0\].input_schema: is required"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type='some': must be one of 'auto', 'any', 'tool', 'none'"),
         ({"system": 3}, "system=3: must be str | array"),
+        ({"tools": None}, "tool_choice.type='any': needs tools"),
     ],
 )
 def test_what_a_messages_request_must_be(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ApiError, match=message) as caught:
-        anthropic.chat_request({**MESSAGES_BODY, **change})
+        of_messages({**MESSAGES_BODY, **change})
     body = anthropic.error_body(caught.value)
     assert body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
+
+
+def test_the_form_of_a_message_is_held_to() -> None:
+    config = {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"}
+    request = of_messages({**MESSAGES_BODY, "output_config": config})
+    assert request["reasoning_effort"] == "low"
+    wanted = api.structured(api.read(api.ChatFields, request)[0])
+    assert wanted is not None and wanted.json == SCHEMA
 
 
 def message_events() -> list[dict[str, Any]]:
@@ -182,7 +253,7 @@ RESPONSES_BODY = {
 
 def test_a_responses_request_is_a_chat() -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
-    request = responses.chat_request(RESPONSES_BODY)
+    request = of_responses(RESPONSES_BODY)
     assert request == {
         "model": "demo",
         "max_completion_tokens": 100,
@@ -200,7 +271,7 @@ def test_a_responses_request_is_a_chat() -> None:
     }
     choice = check_tools(request["tools"], request["tool_choice"])
     assert choice is not None and choice.mode == "named"
-    assert responses.chat_request({"input": "Hi"})["messages"] == [{"role": "user", "content": "Hi"}]
+    assert of_responses({"input": "Hi"})["messages"] == [{"role": "user", "content": "Hi"}]
 
 
 @pytest.mark.parametrize(
@@ -213,7 +284,12 @@ def test_a_responses_request_is_a_chat() -> None:
         ({"input": [{"role": "user"}]}, r"input\[0\].content: is required"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "type='input_image': must be one of"),
         ({"input": [{"role": "king", "content": ""}]}, "role='king': must be one of 'system'"),
-        ({"tools": [{"type": "web_search", "name": "web"}]}, "type='web_search': must be one of 'function'"),
+        ({"tools": [{"type": "function"}]}, r"tools\[0\].name: is required"),
+        ({"tools": [{"type": "web_search"}]}, "tool_choice: must be absent, 'auto' or 'none' where no tools"),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice: must be absent, 'auto' or 'none' where no tools"),
+        ({"top_logprobs": 2}, r"top_logprobs: needs include=\['message.output_text.logprobs'\]"),
+        ({"n": 2}, "n=2: must be one of 1"),
+        ({"include": ["everything"]}, r"include\[0\]='everything': must be one of"),
         ({"tool_choice": {"type": "allowed_tools", "tools": [1]}}, r"tools\[0\]=1: must be object"),
         ({"tool_choice": "some"}, "tool_choice='some': must be one of 'auto', 'none', 'required'"),
         ({"previous_response_id": "resp_1"}, "previous_response_id: not supported; nothing is stored"),
@@ -221,11 +297,12 @@ def test_a_responses_request_is_a_chat() -> None:
 )
 def test_what_a_responses_request_must_be(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ApiError, match=message):
-        responses.chat_request({**RESPONSES_BODY, **change})
+        of_responses({**RESPONSES_BODY, **change})
 
 
 def writer_of(body: dict[str, Any]) -> responses.ResponseWriter:
-    return responses.ResponseWriter("resp_1", "demo", 1_700_000_000, body)
+    tools = ResponsesTools(msgspec.convert(body.get("tools", []), list[Tool]))
+    return responses.ResponseWriter("resp_1", "demo", 1_700_000_000, body, {"temperature": 0.25}, tools)
 
 
 def test_the_official_client_reads_responses() -> None:
@@ -236,6 +313,7 @@ def test_the_official_client_reads_responses() -> None:
     response = types.Response.model_validate(writer.whole)
     assert [item.type for item in response.output] == ["reasoning", "message", "function_call", "function_call"]
     assert response.output_text == "Let me see." and response.output[2].arguments == '{"city": "Paris"}'
+    assert response.temperature == 0.25
     assert response.status == "completed" and response.usage.output_tokens_details.reasoning_tokens == 5
     writer.finish("length", None, USAGE)
     assert writer.whole["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -263,3 +341,64 @@ def test_the_official_client_reads_streamed_responses() -> None:
     assert texts["function_call_arguments"] == '{"city": "Paris"}{}'
     assert parsed[-1].type == "response.completed" and len(parsed[-1].response.output) == 4
     assert writer.fail(ApiError(500, "no", "engine_dead"))[0]["code"] == "engine_dead"
+
+
+# --- Tools of coding agents
+
+PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits", "format": {
+    "type": "grammar", "syntax": "lark", "definition": "start: PATCH"}}
+PICK = {"type": "custom", "name": "pick", "format": {"type": "grammar", "syntax": "regex", "definition": "a|b"}}
+SPACE = {"type": "namespace", "name": "mcp__shop", "description": "Shop", "tools": [
+    {"type": "function", "name": "buy", "parameters": SCHEMA}, {"type": "custom", "name": "say"}]}
+AGENT_BODY = {
+    "input": [
+        {"role": "user", "content": "Go"},
+        {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": "*** \"x\""},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
+        {"type": "function_call", "call_id": "c2", "name": "buy", "namespace": "mcp__shop", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c2", "output": "ok"},
+    ],
+    "tools": [{"type": "function", **FUNCTION}, PATCH, PICK, SPACE, {"type": "web_search"}],
+    "tool_choice": {"type": "custom", "name": "apply_patch"},
+    "include": ["reasoning.encrypted_content"],
+}
+
+
+def test_custom_and_namespace_tools_are_functions_of_the_chat() -> None:
+    fields = api.read(responses.ResponsesFields, AGENT_BODY)[0]
+    tools = ResponsesTools(fields.tools or ())
+    assert tools.ignored == ["tools.apply_patch.format", "tools.web_search"]
+    request = responses.chat_request(fields, tools)
+    choice = check_tools(request["tools"], request["tool_choice"])
+    assert choice is not None and [tool.name for tool in choice.tools] == ["apply_patch"]
+    functions = {tool["function"]["name"]: tool["function"] for tool in request["tools"]}
+    assert [*functions] == ["get_weather", "apply_patch", "pick", "mcp__shop__buy", "mcp__shop__say"]
+    assert functions["pick"]["parameters"]["properties"]["input"]["pattern"] == "^(?:a|b)$"
+    assert "start: PATCH" in functions["apply_patch"]["description"]
+    calls = [call["function"] for one in request["messages"] for call in one.get("tool_calls", ())]
+    assert calls == [
+        {"name": "apply_patch", "arguments": '{"input": "*** \\"x\\""}'},
+        {"name": "mcp__shop__buy", "arguments": "{}"},
+    ]
+
+
+def test_the_official_client_reads_calls_of_custom_and_namespace_tools() -> None:
+    pydantic = pytest.importorskip("pydantic")
+    types = pytest.importorskip("openai.types.responses")
+    adapter = pydantic.TypeAdapter(types.ResponseStreamEvent)
+    writer = writer_of(AGENT_BODY)
+    events = writer.start(USAGE)
+    for delta in (
+        *(Delta("call", "", 0, "apply_patch", "c1"), Delta("arguments", '{"input": "a\\n', 0)),
+        *(Delta("arguments", 'b"}', 0), Delta("call", "", 1, "mcp__shop__buy", "c2"), Delta("arguments", "{}", 1)),
+    ):
+        events += writer.write([delta])
+    events += writer.finish("tool_calls", None, USAGE)
+    parsed = [adapter.validate_python(event) for event in events]
+    inputs = [event.delta for event in parsed if event.type == "response.custom_tool_call_input.delta"]
+    assert inputs == ["a\nb"]
+    custom, bought = parsed[-1].response.output
+    assert (custom.type, custom.name, custom.input, custom.call_id) == ("custom_tool_call", "apply_patch", "a\nb", "c1")
+    assert (bought.type, bought.name, bought.namespace, bought.arguments) == (
+        *("function_call", "buy", "mcp__shop", "{}"),
+    )

@@ -82,7 +82,7 @@ def test_field_out_of_bounds(client: httpx.Client, fields: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     "fields",
     [
-        {"top_k": 2**64}, {"stop_token_ids": [2**64]}, {"guided_json": {"maximum": 2**64}},
+        {"top_k": 2**64}, {"stop_token_ids": [2**64]}, {"structured_outputs": {"json": {"maximum": 2**64}}},
         {"presence_penalty": 10**400}, {"logit_bias": {"1": 10**400}},
     ],
 )  # fmt: skip
@@ -171,7 +171,8 @@ def optional(count: int) -> dict[str, Any]:
         {"structured_outputs": {"regex": "a" * 20_000}},
         {"structured_outputs": {"grammar": "start: nothing"}},
         {"structured_outputs": {"grammar": "\n".join(f"r{i}: r{i + 1}" for i in range(100_000))}},
-        {"guided_json": "{"},
+        {"structured_outputs": {"json": "{"}},
+        {"structured_outputs": {"choice": []}},
         {"guided_choice": []},
     ],
 )
@@ -197,12 +198,3 @@ def test_hard_grammars_harm_nobody(server: Server, client: httpx.Client, fields:
     answer = client.post(CHAT, json=ASK | fields | {"max_tokens": 30}, timeout=60)
     assert answer.status_code in (200, 400), answer.text[:300]
     assert client.post(CHAT, json=ASK).status_code == 200
-
-
-@pytest.mark.parametrize("name", ["guided_json", "guided_regex", "guided_choice"])
-def test_old_names_of_constraints_work(client: httpx.Client, name: str) -> None:
-    value: Any = {"guided_json": {"enum": ["yes", "no"]}, "guided_regex": "yes|no", "guided_choice": ["yes", "no"]}[
-        name
-    ]
-    answer = client.post(CHAT, json=ASK | {name: value, "max_tokens": 10})
-    assert answer.json()["choices"][0]["message"]["content"].strip('"') in ("yes", "no")

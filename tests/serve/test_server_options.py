@@ -2,10 +2,15 @@
 
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from serving import Server, events, user, wait_for
+
+from nanovllm.serve.errors import ApiError
+from nanovllm.serve.front import Front
+from nanovllm.serve.options import ServeOptions
 
 CHAT = "/v1/chat/completions"
 ASK = {"messages": user("What is the capital of France?"), "max_tokens": 20, "temperature": 0}
@@ -64,6 +69,15 @@ def test_defaults_of_the_server(client: httpx.Client) -> None:
     body = {"messages": ASK["messages"]}
     texts = {client.post(CHAT, json=body).json()["choices"][0]["message"]["content"] for _ in range(3)}
     assert texts == {"The capital of"}
+
+
+def test_unknown_fields_are_refused_where_the_server_is_told_to() -> None:
+    """--strict-fields."""
+    front, call = SimpleNamespace(options=ServeOptions(strict_fields=True)), SimpleNamespace(notes=[])
+    Front.note_ignored(front, call, [])  # type: ignore[arg-type]
+    with pytest.raises(ApiError, match="no_such: unknown field") as error:
+        Front.note_ignored(front, call, ["no_such"])  # type: ignore[arg-type]
+    assert (error.value.status, error.value.param, call.notes) == (400, "no_such", [])
 
 
 def test_chunks_have_so_many_tokens(client: httpx.Client) -> None:

@@ -5,13 +5,13 @@ Nothing here knows of connections.
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
 from nanovllm.sampling_params import MAX_STOP
-from nanovllm.serve.api.fields import CountOrOff, Positive, Share, Temperature, Text, convert
+from nanovllm.serve.api.fields import INSTEAD, DialectFields, Positive, Text
 from nanovllm.serve.api.shapes import Usage
 from nanovllm.serve.api.writer import Event, Kind, Writer
 from nanovllm.serve.errors import ApiError, bad_request
@@ -55,27 +55,36 @@ class ToolChoice(msgspec.Struct):
     disable_parallel_tool_use: bool = False
 
 
-class CountFields(msgspec.Struct, kw_only=True):
+class OutputConfig(msgspec.Struct):
+    format: dict[str, Any] | None = None
+    effort: str | None = None
+
+
+class CountFields(DialectFields, kw_only=True):
     """Of /v1/messages/count_tokens."""
 
+    meaningless = frozenset(
+        ("max_tokens", "metadata", "service_tier", "cache_control", "inference_geo", "speed", "diagnostics")
+    )
+    refused: ClassVar[Mapping[str, str]] = {
+        **INSTEAD,
+        **dict.fromkeys(("response_format", "output_format"), "use output_config.format"),
+        **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), "use max_tokens"),
+        **dict.fromkeys(("mcp_servers", "container"), "the server runs no tools"),
+    }
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MESSAGES)]
-    model: str | None = None
     system: str | list[TextBlock] | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
+    stop_sequences: Annotated[list[Text], Meta(max_length=MAX_STOP)] | None = None
 
 
 class MessagesFields(CountFields, kw_only=True):
     """Of /v1/messages."""
 
     max_tokens: Positive
-    stream: bool | None = None
-    stop_sequences: Annotated[list[Text], Meta(max_length=MAX_STOP)] | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    top_k: CountOrOff | None = None
-    metadata: dict[str, Any] | None = None
 
 
 _ROLE_OF = {"thinking": "assistant", "tool_use": "assistant", "tool_result": "user"}
@@ -87,26 +96,33 @@ _ERROR_TYPES = {
 }  # fmt: skip
 
 
-def chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
+def chat_request(fields: CountFields) -> dict[str, Any]:
     """The chat completion request for a Messages request. Raises ApiError (400) naming the field that is wrong."""
-    fields = convert(MessagesFields, body)
-    names = ("model", "stream", "temperature", "top_p", "top_k")
-    request = {name: value for name in names if (value := getattr(fields, name)) is not None}
-    request["max_completion_tokens"] = fields.max_tokens
-    system = [{"role": "system", "content": _text(fields.system)}] if fields.system else []
-    request["messages"] = system + [one for i, each in enumerate(fields.messages) for one in _messages(each, i)]
+    request = fields.as_chat()
+    if isinstance(fields, MessagesFields):
+        request["max_completion_tokens"] = fields.max_tokens
     if fields.stop_sequences:
         request["stop"] = fields.stop_sequences
     if fields.stream:
         request["stream_options"] = {"include_usage": True}
+    system = [{"role": "system", "content": _text(fields.system)}] if fields.system else []
+    request["messages"] = system + [one for i, each in enumerate(fields.messages) for one in _messages(each, i)]
+    choice = fields.tool_choice or ToolChoice()
     if fields.tools:
         request["tools"] = [_tool(tool) for tool in fields.tools]
-        choice = fields.tool_choice or ToolChoice()
         named = {"type": "function", "function": {"name": choice.name}}
         request["tool_choice"] = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice.type]
         request["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    elif choice.type in ("any", "tool"):
+        raise bad_request(f"tool_choice.type={choice.type!r}: needs tools")
     if fields.thinking is not None:
-        request["chat_template_kwargs"] = {"enable_thinking": fields.thinking.get("type") in ("enabled", "adaptive")}
+        thinks = fields.thinking.get("type") in ("enabled", "adaptive")
+        request["chat_template_kwargs"] = {"enable_thinking": thinks, **request.get("chat_template_kwargs", {})}
+    if (config := fields.output_config) is not None:
+        if config.effort is not None:
+            request["reasoning_effort"] = config.effort
+        if config.format is not None:
+            request["response_format"] = {"type": config.format.get("type"), "json_schema": config.format}
     return request
 
 
@@ -198,9 +214,9 @@ class MessageWriter(Writer):
         self.items.append(block)
         return [self._event("start", content_block={**block})]
 
-    def gain(self, kind: Kind, text: str) -> Event:
+    def gain(self, kind: Kind, text: str) -> list[Event]:
         name, field = _DELTAS[kind]
-        return self._event("delta", delta={"type": name, field: text})
+        return [self._event("delta", delta={"type": name, field: text})]
 
     def close(self, kind: Kind, text: str, is_complete: bool) -> list[Event]:
         if kind == "arguments":

@@ -64,8 +64,7 @@ async def tokenize(front: "Front", call: Call) -> None:
         fields = chat = front.read(call, api.TokenizeChatFields, body)
         _, ids = await encode(front, chat)
     else:
-        fields = api.convert(api.TokenizeFields, body)
-        front.check_model(fields.model)
+        fields = front.read(call, api.TokenizeFields, body)
         text, special = fields.prompt, fields.add_special_tokens is not False
         check_characters(front, len(text), "prompt")
         ids = await front.in_pool(lambda: front.tokenizer.encode(text, special), len(text))
@@ -77,8 +76,7 @@ async def tokenize(front: "Front", call: Call) -> None:
 
 async def detokenize(front: "Front", call: Call) -> None:
     front.require_tokenizer()
-    fields = api.convert(api.DetokenizeFields, await call.json())
-    front.check_model(fields.model)
+    fields = front.read(call, api.DetokenizeFields, await call.json())
     most, vocab = front.info["max_model_len"], front.info["vocab_size"]
     if len(fields.tokens) > most:
         raise bad_request(f"tokens: must have at most {most} items")

@@ -100,8 +100,11 @@ class ChatAnswer(Answer):
     def _logprobs(self, completion: Completion) -> shapes.ChatLogprobs | None:
         if completion.lines is None:
             return None
-        entries = chat_entries(completion.lines, self.k or 0, self.show, self.front.tokenizer.token_bytes)
-        return shapes.ChatLogprobs(entries, None)
+        return shapes.ChatLogprobs(self.entries(completion.lines), None)
+
+    def entries(self, lines: list[bytes]) -> list[shapes.ContentToken]:
+        """Log-probabilities as chats show them."""
+        return chat_entries(lines, self.k or 0, self.show, self.front.tokenizer.token_bytes)
 
 
 Answered = TypeVar("Answered", bound=ChatAnswer)

@@ -9,6 +9,7 @@ from nanovllm.serve.api import anthropic, responses, shapes
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api.answer import answer
 from nanovllm.serve.api.chat import ChatAnswer, encode, prepare
+from nanovllm.serve.api.responses_tools import ResponsesTools
 from nanovllm.serve.api.writer import Event
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.http.call import Call
@@ -51,30 +52,47 @@ class DialectAnswer(ChatAnswer):
 
 class ResponsesAnswer(DialectAnswer):
     id_prefix = "resp_"
+    writer: responses.ResponseWriter
+
+    def chunk(self, completion: Completion, text: str) -> bytes:
+        if completion.lines:
+            begin = completion.state or 0
+            completion.state = begin + len(completion.lines)
+            num_hidden = max(0, sum(each.num_reasoning_tokens for each in self.texts) - begin)
+            self.writer.add_logprobs(self.entries(completion.lines[num_hidden:]))
+            completion.lines = []
+        return super().chunk(completion, text)
 
 
 class MessagesAnswer(DialectAnswer):
     id_prefix = "msg_"
+    writer: anthropic.MessageWriter
 
 
 async def create_response(front: "Front", call: Call) -> None:
     front.admit()
     body = await call.json()
-    request = await prepare(front, call, responses.chat_request(body), ResponsesAnswer)
-    request.writer = responses.ResponseWriter(request.id, request.model, request.created, body)
+    fields = front.read(call, responses.ResponsesFields, body)
+    tools = ResponsesTools(fields.tools or ())
+    front.note_ignored(call, tools.ignored)
+    request = await prepare(front, call, responses.chat_request(fields, tools), ResponsesAnswer)
+    about = request.id, request.model, request.created
+    request.writer = responses.ResponseWriter(*about, body, request.params, tools)
     await answer(call, request)
 
 
 async def create_message(front: "Front", call: Call) -> None:
     front.admit()
-    request = await prepare(front, call, anthropic.chat_request(await call.json()), MessagesAnswer)
+    fields = front.read(call, anthropic.MessagesFields, await call.json())
+    request = await prepare(front, call, anthropic.chat_request(fields), MessagesAnswer)
     request.writer = anthropic.MessageWriter(request.id, request.model)
     await answer(call, request)
 
 
 async def count_tokens(front: "Front", call: Call) -> None:
     front.admit()
-    fields = front.read(call, api.ChatFields, anthropic.chat_request({"max_tokens": 1, **await call.json()}))
+    counted = front.read(call, anthropic.CountFields, await call.json())
+    fields = front.read(call, api.ChatFields, anthropic.chat_request(counted))
     _, ids = await encode(front, fields)
     await call.respond_json(shapes.InputTokens(len(ids)))
 

@@ -3,7 +3,8 @@
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -49,14 +50,31 @@ class ResponseFormat(msgspec.Struct):
     json_schema: JsonSchema | None = None
 
 
-class CommonFields(msgspec.Struct, kw_only=True):
-    """What /v1/chat/completions and /v1/completions share."""
+INSTEAD = {
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), "use structured_outputs"),
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "grammar"), "use structured_outputs"),
+    **dict.fromkeys(("response_format", "output_config", "output_format"), "use structured_outputs"),
+    "max_output_tokens": "use max_tokens",
+    "stop_sequences": "use stop",
+}
+"""Names of constraints elsewhere, and here: one that is not known is refused, since an answer without it is wrong."""
+_UNSUPPORTED = ("suffix", "use_beam_search", "functions", "audio", "prompt_embeds", "web_search_options")
+
+
+class Fields(msgspec.Struct, kw_only=True):
+    """What any request may hold."""
+
+    meaningless: ClassVar[frozenset[str]] = frozenset()
+    """Names that clients know and that change nothing here."""
+    refused: ClassVar[Mapping[str, str]] = INSTEAD
+    """Names that are no fields here, and what is to be said where they are given."""
 
     model: str | None = None
-    n: Annotated[int, Meta(ge=1, le=bounds.MAX_N)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Count | None = None
+
+
+class SamplingFields(Fields, kw_only=True):
+    """How an answer is sampled, where there may be one alone."""
+
     temperature: Temperature | None = None
     top_p: Share | None = None
     top_k: CountOrOff | None = None
@@ -74,20 +92,48 @@ class CommonFields(msgspec.Struct, kw_only=True):
     bad_words: Annotated[list[Text], Meta(max_length=bounds.MAX_BAD_WORDS)] | None = None
     allowed_token_ids: Annotated[list[Count], Meta(max_length=bounds.MAX_ALLOWED_IDS)] | None = None
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=bounds.MAX_IDS)] | None = None
+    logprobs_mode: Literal["raw", "processed"] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    priority: int | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=bounds.MAX_SALT)] | None = None
+    stream: bool | None = None
+
+
+class DialectFields(SamplingFields, kw_only=True):
+    """What the dialects of a chat share: what they have no words for themselves."""
+
+    n: Literal[1] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def as_chat(self) -> dict[str, Any]:
+        """What of it a chat completion request names alike."""
+        return {name: value for name in _SHARED if (value := getattr(self, name)) is not None}
+
+
+_SHARED = DialectFields.__struct_fields__
+
+
+class CommonFields(SamplingFields, kw_only=True):
+    """What /v1/chat/completions and /v1/completions share."""
+
+    meaningless = frozenset(
+        (
+            *("request_id", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+            *("prompt_cache_retention", "prompt_cache_options", "verbosity", "prediction", "best_of", "moderation"),
+            *("modalities", "function_call"),
+        )
+    )
+    refused: ClassVar[Mapping[str, str]] = {**INSTEAD, **dict.fromkeys(_UNSUPPORTED, "")}
+    n: Annotated[int, Meta(ge=1, le=bounds.MAX_N)] | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
     prompt_logprobs: Likeliest | None = None
     prompt_logprob_start: Count | None = None
-    logprobs_mode: Literal["raw", "processed"] | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: CountOrOff | None = None
     add_special_tokens: bool | None = None
-    priority: int | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=bounds.MAX_SALT)] | None = None
 
 
 class ChatFields(CommonFields, kw_only=True):
@@ -113,13 +159,12 @@ class CompletionFields(CommonFields, kw_only=True):
     echo: bool | None = None
 
 
-class GenerateFields(msgspec.Struct):
+class GenerateFields(Fields, kw_only=True):
     """Of /inference/v1/generate."""
 
     token_ids: Ids
     sampling_params: dict[str, Any]
     """Fields of a completion request by their names."""
-    model: str | None = None
     request_id: str | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
@@ -129,9 +174,8 @@ class GenerateFields(msgspec.Struct):
     output_mode: str | None = None
 
 
-class TokenizeFields(msgspec.Struct):
+class TokenizeFields(Fields, kw_only=True):
     prompt: str
-    model: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -140,36 +184,35 @@ class TokenizeChatFields(ChatFields, kw_only=True):
     return_token_strs: bool | None = None
 
 
-class DetokenizeFields(msgspec.Struct):
+class DetokenizeFields(Fields, kw_only=True):
     tokens: list[Count]
-    model: str | None = None
 
 
-_IGNORED = frozenset(
-    (
-        *("request_id", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "prompt_cache_options", "verbosity", "prediction", "best_of", "moderation"),
-    )
-)
-_UNSUPPORTED = ("suffix", "use_beam_search", "functions", "audio", "prompt_embeds", "web_search_options")
-_NAMES: dict[type, frozenset[str]] = {
-    kind: frozenset(kind.__struct_fields__) | _IGNORED | {*_UNSUPPORTED, "modalities", "function_call"}
-    for kind in (ChatFields, CompletionFields, TokenizeChatFields)
-}
-Fields = TypeVar("Fields", bound=CommonFields)
 Struct = TypeVar("Struct", bound=msgspec.Struct)
+Given = TypeVar("Given", bound=Fields)
 
 
-def read(kind: type[Fields], body: dict[str, Any], strict: bool) -> tuple[Fields, list[str]]:
+def read(kind: type[Given], body: dict[str, Any]) -> tuple[Given, list[str]]:
     """A request's fields, and the names of those that mean nothing here. Raises ApiError (400) naming field, value
-    and bound. `strict`: unknown fields are an error."""
-    unknown = sorted(name[:100] for name in body.keys() - _NAMES[kind])
-    if unknown and strict:
-        raise bad_request(f"{unknown[0]}: unknown field (--strict-fields)", unknown[0], "unknown_field")
-    _refuse_unsupported(body)
+    and bound."""
+    unknown = body.keys() - _known(kind)
+    for name in sorted(unknown & kind.refused.keys()):
+        if body[name] not in (None, False, ""):
+            raise bad_request(_why(name, kind.refused[name]), name, "unsupported_field")
+    ignored = sorted(name[:100] for name in unknown - kind.refused.keys())
     fields = convert(kind, body)
-    _check(fields)
-    return fields, unknown
+    if isinstance(fields, CommonFields):
+        _check(fields, body)
+    return fields, ignored
+
+
+@cache
+def _known(kind: type[Fields]) -> frozenset[str]:
+    return kind.meaningless.union(kind.__struct_fields__)
+
+
+def _why(name: str, instead: str) -> str:
+    return f"{name}: not supported" + (f"; {instead}" if instead else "")
 
 
 def convert(kind: type[Struct], body: Mapping[str, Any], strict: bool = True) -> Struct:
@@ -180,18 +223,6 @@ def convert(kind: type[Struct], body: Mapping[str, Any], strict: bool = True) ->
         return msgspec.convert(given, kind, strict=strict)
     except msgspec.ValidationError as error:
         raise _type_error(kind, body, str(error)) from None
-
-
-def _refuse_unsupported(body: dict[str, Any]) -> None:
-    for name in _UNSUPPORTED:
-        if body.get(name):
-            raise bad_request(f"{name}: not supported", code="unsupported_field")
-    modalities = body.get("modalities")
-    if modalities and (not isinstance(modalities, list) or any(one != "text" for one in modalities)):
-        raise bad_request("modalities: only text is supported", code="unsupported_field")
-    best_of = body.get("best_of")
-    if best_of is not None and best_of != (body.get("n") or 1):
-        raise bad_request("best_of: must be n; sampling more is not supported", code="unsupported_field")
 
 
 def _type_error(kind: type[msgspec.Struct], body: Mapping[str, Any], text: str) -> Exception:
@@ -225,7 +256,15 @@ def _choices(hint: Any, path: list[str]) -> Iterator[Any]:
             yield from _choices(inner, path[get_origin(hint) is list :])
 
 
-def _check(fields: CommonFields) -> None:
+def _check(fields: CommonFields, body: Mapping[str, Any]) -> None:
+    modalities = body.get("modalities")
+    if modalities and (not isinstance(modalities, list) or any(one != "text" for one in modalities)):
+        raise bad_request("modalities: only text is supported", code="unsupported_field")
+    if body.get("function_call"):
+        raise bad_request("function_call: not supported; use tool_choice", code="unsupported_field")
+    best_of = body.get("best_of")
+    if best_of is not None and best_of != (fields.n or 1):
+        raise bad_request("best_of: must be n; sampling more is not supported", code="unsupported_field")
     if fields.stream_options is not None and not fields.stream:
         raise bad_request("stream_options: only with stream=true")
     if fields.prompt_logprobs is not None and fields.stream:
@@ -285,14 +324,11 @@ def structured(fields: CommonFields) -> StructuredOutput | None:
             schema = form.json_schema.schema
         found["response_format"] = {"json_object": True} if schema is None else {"json": schema}
     if (given := fields.structured_outputs) is not None:
-        kinds = {name: given[name] for name in _KINDS if given.get(name) not in (None, False)}
-        if len(kinds) != 1:
+        kinds = {name: value for name, value in given.items() if value not in (None, False)}
+        if len(kinds) != 1 or not kinds.keys() <= {*_KINDS}:
             one_of = ", ".join(_KINDS)
-            raise bad_request(f"structured_outputs: must hold exactly one of {one_of}")
+            raise bad_request(f"structured_outputs: must hold exactly one of {one_of}, found {shown([*kinds])}")
         found["structured_outputs"] = kinds
-    for name in ("json", "regex", "choice"):
-        if (value := getattr(fields, f"guided_{name}")) is not None:
-            found[f"guided_{name}"] = {name: value}
     if len(found) > 1:
         raise bad_request(f"{' and '.join(found)}: only one of them can be given", next(iter(found)))
     try:
@@ -304,5 +340,5 @@ def structured(fields: CommonFields) -> StructuredOutput | None:
         raise failure from None
 
 
-CONSTRAINTS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "tools")
+CONSTRAINTS = ("response_format", "structured_outputs", "tools")
 """Fields that a grammar is made of."""

@@ -3,14 +3,16 @@
 Nothing here knows of connections, and nothing is stored.
 """
 
+import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, Meta
 
-from nanovllm.serve.api.fields import Positive, Share, Temperature, convert
-from nanovllm.serve.api.shapes import Usage
+from nanovllm.serve.api.fields import INSTEAD, DialectFields, Likeliest, Positive
+from nanovllm.serve.api.responses_tools import ResponsesTools, Tool, custom_input, flat_name, function
+from nanovllm.serve.api.shapes import ContentToken, Usage
 from nanovllm.serve.api.writer import Event, Kind, Writer
 from nanovllm.serve.errors import ApiError, bad_request
 from nanovllm.serve.limits import MESSAGES
@@ -27,71 +29,96 @@ class Part(msgspec.Struct):
 class Item(msgspec.Struct):
     """Of a request's input."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Literal[
+        "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"
+    ] = "message"
     role: Literal["system", "developer", "user", "assistant"] = "user"
     content: str | list[Part] | None = None
     summary: list[Part] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | list[Part] | None = None
 
 
-class Tool(msgspec.Struct, omit_defaults=True):
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
 class ToolChoice(msgspec.Struct):
-    type: Literal["function", "allowed_tools"]
+    type: Literal["function", "custom", "allowed_tools"]
     name: str | None = None
+    namespace: str | None = None
     mode: str | None = None
     tools: list[dict[str, Any]] = []
 
 
-class ResponsesFields(msgspec.Struct):
+class TextOptions(msgspec.Struct):
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+_LOGPROBS = "message.output_text.logprobs"
+Includable = Literal[
+    "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
+    "message.input_image.image_url", "computer_call_output.output.image_url", "code_interpreter_call.outputs",
+    "reasoning.encrypted_content", "message.output_text.logprobs",
+]  # fmt: skip
+_NOT_STORED = "nothing is stored between requests"
+
+
+class ResponsesFields(DialectFields, kw_only=True):
     """Of /v1/responses."""
 
+    meaningless = frozenset(
+        (
+            *("metadata", "store", "user", "service_tier", "safety_identifier", "prompt_cache_key"),
+            *("prompt_cache_retention", "prompt_cache_options", "stream_options", "request_id", "moderation"),
+        )
+    )
+    refused: ClassVar[Mapping[str, str]] = {
+        **INSTEAD,
+        **dict.fromkeys(("previous_response_id", "conversation", "prompt", "background"), _NOT_STORED),
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), "use max_output_tokens"),
+        **dict.fromkeys(("response_format", "output_config", "output_format"), "use text.format"),
+        "logprobs": f"use top_logprobs and include=[{_LOGPROBS!r}]",
+    }
     input: str | Annotated[list[Item], Meta(min_length=1, max_length=MESSAGES)]
-    model: str | None = None
     instructions: str | None = None
     max_output_tokens: Positive | None = None
-    stream: bool | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: dict[str, Any] | None = None
-    text: dict[str, Any] | None = None
-    metadata: dict[str, Any] | None = None
+    text: TextOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    include: list[Includable] | None = None
+    top_logprobs: Likeliest | None = None
 
 
-_STATEFUL = ("previous_response_id", "conversation", "prompt", "background")
-
-
-def chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
+def chat_request(fields: ResponsesFields, tools: ResponsesTools) -> dict[str, Any]:
     """The chat completion request for a Responses request. Raises ApiError (400) naming the field that is wrong."""
-    for name in _STATEFUL:
-        if body.get(name):
-            raise bad_request(f"{name}: not supported; nothing is stored between requests", code="unsupported_field")
-    fields = convert(ResponsesFields, body)
-    names = ("model", "stream", "temperature", "top_p", "parallel_tool_calls")
-    request = {name: value for name in names if (value := getattr(fields, name)) is not None}
+    request = fields.as_chat()
     if fields.max_output_tokens is not None:
         request["max_completion_tokens"] = fields.max_output_tokens
     request["messages"] = _messages(fields)
     if fields.stream:
         request["stream_options"] = {"include_usage": True}
-    if fields.tools:
-        request["tools"] = [_function(msgspec.to_builtins(tool)) for tool in fields.tools]
-        request["tool_choice"] = _tool_choice(fields.tool_choice)
-    request["reasoning_effort"] = (fields.reasoning or {}).get("effort")
-    if isinstance(form := (fields.text or {}).get("format"), dict):
+    choice = _tool_choice(fields.tool_choice)
+    if tools.functions:
+        request["tools"], request["tool_choice"] = tools.functions, choice
+        if fields.parallel_tool_calls is not None:
+            request["parallel_tool_calls"] = fields.parallel_tool_calls
+    elif choice not in (None, "auto", "none"):
+        raise bad_request("tool_choice: must be absent, 'auto' or 'none' where no tools are given")
+    if effort := (fields.reasoning or {}).get("effort"):
+        request["reasoning_effort"] = effort
+    if fields.text is not None and (form := fields.text.format) is not None:
         request["response_format"] = {"type": form.get("type"), "json_schema": form}
+    if fields.truncation == "auto":
+        request["truncate_prompt_tokens"] = -1
+    if _LOGPROBS in (fields.include or ()):
+        request["logprobs"], request["top_logprobs"] = True, fields.top_logprobs or 0
+    elif fields.top_logprobs:
+        raise bad_request(f"top_logprobs: needs include=[{_LOGPROBS!r}]")
     return request
 
 
@@ -105,12 +132,14 @@ def _messages(fields: ResponsesFields) -> list[dict[str, Any]]:
     for i, item in enumerate(fields.input):
         if item.type == "message":
             _add_message(messages, item.role, _text(item.content, f"input[{i}].content"))
-        elif item.type == "function_call":
-            call = _function({"name": item.name, "arguments": item.arguments or "{}"}) | {"id": item.call_id}
+        elif item.type in ("function_call", "custom_tool_call"):
+            is_custom = item.type == "custom_tool_call"
+            arguments = json.dumps({"input": item.input or ""}) if is_custom else item.arguments or "{}"
+            call = function(name=flat_name(item.name or "", item.namespace), arguments=arguments) | {"id": item.call_id}
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
             messages[-1].setdefault("tool_calls", []).append(call)
-        elif item.type == "function_call_output":
+        elif item.type in ("function_call_output", "custom_tool_call_output"):
             output = _text(item.output, f"input[{i}].output")
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
         elif thoughts := _text(item.content or item.summary or "", ""):
@@ -132,17 +161,13 @@ def _text(content: str | list[Part] | None, where: str) -> str:
     return content if isinstance(content, str) else "\n".join(part.text or part.refusal for part in content)
 
 
-def _function(function: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": {name: value for name, value in function.items() if name != "type"}}
-
-
 def _tool_choice(choice: str | ToolChoice | None) -> Any:
     if not isinstance(choice, ToolChoice):
         return choice
-    if choice.type == "function":
-        return _function({"name": choice.name})
-    tools = [_function({"name": one.get("name")}) for one in choice.tools]
-    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
+    if choice.type != "allowed_tools":
+        return function(name=flat_name(choice.name or "", choice.namespace))
+    listed = [function(name=flat_name(str(one.get("name")), one.get("namespace"))) for one in choice.tools]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": listed}}
 
 
 def usage(of_chat: Usage) -> dict[str, Any]:
@@ -159,9 +184,18 @@ def usage(of_chat: Usage) -> dict[str, Any]:
 class ResponseWriter(Writer):
     """A response object, and its events."""
 
-    def __init__(self, response_id: str, model: str, created: int, body: Mapping[str, Any]) -> None:
-        """`response_id`: resp_...; `body`: the request, whose settings the response repeats."""
+    def __init__(
+        self, response_id: str, model: str, created: int, body: Mapping[str, Any], params: Mapping[str, Any],
+        tools: ResponsesTools,
+    ) -> None:  # fmt: skip
+        """`response_id`: resp_...; `body`: the request, whose settings the response repeats; `params`: how the answer
+        is sampled, fields of SamplingParams."""
         super().__init__()
+        self._tools = tools
+        self._logprobs: list[ContentToken] = []
+        """Of the text that grows."""
+        self._num_told = 0
+        """Those of it that events have had."""
         self._suffix = response_id.partition("_")[2]
         self.whole = {
             "id": response_id,
@@ -179,12 +213,13 @@ class ResponseWriter(Writer):
             "previous_response_id": None,
             "reasoning": body.get("reasoning") or {"effort": None, "summary": None},
             "store": False,
-            "temperature": body.get("temperature", 1.0),
+            "temperature": params.get("temperature", 1.0),
             "text": body.get("text") or {"format": {"type": "text"}},
             "tool_choice": body.get("tool_choice") or "auto",
             "tools": body.get("tools") or [],
-            "top_p": body.get("top_p", 1.0),
-            "truncation": "disabled",
+            "top_logprobs": body.get("top_logprobs") or 0,
+            "top_p": params.get("top_p", 1.0),
+            "truncation": body.get("truncation") or "disabled",
             "usage": None,
         }
         self._sequence = 0
@@ -193,8 +228,21 @@ class ResponseWriter(Writer):
         kinds = ("response.created", "response.in_progress")
         return [self._event(kind, response={**self.whole}) for kind in kinds]
 
-    def gain(self, kind: Kind, text: str) -> Event:
-        return self._part_event(f"{_EVENT_OF[kind]}.delta", delta=text, **_EXTRA.get(kind, {}))
+    def add_logprobs(self, entries: list[ContentToken]) -> None:
+        """Of the tokens that the text gains with what is written next."""
+        self._logprobs += entries
+
+    def gain(self, kind: Kind, text: str) -> list[Event]:
+        if self.items[-1]["type"] == "custom_tool_call":
+            return []  # JSON until it is whole
+        return [self._part_event(f"{_EVENT_OF[kind]}.delta", delta=text, **self._details(kind, self._num_told))]
+
+    def _details(self, kind: Kind, begin: int) -> dict[str, Any]:
+        """Log-probabilities of the text's tokens from `begin` on."""
+        if kind != "content":
+            return {}
+        self._num_told = len(self._logprobs)
+        return {"logprobs": self._logprobs[begin:]}
 
     def finish(self, reason: str, stop: int | str | None, chat_usage: Usage) -> list[Event]:
         is_complete = reason not in ("length", "abort")
@@ -218,7 +266,7 @@ class ResponseWriter(Writer):
 
     def _part_event(self, kind: str, **data: Any) -> Event:
         item = self.items[-1]
-        part = {} if item["type"] == "function_call" else {"content_index": 0}
+        part = {"content_index": 0} if item["type"] in ("message", "reasoning") else {}
         return self._event(kind, item_id=item["id"], output_index=len(self.items) - 1, **part, **data)
 
     def begin(self, kind: Kind, delta: Delta) -> list[Event]:
@@ -227,8 +275,7 @@ class ResponseWriter(Writer):
         if kind == "reasoning":
             item = {"id": f"rs_{number}", "type": "reasoning", "summary": [], "content": []}
         elif kind == "arguments":
-            call = {"call_id": delta.id, "name": delta.name, "arguments": ""}
-            item = {"id": f"fc_{number}", "type": "function_call", **call}
+            item = self._tools.item(number, delta.id, delta.name)
         self.items.append({**item, "status": "in_progress"})
         added = self._item_event("added")
         if kind == "arguments":
@@ -237,14 +284,24 @@ class ResponseWriter(Writer):
 
     def close(self, kind: Kind, text: str, is_complete: bool) -> list[Event]:
         item = self.items[-1]
-        if kind == "arguments":
+        if item["type"] == "custom_tool_call":
+            item["input"] = custom_input(text)
+            events = [
+                self._part_event("response.custom_tool_call_input.delta", delta=item["input"]),
+                self._part_event("response.custom_tool_call_input.done", input=item["input"]),
+            ]
+        elif kind == "arguments":
             item["arguments"] = text
             events = [self._part_event(f"{_EVENT_OF[kind]}.done", name=item["name"], arguments=text)]
         else:
-            item["content"] = [_part(kind, text)]
+            details = self._details(kind, 0)
+            if kind == "content":
+                self._logprobs, self._num_told = [], 0
+            part = _part(kind, text) | details
+            item["content"] = [part]
             events = [
-                self._part_event(f"{_EVENT_OF[kind]}.done", text=text, **_EXTRA.get(kind, {})),
-                self._part_event("response.content_part.done", part=_part(kind, text)),
+                self._part_event(f"{_EVENT_OF[kind]}.done", text=text, **details),
+                self._part_event("response.content_part.done", part=part),
             ]
         item["status"] = _STATUS[is_complete]
         return [*events, self._item_event("done")]
@@ -256,7 +313,6 @@ _EVENT_OF = {
     "reasoning": "response.reasoning_text",
     "arguments": "response.function_call_arguments",
 }
-_EXTRA: dict[str, dict[str, Any]] = {"content": {"logprobs": []}}
 
 
 def _part(kind: Kind, text: str) -> dict[str, Any]:

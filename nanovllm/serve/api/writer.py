@@ -34,7 +34,7 @@ class Writer(ABC):
                 events += self.begin(kind, delta)
             if delta.text:
                 self._pieces.append(delta.text)
-                events.append(self.gain(kind, delta.text))
+                events += self.gain(kind, delta.text)
         return events
 
     def end_item(self, is_complete: bool) -> list[Event]:
@@ -49,7 +49,7 @@ class Writer(ABC):
         """Adds an item."""
 
     @abstractmethod
-    def gain(self, kind: Kind, text: str) -> Event:
+    def gain(self, kind: Kind, text: str) -> list[Event]:
         """The last item has gained text."""
 
     @abstractmethod

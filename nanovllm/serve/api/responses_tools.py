@@ -1,0 +1,103 @@
+"""Tools of the Responses API as functions of a chat, and calls of them back: namespaces, and custom tools, whose input
+is text."""
+
+import json
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from nanovllm.serve.errors import bad_request
+
+
+class Tool(msgspec.Struct, omit_defaults=True):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: dict[str, Any] | None = None
+    """Of a custom tool's input."""
+    tools: list["Tool"] | None = None
+    """Of a namespace."""
+
+
+class Called(NamedTuple):
+    """What a function of the chat is in the request."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+
+
+class ResponsesTools:
+    """The tools of one request."""
+
+    def __init__(self, tools: Iterable[Tool]) -> None:
+        """Raises ApiError (400) naming what is wrong."""
+        self.functions: list[dict[str, Any]] = []
+        """As a chat completion request has them."""
+        self.ignored: list[str] = []
+        """What of the tools nothing is done with: kinds that a provider runs itself, and Lark grammars of an input."""
+        self._called: dict[str, Called] = {}
+        for i, tool in enumerate(tools):
+            self._add(tool, f"tools[{i}]", None)
+
+    def _add(self, tool: Tool, where: str, namespace: str | None) -> None:
+        if tool.type not in ("function", "custom", "namespace") or (tool.type == "namespace" and namespace):
+            self.ignored.append(f"tools.{tool.type}"[:100])
+            return
+        if not tool.name:
+            raise bad_request(f"{where}.name: is required", code="missing_required_parameter")
+        if tool.type == "namespace":
+            for i, inner in enumerate(tool.tools or ()):
+                self._add(inner, f"{where}.tools[{i}]", tool.name)
+            return
+        flat = flat_name(tool.name, namespace)
+        self._called[flat] = Called(tool.name, namespace, tool.type == "custom")
+        if tool.type == "custom":
+            self.functions.append(self._custom(flat, tool))
+        else:
+            given = {"description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
+            self.functions.append(function(name=flat, **{k: v for k, v in given.items() if v is not None}))
+
+    def _custom(self, flat: str, tool: Tool) -> dict[str, Any]:
+        """A function of one text."""
+        form, text = tool.format or {}, tool.description or ""
+        wanted: dict[str, Any] = {"type": "string"}
+        if form.get("type") == "grammar":
+            definition = str(form.get("definition"))
+            if form.get("syntax") == "regex":
+                wanted["pattern"] = f"^(?:{definition})$"
+            else:  # the text is inside of JSON, which no such grammar describes
+                self.ignored.append(f"tools.{tool.name}.format"[:100])
+            text += f"\n\nThe input follows this grammar ({form.get('syntax')}):\n{definition}"
+        schema = {"type": "object", "properties": {"input": wanted}, "required": ["input"]}
+        return function(name=flat, description=text.strip(), parameters={**schema, "additionalProperties": False})
+
+    def item(self, number: str, call_id: str, flat: str) -> dict[str, Any]:
+        """The output item of a call that begins."""
+        called = self._called.get(flat, Called(flat))
+        kind, prefix, content = "function_call", "fc", "arguments"
+        if called.is_custom:
+            kind, prefix, content = "custom_tool_call", "ctc", "input"
+        item = {"id": f"{prefix}_{number}", "type": kind, "call_id": call_id, "name": called.name, content: ""}
+        return item if called.namespace is None else {**item, "namespace": called.namespace}
+
+
+def flat_name(name: str, namespace: str | None) -> str:
+    """A tool's name as a function of the chat."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def function(**fields: Any) -> dict[str, Any]:
+    """A function, its call or its choice, as chat completions have them."""
+    return {"type": "function", "function": fields}
+
+
+def custom_input(arguments: str) -> str:
+    """The text that a call of a custom tool brings; "" of one that was cut."""
+    try:
+        return str(json.loads(arguments)["input"])
+    except (ValueError, KeyError, TypeError):
+        return ""
