@@ -83,11 +83,19 @@ def demo_model() -> str:
     return str(folder.resolve())
 
 
-def _api_keys(given: list[str], variable: str) -> tuple[str, ...]:
+def _api_keys(given: list[str], option: str, variable: str) -> tuple[str, ...]:
+    """The keys of an option and of its environment variable. Raises ValueError for an entry that holds none: whoever
+    sets one wants a server that asks for it."""
+    named = [*((f"{option}={one!r}" if one.startswith("@") else option, one) for one in given)]
+    if (set_outside := os.environ.get(variable)) is not None:
+        named.append((variable, set_outside))
     keys: list[str] = []
-    for one in [*given, os.environ.get(variable, "")]:
-        keys += Path(one[1:]).read_text(encoding="utf-8").split() if one.startswith("@") else [one]
-    return tuple(key for key in keys if key)
+    for name, one in named:
+        found = Path(one[1:]).read_text(encoding="utf-8").split() if one.startswith("@") else [one.strip()]
+        if not all(found) or not found:
+            raise ValueError(f"{name}: holds no key; leave it out for a server without one")
+        keys += found
+    return tuple(keys)
 
 
 def run(parser: Parser, arguments: list[str]) -> int:
@@ -103,8 +111,9 @@ def run(parser: Parser, arguments: list[str]) -> int:
     if "logprobs_mode" in engine:
         engine["logprobs_mode"] = engine["logprobs_mode"].removesuffix("_logprobs")  # vLLM's names are longer
     check_engine(model, engine)
-    admin = _api_keys(given.admin_api_key, "NANOVLLM_ADMIN_API_KEY")
-    options = ServeOptions(**server, api_keys=_api_keys(given.api_key, "NANOVLLM_API_KEY"), admin_api_keys=admin)
+    admin = _api_keys(given.admin_api_key, "--admin-api-key", "NANOVLLM_ADMIN_API_KEY")
+    keys = _api_keys(given.api_key, "--api-key", "NANOVLLM_API_KEY")
+    options = ServeOptions(**server, api_keys=keys, admin_api_keys=admin)
     from nanovllm.serve.lifecycle import serve
 
     return serve(model, engine, options)

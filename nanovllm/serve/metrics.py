@@ -24,6 +24,11 @@ _LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 
 _HTTP = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 120, 600)
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 """By the level of the sleep."""
+_SHOWN_INFO = (
+    *("max_model_len", "max_num_seqs", "vocab_size", "num_kv_tokens", "block_size", "dtype", "device"),
+    *("tensor_parallel_size", "data_parallel_size", "startup_seconds"),
+)
+"""Of the engine's description: /metrics needs no key, so it shows no paths and no process id."""
 
 
 class Histogram:
@@ -160,7 +165,7 @@ class Metrics:
             family = HistogramMetricFamily(f"vllm:{name}", name.replace("_", " "), labels=[*self._labels])
             family.add_metric([*self._labels.values()], histogram.buckets(), histogram.sum)
             yield family
-        info = {name: str(value) for name, value in self.info.items() if isinstance(value, (str, int, float))}
+        info = {name: str(self.info[name]) for name in _SHOWN_INFO if name in self.info}
         if info:
             shown = GaugeMetricFamily("vllm:cache_config_info", "cache config", labels=["engine", *info])
             shown.add_metric(["0", *info.values()], 1.0)

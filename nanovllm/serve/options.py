@@ -25,8 +25,8 @@ class ServeOptions:
     """Serve HTTPS with this certificate, PEM."""
     allowed_origins: tuple[str, ...] = ()
     """Origins of pages whose browsers may call; none by default."""
-    api_keys: tuple[str, ...] = ()
-    admin_api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    admin_api_keys: tuple[str, ...] = field(default=(), repr=False)
     served_model_name: tuple[str, ...] = ()
     """Names that requests may ask for; the first is the one shown. Default: the model's."""
     max_num_queued_reqs: int | None = None
@@ -79,6 +79,8 @@ class ServeOptions:
             _check_collector(self.otlp_traces_endpoint)
         if self.log_format not in ("text", "json"):
             raise ValueError(f"log_format={self.log_format!r}: must be 'text' or 'json'")
+        if not all((*self.api_keys, *self.admin_api_keys)):
+            raise ValueError("api_keys, admin_api_keys: must hold no empty key")
         if not set(self.api_keys).isdisjoint(self.admin_api_keys):
             raise ValueError("admin_api_keys: must be other keys than api_keys")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):

@@ -210,3 +210,27 @@ def test_commands_of_the_docs_are_understood(arguments: list[str], capsys: pytes
         assert "usage" in capsys.readouterr().out
     else:
         parser.parse_args(words)
+
+
+@pytest.mark.parametrize("option", ["--api-key", "--admin-api-key"])
+@pytest.mark.parametrize("value", ["", " ", "@empty", "@blank"])
+def test_a_key_that_is_none_opens_no_server(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, value: str
+) -> None:
+    (tmp_path / "empty").touch()
+    (tmp_path / "blank").write_text("\n \n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["serve", "owner/name", option, value]) == 2
+    assert f"{option}{'=' + repr(value) if '@' in value else ''}: holds no key" in capsys.readouterr().err
+
+
+def test_an_empty_key_of_the_environment_opens_no_server(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NANOVLLM_API_KEY", "")
+    assert main(["serve", "owner/name"]) == 2
+    assert "NANOVLLM_API_KEY: holds no key" in capsys.readouterr().err
+
+
+def test_keys_are_in_no_repr() -> None:
+    assert "sesame" not in repr(ServeOptions(api_keys=("sesame",), admin_api_keys=("open-sesame",)))

@@ -1,5 +1,6 @@
 """Tools and reasoning: what the grammars let a model write, and that a stream cut anywhere reads as the whole does."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from parsing import ARGUMENTS, DEMO, MODELS, REASONING, TOOLS, Message, Model, m
 
 from nanovllm import StructuredOutput
 from nanovllm.serve.parsers import Delta, OutputParser, Plan, check_schema, check_tools
+from nanovllm.serve.parsers.plan import term
 from nanovllm.serve.text import FrontTokenizer
 
 
@@ -357,11 +359,13 @@ def test_tools_out_of_bounds_are_refused(tools: Any, choice: Any, message: str) 
     assert len(str(caught.value)) < 300
 
 
-def test_deep_schemas_are_walked_without_recursion() -> None:
-    deep: dict[str, Any] = {}
-    for _ in range(300):
-        deep = {"properties": {"a": deep}}
-    check_schema(deep, "schema")
+@pytest.mark.parametrize("depth", [300, 3000])
+def test_deep_schemas_are_refused_without_recursion(depth: int) -> None:
+    text = '{"items":' * depth + "{}" + "}" * depth
+    with pytest.raises(ValueError, match="nest deeper"):
+        term(StructuredOutput(json=text))
+    with pytest.raises(ValueError, match="nest deeper"):
+        check_schema(json.loads('{"items":' * 300 + "{}" + "}" * 300), "schema")
 
 
 def test_tools_whose_schemas_are_too_long_together_are_loosened() -> None:

@@ -23,13 +23,17 @@ MAX_RULES = 500
 """Definitions of a JSON schema; rules of a grammar."""
 MAX_PROPERTIES = 1000
 """Of all objects of a JSON schema together."""
+MAX_DEPTH = 128
+"""Lists and objects of a JSON schema within each other. Deeper ones take more stack to read than a thread has."""
 NUM_TIMED_MASKS = 20
 MAX_MASK_SECONDS = 0.005
 
 _STACK_BYTES = 512 << 20  # of address space, not of memory: only what is used gets pages
 _PATIENCE = 60.0  # seconds that a compilation may take, those before it included
-_RULE = re.compile(r"^\s*[?!]?\w[\w.-]*\s*(?:\[[^]\n]*\])?\s*:", re.MULTILINE)
+_RULE = re.compile(r"^[ \t]*[?!]?\w[\w.-]*[ \t]*(?:\[[^]\n]*\][ \t]*)?:", re.MULTILINE)
+"""A rule's head. Linear in the text: no two of its repeats can share characters, and none goes past its line."""
 
+_TOO_DEEP = f"its lists and objects nest deeper than {MAX_DEPTH} levels"
 _Result = TypeVar("_Result")
 
 
@@ -41,7 +45,11 @@ def check_text(kind: str, text: str) -> None:
     if kind == "grammar":
         _check_count("rules", len(_RULE.findall(text)), MAX_RULES)
     if kind in ("json", "grammar"):
-        for schema in [json.loads(text)] if kind == "json" else _inline_schemas(text):
+        try:
+            schemas = [json.loads(text)] if kind == "json" else _inline_schemas(text)
+        except RecursionError:
+            raise ValueError(_TOO_DEEP) from None
+        for schema in schemas:
             _check_schema(schema)
 
 
@@ -58,9 +66,11 @@ def _inline_schemas(grammar: str) -> list[Any]:
 
 def _check_schema(schema: Any) -> None:
     num_rules = num_properties = 0
-    left = [schema]
+    left = [(schema, 1)]
     while left:
-        node = left.pop()
+        node, depth = left.pop()
+        if depth > MAX_DEPTH:
+            raise ValueError(_TOO_DEEP)
         if isinstance(node, dict):
             for name, value in node.items():
                 if isinstance(value, dict):
@@ -69,9 +79,9 @@ def _check_schema(schema: Any) -> None:
             reference = node.get("$ref")
             if isinstance(reference, str) and not reference.startswith("#"):
                 raise ValueError(f"$ref={reference[:80]!r}: must point into the schema itself, as '#/...' does")
-            left += node.values()
+            left += ((value, depth + 1) for value in node.values() if isinstance(value, (dict, list)))
         elif isinstance(node, list):
-            left += node
+            left += ((value, depth + 1) for value in node if isinstance(value, (dict, list)))
     _check_count("definitions", num_rules, MAX_RULES)
     _check_count("properties", num_properties, MAX_PROPERTIES)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from nanovllm.engine.sampling.grammar_limits import check_text
 from nanovllm.errors import short
 from nanovllm.sampling_params import StructuredOutput
 from nanovllm.serve.parsers.reader import Output, Reader, Source, Steps
@@ -53,10 +54,11 @@ def term(wanted: StructuredOutput) -> str:
     """A constraint as a term of a Lark grammar."""
     if wanted.json is not None:
         try:
-            schema = json.loads(wanted.json) if isinstance(wanted.json, str) else wanted.json
-        except (ValueError, RecursionError) as error:
+            text = wanted.json if isinstance(wanted.json, str) else json.dumps(wanted.json)
+            check_text("json", text)
+            return json_term(json.loads(text))
+        except (ValueError, TypeError) as error:
             raise ValueError(f"structured_outputs.json: is no JSON schema: {short(error)}") from None
-        return json_term(schema)
     if wanted.json_object:
         return json_term({"type": "object"})
     if wanted.choice is not None:

@@ -1,0 +1,48 @@
+"""Bounds on a grammar's text: refused by them, and in time that grows no faster than the text."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from nanovllm.engine.sampling.grammar_limits import MAX_BYTES, MAX_DEPTH, check_text
+
+MOST = MAX_BYTES["grammar"]
+
+
+@pytest.mark.parametrize(
+    "piece",
+    ["\n", "\r\n", " ", "\t", "a", "a ", "a\n", "?\n", "a[", "a[]", "a [x] ", "_.-", "%json ", "%json {", '"', "/"],
+)
+def test_no_text_takes_more_than_its_length(piece: str) -> None:
+    text = (piece * MOST)[:MOST]
+    begin = time.thread_time()
+    try:
+        check_text("grammar", text)
+    except ValueError:
+        pass
+    assert time.thread_time() - begin < 1.0  # 0.02 s; by its square, minutes
+
+
+def test_rules_are_counted_however_they_are_written() -> None:
+    heads = ["start:", "  a :", "?b:", "!c[capture]:", 'd [capture, stop="x"] :', "\ne-1.f:"]
+    rules = "\n".join(f'{head} "x"' for head in heads)
+    with pytest.raises(ValueError, match="it has 504 rules, at most 500"):
+        check_text("grammar", "\n\n".join([rules] * 84))
+    check_text("grammar", "\n\n".join([rules] * 83))
+
+
+@pytest.mark.parametrize("kind", ["json", "grammar"])
+@pytest.mark.parametrize("depth", [MAX_DEPTH, 10_000])
+def test_a_deep_schema_is_refused(kind: str, depth: int) -> None:
+    text = '{"items":' * depth + "{}" + "}" * depth
+    with pytest.raises(ValueError, match="nest deeper than 128 levels"):
+        check_text(kind, text if kind == "json" else f"start: %json {text}")
+
+
+def test_a_schema_as_deep_as_may_be() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(MAX_DEPTH - 1):
+        schema = {"items": schema}
+    check_text("json", json.dumps(schema))
