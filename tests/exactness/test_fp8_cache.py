@@ -83,13 +83,14 @@ def test_the_cache_holds_the_keys_and_values_of_a_wider_one(engines: Engines, fo
 
 
 def test_twice_as_many_tokens_fit(folder: str) -> None:
-    with LLM(folder, device="cpu", dtype="bfloat16", cpu_kvcache_gib=0.01, max_model_len=256) as wide:
+    own = {"device": "cpu", "cpu_kvcache_gib": 0.01, "max_model_len": 256, "skip_tokenizer_init": True}
+    with LLM(folder, dtype="bfloat16", **own) as wide:
         layers = wide.engine.executor.runner.model.attention_layers()  # type: ignore[attr-defined]
         wide_blocks = wide.engine_info()["num_kvcache_blocks"]
     per_block = block_bytes(layers, BLOCK, torch.float8_e4m3fn)
     head_dim = layers[0].cache_shape[1]
     assert per_block == block_bytes(layers, BLOCK, torch.bfloat16) * (head_dim + 2) // (2 * head_dim)
-    with LLM(folder, device="cpu", kv_cache_dtype="fp8", cpu_kvcache_gib=0.01, max_model_len=256) as llm:
+    with LLM(folder, kv_cache_dtype="fp8", **own) as llm:
         blocks = llm.engine_info()["num_kvcache_blocks"]
     assert isinstance(blocks, int) and isinstance(wide_blocks, int)
     assert blocks == int(0.01 * 2**30) // per_block and blocks > 1.8 * wide_blocks

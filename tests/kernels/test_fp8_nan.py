@@ -10,7 +10,7 @@ from nanovllm.kernels.fp8 import gemm, one_row
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import quantize_blocks
-from nanovllm.kernels.gemm.choice import GemmConfig
+from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.activation import silu_mul_fp8
 from nanovllm.kernels.pointwise.norm import Norm, add_norms_fp8
 
@@ -27,7 +27,7 @@ from compiling import compile_only
 from nanovllm.kernels.fp8 import gemm, one_row
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import empty_quantized, quantize_rows
-from nanovllm.kernels.gemm.choice import GemmConfig
+from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.activation import silu_mul_fp8
 from nanovllm.kernels.pointwise.norm import Norm, add_norms_fp8
 
