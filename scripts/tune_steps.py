@@ -19,6 +19,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -41,8 +42,9 @@ from nanovllm.kernels.plan.config import (
     Ranges,
 )
 from nanovllm.kernels.plan.fits import misfit
+from nanovllm.kernels.plan.plan import choose
 from nanovllm.kernels.plan.table import GemmTable, load, ranges_of, save
-from nanovllm.runner import tuning
+from nanovllm.layers.linear import ParallelLinear
 from nanovllm.wire.shapes import decode_buckets
 
 GAIN = 0.0015
@@ -171,8 +173,14 @@ class Tuner:
     def __init__(self, llm: LLM) -> None:
         self.executor = llm.engine.executor
         runner = self.executor.runner
-        self.gemms = list(tuning.gemms(runner.model, runner.group.size == 1))
-        self.lookup, self.measured = runner.gemm_table.lookup, runner.gemm_table.measured
+        self.rules = runner.planner.rules
+        linears = (module for module in runner.model.modules() if isinstance(module, ParallelLinear))
+        self.products = {linear.product.gemm(self.rules.world): linear.product for linear in linears}
+        self.gemms, self.measured = list(self.products), self.rules.table.measured
+
+    def lookup(self, gemm: Gemm, rows: int) -> GemmConfig:
+        """What multiplies now."""
+        return choose(self.products[gemm], rows, replace(self.rules, own_kernels=True, tried={}))[0]
 
     def step_us(self, rows: int) -> Timer:
         """The slowest rank's."""

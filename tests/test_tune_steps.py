@@ -84,9 +84,9 @@ def test_a_table_is_added_to(tune_steps: Any, tmp_path: Path) -> None:
     save(path, tune_steps.table_of("NVIDIA X", {first: {16: LIBRARY, 32: CONFIGS[0]}}))
     half = first._replace(dtype="float16")
     save(path, tune_steps.table_of("NVIDIA X", {second: {32: CONFIGS[1]}}, load(path)))
-    assert load(path).lookup(half, 20) == CONFIGS[0] and load(path).lookup(second, 20) == CONFIGS[1]
+    assert load(path).at(half, 20) == CONFIGS[0] and load(path).at(second, 20) == CONFIGS[1]
     save(path, tune_steps.table_of("NVIDIA X", {half: {32: CONFIGS[2]}}, load(path)))
-    assert load(path).lookup(first, 20) == CONFIGS[2] and load(path).devices == ("NVIDIA X",)
+    assert load(path).at(first, 20) == CONFIGS[2] and load(path).devices == ("NVIDIA X",)
 
 
 def test_all_numbers_of_rows_of_a_running_engine(
@@ -109,4 +109,4 @@ def test_all_numbers_of_rows_of_a_running_engine(
         assert by_rows[4] != LIBRARY and by_rows[1] != LIBRARY
     save(tmp_path / "choices.json", tune_steps.table_of("NVIDIA X", found))
     table = load(tmp_path / "choices.json")
-    assert all(table.lookup(gemm, rows) == found[gemm][rows] for gemm in found for rows in (1, 4))
+    assert all(table.at(gemm, rows) == found[gemm][rows] for gemm in found for rows in (1, 4))

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from nanovllm.kernels.attention.spec import AttentionSpec
-from nanovllm.kernels.fp8.operands import FP8Rows
 
 __all__ = ["AttentionBackend", "AttentionMetadata", "AttentionSpec"]
 
@@ -43,6 +42,8 @@ class AttentionMetadata:
     """Host-side bound on context_lens; the model's maximum in a CUDA graph."""
     num_tokens: int
     """T, padding included (shapes of a captured graph)."""
+    merge_first: bool = False
+    """Chunks of decode rows are to be merged before the next kernel begins to fetch its weight."""
     is_captured: bool = False
     """The step is being captured in a CUDA graph: its lengths are known on the device alone."""
     token_ends: np.ndarray | None = field(default=None, repr=False)
@@ -75,9 +76,6 @@ class AttentionBackend(ABC):
     """Asked for by name: finding out late that it cannot work is an error, not a reason to do without."""
     fallen_back_from: str = ""
     """What could not be used after all, and why."""
-    merge_first_rows: frozenset[int] = frozenset()
-    """Numbers of decode rows whose chunks are to be merged before the next kernel begins to fetch its weight; set with
-    the kernels' choices (runner/tuning.py)."""
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int, max_num_seqs: int, max_model_len: int,
                  device: torch.device | str, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> None:
@@ -100,7 +98,7 @@ class AttentionBackend(ABC):
 
     def leave_l1(self, wanted: bool) -> None:  # noqa: B027 (a backend may not take so much)
         """Whether decode attention of a row or two is to take little of the shared memory, which is L1 for the kernels
-        that start behind it; set with the kernels' choices."""
+        that start behind it."""
 
     @abstractmethod
     def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata,
@@ -113,12 +111,6 @@ class AttentionBackend(ABC):
         multiplied with; q may be float16 then beside an out of bfloat16. The step's own keys and values are in the
         cache already. Rows of padding leave their part of out as it was.
         """
-
-    def forward_row(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata,
-                    out: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None,
-                    kv_scales: torch.Tensor | None = None) -> torch.Tensor | FP8Rows:
-        """`forward` of a step of one decode row, [1, Hq * D], D = 128; may be rounded, which spares a kernel."""
-        return self.forward(q, k_cache, v_cache, metadata, out, spec, sinks, kv_scales).view(1, -1)
 
     def warmup(self, k_cache: torch.Tensor, v_cache: torch.Tensor, spec: AttentionSpec,  # noqa: B027 (a backend may have nothing to compile)
                kv_scales: torch.Tensor | None = None) -> None:

@@ -12,7 +12,6 @@ from nanovllm.kernels.attention.decode_plan import DecodePlan
 from nanovllm.kernels.attention.fixed_order_plan import FixedOrderPlan
 from nanovllm.kernels.attention.prefill import PrefillAttention, PrefillConfig, fixed_order_config, prefill_config
 from nanovllm.kernels.base.device import shared_bytes
-from nanovllm.kernels.fp8.operands import FP8Rows
 
 MAX_NUM_SEQS = 32768
 """The decode kernel's work list keeps row and slot in 16 bits each."""
@@ -90,15 +89,8 @@ class TritonBackend(AttentionBackend):
             self._forward_prefill(q, k_cache, v_cache, metadata, out, spec, sinks, kv_scales)
         if n:
             self.decode[spec](q[:n], k_cache, v_cache, metadata.block_table, metadata.max_context_len, out[:n], sinks,
-                              merge_first=n in self.merge_first_rows, kv_scales=kv_scales)
+                              merge_first=metadata.merge_first, kv_scales=kv_scales)
         return out
-
-    def forward_row(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata,
-                    out: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None,
-                    kv_scales: torch.Tensor | None = None) -> torch.Tensor | FP8Rows:
-        decode, table, longest = self.decode[spec], metadata.block_table, metadata.max_context_len
-        is_left = decode.leave_chunks(q, k_cache, v_cache, table, longest, out, sinks, kv_scales)
-        return decode.finish_row(out, sinks) if is_left else out.view(1, -1)
 
     def _prepare_prefill(self, metadata: AttentionMetadata) -> Any:
         n = metadata.num_decode_rows

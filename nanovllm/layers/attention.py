@@ -9,6 +9,7 @@ from nanovllm.attention.base import AttentionBackend, AttentionMetadata, Attenti
 from nanovllm.attention.split import attention_halves
 from nanovllm.kernels.base.padded_rows import empty_rows
 from nanovllm.kernels.fp8.operands import FP8Rows
+from nanovllm.kernels.pointwise.norm import Norm
 from nanovllm.kernels.pointwise.rope import QKNormRope
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.heads import HeadSplit, heads_of
@@ -26,6 +27,8 @@ class ForwardStep:
     slot_mapping: torch.Tensor
     """int32 [T]: where each token's key and value go in the flat cache; -1: nowhere."""
     attention: AttentionMetadata
+    wanted: torch.Tensor | None = None
+    """int [N]: in the last layer, the tokens whose results are read; None: all."""
 
     def halves(self, cut: int) -> "tuple[ForwardStep, ForwardStep]":
         """The first `cut` tokens, and the others; see attention_halves."""
@@ -63,26 +66,26 @@ class Attention(WeightedModule):
 
     def __init__(
         self, context: LayerContext, config: ModelConfig, layer: LayerSpec, backend: AttentionBackend,
-        cos_sin: torch.Tensor | None, query_scale: torch.Tensor | None,
+        cos_sin: torch.Tensor | None, query_scale: torch.Tensor | None, fuses: bool = False, adds_parts: bool = True,
     ) -> None:  # fmt: skip
         """cos_sin: see cos_sin_table, one table for all layers that rotate alike; None where nothing is rotated.
-        query_scale float32 [max_position]: factor on the queries by position."""
+        query_scale float32 [max_position]: factor on the queries by position. fuses, adds_parts: as in MLP."""
         super().__init__()
         self.group, self.kernels, self.backend = context.group, context.kernels, backend
         self.heads = heads = heads_of(config, layer, self.group.rank, self.group.size)
         self.spec, self.norm_rope = attention_spec(config, layer, heads), _norm_rope(config, layer, heads)
         self.cos_sin, self.query_scale = cos_sin, query_scale
-        self.rounds_row = False
-        """The output projection takes one row rounded to e4m3; set with the kernels' choices."""
         self._dtype, self._device = dtype, device = context.dtype, context.device
         head_dim, hidden_size = layer.head_dim, config.hidden_size
         self.qkv_proj = QKVParallelLinear(
-            context, hidden_size, heads, head_dim, bias=config.qkv_bias, precision=layer.precision("qkv")
-        )
+            context, hidden_size, heads, head_dim, bias=config.qkv_bias, precision=layer.precision("qkv"),
+            before="norm" if fuses else "",
+        )  # fmt: skip
         self.o_proj = RowParallelLinear(
             context, heads.num_heads * head_dim, hidden_size, kind="o", bias=config.o_bias, pads=False,
-            precision=layer.precision("o"),
+            precision=layer.precision("o"), after="residual" if fuses else "", adds_parts=adds_parts,
         )  # fmt: skip
+        self.operations = (self.qkv_proj.product, self.o_proj.product)
         self.q_norm_weight = self.k_norm_weight = self.sinks = None
         self._norm_offset = float(config.norm_adds_one)
         """What the checkpoint's norm weights lack: 1 where a model multiplies by 1 + weight. The sum is kept in
@@ -112,12 +115,18 @@ class Attention(WeightedModule):
         self.k_cache = self.v_cache = torch.empty(0, heads, 1, head_dim, dtype=self._dtype, device=self._device)
         self.kv_scales: torch.Tensor | None = None
 
-    def forward(self, x: torch.Tensor | FP8Rows, step: ForwardStep, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """`wanted` int [N]: the tokens whose result is read, [N, hidden]; all have their keys stored."""
-        attended = self.attend(self.qkv_proj(x), step)
-        return self.o_proj(wanted_rows(attended, wanted) if isinstance(attended, torch.Tensor) else attended)
+    def forward(
+        self, x: torch.Tensor | FP8Rows, step: ForwardStep, *, norm: Norm | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The result of the wanted tokens, [N, hidden], as residual is; all have their keys stored. norm, residual: see
+        ParallelLinear."""
+        attended = wanted_rows(self.attend(self.qkv_proj(x, norm=norm), step), step.wanted)
+        if not attended.shape[0]:  # GEMMs take one row or more
+            return attended.new_empty(0, self.o_proj.product.n)
+        return self.o_proj(attended, residual=residual)
 
-    def attend(self, qkv: torch.Tensor, step: ForwardStep) -> torch.Tensor | FP8Rows:
+    def attend(self, qkv: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """Everything between the projections: [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim]."""
         q = self.kernels.qk_norm_rope_store(
             qkv, self.norm_rope, step.positions, step.slot_mapping, self.k_cache, self.v_cache, cos_sin=self.cos_sin,
@@ -126,10 +135,9 @@ class Attention(WeightedModule):
             query_scale=self.query_scale, kv_scales=self.kv_scales,
         )  # fmt: skip
         out = empty_rows(q.shape[0], q.shape[1] * q.shape[2], qkv.dtype, q.device).view(q.shape)
-        operands = (q, self.k_cache, self.v_cache, step.attention, out, self.spec, self.sinks, self.kv_scales)
-        if self.rounds_row and step.attention.num_rows == step.attention.num_decode_rows == 1:
-            return self.backend.forward_row(*operands)
-        self.backend.forward(*operands)
+        self.backend.forward(
+            q, self.k_cache, self.v_cache, step.attention, out, self.spec, self.sinks, self.kv_scales
+        )
         return out.view(out.shape[0], -1)
 
     def _mean_squares(self, qkv: torch.Tensor) -> torch.Tensor:

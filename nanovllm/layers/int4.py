@@ -1,13 +1,14 @@
 """4-bit weights of a linear layer: what it holds, and where a checkpoint's parts go."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from nanovllm.kernels.gemm import int4, int4_row
 from nanovllm.kernels.gemm.int4 import SPAN, WORDS, Int4Weight
-from nanovllm.kernels.plan.config import GemmConfig
+from nanovllm.kernels.plan.config import INT4, GemmConfig
 from nanovllm.layers.weights import CheckpointWeight, Cut, Shard
 from nanovllm.model_config import Quantization
 
@@ -22,8 +23,8 @@ class Int4Matrix(nn.Module):
     (models/int4_tensors.py makes these of every layout). Where nothing is loaded the weight is zero.
     """
 
-    few_rows = int4_row
-    """Products of a few rows with what surrounds them, by `for_kernel`."""
+    type_name = INT4
+    scale_rows = None
 
     def __init__(
         self, quantization: Quantization, rows: int, columns: int, dtype: torch.dtype, device: torch.device
@@ -34,10 +35,6 @@ class Int4Matrix(nn.Module):
         self.words = nn.Parameter(held.words, requires_grad=False)
         self.groups = nn.Parameter(held.groups, requires_grad=False)
         self.rows, self.columns = rows, columns
-
-    def takes(self, config: GemmConfig) -> bool:
-        """Whether it can be multiplied by what `config` names."""
-        return config.kernel != "quantized_row" or self.groups.dtype != torch.float32
 
     def for_kernel(self) -> Int4Weight:
         return Int4Weight(self.words, self.groups, self.group, self.quantization.has_zeros, self.columns)
@@ -58,16 +55,11 @@ class Int4Matrix(nn.Module):
             shards = tuple(_shard(held, cut, each, count) for cut in cuts)
             yield CheckpointWeight(f"{path}.{name}", whole, shards, is_scale=name == SCALES)
 
-    @property
-    def table_key(self) -> tuple[int, int, str]:
-        """(rows, columns, type) of its products in the GEMM table."""
-        return self.rows, self.columns, "int4"
-
-    def matmul(self, x: torch.Tensor, config: GemmConfig, gated: bool = False) -> torch.Tensor:
-        """x [T, columns] -> x @ weight^T [T, rows], or float32 [config.parts, T, rows], sums over parts of columns.
-        gated: gates are the first half of the rows; silu(gate) * up, [T, rows / 2]."""
-        product = int4_row.linear if config.kernel == "quantized_row" else int4.linear
-        return product(x, self.for_kernel(), config, gated=gated)
+    def multiply(self, x: torch.Tensor, config: GemmConfig, *, gated: bool = False, **around: Any) -> torch.Tensor:
+        """See Matrix."""
+        if config.is_skinny:
+            return int4_row.linear(x, self.for_kernel(), config, gated=gated, **around)
+        return int4.linear(x, self.for_kernel(), config, gated=gated)
 
 
 def _shard(held: torch.Tensor, cut: Cut, each: int, count: int) -> Shard:

@@ -8,21 +8,19 @@ is 0. So any width is served, and a rank's rows start where the hardware's copie
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.fp8.operands import FP8Rows
-from nanovllm.kernels.gemm import decode, skinny
-from nanovllm.kernels.gemm.dispatch import matmul
-from nanovllm.kernels.plan.config import LIBRARY, Gemm, GemmConfig, Ranges
+from nanovllm.kernels.plan.config import LIBRARY
+from nanovllm.kernels.plan.plan import Launch, Product
 from nanovllm.kernels.pointwise.norm import Norm, add_up
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.heads import HeadSplit
-from nanovllm.layers.int4 import Int4Matrix
-from nanovllm.layers.quantized import FP8Matrix, column_multiple, quantized_matrix
+from nanovllm.layers.matrix import matrix_of
+from nanovllm.layers.quantized import column_multiple
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Shard, WeightedModule, parameter
 from nanovllm.model_config import Quantization
 from nanovllm.parallel.group import TensorParallelGroup
@@ -31,141 +29,75 @@ from nanovllm.parallel.group import TensorParallelGroup
 class ParallelLinear(WeightedModule):
     """x [T, in] @ weight [out, in]^T + bias [out], whatever in and out are of the whole.
 
-    It is found by a walk over model.modules(): `kind` and its shape say which entry of the GEMM table it takes
-    (kernels/plan/rules.py), and `configs` holds what was chosen. The fused forms do the same as separate kernels,
-    and take these where the choice for that number of rows cannot fuse or, but for `add_to`, the layer has a bias.
+    `product` says what it multiplies and what may stand around it; the planner says by which kernel, for each number
+    of rows (kernels/plan/plan.py). What that kernel does not compute of the things around it, other kernels do.
     """
-
-    weight: torch.Tensor
-    """Of a layer that is not quantised, [out, in]."""
 
     def __init__(
         self, context: LayerContext, kind: str, rows: int, columns: int, *, pieces: Iterable[Piece],
-        bias: bool = False, adds_bias: bool = True, precision: Quantization | None = None,
+        bias: bool = False, adds_bias: bool = True, precision: Quantization | None = None, before: str = "",
+        after: str = "", adds_parts: bool = False, rounds: bool = False,
     ) -> None:  # fmt: skip
-        """kind: one of choice.KINDS. rows, columns: of this rank's weight, of which `pieces` fill all but the padding.
-        bias [rows]. adds_bias: False leaves `bias` to the consumer of the result. precision: None: a weight of the
-        context's dtype."""
+        """kind: one of plan.config.KINDS. rows, columns: of this rank's weight, of which `pieces` fill all but the
+        padding. bias [rows]. adds_bias: False leaves `bias` to the consumer of the result. precision: None: a weight of
+        the context's dtype. before, after, adds_parts, rounds: see Product."""
         super().__init__()
-        dtype, device = context.dtype, context.device
         self.kind, self.pieces = kind, tuple(pieces)
-        self.quantized: FP8Matrix | Int4Matrix | None = None
-        if precision is None:
-            self.weight = parameter(rows, columns, dtype=dtype, device=device)
-        else:
-            self.quantized = quantized_matrix(precision, rows, columns, self.pieces, dtype, device)
-        self.bias = parameter(rows, dtype=dtype, device=device) if bias else None
-        self._zero_padding()
-        self.adds_bias = adds_bias
-        self.takes_parts = True
-        """The consumer adds up sums over parts of K; where it is not a ReduceAddNorm the model says False."""
-        self.configs: Mapping[int, GemmConfig] = {}
-        """Numbers of rows that have a choice of their own; all others go to the library."""
-        self.ranges: Ranges = ()
-        """Where it is not empty, the choices for all numbers of rows, in place of `configs`."""
-        self.pdl_rows: set[int] = set()
-        """Numbers of rows that a kernel of our own multiplies, after which PDL gains. One set for
-        the layer's life: the norm that consumes its result holds it too."""
-
-    def _zero_padding(self) -> None:
+        self.matrix = matrix_of(precision, rows, columns, self.pieces, context.dtype, context.device)
+        self.bias = parameter(rows, dtype=context.dtype, device=context.device) if bias else None
         cuts = [cut for piece in self.pieces for cut in piece.cuts]
-        by_columns = any(cut.dim for cut in cuts)
-        if self.quantized is None and sum(cut.length for cut in cuts) < self.weight.shape[by_columns]:
-            self.weight.zero_()
-        if self.bias is not None and not by_columns:
+        if self.bias is not None and not any(cut.dim for cut in cuts):
             self.bias.zero_()
-
-    def gemm(self, fused: bool) -> Gemm:
-        """Its name in the GEMM table. fused: see Gemm."""
-        if self.quantized is not None:
-            return Gemm(self.kind, *self.quantized.table_key, fused)
-        n, k = self.weight.shape
-        return Gemm(self.kind, n, k, str(self.weight.dtype).removeprefix("torch."), fused)
-
-    def use(self, configs: Mapping[int, GemmConfig]) -> None:
-        """Takes what is chosen, by the number of rows; the library where the consumer takes no parts of a sum."""
-        configs = {rows: config for rows, config in configs.items() if self.takes_parts or config.parts == 1}
-        if self.quantized is not None:
-            configs = {rows: config for rows, config in configs.items() if self.quantized.takes(config)}
-        self.configs = configs
-        self.pdl_rows.clear()
-        self.pdl_rows.update(rows for rows, config in configs.items() if config.is_own)
-
-    def choice(self, rows: int) -> GemmConfig:
-        """What multiplies so many rows."""
-        if self.ranges and rows:
-            return next(config for most, config in self.ranges if rows <= most)
-        return self.configs.get(rows, LIBRARY)
+        self.adds_bias = adds_bias
+        self.product = Product(
+            kind, rows, columns, self.matrix.type_name, str(context.dtype).removeprefix("torch."), before, after,
+            adds_parts, bias and adds_bias, rounds, self.matrix.scale_rows,
+        )  # fmt: skip
+        self.launches = context.planner.launches(self.product)
 
     @property
-    def takes_rounded(self) -> bool:
-        """Whoever makes the inputs may round them to e4m3 (kernels/fp8/)."""
-        return isinstance(self.quantized, FP8Matrix) and self.quantized.takes_rounded
+    def weight(self) -> torch.Tensor:
+        """Of a layer that is not quantised, [out, in]."""
+        return self.matrix.weight
 
-    def matmul(self, x: torch.Tensor | FP8Rows) -> torch.Tensor:
-        """x [T, in] @ weight^T: [T, out], or [parts, T, out], sums over parts of `in`, in float32 but for its `nodes`,
-        where the choice says so: only layers whose result goes to a ReduceAddNorm have such a choice."""
-        config = self.choice(x.shape[0])
-        if self.quantized is not None:
-            # only FP8 is handed FP8Rows, and only with the activation it makes some
-            return self.quantized.matmul(x, config)  # type: ignore[arg-type, return-value]
-        assert isinstance(x, torch.Tensor)
-        return matmul(x, self.weight, config)
-
-    def forward(self, x: torch.Tensor | FP8Rows) -> torch.Tensor:
-        """[T, in] -> [T, out], or [parts, T, out] as `matmul`."""
-        y = self.matmul(x)
+    def forward(
+        self, x: torch.Tensor | FP8Rows, *, norm: Norm | None = None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[T, in] -> [T, out], or [parts, T, out], sums over parts of `in` that its consumer adds up, float32 but with
+        exact_bits="tp". norm: of x, where the kernel for so many rows computes it (Launch.norm). residual [T, out]:
+        the result is added to it in place, and it is returned; for one rank alone."""
+        launch: Launch = self.launches[x.shape[0]]
+        if residual is not None:
+            return self._add_to(residual, x, launch)
+        y = self.matrix.multiply(x, launch.config, norm=norm)
+        assert isinstance(y, torch.Tensor)
         if self.bias is not None and self.adds_bias:
             (y if y.dim() == 2 else y[0]).add_(self.bias)
         return y
 
+    def _add_to(self, residual: torch.Tensor, x: torch.Tensor | FP8Rows, launch: Launch) -> torch.Tensor:
+        if self.bias is not None and self.adds_bias:
+            residual.add_(self.bias)
+        if launch.residual:
+            self.matrix.multiply(x, launch.config, residual=residual)
+            return residual
+        if launch.config == LIBRARY:
+            assert isinstance(x, torch.Tensor)
+            return residual.addmm_(x, self.weight.t())
+        y = self.matrix.multiply(x, launch.config)
+        assert isinstance(y, torch.Tensor)
+        return residual.add_(y if y.dim() == 2 else add_up(y, residual.dtype))
+
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         for index, piece in enumerate(self.pieces):
             path = piece.path(prefix)
-            if self.quantized is not None:
-                yield from self.quantized.checkpoint_weights(path, piece.shape, piece.cuts, index)
-            else:
-                shards = tuple(cut.shard(self.weight) for cut in piece.cuts)
-                yield CheckpointWeight(f"{path}.weight", piece.shape, shards)
+            yield from self.matrix.checkpoint_weights(path, piece.shape, piece.cuts, index)
             if self.bias is not None:
                 yield self._bias_weight(f"{path}.bias", self.bias, piece)
 
     def _bias_weight(self, name: str, bias: torch.Tensor, piece: Piece) -> CheckpointWeight:
         shards = (Shard(bias, 0, 0),) if any(cut.dim for cut in piece.cuts) else (cut.shard(bias) for cut in piece.cuts)
         return CheckpointWeight(name, piece.shape[:1], tuple(shards))
-
-    def fuses(self, rows: int) -> GemmConfig | None:
-        """The choice for so many rows where it computes norm, activation and residual too."""
-        config = self.choice(rows)
-        if not config.is_skinny or (self.bias is not None and self.adds_bias):
-            return None
-        return config
-
-    def _fused(self, x: torch.Tensor | FP8Rows, config: GemmConfig, **around: Any) -> torch.Tensor:
-        """With what is `around` the product; see kernels/gemm/skinny.py."""
-        if self.quantized is not None:
-            return self.quantized.few_rows.linear(x, self.quantized.for_kernel(), config, **around)  # type: ignore[arg-type]
-        return skinny.linear(x, self.weight, config, **around)  # type: ignore[arg-type]  # only FP8 is handed FP8Rows
-
-    def forward_normed(self, x: torch.Tensor, norm: Norm, kernels: Kernels) -> torch.Tensor:
-        """RMSNorm of x [T, in], then this layer: [T, out]."""
-        config = self.fuses(x.shape[0])
-        if config is None:
-            return self(kernels.add_norms(x, None, norm)[0])
-        return self._fused(x, config, norm=norm)
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor | FP8Rows) -> torch.Tensor:
-        """residual [T, out] += this layer of x [T, in], in place; returns residual. For one rank alone."""
-        config = self.choice(x.shape[0])
-        if self.bias is not None and self.adds_bias:
-            residual.add_(self.bias)
-        if config.is_skinny:
-            return self._fused(x, config, residual=residual)
-        if config == LIBRARY and self.quantized is None:
-            assert isinstance(x, torch.Tensor)
-            return residual.addmm_(x, self.weight.t())
-        y = self.matmul(x)
-        return residual.add_(y if y.dim() == 2 else add_up(y, residual.dtype))
 
 
 def part_of(width: int, group: TensorParallelGroup, multiple: int) -> tuple[int, int, int]:
@@ -186,38 +118,31 @@ class MergedColumnParallelLinear(ParallelLinear):
 
     def __init__(
         self, context: LayerContext, in_features: int, outputs: dict[str, int], *, bias: bool = False,
-        precision: Quantization | None = None, multiple: int = 1,
+        precision: Quantization | None = None, multiple: int = 1, before: str = "", after: str = "",
+        rounds: bool = False,
     ) -> None:  # fmt: skip
         """`outputs`: name in the checkpoint -> whole number of outputs, in the order of the result's columns. multiple:
-        of which a rank's share of each is, beside what `precision` asks."""
+        of which a rank's share of each is, beside what `precision` asks. before, after, rounds: see Product."""
         pieces, rows = [], 0
         for name, width in outputs.items():
             size, begin, valid = part_of(width, context.group, max(multiple, column_multiple(precision)))
             pieces.append(Piece(name, (width, in_features), (Cut(0, rows, begin, valid),)))
             rows += size
-        super().__init__(context, "gate_up", rows, in_features, pieces=pieces, bias=bias, precision=precision)
+        super().__init__(
+            context, "gate_up", rows, in_features, pieces=pieces, bias=bias, precision=precision, before=before,
+            after=after, rounds=rounds,
+        )  # fmt: skip
 
-    def forward_normed_silu_mul(self, x: torch.Tensor, norm: Norm, kernels: Kernels) -> torch.Tensor | FP8Rows:
-        """RMSNorm of x [T, in], this layer as gate and up, SiLU(gate) * up: [T, out / 2]."""
-        config = self.fuses(x.shape[0])
-        if config is None:
-            return self.forward_silu_mul(kernels.add_norms(x, None, norm)[0], kernels)
-        return self._fused(x, config, norm=norm, gated=True)
-
-    def forward_silu_mul(
-        self, x: torch.Tensor | FP8Rows, kernels: Kernels, rounds: bool = False
+    def silu_mul(
+        self, x: torch.Tensor | FP8Rows, kernels: Kernels, *, norm: Norm | None = None
     ) -> torch.Tensor | FP8Rows:
-        """This layer as gate and up, SiLU(gate) * up: [T, in] -> [T, out / 2]. rounds: the kernel of the activation may
-        round it to e4m3."""
-        config = self.choice(x.shape[0])
-        whole = config.is_own and (rounds or config.kernel != "specialized")  # which rounds
-        if not whole or self.bias is not None:
-            product = self(x)
-            return kernels.silu_mul_fp8(product) if rounds else kernels.activation(product, "silu", True)
-        if self.quantized is not None:
-            return self.quantized.matmul(x, config, gated=True)  # type: ignore[arg-type]
-        assert isinstance(x, torch.Tensor)
-        return (skinny if config.is_skinny else decode).linear(x, self.weight, config, gated=True)
+        """This layer as gate and up, silu(gate) * up: [T, in] -> [T, out / 2], rounded to e4m3 where the consumer takes
+        it so. norm: as in forward."""
+        launch: Launch = self.launches[x.shape[0]]
+        if launch.gate:
+            return self.matrix.multiply(x, launch.config, gated=True, norm=norm)
+        product = self(x, norm=norm)
+        return kernels.silu_mul_fp8(product) if self.product.rounds else kernels.activation(product, "silu", True)
 
 
 class QKVParallelLinear(ParallelLinear):
@@ -226,7 +151,7 @@ class QKVParallelLinear(ParallelLinear):
 
     def __init__(
         self, context: LayerContext, in_features: int, heads: HeadSplit, head_dim: int, *, bias: bool,
-        precision: Quantization | None,
+        precision: Quantization | None, before: str = "",
     ) -> None:  # fmt: skip
         q_rows, kv_rows = heads.local_heads * head_dim, heads.local_kv_heads * head_dim
         q_shape, kv_shape = ((count * head_dim, in_features) for count in (heads.num_heads, heads.num_kv_heads))
@@ -237,8 +162,9 @@ class QKVParallelLinear(ParallelLinear):
         )
         rows = q_rows + 2 * kv_rows
         super().__init__(
-            context, "qkv", rows, in_features, pieces=pieces, bias=bias, adds_bias=False, precision=precision
-        )
+            context, "qkv", rows, in_features, pieces=pieces, bias=bias, adds_bias=False, precision=precision,
+            before=before,
+        )  # fmt: skip
 
 
 class RowParallelLinear(ParallelLinear):
@@ -247,10 +173,11 @@ class RowParallelLinear(ParallelLinear):
 
     def __init__(
         self, context: LayerContext, in_features: int, out_features: int, *, kind: str = "down", bias: bool = False,
-        pads: bool = True, precision: Quantization | None = None, multiple: int = 1,
+        pads: bool = True, precision: Quantization | None = None, multiple: int = 1, after: str = "",
+        adds_parts: bool = True,
     ) -> None:  # fmt: skip
         """pads: a rank's share of the inputs may be padded, to `multiple` or what `precision` asks; False: the ranks
-        divide them."""
+        divide them. after, adds_parts: see Product."""
         group = context.group
         size, begin, valid = part_of(in_features, group, max(multiple, column_multiple(precision)) if pads else 1)
         if valid and begin % column_multiple(precision) and precision is not None:
@@ -259,5 +186,6 @@ class RowParallelLinear(ParallelLinear):
             raise ValueError(f"tensor_parallel_size={group.size}: {found}: must be {bound}")
         pieces = (Piece("", (out_features, in_features), (Cut(1, 0, begin, valid),)),)
         super().__init__(
-            context, kind, out_features, size, pieces=pieces, bias=bias, adds_bias=group.rank == 0, precision=precision
-        )
+            context, kind, out_features, size, pieces=pieces, bias=bias, adds_bias=group.rank == 0, precision=precision,
+            after=after, adds_parts=adds_parts,
+        )  # fmt: skip

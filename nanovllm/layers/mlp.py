@@ -1,7 +1,6 @@
 """The dense MLP of one rank: gated (Shazeer, arXiv 2002.05202) or not."""
 
 from collections.abc import Iterator
-from collections.abc import Set as AbstractSet
 
 import torch
 
@@ -9,7 +8,7 @@ from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.pointwise.norm import Norm
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from nanovllm.layers.quantized import column_multiple
+from nanovllm.layers.quantized import column_multiple, takes_rounded
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
 from nanovllm.model_config import Quantization
 
@@ -20,48 +19,37 @@ class MLP(WeightedModule):
     def __init__(
         self, context: LayerContext, hidden_size: int, intermediate_size: int, *, activation: str = "silu",
         gated: bool = True, bias: bool = False,
-        precisions: tuple[Quantization | None, Quantization | None] = (None, None),
+        precisions: tuple[Quantization | None, Quantization | None] = (None, None), fuses: bool = False,
+        adds_parts: bool = True,
     ) -> None:  # fmt: skip
-        """activation: one of kernels/pointwise/activation.py's KINDS. precisions: of gate and up, and of down."""
+        """activation: one of kernels/pointwise/activation.py's KINDS. precisions: of gate and up, and of down. fuses:
+        only an RMSNorm of the residual stream is before it, and an addition to that after it. adds_parts: see Product.
+        """
         super().__init__()
         self.kernels, self.activation, self.gated = context.kernels, activation, gated
         outputs = dict.fromkeys(("gate_proj", "up_proj") if gated else ("up_proj",), intermediate_size)
         multiple = max(map(column_multiple, precisions))  # also where only one of the two is quantised
+        self.is_swiglu = gated and activation == "silu"
+        rounds = self.is_swiglu and takes_rounded(precisions[1], context.planner.rules.device)
         self.gate_up_proj = MergedColumnParallelLinear(
-            context, hidden_size, outputs, bias=bias, precision=precisions[0], multiple=multiple
-        )
+            context, hidden_size, outputs, bias=bias, precision=precisions[0], multiple=multiple,
+            before="norm" if fuses else "", after="gate" if self.is_swiglu else "", rounds=rounds,
+        )  # fmt: skip
         self.down_proj = RowParallelLinear(
-            context, intermediate_size, hidden_size, bias=bias, precision=precisions[1], multiple=multiple
-        )
+            context, intermediate_size, hidden_size, bias=bias, precision=precisions[1], multiple=multiple,
+            after="residual" if fuses else "", adds_parts=adds_parts,
+        )  # fmt: skip
+        self.operations = (self.gate_up_proj.product, self.down_proj.product)
 
-    @property
-    def can_fuse(self) -> bool:
-        """Our GEMM kernels compute this activation themselves."""
-        return self.gated and self.activation == "silu"
-
-    @property
-    def pdl_rows(self) -> AbstractSet[int]:
-        """Numbers of rows that end in a kernel of our own; see ParallelLinear."""
-        return self.down_proj.pdl_rows
-
-    @property
-    def takes_rounded(self) -> bool:
-        """As ParallelLinear has it."""
-        return self.gate_up_proj.takes_rounded
-
-    def forward(self, x: torch.Tensor | FP8Rows) -> torch.Tensor:
-        if self.can_fuse:
-            rounds = self.down_proj.takes_rounded
-            return self.down_proj(self.gate_up_proj.forward_silu_mul(x, self.kernels, rounds))
+    def forward(
+        self, x: torch.Tensor | FP8Rows, *, norm: Norm | None = None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """norm, residual: see ParallelLinear."""
         up = self.gate_up_proj
-        return self.down_proj(self.kernels.activation(up.matmul(x), self.activation, self.gated, up.bias))
-
-    def add_normed_to(self, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """residual [T, hidden] += this block of its RMSNorm, in place; returns residual. For one rank alone, where it
-        can_fuse."""
-        activated = self.gate_up_proj.forward_normed_silu_mul(residual, norm, self.kernels)
-        assert isinstance(activated, torch.Tensor)  # nobody asked for rounded ones
-        return self.down_proj.add_to(residual, activated)
+        if self.is_swiglu:
+            return self.down_proj(up.silu_mul(x, self.kernels, norm=norm), residual=residual)
+        y = up.matrix.multiply(x, up.launches[x.shape[0]].config)
+        return self.down_proj(self.kernels.activation(y, self.activation, self.gated, up.bias))
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield from self.gate_up_proj.checkpoint_weights(prefix)

@@ -5,22 +5,21 @@ all-reduce, no token goes to another rank, and no rank waits for the one with th
 """
 
 from collections.abc import Callable, Iterator
-from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
 
 import torch
 
-from nanovllm.kernels.base.device import shared_bytes
 from nanovllm.kernels.fp8 import few_experts
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.gemm import skinny
 from nanovllm.kernels.moe import few_rows
 from nanovllm.kernels.moe.experts import ExpertActivation
-from nanovllm.kernels.moe.router import router_logits, router_logits_in_one_order
+from nanovllm.kernels.moe.router import router_logits
 from nanovllm.kernels.moe.routing import TopK
-from nanovllm.kernels.plan.config import DECODE_ROWS
-from nanovllm.kernels.plan.rules import expert_configs
+from nanovllm.kernels.plan.config import FP8, GemmConfig
+from nanovllm.kernels.plan.plan import Experts, ExpertsLaunch
+from nanovllm.kernels.plan.rules import FEW_ROUTER
 from nanovllm.kernels.pointwise.norm import MOST_PARTS, Norm
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.linear import part_of
@@ -36,8 +35,6 @@ class Router(WeightedModule):
     def __init__(self, context: LayerContext, hidden_size: int, config: MoEConfig) -> None:
         super().__init__()
         self.config, dtype, device = config, context.dtype, context.device
-        self.one_order = context.group.exact_bits is not None
-        """Of sums, for all numbers of rows."""
         self.weight = parameter(config.num_experts + config.shared_gate, hidden_size, dtype=dtype, device=device)
         self.bias = self.correction = None
         if config.bias:
@@ -45,8 +42,11 @@ class Router(WeightedModule):
         if config.scoring != "softmax":
             self.correction = parameter(config.num_experts, dtype=torch.float32, device=device)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (router_logits_in_one_order if self.one_order else router_logits)(x, self.weight)
+    def forward(self, x: torch.Tensor, config: GemmConfig, norm: Norm | None = None) -> torch.Tensor:
+        """norm: of x, which a kernel for few rows computes."""
+        if config.is_skinny:
+            return skinny.linear(x, self.weight, config, norm=norm, out_dtype=torch.float32)
+        return router_logits(x, self.weight, config)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         count = self.config.num_experts
@@ -67,21 +67,19 @@ class MoE(WeightedModule):
     width, padded with zeros to a multiple of 8.
     """
 
-    pdl_rows: AbstractSet[int] = frozenset()
-    takes_rounded = False
-    """The router takes the inputs as they are."""
-
     def __init__(
         self, context: LayerContext, hidden_size: int, config: MoEConfig,
-        precision: Callable[[str], Quantization | None],
+        precision: Callable[[str], Quantization | None], fuses: bool = False,
     ) -> None:  # fmt: skip
-        """precision: of "experts", "shared_gate_up" and "shared_down"."""
+        """precision: of "experts", "shared_gate_up" and "shared_down". fuses: as in MLP."""
         super().__init__()
         group = context.group
         self.config, self.kernels, self.group_size = config, context.kernels, group.size
         self.hidden_size = hidden_size
         self.router = Router(context, hidden_size, config)
-        how = precision("experts")
+        how, device = precision("experts"), context.planner.rules.device
+        if how is not None and device.is_cuda and not device.has_tma:
+            raise ValueError("quantization: FP8 experts need a GPU of compute capability 9.x or 10.x")
         self.size, self.begin, self.valid = part_of(config.intermediate_size, group, column_multiple(how))
         count = config.num_experts
         self.quantized: tuple[FP8Matrix, FP8Matrix] | None = None
@@ -95,13 +93,29 @@ class MoE(WeightedModule):
         self.shared: MLP | None = None
         if config.shared_size:
             precisions = (precision("shared_gate_up"), precision("shared_down"))
-            self.shared = MLP(context, hidden_size, config.shared_size, precisions=precisions)
-            self.shared.down_proj.takes_parts = False  # combine adds it
+            self.shared = MLP(
+                context, hidden_size, config.shared_size, precisions=precisions, adds_parts=False  # combine adds it
+            )
         self.top_k = TopK(
             count, config.top_k, config.scoring == "sigmoid", config.renormalise, config.num_groups,
             config.top_groups, config.scale,
         )  # fmt: skip
         self.activation = ExpertActivation(config.activation_limit, config.activation_alpha)
+        self.experts = self._experts(context, fuses)
+        self.launches = context.planner.launches(self.experts)
+        self.operations = (self.experts, *(() if self.shared is None else self.shared.operations))
+
+    def _experts(self, context: LayerContext, fuses: bool) -> Experts:
+        top_k, x_dtype = self.top_k, str(context.dtype).removeprefix("torch.")
+        is_plain, can_add = is_plain_mixture(self.config), True
+        if self.quantized is not None:
+            gate_up, down = (matrix.for_kernel() for matrix in self.quantized)
+            can_add = context.planner.rules.device.has_tma and few_experts.takes(gate_up, down)
+        after = "residual" if fuses and is_plain and can_add else ""
+        dtype = x_dtype if self.quantized is None else FP8
+        later = self.shared is None and self.group_size == 1 and 1 < top_k.top_k <= MOST_PARTS
+        sizes = (top_k.num_experts, top_k.top_k, self.hidden_size, self.size)
+        return Experts(*sizes, dtype, x_dtype, is_plain, after, later)
 
     def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         count, size, make = self.config.num_experts, self.size, partial(parameter, dtype=dtype, device=device)
@@ -128,28 +142,6 @@ class MoE(WeightedModule):
     def down_cut(self) -> Cut:
         return Cut(1, 0, self.begin, self.valid)
 
-    @property
-    def can_fuse(self) -> bool:
-        """Kernels of our own do the whole block, with the norm before it."""
-        is_plain = self.is_plain
-        if self.quantized is not None:
-            gate_up, down = (matrix.for_kernel() for matrix in self.quantized)
-            is_plain &= self.quantized[0].runs_on == "fp8" and few_experts.takes(gate_up, down)
-        return is_plain and self.group_size == 1
-
-    @property
-    def is_plain(self) -> bool:
-        """Nothing but a softmax, experts without biases and their sum."""
-        config, top_k = self.config, self.top_k
-        is_plain = not config.bias and config.activation_limit is None and self.shared is None
-        return is_plain and self.router.correction is None and top_k.num_groups == 1
-
-    def add_normed_to(self, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """residual [T, hidden] += this block of its RMSNorm, in place; returns residual. Where it can_fuse."""
-        logits = skinny.linear(residual, self.router.weight, few_rows.ROUTER, norm=norm, out_dtype=torch.float32)
-        add_experts: Any = (few_rows if self.quantized is None else few_experts).add_experts
-        return add_experts(residual, norm, logits, self.top_k, *self._weights())
-
     def _weights(self) -> tuple[torch.Tensor, torch.Tensor] | tuple[FP8Weight, FP8Weight]:
         """Of gate and up, and of down, as kernels take them."""
         if self.quantized is None:
@@ -157,25 +149,30 @@ class MoE(WeightedModule):
         gate_up, down = self.quantized
         return gate_up.for_kernel(), down.for_kernel()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kernels, rows = self.kernels, x.shape[0]
-        item_size = x.element_size() if self.quantized is None else 1
-        is_few = kernels.fused and rows <= few_rows.MOST_ROWS and item_size == 2
-        if is_few and self.is_plain and not self.router.one_order:
-            logits = skinny.linear(x, self.router.weight, few_rows.ROUTER, out_dtype=torch.float32)
+    def forward(
+        self, x: torch.Tensor, *, norm: Norm | None = None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """norm, of x, and residual [T, hidden], which the sum is added to in place: both or neither, for the plan of
+        a layer that is complete (LayerPlan)."""
+        if residual is not None:
+            assert norm is not None
+            logits = self.router(x, FEW_ROUTER, norm)
+            add_experts: Any = (few_rows if self.quantized is None else few_experts).add_experts
+            return add_experts(residual, norm, logits, self.top_k, *self._weights())
+        launch: ExpertsLaunch = self.launches[x.shape[0]]
+        logits = self.router(x, launch.router)
+        if launch.tiles is None:
             return few_rows.sum_experts(x, logits, self.top_k, self.gate_up, self.down)
-        choices, most_shared = rows * self.top_k.top_k, shared_bytes(x.device)
-        configs = expert_configs(choices, self.top_k.num_experts, item_size, most_shared)
-        logits = self.router(x)
-        routing = kernels.route(logits, self.top_k, configs.block_m, self.router.bias, self.router.correction)
+        kernels, tiles = self.kernels, launch.tiles
+        routing = kernels.route(logits, self.top_k, tiles.block_m, self.router.bias, self.router.correction)
         shared = self.shared(x) if self.shared is not None else None
         # Parts of many rows are large: they are rounded, as a dense MLP's results are.
-        part_dtype = torch.float32 if rows <= DECODE_ROWS and not self.router.one_order else x.dtype
+        part_dtype = x.dtype if launch.rounds_parts else torch.float32
         gate_up, down = self._weights()
-        h = kernels.expert_gate_up(x, gate_up, routing, configs.gate_up, self.activation, self.gate_up_bias)
+        h = kernels.expert_gate_up(x, gate_up, routing, tiles.gate_up, self.activation, self.gate_up_bias)
         down_bias = self.down_bias if self.adds_bias else None
-        parts = kernels.expert_down(h, down, routing, configs.down, part_dtype, down_bias)
-        if shared is None and self.group_size == 1 and 1 < self.top_k.top_k <= MOST_PARTS:
+        parts = kernels.expert_down(h, down, routing, tiles.down, part_dtype, down_bias)
+        if self.experts.is_summed_later:
             return parts
         gate = logits if self.config.shared_gate else None
         return kernels.combine(parts, x.dtype, shared, gate, self.top_k.num_experts)
@@ -190,6 +187,12 @@ class MoE(WeightedModule):
         """Of gate_up or its bias what is no padding: [experts, 2, I, ...]."""
         count, rows = tensor.shape[:2]
         return tensor.view(count, 2, rows // 2, *tensor.shape[2:])[:, :, : self.valid]
+
+
+def is_plain_mixture(config: MoEConfig) -> bool:
+    """Nothing but a softmax, experts without biases and their sum."""
+    is_plain = not config.bias and config.activation_limit is None and not config.shared_size
+    return is_plain and config.scoring == "softmax" and config.num_groups == 1
 
 
 def _experts(moe: MoE, prefix: str) -> Iterator[CheckpointWeight]:

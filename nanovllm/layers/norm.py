@@ -1,13 +1,12 @@
 """Norms, and the joint where the ranks' partial sums meet the residual stream."""
 
 from collections.abc import Iterator
-from collections.abc import Set as AbstractSet
 
 import torch
 
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.pointwise.norm import Norm, add_up
-from nanovllm.layers.context import LayerContext
+from nanovllm.layers.context import LayerContext, Stream
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
 from nanovllm.parallel.two_batch import Normed
 
@@ -37,59 +36,68 @@ class RowNorm(WeightedModule):
 
 class ReduceAddNorm(WeightedModule):
     """Sum of the ranks' partials, added to the residual stream, normalised: what comes before every block of the
-    model.
-
-    (partial [T, hidden], residual [T, hidden] or None at the start) -> (normalised [T, hidden], residual [T, hidden]).
-    A partial may also be [parts, T, hidden], whose sum it is: over parts of K (kernels/gemm/decode.py), or of experts.
-    The residual is for the next ReduceAddNorm of the same step alone: with several ranks, rows of it may be another's,
-    or missing.
+    model. Stream -> (normalised [T, hidden], residual [T, hidden]); the residual is for the next ReduceAddNorm of the
+    same step alone.
     """
 
     def __init__(
-        self, context: LayerContext, norm: RowNorm | None, after: RowNorm | None = None, multiplier: float = 1.0
-    ) -> None:
-        """norm: of the new residual, for the next block; None: that takes the residual itself. after: of the complete
-        sum, before multiplier * it is added; the owner is the block that the sum comes from."""
+        self, context: LayerContext, norm: RowNorm | None, after: RowNorm | None = None, multiplier: float = 1.0,
+        rounds: bool = False,
+    ) -> None:  # fmt: skip
+        """norm: applied to the new residual (None: identity). after: applied to the complete partial before
+        multiplier * it is added; its weights belong to the block that the partial comes from. rounds: what takes the
+        normalised rows would round them to e4m3, so that may happen here."""
         super().__init__()
-        self.norm, self.after, self.multiplier = norm, after, multiplier
+        self.norm, self.after, self.multiplier, self.rounds = norm, after, multiplier, rounds
         self.group, self.kernels = context.group, context.kernels
         self.is_plain = norm is not None and norm.kind == "rms" and after is None and multiplier == 1.0
         """Only a sum, an addition and an RMSNorm: what peer memory and fused GEMMs do in one kernel."""
         self.nodes = context.group.exact_bits == "tp"
-        """Sums over parts of K are rounded, and so is the sum of any two (kernels/gemm/fixed_order.py)."""
-        self.dependent_rows: AbstractSet[int] = frozenset()
-        """Numbers of rows whose partial comes from a kernel of our own, after which the all-reduce is launched
-        with PDL: `pdl_rows` of the layer before, which the model sets."""
-        self.rounds = False
-        """The normalised rows may be rounded to e4m3, since what takes them would do so. The model sets it. One row's
-        product over several ranks does it in less time."""
+        """Sums over parts of K are rounded, and so is the sum of any two (kernels/plan/order.py)."""
 
     @property
     def row_norm(self) -> Norm:
         assert self.norm is not None
         return self.norm.for_kernel()
 
-    def forward(
-        self, partial: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor | FP8Rows, torch.Tensor]:
-        rows = partial.shape[-2]
+    def forward(self, stream: Stream) -> tuple[torch.Tensor | FP8Rows, torch.Tensor]:
+        residual, partial, is_early = stream
+        if partial is None:
+            assert residual is not None
+            return self._add_norm(residual, None)
+        rows = stream.num_rows
         peers = self.group.fused_all_reduce(rows)
         if peers is not None and not self.is_plain:
             return self.add_norm(peers.all_reduce(partial), residual)
         if peers is not None:
-            dependent = rows in self.dependent_rows
+            # One row's product over several ranks rounds it in less time than the kernel of the sum.
+            rounds = self.rounds and rows > 1
             return peers.all_reduce_add_rms_norm(
-                partial, residual, self.row_norm, dependent=dependent, rounds=self.rounds and rows > 1
+                partial, residual, self.row_norm, dependent=is_early, rounds=rounds
             )
         if self.group.size > 1 and partial.dim() == 3:
             assert residual is not None
             partial = add_up(partial, residual.dtype, self.nodes)
-        if self.rounds and self.norm is not None and self.group.size == 1:
-            after = None if self.after is None else self.after.for_kernel()
-            return self.kernels.add_norms_fp8(partial, residual, self.row_norm, after, self.multiplier)
-        return self.add_norm(self.group.all_reduce(partial), residual)
+        if self.group.size > 1:
+            return self.add_norm(self.group.all_reduce(partial), residual)
+        return self._add_norm(partial, residual)
+
+    def add(self, stream: Stream) -> torch.Tensor:
+        """The complete residual stream, not normalised; on one rank, where the joint is_plain."""
+        residual, partial, _ = stream
+        assert residual is not None
+        return residual if partial is None else self.kernels.add_norms(partial, residual, None)[0]
+
+    def _add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor | FP8Rows, torch.Tensor]:
+        """`add_norm` on one rank, which may round."""
+        if not self.rounds or self.norm is None:
+            return self.add_norm(x, residual)
+        after = None if self.after is None else self.after.for_kernel()
+        return self.kernels.add_norms_fp8(x, residual, self.row_norm, after, self.multiplier)
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> Normed:
-        """The same for x [T, hidden] (or in parts) that is complete."""
+        """The same for x [T, hidden] (or in parts) that is complete; residual None: zeros."""
         norm, after = (None if n is None else n.for_kernel() for n in (self.norm, self.after))
         return self.kernels.add_norms(x, residual, norm, after, self.multiplier, self.nodes)

@@ -1,18 +1,19 @@
 """Weights in fewer bits than the model's dtype: how a linear layer holds them, and how a checkpoint brings them."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
-from nanovllm.kernels.base.device import supports_fp8
-from nanovllm.kernels.fp8 import gemm, one_row, specialized
+from nanovllm.kernels.fp8 import gemm, one_row
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.reference import BLOCK, FP8
+from nanovllm.kernels.plan.config import FP8 as FP8_NAME
 from nanovllm.kernels.plan.config import GemmConfig
-from nanovllm.layers.int4 import Int4Matrix
-from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Scales, Shard, parameter
+from nanovllm.kernels.plan.device import Device
+from nanovllm.layers.weights import CheckpointWeight, Cut, Scales, Shard, parameter
 from nanovllm.model_config import Quantization
 
 _ALIGNMENT = 8
@@ -24,18 +25,17 @@ def column_multiple(quantization: Quantization | None) -> int:
     return _ALIGNMENT if quantization is None else BLOCK
 
 
-_PRODUCTS: dict[str, Callable[..., torch.Tensor | FP8Rows]] = {
-    "cpu": gemm.linear_twin,
-    "fp8": gemm.linear,
-    "widened": gemm.linear_widened,
-}
+def takes_rounded(quantization: Quantization | None, device: Device) -> bool:
+    """Whether whoever makes the inputs may round them to e4m3: no scale of one matrix alone is for that, and kernels
+    can."""
+    is_fp8 = quantization is not None and quantization.method == "fp8" and not quantization.static_inputs
+    return is_fp8 and (device.has_tma or not device.is_cuda)
 
 
 class FP8Matrix(nn.Module):
     """A weight [rows, columns] in e4m3 with float32 scales; x @ weight^T is what kernels/fp8/reference.py says."""
 
-    few_rows = one_row
-    """Products of a few rows with what surrounds them, by `for_kernel`."""
+    type_name = FP8_NAME
 
     def __init__(
         self, quantization: Quantization, rows: int, columns: int, cuts: Iterable[Cut], num_inputs: int,
@@ -51,9 +51,6 @@ class FP8Matrix(nn.Module):
         """Rows that share scales: a whole block, or less where ranges begin elsewhere."""
         if self.in_blocks:
             self.rows_each = math.gcd(BLOCK, *(n for cut in cuts if cut.dim == 0 for n in (cut.place, cut.start)))
-        self.runs_on = "cpu" if device.type != "cuda" else "fp8" if supports_fp8(device) else "widened"
-        if self.runs_on == "widened" and stack:
-            raise ValueError("quantization: FP8 experts need a GPU of compute capability 9.x or 10.x")
         groups = -(-columns // BLOCK) if self.in_blocks else 1
         self.weight = parameter(*stack, rows, columns, dtype=FP8, device=device)
         self.weight.view(torch.uint8).zero_()
@@ -107,42 +104,18 @@ class FP8Matrix(nn.Module):
                 for index, line in enumerate(scales):
                     yield Shard(line[None], 0, (cut.start + index * self.rows_each) // BLOCK)
 
-    def takes(self, config: GemmConfig) -> bool:
-        """Whether a tile's rows share their scales, which some kernels ask, and the device has what they need."""
-        if self.runs_on == "widened":
-            return config.kernel == "library"
-        if config.kernel == "specialized":
-            return specialized.takes(self.for_kernel(), config)
-        return config.kernel != "quantized_row" or not self.in_blocks or self.rows_each % 16 == 0
+    @property
+    def scale_rows(self) -> int | None:
+        """Neighbouring rows that share scales; None: each row has one."""
+        return self.rows_each if self.in_blocks else None
 
     def for_kernel(self) -> FP8Weight:
         return FP8Weight(self.weight, self.scale, self.rows_each, self.input_scale)
 
-    @property
-    def table_key(self) -> tuple[int, int, str]:
-        """(rows, columns, type) of its products in the GEMM table."""
-        return (*self.weight.shape, str(self.weight.dtype).removeprefix("torch."))  # type: ignore[return-value]
-
-    @property
-    def takes_rounded(self) -> bool:
-        """Whoever makes the inputs may round them to e4m3: no scale of this matrix alone is for that, and kernels
-        can."""
-        return self.input_scale is None and self.runs_on != "widened"
-
-    def matmul(
-        self, x: torch.Tensor | FP8Rows, config: GemmConfig, gated: bool = False
+    def multiply(
+        self, x: torch.Tensor | FP8Rows, config: GemmConfig, *, gated: bool = False, **around: Any
     ) -> torch.Tensor | FP8Rows:
-        """x [T, columns] -> x @ weight^T [T, rows], or float32 [config.parts, T, rows], sums over parts of columns.
-        gated: gates are the first half of the rows; silu(gate) * up, [T, rows / 2], rounded by "specialized"."""
-        return _PRODUCTS[self.runs_on](x, self.for_kernel(), config, gated=gated)
-
-
-def quantized_matrix(
-    quantization: Quantization, rows: int, columns: int, pieces: tuple[Piece, ...], dtype: torch.dtype,
-    device: torch.device,
-) -> FP8Matrix | Int4Matrix:  # fmt: skip
-    """An empty weight of a linear layer of `dtype`."""
-    if quantization.method == "int4":
-        return Int4Matrix(quantization, rows, columns, dtype, device)
-    cuts = [cut for piece in pieces for cut in piece.cuts]
-    return FP8Matrix(quantization, rows, columns, cuts, len(pieces), device)
+        """See Matrix."""
+        if config.is_skinny:
+            return one_row.linear(x, self.for_kernel(), config, gated=gated, **around)
+        return gemm.linear(x, self.for_kernel(), config, gated=gated)

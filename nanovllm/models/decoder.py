@@ -9,26 +9,27 @@ residual stream), and a layer communicates exactly twice.
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from nanovllm.attention.base import AttentionBackend, AttentionSpec
+from nanovllm.kernels.plan.plan import LayerPlan, Operation
 from nanovllm.layers.attention import Attention, ForwardStep, attention_spec, wanted_rows
-from nanovllm.layers.context import LayerContext
+from nanovllm.layers.context import LayerContext, Stream
 from nanovllm.layers.heads import heads_of
-from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.mlp import MLP
-from nanovllm.layers.moe import MoE
+from nanovllm.layers.moe import MoE, is_plain_mixture
 from nanovllm.layers.norm import ReduceAddNorm, RowNorm
+from nanovllm.layers.quantized import takes_rounded
 from nanovllm.layers.rotary import cos_sin_table
 from nanovllm.layers.vocab import VocabParallelEmbedding
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
 from nanovllm.model_config import LayerSpec, ModelConfig
 from nanovllm.models.renaming import in_checkpoint
-from nanovllm.parallel.two_batch import Block, run_micro_batches
+from nanovllm.parallel.two_batch import run_micro_batches
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class ModelContext(LayerContext):
             has_bias=config.norm_bias,
         )  # fmt: skip
 
-    def joint(self, norm: RowNorm | None, after: RowNorm | None) -> ReduceAddNorm:
-        return ReduceAddNorm(self, norm, after, self.config.residual_multiplier)
+    def joint(self, norm: RowNorm | None, after: RowNorm | None, rounds: bool = False) -> ReduceAddNorm:
+        return ReduceAddNorm(self, norm, after, self.config.residual_multiplier, rounds)
 
 
 def attention_specs(config: ModelConfig, rank: int, size: int) -> tuple[AttentionSpec, ...]:
@@ -77,34 +78,75 @@ class PositionTables:
         return cls({name: cos_sin_table(rope, *args) for name, rope in config.ropes.items()}, scale)
 
 
-def dense_mlp(context: ModelContext, spec: LayerSpec) -> MLP:
+def has_plain_joints(config: ModelConfig) -> bool:
+    """Between two blocks there is an addition and an RMSNorm, and nothing else."""
+    return config.norm_placement == "pre" and config.norm_kind == "rms" and config.residual_multiplier == 1.0
+
+
+def can_fuse(config: ModelConfig, spec: LayerSpec) -> bool:
+    """Kernels for few rows compute this layer's activation."""
+    if spec.mlp == "moe":
+        assert config.moe is not None
+        return is_plain_mixture(config.moe)
+    return config.gated_mlp and config.activation == "silu"
+
+
+def dense_mlp(context: ModelContext, spec: LayerSpec, fuses: bool, adds_parts: bool) -> MLP:
     config = context.config
     return MLP(
         context, config.hidden_size, config.intermediate_size, activation=config.activation, gated=config.gated_mlp,
-        bias=config.mlp_bias, precisions=(spec.precision("gate_up"), spec.precision("down")),
+        bias=config.mlp_bias, precisions=(spec.precision("gate_up"), spec.precision("down")), fuses=fuses,
+        adds_parts=adds_parts,
     )  # fmt: skip
 
 
-def moe_mlp(context: ModelContext, spec: LayerSpec) -> MoE:
+def moe_mlp(context: ModelContext, spec: LayerSpec, fuses: bool, adds_parts: bool) -> MoE:
     assert context.config.moe is not None
-    return MoE(context, context.config.hidden_size, context.config.moe, spec.precision)
+    return MoE(context, context.config.hidden_size, context.config.moe, spec.precision, fuses)
 
 
-MLPS: dict[str, Callable[[ModelContext, LayerSpec], Any]] = {"dense": dense_mlp, "moe": moe_mlp}
+MLPS: dict[str, Callable[[ModelContext, LayerSpec, bool, bool], Any]] = {"dense": dense_mlp, "moe": moe_mlp}
 """What builds a layer's MLP, by LayerSpec.mlp: [T, hidden] -> [T, hidden], a partial sum."""
 
 
+@dataclass(frozen=True)
+class Block:
+    """A joint, and what takes its result: attention, an MLP, or both side by side."""
+
+    joint: ReduceAddNorm
+    compute: Callable[..., torch.Tensor]
+    """(rows [T, hidden], step) -> partial [T or wanted, hidden]. Where the layer's plan has its operations compute what
+    is around them it is called with `norm`, of the rows, and with `residual`, which it adds to in place."""
+    operations: tuple[Operation, ...] = ()
+    """From the one that takes the rows to the one that yields the result."""
+
+
+def without_step(mlp: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """An MLP as a Block computes."""
+    return lambda x, step, **around: mlp(x, **around)
+
+
+def side_by_side(attention: Attention, mlp: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Both of the same rows, as a Block computes."""
+
+    def compute(x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        attended, own = attention(x, step), wanted_rows(x, step.wanted)
+        return attended + mlp(own) if own.shape[0] else attended
+
+    return compute
+
+
 class DecoderLayer(WeightedModule):
-    """Attention and MLP with the joints before each."""
+    """Attention and MLP with the joints before each: `blocks`, which every kind of step goes through."""
 
     def __init__(
         self, context: ModelContext, spec: LayerSpec, tables: PositionTables, incoming: RowNorm | None
     ) -> None:
         """incoming: the norm of what the layer before this one hands on, where that has one."""
         super().__init__()
-        place = context.config.norm_placement
+        config = context.config
+        place, device = config.norm_placement, context.planner.rules.device
         self.signature: Hashable = spec.signature
-        self.is_parallel = place == "parallel"
         self.norms: dict[str, RowNorm] = {}
         if place != "post":
             self.norms["attention_norm"] = context.norm()
@@ -112,62 +154,49 @@ class DecoderLayer(WeightedModule):
             self.norms["attention_out_norm"], self.norms["mlp_out_norm"] = context.norm(), context.norm()
         if place in ("pre", "sandwich"):
             self.norms["mlp_norm"] = context.norm()
-        get = self.norms.get
-        self.input_layernorm = context.joint(get("attention_norm"), incoming)
-        cos_sin = None if spec.rope is None else tables.cos_sin[spec.rope]
-        self.self_attn = Attention(context, context.config, spec, context.backend, cos_sin, tables.query_scale)
-        self.mlp: Any = MLPS[spec.mlp](context, spec)
-        if self.is_parallel:
-            for module in self.modules():
-                if isinstance(module, RowParallelLinear):
-                    module.takes_parts = False  # the blocks' results are added before a joint sees them
+        get, is_parallel = self.norms.get, place == "parallel"
+        fuses = has_plain_joints(config) and can_fuse(config, spec)
+        self.self_attn = Attention(
+            context, config, spec, context.backend, None if spec.rope is None else tables.cos_sin[spec.rope],
+            tables.query_scale, fuses, adds_parts=not is_parallel,
+        )  # fmt: skip
+        self.mlp: Any = MLPS[spec.mlp](context, spec, fuses, not is_parallel)
+        rounds = not is_parallel and takes_rounded(spec.precision("qkv"), device)
+        self.input_layernorm = context.joint(get("attention_norm"), incoming, rounds)
+        self.blocks: tuple[Block, ...]
+        """In the order in which each step goes through them."""
+        if is_parallel:
+            self.blocks = (Block(self.input_layernorm, side_by_side(self.self_attn, self.mlp)),)
         else:
-            self.post_attention_layernorm = context.joint(get("mlp_norm"), get("attention_out_norm"))
-            self.input_layernorm.rounds = self.self_attn.qkv_proj.takes_rounded
-            self.post_attention_layernorm.rounds = self.mlp.takes_rounded
+            rounds = spec.mlp == "dense" and takes_rounded(spec.precision("gate_up"), device)
+            self.post_attention_layernorm = context.joint(get("mlp_norm"), get("attention_out_norm"), rounds)
+            self.blocks = (
+                Block(self.input_layernorm, self.self_attn, self.self_attn.operations),
+                Block(self.post_attention_layernorm, without_step(self.mlp), self.mlp.operations),
+            )
+        self.operations = (*self.self_attn.operations, *self.mlp.operations)
+        self.plans = context.planner.layer(self.operations)
 
-    def forward(
-        self, partial: torch.Tensor, residual: torch.Tensor | None, step: ForwardStep,
-        wanted: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """`wanted` int [N], on one rank: the tokens whose results are read, here and in what follows."""
-        x, residual = self.input_layernorm(partial, residual)
-        if wanted is not None and not wanted.shape[0]:  # GEMMs take one row or more
-            self.self_attn.attend(self.self_attn.qkv_proj(x), step)
-            return residual[:0], residual[:0]
-        attended = self.self_attn(x, step, wanted)
-        if wanted is not None:
-            residual = residual.index_select(0, wanted)
-        if self.is_parallel:
-            return attended + self.mlp(wanted_rows(x, wanted)), residual
-        x, residual = self.post_attention_layernorm(attended, residual)
-        return self.mlp(x), residual
-
-    def precedes(self, joint: ReduceAddNorm) -> None:
-        """Tells the joints that take in its sums, its own and `joint` behind it, after which rows PDL gains."""
-        if not self.is_parallel:
-            self.post_attention_layernorm.dependent_rows = self.self_attn.o_proj.pdl_rows
-            joint.dependent_rows = getattr(self.mlp, "pdl_rows", frozenset())
-
-    def blocks(self, steps: tuple[ForwardStep, ForwardStep]) -> Iterator[Block]:
-        """The same as joints and what follows each, for the halves of a step (run_micro_batches)."""
-        if self.is_parallel:
-            yield self.input_layernorm, lambda x, half: self.self_attn(x, steps[half]) + self.mlp(x)
-        else:
-            yield self.input_layernorm, lambda x, half: self.self_attn(x, steps[half])
-            yield self.post_attention_layernorm, lambda x, half: self.mlp(x)
-
-    def forward_fused(self, residual: torch.Tensor, step: ForwardStep) -> torch.Tensor:
-        """The same layer for a handful of rows on one rank, with norm, activation and residual inside our
-        skinny GEMM kernels; updates and returns `residual`. For layers that can_fuse."""
-        attention, mlp, joint = self.self_attn, self.mlp, self.input_layernorm
-        qkv = attention.qkv_proj.forward_normed(residual, joint.row_norm, joint.kernels)
-        attention.o_proj.add_to(residual, attention.attend(qkv, step))
-        return mlp.add_normed_to(residual, self.post_attention_layernorm.row_norm)
-
-    @property
-    def can_fuse(self) -> bool:
-        return not self.is_parallel and self.input_layernorm.is_plain and getattr(self.mlp, "can_fuse", False)
+    def forward(self, stream: Stream, step: ForwardStep) -> Stream:
+        """The stream after this layer; on one rank, in the last layer, of the tokens that the step wants alone."""
+        for number, block in enumerate(self.blocks):
+            if not stream.num_rows:
+                break
+            plan: LayerPlan = self.plans[stream.num_rows]
+            around: dict[str, Any] = {}
+            if plan.takes_norm(block.operations):
+                residual = block.joint.add(stream)
+                x, around["norm"] = residual, block.joint.row_norm
+            else:
+                x, residual = block.joint(stream)
+            if number == 0:
+                residual = wanted_rows(residual, step.wanted)
+            if plan.is_complete:
+                block.compute(x, step, **around, residual=residual)
+                stream = Stream(residual)
+            else:
+                stream = Stream(residual, block.compute(x, step), plan.is_early(block.operations))
+        return stream
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         for name, norm in self.norms.items():
@@ -192,14 +221,7 @@ class DecoderForCausalLM(WeightedModule):
             self.layers.append(layer := DecoderLayer(context, spec, tables, incoming))
             incoming = layer.norms.get("mlp_out_norm")
         self.norm = context.joint(context.norm(), incoming)
-        joints = [*(layer.input_layernorm for layer in self.layers), self.norm]
-        for layer, joint in zip(self.layers, joints[1:], strict=True):
-            layer.precedes(joint)
         self.group = context.group
-        self.fused_rows: set[int] = set()
-        """Numbers of rows that take forward_fused; set with the kernels' choices (runner/tuning.py)."""
-        self.can_fuse = self.norm.is_plain and all(layer.can_fuse for layer in self.layers)
-        """forward_fused computes the same: an addition and an RMSNorm at each joint, SwiGLU, no multipliers."""
         self.lm_head = self.embed_tokens
         if not config.tie_word_embeddings:
             self.lm_head = VocabParallelEmbedding(context, config.vocab_size, config.hidden_size)
@@ -219,27 +241,26 @@ class DecoderForCausalLM(WeightedModule):
         Of a prompt only the last token is sampled from, and what the last layer does after its attention goes nowhere
         else: one rank leaves it out for the others. (With several, rows of the residual stream are not all here.)
         """
-        if input_ids.shape[0] in self.fused_rows:
-            hidden = self.embed(input_ids)
-            for layer in self.layers:
-                hidden = layer.forward_fused(hidden, step)
-            return wanted_rows(self.norm(hidden, None)[0], wanted)
-        partial, residual = self.embed(input_ids), None
+        embedded, is_alone = self.embed(input_ids), self.group.size == 1
+        stream = Stream(embedded) if is_alone else Stream(None, embedded)
         *layers, last = self.layers
         for layer in layers:
-            partial, residual = layer(partial, residual, step)
-        chosen_early = self.group.size == 1
-        partial, residual = last(partial, residual, step, wanted if chosen_early else None)
-        hidden = self.norm(partial, residual)[0]
-        return hidden if chosen_early else wanted_rows(hidden, wanted)
+            stream = layer(stream, step)
+        stream = last(stream, replace(step, wanted=wanted) if is_alone else step)
+        hidden = self.norm(stream)[0]
+        return hidden if is_alone else wanted_rows(hidden, wanted)
 
     def forward_two_batch(
         self, input_ids: torch.Tensor, steps: tuple[ForwardStep, ForwardStep], wanted: torch.Tensor | None = None
     ) -> torch.Tensor:
         """forward for many tokens on several ranks, cut into two halves (parallel/two_batch.py)."""
         first, second = input_ids.split([step.positions.shape[0] for step in steps])
-        blocks = [block for layer in self.layers for block in layer.blocks(steps)]
-        return wanted_rows(run_micro_batches((self.embed(first), self.embed(second)), blocks, self.norm), wanted)
+        blocks = [(block.joint, block.compute) for layer in self.layers for block in layer.blocks]
+        return wanted_rows(run_micro_batches((self.embed(first), self.embed(second)), steps, blocks, self.norm), wanted)
+
+    def plan(self, num_rows: int) -> LayerPlan:
+        """What runs in the last layer for so many tokens."""
+        return self.layers[-1].plans[num_rows]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [B, hidden] -> logits [B, this rank's part of the padded vocabulary]."""

@@ -24,6 +24,7 @@ from nanovllm.attention.base import AttentionBackend, AttentionSpec
 from nanovllm.errors import refuse
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.attention.reference import attend_reference
+from nanovllm.kernels.plan.plan import LayerPlan
 from nanovllm.kernels.pointwise.rope import QKNormRope
 from nanovllm.layers.attention import ForwardStep
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, whole
@@ -192,6 +193,10 @@ class TransformersModel(WeightedModule):
         """positions: None for those that the module takes by itself."""
         places = None if positions is None else positions[None].long()
         return self.module(input_ids=input_ids[None].long(), position_ids=places, use_cache=False, **options).logits[0]
+
+    def plan(self, num_rows: int) -> LayerPlan:
+        """Nothing of it is ours to choose."""
+        return LayerPlan({})
 
     # -- the trial ----------------------------------------------------------------------------------------------
 

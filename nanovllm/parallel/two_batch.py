@@ -113,8 +113,8 @@ class Joint(Protocol):
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> Normed: ...
 
 
-Block = tuple[Joint, Callable[[torch.Tensor, int], Any]]
-"""A joint, and what follows it: (normalised rows, half 0 or 1) -> partial sums [T, hidden]."""
+Block = tuple[Joint, Callable[..., Any]]
+"""A joint, and what follows it: (normalised rows, step) -> partial sums [T, hidden]."""
 
 
 def start(joint: Joint, partial: torch.Tensor, residual: torch.Tensor | None, half: int) -> UnderWay[Normed]:
@@ -136,16 +136,16 @@ def start(joint: Joint, partial: torch.Tensor, residual: torch.Tensor | None, ha
 
 
 def run_micro_batches(
-    partials: tuple[torch.Tensor, torch.Tensor], blocks: Sequence[Block], last: Joint
+    partials: tuple[torch.Tensor, torch.Tensor], steps: tuple[Any, Any], blocks: Sequence[Block], last: Joint
 ) -> torch.Tensor:
-    """Embedded halves of a step's tokens, partial sums [T, hidden] each, through all blocks: [both, hidden], normalised
-    by `last`. The sums of each half run beside what the other computes; in every block the second half comes after the
-    first, whose keys it sees."""
+    """Embedded halves of a step's tokens, partial sums [T, hidden] each, through all blocks, with the step of each:
+    [both, hidden], normalised by `last`. The sums of each half run beside what the other computes; in every block the
+    second half comes after the first, whose keys it sees."""
     joints = [*(joint for joint, _ in blocks), last]
     halves = start(joints[0], partials[0], None, 0), start(joints[0], partials[1], None, 1)
     for (_, block), joint in zip(blocks, joints[1:], strict=True):
         x, residual = halves[0].wait()
-        first = start(joint, block(x, 0), residual, 0)
+        first = start(joint, block(x, steps[0]), residual, 0)
         x, residual = halves[1].wait()
-        halves = first, start(joint, block(x, 1), residual, 1)
+        halves = first, start(joint, block(x, steps[1]), residual, 1)
     return torch.cat([half.wait()[0] for half in halves])

@@ -2,9 +2,9 @@
 
 import logging
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,15 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import refuse
 from nanovllm.kernels import select_kernels
 from nanovllm.kernels.base.compile_keys import hash_triton, resolve_keys
+from nanovllm.kernels.base.memory_split import equal_memory_split
 from nanovllm.kernels.gemm.fixed_order import library_without_parts
+from nanovllm.kernels.plan.config import Choices
+from nanovllm.kernels.plan.device import Device
+from nanovllm.kernels.plan.plan import Planner, Rules
+from nanovllm.kernels.plan.table import table_for
 from nanovllm.kernels.row_by_row import row_by_row
+from nanovllm.layers.linear import ParallelLinear
+from nanovllm.layers.quantized import FP8Matrix
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.checkpoint import load_checkpoint, load_dummy
 from nanovllm.models.decoder import DecoderForCausalLM, ModelContext, attention_specs
@@ -27,7 +34,6 @@ from nanovllm.models.live_module import LiveModule
 from nanovllm.models.names import CheckpointNames
 from nanovllm.models.registry import family
 from nanovllm.parallel.group import TensorParallelGroup
-from nanovllm.runner import tuning
 from nanovllm.runner.cuda_graphs import StepGraphs, why_no_graphs
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.kv_cache import bind_kv_cache, block_bytes, blocks_that_fit, host_memory
@@ -35,17 +41,20 @@ from nanovllm.runner.memory_probe import GIB, NCCL_BYTES, MemoryProbe
 from nanovllm.runner.sampler import OptionSampler
 from nanovllm.runner.sleep import SleepableMemory
 from nanovllm.runner.step_work import StepWork
+from nanovllm.runner.sum_order import check_order
 from nanovllm.runner.weight_commands import WeightCommands
 from nanovllm.wire.sampling import split_section
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
 from nanovllm.wire.step import StepCounts, dummy_step, packed_capacity
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.plan.config import Choices
     from nanovllm.models.transformers_model import TransformersModel
 
 logger = logging.getLogger(__name__)
 
+_SHARED_PERCENT = 75
+"""A step of one row on an H200, us, so and where each kernel has a division of its own: 0.6B 568 of 637, 8B with 4-bit
+weights 1,640 of 1,784; in FP8, whose attention leaves L1 to the others instead, 2,541 of 2,448."""
 _LAST_WAIT = 2.0  # seconds that close() gives a device after a failure
 
 
@@ -110,23 +119,24 @@ class ModelRunner(WeightCommands):
             self.no_graphs_because = "transformers computes the model"
         if is_first and self.device.type == "cuda" and self.no_graphs_because and not config.enforce_eager:
             logger.warning("no CUDA graphs, which is slow: %s", self.no_graphs_because)
+        self.planner = Planner(self._rules())
         context = ModelContext(
-            self.group, self.kernels, self.dtype, self.device, model, self.backend, self.max_model_len
-        )
+            self.group, self.kernels, self.dtype, self.device, model, self.backend, self.max_model_len,
+            planner=self.planner,
+        )  # fmt: skip
         if foreign:
             foreign.backend = self.backend
         self.model: Any = foreign or DecoderForCausalLM(context)
         self._spelling = CheckpointNames() if foreign else family(model.architecture).names
-        if is_first and any(getattr(part, "runs_on", "") == "widened" for part in self.model.modules()):
+        self._tell_backend()
+        widened = self.device.type == "cuda" and not self.planner.rules.device.has_tma
+        if is_first and widened and any(isinstance(part, FP8Matrix) for part in self.model.modules()):
             logger.warning("FP8 weights are widened for each product, slowly: it takes compute capability 9.x or 10.x")
         self.live_module = None if module is None else LiveModule(module, self._spelling)
         if self.live_module is not None:
             self.io.synchronize()  # the caller may have computed the weights a moment ago, in another stream
             self.live_module.share(self.model, model.tie_word_embeddings)
             self.memory.release_cached()
-        self.gemm_table = tuning.table_for(self.device, config.kernel_choices)
-        if config.exact_bits is not None and foreign is None:
-            tuning.fix_order(self.model, self.gemm_table, self.group)  # type: ignore[arg-type]
         self.sleepable: SleepableMemory | None = None
         if config.enable_sleep and self.device.type == "cuda" and self.live_module is None:
             sleepable = self.sleepable = SleepableMemory(self.device)
@@ -262,25 +272,28 @@ class ModelRunner(WeightCommands):
         may = self.device.type == "cuda" and config.exact_bits is None and config.uses("gemm_kernels")
         return may and config.uses("fused_kernels") and self.model_config.implementation == "native"
 
-    @property
-    def _untuned(self) -> str:
-        return "library" if self.config.exact_bits is None else "one order of sums for all numbers of rows"
+    def _rules(self) -> Rules:
+        """What decides which kernels run (kernels/plan/plan.py)."""
+        config, device = self.config, Device.of(self.device)
+        table = table_for(device.name, config.kernel_choices)
+        return Rules(device, self.group.size, config.exact_bits, self._tunes, self.kernels.fused, table)
+
+    def _tell_backend(self) -> None:
+        """Attention leaves L1 to weights that pass through registers, as those of one row in FP8 do."""
+        if self.model_config.implementation == "native":
+            self.backend.leave_l1(self.model.plan(1).fills_registers)
+
+    def choose_kernels(self) -> Rules:
+        """What all ranks are to multiply by. Called on rank 0 alone."""
+        return self.planner.rules
 
     @torch.inference_mode()
-    def choose_kernels(self) -> "Choices":
-        """What all ranks are to multiply with, by the number of rows (runner/tuning.py). Called on rank 0 alone."""
-        if not self._tunes:
-            return {}
-        return tuning.chosen(self.model, self.gemm_table, self.group.size == 1, self.config.max_num_seqs)
-
-    @torch.inference_mode()
-    def capture_graphs(self, choices: "Choices") -> int:
-        """Takes rank 0's `choices` of kernels and captures every step shape; returns their number."""
-        if choices:
-            tuning.apply(self.model, choices, fused=self.group.size == 1)
+    def capture_graphs(self, rules: Rules) -> int:
+        """Takes rank 0's `rules` and captures every step shape; returns their number."""
+        self.planner.adopt(rules)
         if self.config.exact_bits is not None and self.device.type == "cuda":
             with self.io.stream_context(), self._products():
-                tuning.check_order(self.model, self.config.max_num_batched_tokens)
+                check_order(self.model, self.planner, self.config.max_num_batched_tokens)
         if self.no_graphs_because is not None:
             return 0
         with self.io.stream_context(), self._products():
@@ -293,13 +306,14 @@ class ModelRunner(WeightCommands):
         return len(self.graphs)
 
     @torch.inference_mode()
-    def time_step(self, choices: "Choices", num_decode_rows: int, replays: int) -> float:
+    def time_step(self, choices: Choices, num_decode_rows: int, replays: int) -> float:
         """Microseconds of the last step over again, with `choices` of kernels and so many rows as it had, without
         the mailbox; infinite where these cannot run. For choosing (scripts/tune_steps.py): all ranks are called."""
         from nanovllm.kernels.base.graph_timing import graph_us
 
         self._progress()
-        tuning.apply(self.model, choices, fused=self.group.size == 1)
+        self.planner.adopt(replace(self.planner.rules, tried=choices))
+        self._tell_backend()
         with self.io.stream_context():
             try:
                 return graph_us([lambda: self.work.run_padded(StepShape(num_decode_rows, 0))], replays)
@@ -316,8 +330,15 @@ class ModelRunner(WeightCommands):
         self.io.step_buffer.zero_()  # a step without rows: everything is padding
         return StepGraphs(
             self.work.run_padded, self.config.max_num_seqs, self.config.max_num_batched_tokens, self.io.stream,
-            self._progress, partial(tuning.before_capture, self.model),
+            self._progress, self._before_capture,
         )  # fmt: skip
+
+    @contextmanager
+    def _before_capture(self, shape: StepShape) -> Iterator[None]:
+        """For a run of `shape` that readies what its graph will launch: fewer layers launch the same kernels."""
+        is_chain = sum(shape) == 1 and self.model.plan(1).is_chain
+        with self.model.few_layers(), equal_memory_split(_SHARED_PERCENT) if is_chain else nullcontext():
+            yield
 
     # -- one step -----------------------------------------------------------------------------------------------
 
@@ -367,13 +388,22 @@ class ModelRunner(WeightCommands):
             "attention_backend_reason": self.backend.fallen_back_from or self.backend_reason,
             "block_size": self.block_size,
             "all_reduce": self.group.all_reduce_name,
-            "gemms": tuning.report(self.model, self.gemm_table, self.group.size == 1) if self._tunes else self._untuned,
+            "gemms": self._gemms(),
             "exact_bits": self.config.exact_bits,
             "cuda_graphs": len(self.graphs) if self.graphs else 0,
             "no_cuda_graphs_because": self.no_graphs_because,
             **({} if self.live_module is None else self.live_module.report()),
             **self.memory.report(),
         }
+
+    def _gemms(self) -> str:
+        """How many of the model's different GEMMs the table has; rules serve the others."""
+        rules = self.planner.rules
+        if not rules.own_kernels:
+            return "library" if rules.exact_bits is None else "one order of sums for all numbers of rows"
+        linears = (part for part in self.model.modules() if isinstance(part, ParallelLinear))
+        found = {linear.product.gemm(rules.world) for linear in linears}
+        return f"{sum(map(rules.table.is_tuned, found))} of {len(found)} tuned"
 
     def close(self, failed: bool) -> None:
         """Frees the device. After a failure no rank is waited for, and a device that does not come to rest keeps all

@@ -92,10 +92,12 @@ class StepWork:
     def _attention(
         self, buffers: StepBuffers, num_decode_rows: int, max_seqlen_q: int, max_context_len: int
     ) -> AttentionMetadata:
+        num_tokens = buffers.positions.shape[0]
         return AttentionMetadata(
             num_rows=buffers.row_slot.shape[0], num_decode_rows=num_decode_rows, row_slot=buffers.row_slot,
             context_lens=buffers.context_lens, cu_seqlens_q=buffers.cu_seqlens_q, block_table=self.state.block_table,
-            max_seqlen_q=max_seqlen_q, max_context_len=max_context_len, num_tokens=buffers.positions.shape[0],
+            max_seqlen_q=max_seqlen_q, max_context_len=max_context_len, num_tokens=num_tokens,
+            merge_first=num_decode_rows == num_tokens == 1 and self._model.plan(1).merge_first,
         )  # fmt: skip
 
     def _forward(

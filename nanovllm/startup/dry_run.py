@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from nanovllm.kernels.step.input import expand_rows_reference
-from nanovllm.runner import tuning
 from nanovllm.startup.compile_server import CompileJob
 from nanovllm.wire.step import StepCounts, dummy_step
 
@@ -29,9 +28,7 @@ def dry_run(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> None
     config, work = runner.config, runner.work
     with torch.inference_mode(), runner.io.stream_context(), runner.group.muted(), launching_nothing(submit):
         runner.allocate_kv_cache(1)
-        choices = runner.choose_kernels()
         try:
-            tuning.apply(runner.model, choices, fused=runner.group.size == 1)
             local_ids = runner.model.lm_head.weight.shape[0]
             runner.option_sampler.dry_run(local_ids, runner.dtype, work.buffers, work.state)  # the longest first
             with runner.model.few_layers():
@@ -42,7 +39,6 @@ def dry_run(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> None
                 num_tokens = min(config.max_num_batched_tokens, 2 * config.max_num_seqs)
                 _run_largest(runner, dummy_step(config.max_num_seqs, num_tokens, runner.max_model_len))
         finally:
-            tuning.apply(runner.model, {}, fused=False)
             work.captured_logits.clear()
     runner.io.synchronize()
 

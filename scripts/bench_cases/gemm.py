@@ -24,6 +24,8 @@ from nanovllm.kernels.gemm import decode, int4, int4_row, skinny
 from nanovllm.kernels.gemm.dispatch import matmul
 from nanovllm.kernels.gemm.int4 import Int4Weight
 from nanovllm.kernels.plan.config import FP8, INT4, KINDS, LIBRARY, SKINNY_ROWS, SUMMED, Gemm, GemmConfig
+from nanovllm.kernels.plan.device import Device
+from nanovllm.kernels.plan.plan import Product, Rules, choose
 from nanovllm.kernels.plan.table import shipped_table
 from nanovllm.kernels.pointwise.norm import Norm
 
@@ -84,6 +86,8 @@ class Projection:
         weight, gated = self.weights[index], self.gemm.kind == "gate_up"
         if self.fused:
             return self._fused(config, weight)
+        if config == LIBRARY and not isinstance(weight, torch.Tensor):
+            config = GemmConfig("scaled" if isinstance(weight, FP8Weight) else "widened")
         if isinstance(weight, FP8Weight):
             call: Callable[..., torch.Tensor] = fp8.linear
         elif isinstance(weight, Int4Weight):
@@ -119,10 +123,11 @@ class Projection:
 
 
 def gemm(setup: Setup) -> Iterator[Line]:
-    table = shipped_table("" if setup.dry else torch.cuda.get_device_name(setup.device))
+    device = Device.of(setup.device)
+    rules = Rules(device, own_kernels=True, table=shipped_table(device.name))
     for one in gemms(setup):
         for rows in setup.rows(ROWS, (1, 3)):
-            engine = table.lookup(one, rows)
+            engine, _ = choose(Product(*one[:4], adds_parts=one.kind in SUMMED), rows, rules)
             configs = dict.fromkeys([LIBRARY, engine, *contenders(one, rows)])
             if setup.dry:  # the interpreter is slow: one of each kernel
                 configs = dict.fromkeys({config.kernel: config for config in configs}.values())

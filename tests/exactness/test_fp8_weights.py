@@ -123,10 +123,10 @@ def test_weights_are_those_that_transformers_loads(tmp_path: Path) -> None:
         layer, reference = llm.engine.executor.runner.model.layers[1], theirs.model.layers[1]
         attention, mlp = reference.self_attn, reference.mlp
         pairs: list[tuple[FP8Matrix, list[Any]]] = [
-            (layer.self_attn.qkv_proj.quantized, [attention.q_proj, attention.k_proj, attention.v_proj]),
-            (layer.self_attn.o_proj.quantized, [attention.o_proj]),
-            (layer.mlp.gate_up_proj.quantized, [mlp.gate_proj, mlp.up_proj]),
-            (layer.mlp.down_proj.quantized, [mlp.down_proj]),
+            (layer.self_attn.qkv_proj.matrix, [attention.q_proj, attention.k_proj, attention.v_proj]),
+            (layer.self_attn.o_proj.matrix, [attention.o_proj]),
+            (layer.mlp.gate_up_proj.matrix, [mlp.gate_proj, mlp.up_proj]),
+            (layer.mlp.down_proj.matrix, [mlp.down_proj]),
         ]
         for ours, modules in pairs:
             scale = ours.scale.repeat_interleave(ours.rows_each, 0).repeat_interleave(128, 1)
@@ -235,16 +235,16 @@ def test_ranks_that_would_cut_a_group_of_columns_are_refused() -> None:
     with pytest.raises(ValueError, match=r"tensor_parallel_size=4: o: 64 of 256 inputs.* must be a multiple of 128"):
         RowParallelLinear(*layer, kind="o", pads=False, precision=Quantization())
     padded = RowParallelLinear(*layer, precision=Quantization(scales="block", while_loading=True))
-    assert padded.quantized.weight.shape == (192, 128)
+    assert padded.matrix.weight.shape == (192, 128)
     group.rank = 3  # has nothing of 200 or 256 inputs in shares of 128
-    RowParallelLinear(context, 200, 192, precision=padded.quantized.quantization)
-    [weight] = RowParallelLinear(*layer, precision=padded.quantized.quantization).checkpoint_weights("o")
+    RowParallelLinear(context, 200, 192, precision=padded.matrix.quantization)
+    [weight] = RowParallelLinear(*layer, precision=padded.matrix.quantization).checkpoint_weights("o")
     weight.load(torch.randn(192, 256))
     outputs = {"gate_proj": 256, "up_proj": 256}
-    columns = MergedColumnParallelLinear(context, 64, outputs, precision=padded.quantized.quantization)
+    columns = MergedColumnParallelLinear(context, 64, outputs, precision=padded.matrix.quantization)
     for weight in columns.checkpoint_weights("m"):
         weight.load(torch.randn(256, 64))
-    assert not columns.quantized.weight.float().any()
+    assert not columns.matrix.weight.float().any()
 
 
 @pytest.mark.parametrize("kind", ["blocks", pytest.param("while loading", marks=pytest.mark.slow)])

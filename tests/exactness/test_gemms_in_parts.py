@@ -1,18 +1,20 @@
 """GEMMs in parts over several ranks: the sum over the ranks adds them up, and whole steps give one rank's tokens."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from checkpoints import make_model, save
 from workload import ROOMY, assert_outputs, make_requests, run, run_alone
 
 from nanovllm import LLM
-from nanovllm.kernels.plan.config import SUMMED, Choices, GemmConfig
+from nanovllm.kernels.plan.config import KINDS, SUMMED, Choices, GemmConfig
+from nanovllm.kernels.plan.device import Device
+from nanovllm.kernels.plan.plan import Product, Rules, plan
 from nanovllm.kernels.plan.table import GemmTable
+from nanovllm.layers.context import Stream
 from nanovllm.layers.norm import ReduceAddNorm
-from nanovllm.runner import tuning
 from nanovllm.runner.model_runner import ModelRunner
 
 HALVES = GemmConfig("split", split_k=2)
@@ -25,17 +27,19 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, monkeypatch: pytest.Mo
     with LLM(model, **ROOMY, disable=("async_scheduling",), enable_prefix_caching=False) as llm:
         expected = run_alone(llm, requests)
 
-    def halves(self: ModelRunner) -> Choices:
-        found = tuning.gemms(self.model, fused=False)
-        return {gemm: dict.fromkeys(range(1, 17), HALVES) for gemm in found if gemm.kind in SUMMED}
+    def halves(self: ModelRunner) -> Rules:
+        found = (product.gemm(world=2) for product in self.model.layers[0].operations)
+        tried: Choices = {gemm: dict.fromkeys(range(1, 17), HALVES) for gemm in found if gemm.kind in SUMMED}
+        return replace(self.planner.rules, tried=tried)
 
     monkeypatch.setattr(ModelRunner, "choose_kernels", halves)
     seen: list[tuple[int, ...]] = []
     forward = ReduceAddNorm.forward
 
-    def watched(self: ReduceAddNorm, partial: torch.Tensor, *others: Any) -> Any:
-        seen.append(tuple(partial.shape))
-        return forward(self, partial, *others)
+    def watched(self: ReduceAddNorm, stream: Stream) -> Any:
+        assert stream.partial is not None
+        seen.append(tuple(stream.partial.shape))
+        return forward(self, stream)
 
     monkeypatch.setattr(ReduceAddNorm, "forward", watched)
     with LLM(model, **ROOMY, tensor_parallel_size=2) as llm:
@@ -45,29 +49,24 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, monkeypatch: pytest.Mo
     assert any(len(shape) == 2 and shape[0] > 16 for shape in seen)  # prompts stay whole
 
 
-def test_an_all_reduce_is_launched_dependently_behind_our_own_kernels_alone(tmp_path: Path) -> None:
-    own = GemmConfig("decode", 64, 32, 256, 4)
-    by_kind = {"o": {32: own, 64: HALVES}, "down": {32: HALVES, 64: own}}
-    with LLM(str(save(make_model(seed=1), tmp_path)), **ROOMY) as llm:
-        model = llm.engine.executor.runner.model
-        choices = {gemm: by_kind.get(gemm.kind, {}) for gemm in tuning.gemms(model, fused=False)}
-        assert {gemm.kind for gemm in choices} == {"qkv", "o", "gate_up", "down", "head"}
-        tuning.apply(model, choices, fused=False)
-        for layer in model.layers:
-            assert layer.post_attention_layernorm.dependent_rows == {32}
-        assert [layer.input_layernorm.dependent_rows for layer in model.layers[1:]] == [{64}] * (len(model.layers) - 1)
-        assert model.norm.dependent_rows == {64}
-        tuning.apply(model, {}, fused=False)
-        assert not model.norm.dependent_rows
+def test_an_all_reduce_is_launched_dependently_behind_our_own_kernels_alone() -> None:
+    own, device = GemmConfig("decode", 64, 32, 256, 4), Device.named("H200")
+    products = [Product(kind, 512, 512, "bfloat16", adds_parts=kind in SUMMED) for kind in KINDS[:4]]
+    by_kind: dict[str, dict[int, GemmConfig]] = {"o": {32: own, 64: HALVES}, "down": {32: HALVES, 64: own}}
+    rules = Rules(device, 2, tried={each.gemm(2): by_kind.get(each.kind, {}) for each in products})
+    for rows, early in ((32, "o"), (64, "down"), (8, "")):
+        made = plan(products, rows, rules)
+        assert [kind for kind in KINDS[:4] if made.launches[kind].is_early] == [early] * bool(early)
 
 
 def test_a_report_says_how_many_gemms_were_tuned(tmp_path: Path) -> None:
     with LLM(str(save(make_model(seed=1), tmp_path)), **ROOMY) as llm:
-        model = llm.engine.executor.runner.model
-        found = list(tuning.gemms(model, fused=True))
+        runner = llm.engine.executor.runner
+        found = [product.gemm(1) for product in runner.model.layers[0].operations]
         table = GemmTable(("cpu",), dict.fromkeys(found[:2], ((16, HALVES),)))
-        assert tuning.report(model, table, fused=True) == f"2 of {len(found)} tuned"
-        assert tuning.report(model, table, fused=False) == f"0 of {len(found)} tuned"
+        runner.planner.adopt(replace(runner.planner.rules, table=table, own_kernels=True))
+        assert runner.info()["gemms"] == f"2 of {len(found) + 1} tuned", "the head is one more"
+        runner.planner.adopt(Rules())
         assert llm.engine_info()["gemms"] == "library", "on a CPU"
 
 

@@ -7,10 +7,10 @@ from nanovllm.kernels.gemm import decode, fixed_order
 from nanovllm.kernels.gemm.dispatch import matmul
 from nanovllm.kernels.gemm.fixed_order import linear_in_blocks
 from nanovllm.kernels.plan.config import LIBRARY, Gemm, GemmConfig
-from nanovllm.kernels.plan.order import ANY_ROWS, LEAVES, leaves_of, ranges, without_library
+from nanovllm.kernels.plan.order import ANY_ROWS, LEAVES, fixed_ranges, leaves_of, without_library
 from nanovllm.kernels.plan.table import shipped_table
 from nanovllm.kernels.pointwise.norm import add_up
-from nanovllm.runner.tuning import rows_that_differ
+from nanovllm.runner.sum_order import rows_that_differ
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TABLE = shipped_table("NVIDIA H200")
@@ -84,7 +84,7 @@ def test_an_order_that_varies_is_noticed_and_replaced() -> None:
 def test_k_is_cut_alike_for_all_numbers_of_rows(kind: str, n: int, k: int) -> None:
     gemm = Gemm(kind, n, k, "bfloat16", True)
     for takes_parts in (True, False):
-        chosen = [config for _, config in ranges(gemm, TABLE, takes_parts, 0, False)]
+        chosen = [config for _, config in fixed_ranges(gemm, TABLE, takes_parts, 0, False)]
         assert len({config.parts for config in chosen}) == 1
         assert {config.kernel for config in chosen[1:]} <= {"library", "split", "decode"}
         assert chosen[0].kernel == "decode"
@@ -95,6 +95,6 @@ def test_k_is_cut_alike_for_all_numbers_of_rows(kind: str, n: int, k: int) -> No
         leaves = leaves_of(k) // size
         if kind in ("o", "down") and leaves:
             part = gemm._replace(k=k // size)
-            for _, config in ranges(part, TABLE, True, leaves, False):
+            for _, config in fixed_ranges(part, TABLE, True, leaves, False):
                 assert config.parts == leaves and config.nodes
                 assert leaves == 1 or not config.block_k or part.k % (leaves * config.block_k) == 0

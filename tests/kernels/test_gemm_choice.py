@@ -22,7 +22,9 @@ from nanovllm.kernels.plan.config import (
     Gemm,
     GemmConfig,
 )
+from nanovllm.kernels.plan.device import KNOWN, Device
 from nanovllm.kernels.plan.fits import misfit
+from nanovllm.kernels.plan.plan import Product, Rules, choose
 from nanovllm.kernels.plan.rules import fallback
 from nanovllm.kernels.plan.table import GemmTable, load, ranges_of, save, shipped_table
 
@@ -36,6 +38,12 @@ GEMMS = st.builds(
     st.booleans(),
 )
 OWN = GemmConfig("decode", 64, 16, 256, 5)
+
+
+def lookup(table: GemmTable, gemm: Gemm, rows: int, device: Device = KNOWN[0]) -> GemmConfig:
+    """What multiplies, where the consumer takes whatever consumers of its kind do."""
+    product = Product(*gemm[:4], adds_parts=gemm.kind in SUMMED)
+    return choose(product, rows, Rules(device, 1 if gemm.fused else 2, own_kernels=True, table=table))[0]
 
 
 def test_every_entry_fits_its_shape() -> None:
@@ -54,11 +62,11 @@ def test_every_entry_fits_its_shape() -> None:
         assert not shipped_table(name).entries
 
 
-@given(st.one_of(GEMMS, st.sampled_from(sorted(H200.entries))), st.integers(1, 20_000), st.booleans())
-def test_what_is_found_can_run(gemm: Gemm, rows: int, tma: bool) -> None:
+@given(st.one_of(GEMMS, st.sampled_from(sorted(H200.entries))), st.integers(1, 20_000), st.sampled_from(KNOWN))
+def test_what_is_found_can_run(gemm: Gemm, rows: int, device: Device) -> None:
     """Whatever the shape: an odd one, such as an intermediate_size of 1,100, gets the library."""
-    config = H200.lookup(gemm, rows, tma)
-    assert not misfit(gemm, config, tma)
+    config = lookup(H200, gemm, rows, device)
+    assert not misfit(gemm, config, device.has_tma)
     assert rows <= SKINNY_ROWS or not config.is_skinny
     assert rows <= (INT4_ROWS if gemm.dtype == INT4 else DECODE_ROWS) or config == LIBRARY
     assert config.parts == 1 or gemm.kind in SUMMED
@@ -66,15 +74,15 @@ def test_what_is_found_can_run(gemm: Gemm, rows: int, tma: bool) -> None:
         assert not config.is_own
     if config.kernel == "int4_whole":
         assert gemm.k >= 1024 * config.split_k, "programs that wait for each other have enough to multiply"
-    if not tma:
+    if not device.has_tma:
         assert config.kernel != "decode"
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16, 64])
 @pytest.mark.parametrize("fused", [True, False])
 def test_columns_that_no_kernel_takes_go_to_the_library(rows: int, fused: bool) -> None:
-    assert H200.lookup(Gemm("down", 512, 1100, "bfloat16", fused), rows) == LIBRARY
-    assert H200.lookup(Gemm("gate_up", 2200, 512, "bfloat16", fused), 1).is_skinny, "any number of outputs is taken"
+    assert lookup(H200, Gemm("down", 512, 1100, "bfloat16", fused), rows) == LIBRARY
+    assert lookup(H200, Gemm("gate_up", 2200, 512, "bfloat16", fused), 1).is_skinny, "any number of outputs is taken"
 
 
 def test_unknown_shapes_go_by_the_size_of_the_weight() -> None:
@@ -94,7 +102,7 @@ def test_float16_takes_what_bfloat16_takes() -> None:
     gemm = next(iter(H200.entries))
     half = gemm._replace(dtype="float16")
     assert H200.is_tuned(half) and not H200.is_tuned(gemm._replace(dtype="float32"))
-    assert all(H200.lookup(half, rows) == H200.lookup(gemm, rows) for rows in range(1, 300))
+    assert all(lookup(H200, half, rows) == lookup(H200, gemm, rows) for rows in range(1, 300))
 
 
 def test_ranges_are_as_few_as_can_be() -> None:
@@ -102,7 +110,7 @@ def test_ranges_are_as_few_as_can_be() -> None:
     table = GemmTable(("x",), {Gemm("qkv", 512, 512, "bfloat16", True): ranges_of(by_rows)})
     assert len(ranges_of(by_rows)) == 3
     for rows, config in by_rows:
-        assert table.lookup(Gemm("qkv", 512, 512, "bfloat16", True), rows) == config
+        assert lookup(table, Gemm("qkv", 512, 512, "bfloat16", True), rows) == config
 
 
 def test_file_keeps_a_table(tmp_path: Path) -> None:

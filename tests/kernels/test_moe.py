@@ -21,7 +21,7 @@ from nanovllm.kernels.moe.experts import (
 from nanovllm.kernels.moe.few_rows import add_experts, sum_experts
 from nanovllm.kernels.moe.router import router_logits
 from nanovllm.kernels.moe.routing import Routing, TopK, route, route_reference
-from nanovllm.kernels.plan.config import GroupedConfig
+from nanovllm.kernels.plan.config import GemmConfig, GroupedConfig
 from nanovllm.kernels.plan.rules import expert_configs, max_tiles
 from nanovllm.kernels.pointwise.norm import Norm, norm_reference
 
@@ -138,7 +138,7 @@ def mixture(
 ) -> torch.Tensor:
     """The whole block by the kernels, in tiles of one size."""
     config = replace(SMALL, block_m=block_m)
-    routing = route(router_logits(x, router), TopK(router.shape[0], 3), block_m)
+    routing = route(router_logits(x, router, GemmConfig()), TopK(router.shape[0], 3), block_m)
     h = expert_gate_up(x, gate_up, routing, config, PLAIN)
     return combine(expert_down(h, down, routing, config, torch.float32), x.dtype)
 

@@ -12,10 +12,10 @@ import torch
 from compiling import SHARED_BYTES, compile_only
 from nanovllm.kernels.base import device
 from nanovllm.kernels.moe import experts
-from nanovllm.kernels.plan.rules import expert_configs
+from nanovllm.kernels.plan.rules import FEW_TOKENS, expert_configs
 from nanovllm.kernels.moe.combine import combine
 from nanovllm.kernels.moe.experts import ExpertActivation, expert_down, expert_gate_up
-from nanovllm.kernels.moe.few_rows import MOST_ROWS, add_experts, sum_experts
+from nanovllm.kernels.moe.few_rows import add_experts, sum_experts
 from nanovllm.kernels.moe.routing import TopK, route
 from nanovllm.kernels.pointwise.norm import Norm
 
@@ -44,7 +44,7 @@ activation = ExpertActivation(7.0, 1.702) if is_clamped else ExpertActivation()
 h = expert_gate_up(x, bf16(num_experts, 2 * width, hidden), routing, configs.gate_up, activation, biases[0])
 parts = expert_down(h, bf16(num_experts, hidden, width), routing, configs.down, torch.float32, biases[1])
 combine(parts, dtype)
-if rows <= MOST_ROWS:
+if rows <= FEW_TOKENS:
     weights = bf16(num_experts, 2 * width, hidden), bf16(num_experts, hidden, width)
     add_experts(x, Norm(bf16(hidden), 1e-6), logits, options, *weights)
     sum_experts(x, logits, options, *weights)

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from nanovllm.kernels import select_kernels
 from nanovllm.kernels.gemm import decode, dispatch, skinny
 from nanovllm.kernels.plan.config import GemmConfig
-from nanovllm.kernels.pointwise.norm import Norm
+from nanovllm.kernels.plan.plan import Planner, Rules
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.heads import HeadSplit
-from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.linear import MergedColumnParallelLinear, ParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.vocab import VocabParallelEmbedding
 from nanovllm.layers.weights import WeightedModule
 
@@ -25,7 +25,13 @@ SKINNY = GemmConfig("fma", 8, block_k=256, stages=1)
 
 def context(rank: int = 0, size: int = 1, dtype: torch.dtype = FLOAT, exact_bits: str | None = None) -> LayerContext:
     group: Any = SimpleNamespace(rank=rank, size=size, width_multiple=1, exact_bits=exact_bits)
-    return LayerContext(group, KERNELS, dtype, CPU)
+    return LayerContext(group, KERNELS, dtype, CPU, planner=Planner(Rules(world=size)))
+
+
+def take(context: LayerContext, layer: ParallelLinear, choices: dict[int, GemmConfig]) -> None:
+    """Has the layer multiply so by numbers of rows."""
+    world = context.group.size
+    context.planner.adopt(Rules(world=world, tried={layer.product.gemm(world): choices}))
 
 
 def load(layer: WeightedModule, prefix: str, tensors: dict[str, torch.Tensor]) -> None:
@@ -56,7 +62,7 @@ def test_the_ranks_of_an_mlp_make_the_whole(width: int, size: int, bias: bool) -
         assert second.weight.shape[1] % 8 == 0, "what our kernels ask for"
         load(first, "m", tensors)
         load(second, "m.down_proj", down)
-        total += second(first.forward_silu_mul(x, KERNELS))
+        total += second(first.silu_mul(x, KERNELS))
     torch.testing.assert_close(total, want)
 
 
@@ -64,18 +70,20 @@ def test_a_kernel_for_few_rows_computes_the_activation(monkeypatch: pytest.Monke
     """On each of several ranks, where the norm before it is another kernel."""
     chosen: list[GemmConfig] = []
 
-    def multiply(x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, *, gated: bool) -> torch.Tensor:
+    def multiply(x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, *, gated: bool, norm: None) -> torch.Tensor:
         chosen.append(config)
         return skinny.linear_reference(x, weight, gated=gated)
 
     monkeypatch.setattr(skinny, "linear", multiply)
-    layer = MergedColumnParallelLinear(context(1, 2), 16, {"gate_proj": 24, "up_proj": 24})
+    ranks = context(1, 2)
+    layer = MergedColumnParallelLinear(ranks, 16, {"gate_proj": 24, "up_proj": 24}, before="norm", after="gate")
     layer.weight.normal_()
-    layer.use({1: SKINNY})
+    take(ranks, layer, {1: SKINNY})
+    assert not layer.launches[1].norm, "a sum over the ranks comes between"
     x = torch.randn(2, 16)
-    alone = [layer.forward_silu_mul(row, KERNELS) for row in x.split(1)]
+    alone = [layer.silu_mul(row, KERNELS) for row in x.split(1)]
     assert chosen == [SKINNY] * 2
-    torch.testing.assert_close(torch.cat(alone), layer.forward_silu_mul(x, KERNELS))
+    torch.testing.assert_close(torch.cat(alone), layer.silu_mul(x, KERNELS))
     assert len(chosen) == 2, "two rows have no choice"
 
 
@@ -94,16 +102,17 @@ def test_qkv_bias_is_left_to_the_consumer() -> None:
 
 
 def test_bias_is_added_once_to_a_sum_in_parts() -> None:
-    layer = RowParallelLinear(context(), 16, 24, bias=True)
+    ranks = context()
+    layer = RowParallelLinear(ranks, 16, 24, bias=True)
     tensors = {"o.weight": torch.randn(24, 16), "o.bias": torch.randn(24)}
     load(layer, "o", tensors)
-    layer.use({3: HALVES})
+    take(ranks, layer, {3: HALVES})
     x, residual = torch.randn(3, 16), torch.randn(3, 24)
     want = F.linear(x, tensors["o.weight"], tensors["o.bias"])
     parts = layer(x)
     assert parts.shape == (2, 3, 24) and parts.dtype == torch.float32
     torch.testing.assert_close(parts.sum(0), want)
-    torch.testing.assert_close(layer.add_to(residual.clone(), x), residual + want)
+    torch.testing.assert_close(layer(x, residual=residual.clone()), residual + want)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -115,53 +124,52 @@ def test_what_was_chosen_multiplies_what_is_added_to_the_residual(monkeypatch: p
         done.append(config.kernel)
         return decode.split_linear_reference(x, weight, config.split_k)
 
-    def fused(x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, *, residual: torch.Tensor) -> torch.Tensor:
+    def fused(
+        x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, *, gated: bool, residual: torch.Tensor
+    ) -> torch.Tensor:
         done.append(config.kernel)
         return skinny.linear_reference(x, weight, residual=residual)
 
     monkeypatch.setitem(dispatch._BY_KERNEL, "split", by_halves)
     monkeypatch.setattr(skinny, "linear", fused)
-    layer = RowParallelLinear(context(), 16, 24, bias=bias)
+    ranks = context()
+    layer = RowParallelLinear(ranks, 16, 24, bias=bias, after="residual")
     load(layer, "o", {"o.weight": torch.randn(24, 16)} | ({"o.bias": torch.randn(24)} if bias else {}))
-    layer.use({1: SKINNY, 3: HALVES})
+    take(ranks, layer, {1: SKINNY, 3: HALVES})
     for rows in (1, 2, 3):
         x, residual = torch.randn(rows, 16), torch.randn(rows, 24)
         want = residual + F.linear(x, layer.weight, layer.bias)
-        torch.testing.assert_close(layer.add_to(residual, x), want)
+        torch.testing.assert_close(layer(x, residual=residual), want)
         torch.testing.assert_close(residual, want)
     assert done == ["fma", "split"]
 
 
-def test_a_layer_with_bias_refuses_to_fuse() -> None:
+def test_a_layer_with_bias_takes_nothing_in() -> None:
     outputs = {"gate_proj": 16, "up_proj": 16}
-    plain, biased = (MergedColumnParallelLinear(context(), 24, outputs, bias=bias) for bias in (False, True))
-    for layer in (plain, biased):
-        layer.use({1: SKINNY, 32: HALVES})
-        assert layer.pdl_rows == {1}
-    assert plain.fuses(1) == SKINNY and plain.fuses(32) is None and plain.fuses(2) is None
-    assert biased.fuses(1) is None
-    load(biased, "m", {f"m.{n}.{kind}": torch.randn(16, *[24] * (kind == "weight"))
-                       for n in outputs for kind in ("weight", "bias")})  # fmt: skip
-    biased.use({})
-    x, gain = torch.randn(2, 24), torch.rand(24)
-    gate, up = F.linear(F.rms_norm(x, (24,), gain, 1e-6), biased.weight, biased.bias).chunk(2, -1)
-    torch.testing.assert_close(biased.forward_normed_silu_mul(x, Norm(gain, 1e-6), KERNELS), F.silu(gate) * up)
+    for bias in (False, True):
+        ranks = context()
+        layer = MergedColumnParallelLinear(ranks, 24, outputs, bias=bias, before="norm", after="gate")
+        take(ranks, layer, {1: SKINNY, 32: GemmConfig("decode", 64, 32, 64, 3)})
+        inside = [(layer.launches[rows].norm, layer.launches[rows].gate) for rows in (1, 2, 32)]
+        assert inside == ([(False, False)] * 3 if bias else [(True, True), (False, False), (False, False)])
+        # the tile needs tensor copy engines, which a CPU has not
 
 
 def test_a_consumer_that_takes_no_parts_gets_none() -> None:
-    layer = RowParallelLinear(context(), 16, 24)
-    layer.takes_parts = False
-    layer.use({2: HALVES, 1: SKINNY})
-    assert layer(torch.randn(2, 16)).shape == (2, 24) and layer.fuses(1) == SKINNY
+    ranks = context()
+    layer = RowParallelLinear(ranks, 16, 24, adds_parts=False)
+    take(ranks, layer, {2: HALVES, 1: SKINNY})
+    assert layer(torch.randn(2, 16)).shape == (2, 24) and layer.launches[1].config == SKINNY
+    assert "adds up no parts" in layer.launches[2].why
 
 
 def test_choices_are_taken_back() -> None:
-    layer = RowParallelLinear(context(), 16, 24)
-    held = layer.pdl_rows
-    layer.use({1: SKINNY})
-    assert held == {1}, "the norm behind this layer holds it"
-    layer.use({})
-    assert held == set() and layer(torch.randn(1, 16)).shape == (1, 24)
+    ranks = context()
+    layer = RowParallelLinear(ranks, 16, 24)
+    take(ranks, layer, {1: SKINNY})
+    assert layer.launches[1].is_early
+    ranks.planner.adopt(Rules())
+    assert not layer.launches[1].is_early and layer(torch.randn(1, 16)).shape == (1, 24)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.kernels import select_kernels
-from nanovllm.layers.context import LayerContext
+from nanovllm.layers.context import LayerContext, Stream
 from nanovllm.layers.norm import ReduceAddNorm, RowNorm
 from nanovllm.models.decoder import DecoderLayer, ModelContext, PositionTables
 from nanovllm.models.published import PUBLISHED_SHAPES
@@ -101,14 +101,14 @@ def test_order_of_launches() -> None:
         return qkv[:, :32].contiguous()
 
     layer.self_attn.attend = attend  # type: ignore[method-assign]
-    step: Any = None
     embedded, norm = torch.randn(5, 32), layer.input_layernorm
-    whole, residual = layer(embedded.clone(), None, step)
-    expected, _ = norm(whole, residual)
+    step: Any = SimpleNamespace(wanted=None)
+    expected, _ = norm(layer(Stream(embedded.clone()), step))
     log.clear()
     with torch.no_grad(), Products(log):
         halves = embedded[:3].clone(), embedded[3:].clone()
-        result = run_micro_batches(halves, list(layer.blocks((step, step))), norm)
+        blocks = [(block.joint, block.compute) for block in layer.blocks]
+        result = run_micro_batches(halves, (step, step), blocks, norm)
     assert ", ".join(log) == " ".join(EXPECTED.split())
     torch.testing.assert_close(result, expected.detach(), rtol=1e-4, atol=1e-4)
 

@@ -78,7 +78,9 @@ from nanovllm.models.registry import parse_config, read_model_config
 from nanovllm.kernels import select_kernels
 from nanovllm.runner import model_runner
 from nanovllm.startup.dry_run import dry_run
-from nanovllm.runner import tuning
+from nanovllm.kernels.plan.plan import choose
+from nanovllm.wire.shapes import decode_buckets
+from dataclasses import replace
 from nanovllm.startup.compile_server import _TargetOnly
 from nanovllm.runner.cuda_graphs import StepGraphs
 from nanovllm.executor.resolve import resolve
@@ -94,17 +96,16 @@ runner = model_runner.ModelRunner(resolve(config, model), model, 0, None)
 runner.io.step_buffer = torch.zeros(20000, dtype=torch.int32)
 runner.no_graphs_because = None
 runner._new_graphs = lambda: StepGraphs(None, 72, config.max_num_batched_tokens, None)
-runner.choose_kernels = lambda: tuning.chosen(runner.model, runner.gemm_table, True, 72)
+runner.planner.adopt(replace(runner.planner.rules, own_kernels=True))
 jobs, layers = [], runner.model.layers
 dry_run(runner, jobs.append)
-assert runner.model.layers is layers and not runner.model.fused_rows and not runner.work.captured_logits
+assert runner.model.layers is layers and not runner.work.captured_logits
 counts = collections.Counter(job.name for job in set(jobs))
 """
 # What is run before a graph is captured launches all that the graph will.
 FEW_LAYERS = """
 from nanovllm.startup.dry_run import launching_nothing
 launched = []
-tuning.apply(runner.model, runner.choose_kernels(), True)
 with torch.inference_mode():
     runner.allocate_kv_cache(1)
     for narrowed in (runner.model.few_layers(), contextlib.nullcontext()):
@@ -149,7 +150,9 @@ assert set(counts) >= {f"_{name}_kernel" for name in single} | {"best_of_chunks_
 configs = {rows: plan.config(rows) for rows in range(1, 73)}
 classes = {(c.block_n, c.num_warps, c.num_stages, plan.max_splits(c), rows == 1) for rows, c in configs.items()}
 assert counts["decode_attention_kernel"] == len(classes) > 1 and counts["plan_decode_kernel"] >= len(classes), counts
-expected = {(gemm, config.kernel) for gemm, by_rows in runner.choose_kernels().items() for config in by_rows.values()}
+products = [*runner.model.layers[0].operations, runner.model.lm_head.product]
+chosen = {(one, choose(one, rows, runner.planner.rules)[0].kernel) for one in products for rows in decode_buckets(72)}
+expected = {(one, kernel) for one, kernel in chosen if kernel != "library"}
 assert {kernel for _, kernel in expected} == {job.name.split("_")[1] for job in jobs if "skinny" in job.name}
 assert sum(n for name, n in counts.items() if "skinny" in name) >= len(expected) - 2, (expected, counts)
 """

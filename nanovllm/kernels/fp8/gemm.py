@@ -5,7 +5,6 @@ Products are summed by the tensor cores over one group of 128 columns, since the
 tensor descriptors, and the weights are the left one where tiles of x are narrow, as in gemm/decode.py.
 """
 
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -99,10 +98,6 @@ def fp8_gemm_kernel(
     store_sums(acc, out_ptr, first_row, first_col, rows, n_out, split, X_LEFT, PARTS)
 
 
-MANY_ROWS = GemmConfig("decode", 128, 128, GROUP, 4, num_warps=8)
-"""Where the library should multiply and cannot."""
-
-
 def linear(
     x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool = False, pdl: bool = True
 ) -> Tensor | FP8Rows:
@@ -115,10 +110,12 @@ def linear(
         return one_row.linear(x, weight, config, gated=gated, pdl=pdl)
     if config.kernel == "specialized":
         return specialized.linear(_rounded(x, weight), weight, config, gated=gated, pdl=pdl)
-    if config.kernel == "library":
-        if library_takes(weight):
-            return library_linear(_rounded(x, weight), weight)
-        config = MANY_ROWS
+    if config.kernel == "twin":
+        return linear_twin(x, weight, config, gated=gated)
+    if config.kernel == "widened":
+        return linear_widened(x, weight, config, gated=gated)
+    if config.kernel == "scaled":
+        return library_linear(_rounded(x, weight), weight)
     out = empty_product(rows, n_out, config.split_k, gated, x.dtype, device)
     return _launch(x, weight, config, out, gated=gated, pdl=pdl)
 
@@ -132,20 +129,6 @@ def _rounded(x: Tensor | FP8Rows, weight: FP8Weight) -> FP8Rows:
     rows.values.copy_(x.values)
     rows.scales.copy_(x.scales)
     return rows
-
-
-@cache
-def _has_library(device: torch.device) -> bool:
-    """cuBLAS multiplies groups of 128 with their scales: on compute capability 9.0 from CUDA 12.9 on."""
-    version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
-    return torch.cuda.get_device_capability(device) == (9, 0) and version >= (12, 9)
-
-
-def library_takes(weight: FP8Weight) -> bool:
-    """Whether cuBLAS multiplies by it, which asks for sizes of whole 16 bytes, and lines of blocks' scales too."""
-    n, k = weight.values.shape
-    fits = n % 16 == 0 and k % 16 == 0 and (weight.rows_each != BLOCK or weight.scale.shape[1] % 4 == 0)
-    return fits and _has_library(weight.values.device)
 
 
 def library_linear(x: FP8Rows, weight: FP8Weight) -> Tensor:

@@ -235,12 +235,6 @@ def specialized_kernel(
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
-def takes(weight: FP8Weight, config: GemmConfig) -> bool:
-    """Whether a tile's weights share their scales along K, and the GPU is of compute capability 9.0."""
-    whole = not weight.in_blocks or weight.rows_each % config.block_n == 0
-    return whole and weight.values.is_cuda and torch.cuda.get_device_capability(weight.values.device) == (9, 0)
-
-
 def linear(
     x: FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool = False, pdl: bool = True
 ) -> Tensor | FP8Rows:

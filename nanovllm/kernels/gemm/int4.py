@@ -17,8 +17,7 @@ from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.padded_rows import empty_product
 from nanovllm.kernels.base.triton_import import HAS_TRITON, triton
 from nanovllm.kernels.gemm.int4_kernel import int4_gemm_kernel, int4_widen_kernel
-from nanovllm.kernels.plan.config import INT4, INT4_ROWS, SCRATCH_FLOATS, Gemm, GemmConfig
-from nanovllm.kernels.plan.rules import int4_config
+from nanovllm.kernels.plan.config import SCRATCH_FLOATS, GemmConfig
 
 SPAN = 128
 """Columns of a block of the layout; the last one is padded."""
@@ -158,15 +157,12 @@ def _widened(device: torch.device, stream: int, dtype: torch.dtype) -> Tensor:
 
 
 def linear(x: Tensor, weight: Int4Weight, config: GemmConfig, *, gated: bool = False, pdl: bool = True) -> Tensor:
-    """x [M, k] @ weight^T -> [M, n] by what `config` names, or where that is the library by what suits the number of
-    rows; with config.parts > 1 float32 [config.parts, M, n], sums over parts of k. gated: the weight is [2 I, k], gates
-    first, and the result silu(gate) * up, [M, I], rounded as the product and the activation by themselves do; not by
-    the library."""
+    """x [M, k] @ weight^T -> [M, n] by what `config` names; with config.parts > 1 float32 [config.parts, M, n], sums
+    over parts of k. gated: the weight is [2 I, k], gates first, and the result silu(gate) * up, [M, I], rounded as the
+    product and the activation by themselves do; not by "widened"."""
     (rows, k), n_out = x.shape, weight.n // 2 if gated else weight.n
-    if config.kernel == "library":
-        if not x.is_cuda or not HAS_TRITON or rows > INT4_ROWS:
-            return linear_widened(x, weight)
-        config = int4_config(Gemm("", weight.n, weight.k, INT4, False), rows)
+    if config.kernel == "widened":
+        return linear_widened(x, weight)
     check_fits(x, weight)
     blocks, parts = weight.words.shape[0], config.parts > 1 and not gated
     if config.split_k > blocks:

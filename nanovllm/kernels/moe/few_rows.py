@@ -16,13 +16,8 @@ from nanovllm.kernels.gemm.epilogue import LANE_SPAN, normalise, store_tile, wei
 from nanovllm.kernels.gemm.skinny import lane_sums, load_vector, load_weight, row_scale
 from nanovllm.kernels.moe.routing import LOWEST, TopK
 from nanovllm.kernels.plan.config import GemmConfig
+from nanovllm.kernels.plan.rules import FEW_DOWN, FEW_GATE_UP
 from nanovllm.kernels.pointwise.norm import Norm
-
-MOST_ROWS = 4
-"""With more tokens, two of which choose the same expert more often, tiles of an expert's rows read less."""
-ROUTER = GemmConfig("fma", 8, block_k=1024, stages=2)
-GATE_UP = GemmConfig("fma", 32, block_k=512, stages=1)
-DOWN = GemmConfig("fma", 8, block_k=256, stages=8)
 
 _TAKEN: tl.constexpr = tl.constexpr(-(1 << 31))
 """Below the key of any logit."""
@@ -198,13 +193,13 @@ def _launch(
     block = max(32, triton.next_power_of_2(experts))
     shared = {"WIDTH": logits.shape[-1], "EXPERTS": experts, "BLOCK": block, "TOP_K": options.top_k}
     shared |= pdl_options(x.device)
-    _gate_up_kernel[(triton.cdiv(2 * width, GATE_UP.block_n), options.top_k, rows)](
+    _gate_up_kernel[(triton.cdiv(2 * width, FEW_GATE_UP.block_n), options.top_k, rows)](
         x, norm and norm.weight, gate_up, logits, h, width, norm.eps if norm else 0.0, **shared,
-        **_sizes(gate_up, GATE_UP, 1),
+        **_sizes(gate_up, FEW_GATE_UP, 1),
     )  # fmt: skip
-    _down_kernel[(triton.cdiv(hidden, DOWN.block_n), rows)](
+    _down_kernel[(triton.cdiv(hidden, FEW_DOWN.block_n), rows)](
         h, down, logits, out, hidden, RENORMALISE=options.renormalise, SCALE=options.scale, ADDS=out is x,
-        **shared, **_sizes(down, DOWN, options.top_k),
+        **shared, **_sizes(down, FEW_DOWN, options.top_k),
     )  # fmt: skip
     return out
 

@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Kernel = Literal["library", "split", "fma", "decode", "specialized", "int4", "int4_whole", "quantized_row", "blocks"]
+Kernel = Literal[
+    "library", "split", "fma", "decode", "specialized", "int4", "int4_whole", "quantized_row", "blocks", "scaled",
+    "widened", "twin",
+]  # fmt: skip
 
 SKINNY_ROWS = 4
 """Most rows of the kernel "fma"."""
@@ -52,7 +55,8 @@ class GemmConfig:
     "specialized": likewise, by weights in FP8 (fp8/specialized.py); num_warps are those that multiply. "int4": int4.py,
     for weights of 4 bits; "int4_whole" adds up the parts itself. "quantized_row": one row by weights in FP8
     (fp8/one_row.py) or of 4 bits (int4_row.py). "blocks": fixed_order.py, a CPU's way to bits that do not depend on the
-    rows.
+    rows. "scaled": cuBLAS over groups of e4m3 with their scales. "widened": the library, once weights in fewer bits are
+    made wide. "twin": plain PyTorch, of e4m3 on a CPU.
     block_n: weight rows of a tile (for "decode" with the activation: gates, and as many ups). block_m: rows of x of a
     tile. block_k: columns of a step. stages: steps in flight. split_k: parts of K that are computed side by side.
 

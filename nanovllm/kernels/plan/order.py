@@ -25,7 +25,7 @@ def leaves_of(width: int) -> int:
     return next(n for n in (8, 4, 2, 1) if n == 1 or width % (n * LEAF_MULTIPLE) == 0)
 
 
-def ranges(gemm: Gemm, table: GemmTable, takes_parts: bool, leaves: int, on_cpu: bool) -> Ranges:
+def fixed_ranges(gemm: Gemm, table: GemmTable, takes_parts: bool, leaves: int, on_cpu: bool) -> Ranges:
     """What multiplies, for all numbers of rows. takes_parts: the consumer adds up sums over parts of K. leaves: of this
     rank's K, in mode "tp"; 0: mode "batch"."""
     is_tree = leaves > 0 and gemm.kind in SUMMED

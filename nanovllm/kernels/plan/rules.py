@@ -19,6 +19,7 @@ from nanovllm.kernels.plan.config import (
     GemmConfig,
     GroupedConfig,
 )
+from nanovllm.kernels.plan.device import Device
 
 _SMALL_WEIGHT_BYTES = 16 << 20
 _INT4_TILES = ((16, 6), (32, 5), (64, 4), (128, 3))
@@ -34,13 +35,13 @@ _ONE_ROW_ALONE = {"qkv": GemmConfig("fma", 4, block_k=1024, stages=3, num_warps=
 _ONE_ROW_DEFAULT = GemmConfig("fma", 8, block_k=1024, stages=3)
 
 
-def fallback(gemm: Gemm, rows: int) -> GemmConfig:
+def fallback(gemm: Gemm, rows: int, processors: int = PROCESSORS) -> GemmConfig:
     """For what no table has: our skinny kernel for one row, and up to 16 kernels of our own where the weight is so
     small that the library cannot keep the memory busy."""
     if gemm.dtype == FP8:
-        return _fp8_fallback(gemm, rows)
+        return _fp8_fallback(gemm, rows, processors)
     if gemm.dtype == INT4:
-        return int4_row_config(gemm) if rows == 1 else int4_config(gemm, rows)
+        return int4_row_config(gemm) if rows == 1 else int4_config(gemm, rows, processors)
     item_size = ITEM_SIZES.get(gemm.dtype)
     if item_size is None or gemm.k % 8:
         return LIBRARY
@@ -52,7 +53,7 @@ def fallback(gemm: Gemm, rows: int) -> GemmConfig:
         return GemmConfig("fma", 16, block_k=512, stages=1) if rows <= SKINNY_ROWS else LIBRARY
     if gemm.kind == "gate_up":
         return GemmConfig("decode", 64, 32, 128, 5)
-    return GemmConfig("decode", 64, 16, 256, 5, _parts(gemm, -(-gemm.n // 64), 3 * PROCESSORS))
+    return GemmConfig("decode", 64, 16, 256, 5, _parts(gemm, -(-gemm.n // 64), 3 * processors))
 
 
 def _parts(gemm: Gemm, programs: int, room: int) -> int:
@@ -69,7 +70,7 @@ _FP8_TILES: dict[str, tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...]] 
 library. "o" is for all whose consumers add up parts of K."""
 
 
-def _fp8_fallback(gemm: Gemm, rows: int) -> GemmConfig:
+def _fp8_fallback(gemm: Gemm, rows: int, processors: int) -> GemmConfig:
     """Kernels of their own for one row and for more than 16; where the consumer adds up parts of K, as many of them as
     keep all programs resident, by the tile that makes most. So it was best for the four layers of 8B on an H200."""
     if gemm.k % 16:
@@ -83,15 +84,19 @@ def _fp8_fallback(gemm: Gemm, rows: int) -> GemmConfig:
         return GemmConfig("quantized_row", 16, block_k=128 * warps, stages=stages, num_warps=warps)
     by_rows = _FP8_TILES.get("o" if summed else gemm.kind, ())
     if rows <= 16 and by_rows:
-        parts = _parts(gemm, -(-gemm.n // 64), 3 * PROCESSORS)
+        parts = _parts(gemm, -(-gemm.n // 64), 3 * processors)
         return GemmConfig("decode", 64, 16, 256, 3 if gemm.kind == "gate_up" else 4, parts)
     found = []
     for block_n, block_m, stages in next((tiles for most, tiles in by_rows if rows <= most), ()):
-        programs, room = -(-gemm.n // block_n) * -(-rows // block_m), PROCESSORS * (2 if block_m == 64 else 1)
+        programs, room = -(-gemm.n // block_n) * -(-rows // block_m), processors * (2 if block_m == 64 else 1)
         parts = _parts(gemm, programs, room)
         config = GemmConfig("specialized", block_n, block_m, 128, stages, parts, 4 if block_m == 64 else 8)
         found.append((programs * parts, config))
     return max(found, key=lambda one: one[0])[1] if found else LIBRARY
+
+
+FP8_MANY_ROWS = GemmConfig("decode", 128, 128, 128, 4, num_warps=8)
+"""Where the library should multiply e4m3 and cannot."""
 
 
 def int4_row_config(gemm: Gemm) -> GemmConfig:
@@ -101,7 +106,7 @@ def int4_row_config(gemm: Gemm) -> GemmConfig:
     return GemmConfig("quantized_row", block_n, block_k=128 * warps, stages=stages, num_warps=warps)
 
 
-def int4_config(gemm: Gemm, rows: int) -> GemmConfig:
+def int4_config(gemm: Gemm, rows: int, processors: int = PROCESSORS) -> GemmConfig:
     """For 4-bit weights: tiles that hold all rows, up to 128, and as many parts of K as keep two or more programs on
     each processor; more than four pay where the sums are short.
 
@@ -117,7 +122,7 @@ def int4_config(gemm: Gemm, rows: int) -> GemmConfig:
     programs, parts = -(-gemm.n // block_n) * -(-rows // block_m), 1
     most = 8 if block_m == 16 else 4
     shortest = 256 if gemm.kind in SUMMED else 1024
-    while parts < most and programs * parts < 2 * PROCESSORS and gemm.k >= 2 * shortest * parts:
+    while parts < most and programs * parts < 2 * processors and gemm.k >= 2 * shortest * parts:
         parts *= 2
     if gemm.kind in SUMMED or parts == 1:
         return GemmConfig("int4", block_n, block_m, 128, stages, parts)
@@ -187,3 +192,26 @@ def _narrower(config: GroupedConfig) -> GroupedConfig:
 def max_tiles(num_choices: int, num_experts: int, block_m: int) -> int:
     """Most tiles of rows that any distribution over the experts makes."""
     return min(num_choices, num_choices // block_m + num_experts)
+
+
+FEW_TOKENS = 4
+"""With more tokens, two of which choose the same expert more often, tiles of an expert's rows read less."""
+FEW_ROUTER = GemmConfig("fma", 8, block_k=1024, stages=2)
+FEW_GATE_UP = GemmConfig("fma", 32, block_k=512, stages=1)
+FEW_DOWN = GemmConfig("fma", 8, block_k=256, stages=8)
+"""Kernels for a few tokens, in bf16."""
+_ROUTER_ROWS = 2048
+_ROUTER_TILES = ((16, 16, 16), (32, 16, 32), (1024, 16, 64), (1 << 40, 64, 128))
+"""Most rows; weight rows and rows of a tile."""
+
+
+def router_config(rows: int, hidden: int, item_size: int, device: Device, one_order: bool) -> GemmConfig:
+    """For the router: a kernel of our own in several parts, up to where the library was faster for 30B-A3B, whose few
+    weight rows would keep a handful of processors busy. one_order: of sums, for all numbers of rows."""
+    if one_order and not device.is_cuda:
+        return GemmConfig("blocks")
+    fits = device.has_tma and item_size == 2 and hidden % 8 == 0 and hidden >= 512
+    if not one_order and (rows > _ROUTER_ROWS or not fits):
+        return LIBRARY
+    block_n, block_m = next((n, m) for most, n, m in _ROUTER_TILES if rows <= most)
+    return GemmConfig("decode", block_n, block_m, 128 if hidden >= 512 else 16, 4, split_k=4)

@@ -24,7 +24,6 @@ from nanovllm.kernels.plan.config import (
     Ranges,
 )
 from nanovllm.kernels.plan.fits import misfit
-from nanovllm.kernels.plan.rules import fallback
 
 _SHIPPED = Path(__file__).parent / "tuned"
 
@@ -44,15 +43,13 @@ class GemmTable:
         """The entry of this very GEMM, for float16 that of bfloat16; empty where there is none."""
         return self.entries.get(gemm._replace(dtype="bfloat16") if gemm.dtype == "float16" else gemm, ())
 
-    def lookup(self, gemm: Gemm, rows: int, tma: bool = True) -> GemmConfig:
-        """What multiplies `rows` rows: the entry of this very GEMM, else `fallback`; only what the device (`tma`) and
-        the weight allow."""
+    def at(self, gemm: Gemm, rows: int) -> GemmConfig | None:
+        """What was measured for so many rows, the library past the last ones; None where there is no entry."""
         ranges = self.measured(gemm)
-        if not ranges:
-            config = fallback(gemm, rows)
-        else:
-            config = next((config for most, config in ranges if rows <= most), LIBRARY)
-        return config if not misfit(gemm, config, tma) else LIBRARY
+        return next((config for most, config in ranges if rows <= most), LIBRARY) if ranges else None
+
+
+EMPTY = GemmTable((), {})
 
 
 def shipped_table(device_name: str) -> GemmTable:
@@ -62,6 +59,12 @@ def shipped_table(device_name: str) -> GemmTable:
         if device_name.startswith(table.devices):
             return table
     return GemmTable((device_name,), {})
+
+
+def table_for(device_name: str, path: str | None) -> GemmTable:
+    """The table of the file `path` (EngineConfig.kernel_choices), or the one that the package has for this device.
+    Raises ValueError with the path where the file is missing or spoilt."""
+    return shipped_table(device_name) if path is None else load(path)
 
 
 def load(path: str | os.PathLike[str]) -> GemmTable:
@@ -108,7 +111,7 @@ def _parse(raw: dict[str, Any]) -> GemmTable:
 
 def _checked(gemm: Gemm, most: int, config: GemmConfig) -> GemmConfig:
     """`config`; ValueError where it cannot multiply `most` rows by this weight."""
-    kernels = [kernel for kernel in get_args(Kernel) if kernel != "blocks"]
+    kernels = [kernel for kernel in get_args(Kernel) if kernel not in ("blocks", "scaled", "widened", "twin")]
     if config.kernel not in kernels or config.nodes:
         raise ValueError(f"{gemm}: {config}: must have one of the kernels {kernels}, and no nodes")
     numbers = [getattr(config, field.name) for field in fields(config) if field.name not in ("kernel", "nodes")]
