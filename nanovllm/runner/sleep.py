@@ -7,6 +7,7 @@ from nanovllm.parallel.peer.driver import Driver
 from nanovllm.parallel.peer.virtual_memory import VirtualMemory
 
 _ALIGNMENT = 256  # bytes, as torch aligns what it allocates
+_PIECE = 1 << 30  # bytes that move at a time
 
 
 class SleepableMemory:
@@ -18,8 +19,8 @@ class SleepableMemory:
 
     @property
     def nbytes(self) -> int:
-        """That all ranges have while they are awake."""
-        return sum(memory.nbytes for memory in self._ranges.values())
+        """That are mapped now."""
+        return sum(memory.mapped for memory in self._ranges.values())
 
     def take(self, tag: str, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes], zeros; what the tag had before is freed, and must not be in use."""
@@ -28,20 +29,28 @@ class SleepableMemory:
         return found.bytes[:nbytes].zero_()
 
     def adopt(self, tag: str, model: nn.Module) -> None:
-        """Moves a model's parameters here, with their values; to be called before anything has views of them."""
-        places: dict[int, nn.Parameter] = {}
-        owners = [
-            (module, name, p) for module in model.modules() for name, p in module._parameters.items() if p is not None
-        ]
-        unique = {id(p): p for _, _, p in owners}
-        sizes = {key: -(-p.nbytes // _ALIGNMENT) * _ALIGNMENT for key, p in unique.items()}
-        begin, memory = 0, self.take(tag, sum(sizes.values()))
-        for key, p in unique.items():
-            own = memory[begin : begin + p.nbytes].view(p.dtype).view(p.shape)
-            places[key] = nn.Parameter(own.copy_(p), requires_grad=False)
-            begin += sizes[key]
-        for module, name, p in owners:
-            setattr(module, name, places[id(p)])
+        """Moves a model's parameters here, with their values; to be called before anything has views of them. What has
+        moved goes back to the device as memory is taken, so that both together never need much more than one."""
+        owners: dict[int, list[tuple[nn.Module, str]]] = {}
+        waiting: dict[int, nn.Parameter] = {}
+        for module in model.modules():
+            for name, p in module._parameters.items():
+                if p is not None:
+                    owners.setdefault(id(p), []).append((module, name))
+                    waiting[id(p)] = p
+        sizes = {key: -(-p.nbytes // _ALIGNMENT) * _ALIGNMENT for key, p in waiting.items()}
+        end, total = 0, sum(sizes.values())
+        memory = self._ranges[tag] = VirtualMemory(self._driver, total, first=0)
+        for key, size in sizes.items():
+            p = waiting.pop(key)
+            begin, end = end, end + size
+            if end > memory.mapped:
+                torch.cuda.empty_cache()
+                memory.map(max(end, memory.mapped + _PIECE))
+            own = memory.bytes[begin : begin + p.nbytes].view(p.dtype).view(p.shape)
+            moved = nn.Parameter(own.copy_(p), requires_grad=False)
+            for module, name in owners[key]:
+                setattr(module, name, moved)
 
     def sleep(self, tags: tuple[str, ...], keep_weights: bool) -> int:
         """Gives the memory of these tags back; returns the bytes. Weights may wait in host memory."""

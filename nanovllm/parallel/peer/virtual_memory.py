@@ -30,42 +30,54 @@ class _Access(ctypes.Structure):
     _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
 
 
+def _in_pages(nbytes: int) -> int:
+    """Rounded up, and no less than one."""
+    return max(1, -(-nbytes // _GRANULARITY)) * _GRANULARITY
+
+
 class VirtualMemory:
     """A range of device addresses, with memory behind it except while it is asleep."""
 
-    def __init__(self, driver: Driver, nbytes: int) -> None:
-        """Reserves whole 2 MiB pages and maps memory there, of undefined content."""
+    def __init__(self, driver: Driver, nbytes: int, first: int | None = None) -> None:
+        """Reserves whole 2 MiB pages and maps memory there, of undefined content: behind all of them, or behind the
+        `first` bytes, so that `map` is to follow."""
         self._driver = driver
-        self.nbytes = max(1, -(-nbytes // _GRANULARITY)) * _GRANULARITY
+        self.nbytes = _in_pages(nbytes)
         address = ctypes.c_uint64()
         driver.call(
             "cuMemAddressReserve", ctypes.byref(address), *map(ctypes.c_size_t, (self.nbytes, _GRANULARITY)),
             ctypes.c_uint64(0), ctypes.c_ulonglong(0),
         )  # fmt: skip
         self.address: int = address.value
-        self._handle: ctypes.c_ulonglong | None = None
+        self.mapped = 0
+        """Bytes that have memory behind them, from the first on."""
+        self._pieces: list[tuple[int, int, ctypes.c_ulonglong]] = []
         self._host: PinnedMemory | None = None
         self._is_kept = False
-        self.map()
+        self.map(first)
         self.bytes = torch.as_tensor(DeviceBytes(self.address, self.nbytes), device=driver.device)
         """uint8 [nbytes]; not to be touched while nothing is mapped."""
 
-    def map(self) -> None:
-        """Takes memory from the driver."""
+    def map(self, end: int | None = None) -> None:
+        """Takes memory from the driver, for what has none of all bytes or of those before `end`."""
+        size = min(self.nbytes, self.nbytes if end is None else _in_pages(end)) - self.mapped
+        if size <= 0:
+            return
         location = _Location(_DEVICE, self._driver.device.index or 0)
         properties, access = _AllocationProperties(_PINNED, 0, location), _Access(location, _READ_WRITE)
-        handle, size = ctypes.c_ulonglong(), ctypes.c_size_t(self.nbytes)
-        call, address = self._driver.call, ctypes.c_uint64(self.address)
-        call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(properties), ctypes.c_ulonglong(0))
-        self._handle = handle
-        call("cuMemMap", address, size, ctypes.c_size_t(0), handle, ctypes.c_ulonglong(0))
-        call("cuMemSetAccess", address, size, ctypes.byref(access), ctypes.c_size_t(1))
+        handle, size_t = ctypes.c_ulonglong(), ctypes.c_size_t(size)
+        call, address = self._driver.call, ctypes.c_uint64(self.address + self.mapped)
+        call("cuMemCreate", ctypes.byref(handle), size_t, ctypes.byref(properties), ctypes.c_ulonglong(0))
+        self._pieces.append((address.value, size, handle))
+        self.mapped += size
+        call("cuMemMap", address, size_t, ctypes.c_size_t(0), handle, ctypes.c_ulonglong(0))
+        call("cuMemSetAccess", address, size_t, ctypes.byref(access), ctypes.c_size_t(1))
 
     def unmap(self) -> None:
         """Gives the memory back to the driver. The device must be idle."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            self._driver.call("cuMemUnmap", ctypes.c_uint64(self.address), ctypes.c_size_t(self.nbytes))
+        pieces, self._pieces, self.mapped = self._pieces, [], 0
+        for address, size, handle in pieces:
+            self._driver.call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(size))
             self._driver.call("cuMemRelease", handle)
 
     def sleep(self, keep: bool) -> None:

@@ -1,0 +1,80 @@
+"""What a model needs when its parameters move to memory that can sleep, on a driver that counts."""
+
+import ctypes
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from nanovllm.parallel.peer import virtual_memory
+from nanovllm.runner import sleep
+from nanovllm.runner.sleep import SleepableMemory
+
+PAGE = 2 << 20
+
+
+class Driver:
+    """Device memory in this process's own; it counts what has been created and not released, and that a mapping is
+    taken down as it was made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.created: dict[int, int] = {}
+        self.mappings: dict[int, int] = {}
+        self.most = 0
+        self.others: list[weakref.ref[nn.Parameter]] = []
+        self._ranges: list[Any] = []
+
+    def call(self, name: str, *args: Any) -> None:
+        if name == "cuMemAddressReserve":
+            self._ranges.append((ctypes.c_uint8 * args[1].value)())
+            args[0]._obj.value = ctypes.addressof(self._ranges[-1])
+        elif name == "cuMemCreate":
+            handle, size = args[0]._obj, args[1].value
+            assert size % PAGE == 0
+            handle.value = len(self.created) + 1
+            self.created[handle.value] = size
+            held = sum(p.nbytes for ref in self.others if (p := ref()) is not None)
+            self.most = max(self.most, held + sum(self.created.values()))
+        elif name == "cuMemMap":
+            self.mappings[args[0].value] = args[1].value
+        elif name == "cuMemUnmap":
+            assert self.mappings.pop(args[0].value) == args[1].value
+        elif name == "cuMemRelease":
+            self.created[args[0].value] = 0
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> SleepableMemory:
+    def as_bytes(address: int, nbytes: int) -> np.ndarray:
+        return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
+
+    monkeypatch.setattr(virtual_memory, "DeviceBytes", as_bytes)
+    monkeypatch.setattr(sleep, "Driver", Driver)
+    monkeypatch.setattr(sleep, "_PIECE", 2 * PAGE)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    return SleepableMemory(torch.device("cpu"))
+
+
+def test_a_model_moves_a_piece_at_a_time(memory: SleepableMemory) -> None:
+    """It needs its own size, a piece and its largest parameter; values and sharing stay."""
+    shapes = [(1 << 19, 3), (1000,), (1 << 20,), (7, 11), (1 << 19, 2), *[(1 << 18,)] * 30]
+    model = nn.ParameterList(nn.Parameter(torch.randn(shape), requires_grad=False) for shape in shapes)
+    model.append(model[2])
+    expected = [p.clone() for p in model]
+    driver: Driver = memory._driver  # type: ignore[assignment]
+    driver.others = [weakref.ref(p) for p in model]
+    total, largest = sum(p.nbytes for p in model[:-1]), max(p.nbytes for p in model)
+    memory.adopt("weights", model)
+    assert all(torch.equal(p, value) for p, value in zip(model, expected, strict=True)) and model[-1] is model[2]
+    assert total <= memory.nbytes <= total + PAGE + 256 * len(shapes)
+    assert driver.most <= total + largest + 3 * PAGE
+    for tags in (("weights",), ("weights",)):  # what has been mapped in pieces goes and returns
+        memory.sleep(tags, keep_weights=False)
+        assert memory.nbytes == 0 == sum(driver.created.values()) and not driver.mappings
+        memory.wake(tags)
+        assert memory.nbytes >= total and not any(p.any() for p in model)
