@@ -138,7 +138,7 @@ class EngineConfig:
     """Most tokens computed in one step: running rows and prompt chunks share this budget."""
     max_num_prefill_tokens_with_decodes: int | None = None
     """Most prompt tokens in a step that also decodes, so that long prompts do not stall running requests. Default:
-    512, and more with a deep queue, where everybody waits anyway: an eighth of the prompt tokens that wait, at most
+    1024, and more with a deep queue, where everybody waits anyway: an eighth of the prompt tokens that wait, at most
     2048 (4096 for several ranks and for mixtures of experts), rounded down to a power of two. A dense model with at
     most 128 decodes and 1024 prompt tokens left takes 128 to 288 at a time, which its decodes hardly notice."""
     max_num_partial_prefills: int = 4

@@ -37,7 +37,7 @@ class Response:
         self.pieces: list[bytes] = []
         self.headers: dict[str, str] = {}
         self.status = 0
-        self.has_headers = self.is_complete = False
+        self.has_headers = self.is_complete = self.is_closed = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
@@ -54,6 +54,9 @@ class Response:
     async def read(self) -> None:
         """Waits for more of the response. Raises ServerError."""
         data = await self.reader.read(_PIECE)
+        if not data and self.has_headers and not {"content-length", "transfer-encoding"} & self.headers.keys():
+            self.is_complete = self.is_closed = True  # such an answer ends with its connection
+            return
         if not data:
             raise ServerError("the server closed the connection in the middle of an answer", self.status)
         try:
@@ -146,7 +149,8 @@ class Client:
             yield connection
         finally:
             if connection is not None:
-                if connection.is_complete and connection.headers.get("connection", "").lower() != "close":
+                ends = connection.is_closed or connection.headers.get("connection", "").lower() == "close"
+                if connection.is_complete and not ends:
                     self._idle.append(connection)
                 else:
                     connection.writer.transport.abort()

@@ -9,7 +9,7 @@ from nanovllm.outputs import ITERATION_TOKENS, EngineStats
 from nanovllm.serve.frames import ControlState, Done
 
 if TYPE_CHECKING:
-    from nanovllm.serve.request import Completion, Request
+    from nanovllm.serve.request import Completion
 
 _FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160),
@@ -98,16 +98,18 @@ class Metrics:
         self.finished[completion.finish_reason or "stop"] += 1
         self._observe(request_generation_tokens=completion.num_tokens)
 
-    def count_part(self, part: Done, request: "Request", num_prompt_tokens: int, now: float) -> None:
-        """A prompt's completions have all ended."""
-        longest = max(each.num_tokens for each in request.completions)
+    def count_part(
+        self, part: Done, completions: Sequence["Completion"], num_prompt_tokens: int, seconds: float
+    ) -> None:
+        """A prompt's completions have all ended, so many seconds after its request came."""
+        longest = max(each.num_tokens for each in completions)
         self._observe(
             request_prompt_tokens=num_prompt_tokens,
             request_queue_time_seconds=part.queued,
             request_prefill_time_seconds=part.prefill,
             request_decode_time_seconds=part.decode,
             request_inference_time_seconds=part.prefill + part.decode,
-            e2e_request_latency_seconds=now - request.arrival,
+            e2e_request_latency_seconds=seconds,
             request_max_num_generation_tokens=longest,
         )
         if longest > 1:

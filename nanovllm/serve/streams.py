@@ -109,12 +109,13 @@ class Streams:
         if request is None:
             return
         index = request.parts.pop(part.request_id)
-        for completion, kept in zip(request.completions[index * request.n :], part.kept, strict=False):
+        own = request.completions[index * request.n : (index + 1) * request.n]
+        for completion, kept in zip(own, part.kept, strict=False):
             completion.kept = kept
         request.num_cached_tokens += part.num_cached_tokens
         request.queued, request.prefill = max(request.queued, part.queued), max(request.prefill, part.prefill)
         request.decode = max(request.decode, part.decode)
-        self._metrics.count_part(part, request, len(request.prompts[index]), now)
+        self._metrics.count_part(part, own, len(request.prompts[index]), now - request.arrival)
         self._touched[request] = None
 
     def flush(self, now: float) -> None:
@@ -126,7 +127,7 @@ class Streams:
         self._turn += 1
         start = self._turn % len(requests)
         for request in requests[start:] + requests[:start] if start else requests:
-            if request.first_token is None:
+            if request.first_token is None and request.num_output_tokens:
                 request.first_token = now
                 self._metrics.first_token.observe(now - request.arrival)
             if request.is_streamed:

@@ -49,6 +49,25 @@ def test_events_cut_at_every_byte(end: str) -> None:
     assert asyncio.run(read()) == [{"a": 1}, {"a": 2}]
 
 
+def test_an_answer_that_ends_with_its_connection() -> None:
+    """It has neither a length nor chunks, and its connection is not used again."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b'HTTP/1.1 200 OK\r\n\r\n{"a"')
+        await writer.drain()
+        writer.write(b": 1}")
+        writer.close()
+
+    async def read() -> list[Any]:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            async with Client(url) as client:
+                return [await client.get("/"), await client.get("/")]
+
+    assert asyncio.run(read()) == [{"a": 1}, {"a": 1}]
+
+
 def test_a_server_whose_command_is_killed_at_its_start_leaves_nothing(tmp_path: Path) -> None:
     """Before it listens to signals, too, and while it makes its socket."""
     (tmp_path / "code").mkdir()

@@ -57,11 +57,13 @@ class Stream(Request):
 class Room:
     """Streams, one request in them, and what the engine is told."""
 
-    def __init__(self, n: int = 1) -> None:
+    def __init__(self, n: int = 1, prompts: int = 1) -> None:
         self.aborted: list[int] = []
-        self.streams = Streams(Metrics(), self.aborted.append)
-        self.request = Stream("id", [[1, 2]], 0.0)
-        self.request.completions = [Completion(self.request, index, 0, Text()) for index in range(n)]
+        self.metrics = Metrics()
+        self.streams = Streams(self.metrics, self.aborted.append)
+        self.request = Stream("id", [[1, 2]] * prompts, 0.0)
+        indices = range(n * prompts)
+        self.request.completions = [Completion(self.request, index, index // n, Text()) for index in indices]
         self.streams.add(self.request)
         self.connection = Connection()
         self.streams.open(self.request, self.connection, 0.0)  # type: ignore[arg-type]
@@ -98,6 +100,29 @@ async def test_stream() -> None:
     room.step(7, 8, ends=True)
     assert room.is_empty and not room.aborted
     assert room.connection.written.endswith(b"<7><8>data: [DONE]\n\n\r\n")
+
+
+@running
+async def test_a_request_without_a_token_has_no_time_to_its_first() -> None:
+    for tokens, samples in (((), 0), ((5,), 1)):
+        room = Room()
+        for token in tokens:
+            room.step(token)
+        room.streams.take(frames.Step([], [], finishes=[frames.Finish(0, None, "abort", None)]), 2.0)
+        room.streams.flush(2.0)
+        assert room.metrics.first_token.counts.count(1) == samples
+
+
+@running
+async def test_what_is_counted_of_a_prompt_is_of_its_own_completions() -> None:
+    room = Room(prompts=2)
+    room.streams.take(frames.Step([0, 0, 0, 1], [5, 6, 7, 8]), 1.0)
+    ends = [frames.Finish(row, 9, "length", None) for row in (0, 1)]
+    done = [frames.Done(row, 0, 0.0, 0.0, 6.0) for row in (0, 1)]
+    room.streams.take(frames.Step([], [], finishes=ends, done=done), 2.0)
+    longest = room.metrics._histograms["request_max_num_generation_tokens"]
+    assert (sum(longest.counts), longest.sum) == (2, 4 + 2)
+    assert room.metrics._histograms["request_time_per_output_token_seconds"].sum == 6 / 3 + 6 / 1
 
 
 @running
