@@ -12,6 +12,10 @@ MAX_SHOWN = 200
 """Characters of a value that a message repeats. Values come from clients too, and a schema can have a million."""
 
 
+TEXT_ALONE = "images, sound and files are not taken: the engine serves text alone"
+"""What to say to parts of a message that are something else."""
+
+
 class _Repr(reprlib.Repr):
     def repr_dict(self, x: dict[Any, Any], level: int) -> str:
         """Of the first entries as they are: reprlib sorts all of them before."""

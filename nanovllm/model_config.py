@@ -120,8 +120,8 @@ class MoEConfig:
     activation_alpha: float = 1.0
     """Clamped SwiGLU where there is a limit; see ExpertActivation."""
     layout: str = "experts"
-    """How the checkpoint holds the experts' weights, see layers/moe.py: "experts", "linears", "parameters" or
-    "transposed"."""
+    """How the checkpoint holds the experts' weights, see layers/moe.py: "experts", "linears", "parameters",
+    "turned" or "transposed"."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +187,8 @@ class ModelConfig:
 
     moe: MoEConfig | None = None
 
+    wrapper: str | None = None
+    """The architecture of the checkpoint where this one is its language model (models/wrappers.py)."""
     transformers_config: dict[str, Any] | None = None
     """config.json as it is, where transformers' own module computes the model (models/transformers_model.py)."""
 

@@ -1,11 +1,13 @@
 """Text to token ids and back. transformers is imported only here, and only when a tokenizer is wanted."""
 
 import copy
+import json
 import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from nanovllm.config import EngineConfig
@@ -13,6 +15,8 @@ from nanovllm.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, Windo
 from nanovllm.errors import require_known, require_unicode, short
 
 _TEMPLATE_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template", "tools", "documents")
+
+_PROBE = "a text that is shown"
 
 
 class Tokenizer:
@@ -26,6 +30,8 @@ class Tokenizer:
         self._tokenizer: Any = None
         self._of_user: Any = None
         self._lock = threading.Lock()
+        self._loses: dict[str, bool] = {}
+        """By chat template: see _loses_texts."""
         self._token_bytes: TokenBytes | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._load, name="nanovllm-tokenizer", daemon=True)
@@ -42,6 +48,8 @@ class Tokenizer:
             # Looked up again: the library replaces its module at the end of its import. A thread that waited for
             # another engine's import has the first module in hand.
             self._tokenizer = sys.modules["transformers"].AutoTokenizer.from_pretrained(self._folder)
+            if self._tokenizer.chat_template is None:  # older files have that of a processor of images apart
+                self._tokenizer.chat_template = _template_of_processor(Path(self._folder))
             # The engine knows its own bound and names it; the library's warns of an index error that never comes.
             seen: dict[str, bool] = getattr(self._tokenizer, "deprecation_warnings", {})
             seen["sequence-length-is-longer-than-the-specified-maximum"] = True
@@ -113,8 +121,31 @@ class Tokenizer:
         with _rendering():
             template = hf.get_chat_template(options.get("chat_template"), options.get("tools"))
         require_known("chat", "keyword", options, [*_TEMPLATE_OPTIONS, *re.findall(r"[A-Za-z_]\w*", template)])
+        if self._loses_texts(hf, template):
+            messages = [_in_parts(message) for message in messages]
         with _rendering():
             return str(hf.apply_chat_template(messages, tokenize=False, **options, **(chat_template_kwargs or {})))
+
+    def _loses_texts(self, hf: Any, template: str) -> bool:
+        """Whether a content that is one text goes missing, without an error, as with templates that look for images."""
+        if template not in self._loses:
+            chat = [{"role": "user", "content": _PROBE}]
+            try:
+                text = hf.apply_chat_template(chat, chat_template=template, tokenize=False)
+                self._loses[template] = _PROBE not in text
+            except Exception:  # whatever a template raises
+                self._loses[template] = False
+        return self._loses[template]
+
+
+def _template_of_processor(folder: Path) -> Any:
+    path = folder / "chat_template.json"
+    return json.loads(path.read_text(encoding="utf-8")).get("chat_template") if path.is_file() else None
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 @contextmanager

@@ -96,6 +96,11 @@ def test_what_is_no_prompt(prompts: Any, llm: LLM) -> None:
     assert llm.is_finished()
 
 
+def test_images_beside_a_prompt_are_refused_by_name(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="images, sound and files are not taken: the engine serves text alone"):
+        llm.generate({"prompt": "a", "multi_modal_data": {"image": "x"}})  # type: ignore[dict-item]
+
+
 @pytest.mark.parametrize("prompt", [{}, {"text": "a"}, {"prompt": "a", "multi_modal_data": {}}])
 def test_a_dict_that_is_no_prompt(prompt: Any, llm: LLM) -> None:
     for call in (llm.generate, llm.add_request, lambda prompt: llm.generate([prompt])):
@@ -230,7 +235,7 @@ BAD_CHATS: dict[str, tuple[Any, type[Exception], str]] = {
     "one of several": ([[{"role": "user", "content": "hi"}], [{}]], ValueError, r"messages\[1\]\[0\]: must be a dict"),
     "mixed": ([{"role": "user", "content": "hi"}, [{}]], ValueError, r"messages\[0\]: must be a list"),
     "an empty one": ([[]], ValueError, r"messages\[0\]: must be a list of at least one"),
-    "an image": ([{"role": "user", "content": [{"type": "image_url"}]}], ValueError, r"\[0\]: content must be a text"),
+    "an image": ([{"role": "user", "content": [{"type": "image_url"}]}], ValueError, r"\[0\]: .*images, sound"),
 }
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.errors import shown
+from nanovllm.errors import TEXT_ALONE, shown
 from nanovllm.sampling_params import SamplingParams
 
 Prompt = str | list[int]
@@ -17,7 +17,8 @@ def plain_prompt(prompt: GivenPrompt) -> Prompt:
     if not isinstance(prompt, Mapping):
         return prompt
     if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
-        raise ValueError(f"prompt={shown(prompt)}: must have one entry, 'prompt' or 'prompt_token_ids'")
+        more = f"; {TEXT_ALONE}" if "multi_modal_data" in prompt else ""
+        raise ValueError(f"prompt={shown(prompt)}: must have one entry, 'prompt' or 'prompt_token_ids'{more}")
     return next(iter(prompt.values()))
 
 
@@ -77,7 +78,8 @@ def _with_text(message: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         return message
     for part in parts:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"{name}: content must be a text, or parts of type 'text', found {shown(part)}")
+            bound = f"content must be a text, or parts of type 'text', found {shown(part)}"
+            raise ValueError(f"{name}: {bound}; {TEXT_ALONE}")
     return {**message, "content": "\n".join(part["text"] for part in parts)}
 
 

@@ -214,16 +214,18 @@ def _experts(moe: MoE, prefix: str) -> Iterator[CheckpointWeight]:
                 yield CheckpointWeight(f"{path}.weight", piece.shape, shards)
 
 
-def _stacked(gate_up_name: str, down_name: str, moe: MoE, prefix: str) -> Iterator[CheckpointWeight]:
+def _stacked(
+    gate_up_name: str, down_name: str, moe: MoE, prefix: str, may_be_turned: bool = False
+) -> Iterator[CheckpointWeight]:
     """All experts in one tensor: gate and up [experts, 2 I, hidden], and down [experts, hidden, I]."""
     count, size, hidden = moe.config.num_experts, moe.config.intermediate_size, moe.down.shape[1]
     gate_up = moe.gate_and_up(moe.gate_up)
     halves = tuple(Shard(gate_up[:, half], 1, half * size + moe.begin) for half in range(2))
     if moe.down.shape[2] == size:  # no padding and no other rank: one piece
         halves = (Shard(moe.gate_up, 1, 0),)
-    yield CheckpointWeight(f"{prefix}.{gate_up_name}", (count, 2 * size, hidden), halves)
+    yield CheckpointWeight(f"{prefix}.{gate_up_name}", (count, 2 * size, hidden), halves, may_be_turned=may_be_turned)
     shards = (Shard(moe.down[:, :, : moe.valid], 2, moe.begin),)
-    yield CheckpointWeight(f"{prefix}.{down_name}", (count, hidden, size), shards)
+    yield CheckpointWeight(f"{prefix}.{down_name}", (count, hidden, size), shards, may_be_turned=may_be_turned)
 
 
 def _transposed(moe: MoE, prefix: str) -> Iterator[CheckpointWeight]:
@@ -245,5 +247,6 @@ _LAYOUTS: dict[str, Callable[[MoE, str], Iterator[CheckpointWeight]]] = {
     "experts": _experts,
     "linears": partial(_stacked, "input_linear.weight", "output_linear.weight"),
     "parameters": partial(_stacked, "experts.gate_up_proj", "experts.down_proj"),  # as transformers' modules have them
+    "turned": partial(_stacked, "experts.gate_up_proj", "experts.down_proj", may_be_turned=True),
     "transposed": _transposed,
 }

@@ -30,6 +30,24 @@ class TensorSource(Protocol):
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor: ...
 
 
+@dataclass(frozen=True)
+class Turned:
+    """A tensor with three dimensions, of which the last two are exchanged."""
+
+    source: TensorSource
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.source.shape[0], *self.source.shape[:0:-1]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.source.dtype
+
+    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
+        return self.source.narrow((0, 2, 1)[dim], start, length).transpose(1, 2)
+
+
 class Cut(NamedTuple):
     """Which range of a checkpoint's matrix [out, in] a rank keeps, and where in its own."""
 
@@ -118,10 +136,12 @@ class CheckpointWeight:
     """Names of the tensors that a quantised checkpoint brings with this one. Where this comes wide, they do not."""
     is_scale: bool = False
     """Positive numbers; a dimension of 1 at the end of their shape may be missing."""
+    may_be_turned: bool = False
+    """Checkpoints have it with its last two dimensions exchanged, too."""
 
     def check(self, source: TensorSource) -> None:
         """Raises ValueError where shape or type are not what the configuration gives, or a scale is no scale."""
-        found, wanted = tuple(source.shape), self.shape
+        found, wanted = tuple(self._as_here(source).shape), self.shape
         if found != wanted and not (self.is_scale and _core(found) == _core(wanted)):
             raise ValueError(f"weight {self.name!r} has shape {found}, the configuration needs {wanted}")
         if self.is_scale:
@@ -135,6 +155,10 @@ class CheckpointWeight:
                 bound = "a quantization_config that says so is missing"
                 raise ValueError(f"weight {self.name!r} has type {source.dtype}: {bound}")
 
+    def _as_here(self, source: TensorSource) -> TensorSource:
+        """In the order of our dimensions, which is the file's where both would do."""
+        return Turned(source) if self.may_be_turned and tuple(source.shape) != self.shape else source
+
     def is_wide(self, source: TensorSource) -> bool:
         """Whether this is to be quantised on its way."""
         return any(shard.scales is not None for shard in self.shards) and source.dtype.itemsize > 1
@@ -146,7 +170,7 @@ class CheckpointWeight:
         for shard in self.shards:
             length = shard.length(len(self.shape))
             if length:
-                part = source.narrow(shard.dim, shard.start, length).view(shard.target.shape)
+                part = self._as_here(source).narrow(shard.dim, shard.start, length).view(shard.target.shape)
                 is_here = isinstance(source, torch.Tensor) or part.is_cuda
                 rows = len(part) if is_here else max(1, PIECE_BYTES // max(1, part[0].nbytes))
                 yield from zip(shard.target.split(rows), part.split(rows), strict=True)

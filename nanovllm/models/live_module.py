@@ -52,7 +52,7 @@ def config_of(module: nn.Module, overrides: dict[str, Any]) -> ModelConfig:
     found = parse_config(raw, generation, overrides=overrides)
     if any(layer.quantization is not None for layer in found.layers):
         refuse("module", type(module).__name__, "a module whose weights are not quantised")
-    if found.moe is not None and found.moe.layout == "experts":
+    if found.moe is not None and found.moe.layout in ("experts", "turned"):
         found = replace(found, moe=replace(found.moe, layout="parameters"))
     return found
 

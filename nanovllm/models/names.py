@@ -39,6 +39,8 @@ class CheckpointNames:
     """Text that is taken out of the checkpoint's names, wherever it occurs: a prefix of nested models."""
     skipped: tuple[str, ...] = ()
     """Beginnings of names that are not the language model's."""
+    only: tuple[str, ...] = ("",)
+    """Beginnings, without what is stripped, of those that are."""
     paths: Mapping[str, str] = field(default_factory=dict)
     """Canonical parts that follow each other -> the checkpoint's, before `parts`."""
 
@@ -68,7 +70,8 @@ class CheckpointNames:
         """A name in a checkpoint, without what is stripped; None where it is no weight of ours."""
         if name.startswith(self.skipped) or name.endswith(_COMPUTED):
             return None
-        return name.replace(self.stripped, "") if self.stripped else name
+        name = name.replace(self.stripped, "") if self.stripped else name
+        return name if name.startswith(self.only) else None
 
     def select(self, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """Those of a checkpoint's (name, tensor) pairs that are ours, by their canonical names."""

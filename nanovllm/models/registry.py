@@ -25,9 +25,11 @@ from nanovllm.models.files import (
     names_hub,
     read_json,
 )
+from nanovllm.models.names import CheckpointNames
 from nanovllm.models.published import PUBLISHED_SHAPES
 from nanovllm.models.quantization import quantized_layers, read_quantization, settled
 from nanovllm.models.unserved import takes_more_than_text, unserved_parts
+from nanovllm.models.wrappers import WRAPPERS, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,10 @@ def family(architecture: str) -> Family:
     return FAMILIES[architecture]
 
 
+def _is_ours(architecture: Any) -> bool:
+    return architecture in [*FAMILIES, *WRAPPERS]
+
+
 def parse_config(
     raw: dict[str, Any], generation: dict[str, Any] | None = None, quantization: str | None = None,
     overrides: dict[str, Any] | None = None,
@@ -54,24 +60,36 @@ def parse_config(
     """`raw`: config.json, whose `text_config`, where it has one, is the language model's; `generation`:
     generation_config.json, whose end-of-text ids win; `quantization`, `overrides`: of EngineConfig. Raises ValueError
     naming what is wrong or not served."""
-    there, overrides = _text_config(raw), overrides or {}
+    given, there, overrides = raw, _text_config(raw), overrides or {}
     raw, generation = override(raw, generation or {}, overrides)
     architectures = raw.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1:
         refuse("architectures", architectures, "exactly one architecture in config.json")
-    found = family(architectures[0])
-    config = ConfigReader({**found.defaults, **_text_config(raw)})
+    architecture, wrapper = architectures[0], None
+    defaults: dict[str, Any] = {}
+    if architecture in [*WRAPPERS]:
+        wrapper = architecture
+        architecture, defaults = text_of(wrapper, given)
+    found = family(architecture)
+    names = found.names if wrapper is None else WRAPPERS[wrapper].names(found.names)
+    config = ConfigReader({**found.defaults, **defaults, **_text_config(raw)})
     fields = found.read(config, generation)
     if "quantization_config" not in config.was_read:
         how, skipped = read_quantization(config.get("quantization_config"), quantization)
         if how is not None:
-            how = settled(how, fields, found.names)
-            fields["layers"] = quantized_layers(fields, how, skipped, found.names)
+            how = settled(how, fields, names)
+            fields["layers"] = quantized_layers(fields, how, skipped, names)
     elif quantization is not None:
-        refuse("quantization", quantization, f"None for {architectures[0]}")
+        refuse("quantization", quantization, f"None for {architecture}")
     config.finish()
     check_overrides(_text_config(overrides), {*there, *found.defaults, *config.was_read, *CHANGES_RESULT})
-    return ModelConfig(architecture=architectures[0], **fields)
+    return ModelConfig(architecture=architecture, wrapper=wrapper, **fields)
+
+
+def names_of(config: ModelConfig) -> CheckpointNames:
+    """How the checkpoint of a model of ours spells the tensors that layers name."""
+    names = family(config.architecture).names
+    return names if config.wrapper is None else WRAPPERS[config.wrapper].names(names)
 
 
 def _text_config(raw: dict[str, Any]) -> dict[str, Any]:
@@ -113,7 +131,7 @@ def _refuse_unserved(raw: dict[str, Any], config: EngineConfig) -> None:
     """Raises ValueError for an architecture that neither we nor transformers' module can compute here, and says why."""
     raw = _text_config({**raw, **config.hf_overrides})
     architectures = raw.get("architectures")
-    if not isinstance(architectures, list) or not architectures or architectures[0] in [*FAMILIES]:
+    if not isinstance(architectures, list) or not architectures or _is_ours(architectures[0]):
         return
     parts = unserved_parts(raw)
     if not parts and takes_more_than_text(raw):
@@ -130,7 +148,7 @@ def _is_for_transformers(raw: dict[str, Any], config: EngineConfig) -> bool:
     if config.model_impl != "auto":
         return config.model_impl == "transformers"
     found = config.hf_overrides.get("architectures", raw.get("architectures"))
-    if not isinstance(found, list) or len(found) != 1 or found[0] in [*FAMILIES]:
+    if not isinstance(found, list) or len(found) != 1 or _is_ours(found[0]):
         return False
     from nanovllm.models.transformers_model import is_known
 
@@ -144,7 +162,8 @@ def override(
     raw: dict[str, Any], generation: dict[str, Any], overrides: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """config.json and generation_config.json with `overrides` in force, whichever spelling the files use."""
-    raw = _text_config(raw)
+    tied = raw.get("tie_word_embeddings")  # of the head, which is not the nested model's
+    raw = _text_config(raw) | ({} if tied is None else {"tie_word_embeddings": tied})
     overrides = _rope_spelt_as_in(raw, overrides)
     generation = {name: value for name, value in generation.items() if name not in overrides}
     return {**raw, **overrides}, generation

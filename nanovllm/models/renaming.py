@@ -5,13 +5,13 @@ from dataclasses import replace
 
 from nanovllm.layers.weights import CheckpointWeight, Shard, deinterleaved
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.registry import family
+from nanovllm.models.registry import names_of
 
 
 def in_checkpoint(weights: Iterable[CheckpointWeight], config: ModelConfig) -> Iterator[CheckpointWeight]:
     """`weights`, named canonically, as the checkpoint of `config`'s family has them. Parts that it holds as one tensor
     become one weight."""
-    names = family(config.architecture).names
+    names = names_of(config)
     fused: dict[str, dict[int, CheckpointWeight]] = {}
     for weight in weights:
         if config.interleaved_rope:

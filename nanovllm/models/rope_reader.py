@@ -48,7 +48,9 @@ def _require_dict(scaling: Any) -> None:
 
 def _table(raw: dict[str, Any], config: ConfigReader, partial: bool = False) -> RopeConfig:
     rope = ConfigReader(raw)
-    kind = rope.choice("rope_type", KINDS, rope.get("type", "default"))
+    kind = rope.choice("rope_type", (*KINDS, "mrope"), rope.get("type", "default"))
+    if kind == "mrope":  # three positions a token, which are one in text
+        kind = "default"
     if kind in ("linear", "yarn", "llama3") and rope.get("factor") is None:
         refuse("rope_scaling", raw, f"given a 'factor' for rope type {kind!r}")
     given: dict[str, Any] = {name: rope.positive(name, 0.0) for name in _NUMBERS if rope.get(name) is not None}

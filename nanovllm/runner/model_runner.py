@@ -32,7 +32,7 @@ from nanovllm.models.decoder import DecoderForCausalLM, ModelContext, attention_
 from nanovllm.models.int4_tensors import reader_for
 from nanovllm.models.live_module import LiveModule
 from nanovllm.models.names import CheckpointNames
-from nanovllm.models.registry import family
+from nanovllm.models.registry import names_of
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.runner.cuda_graphs import StepGraphs, why_no_graphs
 from nanovllm.runner.device_io import DeviceIO
@@ -127,7 +127,7 @@ class ModelRunner(WeightCommands):
         if foreign:
             foreign.backend = self.backend
         self.model: Any = foreign or DecoderForCausalLM(context)
-        self._spelling = CheckpointNames() if foreign else family(model.architecture).names
+        self._spelling = CheckpointNames() if foreign else names_of(model)
         self._tell_backend()
         widened = self.device.type == "cuda" and not self.planner.rules.device.has_tma
         if is_first and widened and any(isinstance(part, FP8Matrix) for part in self.model.modules()):

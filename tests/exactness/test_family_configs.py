@@ -11,8 +11,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from nanovllm.models.config_reader import CHANGES_RESULT, ConfigReader
 from nanovllm.models.registry import FAMILIES, override, parse_config
 
-CAUSAL = [name for name in FAMILIES if "Conditional" not in name]
 MODEL_TYPES = {name: model_type for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+CAUSAL = [name for name in FAMILIES if name in MODEL_TYPES]
 COMMON = set(transformers.PreTrainedConfig().to_dict()) | {"vocab_size", "use_cache", "initializer_range"}
 NO_DIFFERENCE = COMMON | {
     "attention_dropout", "embd_pdrop", "embedding_dropout", "resid_pdrop", "residual_dropout", "bos_token_id",

@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from nanovllm.config import EngineConfig
 from nanovllm.serve.text import ChatTemplate, FrontTokenizer
 from nanovllm.serve.text import template as template_module
+from nanovllm.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo-qwen3"
 TEMPLATES = Path(__file__).resolve().parent / "templates"
@@ -254,6 +256,27 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ValueError, match=r"tokenizer\.json: cannot be read"):
         FrontTokenizer(tmp_path)
+
+
+OF_IMAGES = (
+    "{% for m in messages %}{{ m['role'] }}:{% for part in m['content'] %}{% if part['type'] == 'text' %}"
+    "{{ part['text'] }}{% else %}<image>{% endif %}{% endfor %};{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_template_that_looks_for_images_sees_texts(apart: bool, tmp_path: Path) -> None:
+    """It would pass over a content that is one text, without an error; older files have it in a file of its own."""
+    name, text = ("chat_template.json", json.dumps({"chat_template": OF_IMAGES})) if apart else (
+        "chat_template.jinja", OF_IMAGES
+    )  # fmt: skip
+    for each in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / each, tmp_path / each)
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    chat = [{"role": "user", "content": "hi"}, {"role": "user", "content": [{"type": "text", "text": "you"}]}]
+    assert FrontTokenizer(tmp_path).render_chat(chat) == "user:hi;user:you;"
+    library = Tokenizer(EngineConfig(str(tmp_path)))
+    assert library.apply_chat_template(chat) == "user:hi;user:you;"
 
 
 @pytest.mark.parametrize("family", [*FAMILIES])

@@ -56,12 +56,9 @@ _GEMMA3 = {
     "max_position_embeddings": 131072, "sliding_window": 4096,
 }  # fmt: skip
 _NAMES = CheckpointNames(SANDWICH_NORMS)
-_BESIDE = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
-_NESTED = CheckpointNames(SANDWICH_NORMS, stripped="language_model.", skipped=_BESIDE)
 
 FAMILIES = {
     "GemmaForCausalLM": Family(read_gemma, defaults={**_SHARED, "hidden_act": "gelu_pytorch_tanh"}),
     "Gemma2ForCausalLM": Family(read_gemma2, _NAMES, {**_GEMMA2, "sliding_window": 4096}),
     "Gemma3ForCausalLM": Family(read_gemma3, _NAMES, _GEMMA3),
-    "Gemma3ForConditionalGeneration": Family(read_gemma3, _NESTED, _GEMMA3),
 }

@@ -52,6 +52,11 @@ def read_qwen3_moe(config: ConfigReader, generation: Fields) -> Fields:
     return with_moe(fields, _qwen_experts(config), _sparse_layers(config))
 
 
+def read_qwen3_vl_moe(config: ConfigReader, generation: Fields) -> Fields:
+    fields = read_qwen3_moe(config.replaced(norm_topk_prob=True, use_sliding_window=False), generation)
+    return {**fields, "moe": replace(fields["moe"], layout="turned")}
+
+
 def read_qwen2_moe(config: ConfigReader, generation: Fields) -> Fields:
     """Every second of the first `max_window_layers` layers sees a window, where there are any."""
     first, uses = config.integer("max_window_layers", 28, low=0), config.flag("use_sliding_window")
@@ -135,6 +140,9 @@ _GPT_OSS = {
 FAMILIES = {
     "Qwen2MoeForCausalLM": Family(read_qwen2_moe, defaults=_QWEN2),
     "Qwen3MoeForCausalLM": Family(read_qwen3_moe, defaults={"num_experts": 128, "num_experts_per_tok": 8}),
+    "Qwen3VLMoeTextModel": Family(
+        read_qwen3_vl_moe, defaults={"num_experts": 60, "num_experts_per_tok": 4, "rope_theta": 5e5}
+    ),
     "MixtralForCausalLM": Family(read_mixtral, _MIXTRAL_NAMES, _MIXTRAL),
     "GraniteMoeForCausalLM": Family(
         read_granite_moe, _GRANITE_NAMES, {"num_local_experts": 8, "num_experts_per_tok": 2}

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from nanovllm import sampling_params as bounds
-from nanovllm.errors import shown
+from nanovllm.errors import TEXT_ALONE, shown
 from nanovllm.sampling_params import SamplingParams, StructuredOutput
 from nanovllm.serve.api.messages import Messages
 from nanovllm.serve.errors import bad_request, from_value_error, refusing
@@ -241,6 +241,8 @@ def _type_error(kind: type[msgspec.Struct], body: Mapping[str, Any], text: str) 
     found: Any = body
     for part in parts:
         found = found[int(part)] if isinstance(found, list) else found[part]
+    if parts[-1:] == ["type"] and re.search("image|audio|video|file|document", str(found)):
+        wanted += f"; {TEXT_ALONE}"
     code = "invalid_type" if ", got " in wanted else "invalid_value"
     return bad_request(f"{path}={shown(found)}: must be {wanted}", code=code)
 

@@ -47,10 +47,19 @@ class ChatTemplate:
         """What `chat_template_kwargs` may set: the variables that the template mentions and does not set itself."""
         self.takes_parts = _walks_content(tree)
         """Whether the template goes through a content's parts; other templates want one text."""
+        self.needs_parts = False
+        self.needs_parts = self.takes_parts and self._loses_texts()
         literals = [node.data for node in tree.find_all(nodes.TemplateData)]
         literals += [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
         self.literals = "\0".join(literals)
         """All text that the template itself can write."""
+
+    def _loses_texts(self) -> bool:
+        """Whether a content that is one text goes missing, without an error, as with templates that look for images."""
+        try:
+            return _CONTINUE_HERE not in self.render([{"role": "user", "content": _CONTINUE_HERE}])
+        except ValueError:
+            return False
 
     def check_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Those of `kwargs` that the template mentions. Raises ValueError for the renderer's own variables."""
@@ -92,8 +101,8 @@ class ChatTemplate:
 
 def _readable(messages: Messages, template: ChatTemplate) -> list[dict[str, Any]]:
     """Messages as chat templates read them: nothing that is None, reasoning under each name that is in use, text parts
-    joined into one text unless the template goes through parts itself, arguments of tool calls as objects, `developer`
-    as `system` unless the template knows it."""
+    joined into one text unless the template goes through parts itself, and one text as a part where it sees nothing
+    else, arguments of tool calls as objects, `developer` as `system` unless the template knows it."""
     out = []
     for message in messages:
         message = {name: value for name, value in message.items() if value is not None}
@@ -103,6 +112,8 @@ def _readable(messages: Messages, template: ChatTemplate) -> list[dict[str, Any]
         content = message.get("content")
         if isinstance(content, list) and not template.takes_parts:
             message["content"] = "\n".join(part["text"] for part in content)
+        elif isinstance(content, str) and template.needs_parts:
+            message["content"] = [{"type": "text", "text": content}]
         if message.get("role") == "developer" and "developer" not in template.source:
             message["role"] = "system"
         if message.get("tool_calls"):

@@ -1,0 +1,174 @@
+"""The text of models that read images, against transformers' whole module: names and nesting are those that its
+save_pretrained writes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from test_families import (
+    ALTERNATING,
+    EXPERTS,
+    GREEDY,
+    GROUPED,
+    HEADS,
+    OPTIONS,
+    PROMPTS,
+    SHAPE,
+    TWO_BASES,
+    YARN,
+    expect_logits_of_transformers,
+    randomised,
+    reference_logits,
+)
+
+from nanovllm import LLM
+from nanovllm.models.registry import parse_config
+from nanovllm.models.wrappers import WRAPPERS
+
+VISION = {
+    "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4, "num_heads": 4,
+    "depth": 1, "out_hidden_size": 48, "embed_dim": 32, "head_dim": 8, "image_size": 28, "patch_size": 14,
+    "fullatt_block_indexes": [0], "deepstack_visual_indexes": [0], "vision_output_dim": 48,
+}  # fmt: skip
+"""Entries of the encoders, of which each class takes those that it has."""
+TOKENS = {"image_token_id": 3, "image_token_index": 3, "video_token_id": 4, "video_token_index": 4}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+PARTIAL = {**MROPE["rope_parameters"], "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
+WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mistral3": ("mistral", {**HEADS, "sliding_window": None}),
+    "Mistral3 of Ministral 3": ("ministral3", {**HEADS, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.3}}),
+    "Llava": ("llama", {}),
+    "LlavaNext": ("mistral", HEADS),
+    "LlavaOnevision": ("qwen2", {}),
+    "InternVL": ("qwen3", HEADS),
+    "InternVL of gpt-oss": ("gpt_oss", {**HEADS, "num_local_experts": 5, "num_experts_per_tok": 3}),
+    "AyaVision": ("cohere2", {**ALTERNATING, "logit_scale": 1.0}),  # transformers' whole module leaves it out
+    "Cohere2Vision": ("cohere2", {**ALTERNATING, "logit_scale": 1.0}),
+    "Gemma3": ("gemma3_text", {**HEADS, **ALTERNATING, "rope_parameters": TWO_BASES}),
+    "Qwen2VL": ("qwen2_vl_text", {**MROPE, "hidden_size": 96}),
+    "Qwen2_5_VL": ("qwen2_5_vl_text", {**MROPE, "hidden_size": 96}),
+    "Qwen3VL": ("qwen3_vl_text", {**HEADS, **MROPE}),
+    "Qwen3VLMoe": ("qwen3_vl_moe_text", {**HEADS, **MROPE, **EXPERTS}),
+    "Glm4v": ("glm4v_text", {"hidden_size": 96, "rope_parameters": PARTIAL}),
+    "Glm46V": ("glm4v_text", {"hidden_size": 96, "rope_parameters": PARTIAL}),
+    "Glm4vMoe": ("glm4v_moe_text", {**HEADS, **GROUPED, "rope_parameters": PARTIAL}),
+    "Exaone4_5_": ("exaone4", {**ALTERNATING, "sliding_window_pattern": 4}),
+    "LightOnOcr": ("qwen3", HEADS),
+    "Idefics3": ("llama", {}),
+    "SmolVLM": ("llama", {"tie_word_embeddings": True}),
+}
+RANKS = ("Qwen3VLMoe", "Mistral3")
+"""Experts that are held turned round, and the prefix that most have."""
+
+
+def make_wrapped(name: str, seed: int = 0) -> Any:
+    kind, entries = WRAPPED[name]
+    made = getattr(transformers, f"{name.partition(' ')[0].removesuffix('_')}{'_' * name.endswith('_')}Config")
+    default = made().to_dict()
+    vision = {**default["vision_config"], **{k: v for k, v in VISION.items() if k in default["vision_config"]}}
+    outer = {name: value for name, value in TOKENS.items() if name in default}
+    text = {**SHAPE, **entries, "model_type": kind}
+    tied = {"tie_word_embeddings": text.pop("tie_word_embeddings")}
+    if name.startswith("LlavaOnevision"):
+        outer["image_grid_pinpoints"] = [[28, 28]]
+    torch.manual_seed(seed)
+    config = made(text_config=text, vision_config=vision, **outer, **tied)
+    return randomised(transformers.AutoModelForImageTextToText, config)
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_text_equals_transformers(name: str, tmp_path: Path) -> None:
+    model = make_wrapped(name)
+    model.save_pretrained(tmp_path)
+    expect_logits_of_transformers(model, tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", RANKS)
+def test_ranks_share_it(name: str, ranks: int, tmp_path: Path) -> None:
+    model = make_wrapped(name)
+    model.save_pretrained(tmp_path)
+    with LLM(str(tmp_path), **OPTIONS, tensor_parallel_size=ranks) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        best = reference_logits(model, prompt, output.token_ids).topk(2)
+        sure = best.values[:, 0] - best.values[:, 1] > 1e-3
+        assert torch.equal(torch.tensor(output.token_ids)[sure], best.indices[:, 0][sure])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_stacked_experts_may_be_turned(ranks: int, tmp_path: Path) -> None:
+    """Published files have [experts, hidden, 2 I] and [experts, I, hidden]; transformers writes what its module has."""
+    model = make_wrapped("Qwen3VLMoe")
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    turned = {name: value.mT.contiguous() if ".experts." in name else value for name, value in tensors.items()}
+    save_file(turned, tmp_path / "model.safetensors")
+    with LLM(str(tmp_path), **OPTIONS, tensor_parallel_size=ranks) as llm:
+        [output] = llm.generate([PROMPTS[2]], GREEDY, use_tqdm=False)
+    assert output.token_ids == reference_logits(model, PROMPTS[2], output.token_ids).argmax(-1).tolist()
+
+
+def test_every_wrapper_is_tried() -> None:
+    tried = {f"{name.partition(' ')[0]}ForConditionalGeneration" for name in WRAPPED}
+    assert tried == WRAPPERS.keys() - {"VoxtralForConditionalGeneration"}
+
+
+def test_both_nestings_and_new_weights_in_the_other_one(tmp_path: Path) -> None:
+    """Published files have either; transformers reads both."""
+    model, other = make_wrapped("Gemma3"), make_wrapped("Gemma3", seed=9)
+    model.save_pretrained(tmp_path)
+    older = load_file(tmp_path / "model.safetensors")
+    newer = other.state_dict()
+    assert not older.keys() & newer.keys()
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        for now in (model, other):
+            if now is other:
+                llm.load_weights(newer.items())
+            [output] = llm.generate([PROMPTS[2]], GREEDY, use_tqdm=False)
+            best = reference_logits(now, PROMPTS[2], output.token_ids).argmax(-1)
+            assert output.token_ids == best.tolist()
+
+
+def test_the_heads_own_entry_wins_over_the_nested_one_and_a_nested_one_over_none(tmp_path: Path) -> None:
+    make_wrapped("Mistral3").save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    nested = {**raw["text_config"], "tie_word_embeddings": True}
+    assert not parse_config({**raw, "text_config": nested, "tie_word_embeddings": False}).tie_word_embeddings
+    assert parse_config({**raw, "text_config": nested, "tie_word_embeddings": None}).tie_word_embeddings
+
+
+def test_a_flat_configuration_of_before_is_read(tmp_path: Path) -> None:
+    """Qwen2.5-VL was published with the language model's entries beside `vision_config`."""
+    model = make_wrapped("Qwen2_5_VL")
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    text = {name: value for name, value in raw.pop("text_config").items() if name not in ("model_type", "dtype")}
+    rope = {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    flat = {**text, **raw, **rope, "model_type": "qwen2_5_vl"}
+    path.write_text(json.dumps(flat), encoding="utf-8")
+    expect_logits_of_transformers(model, tmp_path)
+
+
+def test_a_language_model_of_no_family_is_named(tmp_path: Path) -> None:
+    make_wrapped("Llava").save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    for entries, why in (({"kv_lora_rank": 64}, "has latent attention"), ({}, "is of no family that is here")):
+        raw["text_config"] = {**raw["text_config"], "model_type": "deepseek_v3", **entries}
+        with pytest.raises(ValueError, match=rf"language model \(model_type='deepseek_v3'\) {why}: not served"):
+            parse_config(raw)
+        raw["text_config"].pop("kv_lora_rank", None)
+
+
+def test_sound_is_left_aside_as_images_are(tmp_path: Path) -> None:
+    audio = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.VoxtralConfig(text_config={**SHAPE, **HEADS, "model_type": "llama"}, audio_config=audio)
+    torch.manual_seed(0)
+    model = randomised(transformers.AutoModelForSpeechSeq2Seq, config)
+    model.save_pretrained(tmp_path)
+    expect_logits_of_transformers(model, tmp_path)
