@@ -17,6 +17,7 @@ COMMANDS = {
     "complete": "nanovllm.cli.complete",
     "run-batch": "nanovllm.cli.run_batch",
     "bench": "nanovllm.cli.bench",
+    "kernels": "nanovllm.cli.kernels",
     "env": "nanovllm.cli.env",
     "completion": "nanovllm.cli.completion",
 }

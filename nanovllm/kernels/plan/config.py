@@ -74,6 +74,13 @@ class GemmConfig:
     nodes: bool = False
     """Sums over parts of K are rounded to x's dtype, for "split", "decode" and "blocks" (fixed_order.py)."""
 
+    def __str__(self) -> str:
+        """Kernel, and the numbers that it takes."""
+        sizes = "x".join(str(size) for size in (self.block_n, self.block_m, self.block_k) if size)
+        stages, parts = f" {self.stages} stages" * bool(self.stages), f" {self.split_k} parts" * (self.split_k > 1)
+        warps = f" {self.num_warps} warps" * (self.num_warps != 4)
+        return f"{self.kernel} {sizes}{stages}{parts}{warps}".replace("  ", " ").strip()
+
     @property
     def is_skinny(self) -> bool:
         """It can compute norm, activation and residual too."""

@@ -1,0 +1,68 @@
+"""`nanovllm kernels MODEL`: which kernel runs for every operation of a model, on any device, without a GPU."""
+
+import argparse
+from collections.abc import Sequence
+
+from nanovllm.cli.options import Parser
+from nanovllm.config import EngineConfig
+
+SUMMARY = "which kernel runs for every operation of a model"
+ROWS = [1, 8, 64, 256, 4096]
+
+
+def numbers(text: str) -> list[int]:
+    """"1,8,64" as ascending integers."""
+    try:
+        found = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        found = [0]
+    if found[0] < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be positive integers with commas between")
+    return found
+
+
+def make_parser() -> Parser:
+    text = "Prints kernel, numbers and what is fused for each operation and number of rows, and why not more."
+    parser = Parser(prog="nanovllm kernels", description=text)
+    parser.add_argument("model", metavar="MODEL", help="a folder, a hub id, or a published name such as Qwen3-8B")
+    parser.add_argument("--rows", type=numbers, default=ROWS, metavar="LIST", help="numbers of rows [1,8,64,256,4096]")
+    parser.add_argument("--device", metavar="NAME", help="a GPU such as H200, cpu, or a JSON file [this one]")
+    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N", help="ranks [1]")
+    parser.add_argument("--dtype", default="auto", help="of activations [auto]")
+    parser.add_argument("--quantization", choices=("fp8", "int4"), help="of a checkpoint that is not quantised")
+    parser.add_argument("--exact-bits", choices=("batch", "tp"), help="as the engine's option")
+    parser.add_argument("--kernel-choices", metavar="FILE", help="a table of scripts/tune_steps.py")
+    return parser
+
+
+def run(parser: Parser, arguments: Sequence[str]) -> int:
+    given = parser.parse_args(arguments)
+
+    import torch
+
+    from nanovllm.kernels.plan.device import Device
+    from nanovllm.kernels.plan.plan import Rules
+    from nanovllm.kernels.plan.table import table_for
+    from nanovllm.models.planned import lines
+    from nanovllm.models.published import PUBLISHED_SHAPES
+    from nanovllm.models.registry import read_model_config, resolve_model_folder
+
+    published = given.model in PUBLISHED_SHAPES
+    config = EngineConfig(
+        given.model, load_format="dummy", tensor_parallel_size=given.tensor_parallel_size, dtype=given.dtype,
+        quantization=given.quantization, exact_bits=given.exact_bits, skip_tokenizer_init=True,
+    )  # fmt: skip
+    model = read_model_config(config if published else resolve_model_folder(config))
+    if given.device is not None:
+        device = Device.named(given.device)
+    else:
+        device = Device.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = given.dtype
+    if dtype == "auto":
+        dtype = model.torch_dtype if device.is_cuda else "float32"
+    own = device.is_cuda and given.exact_bits is None
+    table = table_for(device.name, given.kernel_choices)
+    rules = Rules(device, given.tensor_parallel_size, given.exact_bits, own, device.is_cuda, table)
+    for line in lines(model, rules, dtype, given.rows):
+        print(line)
+    return 0

@@ -1,0 +1,109 @@
+"""The plan of a whole model, for any device and without one: its layers are made without memory."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from nanovllm.kernels import select_kernels
+from nanovllm.kernels.plan.order import LEAF_MULTIPLE, LEAVES
+from nanovllm.kernels.plan.plan import ExpertsLaunch, Launch, LayerPlan, Operation, Planner, Product, Rules
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.decoder import DecoderForCausalLM, ModelContext
+
+INSIDE = ("norm", "gate", "residual")
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Layers that run the same operations."""
+
+    count: int
+    operations: tuple[Operation, ...]
+
+
+def layer_kinds(config: ModelConfig, rules: Rules, dtype: str) -> tuple[list[LayerKind], Product]:
+    """The kinds of layers on rank 0 of rules.world, and the head. dtype: of activations, by torch's name."""
+    if config.implementation != "native":
+        raise ValueError(f"{config.architecture}: transformers computes it, nothing of it is planned")
+    multiple = LEAVES * LEAF_MULTIPLE // rules.world if rules.exact_bits == "tp" else 1
+    group: Any = SimpleNamespace(rank=0, size=rules.world, exact_bits=rules.exact_bits, width_multiple=multiple)
+    backend: Any = None
+    counts = Counter(spec.signature for spec in config.layers)
+    alike = {spec.signature: spec for spec in config.layers}
+    context = ModelContext(
+        group, select_kernels("cpu"), getattr(torch, dtype), torch.device("meta"),
+        replace(config, layers=tuple(alike.values())), backend, 1, planner=Planner(rules),
+    )  # fmt: skip
+    model = DecoderForCausalLM(context)
+    found: Counter[tuple[Operation, ...]] = Counter()
+    for layer in model.layers:
+        found[layer.operations] += counts[layer.signature]
+    return [LayerKind(count, operations) for operations, count in found.items()], model.lm_head.product
+
+
+def lines(config: ModelConfig, rules: Rules, dtype: str, all_rows: list[int]) -> Iterator[str]:
+    """Markdown: a table for each kind of layer, of what runs for each number of rows, and what kept other kernels
+    away."""
+    planner = Planner(rules)
+    kinds, head = layer_kinds(config, rules, dtype)
+    linears = [one for kind in kinds for one in kind.operations if isinstance(one, Product)] + [head]
+    gemms = {one.gemm(rules.world) for one in linears}
+    device, ranks = rules.device.name, f"{rules.world} rank" + "s" * (rules.world > 1)
+    yield f"{config.architecture}, {dtype}, {ranks} of {device}: {len(config.layers)} layers; of {len(gemms)} " + (
+        f"different products {sum(map(rules.table.is_tuned, gemms))} were measured, rules serve the others"
+    )
+    for kind in kinds:
+        plans = {rows: planner.layer(kind.operations)[rows] for rows in all_rows}
+        yield from ("", f"{kind.count} layers:", "")
+        yield from _heading("operation", all_rows)
+        for one in kind.operations:
+            cells = [_cell(plans[rows].launches[one.kind]) for rows in all_rows]
+            yield f"| {_name(one)} | " + " | ".join(cells) + " |"
+        yield "| between them | " + " | ".join(map(_between, plans.values())) + " |"
+        yield from _reasons({rows: {**plan.launches, "norms": plan} for rows, plan in plans.items()})
+    launches = {rows: planner.launches(head)[rows] for rows in all_rows}
+    yield from ("", *_heading("output head", all_rows))
+    yield f"| {_name(head)} | " + " | ".join(map(_cell, launches.values())) + " |"
+
+
+def _heading(first: str, all_rows: list[int]) -> tuple[str, str]:
+    cells = [first, *(f"{rows:,} rows" if rows > 1 else "1 row" for rows in all_rows)]
+    return f"| {' | '.join(cells)} |", "|---" * len(cells) + "|"
+
+
+def _name(one: Operation) -> str:
+    if isinstance(one, Product):
+        return f"{one.kind} {one.n:,} x {one.k:,} {one.dtype}"
+    return f"experts {one.num_experts} x {one.width:,} of {one.hidden:,} {one.dtype}, {one.top_k} a token"
+
+
+def _cell(launch: Launch | ExpertsLaunch) -> str:
+    """Kernel and numbers, and what it computes besides."""
+    inside = "".join(f" + {name}" for name in INSIDE if getattr(launch, name, False))
+    if isinstance(launch, Launch):
+        return f"{launch.config}{inside}"
+    if launch.tiles is None:
+        return f"few tokens{inside}"
+    tiles = " and ".join(f"{t.block_n}x{t.block_m}x{t.block_k}, {t.stages} stages" for t in vars(launch.tiles).values())
+    return f"by expert {tiles}"
+
+
+def _between(plan: LayerPlan) -> str:
+    return "complete stream" if plan.is_complete else "add + norm"
+
+
+def _reasons(by_rows: dict[int, dict[str, Any]]) -> Iterator[str]:
+    """Each reason with the operations and rows that it holds for."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for rows, launches in by_rows.items():
+        for kind, launch in launches.items():
+            if launch.why not in ("", "measured", "rule"):
+                found.setdefault((kind, launch.why), []).append(rows)
+    if found:
+        yield ""
+    for (kind, why), alike in found.items():
+        yield f"- {kind}, {', '.join(f'{rows:,}' for rows in alike)} rows: {why}"
