@@ -17,6 +17,7 @@ from torch import nn
 
 from nanovllm.attention.base import AttentionBackend, AttentionSpec
 from nanovllm.kernels.plan.plan import LayerPlan, Operation
+from nanovllm.kernels.pointwise.norm import add_up
 from nanovllm.layers.attention import Attention, ForwardStep, attention_spec, wanted_rows
 from nanovllm.layers.context import LayerContext, Stream
 from nanovllm.layers.heads import heads_of
@@ -119,6 +120,12 @@ class Block:
     is around them it is called with `norm`, of the rows, and with `residual`, which it adds to in place."""
     operations: tuple[Operation, ...] = ()
     """From the one that takes the rows to the one that yields the result."""
+
+    def compute_whole(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        """`compute` for a sum that takes one addend: parts of a product's sum [parts, T, hidden] are added up to
+        [T, hidden] in x's dtype."""
+        partial = self.compute(x, step)
+        return partial if partial.dim() == 2 else add_up(partial, x.dtype)
 
 
 def without_step(mlp: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -255,7 +262,7 @@ class DecoderForCausalLM(WeightedModule):
     ) -> torch.Tensor:
         """forward for many tokens on several ranks, cut into two halves (parallel/two_batch.py)."""
         first, second = input_ids.split([step.positions.shape[0] for step in steps])
-        blocks = [(block.joint, block.compute) for layer in self.layers for block in layer.blocks]
+        blocks = [(block.joint, block.compute_whole) for layer in self.layers for block in layer.blocks]
         return wanted_rows(run_micro_batches((self.embed(first), self.embed(second)), steps, blocks, self.norm), wanted)
 
     def plan(self, num_rows: int) -> LayerPlan:

@@ -23,7 +23,7 @@ from nanovllm.kernels.moe.experts import ExpertActivation, expert_down, expert_g
 from nanovllm.kernels.moe.router import router_logits
 from nanovllm.kernels.moe.routing import TopK, route
 from nanovllm.kernels.plan.config import GemmConfig
-from nanovllm.kernels.plan.rules import expert_configs
+from nanovllm.kernels.plan.rules import FEW_ROUTER, FEW_TOKENS, expert_configs
 from nanovllm.kernels.pointwise.embedding import embed_shard
 from nanovllm.kernels.pointwise.kv_store import quantised_reference
 from nanovllm.kernels.pointwise.norm import Norm, add_norms, add_norms_fp8
@@ -122,7 +122,7 @@ def test_experts(rows: int, in_fp8: bool) -> None:
     configs = expert_configs(rows * OPTIONS.top_k, EXPERTS, 1 if in_fp8 else 2)
 
     def few(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        logits = skinny.linear(residual, router, few_rows.ROUTER, norm=norm(), out_dtype=torch.float32)
+        logits = skinny.linear(residual, router, FEW_ROUTER, norm=norm(), out_dtype=torch.float32)
         add_experts: Any = (few_experts if in_fp8 else few_rows).add_experts
         return add_experts(residual, norm(), logits, OPTIONS, gate_up, down)
 
@@ -132,7 +132,7 @@ def test_experts(rows: int, in_fp8: bool) -> None:
         parts = expert_down(h, down, routing, configs.down, torch.float32)
         return add_norms(parts, residual, norm())[0]
 
-    check(few if rows <= few_rows.MOST_ROWS else many, rows)
+    check(few if rows <= FEW_TOKENS else many, rows)
 
 
 @pytest.mark.parametrize("in_fp8", [False, True])

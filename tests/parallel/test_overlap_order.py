@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanovllm.kernels import select_kernels
 from nanovllm.layers.context import LayerContext, Stream
 from nanovllm.layers.norm import ReduceAddNorm, RowNorm
-from nanovllm.models.decoder import DecoderLayer, ModelContext, PositionTables
+from nanovllm.models.decoder import Block, DecoderLayer, ModelContext, PositionTables
 from nanovllm.models.published import PUBLISHED_SHAPES
 from nanovllm.models.registry import parse_config
 from nanovllm.parallel.group import TensorParallelGroup
@@ -107,10 +107,20 @@ def test_order_of_launches() -> None:
     log.clear()
     with torch.no_grad(), Products(log):
         halves = embedded[:3].clone(), embedded[3:].clone()
-        blocks = [(block.joint, block.compute) for block in layer.blocks]
+        blocks = [(block.joint, block.compute_whole) for block in layer.blocks]
         result = run_micro_batches(halves, (step, step), blocks, norm)
     assert ", ".join(log) == " ".join(EXPECTED.split())
     torch.testing.assert_close(result, expected.detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_half_whose_product_comes_in_parts_is_one_addend() -> None:
+    """Copies between GPUs move rows [T, hidden] of the model's dtype."""
+    parts = torch.randn(3, 5, 8)
+    joint: Any = None
+    x = torch.zeros(5, 8, dtype=torch.bfloat16)
+    made = Block(joint, lambda x, step: parts).compute_whole(x, SimpleNamespace(wanted=None))
+    assert made.dtype == torch.bfloat16 and made.shape == (5, 8)
+    torch.testing.assert_close(made.float(), parts.sum(0), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("by_copies", [False, True])
