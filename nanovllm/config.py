@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from nanovllm.errors import FLAG, Bound, integer, is_number, near_miss, one_of, refuse
+from nanovllm.errors import FLAG, Bound, integer, is_number, one_of, refuse, require_known
+from nanovllm.vllm_options import translated
 
 MAX_TENSOR_PARALLEL_SIZE = 8
 MAX_DATA_PARALLEL_SIZE = 1024
@@ -64,6 +65,7 @@ _BOUNDS: dict[str, Bound] = {
     "mask_mod": (callable, "a function"),
     "kernel_choices": (_is_path, "a path"),
     "logprobs_mode": one_of("raw", "processed"),
+    "max_logprobs": integer(-1),
     "trace": (_is_path, "a path"),
     "step_timeout": _POSITIVE,
 }
@@ -179,6 +181,8 @@ class EngineConfig:
     """True: `sleep` can give the memory of weights and KV cache back to the device."""
     logprobs_mode: str = "raw"
     """"raw" or "processed": see SamplingParams.logprobs_mode, which wins."""
+    max_logprobs: int = 20
+    """Most entries of a token's logprobs and prompt_logprobs. -1: no bound."""
     max_queued_requests: int | None = None
     """Most requests that wait: `add_request` raises QueueFull beyond. Those of `generate` have no bound. None: no bound
     at all."""
@@ -210,11 +214,10 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, model: str, **options: Any) -> "EngineConfig":
-        """EngineConfig(model, **options), naming an unknown option and its nearest known one."""
-        known = {f.name for f in fields(cls)}
-        for option in options:
-            if option not in known:
-                raise TypeError(f"unknown option {option!r}{near_miss(option, known)}")
+        """EngineConfig(model, **options), vLLM's names among them. Raises TypeError naming an unknown option and its
+        nearest known one."""
+        options = translated(options)
+        require_known("LLM", "option", options, cls.__dataclass_fields__)
         return cls(model, **options)
 
     @property

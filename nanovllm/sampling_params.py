@@ -173,7 +173,7 @@ class SamplingParams:
     is computed, for its log-probabilities say, and the output is empty."""
     logprobs: int | None = None
     """Log-probabilities of that many likeliest tokens and of the sampled one, for each token; -1: of the whole
-    vocabulary."""
+    vocabulary. Bounded by the engine's max_logprobs."""
     logprobs_mode: str | None = None
     """What `logprobs` are of: "raw", the logits as the model gives them; "processed", what the token is sampled from,
     after bias, penalties, grammar and temperature, among the tokens that the filters keep (temperature 0 divides and

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from programs import load
 
-from nanovllm import outputs
+from nanovllm import LLM, outputs
 from nanovllm.config import OPTIMISATIONS, EngineConfig
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.serve.api.routes import ADMIN_ROUTES, ROUTES
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "nanovllm"
@@ -61,6 +62,28 @@ def shown_default(option: Any) -> str:
 def test_every_option_is_described_with_its_default(heading: str, kind: type) -> None:
     described = [(names(row[0])[0], row[1]) for row in table_rows(section(OPTIONS, heading))]
     assert sorted(described) == sorted((option.name, shown_default(option)) for option in fields(kind))
+
+
+@pytest.mark.parametrize("page", ["options.md", "from-vllm.md"])
+def test_tables_of_options_are_those_of_the_code(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert load(ROOT / "scripts" / "option_tables.py").with_tables(page, text) == text, "run scripts/option_tables.py"
+
+
+def test_what_the_page_for_users_of_vllm_names_is_there() -> None:
+    page = ROOT / "docs" / "from-vllm.md"
+    sampling = {option.name for option in fields(SamplingParams)}
+    for theirs, ours in table_rows(section(page, "## Sampling")):
+        known = [name for name in names(ours) if name.isidentifier() and name != "json"]
+        assert {*known} <= sampling, theirs
+    for theirs, ours in table_rows(section(page, "## Library")):
+        for name in names(ours):
+            if name.startswith("LLM."):
+                assert hasattr(LLM, name.removeprefix("LLM.")), theirs
+    paths = {path for _, path in (ROUTES | ADMIN_ROUTES)}
+    for theirs, ours in table_rows(section(page, "## Calls of the server")):
+        there = names(theirs) if "the same path" in ours else [name for name in names(ours) if name.startswith("/")]
+        assert {*there} <= paths, theirs
 
 
 def test_every_optimisation_that_can_be_disabled_is_described() -> None:

@@ -12,9 +12,9 @@ from dataclasses import Field, fields
 from functools import cache
 from typing import Any, NoReturn
 
+from nanovllm.vllm_options import RENAMED
+
 SHORT = {"tensor_parallel_size": "-tp", "data_parallel_size": "-dp"}
-_ALIASES = {"enable_sleep": "--enable-sleep-mode"}
-"""vLLM's names."""
 _MOST_HELP = 76  # characters of an option's help that fit a line
 _SCALES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -111,11 +111,23 @@ def add_fields(
         if option.name in groups:
             group = parser.add_argument_group(groups[option.name])
         if option.name not in leave_out and has_text(option):
-            names = [SHORT.get(option.name), "--" + option.name.replace("_", "-"), _ALIASES.get(option.name)]
+            how: Any = {"dest": option.name, "default": argparse.SUPPRESS, **_how(option)}
+            names = [SHORT.get(option.name), dashed(option.name)]
             text = _help(option, docs.get(option.name, "")) if shown else argparse.SUPPRESS
-            group.add_argument(
-                *filter(None, names), dest=option.name, default=argparse.SUPPRESS, help=text, **_how(option)
-            )
+            group.add_argument(*filter(None, names), help=text, **how)
+            for other in (theirs for theirs, ours in RENAMED.items() if ours == option.name):
+                group.add_argument(dashed(other), help=argparse.SUPPRESS, **how)
+
+
+def add_fixed(parser: argparse.ArgumentParser, fixed: Mapping[str, tuple[tuple[str, ...], str]]) -> None:
+    """vLLM's options that are none here; a namespace has those that were given."""
+    for name, (accepted, _) in fixed.items():
+        flag: Any = {"action": argparse.BooleanOptionalAction} if {*accepted} & {"true", "false"} else {}
+        parser.add_argument(dashed(name), help=argparse.SUPPRESS, default=argparse.SUPPRESS, **flag)
+
+
+def dashed(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def has_text(option: "Field[Any]") -> bool:

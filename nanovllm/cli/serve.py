@@ -2,14 +2,16 @@
 
 import argparse
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nanovllm.cli.config_file import parse_with_config
-from nanovllm.cli.options import Parser, add_fields, chosen
+from nanovllm.cli.options import Parser, add_fields, add_fixed, chosen
 from nanovllm.config import EngineConfig
 from nanovllm.models.registry import is_hub_id
 from nanovllm.serve.options import ServeOptions
+from nanovllm.vllm_options import FIXED, translated
 
 SUMMARY = "serve a model over HTTP"
 ENGINE_GROUPS = {
@@ -24,16 +26,31 @@ _SERVER_GROUPS = {
     "chat_template": "chats, tools, defaults of sampling",
     "strict_fields": "log and page",
 }
-_NO_REMOTE_CODE = (
-    "--trust-remote-code: refused. The server runs no code that comes with a checkpoint: the families of docs/models.md"
-    " are computed by the engine itself, and chat templates run in a sandbox. Leave the option out"
-)
-_NOT_NEEDED = (
-    *("--disable-log-requests", "--enable-log-requests", "--disable-uvicorn-access-log"),
-    *("--enable-auto-tool-choice", "--enable-chunked-prefill", "--enable-prompt-tokens-details"),
-)
-"""Options of vLLM that change nothing here; taken, so that its command lines work."""
-_NOT_NEEDED_WITH_VALUE = ("--weight-transfer-config", "--uvicorn-log-level", "--swap-space", "--root-path")
+_ANY = ("true", "false")
+SERVER_FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "api_server_count": (("1",), "one process serves HTTP"),
+    "chat_template_content_format": (("auto",), "it is found from the template"),
+    "disable_fastapi_docs": (_ANY, ""),
+    "disable_log_requests": (_ANY, ""),
+    "disable_uvicorn_access_log": (_ANY, ""),
+    "enable_auto_tool_choice": (("true",), "requests choose by tool_choice"),
+    "enable_log_requests": (("true",), "--log-format and the log's level say what is shown"),
+    "enable_prompt_tokens_details": (("true",), "usage always has them"),
+    "enable_server_load_tracking": (("true",), "/load always answers"),
+    "max_queued_requests": ((), "use max_num_queued_reqs"),
+    "middleware": ((), "put a proxy before the server"),
+    "response_role": (("assistant",), "templates know no other"),
+    "return_tokens_as_token_ids": (("false",), "a request asks for it"),
+    "root_path": ((), "let the proxy cut its prefix off; paths here begin with /v1"),
+    "tool_parser_plugin": ((), "use tool_call_parser"),
+    "uvicorn_log_level": (("*",), ""),
+    "weight_transfer_config": (("*",), ""),
+}
+"""vLLM's options of its server that are none here, as vllm_options.FIXED has those of the engine."""
+SERVER_VALUES: Mapping[str, Mapping[str, str]] = {
+    "reasoning_parser": {"deepseek_r1": "think", "glm45": "think", "qwen3": "think", "openai_gptoss": "harmony"},
+    "tool_call_parser": {"openai": "harmony", "qwen3_xml": "qwen3_coder", "glm47": "glm45"},
+}
 
 
 def make_parser() -> Parser:
@@ -54,12 +71,9 @@ def make_parser() -> Parser:
         "--admin-api-key", action="append", default=[], metavar="KEY",
         help="opens the admin calls, to it alone; also NANOVLLM_ADMIN_API_KEY",
     )  # fmt: skip
-    add_fields(parser, EngineConfig, ENGINE_GROUPS, leave_out=["model"])
-    for name in _NOT_NEEDED:
-        parser.add_argument(name, action="store_true", help=argparse.SUPPRESS)
-    for name in _NOT_NEEDED_WITH_VALUE:
-        parser.add_argument(name, help=argparse.SUPPRESS)
-    parser.add_argument("--trust-remote-code", action="store_true", help=argparse.SUPPRESS)
+    add_fields(parser, EngineConfig, ENGINE_GROUPS, leave_out=["model", "max_queued_requests"])
+    add_fixed(parser, {name: entry for name, entry in FIXED.items() if name not in ServeOptions.__dataclass_fields__})
+    add_fixed(parser, SERVER_FIXED)
     return parser
 
 
@@ -98,18 +112,24 @@ def _api_keys(given: list[str], option: str, variable: str) -> tuple[str, ...]:
     return tuple(keys)
 
 
+def translated_options(given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of the engine and of the server that were given, by our names. Raises ValueError for one of vLLM's that
+    has no meaning here."""
+    fixed = {name: value for name, value in vars(given).items() if name in FIXED}
+    server = chosen(given, ServeOptions)
+    engine = translated({**chosen(given, EngineConfig), **fixed})
+    own = {name: value for name, value in vars(given).items() if name in SERVER_FIXED}
+    return engine, translated({**server, **own}, SERVER_FIXED, SERVER_VALUES)
+
+
 def run(parser: Parser, arguments: list[str]) -> int:
     """Serves until it is told to end."""
     given = parse_with_config(parser, arguments)
-    if given.trust_remote_code:
-        raise ValueError(_NO_REMOTE_CODE)
-    engine, server = chosen(given, EngineConfig), chosen(given, ServeOptions)
+    engine, server = translated_options(given)
     model = engine.pop("model", None)
     if model is None:
         model = demo_model()
         server.setdefault("served_model_name", ("demo",))
-    if "logprobs_mode" in engine:
-        engine["logprobs_mode"] = engine["logprobs_mode"].removesuffix("_logprobs")  # vLLM's names are longer
     check_engine(model, engine)
     admin = _api_keys(given.admin_api_key, "--admin-api-key", "NANOVLLM_ADMIN_API_KEY")
     keys = _api_keys(given.api_key, "--api-key", "NANOVLLM_API_KEY")

@@ -43,7 +43,7 @@ class LLMEngine(EngineControl):
         """`executor`: started, and from here on this engine's to close."""
         super().__init__(executor, model_config, trace)
         self.tokenizer = tokenizer
-        self.request_sampling = RequestSampling(tokenizer, model_config, self.config.logprobs_mode)
+        self.request_sampling = RequestSampling(tokenizer, model_config, self.config)
         self._num_requests = 0
         self.startup_seconds = 0.0
 

@@ -131,6 +131,7 @@ class Generation(_ITS_CLASS):  # type: ignore[misc, valid-type]
             "max_num_seqs": self.max_num_seqs or 256,
             "seed": self.accelerator.process_index,
             "logprobs_mode": "processed",
+            "max_logprobs": -1,
             "enable_sleep": self.enable_sleep_mode,
         }
         self.llm = Engine(self.model.name_or_path, **{**given, **self.engine_options})

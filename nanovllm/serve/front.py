@@ -249,7 +249,8 @@ class Front:
 
     def _sweep(self) -> None:
         self.streams.sweep(self.now(), self.options.request_timeout)
-        self._log_totals()
+        if not self.options.disable_log_stats:
+            self._log_totals()
         busy = bool(self.streams.requests)
         self._sweeper = self._loop.call_later(1.0, self._sweep) if busy else None
 

@@ -27,8 +27,6 @@ COMPLETIONS = 1024
 TOOL_CALLS = 128
 """Of one message."""
 MESSAGES = 65536
-LOGPROBS = 20
-"""Likeliest tokens at each position: SamplingParams has no bound but the vocabulary."""
 
 WRITE_BUFFER = 256 << 10
 """Bytes on their way to a slow client, beyond which its text is merged and not framed."""

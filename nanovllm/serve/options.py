@@ -59,6 +59,8 @@ class ServeOptions:
     """An OpenTelemetry collector, which gets a span of each request. As http://localhost:4318; needs the extra otel."""
     log_format: str = "text"
     """"text" or "json"."""
+    disable_log_stats: bool = False
+    """True: no line of totals every 10 s."""
     log_prompts: bool = False
     """True: prompts are in the log."""
     ui: bool = True

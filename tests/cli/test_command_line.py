@@ -41,7 +41,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_every_field_is_an_option_with_help(kind: type) -> None:
     parser = serve.make_parser()
     for option in fields(kind):
-        if option.name in ("model", "api_keys", "admin_api_keys") or not has_text(option):
+        if option.name in ("model", "api_keys", "admin_api_keys", "max_queued_requests") or not has_text(option):
             continue
         action = parser.action("--" + option.name.replace("_", "-"))
         assert action is not None, option.name
@@ -62,9 +62,48 @@ def test_spellings() -> None:
     }  # fmt: skip
     given = server_options("--served-model-name", "A", "B", "--no-ui", "--default-chat-template-kwargs", '{"a": 1}')
     assert given == {"served_model_name": ("A", "B"), "ui": False, "default_chat_template_kwargs": {"a": 1}}
-    server_options("--disable-log-requests", "--enable-auto-tool-choice", "--weight-transfer-config", "{}")
     given = engine_options("m", "-dp", "2", "--enable-sleep-mode")
     assert given == {"model": "m", "data_parallel_size": 2, "enable_sleep": True}
+
+
+TAKEN: list[tuple[list[str], dict[str, Any], dict[str, Any]]] = [
+    (["--block-size", "32", "--num-gpu-blocks-override", "7"], {"kvcache_block_size": 32, "num_kvcache_blocks": 7}, {}),
+    (["--kv-cache-dtype", "fp8_e4m3", "--dtype", "half"], {"kv_cache_dtype": "fp8", "dtype": "float16"}, {}),
+    (["--max-logprobs", "-1", "--skip-tokenizer-init"], {"max_logprobs": -1, "skip_tokenizer_init": True}, {}),
+    (["--tokenizer-mode", "auto", "--pipeline-parallel-size", "1", "--swap-space", "0"], {}, {}),
+    (["--no-trust-remote-code", "--enable-chunked-prefill", "--no-enable-lora"], {}, {}),
+    (["--logprobs-mode", "processed_logprobs", "--load-format=safetensors"],
+     {"logprobs_mode": "processed", "load_format": "auto"}, {}),
+    (["--disable-log-stats"], {}, {"disable_log_stats": True}),
+    (["--reasoning-parser", "qwen3", "--tool-call-parser", "qwen3_xml"], {},
+     {"reasoning_parser": "think", "tool_call_parser": "qwen3_coder"}),
+    (["--disable-log-requests", "--enable-auto-tool-choice", "--weight-transfer-config", "{}"], {}, {}),
+]  # fmt: skip
+REFUSED = [
+    (["--pipeline-parallel-size", "2"], "use tensor_parallel_size"),
+    (["--tokenizer-mode", "slow"], "tokenizer_mode='slow': not supported"),
+    (["--swap-space", "4"], "a request that has to make room is computed again"),
+    (["--root-path", "/llm"], "let the proxy cut its prefix off"),
+    (["--no-enable-chunked-prefill"], "max_num_prefill_tokens_with_decodes"),
+    (["--max-queued-requests", "3"], "use max_num_queued_reqs"),
+    (["--speculative-config", "{}"], "speculative decoding is not supported"),
+    (["--rope-scaling", "{}"], "use hf_overrides"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "engine", "server"), TAKEN, ids=lambda value: str(value)[:40])
+def test_options_of_vllm(arguments: list[str], engine: dict[str, Any], server: dict[str, Any]) -> None:
+    given = parse_with_config(serve.make_parser(), ["m", *arguments])
+    assert serve.translated_options(given) == (engine | {"model": "m"}, server)
+
+
+@pytest.mark.parametrize(("arguments", "said"), REFUSED, ids=lambda value: str(value)[:40])
+def test_options_of_vllm_that_mean_something_else(arguments: list[str], said: str) -> None:
+    """Refused with what takes their place, before anything starts."""
+    given = parse_with_config(serve.make_parser(), ["m", *arguments])
+    with pytest.raises(ValueError, match="not supported; ") as error:
+        serve.translated_options(given)
+    assert said in str(error.value)
 
 
 @pytest.mark.parametrize(("text", "value"), [("7", 7), ("4k", 4000), ("4K", 4096), ("1.5m", 1500000), ("1M", 1 << 20)])
@@ -89,7 +128,7 @@ def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     (tmp_path / "options.yaml").write_text("model: [m]\ntrust_remote_code: true")
     for arguments in (["m", "--trust-remote-code"], ["--config", str(tmp_path / "options.yaml")]):
         assert main(["serve", *arguments]) == 2
-        assert "runs no code" in capsys.readouterr().err
+        assert "no code of a checkpoint is run" in capsys.readouterr().err
     assert main(["serve", "m", "--gpu-memory-utilization", "7"]) == 2
     assert "gpu_memory_utilization=7.0" in capsys.readouterr().err
 

@@ -119,6 +119,32 @@ def test_an_unknown_option_is_refused_with_the_nearest_known_one(option: str, hi
     assert f"unknown option {option!r}{hint}" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "known"),
+    [
+        ({"block_size": 32, "kv_cache_dtype": "fp8_e4m3"}, {"kvcache_block_size": 32, "kv_cache_dtype": "fp8"}),
+        ({"tokenizer_mode": "auto", "pipeline_parallel_size": 1, "swap_space": 0, "trust_remote_code": False}, {}),
+        ({"enable_sleep_mode": True, "dtype": "half"}, {"enable_sleep": True, "dtype": "float16"}),
+    ],
+)
+def test_options_of_vllm_are_taken(given: dict[str, Any], known: dict[str, Any]) -> None:
+    assert EngineConfig.from_options("m", **given) == EngineConfig("m", **known)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: not supported; use tensor_parallel_size"),
+        ({"swap_space": 4}, "swap_space=4: not supported; KV is not swapped"),
+        ({"trust_remote_code": True}, "trust_remote_code=True: not supported; no code of a checkpoint is run"),
+        ({"block_size": 16, "kvcache_block_size": 32}, "block_size: is kvcache_block_size, which is given too"),
+    ],
+)
+def test_options_of_vllm_that_mean_something_else_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        EngineConfig.from_options("m", **given)
+
+
 def test_a_model_may_be_a_path() -> None:
     assert EngineConfig(Path("some") / "folder").model == str(Path("some") / "folder")  # type: ignore[arg-type]
 

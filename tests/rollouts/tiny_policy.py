@@ -7,6 +7,7 @@ import torch
 
 VOCAB = 301
 OPTIONS: dict[str, Any] = {
+    "max_logprobs": -1,
     "skip_tokenizer_init": True,
     "device": "cpu",
     "num_kvcache_blocks": 256,

@@ -170,7 +170,8 @@ def test_metrics(llm: LLM) -> None:
         ({"logit_bias": {1030: 1.0}}, "logit_bias.*1030.*vocab_size=1030"),
         ({"allowed_token_ids": [0, 5000]}, "allowed_token_ids.*5000.*vocab_size=1030"),
         ({"stop_token_ids": [1030]}, "stop_token_ids.*1030"),
-        ({"prompt_logprobs": 1031}, "prompt_logprobs=1031: must be at most vocab_size=1030"),
+        ({"prompt_logprobs": 21}, r"prompt_logprobs=21: must be in 0..20 \(max_logprobs\)"),
+        ({"logprobs": -1}, r"logprobs=-1: must be in 0..20 \(max_logprobs\)"),
     ],
 )
 def test_ids_outside_the_vocabulary(llm: LLM, options: dict[str, object], message: str) -> None:

@@ -20,7 +20,7 @@ ORIGIN = "https://page.example"
 @pytest.fixture(scope="module")
 def configured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     names, key, origin = ("--served-model-name", "a", "owner/b"), ("--api-key", "k"), ("--allowed-origins", ORIGIN)
-    templates = ("--trust-request-chat-template", "--log-prompts", "--root-path", "/llm")
+    templates = ("--trust-request-chat-template", "--log-prompts")
     defaults = ("--override-generation-config", json.dumps({"temperature": 0, "max_new_tokens": 3}))
     options = (*names, *key, *origin, *templates, *defaults, "--stream-interval", "8")
     with Server(tmp_path_factory.mktemp("configured"), *options) as server:

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterable
 from itertools import chain
 
+from nanovllm.config import EngineConfig
 from nanovllm.detokenizer import StreamedText
 from nanovllm.engine.sampling.row import SamplingRow
 from nanovllm.engine.sampling.structured import StructuredOutputs
@@ -16,9 +17,9 @@ from nanovllm.tokenizer import Tokenizer
 class RequestSampling:
     """Knows the vocabulary and the tokenizer. From any thread."""
 
-    def __init__(self, tokenizer: Tokenizer, model: ModelConfig, logprobs_mode: str = "raw") -> None:
-        """`logprobs_mode`: of requests that do not say."""
-        self._tokenizer, self._model, self._logprobs_mode = tokenizer, model, logprobs_mode
+    def __init__(self, tokenizer: Tokenizer, model: ModelConfig, config: EngineConfig) -> None:
+        self._tokenizer, self._model, self._logprobs_mode = tokenizer, model, config.logprobs_mode
+        self._max_logprobs = config.max_logprobs
         self._lock = threading.Lock()
         self._structured: StructuredOutputs | None = None
 
@@ -37,8 +38,11 @@ class RequestSampling:
                 if token_id >= vocab:
                     raise ValueError(f"SamplingParams.{name}: token id {token_id} must be below vocab_size={vocab}")
         for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > vocab:
-                raise ValueError(f"SamplingParams.{name}={getattr(params, name)}: must be at most vocab_size={vocab}")
+            count, most = getattr(params, name), self._max_logprobs
+            if count is not None and most >= 0 and not 0 <= count <= most:
+                raise ValueError(f"SamplingParams.{name}={count}: must be in 0..{most} (max_logprobs)")
+            if (count or 0) > vocab:
+                raise ValueError(f"SamplingParams.{name}={count}: must be at most vocab_size={vocab}")
         for name in ("stop", "bad_words", "structured_outputs"):
             if getattr(params, name) and not self._tokenizer.is_there:
                 value = shown(getattr(params, name))

@@ -14,12 +14,12 @@ from nanovllm.errors import TEXT_ALONE, shown
 from nanovllm.sampling_params import SamplingParams, StructuredOutput
 from nanovllm.serve.api.messages import Messages
 from nanovllm.serve.errors import bad_request, from_value_error, refusing
-from nanovllm.serve.limits import LOGPROBS
 from nanovllm.serve.parsers.tools import MAX_TOOLS
 
 Positive = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=0)]
-Likeliest = Annotated[int, Meta(ge=0, le=LOGPROBS)]
+Likeliest = Count
+"""Bounded by the engine's max_logprobs."""
 CountOrOff = Annotated[int, Meta(ge=-1)]
 Temperature = Annotated[float, Meta(ge=0, le=bounds.MAX_FLOAT32)]
 Share = Annotated[float, Meta(gt=0, le=1)]

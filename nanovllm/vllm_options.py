@@ -1,0 +1,80 @@
+"""vLLM's names and values of engine options: taken where they mean the same, refused with what takes their place.
+
+Nothing is passed over in silence: what is taken and has no effect asks for what is done anyway. docs/from-vllm.md has
+all of it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nanovllm.errors import shown
+
+RENAMED = {
+    "block_size": "kvcache_block_size",
+    "enable_sleep_mode": "enable_sleep",
+    "num_gpu_blocks_override": "num_kvcache_blocks",
+}
+"""Options by another name."""
+VALUES: Mapping[str, Mapping[str, str]] = {
+    "data_parallel_backend": {"mp": "local"},
+    "dtype": {"half": "float16", "float": "float32"},
+    "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "load_format": {"safetensors": "auto"},
+    "logprobs_mode": {"raw_logprobs": "raw", "processed_logprobs": "processed"},
+    "model_impl": {"vllm": "native"},
+}
+"""Values by another name, of our options."""
+FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "async_scheduling": (("true",), "disable='async_scheduling' turns it off"),
+    "compilation_config": ((), "nothing is compiled by torch; enforce_eager=True leaves CUDA graphs out"),
+    "config_format": (("auto", "hf"), "checkpoints have a config.json"),
+    "cpu_offload_gb": (("0",), "weights stay on the GPUs; quantization='int4' makes them smaller"),
+    "disable_custom_all_reduce": (("false",), "disable='peer_all_reduce' takes NCCL"),
+    "disable_log_stats": (("true", "false"), ""),
+    "disable_sliding_window": (("false",), "windows are part of the model"),
+    "distributed_executor_backend": (("mp", "uni", "auto"), "data_parallel_backend='ray' places replicas on a cluster"),
+    "enable_chunked_prefill": (("true",), "prompts share steps with decodes: max_num_prefill_tokens_with_decodes"),
+    "enable_expert_parallel": (("false",), "tensor_parallel_size cuts every expert"),
+    "enable_lora": (("false",), "adapters are not supported: merge them into the checkpoint"),
+    "guided_decoding_backend": (("auto", "guidance"), "grammars are llguidance's"),
+    "kv_cache_memory_bytes": ((), "use num_kvcache_blocks or gpu_memory_utilization"),
+    "limit_mm_per_prompt": ((), "models take text only"),
+    "pipeline_parallel_size": (("1",), "use tensor_parallel_size, and data_parallel_size for replicas"),
+    "rope_scaling": ((), "use hf_overrides={'rope_scaling': ...}"),
+    "rope_theta": ((), "use hf_overrides={'rope_theta': ...}"),
+    "runner": (("auto", "generate"), "models write text"),
+    "scheduling_policy": (("fcfs",), "there are no priorities"),
+    "speculative_config": ((), "speculative decoding is not supported"),
+    "structured_outputs_config": ((), "grammars are llguidance's, and nothing of them can be set"),
+    "swap_space": (("0",), "KV is not swapped to the host: a request that has to make room is computed again"),
+    "task": (("auto", "generate"), "models write text"),
+    "tokenizer_mode": (("auto", "hf"), "the checkpoint's tokenizer.json is read"),
+    "trust_remote_code": (
+        ("false",),
+        "no code of a checkpoint is run: the families of docs/models.md are computed by the engine itself, and chat "
+        "templates run in a sandbox",
+    ),
+}
+"""Options that are none here: values, as texts, that ask for what is done anyway ("*": all), and what to do instead of
+others."""
+
+
+def translated(
+    options: Mapping[str, Any],
+    fixed: Mapping[str, tuple[tuple[str, ...], str]] = FIXED,
+    values: Mapping[str, Mapping[str, str]] = VALUES,
+) -> dict[str, Any]:
+    """Options by our names and with our values. Raises ValueError naming one that has no meaning here, and what takes
+    its place."""
+    ours: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in fixed:
+            accepted, instead = fixed[name]
+            if value is not None and not {"*", str(value).lower()} & {*accepted}:
+                raise ValueError(f"{name}={shown(value)}: not supported; {instead}")
+            continue
+        known = RENAMED.get(name, name)
+        if known != name and known in options:
+            raise ValueError(f"{name}: is {known}, which is given too")
+        ours[known] = values.get(known, {}).get(value, value) if isinstance(value, str) else value
+    return ours
