@@ -14,12 +14,13 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from nanovllm.integrations.scoring import Score, score_ends
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 
 Scored = tuple[tuple[str, str] | None, list[int], list[int]]
 """What a result is cached under; the tokens of context and continuation."""
+Score = tuple[float, bool]
+"""Log-probability of some tokens, and whether they are what greedy sampling gives."""
 
 
 class NanoLM(TemplateLM):  # type: ignore[misc]
@@ -115,3 +116,18 @@ class NanoLM(TemplateLM):  # type: ignore[misc]
         stop = [text for text in handle_stop_sequences(known.pop("until", None), eos=None) if text]
         known.pop("do_sample", None)
         return SamplingParams(max_tokens=max_tokens, stop=stop, **known)
+
+
+def score_ends(llm: LLM, prompts: list[list[int]], counts: list[int], use_tqdm: bool) -> list[Score]:
+    """Of the last `count` tokens of each prompt; one that is longer than the engine serves loses its beginning."""
+    prompts = [prompt[-llm.engine.max_total_tokens :] for prompt in prompts]
+    starts = [max(1, len(prompt) - count) for prompt, count in zip(prompts, counts, strict=True)]
+    params = [SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_logprob_start=start) for start in starts]
+    scores = []
+    for output, start in zip(llm.generate(prompts, params, use_tqdm=use_tqdm), starts, strict=True):
+        rows = output.prompt_logprobs
+        assert rows is not None
+        pairs = zip(rows[start:], output.prompt_token_ids[start:], strict=True)
+        tokens = [row[token] for row, token in pairs if row is not None]
+        scores.append((sum(token.logprob for token in tokens), all(token.rank == 1 for token in tokens)))
+    return scores

@@ -4,18 +4,15 @@
     install()
     trainer = GRPOTrainer(..., args=GRPOConfig(use_vllm=True, vllm_mode="colocate", ...))
 
-After `install`, GRPO, RLOO and the other trainers that hold a VLLMGeneration build `Generation` in its place, and the
-online DPO trainer an `OnlineEngine`. The arguments that they bring keep their meaning. Tested with TRL 1.16.
+After `install`, GRPO, RLOO and the other trainers that hold a VLLMGeneration build `Generation` in its place. The
+arguments that they bring keep their meaning. Tested with TRL 1.16.
 """
 
 import sys
-from collections.abc import Iterable
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
-import torch
-from trl.experimental.online_dpo import online_dpo_trainer
 from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer, rloo_trainer  # noqa: F401 (loaded, so that install finds them)
 
@@ -23,8 +20,8 @@ from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams, StructuredOutput
 
 _ITS_CLASS = vllm_generation.VLLMGeneration
-_replaced: list[tuple[ModuleType, str, Any]] = []
-"""Modules, names in them, and what these meant before."""
+_replaced: list[ModuleType] = []
+"""Modules that have `Generation` in its place."""
 
 
 def install(**engine_options: Any) -> None:
@@ -34,27 +31,14 @@ def install(**engine_options: Any) -> None:
     chosen = type("Generation", (Generation,), {"engine_options": engine_options})
     for name, module in list(sys.modules.items()):
         if name.startswith("trl.") and vars(module).get("VLLMGeneration") is _ITS_CLASS:
-            _replace(module, "VLLMGeneration", chosen)
-    engine = type("OnlineEngine", (OnlineEngine,), {"engine_options": engine_options})
-    for name, value in (
-        ("is_vllm_available", lambda: True),
-        ("LLM", engine),
-        ("SamplingParams", SamplingParams),
-        ("StructuredOutputsParams", StructuredOutput),
-    ):
-        _replace(online_dpo_trainer, name, value)
-
-
-def _replace(module: ModuleType, name: str, value: Any) -> None:
-    _replaced.append((module, name, vars(module).get(name)))
-    setattr(module, name, value)
+            module.VLLMGeneration = chosen  # type: ignore[attr-defined]
+            _replaced.append(module)
 
 
 def uninstall() -> None:
-    """Puts TRL's own classes back."""
+    """Puts TRL's own class back."""
     while _replaced:
-        module, name, value = _replaced.pop()
-        setattr(module, name, value)
+        _replaced.pop().VLLMGeneration = _ITS_CLASS  # type: ignore[attr-defined]
 
 
 class Engine(LLM):
@@ -63,47 +47,6 @@ class Engine(LLM):
     @property
     def llm_engine(self) -> Any:
         return SimpleNamespace(model_config=SimpleNamespace(max_model_len=self.config.max_model_len))
-
-
-class OnlineEngine(Engine):
-    """An engine as the online DPO trainer builds and feeds it: with vLLM's arguments, and a weight at a time into what
-    it takes for vLLM's model, until it empties the prefix cache."""
-
-    engine_options: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self, model: str, enable_sleep_mode: bool = False, **given: Any) -> None:
-        """Raises ValueError naming what cannot be had here."""
-        if given.pop("tensor_parallel_size", 1) != 1:
-            raise ValueError("vllm_tensor_parallel_size: must be 1 with nanovllm")
-        if (quantization := given.pop("quantization", None)) is not None:
-            raise ValueError(f"quantization={quantization!r}: must be None with nanovllm")
-        for name in ("model_impl", "distributed_executor_backend"):  # of vLLM's own parts
-            given.pop(name, None)
-        super().__init__(model, **{"enable_sleep": enable_sleep_mode, **given, **self.engine_options})
-
-    @property
-    def llm_engine(self) -> Any:
-        runner = SimpleNamespace(model=SimpleNamespace(load_weights=self._take_weights))
-        worker = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
-        return SimpleNamespace(**vars(super().llm_engine), model_executor=worker)
-
-    def _take_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        if not self.engine.lacks_weights:
-            self.begin_update()
-        self.update(weights)
-
-    def reset_prefix_cache(self) -> None:
-        """Said after the last weight."""
-        self.finish_update()
-
-    def sleep(self, level: int = 1, tags: Iterable[str] | None = None) -> int:
-        """Keeps the weights: the trainer does not bring them anew each time that it wakes the engine."""
-        return super().sleep(1, tags)
-
-    def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Also of what is awake."""
-        if wanted := self.engine.asleep.intersection(self.engine.asleep if tags is None else tags):
-            super().wake_up(sorted(wanted))
 
 
 class Generation(_ITS_CLASS):  # type: ignore[misc, valid-type]
@@ -178,6 +121,4 @@ class Generation(_ITS_CLASS):  # type: ignore[misc, valid-type]
         }
         if self.structured_outputs_regex is not None:
             options["structured_outputs"] = StructuredOutput(regex=self.structured_outputs_regex)
-        elif isinstance(options.get("structured_outputs"), dict):
-            options["structured_outputs"] = StructuredOutput(**options["structured_outputs"])
         return SamplingParams(**options)

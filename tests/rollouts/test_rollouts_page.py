@@ -9,7 +9,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "rollouts.md").read_text(), re.MULTILINE | re.DOTALL)
-PACKAGES = ("trl", "lm_eval", "lighteval")
+PACKAGES = ("trl", "lm_eval")
 LOCAL_TASK: dict[str, Any] = {
     "task": "tiny", "dataset_path": "json", "test_split": "test", "output_type": "multiple_choice",
     "doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}", "doc_to_target": 0,

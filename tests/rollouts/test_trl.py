@@ -7,7 +7,6 @@ import pytest
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
-transformers = pytest.importorskip("transformers")
 integration = pytest.importorskip("nanovllm.integrations.trl")
 
 DEMO = str(Path(__file__).resolve().parents[2] / "assets" / "demo-qwen3")
@@ -81,44 +80,3 @@ def test_rloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_cannot_be_had_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="vllm_mode='server'"):
         train("GRPO", tmp_path, monkeypatch, vllm_mode="server")
-
-
-@pytest.mark.parametrize("sleeps", [False, True])
-def test_online_dpo(sleeps: bool, tmp_path: Path) -> None:
-    """The engine samples with what the trainer has just learnt."""
-    from trl.experimental import online_dpo
-
-    integration.install(num_kvcache_blocks=64, max_num_batched_tokens=256, device="cpu", dtype="float32")
-    seen: list[tuple[dict[str, str], dict[str, Any]]] = []
-    try:
-        prompts = ["Once upon a time", "7 + 5 =", "A cat and a dog", "The sea is"]
-        data = datasets.Dataset.from_dict({"prompt": prompts})
-        of_grpo = ("num_generations", "max_completion_length")
-        shared = {key: value for key, value in COMMON.items() if key not in of_grpo}
-        own = {"max_new_tokens": 12, "max_length": 64, "per_device_train_batch_size": 2, "model_init_kwargs": None}
-        args = online_dpo.OnlineDPOConfig(
-            output_dir=str(tmp_path), vllm_enable_sleep_mode=sleeps, **{**shared, **own}
-        )
-        model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype="float32")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO)
-        trainer = online_dpo.OnlineDPOTrainer(
-            model=model, reward_funcs=rewards, args=args, train_dataset=data, processing_class=tokenizer
-        )
-        generate = trainer.llm.generate
-
-        def noted_generate(*args: Any, **options: Any) -> Any:
-            weights = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
-            seen.append((trainer.llm.checksum(), weights))
-            return generate(*args, **options)
-
-        trainer.llm.generate = noted_generate
-        trainer.train()
-        if sleeps:
-            trainer.llm.wake_up()
-        for found, weights in seen:
-            trainer.llm.load_weights(weights.items())
-            assert trainer.llm.checksum() == found
-        trainer.llm.close()
-    finally:
-        integration.uninstall()
-    assert trainer.state.global_step == 4 and len({str(found) for found, _ in seen}) == 4, "weights move"
