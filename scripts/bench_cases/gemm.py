@@ -20,7 +20,7 @@ from nanovllm.kernels import Kernels, select_kernels
 from nanovllm.kernels.fp8 import gemm as fp8
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.reference import quantize_blocks
-from nanovllm.kernels.gemm import decode, int4, int4_row, skinny
+from nanovllm.kernels.gemm import int4, int4_row, skinny, tile
 from nanovllm.kernels.gemm.dispatch import matmul
 from nanovllm.kernels.gemm.int4 import Int4Weight
 from nanovllm.kernels.plan.config import FP8, INT4, KINDS, LIBRARY, SKINNY_ROWS, SUMMED, Gemm, GemmConfig
@@ -93,7 +93,7 @@ class Projection:
         elif isinstance(weight, Int4Weight):
             call = int4_row.linear if config.kernel == "quantized_row" else int4.linear
         else:
-            call = decode.linear if gated and config.kernel == "decode" else matmul
+            call = tile.linear if gated and config.kernel == "decode" else matmul
         if gated and config.is_own and call is not matmul:
             return call(self.x, weight, config, gated=True)
         return self._followed(call(self.x, weight, config))
@@ -110,7 +110,7 @@ class Projection:
             return self.residual.add_(product.sum(0) if product.ndim == 3 else product)
         x, _ = self.kernels.add_norms(self.x, None, Norm(self.gain_in, EPS))
         if kind == "gate_up" and config.kernel == "decode":
-            return decode.linear(x, weight, config, gated=True)
+            return tile.linear(x, weight, config, gated=True)
         return self._followed(matmul(x, weight, config))
 
     def _followed(self, product: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from nanovllm.kernels.base.device import ordinary_launch
 from nanovllm.kernels.fp8 import few_experts, gemm, one_row
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.reference import quantize_blocks
-from nanovllm.kernels.gemm import decode, skinny
+from nanovllm.kernels.gemm import skinny, tile
 from nanovllm.kernels.moe import few_rows
 from nanovllm.kernels.moe.experts import ExpertActivation, expert_down, expert_gate_up
 from nanovllm.kernels.moe.router import router_logits
@@ -182,7 +182,7 @@ def test_sampling_behind_the_head(rows: int) -> None:
 
     def layer(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         normed = add_norms(x, residual, norm())[0]
-        tokens = sample_tokens(decode.linear(normed, table, config), draws, vocab, last)
+        tokens = sample_tokens(tile.linear(normed, table, config), draws, vocab, last)
         return embed_shard(tokens, table, 0, vocab)
 
     check(layer, rows)

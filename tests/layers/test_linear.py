@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels import select_kernels
-from nanovllm.kernels.gemm import decode, dispatch, skinny
+from nanovllm.kernels.gemm import dispatch, parts, skinny
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.plan.plan import Planner, Rules
 from nanovllm.layers.context import LayerContext
@@ -122,7 +122,7 @@ def test_what_was_chosen_multiplies_what_is_added_to_the_residual(monkeypatch: p
 
     def by_halves(x: torch.Tensor, weight: torch.Tensor, config: GemmConfig) -> torch.Tensor:
         done.append(config.kernel)
-        return decode.split_linear_reference(x, weight, config.split_k)
+        return parts.split_linear_reference(x, weight, config.split_k)
 
     def fused(
         x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, *, gated: bool, residual: torch.Tensor

@@ -161,7 +161,7 @@ assert sum(n for name, n in counts.items() if "skinny" in name) >= len(expected)
 # Experts of few tokens and of many, and a sort of more tokens than one program takes.
 MIXTURE = DRY_RUN + FEW_LAYERS + """
 names = "_gate_up_kernel _down_kernel _route_kernel _sort_kernel".split()
-assert counts["_grouped_gemm_kernel"] >= 2 and set(counts) >= set(names), counts
+assert counts["tile_kernel"] >= 2 and set(counts) >= set(names), counts
 """
 
 

@@ -9,7 +9,7 @@ import torch
 
 
 def padded_rows(rows: int, tile: int = 64) -> int:
-    """`rows` up to a whole `tile` of a decode GEMM kernel (by default of kernels/gemm/decode.py)."""
+    """`rows` up to a whole `tile` of a GEMM kernel (by default of kernels/gemm/tile.py)."""
     return rows if rows > 256 else -(-rows // tile) * tile
 
 

@@ -7,13 +7,13 @@ one after the other for one long row.
 
 import torch
 
+from nanovllm.kernels.base.activations import silu_mul
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.one_row import add_step, all_of_x, finish, groups_of_steps, load_halves, load_weights, load_x
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import GROUP
-from nanovllm.kernels.gemm.decode import silu_mul
 from nanovllm.kernels.moe.few_rows import choose, load_scores, take_best
 from nanovllm.kernels.moe.routing import TopK
 from nanovllm.kernels.pointwise.norm import Norm

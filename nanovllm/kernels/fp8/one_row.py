@@ -15,13 +15,13 @@ dependent kernel less is worth more than that.
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.base.activations import silu_mul
 from nanovllm.kernels.base.device import multiprocessors, pdl_options
 from nanovllm.kernels.base.float_order import magnitude
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import quantize_rows, rounded, scales_of
 from nanovllm.kernels.fp8.reference import GROUP
-from nanovllm.kernels.gemm.decode import silu_mul
 from nanovllm.kernels.gemm.epilogue import normalise
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm, add_norms

@@ -40,3 +40,8 @@ class FP8Rows(NamedTuple):
     @property
     def is_cuda(self) -> bool:
         return self.values.is_cuda
+
+
+def values_of(weight: Tensor | FP8Weight) -> Tensor:
+    """A weight without its scales."""
+    return weight if isinstance(weight, Tensor) else weight.values

@@ -9,13 +9,13 @@ tile are made while the one before is stored, and of a program's first tile, its
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.base.activations import silu_mul
 from nanovllm.kernels.base.device import multiprocessors, pdl_options
 from nanovllm.kernels.base.padded_rows import empty_product, rows_in_memory
 from nanovllm.kernels.base.triton_import import gl, gluon, mbarrier, tl, tma, triton, warpgroup_mma, warpgroup_mma_wait
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import empty_rows_for, group_scales, rounded
 from nanovllm.kernels.fp8.reference import GROUP
-from nanovllm.kernels.gemm.decode import silu_mul
 from nanovllm.kernels.plan.config import GemmConfig
 
 _GROUP: gl.constexpr = gl.constexpr(128)

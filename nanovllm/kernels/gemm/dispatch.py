@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.gemm import decode, fixed_order, skinny
+from nanovllm.kernels.gemm import fixed_order, parts, skinny, tile
 from nanovllm.kernels.plan.config import GemmConfig, Kernel
 
 
@@ -15,9 +15,9 @@ def _library(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
 
 _BY_KERNEL: dict[Kernel, Callable[[Tensor, Tensor, GemmConfig], Tensor]] = {
     "library": _library,
-    "split": decode.split_linear,
+    "split": parts.split_linear,
     "fma": skinny.linear,
-    "decode": decode.linear,
+    "decode": tile.linear,
     "blocks": fixed_order.linear_in_blocks,
 }
 

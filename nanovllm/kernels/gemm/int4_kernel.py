@@ -8,9 +8,9 @@ of the L2 cache has. A row's sum over K goes in an order that the shapes and the
 depend on the other rows.
 """
 
+from nanovllm.kernels.base.activations import silu_mul
 from nanovllm.kernels.base.device import prefetch_lines
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.gemm.decode import silu_mul
 from nanovllm.kernels.gemm.epilogue import arrive_last, store_tile, weight_rows
 
 SPAN: tl.constexpr = tl.constexpr(128)

@@ -12,9 +12,9 @@ as in skinny.py.
 
 from torch import Tensor
 
+from nanovllm.kernels.base.activations import silu_mul
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import async_copy, gl, gluon, mma_v2, tl, triton
-from nanovllm.kernels.gemm.decode import silu_mul
 from nanovllm.kernels.gemm.int4 import Int4Weight, check_fits
 from nanovllm.kernels.gemm.int4_kernel import SPAN, WORDS, unpacked
 from nanovllm.kernels.plan.config import GemmConfig

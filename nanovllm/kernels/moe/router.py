@@ -2,14 +2,14 @@
 
 import torch
 
-from nanovllm.kernels.gemm import decode, fixed_order
+from nanovllm.kernels.gemm import fixed_order, tile
 from nanovllm.kernels.plan.config import GemmConfig
 
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor, config: GemmConfig) -> torch.Tensor:
     """x [T, H] @ weight [W, H]^T: float32 [parts, T, W], sums over parts of H."""
     if config.kernel == "decode":
-        return decode.linear(x, weight, config)
+        return tile.linear(x, weight, config)
     if config.kernel == "blocks":
         return fixed_order.linear_in_blocks(x.float(), weight.float(), config)[None]
     if x.is_cuda and x.element_size() == 2:

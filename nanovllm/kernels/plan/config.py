@@ -51,7 +51,7 @@ class GemmConfig:
     """What multiplies, and how it cuts the work. Plain data: it goes to other ranks and into files.
 
     kernel: "library": cuBLAS. "split": cuBLAS over split_k equal parts of K, whose float32 sums go to the consumer.
-    "fma": skinny.py. "decode": decode.py; its consumer too gets split_k sums where there are several.
+    "fma": skinny.py. "decode": tile.py; its consumer too gets split_k sums where there are several.
     "specialized": likewise, by weights in FP8 (fp8/specialized.py); num_warps are those that multiply. "int4": int4.py,
     for weights of 4 bits; "int4_whole" adds up the parts itself. "quantized_row": one row by weights in FP8
     (fp8/one_row.py) or of 4 bits (int4_row.py). "blocks": fixed_order.py, a CPU's way to bits that do not depend on the

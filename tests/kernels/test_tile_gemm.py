@@ -1,5 +1,5 @@
-"""The decode GEMM kernel, and cuBLAS over parts of K, against float64: interpreted in float32 and float16 on a CPU, on
-a GPU in bfloat16."""
+"""The GEMM kernel of tiles, and cuBLAS over parts of K, against float64: interpreted in float32 and float16, on a GPU in
+bfloat16."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.kernels.base.padded_rows import empty_rows, padded_rows, rows_in_memory
-from nanovllm.kernels.gemm import decode
+from nanovllm.kernels.gemm import parts, tile
 from nanovllm.kernels.plan.config import FP8, GemmConfig
 from nanovllm.kernels.plan.table import shipped_table
 from nanovllm.kernels.pointwise.norm import Norm, add_norms, add_norms_reference
@@ -47,8 +47,8 @@ def inputs(rows: int, n: int, k: int, dtype: torch.dtype, seed: int = 0) -> tupl
 def run(op: str, x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, pdl: bool = True) -> torch.Tensor:
     """The product, parts added up."""
     if op == "gated":
-        return decode.linear(x, weight, config, gated=True, pdl=pdl)
-    y = decode.linear(x, weight, config, pdl=pdl)
+        return tile.linear(x, weight, config, gated=True, pdl=pdl)
+    y = tile.linear(x, weight, config, pdl=pdl)
     assert y.dtype == (torch.float32 if config.split_k > 1 else x.dtype)
     return y.sum(0) if config.split_k > 1 else y
 
@@ -104,12 +104,12 @@ def test_matches_float64_in_bfloat16(op: str, config: GemmConfig) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted")
 def test_twins_cut_k_alike(config: GemmConfig) -> None:
     x, weight = inputs(20, 40, 136, torch.float32)
-    got, want = decode.linear(x, weight, config), decode.linear_reference(x, weight, config)
+    got, want = tile.linear(x, weight, config), tile.linear_reference(x, weight, config)
     assert got.shape == want.shape
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     x, weight = inputs(20, 40, 136, torch.float32)
-    got = decode.linear(x, weight, replace(config, split_k=1), gated=True)
-    torch.testing.assert_close(got, decode.linear_reference(x, weight, config, gated=True), rtol=1e-4, atol=1e-5)
+    got = tile.linear(x, weight, replace(config, split_k=1), gated=True)
+    torch.testing.assert_close(got, tile.linear_reference(x, weight, config, gated=True), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
@@ -118,7 +118,7 @@ def test_library_split_matches_its_twin(dtype: torch.dtype, splits: int) -> None
     if torch.cuda.is_available() != (dtype == torch.bfloat16):
         pytest.skip("the other device's")
     x, weight = inputs(40, 72, 256, dtype)
-    got, want = decode.split_linear(x, weight, split(splits)), decode.split_linear_reference(x, weight, splits)
+    got, want = parts.split_linear(x, weight, split(splits)), parts.split_linear_reference(x, weight, splits)
     assert got.shape == (splits, 40, 72) and got.dtype == torch.float32
     assert relative_error(got, want) < 1e-5
     assert relative_error(got.sum(0), exact(x, weight)) < 1e-5
@@ -128,13 +128,13 @@ def test_norm_adds_up_the_parts() -> None:
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     x, weight = inputs(20, 96, 256, dtype)
     residual, gain = torch.randn_like(x[:, :96]), torch.rand_like(weight[:, 0])
-    for parts in (decode.split_linear(x, weight, split(2)), decode.split_linear(x, weight, split(4))):
+    for sums in (parts.split_linear(x, weight, split(2)), parts.split_linear(x, weight, split(4))):
         ours, twin = residual.clone(), residual.clone()
-        want, _ = add_norms_reference(parts, twin, Norm(gain, EPS))
-        got, _ = add_norms(parts, ours, Norm(gain, EPS))
+        want, _ = add_norms_reference(sums, twin, Norm(gain, EPS))
+        got, _ = add_norms(sums, ours, Norm(gain, EPS))
         assert torch.equal(ours, twin)
         torch.testing.assert_close(got, want, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
-        total = parts.unflatten(0, (-1, 2)).sum(1).sum(0).to(dtype)
+        total = sums.unflatten(0, (-1, 2)).sum(1).sum(0).to(dtype)
         whole, _ = add_norms_reference(total, residual.clone(), Norm(gain, EPS))
         assert torch.equal(want, whole)
 
@@ -167,10 +167,10 @@ def test_dependent_launch_in_a_graph_gives_the_same_bits(op: str, config: GemmCo
 
     def layer(hidden: torch.Tensor, residual: torch.Tensor, pdl: bool) -> None:
         if op == "gated":
-            x = decode.linear(hidden, gate_up, config, gated=True, pdl=pdl)
-            x = decode.linear(x, weight, second, pdl=pdl)
+            x = tile.linear(hidden, gate_up, config, gated=True, pdl=pdl)
+            x = tile.linear(x, weight, second, pdl=pdl)
         else:
-            x = decode.linear(hidden, weight, config, pdl=pdl)
+            x = tile.linear(hidden, weight, config, pdl=pdl)
         hidden.copy_(add_norms(x, residual, Norm(gain, EPS))[0])
 
     check_dependent_launch(layer, start)
@@ -200,7 +200,7 @@ def test_rows_behind_the_last_are_read_and_not_written() -> None:
     room._base.fill_(float("nan"))
     room.copy_(x)
     for config in (SMALL, X_LEFT):
-        assert torch.equal(decode.linear(room, weight, config), decode.linear(x, weight, config))
+        assert torch.equal(tile.linear(room, weight, config), tile.linear(x, weight, config))
 
 
 @pytest.mark.parametrize(
@@ -215,9 +215,9 @@ def test_bad_shapes_are_refused(
     shape_x: tuple[int, int], shape_w: tuple[int, int], config: GemmConfig, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        decode.linear(torch.zeros(shape_x), torch.zeros(shape_w), config)
+        tile.linear(torch.zeros(shape_x), torch.zeros(shape_w), config)
 
 
 def test_split_gates_are_refused() -> None:
     with pytest.raises(ValueError, match="whole before the activation"):
-        decode.linear(torch.zeros(20, 64), torch.zeros(16, 64), replace(SMALL, split_k=2), gated=True)
+        tile.linear(torch.zeros(20, 64), torch.zeros(16, 64), replace(SMALL, split_k=2), gated=True)
