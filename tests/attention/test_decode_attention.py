@@ -12,7 +12,6 @@ from interpreting import nightly
 from nanovllm.kernels.attention import decode
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
 from nanovllm.kernels.attention.decode_plan import FP8_TUNING, TUNING, DecodeConfig, DecodePlan, plan_decode_reference
-from nanovllm.kernels.fp8.quantize import quantize_rows
 
 # Small chunks, so that short rows are split too.
 SMALL = DecodeConfig(block_n=32, min_chunk=64, max_splits=8, num_warps=4, num_stages=2)
@@ -95,18 +94,6 @@ def test_random_batches_match_float64(seed: int) -> None:
     lengths = torch.randint(0, 180, (11,), generator=rng).tolist()
     case = decode_case(lengths, seed=seed)
     assert case.error_of(run(case)) < TOLERANCE
-
-
-@pytest.mark.parametrize("length", [50, 600])
-def test_a_row_alone_is_rounded_as_by_a_kernel_of_its_own(length: int) -> None:
-    """One chunk, and several."""
-    case = decode_case([length], head_dim=128, block_size=64)
-    attention, m = build(case), case.metadata
-    want, want_scales = quantize_rows(run(case, attention).view(1, -1))
-    out = nan_like(case.q)
-    assert attention.leave_chunks(case.q, case.k_cache, case.v_cache, m.block_table, 600, out)
-    values, scales, _ = attention.finish_row(out, None)
-    assert torch.equal(values.float(), want.float()) and torch.equal(scales, want_scales)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 8, 32, 64])

@@ -119,6 +119,7 @@ def test_experts(rows: int, in_fp8: bool) -> None:
     router = rand(EXPERTS, HIDDEN, seed=5) * 8
     weight = fp8 if in_fp8 else rand
     gate_up, down = weight(EXPERTS, 2 * WIDTH, HIDDEN, seed=6), weight(EXPERTS, HIDDEN, WIDTH, seed=7)
+    router_tiles = GemmConfig("decode", 16, 16 if rows <= 16 else 64, 128, 4, split_k=4)
     configs = expert_configs(rows * OPTIONS.top_k, EXPERTS, 1 if in_fp8 else 2)
 
     def few(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -127,7 +128,7 @@ def test_experts(rows: int, in_fp8: bool) -> None:
         return add_experts(residual, norm(), logits, OPTIONS, gate_up, down)
 
     def many(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        routing = route(router_logits(x, router), OPTIONS, configs.block_m)
+        routing = route(router_logits(x, router, router_tiles), OPTIONS, configs.block_m)
         h = expert_gate_up(x, gate_up, routing, configs.gate_up, ExpertActivation())
         parts = expert_down(h, down, routing, configs.down, torch.float32)
         return add_norms(parts, residual, norm())[0]

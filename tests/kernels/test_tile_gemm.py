@@ -1,5 +1,5 @@
-"""The GEMM kernel of tiles, and cuBLAS over parts of K, against float64: interpreted in float32 and float16, on a GPU in
-bfloat16."""
+"""The GEMM kernel of tiles, and cuBLAS over parts of K, against float64: interpreted in float32 and float16, and on a
+GPU in bfloat16."""
 
 from dataclasses import replace
 

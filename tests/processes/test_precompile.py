@@ -148,7 +148,7 @@ assert set(counts) >= {f"_{name}_kernel" for name in single} | {"best_of_chunks_
     "prefill_attention_kernel", "plan_prefill_kernel", "merge_chunks_kernel"}, counts
 [plan] = runner.backend.plans.values()
 configs = {rows: plan.config(rows) for rows in range(1, 73)}
-classes = {(c.block_n, c.num_warps, c.num_stages, plan.max_splits(c), rows == 1) for rows, c in configs.items()}
+classes = {(c.block_n, c.num_warps, c.num_stages, plan.max_splits(c)) for c in configs.values()}
 assert counts["decode_attention_kernel"] == len(classes) > 1 and counts["plan_decode_kernel"] >= len(classes), counts
 products = [*runner.model.layers[0].operations, runner.model.lm_head.product]
 chosen = {(one, choose(one, rows, runner.planner.rules)[0].kernel) for one in products for rows in decode_buckets(72)}

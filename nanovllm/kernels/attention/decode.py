@@ -10,7 +10,6 @@ The idea of fixed split offsets with a merge by log-sum-exp is Flash-Decoding's 
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -23,8 +22,6 @@ from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims, 
 from nanovllm.kernels.attention.spec import AttentionSpec
 from nanovllm.kernels.attention.work_list import first_tile, load_tile, next_tile, prefetch_in_page, visible_keys
 from nanovllm.kernels.base.device import multiprocessors, paged_descriptor, pdl_options, supports_tma
-from nanovllm.kernels.fp8.operands import FP8Rows
-from nanovllm.kernels.fp8.quantize import empty_rows_for, group_scales, rounded
 
 _NOTHING = tl.constexpr(NOTHING)
 
@@ -96,35 +93,27 @@ def _sum_units(PARTIAL, LSE, SINKS, first, heads, dims, units, HQ: tl.constexpr,
 
 @triton.jit
 def merge_chunks_kernel(PARTIAL, LSE, SINKS, OUT, NUM_CHUNKS, out_strides, HQ: tl.constexpr, HEADS: tl.constexpr,
-                        D: tl.constexpr, MAX_SPLITS: tl.constexpr, FIXED: tl.constexpr, PDL: tl.constexpr,
-                        ROUNDED=None, SCALES=None, scale_stride=0):
-    """Merges the rows that have several chunks, one chunk after the other. A program takes HEADS query heads of a row,
-    of the HQ there are; where most rows have nothing to merge, the number of programs is all it costs. With ROUNDED
-    e4m3 [HQ * 128] and SCALES a row alone goes there too, a head for a group of columns."""
+                        D: tl.constexpr, MAX_SPLITS: tl.constexpr, FIXED: tl.constexpr, PDL: tl.constexpr):
+    """Merges the rows that have several chunks, one chunk after the other, into OUT [rows, HQ, D]. PARTIAL float32
+    [rows, HQ, MAX_SPLITS, D], LSE float32 [rows, HQ, MAX_SPLITS], with FIXED two of each; SINKS [HQ] or None;
+    NUM_CHUNKS int32 [rows]. A program takes HEADS query heads of a row; where most rows have nothing to merge, the
+    number of programs is all it costs."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     num_chunks = tl.load(NUM_CHUNKS + row)  # the plan's, as below
     if PDL:
         tl.extra.cuda.gdc_wait()
-    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    dims = tl.arange(0, padded_dims(D))[None, :]
-    pointers = OUT + row * out_strides[0] + heads[:, None] * out_strides[1] + dims
-    inside = (heads < HQ)[:, None] & (dims < D)
     if num_chunks > 1:
+        heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        dims = tl.arange(0, padded_dims(D))[None, :]
         first = (row * HQ + heads) * MAX_SPLITS
         if FIXED:
             total, acc = _sum_units(PARTIAL, LSE, SINKS, first, heads, dims, num_chunks, HQ, D)
         else:
             total, acc = _sum_chunks(PARTIAL, LSE, SINKS, first, heads, dims, num_chunks, HQ, D, MAX_SPLITS)
-        y = (acc / total[:, None]).to(OUT.dtype.element_ty)
-        tl.store(pointers, y, mask=inside)
-    elif ROUNDED is not None:
-        y = tl.load(pointers, mask=inside, other=0.0)
-    if ROUNDED is not None:
-        scale = group_scales(y.to(tl.float32))
-        tl.store(ROUNDED + heads[:, None] * D + dims, rounded(y.to(tl.float32), scale[:, None]), mask=inside)
-        tl.store(SCALES + heads * scale_stride, scale, mask=heads < HQ)
+        tl.store(OUT + row * out_strides[0] + heads[:, None] * out_strides[1] + dims,
+                 (acc / total[:, None]).to(OUT.dtype.element_ty), mask=(heads < HQ)[:, None] & (dims < D))
 
 
 @triton.jit
@@ -183,20 +172,21 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
                             scale_log2, q_strides, k_strides, v_strides, table_stride, out_strides, HKV: tl.constexpr,
                             G: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
                             BLOCK_N: tl.constexpr, TMA: tl.constexpr, MAX_SPLITS: tl.constexpr, CAP: tl.constexpr,
-                            WINDOWED: tl.constexpr, EARLY: tl.constexpr, FIXED: tl.constexpr, PDL: tl.constexpr):
-    """See attention_reference. An item of work is one chunk of one row for one key head and its G query heads. A
+                            WINDOWED: tl.constexpr, FIXED: tl.constexpr, PDL: tl.constexpr):
+    """attention_reference of Q [rows, HKV * G, D] into OUT of this shape, or PARTIAL and LSE as merge_chunks_kernel
+    takes them. Caches [blocks, HKV, PAGE, D], TABLE int32 [slots, blocks], WORK int32 [entries, 4] (work_list.py),
+    NUM_WORK int32 [1]. An item of work is one chunk of one row for one key head and its G query heads. A
     program runs the tiles of all its items in one loop, so that the next item's keys are on their way while this one's
     result is stored. K and V are tensor descriptors with TMA, else K_CACHE and V_CACHE themselves. CAP: the soft-cap in
     units of log2, or None; SINKS may be None. WINDOWED: chunks may begin within a tile. KV_SCALES: None, or int32 (see
     load_scales); then K is e4m3, and V and V_CACHE are int16, two values each. FIXED: sums in the order of
     fixed_order.py, whose units the chunks are then; LSE has a unit's maximum and sum.
 
-    With PDL the way to the first tile is gone before the queries are there. What it reads is the plan's, and between
-    the plan and this kernel there are ordinary ones (the embedding), so it is complete. EARLY: the next kernel may come
-    at once; else when this one begins to work, which spares it programs that only wait (0.3 % of a step)."""
+    With PDL work list and block table are read before gdc_wait. The plan wrote them, and between the plan and this
+    kernel there are ordinary ones (the embedding), so they are complete."""
     E4M3: tl.constexpr = KV_SCALES is not None
     DV: tl.constexpr = D // 2 if E4M3 else D
-    if PDL and EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     heads, dims = tl.arange(0, BLOCK_H), tl.arange(0, padded_dims(D))
     tiles, num_items, item, n, block, entry, coming = first_tile(WORK, NUM_WORK, TABLE, table_stride, HKV, PAGE,
@@ -207,8 +197,6 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
             prefetch_in_page(K_CACHE, item % HKV, block, n, k_strides, D, PAGE, BLOCK_N)
             prefetch_in_page(V_CACHE, item % HKV, block, n, v_strides, DV, PAGE, BLOCK_N)
         tl.extra.cuda.gdc_wait()
-        if not EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
     for _ in range(tiles):
         row_and_slot, first, end, chunk_of = entry
         row = (row_and_slot & 0xFFFF).to(tl.int64)
@@ -269,22 +257,6 @@ class DecodeAttention:
                  merge_first: bool = False, kv_scales: torch.Tensor | None = None) -> torch.Tensor:
         """q and out [num_rows, Hq, D]: the rows of the last plan. max_context_len: any bound on their lengths.
         merge_first: where chunks are merged, no later kernel may start before they are."""
-        if self.leave_chunks(q, k_cache, v_cache, block_table, max_context_len, out, sinks, kv_scales):
-            self._merge_chunks(out, sinks, merge_first)
-        return out
-
-    def finish_row(self, out: torch.Tensor, sinks: torch.Tensor | None) -> FP8Rows:
-        """A row alone, of heads of 128 dimensions, that leave_chunks left."""
-        _, heads, dim = out.shape
-        row = empty_rows_for(1, heads * dim, out.dtype, out.device)
-        scales = {"SCALES": row.scales, "scale_stride": row.scales.stride(1)}
-        self._merge_chunks(out, sinks, merge_first=False, ROUNDED=row.values, **scales)
-        return row
-
-    def leave_chunks(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
-                     max_context_len: int, out: torch.Tensor, sinks: torch.Tensor | None = None,
-                     kv_scales: torch.Tensor | None = None) -> bool:
-        """As a call, but only rows of one chunk have their result in `out` then. Returns whether others may exist."""
         num_rows, spec, plan, scratch = q.shape[0], self.spec, self.plan, self.scratch
         c, splits = plan.config(num_rows), plan.max_splits(plan.config(num_rows))
         most_chunks = plan.most_chunks(num_rows, max_context_len)
@@ -302,15 +274,12 @@ class DecodeAttention:
             BLOCK_H=max(16 if scales is None else 8, triton.next_power_of_2(spec.group_size)), D=spec.head_dim,
             PAGE=self.block_size, BLOCK_N=block_n, TMA=use_tma, MAX_SPLITS=splits,
             CAP=spec.softcap and spec.softcap * LOG2_E, WINDOWED=spec.window is not None,
-            num_warps=c.num_warps, num_stages=c.num_stages, maxnreg=c.max_registers, EARLY=num_rows == 1,
-            FIXED=plan.fixed_order, enable_fp_fusion=not plan.fixed_order, **pdl_options(q.device))
-        return most_chunks > 1
-
-    def _merge_chunks(self, out: torch.Tensor, sinks: torch.Tensor | None, merge_first: bool, **more: Any) -> None:
-        num_rows, spec, plan, scratch = out.shape[0], self.spec, self.plan, self.scratch
-        c = plan.config(num_rows)
-        merge_chunks_kernel[(num_rows, triton.cdiv(spec.num_heads, c.merge_heads))](
-            scratch.partial, scratch.lse, sinks, out, plan.num_chunks, out.stride()[:2], HQ=spec.num_heads,
-            HEADS=c.merge_heads, D=spec.head_dim, MAX_SPLITS=plan.max_splits(c), FIXED=plan.fixed_order,
-            num_warps=1 if c.merge_heads == 1 else 4, enable_fp_fusion=not plan.fixed_order, **more,
-            **pdl_options(out.device, not merge_first))
+            num_warps=c.num_warps, num_stages=c.num_stages, maxnreg=c.max_registers, FIXED=plan.fixed_order,
+            enable_fp_fusion=not plan.fixed_order, **pdl_options(q.device))
+        if most_chunks > 1:
+            merge_chunks_kernel[(num_rows, triton.cdiv(spec.num_heads, c.merge_heads))](
+                scratch.partial, scratch.lse, sinks, out, plan.num_chunks, out.stride()[:2], HQ=spec.num_heads,
+                HEADS=c.merge_heads, D=spec.head_dim, MAX_SPLITS=splits, FIXED=plan.fixed_order,
+                num_warps=1 if c.merge_heads == 1 else 4, enable_fp_fusion=not plan.fixed_order,
+                **pdl_options(out.device, not merge_first))
+        return out
