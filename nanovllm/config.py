@@ -99,9 +99,9 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     """Token ids in, token ids out: no tokenizer is loaded and `text` stays empty."""
     tensor_parallel_size: int = 1
-    """Ranks that share every layer, 1..8; one GPU (or one CPU process) each."""
+    """Number of ranks that share every layer, 1..8. Each has one GPU, or one CPU process."""
     data_parallel_size: int = 1
-    """Replicas of the model, 1..1024, each with tensor_parallel_size ranks: replica i has the GPUs from
+    """Number of replicas of the model, 1..1024, each with tensor_parallel_size ranks: replica i has the GPUs from
     i * tensor_parallel_size on."""
     data_parallel_backend: str | None = None
     """"local": replicas are processes of this host, behind a front, also a single one; "ray": actors of a Ray cluster.
@@ -117,7 +117,7 @@ class EngineConfig:
     dtype: str = "auto"
     """"bfloat16", "float16", "float32" or "auto": the checkpoint's on a GPU, float32 on a CPU."""
     seed: int = 0
-    """Seeds the sampling of requests that bring no seed of their own, and dummy weights."""
+    """Seed of dummy weights, and of the sampling of requests without a seed."""
     load_format: str = "auto"
     """"auto": safetensors; "dummy": random weights from the configuration alone, the same at every rank count."""
     model_impl: str = "auto"
@@ -133,37 +133,35 @@ class EngineConfig:
     """Replaces entries of config.json, for example {"rope_scaling": {...}}."""
 
     max_model_len: int | None = None
-    """Longest prompt + output of a request in tokens; default: the model's max_position_embeddings."""
+    """Maximum tokens of a request, prompt and output together. Default: the model's max_position_embeddings."""
     max_num_seqs: int = 256
-    """Most requests that run at once (slots on the device)."""
+    """Maximum number of requests that run at once."""
     max_num_batched_tokens: int = 16384
-    """Most tokens computed in one step: running rows and prompt chunks share this budget."""
+    """Maximum tokens computed in one step; running requests and prompt chunks share this budget."""
     max_num_prefill_tokens_with_decodes: int | None = None
-    """Most prompt tokens in a step that also decodes, so that long prompts do not stall running requests. Default:
-    1024, and more with a deep queue, where everybody waits anyway: an eighth of the prompt tokens that wait, at most
-    2048 (4096 for several ranks and for mixtures of experts), rounded down to a power of two. A dense model with at
-    most 128 decodes and 1024 prompt tokens left takes 128 to 288 at a time, which its decodes hardly notice."""
+    """Maximum prompt tokens in a step that also decodes, so that long prompts do not stall running requests. Lower it
+    for smoother decoding, raise it for faster first tokens. Default: chosen for each step between 128 and 4096."""
     max_num_partial_prefills: int = 4
-    """Most prompts that may be half computed after a step."""
+    """Maximum number of prompts that are partly computed after a step."""
     max_long_partial_prefills: int = 1
-    """Most long prompts in progress while a short one waits."""
+    """Maximum number of long prompts in progress while a short one waits."""
     long_prefill_token_threshold: int | None = None
-    """A prompt with more tokens to compute than this is long, and while short ones wait it gets at most this many
-    tokens a step, and at most half of those left for prompts. Default: a quarter of max_num_batched_tokens; 0 switches
-    the distinction off."""
+    """Prompts with more uncached tokens than this are "long": while short prompts wait, a long one gets at most this
+    many tokens (and half of the prompt budget) in a step. Default: a quarter of max_num_batched_tokens; 0: no prompt is
+    long."""
 
     gpu_memory_utilization: float = 0.9
-    """Share of each GPU's memory for weights, activations, graphs and KV cache together."""
+    """Share of each GPU's memory that this engine may take: weights, activations, graphs and KV cache together."""
     num_kvcache_blocks: int | None = None
-    """KV blocks that requests can use; default: what fits (the minimum over ranks)."""
+    """Number of KV blocks. Default: as many as fit, the minimum over ranks."""
     kvcache_block_size: int | None = None
-    """Tokens of a KV block; a multiple of 16. Default 128 on a GPU, 16 on a CPU."""
+    """Tokens in a KV block, a multiple of 16. Default: 128 on a GPU, 16 on a CPU."""
     cpu_kvcache_gib: float = 0.5
-    """KV cache of each rank on a CPU, in GiB, where num_kvcache_blocks is not given."""
+    """GiB of KV cache for each rank on a CPU, unless num_kvcache_blocks is given."""
     kv_cache_dtype: str = "auto"
     """"auto": keys and values of the model's dtype; "fp8": e4m3 with a scale for each token and head, half the size."""
     enable_prefix_caching: bool = True
-    """Share the KV blocks of equal prompt prefixes, also with finished requests while their blocks last."""
+    """Reuse KV blocks of equal prompt prefixes, also those of finished requests until they are overwritten."""
 
     attention_backend: str = "auto"
     """"flash", "triton", "torch" or "auto": the best of them that is installed and that the device can run; "flex":
@@ -176,22 +174,22 @@ class EngineConfig:
     enforce_eager: bool = False
     """True: no CUDA graphs."""
     kernel_choices: str | None = None
-    """A file of GEMM choices, as scripts/tune_steps.py writes it, in place of the tables of the package."""
+    """A table of GEMM kernels written by scripts/tune_steps.py; replaces the package's table for this GPU."""
     enable_sleep: bool = False
-    """True: `sleep` can give the memory of weights and KV cache back to the device."""
+    """True: `sleep` can return the memory of weights and KV cache to the device."""
     logprobs_mode: str = "raw"
     """"raw" or "processed": see SamplingParams.logprobs_mode, which wins."""
     max_logprobs: int = 20
     """Most entries of a token's logprobs and prompt_logprobs. -1: no bound."""
     max_queued_requests: int | None = None
-    """Most requests that wait: `add_request` raises QueueFull beyond. Those of `generate` have no bound. None: no bound
-    at all."""
+    """Maximum number of waiting requests: beyond it `add_request` raises QueueFull. Those of `generate` do not count.
+    None: unbounded."""
     disable: tuple[str, ...] = ()
-    """Names of OPTIMISATIONS to do without, for comparison; also as one string with commas."""
+    """Names of OPTIMISATIONS to switch off, for comparison; a list or one string with commas."""
     trace: str | None = None
-    """A folder that gets a timeline of this run: steps, requests, KV cache; for Perfetto, and as an HTML page."""
+    """A folder for a timeline of this run (steps, requests, KV cache), for Perfetto and as an HTML page."""
     step_timeout: float = 60.0
-    """Seconds after which a step (or a worker) without progress is an error; compiling does not count."""
+    """Seconds without progress after which a step or a worker counts as failed; compilation does not count."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "disable", _disabled(self.disable))
