@@ -62,7 +62,8 @@ def make_parser() -> Parser:
     )
     add_model(parser)
     parser.add_argument("--config", metavar="FILE", help="YAML with options by name; the command line wins")
-    add_fields(parser, ServeOptions, _SERVER_GROUPS, leave_out=["api_keys", "admin_api_keys"])
+    # skip_tokenizer_init is an option of the engine as well: one on the command line, for both
+    add_fields(parser, ServeOptions, _SERVER_GROUPS, leave_out=["api_keys", "admin_api_keys", "skip_tokenizer_init"])
     parser.add_argument(
         "--api-key", action="append", default=[], metavar="KEY",
         help="a key, or @FILE with one a line; may be repeated; also NANOVLLM_API_KEY",

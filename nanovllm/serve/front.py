@@ -24,6 +24,7 @@ from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.parsers import OutputParser
 from nanovllm.serve.streams import Streams
 from nanovllm.serve.text import FrontTokenizer
+from nanovllm.serve.text.no_tokenizer import NoTokenizer
 from nanovllm.serve.text.tokenizer import read_json
 
 if TYPE_CHECKING:
@@ -120,7 +121,8 @@ class Front:
 
     def _read_text(self, folder: str) -> None:
         self._read_defaults(folder)
-        self.tokenizer = FrontTokenizer(folder, self.options.chat_template)
+        has_text = not self.options.skip_tokenizer_init
+        self.tokenizer = FrontTokenizer(folder, self.options.chat_template) if has_text else NoTokenizer()
         _ = self.tokenizer.longest_token
         self.parser = OutputParser(self.tokenizer, self.options.tool_call_parser, self.options.reasoning_parser)
 
@@ -204,6 +206,8 @@ class Front:
     def require_tokenizer(self) -> None:
         if not self.info:
             self.admit()
+        if self.options.skip_tokenizer_init:
+            raise errors.bad_request("skip_tokenizer_init: the server has no tokenizer")
 
     def read(self, call: Call, kind: type[api.Given], body: dict[str, Any]) -> api.Given:
         """The fields of a request; those that mean nothing here are named in a header. Raises ApiError."""

@@ -37,6 +37,8 @@ class ServeOptions:
     """Seconds after which a request is ended; off by default."""
     shutdown_timeout: float = 30.0
     """Seconds that running requests get after SIGTERM."""
+    skip_tokenizer_init: bool = False
+    """Token ids in, token ids out: no tokenizer is read, and what needs text is refused."""
     chat_template: str | None = None
     """A file that takes the place of the model's chat template."""
     default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)

@@ -69,7 +69,8 @@ def test_spellings() -> None:
 TAKEN: list[tuple[list[str], dict[str, Any], dict[str, Any]]] = [
     (["--block-size", "32", "--num-gpu-blocks-override", "7"], {"kvcache_block_size": 32, "num_kvcache_blocks": 7}, {}),
     (["--kv-cache-dtype", "fp8_e4m3", "--dtype", "half"], {"kv_cache_dtype": "fp8", "dtype": "float16"}, {}),
-    (["--max-logprobs", "-1", "--skip-tokenizer-init"], {"max_logprobs": -1, "skip_tokenizer_init": True}, {}),
+    (["--max-logprobs", "-1", "--skip-tokenizer-init"], {"max_logprobs": -1, "skip_tokenizer_init": True},
+     {"skip_tokenizer_init": True}),
     (["--tokenizer-mode", "auto", "--pipeline-parallel-size", "1", "--swap-space", "0"], {}, {}),
     (["--no-trust-remote-code", "--enable-chunked-prefill", "--no-enable-lora"], {}, {}),
     (["--logprobs-mode", "processed_logprobs", "--load-format=safetensors"],

@@ -1,12 +1,14 @@
 """Options of the command that change answers, all of them at one server."""
 
 import json
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import pytest
-from serving import Server, events, user, wait_for
+from serving import DEMO, Server, events, user, wait_for
 
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.front import Front
@@ -69,6 +71,27 @@ def test_defaults_of_the_server(client: httpx.Client) -> None:
     body = {"messages": ASK["messages"]}
     texts = {client.post(CHAT, json=body).json()["choices"][0]["message"]["content"] for _ in range(3)}
     assert texts == {"The capital of"}
+
+
+def test_token_ids_alone_without_a_tokenizer(tmp_path: Path) -> None:
+    """--skip-tokenizer-init: a folder without a tokenizer is served."""
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("tokenizer*", "*.jinja"))
+    with Server(tmp_path, "--skip-tokenizer-init", "--log-prompts", model=folder) as server:
+        server.wait_until_ready()
+        params = {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "logprobs": 1}
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            answer = client.post("/inference/v1/generate", json={"token_ids": [5, 6], "sampling_params": params}).json()
+            body = params | {"prompt": [5, 6], "return_token_ids": True}
+            choice = client.post("/v1/completions", json=body).json()["choices"][0]
+            assert choice["token_ids"] == answer["choices"][0]["token_ids"] and choice["text"] == ""
+            for path, wrong in (
+                ("/v1/completions", {"prompt": "text"}), (CHAT, ASK), ("/tokenize", {"prompt": "text"}),
+                ("/detokenize", {"tokens": [5]}), ("/v1/completions", {"prompt": [5], "stop": "a"}),
+            ):  # fmt: skip
+                refused = client.post(path, json=wrong)
+                assert refused.status_code == 400 and "tokenizer" in refused.text, path
+        assert "Traceback" not in server.log
 
 
 def test_unknown_fields_are_refused_where_the_server_is_told_to() -> None:

@@ -14,21 +14,12 @@ from nanovllm.serve.api.logprobs import id_entries
 from nanovllm.serve.errors import bad_request
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.request import Completion
+from nanovllm.serve.text.no_tokenizer import NoText
 
 if TYPE_CHECKING:
     from nanovllm.serve.front import Front
 
 _FILTERS = ("temperature", "top_p", "top_k", "min_p")
-
-
-class _NoText:
-    """In place of a detokenizer."""
-
-    def push(self, token_id: int) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
 
 
 class GenerateAnswer(Answer):
@@ -41,7 +32,7 @@ class GenerateAnswer(Answer):
         return b""
 
     def detokenizer(self, skip_special_tokens: bool) -> Any:
-        return _NoText()
+        return NoText()
 
     def chunk(self, completion: Completion, text: str) -> bytes:
         choice = self._choice(completion)

@@ -1,0 +1,53 @@
+"""What stands in for a tokenizer where requests bring token ids and get token ids."""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from nanovllm.serve.text.template import ChatTemplate
+from nanovllm.serve.text.tokenizer import FrontTokenizer
+
+_NEEDED = "must be token ids: the server has no tokenizer (skip_tokenizer_init)"
+
+
+class NoText:
+    """In place of a detokenizer."""
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+class NoTokenizer(FrontTokenizer):
+    """Refuses all text. Raises ValueError naming what must be token ids."""
+
+    longest_token = 1  # type: ignore[assignment]
+    has_chat_template = False  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.added_tokens_decoder = {}
+
+    def __len__(self) -> int:
+        return 0
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> NoReturn:
+        raise ValueError(f"prompt: {_NEEDED}")
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return ""
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Any:
+        return NoText()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b""
+
+    def with_template(self, source: str) -> "FrontTokenizer":
+        return self
+
+    def template(self, with_tools: bool = False) -> ChatTemplate:
+        raise ValueError(f"messages: {_NEEDED}")
+
+    def encode_chat(self, *_: Any, **options: Any) -> NoReturn:
+        raise ValueError(f"messages: {_NEEDED}")
