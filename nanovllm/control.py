@@ -101,7 +101,9 @@ class LLMControl:
         no other begins; "abort": they end now, with what they have, and so do those that wait. `version`: of these
         weights, see CompletionOutput.weight_versions; default: one more than that of the ones before.
 
-        Raises ValueError naming a missing, surplus or misshapen weight; steps are refused until a call succeeds.
+        Raises ValueError naming a missing, surplus or misshapen weight. Of one engine nothing is written then, and it
+        goes on with the weights that it has, unless `weights` can be read but once, as a generator can: steps are then
+        refused until a call succeeds, as they are after any other failure.
         """
         with self._turn_after(in_flight) as engine:
             engine.load_weights(weights, in_flight, version)

@@ -33,6 +33,8 @@ class EngineControl(EngineLoop):
     ) -> None:
         """Replaces all weights in place, on the live engine: LLM.load_weights."""
         self._check_version(version)
+        self._check_update(in_flight)
+        self.executor.check_weights(weights)
         self.begin_update(in_flight, partial=False)
         self._incomplete = "load_weights did not finish"
         self.update(weights)

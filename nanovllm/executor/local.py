@@ -3,7 +3,7 @@
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -182,6 +182,14 @@ class LocalExecutor:
         beside them, if anything."""
         with self._failures_explained():
             return self.runner.io.collect(self.config.step_timeout, self.processes.check)
+
+    def check_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | str | Path) -> None:
+        """Raises ValueError where these cannot replace all weights: one is missing, unknown or misshapen. What can be
+        read only once, such as a generator, is not looked at."""
+        if isinstance(weights, (str, Path)):
+            self.runner.open_weights(Path(weights))
+        elif isinstance(weights, Collection):
+            self.runner.check_all_weights([named_tensor(item, gathered=False) for item in weights])
 
     def load_folder(self, folder: Path) -> None:
         """Writes the values of *.safetensors, of which each rank reads its own byte ranges; raises as loading a model

@@ -28,6 +28,9 @@ class ReplicaRanks:
     def check(self) -> None:
         """Replicas say by themselves what has failed."""
 
+    def check_weights(self, weights: "Iterable[tuple[str, torch.Tensor]] | str | Path") -> None:
+        """Each replica looks at what comes, as it comes."""
+
     def update_weights(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
         self._ask("update", weights=weights)
 

@@ -39,8 +39,15 @@ class WeightCommands:
 
     def begin_weight_update(self, partial: bool) -> None:
         """All weights are to come anew, or with `partial` some of them. An update that has begun starts over."""
+        self.weight_update = self._new_update(partial)
+
+    def _new_update(self, partial: bool) -> WeightUpdate:
         tied = self.model_config.tie_word_embeddings
-        self.weight_update = WeightUpdate(self.weights, tied, self._spelling, partial, self.int4_reader)
+        return WeightUpdate(self.weights, tied, self._spelling, partial, self.int4_reader)
+
+    def check_all_weights(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Raises ValueError where these are not all weights, each as it can be loaded. Nothing is written."""
+        self._new_update(partial=False).check(tensors, are_all=True)
 
     def open_weights(self, folder: Path) -> dict[str, TensorSource]:
         """The tensors of a folder under the names of `weights`. Raises ValueError or FileNotFoundError where one is

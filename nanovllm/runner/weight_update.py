@@ -1,6 +1,6 @@
 """New values for the weights of one rank, which come a few at a time while the engine lives; and checksums of them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from hashlib import sha256
 
 import numpy as np
@@ -14,20 +14,26 @@ from nanovllm.models.names import CheckpointNames
 from nanovllm.transfer.shared import FarTensor
 
 
-def named_tensor(item: object) -> tuple[str, torch.Tensor]:
-    """`item` as a name and a tensor whose values are there. Raises ValueError saying what it is instead."""
+def named_tensor(item: object, gathered: bool = True) -> tuple[str, torch.Tensor]:
+    """`item` as a name and a tensor whose values are there; a DTensor's are gathered, where that is asked for. Raises
+    ValueError saying what it is instead."""
     if not isinstance(item, (tuple, list)) or len(item) != 2 or not isinstance(item[0], str):
         found = repr(item) if isinstance(item, str) else type(item).__name__
         raise ValueError(f"load_weights: must be given (name, tensor) pairs, such as a dict's items(), found {found}")
     name, tensor = item
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"load_weights: weight {name!r} must be a torch.Tensor, found {type(tensor).__name__}")
-    if hasattr(tensor, "full_tensor"):
+    if gathered and hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()  # a DTensor: all processes of its mesh get here
     if tensor.is_meta or tensor.layout is not torch.strided:
         kind = "on the meta device" if tensor.is_meta else tensor.layout
         raise ValueError(f"load_weights: weight {name!r} is {kind}: must be a dense tensor with data")
     return name, tensor
+
+
+def _refuse_missing(names: Set[str]) -> None:
+    if names:
+        raise ValueError(f"load_weights: {len(names)} missing: {', '.join(sorted(names)[:5])}")
 
 
 class WeightUpdate:
@@ -48,9 +54,10 @@ class WeightUpdate:
         self._awaited = {weight.name: weight for weight in weights}
         self._head_is_tied = head_is_tied
 
-    def check(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Raises ValueError for an unknown or repeated name, a shape or a type that cannot be loaded."""
-        names = set()
+    def check(self, tensors: list[tuple[str, torch.Tensor]], are_all: bool = False) -> None:
+        """Raises ValueError for an unknown or repeated name, a shape or a type that cannot be loaded; `are_all`: also
+        where one is missing."""
+        names: set[str] = set()
         for name, tensor in self._read(tensors):
             if name == "lm_head.weight" and self._head_is_tied:
                 continue
@@ -62,6 +69,10 @@ class WeightUpdate:
                 raise ValueError(f"load_weights: weight {name!r} has type {tensor.dtype}: must be one of {known}")
             self._awaited[name].check(tensor)
             names.add(name)
+            if are_all and self._awaited[name].is_wide(tensor):
+                names.update(self._awaited[name].scaled_by)
+        if are_all:
+            _refuse_missing(self._awaited.keys() - names)
 
     def _read(self, tensors: Sequence[tuple[str, TensorSource]]) -> list[tuple[str, TensorSource]]:
         pairs: list[tuple[str, TensorSource]] = list(self._spelling.select(tensors))
@@ -93,9 +104,8 @@ class WeightUpdate:
 
     def finish(self) -> None:
         """Raises ValueError naming the weights that did not come."""
-        if self._awaited and not self._partial:
-            names = ", ".join(sorted(self._awaited)[:5])
-            raise ValueError(f"load_weights: {len(self._awaited)} missing: {names}")
+        if not self._partial:
+            _refuse_missing(self._awaited.keys())
 
 
 ShardChecksums = tuple[int, int, np.ndarray]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints import make_model, save
 from comparing import Expected
+from safetensors.torch import save_file
 from workload import Request, assert_outputs, make_requests, run, run_alone
 
 from nanovllm import LLM, SamplingParams
@@ -197,6 +198,31 @@ def test_a_mistake_is_named_and_can_be_repaired(
             tokens += output.new_token_ids
     assert tokens == second.expected[1].token_ids
     expect_texts_of(second, llm, slice(2, 6))
+
+
+@pytest.mark.parametrize("how", ["missing", "surplus", "repeated", "misshapen", "wrong type", "without data", "folder"])
+def test_what_can_be_looked_at_before_is_refused_before_anything_is_written(
+    llm: LLM, models: tuple[Model, Model], how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The engine goes on with its weights, and so does a request that has begun."""
+    first, second = models
+    monkeypatch.setattr("nanovllm.executor.local._BUCKET_BYTES", 50_000)  # so that some of it could have been written
+    before = llm.checksum()
+    request_id = llm.add_request(REQUESTS[1].prompt, REQUESTS[1].params)
+    tokens = [token for _ in range(3) for output in llm.step() for token in output.new_token_ids]
+    weights: Any = list(spoil(second.weights, "missing" if how == "folder" else how))
+    if how == "folder":
+        save_file({name: value.contiguous() for name, value in weights}, tmp_path / "model.safetensors")
+        weights = tmp_path
+    with pytest.raises(ValueError):
+        llm.load_weights(weights)
+    assert llm.checksum() == before
+    while not llm.is_finished():
+        for output in llm.step():
+            assert output.request_id == request_id
+            tokens += output.new_token_ids
+    assert tokens == first.expected[1].token_ids
+    expect_texts_of(first, llm, slice(2, 4))
 
 
 def test_a_tied_model_may_bring_its_head(tmp_path: Path) -> None:
