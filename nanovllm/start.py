@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.trace import Trace
+from nanovllm.executor.cpu_threads import let_waiting_threads_sleep
 from nanovllm.executor.processes import WorkerProcesses
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import read_model_config, resolve_model_folder
@@ -32,6 +33,8 @@ def start_ranks(
 ) -> LLMEngine:  # fmt: skip
     """The engine over the ranks of `config`. module: see ModelRunner."""
     begin = time.perf_counter()
+    if config.device != "cuda":
+        let_waiting_threads_sleep()
     trace = Trace(config.trace) if config.trace is not None else None
     processes = WorkerProcesses(config.tensor_parallel_size, config.step_timeout)
     compiler = None

@@ -13,6 +13,7 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import WorkerError, short
+from nanovllm.executor.cpu_threads import threads_for, usable_cores
 from nanovllm.executor.processes import WorkerProcesses
 from nanovllm.executor.resolve import resolve
 from nanovllm.executor.store import WatchedStore, open_store
@@ -79,7 +80,8 @@ class LocalExecutor:
         size = self.config.tensor_parallel_size
         if size > 1:
             self._store = WatchedStore(open_store(self.processes.store), self.processes.check)
-        self._num_threads = max(1, torch.get_num_threads() // size)
+        cores = min(torch.get_num_threads(), usable_cores()) // size
+        self._num_threads = threads_for(model.hidden_size, cores)
         with self._phase("load"), self._failures_explained():
             self.processes.send_call("load", self.config, model, self._num_threads)
             self.processes.replies()  # every worker has imported: from here on ranks wait for each other only briefly
@@ -146,7 +148,8 @@ class LocalExecutor:
     @contextmanager
     def _share_of_threads(self) -> Iterator[None]:
         """Rank 0 computes in the caller's process: takes no more than its share of the cores (with all of them for
-        rank 0 a step of two ranks on two cores took up to four times as long). The caller's setting is left alone."""
+        rank 0 a step of two ranks on two cores took up to four times as long), and of these no more than the model
+        needs. The caller's setting is left alone."""
         before = torch.get_num_threads()
         if self.config.device != "cpu" or before <= self._num_threads:
             yield

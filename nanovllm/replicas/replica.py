@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nanovllm.engine.grammar_thread import GrammarThread
+from nanovllm.executor.cpu_threads import let_waiting_threads_sleep
 from nanovllm.processes.child import end_this, freeze_objects, leave_signals_to_parent
 from nanovllm.replicas.channel import Bell, Channel, small
 from nanovllm.replicas.messages import Answer, Completed, Counted, Failed, Gained, Ready, Refused, Start
@@ -61,6 +62,7 @@ def run(send: Callable[[Any], None], intake: Intake) -> None:
         from nanovllm.start import start_one
 
         if start.num_threads is not None:
+            let_waiting_threads_sleep()
             import torch
 
             torch.set_num_threads(start.num_threads)

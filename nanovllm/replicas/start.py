@@ -1,6 +1,5 @@
 """All replicas of a configuration, started at once: here as processes of this host."""
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,6 +7,7 @@ from functools import partial
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ReplicaError
+from nanovllm.executor.cpu_threads import usable_cores
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import read_model_config, resolve_model_folder
 from nanovllm.replicas.devices import devices_of_replicas
@@ -25,7 +25,7 @@ def start_replicas(config: EngineConfig) -> ReplicatedEngine:
     devices = devices_of_replicas(config)
     num_threads = None
     if devices[0] is None:
-        num_threads = max(1, len(os.sched_getaffinity(0)) // config.data_parallel_size)
+        num_threads = max(1, usable_cores() // config.data_parallel_size)
     starts = [Start(of_one_replica(config), each, num_threads) for each in devices]
 
     def link(number: int, num_blocks: int | None, inbox: Inbox) -> ReplicaLink:

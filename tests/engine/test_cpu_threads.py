@@ -1,0 +1,97 @@
+"""Threads of an engine on a CPU: few for a small model, no more than there are cores, asleep while they wait."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm.executor import cpu_threads
+from nanovllm.executor.cpu_threads import threads_for, usable_cores
+
+SHAPE = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 1024, "hidden_size": 1024,
+    "intermediate_size": 2048, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 64, "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "tie_word_embeddings": True, "torch_dtype": "float32", "hidden_act": "silu", "eos_token_id": 1,
+}  # fmt: skip
+PROGRAM = """
+import json, sys, time
+{first}
+from nanovllm import LLM, SamplingParams
+with LLM(sys.argv[1], device="cpu", load_format="dummy", skip_tokenizer_init=True, num_kvcache_blocks=64) as llm:
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    for _ in range(2):
+        begin = time.process_time()
+        llm.generate([[5] * 9] * 8, params, use_tqdm=False)
+    import torch
+    print(json.dumps([time.process_time() - begin, torch.get_num_threads()]))
+"""
+
+
+def cpu_seconds(folder: Path, first: str = "", **environment: str) -> float:
+    """Of generating eight short texts, in a program of its own."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "MKL_"))}
+    command = [sys.executable, "-c", PROGRAM.format(first=first), str(folder)]
+    root = str(Path(__file__).resolve().parents[2])
+    environment = {**clean, "PYTHONPATH": root, **environment}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    seconds, threads = json.loads(done.stdout)
+    assert threads == int(environment.get("OMP_NUM_THREADS", usable_cores())), "the program's own setting stays"
+    return float(seconds)
+
+
+@pytest.mark.parametrize(("width", "first"), [(192, ""), (192, "import torch"), (1024, "")])
+def test_threads_that_wait_take_no_cpu_time(width: int, first: str, tmp_path: Path) -> None:
+    """In CPU time, since others compute here, too: a spinning thread takes it without computing anything."""
+    if usable_cores() < 2:
+        pytest.skip("needs two cores")
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "hidden_size": width}))
+    alone = cpu_seconds(tmp_path, first, OMP_NUM_THREADS="1")
+    assert any(cpu_seconds(tmp_path, first) < 1.8 * alone + 0.1 for _ in range(3))
+
+
+def test_what_the_environment_says_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    cpu_threads.let_waiting_threads_sleep()
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
+def test_small_models_take_one_thread_and_large_ones_all_cores() -> None:
+    assert [threads_for(width, 16) for width in (64, 192, 896, 1024, 2048, 8192)] == [1, 1, 1, 2, 8, 16]
+    assert threads_for(8192, 0) == 1
+
+
+V1, V2 = "4:memory:/here\n3:cpu,cpuacct:/box/one\n", "0::/box/one\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "cores"),
+    [
+        (V2, {}, 8),
+        (V2, {"cpu.max": "max 100000"}, 8),
+        (V2, {"box/one/cpu.max": "max 100000", "box/cpu.max": "250000 100000"}, 2),
+        (V2, {"cpu.max": "50000 100000"}, 1),
+        (V2, {"cpu.max": "nonsense"}, 8),
+        (V1, {"cpu/box/one/cpu.cfs_quota_us": "-1", "cpu/box/one/cpu.cfs_period_us": "100000"}, 8),
+        (V1, {"cpu/box/cpu.cfs_quota_us": "300000", "cpu/box/cpu.cfs_period_us": "100000"}, 3),
+        ("", {}, 8),
+    ],
+)  # fmt: skip
+def test_control_groups_count(
+    groups: str, files: dict[str, Any], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of versions 1 and 2, and of all that a process is in."""
+    (own := tmp_path / "own").write_text(groups)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    monkeypatch.setattr(cpu_threads, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(cpu_threads, "_OWN_CGROUPS", own)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert usable_cores() == cores
