@@ -88,6 +88,15 @@ def _disabled(names: Any) -> tuple[str, ...]:
     return tuple(sorted(set(names)))
 
 
+def _files(paths: Any) -> tuple[str, ...]:
+    """EngineConfig.plugins as absolute paths: another process may have another working directory."""
+    if isinstance(paths, str):
+        paths = [path.strip() for path in paths.split(",") if path.strip()]
+    is_list = isinstance(paths, (list, tuple)) and all(_is_path(path) for path in paths)
+    _require(is_list, "plugins", paths, "paths of Python files")
+    return tuple(os.path.abspath(path) for path in paths)
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Options of the engine. `None` means: chosen from the model, the device and the memory that is there."""
@@ -184,6 +193,8 @@ class EngineConfig:
     max_queued_requests: int | None = None
     """Maximum number of waiting requests: beyond it `add_request` raises QueueFull. Those of `generate` do not count.
     None: unbounded."""
+    plugins: tuple[str, ...] = ()
+    """Python files that each process runs first; they call nanovllm.register_model (docs/models.md)."""
     disable: tuple[str, ...] = ()
     """Names of OPTIMISATIONS to switch off, for comparison; a list or one string with commas."""
     trace: str | None = None
@@ -193,9 +204,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "disable", _disabled(self.disable))
+        object.__setattr__(self, "plugins", _files(self.plugins))
         for entry in fields(self):
             option, value = entry.name, getattr(self, entry.name)
-            if option == "disable" or (value is None and entry.default is None):
+            if option in ("disable", "plugins") or (value is None and entry.default is None):
                 continue
             holds, bound = _BOUNDS.get(option, FLAG)
             _require(holds(value), option, value, bound)

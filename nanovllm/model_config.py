@@ -71,8 +71,12 @@ class LayerSpec:
     """A query at position p sees keys p - window + 1 .. p; None: all keys up to p."""
     rope: str | None = FULL
     """Name in ModelConfig.ropes; None: no rotary embedding (NoPE)."""
+    mixer: str = "attention"
+    """What mixes tokens: "attention", or a name that a plugin has registered (models/plugins.py)."""
     mlp: str = "dense"
-    """Kind of MLP, a key of models/decoder.py's MLPS."""
+    """Kind of MLP: "dense", "moe", or a name that a plugin has registered."""
+    options: Hashable = None
+    """What a plugin's mixer or MLP wants to know beside."""
     has_sinks: bool = False
     quantization: Quantization | None = None
     wide: frozenset[str] = frozenset()
@@ -82,7 +86,7 @@ class LayerSpec:
     @property
     def signature(self) -> Hashable:
         """Equal for layers that run the same kernels: tables of one size differ in values alone."""
-        kinds = (self.mlp, self.has_sinks, self.quantization, self.wide)
+        kinds = (self.mixer, self.mlp, self.options, self.has_sinks, self.quantization, self.wide)
         return (self.head_dim, self.num_kv_heads, self.window, self.rope is None, *kinds)
 
     def precision(self, part: str) -> Quantization | None:

@@ -29,6 +29,8 @@ from nanovllm.layers.rotary import cos_sin_table
 from nanovllm.layers.vocab import VocabParallelEmbedding
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
 from nanovllm.model_config import LayerSpec, ModelConfig
+from nanovllm.models import plugins
+from nanovllm.models.plugins import Builder
 from nanovllm.models.renaming import in_checkpoint
 from nanovllm.parallel.two_batch import run_micro_batches
 
@@ -85,29 +87,63 @@ def has_plain_joints(config: ModelConfig) -> bool:
 
 
 def can_fuse(config: ModelConfig, spec: LayerSpec) -> bool:
-    """Kernels for few rows compute this layer's activation."""
+    """Kernels for few rows compute all that is between this layer's products and beside them."""
+    if spec.mixer != "attention" or spec.mlp not in OWN_MLPS:
+        return False
     if spec.mlp == "moe":
         assert config.moe is not None
         return is_plain_mixture(config.moe)
     return config.gated_mlp and config.activation == "silu"
 
 
-def dense_mlp(context: ModelContext, spec: LayerSpec, fuses: bool, adds_parts: bool) -> MLP:
+@dataclass(frozen=True)
+class Place:
+    """What is around a block."""
+
+    fuses: bool = False
+    """Kernels for few rows may compute the norm before it, and the addition after it."""
+    adds_parts: bool = True
+    """A joint takes its result, and adds up sums over parts of K."""
+
+
+def attention(context: ModelContext, spec: LayerSpec, tables: PositionTables, place: Place) -> Attention:
+    cos_sin = None if spec.rope is None else tables.cos_sin[spec.rope]
+    return Attention(
+        context, context.config, spec, context.backend, cos_sin, tables.query_scale, place.fuses, place.adds_parts
+    )
+
+
+OWN_MIXERS: dict[str, Callable[[ModelContext, LayerSpec, PositionTables, Place], Any]] = {"attention": attention}
+"""What builds a layer's mixer, by LayerSpec.mixer: a module with `operations`, (rows [T, hidden], step) -> [wanted,
+hidden], a partial sum, that keeps keys and values as Attention does. plugins.MIXERS has more."""
+
+
+def dense_mlp(context: ModelContext, spec: LayerSpec, place: Place) -> MLP:
     config = context.config
     return MLP(
         context, config.hidden_size, config.intermediate_size, activation=config.activation, gated=config.gated_mlp,
-        bias=config.mlp_bias, precisions=(spec.precision("gate_up"), spec.precision("down")), fuses=fuses,
-        adds_parts=adds_parts,
+        bias=config.mlp_bias, precisions=(spec.precision("gate_up"), spec.precision("down")), fuses=place.fuses,
+        adds_parts=place.adds_parts,
     )  # fmt: skip
 
 
-def moe_mlp(context: ModelContext, spec: LayerSpec, fuses: bool, adds_parts: bool) -> MoE:
+def moe_mlp(context: ModelContext, spec: LayerSpec, place: Place) -> MoE:
     assert context.config.moe is not None
-    return MoE(context, context.config.hidden_size, context.config.moe, spec.precision, fuses)
+    return MoE(context, context.config.hidden_size, context.config.moe, spec.precision, place.fuses)
 
 
-MLPS: dict[str, Callable[[ModelContext, LayerSpec, bool, bool], Any]] = {"dense": dense_mlp, "moe": moe_mlp}
-"""What builds a layer's MLP, by LayerSpec.mlp: [T, hidden] -> [T, hidden], a partial sum."""
+OWN_MLPS: dict[str, Callable[[ModelContext, LayerSpec, Place], Any]] = {"dense": dense_mlp, "moe": moe_mlp}
+"""What builds a layer's MLP, by LayerSpec.mlp: a module with `operations`, [T, hidden] -> [T, hidden], a partial sum.
+plugins.MLPS has more."""
+
+
+def part(kind: str, name: str, own: dict[str, Callable[..., Any]], registered: dict[str, Builder]) -> Builder:
+    """The builder of that name. Raises ValueError where this process knows none."""
+    found = own.get(name, registered.get(name))
+    if found is None:
+        known = ", ".join(map(repr, [*own, *registered]))
+        raise ValueError(f"{kind}={name!r}: must be one of {known}; plugins must name the file that registers it")
+    return found
 
 
 @dataclass(frozen=True)
@@ -163,12 +199,10 @@ class DecoderLayer(WeightedModule):
             self.norms["mlp_norm"] = context.norm()
         get, is_parallel = self.norms.get, place == "parallel"
         fuses = has_plain_joints(config) and can_fuse(config, spec)
-        self.self_attn = Attention(
-            context, config, spec, context.backend, None if spec.rope is None else tables.cos_sin[spec.rope],
-            tables.query_scale, fuses, adds_parts=not is_parallel,
-        )  # fmt: skip
-        self.mlp: Any = MLPS[spec.mlp](context, spec, fuses, not is_parallel)
-        rounds = not is_parallel and takes_rounded(spec.precision("qkv"), device)
+        around = Place(fuses, adds_parts=not is_parallel)
+        self.self_attn: Any = part("mixer", spec.mixer, OWN_MIXERS, plugins.MIXERS)(context, spec, tables, around)
+        self.mlp: Any = part("mlp", spec.mlp, OWN_MLPS, plugins.MLPS)(context, spec, around)
+        rounds = spec.mixer == "attention" and not is_parallel and takes_rounded(spec.precision("qkv"), device)
         self.input_layernorm = context.joint(get("attention_norm"), incoming, rounds)
         self.blocks: tuple[Block, ...]
         """In the order in which each step goes through them."""

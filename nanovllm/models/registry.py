@@ -4,6 +4,7 @@ No torch: the host reads a configuration before torch is imported.
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from nanovllm.models.files import (
     read_json,
 )
 from nanovllm.models.names import CheckpointNames
+from nanovllm.models.plugins import Builder, add_parts, load_plugins
 from nanovllm.models.published import PUBLISHED_SHAPES
 from nanovllm.models.quantization import quantized_layers, read_quantization, settled
 from nanovllm.models.unserved import takes_more_than_text, unserved_parts
@@ -39,6 +41,20 @@ FAMILIES: dict[str, Family] = {
     for name, family in module.FAMILIES.items()
 }
 """By the name in `architectures`."""
+
+
+def register_model(
+    architecture: str, family: Family, *, mixers: Mapping[str, Builder] | None = None,
+    mlps: Mapping[str, Builder] | None = None,
+) -> None:  # fmt: skip
+    """Makes checkpoints served whose config.json names `architecture`; what was registered under that name goes.
+
+    family: how config.json is read and tensors are named. mixers, mlps: builders by the name that LayerSpec.mixer or
+    .mlp has (models/decoder.py: MIXERS, MLPS). To be called by a file that EngineConfig.plugins names, which every
+    process of an engine runs.
+    """
+    FAMILIES[architecture] = family
+    add_parts(mixers or {}, mlps or {})
 
 
 def family(architecture: str) -> Family:
@@ -106,6 +122,7 @@ def _text_config(raw: dict[str, Any]) -> dict[str, Any]:
 def read_model_config(config: EngineConfig) -> ModelConfig:
     """The model's configuration from its folder (or, for dummy weights, from its published name), with hf_overrides.
     Raises ValueError where the ranks of one replica cannot share it."""
+    load_plugins(config.plugins)
     folder = Path(config.model)
     generation: dict[str, Any] = {}
     if _is_published(config):

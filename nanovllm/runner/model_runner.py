@@ -32,6 +32,7 @@ from nanovllm.models.decoder import DecoderForCausalLM, ModelContext, attention_
 from nanovllm.models.int4_tensors import reader_for
 from nanovllm.models.live_module import LiveModule
 from nanovllm.models.names import CheckpointNames
+from nanovllm.models.plugins import load_plugins
 from nanovllm.models.registry import names_of
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.runner.cuda_graphs import StepGraphs, why_no_graphs
@@ -67,6 +68,7 @@ class ModelRunner(WeightCommands):
     ) -> None:  # fmt: skip
         """Meets the other ranks and builds the model; `load` fills it. `config`: no "auto" is left. `progress`: called
         after each piece of a long command. `module`: whose parameters the model shares (models/live_module.py)."""
+        load_plugins(config.plugins)
         self.config, self.model_config, self._progress = config, model_config, progress
         assert config.kvcache_block_size and config.max_model_len
         self.block_size: int = config.kvcache_block_size

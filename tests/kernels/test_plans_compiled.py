@@ -13,7 +13,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.kernels.base import device as base
 from nanovllm.kernels.fp8 import few_experts, gemm as fp8, one_row
 from nanovllm.kernels.fp8.operands import FP8Weight
-from nanovllm.kernels.gemm import decode, int4, int4_row, skinny
+from nanovllm.kernels.gemm import int4, int4_row, skinny, tile
 from nanovllm.kernels.moe import experts, few_rows
 from nanovllm.kernels.moe.experts import ExpertActivation, expert_down, expert_gate_up
 from nanovllm.kernels.moe.routing import TopK, route
@@ -56,7 +56,7 @@ def multiply(one, rows, launch):
         weight = int4.Int4Weight(words, empty(blocks, one.n, 2), 128, False, one.k)
         (int4_row if config.is_skinny else int4).linear(x, weight, config, gated=launch.gate, **around)
     else:
-        (skinny if config.is_skinny else decode).linear(x, empty(one.n, one.k), config, gated=launch.gate, **around)
+        (skinny if config.is_skinny else tile).linear(x, empty(one.n, one.k), config, gated=launch.gate, **around)
 
 def mix(one, rows, launch):
     x, options = empty(rows, one.hidden), TopK(one.num_experts, one.top_k)

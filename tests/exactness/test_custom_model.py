@@ -1,0 +1,138 @@
+"""examples/custom_model.py, a model from outside the package: the tokens of its torch twin, whole, in chunks, from the
+prefix cache, after a preemption, and on two ranks."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comparing import Expected, assert_mostly_sure, assert_same
+from observing import StepWitness
+from programs import load
+
+from nanovllm import LLM, SamplingParams
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = ROOT / "examples" / "custom_model.py"
+BLOCK = 16
+SHARED = [(11 * i) % 140 for i in range(2 * BLOCK)]
+PROMPTS = [[5], [*range(20, 45)], [*SHARED, 9, 8, 7], [*SHARED, 30], [(3 * i) % 140 for i in range(60)]]
+COUNT = 20
+OPTIONS: dict[str, Any] = {
+    "plugins": (str(FILE),), "device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 8, "max_model_len": 128,
+    "num_kvcache_blocks": 64,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def example() -> Any:
+    return load(FILE)
+
+
+class Twin:
+    """The model in plain torch, over a whole text at once."""
+
+    def __init__(self, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        self.config, self.tensors = config, {name: tensor.double() for name, tensor in tensors.items()}
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """float64 [T, vocab]"""
+        config, get = self.config, self.tensors.__getitem__
+        x, dim = get("model.embed_tokens.weight")[ids], config["head_dim"]
+        for layer in range(config["num_hidden_layers"]):
+            at = f"model.layers.{layer}"
+            y = self.norm(x, f"{at}.input_layernorm")
+            q, k, v, gate = (y @ get(f"{at}.mixer.{name}_proj.weight").T for name in ("q", "k", "v", "gate"))
+            q, k = (self.rotated(each.view(len(ids), -1, dim)) for each in (q, k))
+            each = config["num_attention_heads"] // config["num_key_value_heads"]
+            k, v = (kept.repeat_interleave(each, 1) for kept in (k, v.view(len(ids), -1, dim)))
+            scores = torch.einsum("qhd,khd->hqk", q, k) * dim**-0.5
+            scores.masked_fill_(torch.ones(scores.shape[1:]).triu(1).bool(), float("-inf"))
+            found = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(len(ids), -1)
+            x = x + (found * gate.sigmoid()) @ get(f"{at}.mixer.o_proj.weight").T
+            y = self.norm(x, f"{at}.post_attention_layernorm")
+            gate, up = (y @ get(f"{at}.ffn.{name}_proj.weight").T for name in ("gate", "up"))
+            x = x + (gate.sigmoid() ** config["gate_power"] * up) @ get(f"{at}.ffn.down_proj.weight").T
+        return self.norm(x, "model.norm") @ get("lm_head.weight").T
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        unit = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"])
+        return unit * self.tensors[f"{name}.weight"]
+
+    def rotated(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, heads, dim], halves paired."""
+        half = x.shape[-1] // 2
+        angle = torch.arange(len(x)).double()[:, None] * 10000.0 ** (-torch.arange(half).double() / half)
+        cos, sin, (a, b) = angle.cos()[:, None], angle.sin()[:, None], x.split(half, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def greedy(self, prompt: list[int]) -> Expected:
+        ids, margins = list(prompt), []
+        for _ in range(COUNT):
+            best = self.logits(ids)[-1].topk(2)
+            ids.append(int(best.indices[0]))
+            margins.append(float(best.values[0] - best.values[1]))
+        return Expected(ids[len(prompt) :], margins)
+
+
+@pytest.fixture(scope="module")
+def model(example: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Expected]]:
+    """The folder, and what the twin says."""
+    folder = tmp_path_factory.mktemp("custom")
+    twin = Twin(example.TINY, example.save_random(folder))
+    expected = [twin.greedy(prompt) for prompt in PROMPTS]
+    assert_mostly_sure(expected)
+    return str(folder), expected
+
+
+def check(llm: LLM, expected: list[Expected]) -> list[Any]:
+    params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    for output, one in zip(outputs, expected, strict=True):
+        assert_same(output.token_ids, one)
+    return outputs
+
+
+@pytest.mark.parametrize("disable", [(), ("fused_kernels",)])
+def test_whole(model: tuple[str, list[Expected]], disable: tuple[str, ...]) -> None:
+    with LLM(model[0], **OPTIONS, disable=disable, enable_prefix_caching=False) as llm:
+        check(llm, model[1])
+
+
+def test_in_chunks_and_from_the_prefix_cache(model: tuple[str, list[Expected]]) -> None:
+    with LLM(model[0], **OPTIONS, max_num_batched_tokens=24) as llm:
+        witness = StepWitness().watch(llm)
+        check(llm, model[1])
+        assert witness.num_partial_chunks > 0
+        again = check(llm, model[1])
+        assert sum(output.num_cached_tokens for output in again) >= 4 * BLOCK
+
+
+def test_after_a_preemption(model: tuple[str, list[Expected]]) -> None:
+    options = {**OPTIONS, "num_kvcache_blocks": 9, "disable": ("lookahead",)}
+    with LLM(model[0], **options) as llm:
+        witness = StepWitness().watch(llm)
+        check(llm, model[1])
+        assert witness.num_rows_after_preemption > 0
+
+
+def test_on_two_ranks(model: tuple[str, list[Expected]]) -> None:
+    """The other rank's process loads the file by itself."""
+    with LLM(model[0], **OPTIONS, tensor_parallel_size=2) as llm:
+        check(llm, model[1])
+
+
+def test_as_a_program() -> None:
+    done = subprocess.run([sys.executable, str(FILE)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and len(done.stdout.strip("[]\n").split(", ")) == 16, done.stderr
+
+
+def test_a_file_that_is_no_plugin_is_refused_by_name(model: tuple[str, list[Expected]], tmp_path: Path) -> None:
+    spoilt = tmp_path / "spoilt.py"
+    spoilt.write_text("1 / 0\n", encoding="utf-8")
+    missing = tmp_path / "none.py"
+    for file, why in ((missing, "must be a Python file that is there"), (spoilt, "raises ZeroDivisionError")):
+        with pytest.raises(ValueError, match=rf"plugins='.*{file.name}': .*{why}"):
+            LLM(model[0], **{**OPTIONS, "plugins": (str(file),)})
