@@ -18,6 +18,7 @@ COMMANDS = {
     "run-batch": "nanovllm.cli.run_batch",
     "bench": "nanovllm.cli.bench",
     "kernels": "nanovllm.cli.kernels",
+    "plan": "nanovllm.cli.plan",
     "env": "nanovllm.cli.env",
     "completion": "nanovllm.cli.completion",
 }

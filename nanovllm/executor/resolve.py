@@ -29,24 +29,27 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda': torch sees no GPU")
     share_gpus = device == "cuda" and _shares_gpus(config, torch.cuda.device_count())
-    dtype = config.dtype
+    return settle(replace(config, device=device, share_gpus=share_gpus), model)
+
+
+def settle(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """Replaces what the device, which is chosen, leaves open. Raises ValueError as `resolve`."""
+    is_cuda, dtype = config.device == "cuda", config.dtype
     if dtype == "auto":
-        dtype = "float32" if device == "cpu" else model.torch_dtype
-        if dtype in ("float32", "float64") and device == "cuda":
+        dtype = model.torch_dtype if is_cuda else "float32"
+        if dtype in ("float32", "float64") and is_cuda:
             dtype = "bfloat16"
     longest = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ValueError(f"max_model_len={config.max_model_len}: must be at most max_position_embeddings={longest}")
-    resolved = replace(
+    settled = replace(
         config,
-        device=device,
         dtype=dtype,
-        share_gpus=share_gpus,
         max_model_len=config.max_model_len or longest,
-        kvcache_block_size=config.kvcache_block_size or (128 if device == "cuda" else 16),
+        kvcache_block_size=config.kvcache_block_size or (128 if is_cuda else 16),
     )
-    check_exact_bits(resolved, model)
-    return resolved
+    check_exact_bits(settled, model)
+    return settled
 
 
 def _shares_gpus(config: EngineConfig, count: int) -> bool:

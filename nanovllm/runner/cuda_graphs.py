@@ -50,6 +50,18 @@ class LogitsView:
         return torch.as_tensor(self, device=self._device).view(self._dtype)
 
 
+def captured_shapes(max_num_seqs: int, max_tokens: int) -> list[StepShape]:
+    """All that are captured, of chunks of up to `max_tokens`; largest first, so that smaller ones find their memory in
+    the pool."""
+    shapes = [*mixed_shapes(max_num_seqs, max_tokens), *(StepShape(d, 0) for d in decode_buckets(max_num_seqs))]
+    return sorted(shapes, key=lambda shape: -sum(shape))
+
+
+def usual_graph_bytes(shapes: list[StepShape]) -> int:
+    """That graphs of these shapes usually take outside of torch's allocator."""
+    return _FIRST_GRAPH + len(shapes) * _GRAPH
+
+
 class StepGraphs:
     """Graphs by shape, sharing one memory pool."""
 
@@ -67,9 +79,7 @@ class StepGraphs:
         self._stream = stream
         self._decode_buckets = decode_buckets(max_num_seqs)
         self._mixed = mixed_shapes(max_num_seqs, max_tokens)
-        shapes = [*self._mixed, *(StepShape(d, 0) for d in self._decode_buckets)]
-        # Largest first: smaller ones then find their memory in the pool.
-        self._shapes = sorted(shapes, key=lambda shape: -sum(shape))
+        self._shapes = captured_shapes(max_num_seqs, max_tokens)
         self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -79,7 +89,7 @@ class StepGraphs:
     @property
     def usual_bytes(self) -> int:
         """That all usually take outside of torch's allocator."""
-        return _FIRST_GRAPH + len(self._shapes) * _GRAPH
+        return usual_graph_bytes(self._shapes)
 
     @property
     def shapes(self) -> list[StepShape]:

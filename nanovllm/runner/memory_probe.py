@@ -3,7 +3,7 @@
 import gc
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 import torch
@@ -13,15 +13,21 @@ logger = logging.getLogger(__name__)
 GIB = 1 << 30
 MIB = 1 << 20
 
-_CONTEXT_PER_SM = 4 * MIB
+CONTEXT_PER_SM = 4 * MIB
 """A CUDA context takes some 0.5 GiB of a GPU with 132 multiprocessors, and less of smaller ones. It exists before the
 free memory can be read, so it cannot be measured."""
-_KERNELS = 96 * MIB
+KERNELS = 96 * MIB
 """What loading kernels usually takes in a stage of the start."""
 NCCL_BYTES = 512 * MIB
 """What NCCL usually takes."""
 _PLAUSIBLE = 4
 """Times its usual growth: what libraries may take at once. More was taken by others."""
+
+
+def kv_room(share: int, used: int, free: int, reserved: Mapping[str, int]) -> int:
+    """Bytes left for the KV cache of a `share` of a GPU of which so many are `used`, with so many `free` and some of
+    those `reserved`, by name."""
+    return min(share - used, free) - sum(reserved.values())
 
 
 class TorchMemory:
@@ -30,7 +36,7 @@ class TorchMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.total = torch.cuda.mem_get_info(device)[1]
-        self.context = torch.cuda.get_device_properties(device).multi_processor_count * _CONTEXT_PER_SM
+        self.context = torch.cuda.get_device_properties(device).multi_processor_count * CONTEXT_PER_SM
 
     def free(self) -> int:
         """Of the whole GPU."""
@@ -103,7 +109,7 @@ class MemoryProbe:
             return
         before = self._free_of_libraries()
         yield
-        self._libraries += self._believed(before - self._free_of_libraries(), _KERNELS + usual)
+        self._libraries += self._believed(before - self._free_of_libraries(), KERNELS + usual)
 
     def growth(self, work: Callable[[], object], usual: int) -> int:
         """Bytes that `work` takes, in torch's allocator and, usually so many, in libraries. They do not count in
@@ -150,7 +156,7 @@ class MemoryProbe:
             has = f"this engine's share is {share / GIB:.2f} GiB, of which it has taken {used / GIB:.2f}"
             self.crowded = f"{has}; others hold {others:.2f} of the GPU's {self._gpu.total / GIB:.2f} GiB"
             logger.warning("gpu_memory_utilization=%g: %s", utilization, self.crowded)
-        return min(share - used, free) - sum(reserved.values())
+        return kv_room(share, used, free, reserved)
 
     def release_cached(self) -> None:
         """Gives torch's unused memory back to the device."""

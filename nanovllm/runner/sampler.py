@@ -48,6 +48,18 @@ _MANY_ROWS = 64  # option rows that are sampled as any larger number is
 _SORTED_ROWS = 16  # whose likeliest ids, where many are wanted, are sorted at a time
 
 
+def option_bytes(ids: int, ranks: int, max_num_seqs: int, dtype: torch.dtype) -> int:
+    """Device memory that the most general steps over a vocabulary of `ids` may take: counts and masks, which stay, and
+    while such a step runs edited copies and lists of all rows, their gathered logits, and logits of prompt tokens."""
+    stays = 4 * max_num_seqs * (ids + mask_words(ids))
+    kept = 3 * max_num_seqs * ids  # bits on their way to be packed
+    many = 8 * max_num_seqs * ids + 40 * _SORTED_ROWS * ids  # the whole vocabulary by likelihood, and sorting it
+    rows = 4 * max_num_seqs * ids + list_bytes(max_num_seqs, ids, LIST_DEPTH) + max(kept, many)
+    gathers = 2 if ranks > 1 else 0  # as they arrive, and in the order of ids
+    whole = (gathers * max_num_seqs + (1 + gathers) * _PROMPT_ROWS) * ids * dtype.itemsize
+    return stays + rows + whole
+
+
 class OptionSampler:
     """Counts and masks by slot, and the work of one step's option rows."""
 
@@ -64,16 +76,8 @@ class OptionSampler:
         self._pinned: dict[tuple[str, int], torch.Tensor] = {}
 
     def reserve_bytes(self, max_num_seqs: int, dtype: torch.dtype) -> int:
-        """Device memory that the most general steps may take: counts and masks, which stay, and while such a step runs
-        edited copies and lists of all rows, their gathered logits, and logits of prompt tokens."""
-        ids = self._vocab_size
-        stays = 4 * max_num_seqs * (ids + mask_words(ids))
-        kept = 3 * max_num_seqs * ids  # bits on their way to be packed
-        many = 8 * max_num_seqs * ids + 40 * _SORTED_ROWS * ids  # the whole vocabulary by likelihood, and sorting it
-        rows = 4 * max_num_seqs * ids + list_bytes(max_num_seqs, ids, LIST_DEPTH) + max(kept, many)
-        gathers = 2 if self._group.size > 1 else 0  # as they arrive, and in the order of ids
-        whole = (gathers * max_num_seqs + (1 + gathers) * _PROMPT_ROWS) * ids * dtype.itemsize
-        return stays + rows + whole
+        """See option_bytes."""
+        return option_bytes(self._vocab_size, self._group.size, max_num_seqs, dtype)
 
     # -- one step -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,155 @@
+"""`nanovllm plan MODEL`: what a model takes of each GPU and how many users fit, from config.json and headers alone."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.cli.options import Parser, add_fields, chosen, count
+from nanovllm.config import MAX_TENSOR_PARALLEL_SIZE, EngineConfig
+from nanovllm.errors import refuse
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.files import CONFIGURATION, check_configuration, fetch
+from nanovllm.models.registry import is_hub_id, read_model_config
+
+if TYPE_CHECKING:
+    from nanovllm.runner.memory_plan import Gpu, RankPlan
+
+SUMMARY = "what a model takes of a GPU, and how many users fit"
+_GIB = 1 << 30
+_LENGTHS = (4096, 32768)
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        prog="nanovllm plan",
+        description="Says what a model takes of each GPU and how many users fit beside it, for 1, 2, 4 and 8 ranks or "
+        "-tp N. Needs no GPU and no weights. Takes the engine's options (nanovllm serve --help).",
+    )
+    parser.add_argument("model", help="a folder with config.json, a hub id, or a published model's name")
+    parser.add_argument("--memory", action="store_true", help="memory alone, which is all there is so far")
+    parser.add_argument("--gpu", default="H200", metavar="X", help="its name, or its memory in GiB [H200]")
+    parser.add_argument("--length", type=count, nargs="+", metavar="N", help="tokens of a user [4k 32k longest]")
+    parser.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")
+    add_fields(parser, EngineConfig, {}, leave_out=["model"], shown=False)
+    return parser
+
+
+def run(parser: Parser, arguments: list[str]) -> int:
+    """Raises ValueError with the engine's own words where no number of ranks can serve the model."""
+    given = parser.parse_args(arguments)
+    options = chosen(given, EngineConfig)
+    config = EngineConfig(**{"skip_tokenizer_init": True, "device": "cuda", **options})
+    config, model, notes = _read(config)
+    from nanovllm.runner.memory_plan import plan_rank
+
+    gpu, plans, refused = _gpu(given.gpu), [], {}
+    sizes = [config.tensor_parallel_size] if "tensor_parallel_size" in options else [1, 2, 4, MAX_TENSOR_PARALLEL_SIZE]
+    for size in sizes:
+        try:
+            plans.append(plan_rank(_settled(replace(config, tensor_parallel_size=size), model), model, gpu))
+        except ValueError as error:
+            refused[size] = str(error)
+    if not plans:
+        raise ValueError(refused[sizes[-1]])
+    longest = config.max_model_len or model.max_position_embeddings
+    lengths = given.length or sorted({min(length, longest) for length in (*_LENGTHS, longest)})
+    if given.json:
+        print(json.dumps({"gpu": gpu.name, "plans": [_as_dict(plan, lengths) for plan in plans], "refused": refused}))
+    else:
+        lines = (*_heading(config, model, gpu, plans[0], notes), "", *_table(plans, lengths), *_refused(refused))
+        print("\n".join(lines))
+    return 0
+
+
+def _read(config: EngineConfig) -> tuple[EngineConfig, ModelConfig, list[str]]:
+    """The options with a folder for a hub id, what the folder says, and what was found of weights."""
+    from nanovllm.models.headers import check_headers, headers_of_folder, headers_of_hub
+    from nanovllm.models.published import PUBLISHED_SHAPES
+    from nanovllm.runner.memory_plan import rank_model
+
+    named = config.model
+    if named in PUBLISHED_SHAPES and not Path(named).is_dir():
+        config = replace(config, load_format="dummy")
+        return config, read_model_config(replace(config, tensor_parallel_size=1)), ["a shape that is known by name"]
+    is_remote = is_hub_id(config)
+    folder = Path(fetch(named, CONFIGURATION) if is_remote else named)
+    check_configuration(named, folder)
+    config = replace(config, model=str(folder))
+    model = read_model_config(replace(config, tensor_parallel_size=1))
+    if model.implementation != "native":
+        refuse("model", named, "of an architecture of ours: transformers' modules are not planned")
+    headers = headers_of_hub(named) if is_remote else headers_of_folder(folder)
+    if not headers:
+        return config, model, ["no weights there: from config.json alone"]
+    layers = rank_model(_settled(replace(config, tensor_parallel_size=1), model), model)
+    check_headers(list(layers.checkpoint_weights()), model, headers, layers.embed_tokens.weight.dtype)
+    size = sum(header.nbytes for header in headers.values())
+    return config, model, [f"{len(headers):,} tensors, {size / _GIB:.2f} GiB, as the configuration needs them"]
+
+
+def _settled(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    from nanovllm.executor.resolve import settle
+
+    model.check_tensor_parallel(config.tensor_parallel_size)
+    return settle(config, model)
+
+
+def _gpu(name: str) -> "Gpu":
+    from nanovllm.runner.memory_plan import GPUS, Gpu
+
+    known = {each.lower(): gpu for each, gpu in GPUS.items()}
+    if name.lower() in known:
+        return known[name.lower()]
+    try:
+        return Gpu(f"{float(name):g} GiB", int(float(name) * _GIB))
+    except ValueError:
+        refuse("--gpu", name, f"a size in GiB, or one of {', '.join(GPUS)}")
+
+
+def _heading(
+    config: EngineConfig, model: ModelConfig, gpu: "Gpu", plan: "RankPlan", notes: list[str]
+) -> Iterator[str]:
+    settled = _settled(config, model)
+    held = {spec.quantization.method for spec in model.layers if spec.quantization is not None}
+    weights = f"weights in {', '.join(held) or settled.dtype}"
+    yield f"{model.wrapper or model.architecture}: {len(model.layers)} layers, {weights}; {notes[0]}"
+    yield f"{gpu.name}: {gpu.total / _GIB:.1f} GiB, of which gpu_memory_utilization={config.gpu_memory_utilization:g}"
+    for (window, heads, head_dim), (layers, nbytes) in plan.token_bytes.items():
+        seen = "all keys" if window is None else f"a window of {window}"
+        shape = f"{heads} x {head_dim} on a rank of {plan.ranks}"
+        yield f"KV cache: {layers} layers that see {seen}, {shape}: {nbytes / 1024:.1f} KiB a token"
+    most = f"{config.max_num_seqs} requests at once, steps of {config.max_num_batched_tokens:,} tokens"
+    yield f"{most}, contexts of up to {settled.max_model_len:,}"
+
+
+def _table(plans: list["RankPlan"], lengths: list[int]) -> Iterator[str]:
+    columns = ["ranks", "weights", "libraries", "step", "graphs", "filters", "blocks", "tokens"]
+    columns += [f"users of {length:,}" for length in lengths]
+    rows = []
+    for plan in plans:
+        sizes = (plan.weights, plan.used - plan.weights, *plan.reserved.values())
+        counts = (plan.blocks, plan.tokens, *map(plan.users, lengths))
+        rows.append([str(plan.ranks), *(f"{size / _GIB:.2f}" for size in sizes), *(f"{count:,}" for count in counts)])
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    for row in (columns, *rows):
+        yield "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
+    yield "Sizes are GiB of a rank. Step, graphs and libraries are estimates, which an engine measures."
+
+
+def _refused(refused: dict[int, str]) -> Iterator[str]:
+    for size, why in refused.items():
+        yield f"ranks={size}: {why}"
+
+
+def _as_dict(plan: "RankPlan", lengths: list[int]) -> dict[str, Any]:
+    groups = [
+        {"window": window, "kv_heads": heads, "head_dim": head_dim, "layers": layers, "token_bytes": nbytes}
+        for (window, heads, head_dim), (layers, nbytes) in plan.token_bytes.items()
+    ]
+    return {
+        "tensor_parallel_size": plan.ranks, "weights": plan.weights, "libraries": plan.used - plan.weights,
+        **plan.reserved, "kv_cache": groups, "num_kvcache_blocks": plan.blocks, "tokens": plan.tokens,
+        "users": {str(length): plan.users(length) for length in lengths},
+    }  # fmt: skip

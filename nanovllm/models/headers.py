@@ -1,0 +1,73 @@
+"""Names, types and shapes of a checkpoint's tensors without the tensors: from the headers of its files."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nanovllm.errors import short
+from nanovllm.layers.weights import CheckpointWeight, TensorSource
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.checkpoint import FILE_DTYPES, HEAD, check_names, open_checkpoint
+from nanovllm.models.int4_tensors import reader_for
+from nanovllm.models.mxfp4 import widened
+from nanovllm.models.registry import names_of
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Header:
+    """Of one tensor; nothing can be read of it."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
+        size = list(self.shape) or [1]
+        size[dim] = length
+        return torch.empty(size, dtype=self.dtype, device=_META)
+
+
+def headers_of_folder(folder: Path) -> dict[str, Header]:
+    """Empty where there are no files; raises ValueError as opening them does."""
+    if not any(folder.glob("*.safetensors")):
+        return {}
+    return {name: Header(tensor.dtype, tensor.shape) for name, tensor in open_checkpoint(folder).items()}
+
+
+def headers_of_hub(model: str) -> dict[str, Header]:
+    """Of a repository, a few ranges of its files. Raises FileNotFoundError where the hub does not give them."""
+    from huggingface_hub import get_safetensors_metadata
+
+    try:
+        files = get_safetensors_metadata(model).files_metadata.values()
+    except Exception as error:  # of several kinds
+        raise FileNotFoundError(f"model={model!r}: no headers of safetensors: {short(error)}") from error
+    found = {}
+    for file in files:
+        for name, info in file.tensors.items():
+            if info.dtype not in FILE_DTYPES:
+                raise ValueError(f"weight {name!r} has type {info.dtype}: must be one of {', '.join(FILE_DTYPES)}")
+            found[name] = Header(FILE_DTYPES[info.dtype], torch.Size(info.shape))
+    return found
+
+
+def check_headers(
+    weights: list[CheckpointWeight], model: ModelConfig, headers: Mapping[str, Header], dtype: torch.dtype
+) -> None:
+    """Raises ValueError as loading into `weights` does for names that are missing or surplus, and for shapes and types
+    that are not those of the configuration. dtype: the model's."""
+    found: dict[str, TensorSource] = widened(dict(names_of(model).select(headers.items())), _META)  # type: ignore[arg-type]
+    reader = reader_for(model, weights, dtype, _META)
+    if reader is not None:
+        found = dict(reader.read(found.items(), wide=False))
+    check_names(weights, found, model.tie_word_embeddings)
+    for weight in weights:
+        if not weight.is_scale and weight.name != HEAD:
+            weight.check(found[weight.name])

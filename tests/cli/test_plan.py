@@ -1,0 +1,124 @@
+"""`nanovllm plan` says what engines take: the same layers without memory, and the same arithmetic."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nanovllm import LLM
+from nanovllm.cli.main import main
+from nanovllm.runner.kv_cache import block_bytes
+from nanovllm.runner.memory_plan import GPUS, weight_bytes
+
+sys.path.append(os.fspath(Path(__file__).parents[1] / "exactness"))
+from test_families import CASES, OPTIONS, make_model, save
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    capsys.readouterr()
+    assert main(["plan", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+MODES: dict[str, dict[str, Any]] = {"wide": {}, "fp8": {"quantization": "fp8"}, "int4": {"quantization": "int4"}}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2_moe"])
+def test_weights_and_kv_are_those_of_an_engine(
+    name: str, mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name == "qwen2_moe" and mode == "int4":
+        pytest.skip("mixtures of experts are not held in 4 bits")
+    folder = str(save(make_model(CASES[name]), CASES[name], tmp_path))
+    options = [word for key, value in MODES[mode].items() for word in (f"--{key}", value)]
+    [found] = plan(capsys, folder, "-tp", "1", "--dtype", "float32", *options)["plans"]
+    with LLM(folder, **OPTIONS, **MODES[mode]) as llm:
+        runner = llm.engine.executor.runner
+        held = weight_bytes(runner.model)
+        per_token = block_bytes(runner.model.attention_layers(), 1, torch.float32)
+    assert found["weights"] == held
+    assert sum(group["token_bytes"] for group in found["kv_cache"]) == per_token
+
+
+def test_ranks_share_weights_and_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(save(make_model(CASES["qwen2_moe"]), CASES["qwen2_moe"], tmp_path))
+    found = plan(capsys, folder, "--dtype", "float32")
+    by_ranks = {one["tensor_parallel_size"]: one["weights"] for one in found["plans"]}
+    with LLM(folder, **OPTIONS, tensor_parallel_size=2) as llm:
+        assert weight_bytes(llm.engine.executor.runner.model) == by_ranks[2] < by_ranks[1]
+    assert found["refused"].keys() == {"4", "8"}
+    assert found["refused"]["4"] == "tensor_parallel_size=4: must be a divisor of num_attention_heads=6"
+
+
+def test_a_shape_that_is_known_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "Qwen3-8B", "--gpu", "H200", "--length", "4k"]) == 0
+    text = capsys.readouterr().out
+    assert "36 layers that see all keys" in text and "144.0 KiB a token" in text and "users of 4,000" in text
+    small, large = (plan(capsys, "Qwen3-8B", "-tp", "1", "--gpu", gpu)["plans"][0] for gpu in ("40", "H200"))
+    assert small["weights"] == large["weights"] and small["tokens"] < large["tokens"] / 5
+    eager = plan(capsys, "Qwen3-8B", "-tp", "1", "--enforce-eager")["plans"][0]
+    assert eager["graphs"] == 0 < large["graphs"] and eager["tokens"] > large["tokens"]
+    eight_bits = plan(capsys, "Qwen3-8B", "-tp", "1", "--kv-cache-dtype", "fp8")["plans"][0]
+    assert eight_bits["tokens"] == pytest.approx(1.97 * large["tokens"], rel=0.01)
+    for length, users in large["users"].items():
+        assert users == large["num_kvcache_blocks"] // (int(length) // 128)
+
+
+def test_windows_are_a_group_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    groups = plan(capsys, "gpt-oss-20b", "-tp", "2")["plans"][0]["kv_cache"]
+    assert [(one["window"], one["layers"], one["kv_heads"]) for one in groups] == [(128, 12, 4), (None, 12, 4)]
+
+
+def test_it_refuses_with_the_engines_own_words(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["Qwen3-32B", "--gpu", "24", "-tp", "1"], "gpu_memory_utilization=0.9: leaves -4"),
+        (["Qwen3-8B", "--max-model-len", "50000"], "max_model_len=50000: must be at most max_position_embeddings"),
+        (["Qwen3-8B", "-tp", "3"], "tensor_parallel_size=3: must be a divisor of num_attention_heads=32"),
+        (["Qwen3-30B-A3B", "--quantization", "int4"], "quantization='int4': not with a mixture of experts"),
+        (["Qwen3-8B", "--gpu", "H900"], "--gpu='H900': must be a size in GiB, or one of A100-40, "),
+        (["no-such-folder"], "model='no-such-folder': no such folder"),
+    ):
+        assert main(["plan", *words]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("on_hub", [False, True])
+def test_headers_are_held_against_the_configuration(
+    on_hub: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a folder, and of a repository, of which nothing but config.json and headers is fetched."""
+    folder = save(make_model(CASES["llama"]), CASES["llama"], tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    kinds = {torch.float32: "F32"}
+
+    def metadata(_: str) -> Any:
+        infos = {name: SimpleNamespace(dtype=kinds[one.dtype], shape=list(one.shape)) for name, one in tensors.items()}
+        return SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors=infos)})
+
+    monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", metadata)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(folder))
+    model = "owner/name" if on_hub else str(folder)
+    assert plan(capsys, model, "-tp", "1")["plans"]
+    tensors["model.norm.weight"] = torch.ones(7)
+    save_file(tensors, folder / "model.safetensors")
+    assert main(["plan", model]) == 2
+    assert "weight 'model.norm.weight' has shape (7,), the configuration needs (48,)" in capsys.readouterr().err
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    assert main(["plan", model]) == 2
+    assert "checkpoint: 1 missing weight: model.norm.weight" in capsys.readouterr().err
+    (folder / "model.safetensors").unlink()
+    if not on_hub:
+        assert main(["plan", model]) == 0
+        assert "no weights there: from config.json alone" in capsys.readouterr().out
+
+
+def test_every_gpu_is_a_device_of_today() -> None:
+    assert all(20 << 30 < gpu.total < 300 << 30 and 50 <= gpu.multiprocessors <= 200 for gpu in GPUS.values())
