@@ -45,6 +45,7 @@ _BOUNDS: dict[str, Bound] = {
     "load_format": one_of("auto", "dummy"),
     "model_impl": one_of("auto", "native", "transformers"),
     "quantization": one_of("fp8", "int4"),
+    "lm_head_dtype": one_of("auto", "fp8"),
     "exact_bits": one_of("batch", "tp"),
     "hf_overrides": (lambda value: isinstance(value, dict), "a dict of config.json entries"),
     "max_model_len": integer(1),
@@ -135,6 +136,9 @@ class EngineConfig:
     quantization: str | None = None
     """"fp8": linear layers hold weights in e4m3, made while they are loaded; "int4": in 4 bits. None: as the
     checkpoint has them."""
+    lm_head_dtype: str = "auto"
+    """"fp8": an output head that is not tied to the embedding holds its weight in e4m3, made while it is loaded;
+    "auto": in the model's dtype."""
     exact_bits: str | None = None
     """"batch": log-probabilities of a request equal to the last bit whatever runs beside it and however its steps are
     cut; "tp": on 1, 2, 4 and 8 ranks too. None: up to the order of sums."""

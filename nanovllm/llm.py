@@ -54,6 +54,8 @@ class LLM(LLMControl):
             raise ValueError(f"data_parallel_size={config.data_parallel_size}: must be {bound}")
         if config.quantization is not None:
             raise ValueError(f"quantization={config.quantization!r}: must be None for a live module, which is shared")
+        if config.lm_head_dtype != "auto":
+            raise ValueError("lm_head_dtype='fp8': must be 'auto' for a live module, which is shared")
         llm = cls.__new__(cls)
         model_config = config_of(module, config.hf_overrides)
         llm._take_over(start_ranks(config, model_config, Tokenizer(config, None if path else tokenizer), module))

@@ -148,6 +148,8 @@ class ModelConfig:
     tie_word_embeddings: bool
     torch_dtype: str
     eos_token_ids: tuple[int, ...]
+    head_precision: Quantization | None = None
+    """How an output head of its own holds its weight; None: in the model's dtype."""
 
     norm_kind: str = "rms"
     """"rms": the normalised row is rounded, then times weight; "rms_float32": times weight in float32, then rounded;

@@ -30,6 +30,7 @@ def make_parser() -> Parser:
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N", help="ranks [1]")
     parser.add_argument("--dtype", default="auto", help="of activations [auto]")
     parser.add_argument("--quantization", choices=("fp8", "int4"), help="of a checkpoint that is not quantised")
+    parser.add_argument("--lm-head-dtype", choices=("auto", "fp8"), default="auto", help="of the output head [auto]")
     parser.add_argument("--exact-bits", choices=("batch", "tp"), help="as the engine's option")
     parser.add_argument("--kernel-choices", metavar="FILE", help="a table of scripts/tune_steps.py")
     return parser
@@ -50,7 +51,8 @@ def run(parser: Parser, arguments: Sequence[str]) -> int:
     published = given.model in PUBLISHED_SHAPES
     config = EngineConfig(
         given.model, load_format="dummy", tensor_parallel_size=given.tensor_parallel_size, dtype=given.dtype,
-        quantization=given.quantization, exact_bits=given.exact_bits, skip_tokenizer_init=True,
+        quantization=given.quantization, lm_head_dtype=given.lm_head_dtype, exact_bits=given.exact_bits,
+        skip_tokenizer_init=True,
     )  # fmt: skip
     model = read_model_config(config if published else resolve_model_folder(config))
     if given.device is not None:

@@ -26,8 +26,9 @@ def check_exact_bits(config: EngineConfig, model: ModelConfig) -> None:
     for option in ("kernel_choices", "quantization"):
         if getattr(config, option) is not None:
             refuse(option, getattr(config, option), "None" + where)
-    if config.kv_cache_dtype != "auto":
-        refuse("kv_cache_dtype", config.kv_cache_dtype, "'auto'" + where)
+    for option in ("kv_cache_dtype", "lm_head_dtype"):
+        if getattr(config, option) != "auto":
+            refuse(option, getattr(config, option), "'auto'" + where)
     if any(layer.quantization is not None for layer in model.layers):
         refuse("model", config.model, "a checkpoint that is not quantised" + where)
     for name in ("fused_kernels", "gemm_kernels"):

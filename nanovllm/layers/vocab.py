@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.linear import ParallelLinear
 from nanovllm.layers.weights import Cut, Piece
+from nanovllm.model_config import Quantization
 
 _ALIGNMENT = 16
 """Rows of a rank: keeps the head's GEMM on the fast tile sizes. Kernels add up a row of logits in another order where
@@ -22,14 +23,18 @@ class VocabParallelEmbedding(ParallelLinear):
     logits: hidden [B, hidden] -> [B, rows of this rank], for ids vocab_start, vocab_start + 1, ...
     """
 
-    def __init__(self, context: LayerContext, vocab_size: int, hidden_size: int) -> None:
+    def __init__(
+        self, context: LayerContext, vocab_size: int, hidden_size: int, precision: Quantization | None = None
+    ) -> None:
+        """precision: of a head's weight; None, as an embedding's is: the context's dtype."""
         group = context.group
         rows = -(-vocab_size // group.size)
         rows = -(-rows // _ALIGNMENT) * _ALIGNMENT if group.size > 1 or group.exact_bits == "tp" else rows
         start = rows * group.rank
         valid = max(0, min(rows, vocab_size - start))
         cuts = (Cut(0, 0, start, valid),) if valid else ()
-        super().__init__(context, "head", rows, hidden_size, pieces=[Piece("", (vocab_size, hidden_size), cuts)])
+        pieces = [Piece("", (vocab_size, hidden_size), cuts)]
+        super().__init__(context, "head", rows, hidden_size, pieces=pieces, precision=precision)
         self.group_size, self.kernels = group.size, context.kernels
         self.vocab_start, self.num_valid = start, valid
 

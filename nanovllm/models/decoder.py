@@ -265,7 +265,8 @@ class DecoderForCausalLM(WeightedModule):
         self.group = context.group
         self.lm_head = self.embed_tokens
         if not config.tie_word_embeddings:
-            self.lm_head = VocabParallelEmbedding(context, config.vocab_size, config.hidden_size)
+            sizes = (config.vocab_size, config.hidden_size)
+            self.lm_head = VocabParallelEmbedding(context, *sizes, config.head_precision)
         self._embedding_multiplier = config.embedding_multiplier
         if config.rounds_embedding_multiplier:
             self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=context.dtype).item()

@@ -11,7 +11,7 @@ from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import near_miss, refuse
-from nanovllm.model_config import ModelConfig
+from nanovllm.model_config import ModelConfig, Quantization
 from nanovllm.models.config_reader import CHANGES_RESULT, ConfigReader, check_overrides
 from nanovllm.models.families import corrected_moe, gemma, llama, moe, olmo, others, phi, qwen
 from nanovllm.models.family import Family
@@ -140,8 +140,19 @@ def read_model_config(config: EngineConfig) -> ModelConfig:
         found = read_transformers_config(raw, generation, _rope_spelt_as_in(raw, config.hf_overrides))
     else:
         found = parse_config(raw, generation, config.quantization, config.hf_overrides)
+    if config.lm_head_dtype != "auto":
+        found = replace(found, head_precision=_head_precision(found))
     found.check_tensor_parallel(config.tensor_parallel_size)
     return found
+
+
+def _head_precision(found: ModelConfig) -> Quantization:
+    """With lm_head_dtype="fp8". Raises ValueError where the head cannot be quantised by itself."""
+    if found.implementation == "transformers":
+        refuse("lm_head_dtype", "fp8", "'auto' where transformers computes the model (model_impl)")
+    if found.tie_word_embeddings:
+        refuse("lm_head_dtype", "fp8", f"'auto' for {found.architecture}, whose head is the embedding's weight")
+    return Quantization("fp8", scales="block", while_loading=True)
 
 
 def _refuse_unserved(raw: dict[str, Any], config: EngineConfig) -> None:

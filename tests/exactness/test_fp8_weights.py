@@ -12,7 +12,7 @@ import torch
 import transformers
 from checkpoints import make_model, read_json, save, write_json
 from comparing import Expected, assert_mostly_sure
-from fp8_checkpoints import BLOCKS, CONFIGS, FILE, SHAPE, by_definition, compressed, quantize, quantized
+from fp8_checkpoints import BLOCKS, CONFIGS, FILE, SHAPE, Definition, by_definition, compressed, quantize, quantized
 from observing import LogitRecorder
 from safetensors.torch import load_file, save_file
 from workload import BLOCK, LONGEST, ROOMY, assert_outputs, make_requests, run, run_alone
@@ -99,6 +99,32 @@ def test_logits_are_those_of_the_definition_in_float64(kind: str, tmp_path: Path
             errors.append(((ours - theirs).abs().amax(1) / theirs.std(1)).flatten())
     error = torch.cat(errors)
     assert error.median() < 1e-4 and error.max() < 0.1, error
+
+
+def test_a_head_in_fp8_is_that_of_the_definition(tmp_path: Path) -> None:
+    """Beside wide layers; on two ranks, too, whose shares of the vocabulary cut a block."""
+    options = {**SHAPE, "tie_word_embeddings": False, "vocab_size": 301}
+    save(make_model(seed=3, **options), tmp_path)
+    wide = make_model(seed=3, **options).double()
+    wide.lm_head = Definition(wide.lm_head, None)
+    prompt, params = [(7 * i) % 301 for i in range(15)], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with LLM(str(tmp_path), lm_head_dtype="fp8", **ROOMY) as llm:
+        recorder = LogitRecorder(llm)
+        [output] = llm.generate([prompt], params, use_tqdm=False)
+        ours = recorder.of(output.request_id, 15, 6)
+        assert isinstance(llm.engine.executor.runner.model.lm_head.matrix, FP8Matrix)
+    with torch.no_grad():
+        theirs = wide(torch.tensor([[*prompt, *output.token_ids]])).logits[0, 14:-1]
+    error = (ours - theirs).abs().amax(1) / theirs.std(1)
+    assert error.median() < 1e-4 and error.max() < 0.1, error
+    with LLM(str(tmp_path), lm_head_dtype="fp8", tensor_parallel_size=2, **ROOMY) as llm:
+        assert llm.generate([prompt], params, use_tqdm=False)[0].token_ids == output.token_ids
+
+
+def test_a_tied_head_is_not_quantised_by_itself(tmp_path: Path) -> None:
+    save(make_model(seed=3, **SHAPE, tie_word_embeddings=True), tmp_path)
+    with pytest.raises(ValueError, match=r"lm_head_dtype='fp8': must be 'auto' for Qwen3ForCausalLM"):
+        LLM(str(tmp_path), lm_head_dtype="fp8", **ROOMY)
 
 
 def test_new_weights_of_experts_may_come_wide_under_names_of_their_own(tmp_path: Path) -> None:
