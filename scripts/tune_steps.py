@@ -164,7 +164,8 @@ def table_of(device: str, choices: Choices, before: GemmTable | None = None) -> 
         for gemm, by_rows in choices.items()
         if by_rows
     }
-    return GemmTable((device,) if before is None else before.devices, {**(before.entries if before else {}), **tuned})
+    devices, near = ((device,), ()) if before is None else (before.devices, before.near)
+    return GemmTable(devices, {**(before.entries if before else {}), **tuned}, near)
 
 
 class Tuner:

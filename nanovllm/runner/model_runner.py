@@ -405,7 +405,7 @@ class ModelRunner(WeightCommands):
             return "library" if rules.exact_bits is None else "one order of sums for all numbers of rows"
         linears = (part for part in self.model.modules() if isinstance(part, ParallelLinear))
         found = {linear.product.gemm(rules.world) for linear in linears}
-        return f"{sum(map(rules.table.is_tuned, found))} of {len(found)} tuned"
+        return f"{sum(map(rules.table.is_tuned, found))} of {len(found)} {rules.table.tuned_on(rules.device.name)}"
 
     def close(self, failed: bool) -> None:
         """Frees the device. After a failure no rank is waited for, and a device that does not come to rest keeps all

@@ -35,6 +35,13 @@ class GemmTable:
     devices: tuple[str, ...]
     """Beginnings of their names, as torch.cuda.get_device_name gives them."""
     entries: Mapping[Gemm, Ranges]
+    near: tuple[str, ...] = ()
+    """Devices alike, which take it as long as they have no table of their own; nothing was measured on them."""
+
+    def tuned_on(self, device_name: str) -> str:
+        """What a report says of its entries on this device."""
+        own = not self.devices or device_name.startswith(self.devices)
+        return "tuned" if own else f"tuned on {self.devices[0]}"
 
     def is_tuned(self, gemm: Gemm) -> bool:
         return bool(self.measured(gemm))
@@ -53,12 +60,11 @@ EMPTY = GemmTable((), {})
 
 
 def shipped_table(device_name: str) -> GemmTable:
-    """The table of the package for this device; an empty one where there is none."""
-    for path in sorted(_SHIPPED.glob("*.json")):
-        table = load(path)
-        if device_name.startswith(table.devices):
-            return table
-    return GemmTable((device_name,), {})
+    """The table of the package for this device, else that of one alike; an empty one where there is none."""
+    tables = [load(path) for path in sorted(_SHIPPED.glob("*.json"))]
+    own = (table for table in tables if device_name.startswith(table.devices))
+    near = (table for table in tables if device_name.startswith(table.near))
+    return next(own, None) or next(near, GemmTable((device_name,), {}))
 
 
 def table_for(device_name: str, path: str | None) -> GemmTable:
@@ -82,7 +88,8 @@ def save(path: str | os.PathLike[str], table: GemmTable) -> None:
     for gemm, ranges in sorted(table.entries.items()):
         lines = ",\n   ".join(json.dumps([most, _plain(config)]) for most, config in ranges)
         gemms.append(json.dumps(gemm._asdict())[:-1] + f', "rows": [\n   {lines}\n  ]}}')
-    text = f'{{\n "devices": {json.dumps(table.devices)},\n "gemms": [\n  ' + ",\n  ".join(gemms) + "\n ]\n}\n"
+    names = f'"devices": {json.dumps(table.devices)},\n "near": {json.dumps(table.near)}'
+    text = f'{{\n {names},\n "gemms": [\n  ' + ",\n  ".join(gemms) + "\n ]\n}\n"
     target = Path(path)
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, delete=False) as file:
         file.write(text)
@@ -106,7 +113,8 @@ def _parse(raw: dict[str, Any]) -> GemmTable:
         ends = [most for most, _ in entries[gemm]]
         if not ends or any(type(end) is not int for end in ends) or ends != sorted(set(ends)) or ends[0] < 1:
             raise ValueError(f"{gemm}: rows {ends} do not ascend")
-    return GemmTable(tuple(str(device) for device in raw["devices"]), entries)
+    devices, near = (tuple(str(device) for device in names) for names in (raw["devices"], raw.get("near", [])))
+    return GemmTable(devices, entries, near)
 
 
 def _checked(gemm: Gemm, most: int, config: GemmConfig) -> GemmConfig:
