@@ -35,6 +35,8 @@ _POSITIVE: Bound = (lambda value: is_number(value) and value > 0, "a finite numb
 _BOUNDS: dict[str, Bound] = {
     "model": (_is_path, "a path or hub id"),
     "tokenizer": (_is_path, "a path or hub id"),
+    "revision": (lambda value: isinstance(value, str) and bool(value), "a branch, a tag or a commit"),
+    "download_dir": (_is_path, "a path"),
     "tensor_parallel_size": integer(1, MAX_TENSOR_PARALLEL_SIZE),
     "data_parallel_size": integer(1, MAX_DATA_PARALLEL_SIZE),
     "data_parallel_backend": one_of("local", "ray"),
@@ -108,10 +110,14 @@ class EngineConfig:
     """A folder or hub id; default: the model's."""
     skip_tokenizer_init: bool = False
     """Token ids in, token ids out: no tokenizer is loaded and `text` stays empty."""
+    revision: str | None = None
+    """A branch, a tag or a commit of the model's repository on the hub; default: its main branch."""
+    download_dir: str | None = None
+    """A folder that the hub's files are kept in; default: the hub's own cache, of HF_HOME."""
     tensor_parallel_size: int = 1
     """Number of ranks that share every layer, 1..8. Each has one GPU, or one CPU process."""
     data_parallel_size: int = 1
-    """Number of replicas of the model, 1..1024, each with tensor_parallel_size ranks: replica i has the GPUs from
+    """Number of replicas of the model, 1..1024, each with tensor_parallel_size ranks; replica i has the GPUs from
     i * tensor_parallel_size on."""
     data_parallel_backend: str | None = None
     """"local": replicas are processes of this host, behind a front, also a single one; "ray": actors of a Ray cluster.

@@ -49,6 +49,7 @@ FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "swap_space": (("0",), "KV is not swapped to the host: a request that has to make room is computed again"),
     "task": (("auto", "generate"), "models write text"),
     "tokenizer_mode": (("auto", "hf"), "the checkpoint's tokenizer.json is read"),
+    "tokenizer_revision": ((), "the tokenizer is of the model's revision, or of a folder that tokenizer names"),
     "trust_remote_code": (
         ("false",),
         "no code of a checkpoint is run: the families of docs/models.md are computed by the engine itself, and chat "

@@ -74,13 +74,13 @@ def _read(config: EngineConfig) -> tuple[EngineConfig, ModelConfig, list[str]]:
         config = replace(config, load_format="dummy")
         return config, read_model_config(replace(config, tensor_parallel_size=1)), ["a shape that is known by name"]
     is_remote = is_hub_id(config)
-    folder = Path(fetch(named, CONFIGURATION) if is_remote else named)
+    folder = Path(fetch(named, CONFIGURATION, config.revision, config.download_dir) if is_remote else named)
     check_configuration(named, folder)
     config = replace(config, model=str(folder))
     model = read_model_config(replace(config, tensor_parallel_size=1))
     if model.implementation != "native":
         refuse("model", named, "of an architecture of ours: transformers' modules are not planned")
-    headers = headers_of_hub(named) if is_remote else headers_of_folder(folder)
+    headers = headers_of_hub(named, config.revision) if is_remote else headers_of_folder(folder)
     if not headers:
         return config, model, ["no weights there: from config.json alone"]
     layers = rank_model(_settled(replace(config, tensor_parallel_size=1), model), model)

@@ -29,20 +29,25 @@ def names_hub(option: str, name: str) -> bool:
     return not Path(name).is_dir()
 
 
-def fetch(model: str, patterns: Iterable[str]) -> str:
+def fetch(
+    model: str, patterns: Iterable[str], revision: str | None = None, download_dir: str | None = None
+) -> str:
     """The local folder of a hub id, in which its files of these `patterns` are. Raises FileNotFoundError where the hub
-    does not give them."""
+    does not give them. `revision`, `download_dir`: see EngineConfig."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        return str(snapshot_download(model, allow_patterns=list(patterns), ignore_patterns=list(_TWICE)))
+        where: dict[str, Any] = {"revision": revision, "cache_dir": download_dir}
+        return str(snapshot_download(model, allow_patterns=list(patterns), ignore_patterns=list(_TWICE), **where))
     except GatedRepoError as error:
         why = "the hub gives it to those who have accepted its terms there: do so, and set HF_TOKEN"
         raise FileNotFoundError(f"model={model!r}: {why}") from error
     except RepositoryNotFoundError as error:
         why = "no such folder, and the hub has no such model, or a private one, for which it takes HF_TOKEN"
         raise FileNotFoundError(f"model={model!r}: {why}") from error
+    except RevisionNotFoundError as error:
+        raise FileNotFoundError(f"model={model!r}: its repository has no revision={revision!r}") from error
     except (OSError, ValueError) as error:
         raise FileNotFoundError(f"model={model!r}: no such folder, and the hub: {short(error)}") from error
 

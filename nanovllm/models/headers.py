@@ -41,12 +41,12 @@ def headers_of_folder(folder: Path) -> dict[str, Header]:
     return {name: Header(tensor.dtype, tensor.shape) for name, tensor in open_checkpoint(folder).items()}
 
 
-def headers_of_hub(model: str) -> dict[str, Header]:
+def headers_of_hub(model: str, revision: str | None = None) -> dict[str, Header]:
     """Of a repository, a few ranges of its files. Raises FileNotFoundError where the hub does not give them."""
     from huggingface_hub import get_safetensors_metadata
 
     try:
-        files = get_safetensors_metadata(model).files_metadata.values()
+        files = get_safetensors_metadata(model, revision=revision).files_metadata.values()
     except Exception as error:  # of several kinds
         raise FileNotFoundError(f"model={model!r}: no headers of safetensors: {short(error)}") from error
     found = {}

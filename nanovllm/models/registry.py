@@ -227,10 +227,10 @@ def resolve_model_folder(config: EngineConfig) -> EngineConfig:
     are of a kind that is not read."""
     named, weights = config.model, WEIGHTS if config.load_format == "auto" else ()
     if is_hub_id(config):
-        first = fetch(named, CONFIGURATION)
+        first = fetch(named, CONFIGURATION, config.revision, config.download_dir)
         check_configuration(named, Path(first))
         read_model_config(replace(config, model=first))
-        folder = fetch(named, (*TEXTS, *weights))
+        folder = fetch(named, (*TEXTS, *weights), config.revision, config.download_dir)
         config = replace(config, model=folder, tokenizer=config.tokenizer or folder)
     here, tokenizer = Path(config.model), config.tokenizer or config.model
     if here.is_dir():

@@ -98,7 +98,7 @@ def test_headers_are_held_against_the_configuration(
     tensors = load_file(folder / "model.safetensors")
     kinds = {torch.float32: "F32"}
 
-    def metadata(_: str) -> Any:
+    def metadata(_: str, revision: str | None) -> Any:
         infos = {name: SimpleNamespace(dtype=kinds[one.dtype], shape=list(one.shape)) for name, one in tensors.items()}
         return SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors=infos)})
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 from test_config import SMALL
 
@@ -44,7 +44,8 @@ class Hub:
         monkeypatch.setattr("huggingface_hub.snapshot_download", self.fetch)
         monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *_: list(files))
 
-    def fetch(self, _: str, **patterns: Any) -> str:
+    def fetch(self, _: str, revision: str | None = None, cache_dir: str | None = None, **patterns: Any) -> str:
+        self.asked = revision, cache_dir
         for name in filter_repo_objects(self.files, **patterns):
             self.fetched.append(name)
             (self.folder / name).parent.mkdir(exist_ok=True)
@@ -62,6 +63,14 @@ def test_what_the_engine_lacks_is_said_before_weights_are_fetched(
     with pytest.raises(ValueError, match=rf"^{architecture} {why}.*: not served\. docs/models\.md") as error:
         resolve_model_folder(EngineConfig("owner/name"))
     assert hub.fetched == ["config.json"] and "\n" not in str(error.value)
+
+
+def test_files_are_those_of_the_revision_and_in_the_folder_that_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hub = Hub(tmp_path, {"config.json": SMALL, "tokenizer.json": {}, "model.safetensors": 1}, monkeypatch)
+    resolve_model_folder(EngineConfig("owner/name", revision="v1", download_dir=tmp_path))  # type: ignore[arg-type]
+    assert hub.asked == ("v1", str(tmp_path)) and "model.safetensors" in hub.fetched
 
 
 def test_a_mistake_in_an_option_or_in_the_configuration_is_found_there_too(
@@ -133,6 +142,7 @@ def test_a_file_of_gguf_is_named(tmp_path: Path) -> None:
         (OSError("no connection\nfurther lines\nTraceback ..."), "the hub: no connection further lines$"),
         (GatedRepoError, "accepted its terms there: do so, and set HF_TOKEN$"),
         (RepositoryNotFoundError, "the hub has no such model, or a private one"),
+        (RevisionNotFoundError, "its repository has no revision=None"),
     ],
 )
 def test_a_model_that_the_hub_does_not_give_is_named(
