@@ -165,7 +165,7 @@ class EngineConfig:
     max_long_partial_prefills: int = 1
     """Maximum number of long prompts in progress while a short one waits."""
     long_prefill_token_threshold: int | None = None
-    """Prompts with more uncached tokens than this are "long": while short prompts wait, a long one gets at most this
+    """Prompts with more uncached tokens than this are "long"; while short prompts wait, a long one gets at most this
     many tokens (and half of the prompt budget) in a step. Default: a quarter of max_num_batched_tokens; 0: no prompt is
     long."""
 
