@@ -108,12 +108,16 @@ class Attention(WeightedModule):
         """(kv heads, head_dim): what a token takes of k_cache, and as much of v_cache."""
         return self.spec.num_kv_heads, self.spec.head_dim
 
+    def bind_cache(self, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_scales: torch.Tensor | None) -> None:
+        """Takes its part of the KV cache, [num_blocks, kv heads, block_size, head_dim] each, and where they are e4m3
+        kv_scales bfloat16 [num_blocks, kv heads, block_size, 2]."""
+        self.k_cache, self.v_cache, self.kv_scales = k_cache, v_cache, kv_scales
+
     def unbind_cache(self) -> None:
-        """Lets go of the KV cache; runner/kv_cache.py binds one: [num_blocks, kv heads, block_size, head_dim] each, and
-        where they are e4m3 kv_scales bfloat16 [num_blocks, kv heads, block_size, 2]."""
+        """Lets go of the KV cache."""
         heads, head_dim = self.cache_shape
-        self.k_cache = self.v_cache = torch.empty(0, heads, 1, head_dim, dtype=self._dtype, device=self._device)
-        self.kv_scales: torch.Tensor | None = None
+        none = torch.empty(0, heads, 1, head_dim, dtype=self._dtype, device=self._device)
+        self.bind_cache(none, none, None)
 
     def forward(
         self, x: torch.Tensor | FP8Rows, step: ForwardStep, *, norm: Norm | None = None,

@@ -70,10 +70,14 @@ class PagedAttention:
         """(kv heads, head_dim): what a token takes of k_cache, and as much of v_cache."""
         return self.spec.num_kv_heads, self.spec.head_dim
 
+    def bind_cache(self, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_scales: torch.Tensor | None) -> None:
+        """As layers/attention.py has it."""
+        self.k_cache, self.v_cache, self.kv_scales = k_cache, v_cache, kv_scales
+
     def unbind_cache(self) -> None:
-        """Lets go of the KV cache; runner/kv_cache.py binds one."""
-        self.kv_scales = None
-        self.k_cache = self.v_cache = self.k_cache.new_empty(0, self.cache_shape[0], 1, self.cache_shape[1])
+        """Lets go of the KV cache."""
+        none = self.k_cache.new_empty(0, self.cache_shape[0], 1, self.cache_shape[1])
+        self.bind_cache(none, none, None)
 
 
 class TransformersModel(WeightedModule):

@@ -60,14 +60,15 @@ def bind_kv_cache(
     elements, scales = cache.split((sum(sizes) * dtype.itemsize, nbytes - sum(sizes) * dtype.itemsize))
     scales = scales.view(_SCALE)
     for layer, part in zip(layers, elements.view(dtype).split(sizes), strict=True):
-        heads, head_dim = layer.cache_shape
+        (heads, head_dim), own = layer.cache_shape, None
         if len(scales):
             own, scales = scales.tensor_split((num_blocks * heads * block_size * 2,))
-            layer.kv_scales = own.view(num_blocks, heads, block_size, 2)
+            own = own.view(num_blocks, heads, block_size, 2)
         if token_major:
-            layer.k_cache, layer.v_cache = part.view(2, num_blocks, block_size, heads, head_dim).transpose(2, 3)
+            k_cache, v_cache = part.view(2, num_blocks, block_size, heads, head_dim).transpose(2, 3)
         else:
-            layer.k_cache, layer.v_cache = part.view(2, num_blocks, heads, block_size, head_dim)
+            k_cache, v_cache = part.view(2, num_blocks, heads, block_size, head_dim)
+        layer.bind_cache(k_cache, v_cache, own)
 
 
 def block_tensors(layers: list[Attention]) -> BlockTensors:
