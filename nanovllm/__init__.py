@@ -9,12 +9,14 @@ from nanovllm.outputs import CompletionOutput, RequestOutput, StepOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutput
 
 if TYPE_CHECKING:
+    from nanovllm.async_llm import AsyncLLM, TextDelta
     from nanovllm.llm import LLM
     from nanovllm.models.registry import register_model
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "Logprob",
     "QueueFull",
@@ -24,6 +26,7 @@ __all__ = [
     "StepOutput",
     "StepTimeout",
     "StructuredOutput",
+    "TextDelta",
     "WeightsIncomplete",
     "WorkerError",
     "__version__",
@@ -31,9 +34,16 @@ __all__ = [
 ]
 
 
+_ELSEWHERE = {
+    "LLM": "nanovllm.llm",
+    "AsyncLLM": "nanovllm.async_llm",
+    "TextDelta": "nanovllm.async_llm",
+    "register_model": "nanovllm.models.registry",
+}
+"""Modules that pull in much, by what is taken from them; the vocabulary above does not."""
+
+
 def __getattr__(name: str) -> Any:
-    if name == "LLM":  # it pulls in much; the vocabulary above does not
-        return import_module("nanovllm.llm").LLM
-    if name == "register_model":
-        return import_module("nanovllm.models.registry").register_model
+    if name in _ELSEWHERE:
+        return getattr(import_module(_ELSEWHERE[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -143,6 +143,7 @@ class StreamedText:
         self._overlap = max((len(stop) for stop in stops), default=1) - 1
         """Characters at the end that a stop string may still take back."""
         self._settled: list[str] = []
+        self._num_taken = 0
         self._tail = ""
         self.stopped_by: str | None = None
 
@@ -168,6 +169,17 @@ class StreamedText:
             self._settled.append(self._tail[:end])
             self._tail = self._tail[end:]
         return False
+
+    def take(self, ended: bool = False) -> str:
+        """What is certain and was not taken before; `ended`: no more tokens come."""
+        if ended:
+            self.finish()
+        end = len(self._tail) - (0 if ended else self._overlap)
+        if end > 0:
+            self._settled.append(self._tail[:end])
+            self._tail = self._tail[end:]
+        fresh, self._num_taken = "".join(self._settled[self._num_taken :]), len(self._settled)
+        return fresh
 
     def finish(self) -> str:
         """No more tokens: the whole text, an incomplete character in it as U+FFFD."""

@@ -1,0 +1,204 @@
+"""The engine for programs of asyncio: each request is an async iterator of its text as it comes."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeVar
+
+from nanovllm.detokenizer import StreamedText
+from nanovllm.engine.inputs import GivenPrompt
+from nanovllm.errors import WeightsIncomplete
+from nanovllm.llm import LLM
+from nanovllm.logprobs import LogprobsList
+from nanovllm.outputs import StepOutput
+from nanovllm.sampling_params import SamplingParams
+
+T = TypeVar("T")
+
+_LOOK_SECONDS = 0.5
+_UPDATE_SECONDS = 0.02  # between two looks at weights that are being replaced
+
+
+@dataclass
+class TextDelta:
+    """What one completion of a request has gained since the one before."""
+
+    text: str
+    """Whole characters. The end of a text waits while it may begin a stop string. "" under skip_tokenizer_init."""
+    token_ids: list[int]
+    index: int = 0
+    """Which of the request's n completions."""
+    finished: bool = False
+    """This is the completion's last one."""
+    finish_reason: str | None = None
+    """See StepOutput.finish_reason."""
+    stop_reason: int | str | None = None
+    """See StepOutput.stop_reason."""
+    logprobs: LogprobsList | None = field(default=None, repr=False)
+    """Of token_ids, where the request asks for them."""
+
+
+class AsyncLLM:
+    """A model that requests of asyncio's tasks share. A thread of this object steps the engine; tokenizing, templates
+    and starting have threads, too, so that the event loop never waits for them.
+
+    Use it in an `async with`, or call close(). Requests may come from several event loops.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        """Takes an engine over, which nobody else may step from here on; `start` makes one."""
+        self.llm = llm
+        """The engine, for calls between two steps: stats(), and by asyncio.to_thread load_weights(), pause(), sleep()
+        and their like."""
+        self._streams: dict[int, _Stream] = {}
+        self._lock = threading.Lock()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._step_until_closed, name="nanovllm-async", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    async def start(cls, model: str, **options: Any) -> Self:
+        """Loads a model, with the options of LLM."""
+        return cls(await asyncio.to_thread(LLM, model, **options))
+
+    async def generate(
+        self, prompt: GivenPrompt, sampling_params: SamplingParams | None = None
+    ) -> AsyncGenerator[TextDelta, None]:
+        """Continues a prompt (text or token ids). Leaving the loop, or cancelling its task, aborts the request, at once
+        where the iterator is closed (contextlib.aclosing). Raises ValueError naming option, value and bound; QueueFull;
+        RuntimeError where the engine has failed or is closed."""
+        params = SamplingParams() if sampling_params is None else sampling_params
+        stream = _Stream(asyncio.get_running_loop())
+        number = await self._in_thread(lambda: self._add(prompt, params, stream), self._drop)
+        texts = [self._text(params) for _ in range(params.n)]
+        running = params.n
+        try:
+            while running:
+                for gained in await stream.take():
+                    yield self._delta(gained, texts[gained.index], params)
+                    running -= gained.finished
+        finally:
+            self._drop(number)
+
+    async def chat(
+        self, messages: list[dict[str, Any]], sampling_params: SamplingParams | None = None, **template_options: Any
+    ) -> AsyncGenerator[TextDelta, None]:
+        """Answers a chat; see LLM.chat for the options, `generate` for the rest."""
+
+        def rendered() -> list[int]:
+            tokenizer = self.llm.engine.tokenizer
+            return tokenizer.encode(tokenizer.apply_chat_template(messages, **template_options), False)
+
+        async for delta in self.generate(await self._in_thread(rendered), sampling_params):
+            yield delta
+
+    async def close(self) -> None:
+        """Ends the engine; requests that are unfinished raise RuntimeError. Harmless when called again."""
+
+        def end() -> None:
+            self.llm.close()
+            self._thread.join()
+
+        await asyncio.to_thread(end)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _in_thread(self, work: Callable[[], T], undo: Callable[[T], None] = lambda _: None) -> T:
+        """What `work` returns; a caller that is cancelled meanwhile leaves it to `undo`."""
+        task = asyncio.get_running_loop().run_in_executor(None, work)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(lambda done: None if done.cancelled() or done.exception() else undo(done.result()))
+            raise
+
+    def _add(self, prompt: GivenPrompt, params: SamplingParams, stream: "_Stream") -> int:
+        if isinstance(prompt, str):
+            prompt = self.llm.engine.tokenizer.encode(prompt)
+        with self._lock:  # none of its tokens is handed out before the stream is known
+            if self._failure is not None:
+                raise RuntimeError(f"the engine has ended: {self._failure}") from self._failure
+            number = self.llm.add_request(prompt, params)
+            self._streams[number] = stream
+            return number
+
+    def _drop(self, number: int) -> None:
+        """A request that nobody listens to any more; unknown ones are ignored."""
+        with self._lock:
+            stream = self._streams.pop(number, None)
+            if stream is not None and self._failure is None:
+                self.llm.abort(number)
+
+    def _step_until_closed(self) -> None:
+        try:
+            while True:
+                if self.llm.wait_for_work(_LOOK_SECONDS):
+                    try:
+                        self._hand_out(self.llm.step())
+                    except WeightsIncomplete:
+                        time.sleep(_UPDATE_SECONDS)
+        except BaseException as error:  # of an engine that failed or was closed: every request hears of it
+            with self._lock:
+                self._failure = error
+                for stream in self._streams.values():
+                    stream.tell(error)
+            self.llm.close()
+
+    def _hand_out(self, step: list[StepOutput]) -> None:
+        gained: dict[int, list[StepOutput]] = {}
+        for output in step:
+            gained.setdefault(output.request_id, []).append(output)
+        with self._lock:
+            for number, outputs in gained.items():
+                if (stream := self._streams.get(number)) is not None:
+                    stream.tell(outputs)
+
+    def _text(self, params: SamplingParams) -> StreamedText | None:
+        tokenizer = self.llm.engine.tokenizer
+        if not params.detokenize or not tokenizer.is_there:
+            return None
+        return StreamedText(
+            tokenizer.detokenizer(params.skip_special_tokens), [*params.stop], params.include_stop_str_in_output
+        )
+
+    def _delta(self, gained: StepOutput, text: StreamedText | None, params: SamplingParams) -> TextDelta:
+        ids = gained.new_token_ids
+        if text is not None:
+            eos = () if params.ignore_eos else self.llm.model_config.eos_token_ids
+            by_token = gained.finish_reason == "stop" and ids[-1:] and ids[-1] in {*eos, *params.stop_token_ids}
+            for token_id in ids[:-1] if by_token else ids:
+                text.push(token_id)
+            if by_token and params.include_stop_str_in_output:
+                text.push(ids[-1], watch=False)
+        return TextDelta(
+            "" if text is None else text.take(gained.finished), ids, gained.index, gained.finished,
+            gained.finish_reason, gained.stop_reason, gained.logprobs,
+        )  # fmt: skip
+
+
+class _Stream:
+    """What a request has gained and its task has not taken yet."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._gained: asyncio.Queue[list[StepOutput] | BaseException] = asyncio.Queue()
+
+    def tell(self, gained: list[StepOutput] | BaseException) -> None:
+        """From any thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._gained.put_nowait, gained)
+        except RuntimeError:
+            pass  # its loop is closed: nobody listens
+
+    async def take(self) -> list[StepOutput]:
+        """Of one step, at least one. Raises RuntimeError where the engine has ended."""
+        gained = await self._gained.get()
+        if isinstance(gained, BaseException):
+            raise RuntimeError(f"the engine has ended: {gained}") from gained
+        return gained

@@ -1,0 +1,211 @@
+"""AsyncLLM: texts as they come, equal to those of LLM, from tasks that come and go."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from threads import run_in_threads
+
+from nanovllm import LLM, AsyncLLM, SamplingParams, TextDelta
+
+DEMO = str(Path(__file__).resolve().parents[1] / "nanovllm" / "demo_model")
+OPTIONS: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 128, "max_num_seqs": 8}
+LONG = SamplingParams(max_tokens=1000, ignore_eos=True)
+PROMPTS = ["Once upon a time", "The capital of France is", "Grüße, 你好 🙂", [5, 6, 7]]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=30),
+    SamplingParams(temperature=0, max_tokens=30, stop=["the", " a"], logprobs=0),
+    SamplingParams(temperature=0, max_tokens=30, stop=["the"], include_stop_str_in_output=True),
+    SamplingParams(n=3, seed=7, max_tokens=20, ignore_eos=True),
+    SamplingParams(seed=3, max_tokens=12, temperature=2.0, ignore_eos=True, skip_special_tokens=False),
+    SamplingParams(temperature=0, max_tokens=30, stop_token_ids=list(range(0, 900, 2))),
+    SamplingParams(temperature=0, max_tokens=30, stop_token_ids=list(range(900)), include_stop_str_in_output=True),
+    SamplingParams(temperature=0, max_tokens=9, detokenize=False),
+]
+CASES = [(prompt, param) for prompt in PROMPTS for param in PARAMS]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[AsyncLLM]:
+    llm = AsyncLLM(LLM(DEMO, **OPTIONS))
+    yield llm
+    asyncio.run(llm.close())
+
+
+async def whole(deltas: AsyncIterator[TextDelta], n: int = 1) -> list[tuple[str, list[int], Any, Any, int]]:
+    """Text, token ids, reasons and number of log-probabilities of each completion."""
+    found: list[Any] = [["", [], None, None, 0] for _ in range(n)]
+    async for delta in deltas:
+        one = found[delta.index]
+        assert one[2] is None, "nothing comes after the end"
+        one[0] += delta.text
+        one[1] += delta.token_ids
+        one[4] += len(delta.logprobs or ())
+        if delta.finished:
+            one[2:4] = delta.finish_reason, delta.stop_reason
+    return [(*one,) for one in found]
+
+
+def test_texts_are_those_of_llm(engine: AsyncLLM) -> None:
+    """All at once, whatever ends them."""
+
+    async def run() -> list[Any]:
+        return await asyncio.gather(*(whole(engine.generate(*case), case[1].n) for case in CASES))
+
+    found = asyncio.run(run())
+    with LLM(DEMO, **OPTIONS) as llm:
+        expected = llm.generate([case[0] for case in CASES], [case[1] for case in CASES], use_tqdm=False)
+    for case, one, request in zip(CASES, found, expected, strict=True):
+        wanted = [(o.text, o.token_ids, o.finish_reason, o.stop_reason, len(o.logprobs or ())) for o in request.outputs]
+        assert one == wanted, case
+    assert {one[2] for request in found for one in request} == {"stop", "length"}
+
+
+def test_a_text_comes_in_pieces_that_stay(engine: AsyncLLM) -> None:
+    async def run() -> list[TextDelta]:
+        return [delta async for delta in engine.generate("Once upon a time", SamplingParams(max_tokens=24, seed=1))]
+
+    deltas = asyncio.run(run())
+    assert len(deltas) > 8 and sum(bool(delta.text) for delta in deltas) > 8
+    assert [delta.finished for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+
+
+def test_chats(engine: AsyncLLM) -> None:
+    chat = [{"role": "user", "content": "Hello"}]
+    params = SamplingParams(temperature=0, max_tokens=16)
+    [(text, *_)] = asyncio.run(whole(engine.chat(chat, params, enable_thinking=False)))
+    with LLM(DEMO, **OPTIONS) as llm:
+        assert text == llm.chat(chat, params, use_tqdm=False, enable_thinking=False)[0].text
+
+
+async def until(condition: Any) -> None:
+    limit = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < limit
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", ["break", "aclosing", "cancelled", "cancelled at once"])
+def test_leaving_the_loop_aborts(engine: AsyncLLM, how: str) -> None:
+    """And no other request notices."""
+    aborted = engine.llm.stats().finished.get("abort", 0)
+
+    async def leave() -> None:
+        if how == "aclosing":
+            async with aclosing(engine.generate("A story", LONG)) as deltas:
+                async for _ in deltas:
+                    return
+        async for _ in engine.generate("A story", LONG):
+            if how == "break":
+                break
+
+    async def run() -> Any:
+        other = asyncio.create_task(whole(engine.generate("Once upon a time", PARAMS[0])))
+        task = asyncio.create_task(leave())
+        if how.startswith("cancelled"):
+            await asyncio.sleep(0)
+            if how == "cancelled":
+                await until(lambda: engine.llm.stats().num_running >= 1)
+            task.cancel()
+        await asyncio.wait([task])
+        text = await other
+        await until(lambda: not engine.llm.has_unfinished_requests())
+        return text
+
+    [(text, ids, *_)] = asyncio.run(run())
+    assert len(ids) == 30 or text
+    assert engine.llm.stats().finished.get("abort", 0) <= aborted + 1
+    assert how == "cancelled at once" or engine.llm.stats().finished["abort"] == aborted + 1
+
+
+def test_the_event_loop_runs_on_while_the_engine_starts_and_computes() -> None:
+    """In turns of the loop: had any of it held the loop up, there would be few."""
+
+    async def run() -> tuple[int, int]:
+        turns = 0
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                await asyncio.sleep(0)
+                turns += 1
+
+        counting = asyncio.create_task(count())
+        async with await AsyncLLM.start(DEMO, **OPTIONS) as llm:
+            starting = turns
+            await whole(llm.generate("A story of " * 300, SamplingParams(max_tokens=8, ignore_eos=True)))
+            counting.cancel()
+            return starting, turns - starting
+
+    assert min(asyncio.run(run())) > 50
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "said"),
+    [
+        ([], None, "at least one token"),
+        ([5000], None, "vocab_size"),
+        ("x", SamplingParams(logit_bias={9999: 1.0}), "logit_bias"),
+    ],
+)
+def test_mistakes_are_raised_to_their_task(engine: AsyncLLM, prompt: Any, params: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        asyncio.run(whole(engine.generate(prompt, params)))
+
+
+def test_two_event_loops_share_an_engine(engine: AsyncLLM) -> None:
+    def run() -> Any:
+        return asyncio.run(whole(engine.generate("Once upon a time", PARAMS[0])))
+
+    first, second = run_in_threads(run, run)
+    assert first == second and first[0][2] is not None
+
+
+def test_new_weights_come_between_two_steps(engine: AsyncLLM) -> None:
+    async def run() -> Any:
+        story = asyncio.create_task(whole(engine.generate("A story", SamplingParams(max_tokens=200, ignore_eos=True))))
+        await until(lambda: engine.llm.stats().num_running)
+        for method, *args in (("begin_update",), ("update", DEMO), ("finish_update",)):
+            await asyncio.to_thread(getattr(engine.llm, method), *args)
+            await asyncio.sleep(0.05)
+        return await story
+
+    assert len(asyncio.run(run())[0][1]) == 200
+
+
+@pytest.mark.parametrize("end", ["closed", "failed"])
+def test_requests_hear_of_the_engines_end(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        llm = await AsyncLLM.start(DEMO, **OPTIONS, skip_tokenizer_init=True)
+        params = SamplingParams(max_tokens=500, ignore_eos=True)
+        tasks = [asyncio.create_task(whole(llm.generate([5 + n], params))) for n in range(3)]
+        await until(lambda: llm.llm.stats().num_running == 3)
+        if end == "closed":
+            await llm.close()
+        else:
+
+            def broken() -> None:
+                raise OSError("the device is gone")
+
+            monkeypatch.setattr(llm.llm, "step", broken)
+        for found in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(found, RuntimeError) and ("closed" if end == "closed" else "is gone") in str(found)
+        with pytest.raises(RuntimeError, match="has ended"):
+            await whole(llm.generate([5]))
+        await llm.close()
+        await llm.close()
+
+    asyncio.run(run())
+
+
+def test_without_a_tokenizer_token_ids_come() -> None:
+    async def run() -> Any:
+        async with await AsyncLLM.start(DEMO, **OPTIONS, skip_tokenizer_init=True) as llm:
+            return await whole(llm.generate([5, 6], SamplingParams(max_tokens=5, ignore_eos=True)))
+
+    [(text, ids, *_)] = asyncio.run(run())
+    assert text == "" and len(ids) == 5
