@@ -382,6 +382,21 @@ def test_custom_and_namespace_tools_are_functions_of_the_chat() -> None:
     ]
 
 
+def test_instructions_and_a_developers_message_are_one_system_message() -> None:
+    """As coding agents send both, and templates take the first message alone."""
+    said = [{"type": "input_text", "text": "Use tools."}]
+    items = [
+        {"type": "message", "role": "developer", "content": said},
+        {"type": "message", "role": "user", "content": "Hi"},
+        {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None},
+        {"role": "developer", "content": "Later."},
+    ]
+    found = of_responses({"instructions": "Be brief.", "input": items, "text": {"verbosity": "low"}})["messages"]
+    assert [(one["role"], one["content"]) for one in found] == [
+        *(("system", "Be brief.\n\nUse tools."), ("user", "Hi"), ("developer", "Later.")),
+    ]
+
+
 def test_the_official_client_reads_calls_of_custom_and_namespace_tools() -> None:
     pydantic = pytest.importorskip("pydantic")
     types = pytest.importorskip("openai.types.responses")

@@ -149,7 +149,9 @@ def _messages(fields: ResponsesFields) -> list[dict[str, Any]]:
 
 def _add_message(messages: list[dict[str, Any]], role: str, content: str) -> None:
     last = messages[-1] if messages else {}
-    if role == "assistant" and last.get("role") == role and last["content"] is None and "tool_calls" not in last:
+    if len(messages) == 1 and {role, last["role"]} <= {"system", "developer"}:
+        last["content"] += f"\n\n{content}"  # many templates take one system message, as the first
+    elif role == "assistant" and last.get("role") == role and last["content"] is None and "tool_calls" not in last:
         last["content"] = content  # after its reasoning
     else:
         messages.append({"role": role, "content": content})
