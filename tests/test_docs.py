@@ -228,3 +228,14 @@ def test_rooms_without_torch(room: str) -> None:
     for path in place.rglob("*.py") if place.is_dir() else [place]:
         packages = {module.split(".")[0] for module in imported(ast.parse(path.read_text(encoding="utf-8")))}
         assert not packages & {"torch", "triton"}, path
+
+
+def test_every_kernel_names_the_shapes_of_its_operands() -> None:
+    silent = []
+    for path in [*(PACKAGE / "kernels").rglob("*.py"), *(PACKAGE / "parallel" / "peer").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel") and node.decorator_list):
+                continue
+            if not re.search(r"\[[^\]]+\]", ast.get_docstring(node) or ""):
+                silent.append(f"{path.name}: {node.name}")
+    assert not silent

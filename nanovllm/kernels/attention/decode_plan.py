@@ -87,7 +87,9 @@ def _chunk_size(context_len, MIN_CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, 
 def plan_decode_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, num_rows, window, BLOCK_N: tl.constexpr,
                        MIN_CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, NUM_CLASSES: tl.constexpr,
                        TAIL_CLASSES: tl.constexpr, ROWS_PADDED: tl.constexpr, ROWS_PER_PROGRAM: tl.constexpr):
-    """See plan_decode_reference. Every program ranks all rows and writes the entries of its own."""
+    """plan_decode_reference of ROW_SLOT and CONTEXT_LENS, int32 [num_rows]: WORK int32 [entries, 4] as work_list.py has
+    it, NUM_WORK int32 [1] its entries, NUM_CHUNKS int32 [num_rows] the chunks of each row. Every program ranks all rows
+    and writes the entries of its own ROWS_PER_PROGRAM."""
     rows = tl.arange(0, ROWS_PADDED)
     slot = tl.load(ROW_SLOT + rows, mask=rows < num_rows, other=-1)
     length = tl.load(CONTEXT_LENS + rows, mask=rows < num_rows, other=0)

@@ -67,7 +67,9 @@ def _place(here, placed):
 @triton.jit(do_not_specialize=["ROW_SLOT", "CONTEXT_LENS", "num_rows", "window"])
 def fixed_order_plan_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, num_rows, window, FIRST: tl.constexpr,
                             ROWS_PADDED: tl.constexpr, ROWS_PER_PROGRAM: tl.constexpr):
-    """See fixed_order_plan_reference. Every program ranks all rows and writes the entries of its own."""
+    """fixed_order_plan_reference of ROW_SLOT and CONTEXT_LENS, int32 [num_rows]: WORK int32 [entries, 4] as
+    work_list.py has it, NUM_WORK int32 [1] its entries, NUM_CHUNKS int32 [num_rows] the units of each row. FIRST: keys
+    of a row's first unit. Every program ranks all rows and writes the entries of its own ROWS_PER_PROGRAM."""
     NARROW: tl.constexpr = 1 + (_WIDE_FROM - FIRST) // _CHUNK
     rows = tl.arange(0, ROWS_PADDED)
     slot = tl.load(ROW_SLOT + rows, mask=rows < num_rows, other=-1)

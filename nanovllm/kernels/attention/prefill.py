@@ -78,7 +78,8 @@ def _tiles(CU_SEQLENS, CONTEXT_LENS, tile, num_rows, BLOCK_M: tl.constexpr, SEAR
 @triton.jit(do_not_specialize=["CU_SEQLENS", "CONTEXT_LENS", "num_tiles", "num_rows"])
 def plan_prefill_kernel(CU_SEQLENS, CONTEXT_LENS, TILES, num_tiles, num_rows, BLOCK_M: tl.constexpr,
                         SEARCH_STEPS: tl.constexpr, BLOCK: tl.constexpr):
-    """See plan_prefill_reference. A tile's place is the number of tiles that come before it."""
+    """plan_prefill_reference of CU_SEQLENS int32 [num_rows + 1] and CONTEXT_LENS int32 [num_rows]: TILES int32
+    [num_tiles, 2], row (-1: none) and first query within it. A tile's place is the number of tiles before it."""
     mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row, query, keys = _tiles(CU_SEQLENS, CONTEXT_LENS, mine, num_rows, BLOCK_M, SEARCH_STEPS)
     place = tl.zeros_like(mine)
@@ -160,10 +161,12 @@ def prefill_attention_kernel(Q, K, V, KV_SCALES, SINKS, OUT, TABLE, ROW_SLOT, CU
                              HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
                              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAP: tl.constexpr, WINDOWED: tl.constexpr,
                              TMA: tl.constexpr, FIXED: tl.constexpr):
-    """See attention_reference. A program computes one tile of queries of one head; the heads of a tile run side
-    by side, so that those which share keys find them in the L2 cache. K and V are tensor descriptors with TMA. CAP: the
-    soft-cap in units of log2, or None; SINKS may be None, and KV_SCALES where K and V are not e4m3. FIXED: sums in the
-    order of fixed_order.py."""
+    """attention_reference of Q [T, HQ, D] into OUT of this shape. K, V [blocks, HQ / G, PAGE, D], tensor descriptors
+    with TMA; KV_SCALES int32 [blocks, HQ / G, PAGE], a key's and a value's bfloat16, where they are e4m3, else None;
+    SINKS [HQ] or None; TABLE int32 [slots, table_stride]; ROW_SLOT, CONTEXT_LENS int32 [rows], CU_SEQLENS int32 [rows +
+    1]; TILES of plan_prefill_kernel. A program computes one tile of queries of one head; the heads of a tile run side
+    by side, so that those which share keys find them in the L2 cache. CAP: the soft-cap in units of log2, or None.
+    FIXED: sums in the order of fixed_order.py."""
     tile = tl.program_id(0) // HQ
     head = tl.program_id(0) % HQ
     row = tl.load(TILES + tile * 2)

@@ -13,7 +13,9 @@ def _combine_kernel(
     HIDDEN: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, LOGIT_PARTS: tl.constexpr, GATE: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Columns `program_id(1)` * BLOCK and on of row `program_id(0)`."""
+    """OUT [rows, HIDDEN]: the sum of PARTS [TOP_K, rows, HIDDEN] and of SHARED [rows, HIDDEN], if there is one, times
+    the sigmoid of column GATE of LOGITS [LOGIT_PARTS, rows, WIDTH], if there are some. A program has columns
+    `program_id(1)` * BLOCK and on of row `program_id(0)`."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < HIDDEN

@@ -209,7 +209,9 @@ def _sort_kernel(
     BLOCK: tl.constexpr, ROWS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, COUNTED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Places the choices of the ROWS tokens from `program_id` * ROWS on; see _route_kernel."""
+    """ORDER int32 [rows * TOP_K] and TILES int32 [max_tiles, 3] of Routing, from the IDS int32 [rows, TOP_K] and COUNTS
+    int32 [programs, BLOCK] of _route_kernel. A program places the choices of ROWS tokens from `program_id` * ROWS
+    on."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -42,7 +42,9 @@ def _activation_kernel(
     X, BIAS, OUT, SCALES, scale_stride,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Columns `program_id(1)` * BLOCK and on of row `program_id(0)`. Where there are SCALES, OUT is rounded to e4m3."""
+    """OUT [rows, SIZE]: the activation of X [rows, SIZE], or of [rows, 2 SIZE], gates first, where GATED; BIAS, of X's
+    width or None, is added first. Where there are SCALES [groups of SIZE, scale_stride], OUT is rounded to e4m3. A
+    program has columns `program_id(1)` * BLOCK and on of row `program_id(0)`."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < SIZE

@@ -8,8 +8,9 @@ from nanovllm.kernels.base.triton_import import tl, triton
 
 @triton.jit
 def _embed_shard_kernel(TOKEN_IDS, WEIGHT, OUT, start, num_valid, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
-    """Token `program_id(0)`. Without PDL: decode attention counts on an ordinary kernel here, which ends what
-    prepares the step before any layer begins."""
+    """OUT [tokens, HIDDEN]: the lines of WEIGHT [any, HIDDEN] that TOKEN_IDS int32 [tokens] name, less `start`; zeros
+    where that is not in 0 .. num_valid. A program has token `program_id(0)`. Without PDL: decode attention counts on an
+    ordinary kernel here, which ends what prepares the step before any layer begins."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < HIDDEN

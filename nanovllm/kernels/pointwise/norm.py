@@ -115,9 +115,10 @@ def _norm_kernel(
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, KIND: tl.constexpr, AFTER_KIND: tl.constexpr,
     MULTIPLIER: tl.constexpr, PARTS: tl.constexpr, NODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Row `program_id` of add_norms, without the addition where not ADD. RESIDUAL and OUT are contiguous, and so is X
-    where it is PARTS matrices to add up. What is None is not there: AFTER_WEIGHT, biases, and WEIGHT where OUT
-    is not wanted. Where there are SCALES, OUT is rounded to e4m3 (kernels/fp8/)."""
+    """Row `program_id` of add_norms, without the addition where not ADD. X [rows, HIDDEN], rows x_stride apart, or
+    PARTS contiguous matrices to add up; RESIDUAL and OUT [rows, HIDDEN], contiguous; weights and biases [HIDDEN]. What
+    is None is not there: AFTER_WEIGHT, biases, and WEIGHT where OUT is not wanted. Where there are SCALES [groups of
+    HIDDEN, scale_stride], OUT is rounded to e4m3 (kernels/fp8/)."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < HIDDEN

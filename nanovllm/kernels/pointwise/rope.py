@@ -177,9 +177,10 @@ def _qk_norm_rope_store_kernel(
     ROPE_FLOAT32: tl.constexpr, BLOCK_SIZE: tl.constexpr, Q_GROUPS: tl.constexpr, HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Token `program_id(0)`; `program_id(1)` counts Q_GROUPS groups of HEADS query heads, then groups of as many
-    key/value heads. What is None is not there: BIAS, norms, COS_SIN (no rotation), QUERY_SCALE,
-    KV_SCALES. QUERIES: QKV, or the same memory as float16."""
+    """qk_norm_rope_store, which has the shapes: QKV [T, (Q_HEADS + 2 KV_HEADS) * D], caches [blocks, KV_HEADS,
+    BLOCK_SIZE, D]. Token `program_id(0)`; `program_id(1)` counts Q_GROUPS groups of HEADS query heads, then groups of
+    as many key/value heads. What is None is not there: BIAS, norms, COS_SIN (no rotation), QUERY_SCALE, KV_SCALES.
+    QUERIES: QKV, or the same memory as float16."""
     ROPE: tl.constexpr = COS_SIN is not None
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
@@ -285,7 +286,8 @@ def _queries(qkv: torch.Tensor, how: QKNormRope, kv_scales: torch.Tensor | None)
 def _qk_mean_squares_kernel(QKV, BIAS, K_SHARES, OUT, qkv_stride, q_share, Q_WIDTH: tl.constexpr,
                             K_WIDTH: tl.constexpr, D: tl.constexpr, Q_PADDED: tl.constexpr, K_PADDED: tl.constexpr,
                             ):  # fmt: skip
-    """Token `program_id(0)`. A whole row in one program: the order of the sum does not depend on the step."""
+    """OUT float32 [T, 2] from QKV [T, Q_WIDTH + 2 K_WIDTH], BIAS of its width or None, K_SHARES float32 [K_WIDTH / D];
+    token `program_id(0)`. A whole row in one program: the order of the sum does not depend on the step."""
     token = tl.program_id(0).to(tl.int64)
     zero = tl.arange(0, 1)
     cols = tl.arange(0, Q_PADDED)

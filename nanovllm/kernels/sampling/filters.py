@@ -74,8 +74,9 @@ def _row_threshold(row, peak, star, lowest, top_k, top_p, scale, num_ids, WINNER
 def _filter_kernel(LOGITS, ROW, SLOT, RECORDS, TEMPERATURE, TARGET_ROW, TOKENS, THRESHOLD, row_stride, num_ids,
                    WINNER: tl.constexpr, SHIFT: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
                    TILES: tl.constexpr):  # fmt: skip
-    """Row program_id(0): writes the threshold to sample with. WINNER: TOKENS has what the step itself sampled from the
-    same logits; where the filters keep that token, the threshold is inf."""
+    """THRESHOLD float32 [G], to sample with, of the lines ROW int32 [G] of LOGITS [any, row_stride], by RECORDS int32
+    [G, RECORD_WORDS] and TEMPERATURE float32 [S] at SLOT int32 [G]. Row `program_id(0)`. WINNER: TOKENS has what the
+    step itself sampled from the same logits; where the filters keep that token, the threshold is inf."""
     g = tl.program_id(0)
     record = RECORDS + g * _RECORD
     top_k = tl.load(record + 1)

@@ -66,7 +66,9 @@ def best_of_chunks_kernel(
     row_stride, counts_stride, mask_stride, vocab_start, num_ids, num_chunks,
     TILE: tl.constexpr, TILES: tl.constexpr, APPROX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Key of the best of the TILE * TILES ids of chunk `program_id(0)` of row `program_id(1)`, into PARTIAL.
+    """Key of the best of the TILE * TILES ids of chunk `program_id(0)` of row `program_id(1)`, into PARTIAL int64 [B,
+    num_chunks]. LOGITS [any, row_stride]; SLOT int32 [B], TEMPERATURE float32 [S], SEED int64 [S], POSITIONS int32: see
+    Draws.
 
     Lanes keep their own best over the tiles, as a score and a tile number; keys are made once, at the end. A score is
     the same bits whatever the tiling, and a maximum has no order, so neither has the result. Comparisons with NaN are
@@ -132,8 +134,8 @@ def reduce_chunks_kernel(
     PARTIAL, SLOT, KEYS, LAST_TOKEN, TOKENS, TARGET_ROW, RECORDS, THRESHOLD, COUNTS, counts_stride, num_chunks,
     CHUNKS_PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Best key of row `program_id(0)`, into KEYS, or its token, into TOKENS, LAST_TOKEN and, with penalties, COUNTS.
-    What is not wanted may be None; the rest: see best_of_chunks_kernel."""
+    """Best of PARTIAL int64 [B, num_chunks] in row `program_id(0)`, into KEYS int64 [B], or its token, into TOKENS,
+    LAST_TOKEN and, with penalties, COUNTS. What is not wanted may be None; the rest: see best_of_chunks_kernel."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)

@@ -59,7 +59,9 @@ def _next_in_row(row, num_ids, last, least, LANES: tl.constexpr, WIDTH: tl.const
 def _logprobs_kernel(LOGITS, ROW, TOKENS, TOKEN_ROW, SCALE, LEAST, LIST, OUT, row_stride, num_ids, K: tl.constexpr,
                      PROCESSED: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr,
                      DEPTH: tl.constexpr):  # fmt: skip
-    """Line program_id(0) of token_logprobs. LIST: room for the row's likeliest ids (candidates.py)."""
+    """Line `program_id(0)` of token_logprobs: OUT int32 [N, 3 + 2 K], of LOGITS [any, row_stride] by ROW, TOKEN_ROW
+    int32 [N], TOKENS int32 [any], SCALE and LEAST float32 [N]. LIST int64 [N, DEPTH, LANES]: room for the row's
+    likeliest ids (candidates.py)."""
     n = tl.program_id(0)
     row = LOGITS + tl.load(ROW + n).to(tl.int64) * row_stride
     token = tl.load(TOKENS + tl.load(TOKEN_ROW + n))

@@ -59,6 +59,9 @@ def load_edited(row, index, num_ids, flags, penalties, counts_row, masks_row):
 @triton.jit(do_not_specialize_on_alignment=["ROW", "SLOT", "RECORDS"])
 def _edit_kernel(LOGITS, ROW, SLOT, RECORDS, COUNTS, MASKS, OUT, row_stride, counts_stride, mask_stride, out_stride,
                  num_ids, TILE: tl.constexpr):  # fmt: skip
+    """edit_logits without edits: OUT float32 [G, out_stride], of LOGITS [any, row_stride] by ROW, SLOT int32 [G],
+    RECORDS int32 [G, RECORD_WORDS], COUNTS int32 [S, counts_stride] and MASKS int32 [S, mask_stride], which may be
+    None. Ids `program_id(0)` * TILE and on of row `program_id(1)`."""
     g = tl.program_id(1)
     index = tl.program_id(0) * TILE + tl.arange(0, TILE)
     record = RECORDS + g * _RECORD
@@ -73,7 +76,8 @@ def _edit_kernel(LOGITS, ROW, SLOT, RECORDS, COUNTS, MASKS, OUT, row_stride, cou
 @triton.jit(do_not_specialize=["num_edits"], do_not_specialize_on_alignment=["ROW", "SLOT", "RECORDS", "EDITS"])
 def _edit_entries_kernel(LOGITS, ROW, SLOT, RECORDS, COUNTS, MASKS, EDITS, OUT, row_stride, counts_stride, mask_stride,
                          out_stride, num_edits, TILE: tl.constexpr):  # fmt: skip
-    """Writes the edited logit of single ids over what _edit_kernel wrote for them."""
+    """Writes the edited logit of single ids, EDITS int32 [num_edits, 3], over what _edit_kernel wrote for them; the
+    other operands are those of _edit_kernel."""
     entry = tl.program_id(0) * TILE + tl.arange(0, TILE)
     live = entry < num_edits
     g = tl.load(EDITS + entry * 3, mask=live, other=0)

@@ -26,8 +26,9 @@ class BlockTensors:
 
 @triton.jit(do_not_specialize=["num_copies"])
 def _copy_blocks_kernel(PAIRS, TABLE, num_copies, BLOCK: tl.constexpr):
-    """The tensor `program_id(0)`; the programs along axis 1 share its words. Each word is copied by one thread, so that
-    a block may be overwritten after it was read."""
+    """Copies block PAIRS[i, 0] to PAIRS[i, 1], int32 [num_copies, 2], in each tensor of TABLE int64 [tensors, 2] of
+    BlockTensors: the tensor `program_id(0)`; the programs along axis 1 share its words. Each word is copied by one
+    thread, so that a block may be overwritten after it was read."""
     entry = TABLE + tl.program_id(0) * 2
     base = tl.multiple_of(tl.load(entry).to(tl.pointer_type(tl.int32)), 4)
     num_words = tl.load(entry + 1)

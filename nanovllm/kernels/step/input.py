@@ -119,6 +119,8 @@ def _apply_deltas(
 def _apply_deltas_kernel(
     BUFFER, BLOCK_TABLE, LAST_TOKEN, TEMPERATURE, SEED, table_stride, S: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """What the packed step BUFFER int32 [words] (wire/step.py) brings into BLOCK_TABLE int32 [S, table_stride],
+    LAST_TOKEN int32 [S], TEMPERATURE float32 [S] and SEED int64 [S]. Programs share the entries by BLOCK."""
     first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
     _apply_deltas(BUFFER, BLOCK_TABLE, LAST_TOKEN, TEMPERATURE, SEED, table_stride, first, step, S, BLOCK)
 
@@ -137,8 +139,11 @@ def _expand_rows_kernel(
     LOGITS_INDICES, table_stride, out_rows, out_tokens, decode_rows, S: tl.constexpr, S_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Output row `program_id(0)`, whose tokens the programs along axis 1 share; the one after the last is the tokens'
-    padding. The first `decode_rows` output rows are decodes or their padding, one token each; chunks follow."""
+    """The rows of the packed step BUFFER int32 [words]: ROW_SLOT, CONTEXT_LENS, LOGITS_INDICES int32 [out_rows],
+    CU_SEQLENS int32 [out_rows + 1], POSITIONS, INPUT_IDS, SLOT_MAPPING int32 [out_tokens], by BLOCK_TABLE int32 [S,
+    table_stride] and LAST_TOKEN int32 [S]. Output row `program_id(0)`, whose tokens the programs along axis 1 share;
+    the one after the last is the tokens' padding. The first `decode_rows` output rows are decodes or their padding, one
+    token each; chunks follow."""
     out_row = tl.program_id(0)
     share = tl.program_id(1)
     num_rows = tl.load(BUFFER + 0)
@@ -184,7 +189,9 @@ def _prepare_decode_kernel(
     SLOT_MAPPING, LOGITS_INDICES, RING_INDEX, ring_stride, table_stride, out_rows, S: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, IN_RING: tl.constexpr,
 ):  # fmt: skip
-    """One program, so that a barrier is enough between the updates and their readers."""
+    """_apply_deltas_kernel and _expand_rows_kernel of a step of decodes, whose tokens are its rows; with IN_RING of
+    line RING_INDEX int32 [1] of BUFFER [lines, ring_stride]. One program, so that a barrier is enough between the
+    updates and their readers."""
     if IN_RING:
         BUFFER += tl.load(RING_INDEX) * ring_stride
     num_rows = tl.load(BUFFER + 0)

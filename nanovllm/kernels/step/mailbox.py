@@ -10,7 +10,8 @@ from nanovllm.kernels.base.triton_import import tl, triton
 def _publish_tokens_kernel(
     TOKENS, RING, INDEX, count, stride, LINES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """One program, so that a barrier is enough between the readers of the index and its change."""
+    """TOKENS int32 [count] into line INDEX int32 [1] of RING int32 [LINES, stride]; INDEX goes on. One program, so that
+    a barrier is enough between the readers of the index and its change."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
