@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 class FairLock:
@@ -11,16 +11,21 @@ class FairLock:
 
     def __init__(self) -> None:
         self._next = threading.Lock()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # which knows by itself whose it is
         self._owner: int | None = None
 
     def __enter__(self) -> None:
         """Raises RuntimeError where this thread has the lock already: it would wait for itself."""
         if self._owner == threading.get_ident():  # a signal's handler in mid-step, or load_weights' own iterable
             raise RuntimeError("this engine is in the middle of a call of this thread, and cannot begin another in it")
-        with self._next:
-            self._lock.acquire()
-        self._owner = threading.get_ident()
+        try:
+            with self._next:
+                self._lock.acquire()
+                self._owner = threading.get_ident()
+        except BaseException:  # of a signal's handler: nobody would give back what we may have got already
+            with suppress(RuntimeError):  # it is not ours
+                self._lock.release()
+            raise
 
     def __exit__(self, *_: object) -> None:
         self._owner = None

@@ -168,7 +168,7 @@ class TensorParallelGroup:
         if failed:
             self.abort()
         if self._peer is not None:
-            self._peer.memory.close(timeout=0.1 if failed else 5.0)
+            self._peer.memory.close()
             self._peer = self.overlap = None
         if self._group is not None and self._library == "nccl" and not failed:
             self._group.shutdown()

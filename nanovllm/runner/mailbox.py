@@ -3,7 +3,7 @@
 A copy in and a copy out between two graphs cost some 17 us a step, most of it spent on switching between the graph and
 the copies. A decode step's graph therefore fetches its packed step with its first kernel and leaves its tokens with its
 last. Which line of the ring is whose, both sides count for themselves: the device counts the graphs it has run, the
-host those it has launched.
+host those it has launched. A step that was posted and then not launched counts on neither side.
 """
 
 import numpy as np
@@ -26,17 +26,20 @@ class Mailbox:
         self.ring_index = torch.zeros(1, dtype=torch.int32, device=device)
         """int32 [1] on the device: the line of the next step."""
         self._views = [line.numpy() for line in self.steps]
-        self._posted = 0
+        self._launched = 0
 
     def begin(self) -> None:
         """From here on both sides count from zero; whatever ran before had no rows."""
         self.ring_index.zero_()
-        self._posted = 0
+        self._launched = 0
 
     def post(self, packed: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Puts a packed step where its graph will fetch it; returns that line, int32 [capacity], and where the graph
-        leaves its tokens, int32 [max_rows]."""
-        line = self._posted % RING
-        self._posted += 1
+        leaves its tokens, int32 [max_rows]. `count_launch` is to follow."""
+        line = self._launched % RING
         self._views[line][: packed.shape[0]] = packed
         return self.steps[line], self.tokens[line]
+
+    def count_launch(self) -> None:
+        """The graph of the step that was posted is launched."""
+        self._launched += 1

@@ -361,6 +361,8 @@ class ModelRunner(WeightCommands):
             work.copy_blocks(step, packed)
             if graphs is not None and shape is not None:
                 graphs.replay(shape)
+                if posted is not None and self.io.mailbox is not None:
+                    self.io.mailbox.count_launch()
                 first_chunk_row, hidden = shape.decode_rows, None
                 logits = None if section is None else work.captured_logits[shape].tensor()
             else:

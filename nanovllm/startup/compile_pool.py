@@ -16,7 +16,7 @@ import signal
 import subprocess
 import threading
 import time
-from dataclasses import replace
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Pipe
 from pathlib import Path
@@ -32,6 +32,12 @@ _SERVER_MODULE = "nanovllm.startup.compile_server"
 _MIN_CORES = 4
 _MAX_PROCESSES = 24
 _PATIENCE = 60.0  # seconds to wait for the processes, from when there is nothing else left to do
+_NO_KERNELS = frozenset(
+    "model tokenizer skip_tokenizer_init revision download_dir seed step_timeout trace max_queued_requests "
+    "max_logprobs logprobs_mode data_parallel_size data_parallel_backend ray_address gpu_memory_utilization "
+    "cpu_kvcache_gib enable_prefix_caching max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold".split()
+)
+"""Options that no kernel depends on."""
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
 
 
@@ -150,8 +156,11 @@ def stamp_path(config: EngineConfig, model: ModelConfig) -> Path:
             digest.update(f"{package} {version(package)}\n".encode())
         except PackageNotFoundError:
             pass
-    unrelated = replace(config, model="-", tokenizer=None, seed=0, step_timeout=1.0)
-    digest.update(f"{unrelated} {model} {_device_names()}".encode())
+    options = {entry.name: getattr(config, entry.name) for entry in fields(config) if entry.name not in _NO_KERNELS}
+    for name, value in options.items():
+        if callable(value):  # its repr has an address
+            options[name] = f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+    digest.update(f"{options} {model} {_device_names()}".encode())
     return _triton_cache_dir() / f"nanovllm-{digest.hexdigest()[:32]}"
 
 

@@ -30,7 +30,10 @@ def test_both_sides_count_the_same_lines(device: torch.device) -> None:
     publish_tokens(torch.zeros(4, dtype=torch.int32, device=device), mailbox.tokens, mailbox.ring_index)  # a warm-up
     mailbox.begin()
     for n in range(2 * RING + 1):
+        if n % 3:
+            mailbox.post(np.full(7, -n, dtype=np.int32))  # a step that could not be launched
         line, place = mailbox.post(np.full(5, n, dtype=np.int32))
+        mailbox.count_launch()
         assert mailbox.steps[mailbox.ring_index.item(), :5].tolist() == line[:5].tolist() == [n] * 5
         publish_tokens(torch.full((2,), 10 + n, dtype=torch.int32, device=device), mailbox.tokens, mailbox.ring_index)
         if device.type == "cuda":

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -236,11 +237,19 @@ def test_processes_end_with_their_parent(mark: str) -> None:
     assert wait_until(lambda: marked_processes(mark) == [], seconds=20)
 
 
+def _flat() -> Callable[..., object]:
+    return lambda score, *_: score
+
+
 def test_stamp_stands_for_build_options_and_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     stamp = stamp_path(CONFIG, MODEL)
     assert stamp.parent == tmp_path
     assert stamp_path(replace(CONFIG, seed=3, tokenizer="elsewhere"), MODEL) == stamp
+    for option in ({"trace": "/tmp/x"}, {"max_queued_requests": 5}, {"revision": "main"}, {"data_parallel_size": 2}):
+        assert stamp_path(replace(CONFIG, **option), MODEL) == stamp
+    one, other = (stamp_path(replace(CONFIG, attention_backend="flex", score_mod=_flat()), MODEL) for _ in range(2))
+    assert one == other != stamp, "a function made anew is the same one"
     assert stamp_path(replace(CONFIG, max_num_seqs=64), MODEL) != stamp
     assert stamp_path(CONFIG, replace(MODEL, hidden_size=2048)) != stamp
     monkeypatch.setattr(precompile, "_device_names", lambda: ["Model: another"])

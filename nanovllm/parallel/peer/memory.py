@@ -266,15 +266,13 @@ class PeerMemory:
                 driver.free(self._own)
         self._own = 0
 
-    def close(self, timeout: float = 2.0) -> None:
-        """Stops what still waits, unmaps, frees. Waits at most `timeout` seconds for the others (maybe dead): memory
-        should not go while a peer maps it. No graph that holds kernels of this block may be replayed afterwards."""
+    def close(self) -> None:
+        """Stops what still waits, unmaps, frees. Only rank 0 gets here, after the other ranks' processes have ended and
+        what they had mapped has gone with them. No graph with kernels of this block may be replayed afterwards."""
         if self._driver is None:
             return
         with contextlib.suppress(RuntimeError):
             self.abort()
             torch.cuda.synchronize(self.device)
         self._unmap()
-        with contextlib.suppress(PeerMemoryUnavailable):
-            self._rounds.post("close", b"", timeout=timeout)
         self._free()
