@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from nanovllm.cli.options import Parser, add_fields, chosen, json_object
-from nanovllm.cli.serve import add_model, check_engine, demo_model
+from nanovllm.cli.serve import DEMO_NAME, add_model, check_engine, demo_model
 from nanovllm.config import EngineConfig
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop", "repetition_penalty")
@@ -51,16 +51,18 @@ def server_url(given: argparse.Namespace, quiet: bool = False) -> Iterator[str]:
     engine = chosen(given, EngineConfig)
     engine.pop("seed", None)
     model = engine.pop("model", None)
+    names = getattr(given, "served_model_name", None)
     if given.url is not None:
-        if model is not None or engine:
-            name = "MODEL" if model is not None else "--" + next(iter(engine)).replace("_", "-")
+        if model is not None or engine or names:
+            name = "MODEL" if model is not None else "--" + next(iter(engine), "served-model-name").replace("_", "-")
             raise ValueError(f"{name}: not together with --url")
         yield given.url
         return
-    model = demo_model() if model is None else model
+    if model is None:
+        model, names = demo_model(), names or [DEMO_NAME]
     check_engine(model, engine)
     from nanovllm.cli.local_server import LocalServer
 
-    with LocalServer(model, engine) as server:
+    with LocalServer(model, engine, names or []) as server:
         server.wait_until_ready(quiet)
         yield server.url

@@ -35,9 +35,13 @@ def make_parser() -> Parser:
         description="Answers the requests of a file (OpenAI's batch format: chat, completions), each as one line of "
         "another. Run it again after it was ended: it goes on.",
     )
-    parser.add_argument("input", metavar="IN.jsonl")
-    parser.add_argument("output", metavar="OUT.jsonl")
+    parser.add_argument("input", nargs="?", metavar="IN.jsonl")
+    parser.add_argument("output", nargs="?", metavar="OUT.jsonl")
+    for name, alias in (("input", "-i"), ("output", "-o")):
+        parser.add_argument(alias, f"--{name}-file", metavar="FILE", help=f"the same as the {name}'s place above")
     add_server_options(parser, model_option=True)
+    names = "what requests may call the model, in place of its path"
+    parser.add_argument("--served-model-name", nargs="+", metavar="NAME", help=names)
     parser.add_argument("--max-concurrency", type=count, default=512, metavar="N", help="requests in flight [512]")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
     return parser
@@ -99,6 +103,8 @@ class Results:
             raise OSError(f"{path}: another run is writing it") from None
         self.finished: dict[int, str | None] = {}
         """custom_id by the number of the line in the input, from 1."""
+        self.num_answered = 0
+        """Of these, with an answer that is no error."""
         self._size = self._take_in()
         self._file.truncate(self._size)
 
@@ -111,7 +117,7 @@ class Results:
                     break
                 try:
                     record = json.loads(line)
-                    self.finished[int(record["id"].removeprefix(_PREFIX))] = record["custom_id"]
+                    self._count(record)
                 except (ValueError, KeyError, TypeError, AttributeError):
                     raise ValueError(f"{self._path}: line {number} is no result of run-batch") from None
                 end += len(line)
@@ -137,7 +143,11 @@ class Results:
                 "from there"
             ) from None
         self._size += len(line)
+        self._count(record)
+
+    def _count(self, record: dict[str, Any]) -> None:
         self.finished[int(record["id"].removeprefix(_PREFIX))] = record["custom_id"]
+        self.num_answered += (record.get("response") or {}).get("status_code") == 200
 
     def close(self) -> None:
         self._file.close()
@@ -243,8 +253,19 @@ async def _run(given: argparse.Namespace, url: str, results: Results, total: int
             await Batch(client, results, progress, given.max_concurrency).run(given.input)
 
 
+def _files(given: argparse.Namespace) -> tuple[str, str]:
+    """Input and output, each named once, by its place or its option. Raises ValueError otherwise."""
+    named = [name for name in (given.input, given.output) if name is not None]
+    found = [option or (named.pop(0) if named else "") for option in (given.input_file, given.output_file)]
+    if named or not all(found):
+        raise ValueError("run-batch: takes one input and one output: IN.jsonl OUT.jsonl, or -i IN.jsonl -o OUT.jsonl")
+    return found[0], found[1]
+
+
 def run(parser: Parser, arguments: list[str]) -> int:
+    """Exit status 1: there are requests, and none of them has an answer that is no error."""
     given = parser.parse_args(arguments)
+    given.input, given.output = _files(given)
     if given.max_concurrency < 1:
         raise ValueError(f"max_concurrency={given.max_concurrency}: must be >= 1")
     with open(given.input, "rb") as lines:
@@ -257,4 +278,4 @@ def run(parser: Parser, arguments: list[str]) -> int:
                     asyncio.run(_run(given, url, results, len(finished)))
             elif not given.quiet:
                 print(f"all {len(finished)} requests have their results already", file=sys.stderr)
-    return 0
+            return 1 if finished and not results.num_answered else 0

@@ -26,6 +26,7 @@ _SERVER_GROUPS = {
     "chat_template": "chats, tools, defaults of sampling",
     "strict_fields": "log and page",
 }
+DEMO_NAME = "demo"
 _ANY = ("true", "false")
 SERVER_FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "api_server_count": (("1",), "one process serves HTTP"),
@@ -130,7 +131,7 @@ def run(parser: Parser, arguments: list[str]) -> int:
     model = engine.pop("model", None)
     if model is None:
         model = demo_model()
-        server.setdefault("served_model_name", ("demo",))
+        server.setdefault("served_model_name", (DEMO_NAME,))
     check_engine(model, engine)
     admin = _api_keys(given.admin_api_key, "--admin-api-key", "NANOVLLM_ADMIN_API_KEY")
     keys = _api_keys(given.api_key, "--api-key", "NANOVLLM_API_KEY")

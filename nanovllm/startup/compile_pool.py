@@ -35,7 +35,8 @@ _PATIENCE = 60.0  # seconds to wait for the processes, from when there is nothin
 _NO_KERNELS = frozenset(
     "model tokenizer skip_tokenizer_init revision download_dir seed step_timeout trace max_queued_requests "
     "max_logprobs logprobs_mode data_parallel_size data_parallel_backend ray_address gpu_memory_utilization "
-    "cpu_kvcache_gib enable_prefix_caching max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold".split()
+    "cpu_kvcache_gib enable_prefix_caching max_num_partial_prefills max_long_partial_prefills "
+    "long_prefill_token_threshold".split()
 )
 """Options that no kernel depends on."""
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")

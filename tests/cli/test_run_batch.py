@@ -138,6 +138,34 @@ def test_results_of_something_else(server: Server, tmp_path: Path) -> None:
     assert nanovllm("run-batch", file, file, "--url", server.url).returncode == 2
 
 
+def test_every_record_failed(server: Server, tmp_path: Path) -> None:
+    """The exit status says so, also of a run that finds them there, until one of them has an answer."""
+    file, out = write(tmp_path / "in", [completion("a", model="gpt-4"), "{"]), str(tmp_path / "out")
+    for _ in range(2):
+        assert nanovllm("run-batch", "-i", file, "-o", out, "--url", server.url).returncode == 1
+    write(tmp_path / "in", [completion("a", model="gpt-4"), "{", completion("b")])
+    assert nanovllm("run-batch", file, "--output-file", out, "--url", server.url).returncode == 0
+    assert len(records(tmp_path / "out")) == 3
+    write(tmp_path / "in", [])
+    assert nanovllm("run-batch", file, str(tmp_path / "new"), "--url", server.url).returncode == 0
+
+
+@pytest.mark.parametrize("places", [[], ["a"], ["a", "b", "-i", "c"], ["-i", "a"], ["a", "-i", "b", "-o", "c"]])
+def test_input_and_output_are_named_once(places: list[str]) -> None:
+    done = nanovllm("run-batch", *places)
+    assert done.returncode == 2 and "-i IN.jsonl -o OUT.jsonl" in done.stderr
+
+
+def test_a_model_of_its_own_has_the_names_it_is_given(tmp_path: Path) -> None:
+    """The demo model that of `serve`, where there is none."""
+    options = ["--device", "cpu", "--num-kvcache-blocks", "64", "-q"]
+    for name, names in (("demo", []), ("mine", ["--served-model-name", "other", "mine"])):
+        file, out = write(tmp_path / "in", [completion("a", model=name)]), tmp_path / name
+        assert nanovllm("run-batch", file, str(out), *options, *names).returncode == 0, out.read_text()
+    done = nanovllm("run-batch", file, str(tmp_path / "x"), "--url", "http://localhost:1", "--served-model-name", "a")
+    assert done.returncode == 2 and "--served-model-name: not together with --url" in done.stderr
+
+
 def test_with_a_model_of_its_own(server: Server, tmp_path: Path) -> None:
     """It gives what the server's gives."""
     file = write(tmp_path / "in", [chat(f"r{n}", temperature=0.7) for n in range(4)])
