@@ -59,6 +59,9 @@ def test_usage_of_a_stream(client: httpx.Client) -> None:
 
 def test_refused_streams_have_a_status(client: httpx.Client) -> None:
     """Also where only the engine finds out what is wrong."""
+    too_many = {"logprobs": True, "top_logprobs": 21}
+    error = client.post(CHAT, json=ASK | too_many | {"stream": True}).json()["error"]
+    assert (error["param"], error["message"]) == ("top_logprobs", "top_logprobs=21: must be in 0..20 (max_logprobs)")
     for wrong in ({"top_p": 2}, {"structured_outputs": {"regex": "("}}, {"logit_bias": {"5000": 1}}):
         answer = client.post(CHAT, json=ASK | wrong | {"stream": True})
         assert answer.status_code == 400

@@ -289,12 +289,14 @@ def test_a_responses_request_is_a_chat() -> None:
         ({"tools": None, "tool_choice": "required"}, "tool_choice: must be absent, 'auto' or 'none' where no tools"),
         ({"top_logprobs": 2}, r"top_logprobs: needs include=\['message.output_text.logprobs'\]"),
         ({"n": 2}, "n=2: must be one of 1"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}] * 129}]},
+         r"tools\[0\].tools=.*: must be array of length <= 128"),
         ({"include": ["everything"]}, r"include\[0\]='everything': must be one of"),
         ({"tool_choice": {"type": "allowed_tools", "tools": [1]}}, r"tools\[0\]=1: must be object"),
         ({"tool_choice": "some"}, "tool_choice='some': must be one of 'auto', 'none', 'required'"),
         ({"previous_response_id": "resp_1"}, "previous_response_id: not supported; nothing is stored"),
     ],
-)
+)  # fmt: skip
 def test_what_a_responses_request_must_be(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ApiError, match=message):
         of_responses({**RESPONSES_BODY, **change})

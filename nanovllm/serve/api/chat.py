@@ -9,7 +9,7 @@ from nanovllm.serve.api import shapes
 from nanovllm.serve.api.answer import Answer, answer, check_characters, fit
 from nanovllm.serve.api.logprobs import chat_entries
 from nanovllm.serve.api.messages import template_values
-from nanovllm.serve.errors import bad_request, refusing
+from nanovllm.serve.errors import ApiError, bad_request, refusing
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.parsers import Delta, Plan, check_tools, joined
 from nanovllm.serve.parsers.tags import MarkedDetokenizer
@@ -34,6 +34,11 @@ class ChatAnswer(Answer):
         super().__init__(front, call, fields, prompts, params, max_tokens)
         for completion in self.completions:
             completion.reader = plan.reader()
+
+    def explain(self, error: ApiError) -> None:
+        super().explain(error)
+        if error.param == "logprobs":
+            error.param, error.message = "top_logprobs", f"top_{error.message}"
 
     @property
     def object_name(self) -> str:  # type: ignore[override]

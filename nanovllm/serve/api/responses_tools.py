@@ -3,11 +3,13 @@ is text."""
 
 import json
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from nanovllm.serve.errors import bad_request
+from nanovllm.serve.parsers.tools import MAX_TOOLS
 
 
 class Tool(msgspec.Struct, omit_defaults=True):
@@ -18,7 +20,7 @@ class Tool(msgspec.Struct, omit_defaults=True):
     strict: bool | None = None
     format: dict[str, Any] | None = None
     """Of a custom tool's input."""
-    tools: list["Tool"] | None = None
+    tools: Annotated[list["Tool"], Meta(max_length=MAX_TOOLS)] | None = None
     """Of a namespace."""
 
 
