@@ -11,6 +11,7 @@ from process_checks import tiny_llm
 from nanovllm.errors import StepTimeout
 from nanovllm.runner import device_io
 from nanovllm.runner.device_io import DeviceIO
+from nanovllm.runner.memory_probe import TorchMemory
 
 
 class Clock:
@@ -82,7 +83,9 @@ def test_close_after_a_failure_waits_for_no_device(how: str, tiny: str, monkeypa
 
     llm = tiny_llm(tiny, tensor_parallel_size=1)
     executor = llm.engine.executor
-    monkeypatch.setattr(executor.runner.memory, "_is_cuda", True)
+    gpu = TorchMemory.__new__(TorchMemory)
+    gpu._device = torch.device("cuda")
+    monkeypatch.setattr(executor.runner.memory, "_gpu", gpu)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
     executor._failure = "a test"
