@@ -78,6 +78,8 @@ class LayerSpec:
     options: Hashable = None
     """What a plugin's mixer or MLP wants to know beside."""
     has_sinks: bool = False
+    num_heads: int | None = None
+    """Query heads, of the whole model; None: ModelConfig.num_attention_heads."""
     quantization: Quantization | None = None
     wide: frozenset[str] = frozenset()
     """What is not quantised all the same: of "qkv", "o", "gate_up", "down", "experts", "shared_gate_up" and
@@ -87,7 +89,7 @@ class LayerSpec:
     def signature(self) -> Hashable:
         """Equal for layers that run the same kernels: tables of one size differ in values alone."""
         kinds = (self.mixer, self.mlp, self.options, self.has_sinks, self.quantization, self.wide)
-        return (self.head_dim, self.num_kv_heads, self.window, self.rope is None, *kinds)
+        return (self.head_dim, self.num_kv_heads, self.num_heads, self.window, self.rope is None, *kinds)
 
     def precision(self, part: str) -> Quantization | None:
         """Of one of the parts that `wide` may name; None: the model's dtype."""
@@ -157,6 +159,10 @@ class ModelConfig:
     norm_adds_one: bool = False
     """The checkpoint holds weight - 1."""
     norm_bias: bool = False
+    out_norm_eps: float | None = None
+    """Of norms after a block; None: norm_eps."""
+    last_norm_is_whole: bool = False
+    """Of the norm before the head the checkpoint holds the weight itself, whatever norm_adds_one says."""
     norm_placement: str = "pre"
     """"pre": before each block; "post": after it, before the addition; "sandwich": both; "parallel": one norm, both
     blocks, one addition."""
@@ -172,6 +178,12 @@ class ModelConfig:
     qk_norm: str | None = None
     """"head": over each head; "width": over all heads together; None: no norm of queries and keys."""
     qk_norm_after_rope: bool = False
+    qk_norm_scale: float | None = None
+    """The norm over each head has no weights: queries are multiplied by this, keys by 1."""
+    attention_gate: str | None = None
+    """Of another projection of the rows, "g_proj", that multiplies what attention yields: "sigmoid" or "softplus"."""
+    gate_per_head: bool = False
+    """One gate for a head; False: one for each of its elements."""
     interleaved_rope: bool = False
     """The checkpoint pairs dimension 2i with 2i + 1 (not i with i + half)."""
     float_rope: bool = False
@@ -182,6 +194,8 @@ class ModelConfig:
     query_scaling: tuple[float, int] | None = None
     """(beta, length): queries times 1 + beta * ln(1 + position // length), after rope."""
 
+    embedding_norm: bool = False
+    """Embeddings are normalised, without a weight."""
     embedding_multiplier: float = 1.0
     rounds_embedding_multiplier: bool = False
     """The multiplier is rounded to the model's dtype first."""
@@ -207,6 +221,6 @@ class ModelConfig:
         """Raises ValueError where `size` ranks cannot share this model."""
         if size > 1 and self.transformers_config is not None:
             raise ValueError(f"tensor_parallel_size={size}: must be 1 where transformers computes it (model_impl)")
-        heads = self.num_attention_heads
-        if heads % size:
+        of_layers = {layer.num_heads or self.num_attention_heads for layer in self.layers}
+        for heads in (heads for heads in sorted(of_layers | {self.num_attention_heads}) if heads % size):
             raise ValueError(f"tensor_parallel_size={size}: must be a divisor of num_attention_heads={heads}")

@@ -54,10 +54,10 @@ def _check_tree(config: EngineConfig, model: ModelConfig, where: str) -> None:
     size = config.tensor_parallel_size
     if size not in (1, 2, 4, 8):
         refuse("tensor_parallel_size", size, "1, 2, 4 or 8" + where)
-    for width in {model.num_attention_heads * layer.head_dim for layer in model.layers}:
+    for width in {(layer.num_heads or model.num_attention_heads) * layer.head_dim for layer in model.layers}:
         if (most := leaves_of(width)) < size:
             refuse("tensor_parallel_size", size, f"at most {most} for {width} inputs of o_proj" + where)
-    for name in ("o_bias", "mlp_bias"):
+    for name in ("o_bias", "mlp_bias", "attention_gate"):
         if getattr(model, name):
             refuse("model", config.model, f"without {name}" + where)
     if model.norm_placement == "parallel":

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from torch.nn.functional import softplus
 
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
 from nanovllm.attention.split import attention_halves
@@ -13,8 +14,8 @@ from nanovllm.kernels.pointwise.norm import Norm
 from nanovllm.kernels.pointwise.rope import QKNormRope
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.heads import HeadSplit, heads_of
-from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
+from nanovllm.layers.linear import ParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.weights import CheckpointWeight, Piece, WeightedModule, parameter, whole
 from nanovllm.model_config import LayerSpec, ModelConfig
 
 
@@ -61,6 +62,16 @@ def _norm_rope(config: ModelConfig, layer: LayerSpec, heads: HeadSplit) -> QKNor
     )  # fmt: skip
 
 
+class GateParallelLinear(ParallelLinear):
+    """Gates of this rank's heads: [T, hidden] -> [T, width, and padding to a multiple of 8]. Always wide."""
+
+    def __init__(self, context: LayerContext, config: ModelConfig, heads: HeadSplit, head_dim: int) -> None:
+        each = 1 if config.gate_per_head else head_dim
+        self.width = heads.local_heads * each
+        pieces = (Piece("g_proj", (heads.num_heads * each, config.hidden_size), heads.query_cuts(each)),)
+        super().__init__(context, "qkv", -(-self.width // 8) * 8, config.hidden_size, pieces=pieces)
+
+
 class Attention(WeightedModule):
     """Projections, QK-norm, rotary embedding, KV store and attention: [T, hidden] -> [T, hidden], a partial sum."""
 
@@ -86,11 +97,17 @@ class Attention(WeightedModule):
             precision=layer.precision("o"), after="residual" if fuses else "", adds_parts=adds_parts,
         )  # fmt: skip
         self.operations = (self.qkv_proj.product, self.o_proj.product)
+        self.g_proj = None if config.attention_gate is None else GateParallelLinear(context, config, heads, head_dim)
+        self._gate = config.attention_gate
         self.q_norm_weight = self.k_norm_weight = self.sinks = None
         self._norm_offset = float(config.norm_adds_one)
         """What the checkpoint's norm weights lack: 1 where a model multiplies by 1 + weight. The sum is kept in
         float32."""
-        if config.qk_norm is not None:
+        self._norms_are_loaded = config.qk_norm_scale is None
+        if config.qk_norm_scale is not None:
+            self.q_norm_weight = torch.full((head_dim,), config.qk_norm_scale, dtype=dtype, device=device)
+            self.k_norm_weight = torch.ones(head_dim, dtype=dtype, device=device)
+        elif config.qk_norm is not None:
             norm_dtype = torch.float32 if config.norm_adds_one else dtype
             counts = (1, 1) if config.qk_norm == "head" else (heads.local_heads, heads.local_kv_heads)
             self.q_norm_weight, self.k_norm_weight = (
@@ -126,6 +143,9 @@ class Attention(WeightedModule):
         """The result of the wanted tokens, [N, hidden], as residual is; all have their keys stored. norm, residual: see
         ParallelLinear."""
         attended = wanted_rows(self.attend(self.qkv_proj(x, norm=norm), step), step.wanted)
+        if self.g_proj is not None and attended.shape[0]:
+            assert isinstance(x, torch.Tensor)  # nobody rounds what a gate takes
+            attended = self._gated(attended, self.g_proj(wanted_rows(x, step.wanted)))
         if not attended.shape[0]:  # GEMMs take one row or more
             return attended.new_empty(0, self.o_proj.product.n)
         return self.o_proj(attended, residual=residual)
@@ -144,6 +164,14 @@ class Attention(WeightedModule):
         )
         return out.view(out.shape[0], -1)
 
+    def _gated(self, attended: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """attended [T, heads * head_dim] times a function of gate [T, heads, or that width; maybe padded]."""
+        weights = gate.sigmoid() if self._gate == "sigmoid" else softplus(gate.float()).to(gate.dtype)
+        assert self.g_proj is not None
+        by_head = attended.view(len(attended), self.heads.local_heads, self.spec.head_dim)
+        each = weights[:, : self.g_proj.width].view(len(attended), self.heads.local_heads, -1)
+        return (by_head * each).view(attended.shape)
+
     def _mean_squares(self, qkv: torch.Tensor) -> torch.Tensor:
         """float32 [T, 2]: of the whole model's queries and keys, the same on every rank."""
         q_share = 1 / (self.heads.num_heads * self.spec.head_dim)
@@ -153,7 +181,9 @@ class Attention(WeightedModule):
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield from self.qkv_proj.checkpoint_weights(prefix)
         yield from self.o_proj.checkpoint_weights(f"{prefix}.o_proj")
-        if self.q_norm_weight is not None and self.k_norm_weight is not None:
+        if self.g_proj is not None:
+            yield from self.g_proj.checkpoint_weights(prefix)
+        if self._norms_are_loaded and self.q_norm_weight is not None and self.k_norm_weight is not None:
             offset, heads = self._norm_offset, self.heads
             of_q, of_k = (whole, whole) if self.norm_rope.norm == "head" else (heads.query_weight, heads.kv_weight)
             yield replace(of_q(f"{prefix}.q_norm.weight", self.q_norm_weight), offset=offset)

@@ -88,4 +88,4 @@ class HeadSplit:
 
 def heads_of(config: ModelConfig, layer: LayerSpec, rank: int, size: int) -> HeadSplit:
     """Those of one of `size` ranks in this layer."""
-    return HeadSplit(config.num_attention_heads, layer.num_kv_heads, rank, size)
+    return HeadSplit(layer.num_heads or config.num_attention_heads, layer.num_kv_heads, rank, size)

@@ -7,7 +7,7 @@ from nanovllm.errors import is_integer, is_number, near_miss, refuse
 from nanovllm.model_config import FULL
 
 _FLAGS = (
-    "alibi", "attention_bias", "attention_out_bias", "attn_output_gate", "mlp_bias", "use_bias",
+    "alibi", "attention_bias", "attention_out_bias", "attn_output_gate", "gating", "mlp_bias", "use_bias",
     "use_bidirectional_attention", "use_qk_norm", "use_sliding_window",
 )  # fmt: skip
 _COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")

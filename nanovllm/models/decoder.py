@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import rms_norm
 
 from nanovllm.attention.base import AttentionBackend, AttentionSpec
 from nanovllm.kernels.plan.plan import LayerPlan, Operation
@@ -43,12 +44,14 @@ class ModelContext(LayerContext):
     backend: AttentionBackend
     max_model_len: int
 
-    def norm(self) -> RowNorm:
+    def norm(self, is_after: bool = False, is_last: bool = False) -> RowNorm:
+        """is_after: of a block's result; is_last: before the head."""
         config = self.config
+        eps = config.out_norm_eps if is_after and config.out_norm_eps is not None else config.norm_eps
+        adds_one = config.norm_adds_one and not (is_last and config.last_norm_is_whole)
         return RowNorm(
-            self, config.hidden_size, config.norm_eps, kind=config.norm_kind, adds_one=config.norm_adds_one,
-            has_bias=config.norm_bias,
-        )  # fmt: skip
+            self, config.hidden_size, eps, kind=config.norm_kind, adds_one=adds_one, has_bias=config.norm_bias
+        )
 
     def joint(self, norm: RowNorm | None, after: RowNorm | None, rounds: bool = False) -> ReduceAddNorm:
         return ReduceAddNorm(self, norm, after, self.config.residual_multiplier, rounds)
@@ -88,7 +91,7 @@ def has_plain_joints(config: ModelConfig) -> bool:
 
 def can_fuse(config: ModelConfig, spec: LayerSpec) -> bool:
     """Kernels for few rows compute all that is between this layer's products and beside them."""
-    if spec.mixer != "attention" or spec.mlp not in OWN_MLPS:
+    if spec.mixer != "attention" or spec.mlp not in OWN_MLPS or config.attention_gate is not None:
         return False
     if spec.mlp == "moe":
         assert config.moe is not None
@@ -194,7 +197,8 @@ class DecoderLayer(WeightedModule):
         if place != "post":
             self.norms["attention_norm"] = context.norm()
         if place in ("post", "sandwich"):
-            self.norms["attention_out_norm"], self.norms["mlp_out_norm"] = context.norm(), context.norm()
+            for name in ("attention_out_norm", "mlp_out_norm"):
+                self.norms[name] = context.norm(is_after=True)
         if place in ("pre", "sandwich"):
             self.norms["mlp_norm"] = context.norm()
         get, is_parallel = self.norms.get, place == "parallel"
@@ -202,7 +206,8 @@ class DecoderLayer(WeightedModule):
         around = Place(fuses, adds_parts=not is_parallel)
         self.self_attn: Any = part("mixer", spec.mixer, OWN_MIXERS, plugins.MIXERS)(context, spec, tables, around)
         self.mlp: Any = part("mlp", spec.mlp, OWN_MLPS, plugins.MLPS)(context, spec, around)
-        rounds = spec.mixer == "attention" and not is_parallel and takes_rounded(spec.precision("qkv"), device)
+        rounds = spec.mixer == "attention" and not is_parallel and config.attention_gate is None
+        rounds = rounds and takes_rounded(spec.precision("qkv"), device)
         self.input_layernorm = context.joint(get("attention_norm"), incoming, rounds)
         self.blocks: tuple[Block, ...]
         """In the order in which each step goes through them."""
@@ -261,7 +266,7 @@ class DecoderForCausalLM(WeightedModule):
         for spec in config.layers:
             self.layers.append(layer := DecoderLayer(context, spec, tables, incoming))
             incoming = layer.norms.get("mlp_out_norm")
-        self.norm = context.joint(context.norm(), incoming)
+        self.norm = context.joint(context.norm(is_last=True), incoming)
         self.group = context.group
         self.lm_head = self.embed_tokens
         if not config.tie_word_embeddings:
@@ -274,6 +279,8 @@ class DecoderForCausalLM(WeightedModule):
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Token ids int32 [T] -> [T, hidden], a partial sum."""
         x = self.embed_tokens.embed(input_ids)
+        if self.config.embedding_norm:  # zeros, of tokens that other ranks have, stay
+            x = rms_norm(x, x.shape[-1:], eps=self.config.norm_eps)
         return x if self._embedding_multiplier == 1.0 else x.mul_(self._embedding_multiplier)
 
     def forward(self, input_ids: torch.Tensor, step: ForwardStep, wanted: torch.Tensor | None = None) -> torch.Tensor:

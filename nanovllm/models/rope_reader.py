@@ -28,7 +28,9 @@ def read_rope(config: ConfigReader, partial: bool = False) -> RopeConfig:
     return _table({**plain, **rope_entries(config)}, config, partial)
 
 
-def read_ropes(config: ConfigReader, theta: float, sliding_theta: float, scales_sliding: bool) -> dict[str, RopeConfig]:
+def read_ropes(
+    config: ConfigReader, theta: float, sliding_theta: float, scales_sliding: bool, partial: bool = False
+) -> dict[str, RopeConfig]:
     """A table for each kind of layer. In the older spelling `rope_scaling` is for the full layers alone, and the
     sliding ones have `rope_local_base_freq`."""
     nested, scaling = config.get("rope_parameters", {}), config.get("rope_scaling", {})
@@ -38,7 +40,8 @@ def read_ropes(config: ConfigReader, theta: float, sliding_theta: float, scales_
         _require_dict(table)
     full = {"rope_theta": config.get("rope_theta", theta), **full, **scaling}
     local = config.get("rope_local_base_freq", config.get("rope_theta", theta) if scales_sliding else sliding_theta)
-    return {FULL: _table(full, config), SLIDING: _table({"rope_theta": local, **sliding}, config)}
+    local_table = _table({"rope_theta": local, **sliding}, config, partial)
+    return {FULL: _table(full, config, partial), SLIDING: local_table}
 
 
 def _require_dict(scaling: Any) -> None:

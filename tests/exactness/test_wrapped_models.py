@@ -32,10 +32,12 @@ from nanovllm.models.wrappers import WRAPPERS
 VISION = {
     "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4, "num_heads": 4,
     "depth": 1, "out_hidden_size": 48, "embed_dim": 32, "head_dim": 8, "image_size": 28, "patch_size": 14,
-    "fullatt_block_indexes": [0], "deepstack_visual_indexes": [0], "vision_output_dim": 48,
+    "fullatt_block_indexes": [0], "layer_types": ["full_attention"], "deepstack_visual_indexes": [0],
+    "vision_output_dim": 48,
 }  # fmt: skip
 """Entries of the encoders, of which each class takes those that it has."""
-TOKENS = {"image_token_id": 3, "image_token_index": 3, "video_token_id": 4, "video_token_index": 4}
+TOKENS = {"image_token_id": 998, "image_token_index": 998, "video_token_id": 999, "video_token_index": 999}
+"""Of no text."""
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 PARTIAL = {**MROPE["rope_parameters"], "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
 WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -57,12 +59,13 @@ WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
     "Glm46V": ("glm4v_text", {"hidden_size": 96, "rope_parameters": PARTIAL}),
     "Glm4vMoe": ("glm4v_moe_text", {**HEADS, **GROUPED, "rope_parameters": PARTIAL}),
     "Exaone4_5_": ("exaone4", {**ALTERNATING, "sliding_window_pattern": 4}),
+    "MuseGlimmer": ("muse_glimmer_text", {**HEADS, "sliding_window": 7, "output_multiplier": 2.0}),
     "LightOnOcr": ("qwen3", HEADS),
     "Idefics3": ("llama", {}),
     "SmolVLM": ("llama", {"tie_word_embeddings": True}),
 }
-RANKS = ("Qwen3VLMoe", "Mistral3")
-"""Experts that are held turned round, and the prefix that most have."""
+RANKS = ("Qwen3VLMoe", "Mistral3", "MuseGlimmer")
+"""Experts that are held turned round, the prefix that most have, gates and normalised embeddings."""
 
 
 def make_wrapped(name: str, seed: int = 0) -> Any:

@@ -31,6 +31,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 32, **SMALL_EXPERTS},
     "qwen2_moe": {"num_experts": 20, **SMALL_EXPERTS, "shared_expert_intermediate_size": 200},
     "glm4_moe": {"n_routed_experts": 24, **SMALL_EXPERTS},
+    "laguna": {
+        "num_experts": 20, **SMALL_EXPERTS, "shared_expert_intermediate_size": 200, "sliding_window": 50,
+        "num_attention_heads_per_layer": [8, 4, 16, 8],
+    },
     "minimax_m2": {"num_local_experts": 24, "num_experts_per_tok": 4, "rotary_dim": 32},
     "ernie4_5_moe": {"moe_num_experts": 20, "moe_k": 4, "moe_intermediate_size": 136},
     "granitemoeshared": {"num_local_experts": 16, "num_experts_per_tok": 4, "shared_intermediate_size": 200},

@@ -93,7 +93,8 @@ class Roofline:
         self.num_layers, self.hidden = len(model.layers), hidden
         # Per rank. KV heads are replicated where ranks exceed them.
         kv_widths = [math.ceil(layer.num_kv_heads / size) * layer.head_dim for layer in model.layers]
-        query_widths = [model.num_attention_heads * layer.head_dim // size for layer in model.layers]
+        heads = [layer.num_heads or model.num_attention_heads for layer in model.layers]
+        query_widths = [count * layer.head_dim // size for count, layer in zip(heads, model.layers, strict=True)]
         mlp = hidden * model.intermediate_size // size
         parts: list[tuple[int, Quantization | None]] = []
         for layer, q, kv in zip(model.layers, query_widths, kv_widths, strict=True):

@@ -1,7 +1,9 @@
 """Families whose experts are chosen by score + a correction (DeepSeek-V3, arXiv 2412.19437, section 2.1.2): GLM-4.5
 (arXiv 2508.06471), MiniMax-M2, dots.1 (arXiv 2506.05767), Solar Open, Hy3, K-EXAONE, and Ernie 4.5."""
 
-from nanovllm.errors import refuse
+from dataclasses import replace
+
+from nanovllm.errors import is_integer, refuse
 from nanovllm.model_config import FULL, SLIDING, MoEConfig
 from nanovllm.models.config_reader import ConfigReader
 from nanovllm.models.families.llama import read_ernie4_5, read_llama
@@ -9,6 +11,7 @@ from nanovllm.models.families.moe import read_experts, with_moe
 from nanovllm.models.families.others import exaone_layers
 from nanovllm.models.family import Family, Fields, read_decoder
 from nanovllm.models.names import PRE_NORMS, CheckpointNames
+from nanovllm.models.rope_reader import read_ropes
 
 
 def _sigmoid(config: ConfigReader, name: str, shared: str, scale: str = "routed_scaling_factor") -> MoEConfig:
@@ -82,6 +85,33 @@ def read_exaone_moe(config: ConfigReader, generation: Fields) -> Fields:
     return with_moe(fields, _sigmoid(config, "num_experts", "num_shared_experts"), _dense_first(config, 1))
 
 
+def read_laguna(config: ConfigReader, generation: Fields) -> Fields:
+    """What attention yields is gated, by head or by element; layers may have numbers of query heads of their own."""
+    count, of_all = config.integer("num_hidden_layers"), config.integer("num_attention_heads")
+    gating = config.get("gating", True)
+    if gating not in (True, "per-head", "per-element"):
+        refuse("gating", gating, "True, 'per-head' or 'per-element'")
+    heads = config.get("num_attention_heads_per_layer", [of_all] * count)
+    kv_heads = config.integer("num_key_value_heads")
+    if not isinstance(heads, list) or len(heads) < count or not all(is_integer(n) and n % kv_heads == 0 for n in heads):
+        refuse("num_attention_heads_per_layer", heads, f"{count} multiples of num_key_value_heads={kv_heads}")
+    for name, value in (("moe_apply_router_weight_on_input", False), ("moe_router_logit_softcapping", 0.0)):
+        config.require(name, value)
+    fields = read_decoder(
+        config, generation, qk_norm="head", biases="attention_bias", kinds=[FULL] * count, attention_gate="softplus",
+        gate_per_head=gating != "per-element", window=config.integer("sliding_window"),
+        ropes=read_ropes(config, 5e5, 1e4, scales_sliding=False, partial=True),
+    )  # fmt: skip
+    specs = zip(fields["layers"], heads, strict=False)
+    fields["layers"] = tuple(replace(spec, num_heads=None if n == of_all else n) for spec, n in specs)
+    moe = read_experts(
+        config, "num_experts", "moe_intermediate_size", scoring="sigmoid", shared_name="shared_expert",
+        scale=config.positive("moe_routed_scaling_factor", 1.0),
+        shared_size=config.integer("shared_expert_intermediate_size"),
+    )  # fmt: skip
+    return with_moe(fields, moe, _dense_first(config, 1))
+
+
 def read_ernie4_5_moe(config: ConfigReader, generation: Fields) -> Fields:
     """Softmax scores; every `moe_layer_interval`-th layer of a range has experts."""
     count, width = config.integer("num_hidden_layers"), config.integer("moe_intermediate_size")
@@ -123,6 +153,12 @@ _HY3 = {
     "head_dim": 128, "num_experts": 192, "num_experts_per_tok": 8, "rope_theta": 11158840.0, "rms_norm_eps": 1e-5,
     "router_scaling_factor": 2.826, "num_key_value_heads": 8,
 }  # fmt: skip
+_LAGUNA_NAMES = CheckpointNames(PRE_NORMS, paths={_CORRECTION: "mlp.experts.e_score_correction_bias"})
+_LAGUNA = {
+    "head_dim": 128, "num_key_value_heads": 8, "num_experts": 256, "num_experts_per_tok": 8, "sliding_window": 512,
+    "shared_expert_intermediate_size": 512,
+    "rope_parameters": {FULL: {"rope_theta": 5e5, "partial_rotary_factor": 0.5}, SLIDING: {"rope_theta": 1e4}},
+}  # fmt: skip
 _EXAONE_NAMES = CheckpointNames(PRE_NORMS, paths={_CORRECTION: "mlp.e_score_correction_bias"}, skipped=("mtp.",))
 _EXAONE = {
     "rms_norm_eps": 1e-5, "sliding_window": 4096, "num_experts": 64, "num_experts_per_tok": 8,
@@ -143,5 +179,6 @@ FAMILIES = {
     "SolarOpenForCausalLM": Family(read_solar_open, defaults=_SOLAR),
     "HYV3ForCausalLM": Family(read_hy_v3, _HY3_NAMES, _HY3),
     "ExaoneMoeForCausalLM": Family(read_exaone_moe, _EXAONE_NAMES, _EXAONE),
+    "LagunaForCausalLM": Family(read_laguna, _LAGUNA_NAMES, _LAGUNA),
     "Ernie4_5_MoeForCausalLM": Family(read_ernie4_5_moe, _ERNIE_NAMES, _ERNIE),
 }

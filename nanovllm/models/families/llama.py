@@ -7,7 +7,7 @@ from nanovllm.errors import refuse
 from nanovllm.model_config import FULL, SLIDING
 from nanovllm.models.config_reader import ConfigReader
 from nanovllm.models.family import Family, Fields, read_decoder
-from nanovllm.models.names import PRE_NORMS, CheckpointNames
+from nanovllm.models.names import PRE_NORMS, SANDWICH_NORMS, CheckpointNames
 from nanovllm.models.rope_reader import read_rope, rope_entries
 
 
@@ -89,12 +89,37 @@ def read_hunyuan(config: ConfigReader, generation: Fields) -> Fields:
     return read_llama(config, generation, ropes=ropes, qk_norm="head", qk_norm_after_rope=True)
 
 
+def read_muse_glimmer(config: ConfigReader, generation: Fields) -> Fields:
+    """What attention yields is gated; queries, keys and embeddings are normalised without weights; layers whose
+    `layer_rope_theta` is 0 have no rotary embedding: every fourth, from the last one back."""
+    count, theta = config.integer("num_hidden_layers"), config.get("layer_rope_theta")
+    fourth = [(count - 1 - i) % 4 == 0 for i in range(count)]
+    if theta is not None and (not isinstance(theta, list) or len(theta) < count):
+        refuse("layer_rope_theta", theta, f"a list of {count} numbers, 0 where a layer has no rope")
+    nope = [i for i in range(count) if (fourth[i] if theta is None else not theta[i])]
+    norms: Fields = {"norm_kind": "rms_float32", "norm_adds_one": True, "norm_placement": "sandwich"}
+    gates: Fields = {"attention_gate": "sigmoid", "qk_norm": "head"}
+    return read_decoder(
+        config, generation, hidden_act="hidden_activation", biases="attention_bias", nope=nope,
+        kinds=[FULL if each else SLIDING for each in fourth], window=config.integer("sliding_window"),
+        qk_norm_scale=config.positive("qk_scale_factor", 3.87), embedding_norm=True, last_norm_is_whole=True,
+        out_norm_eps=config.positive("post_norm_eps", 1e-8),
+        logits_multiplier=config.positive("output_multiplier", 0.19611613513818404),
+        logits_softcap=config.optional_positive("final_logit_softcapping"), **norms, **gates,
+    )  # fmt: skip
+
+
 _YARN16 = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
     "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
 _MINISTRAL3 = {"head_dim": 128, "rope_parameters": _YARN16, "rms_norm_eps": 1e-5}
 _ERNIE4_5 = {"head_dim": 128, "rope_theta": 5e5, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+_MUSE_NAMES = CheckpointNames(SANDWICH_NORMS, paths={"self_attn.g_proj": "self_attn.gate_proj"})
+_MUSE = {
+    "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "sliding_window": 2048,
+    "final_logit_softcapping": 20.0,
+}  # fmt: skip
 HUNYUAN_NAMES = CheckpointNames({**PRE_NORMS, "q_norm": "query_layernorm", "k_norm": "key_layernorm"})
 
 FAMILIES = {
@@ -106,5 +131,6 @@ FAMILIES = {
     "SeedOssForCausalLM": Family(read_seed_oss, defaults={"head_dim": 128, "attention_bias": True}),
     "ArceeForCausalLM": Family(read_arcee, defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5}),
     "Ernie4_5ForCausalLM": Family(read_ernie4_5, defaults=_ERNIE4_5),
+    "MuseGlimmerTextModel": Family(read_muse_glimmer, _MUSE_NAMES, _MUSE),
     "HunYuanDenseV1ForCausalLM": Family(read_hunyuan, HUNYUAN_NAMES, {"rms_norm_eps": 1e-5}),
 }
