@@ -18,6 +18,11 @@ BODY_SECONDS = 60.0
 KEEP_ALIVE_SECONDS = 75.0
 """Longer than the 60 s of most proxies: a connection that both close at once costs a request."""
 
+PIPELINE = 32
+"""Requests that may wait on one connection for the answers to earlier ones. While one does, nothing is read."""
+SPARE_DESCRIPTORS = 64
+"""Of the open files that the system allows: kept for what is no connection."""
+
 JSON_DEPTH = 64
 JSON_ITEMS = 1_000_000
 """Lists and objects of one body, and texts of one body, names among them. Numbers are bounded by BODY_BYTES."""

@@ -28,7 +28,3 @@ def set_up_logging(form: str) -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO)
     logger.propagate = False
-    uvicorn = logging.getLogger("uvicorn.error")
-    uvicorn.handlers[:] = [handler]
-    uvicorn.setLevel(logging.CRITICAL)  # our application logs its own errors; the rest is about clients that leave
-    uvicorn.propagate = False

@@ -6,7 +6,7 @@ from typing import Any
 
 from nanovllm.serve import frames
 from nanovllm.serve.errors import ApiError
-from nanovllm.serve.http.protocol import BoundedProtocol
+from nanovllm.serve.http.call import Client
 from nanovllm.serve.visible_text import VisibleText
 
 _DONE = b"data: [DONE]\n\n"
@@ -99,7 +99,7 @@ class Request:
         """Set when there is something to send, or an error instead."""
         self.done: asyncio.Future[None] = loop.create_future()
         """Set when the answer is complete, or an error."""
-        self.connection: BoundedProtocol | None = None
+        self.connection: Client | None = None
         """Where a stream that has been opened writes to."""
         self.arrival = self.last_write = now
         self.first_token: float | None = None
@@ -146,7 +146,7 @@ class Request:
     @property
     def is_unread(self) -> bool:
         """Whether its client does not take what it is sent."""
-        return self.connection is not None and self.connection.flow.write_paused
+        return self.connection is not None and self.connection.is_full
 
     def flush(self, now: float) -> None:
         """Sends what there is. A client that does not read gets it merged later."""
@@ -179,7 +179,7 @@ class Request:
             if not self.opened.done():
                 self.opened.set_result(None)
             return False
-        return not (connection.flow.write_paused or connection.transport.is_closing())
+        return not (connection.is_full or connection.transport.is_closing())
 
     def _write(self, data: bytes, now: float) -> None:
         assert self.connection is not None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from nanovllm.serve import frames, limits
 from nanovllm.serve.errors import ApiError, server_error
-from nanovllm.serve.http.protocol import BoundedProtocol
+from nanovllm.serve.http.call import Client
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.request import Completion, Request
 
@@ -136,7 +136,7 @@ class Streams:
                 request.complete()
                 self._remove(request)
 
-    def open(self, request: Request, connection: BoundedProtocol, now: float) -> None:
+    def open(self, request: Request, connection: Client, now: float) -> None:
         """A stream's response has begun: from here on `flush` writes to it."""
         connection.transport.set_write_buffer_limits(high=limits.WRITE_BUFFER)
         request.connection, request.last_write = connection, now

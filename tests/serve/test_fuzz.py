@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 from serving import Server, user, wait_for
 
-_HEAD = b"POST %s HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%s"
+_HEAD = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
 _CHAT = b"/v1/chat/completions"
 _VALUES: list[Any] = [
     *(None, 1, -1, 0.5, "x", [], {}, [1], ["a"], {"a": 1}, {"5": 1}, True, 10**12, [[1]], [None], [{}], 1e300)
@@ -65,7 +65,7 @@ def test_dialects(client: httpx.Client) -> None:
     for _ in range(300):
         path = rng.choice([*_DIALECTS])
         body = spoiled(rng, _DIALECTS[path])
-        assert client.post(path.decode(), json=body).status_code in (200, 400, 404), body
+        assert client.post(path.decode(), json=body).status_code in ((415,) if body is None else (200, 400, 404)), body
 
 
 def mangled(rng: random.Random, message: bytes) -> bytes:

@@ -30,6 +30,7 @@ from nanovllm.serve.options import ServeOptions
 
 LONG = {"messages": user("Once upon a time"), "max_tokens": 1900, "ignore_eos": True, "temperature": 1.0, "seed": 1}
 COMPLETIONS = "/v1/chat/completions"
+OPENING = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n" % COMPLETIONS.encode()
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +173,7 @@ def test_client_that_leaves_is_aborted(small: Server, stream: bool, n: int) -> N
     wait_for(lambda: small.num_running() == 0, "rest")
     with socket.create_connection(("127.0.0.1", small.port)) as connection:
         body = json.dumps(LONG | {"stream": stream, "n": n}).encode()
-        connection.sendall(b"POST %s HTTP/1.1\r\nhost: a\r\ncontent-length: " % COMPLETIONS.encode())
+        connection.sendall(OPENING + b"content-length: ")
         connection.sendall(b"%d\r\n\r\n%s" % (len(body), body))
         wait_for(lambda: small.num_running() == n, "request")
         if stream:
@@ -193,7 +194,7 @@ def test_client_that_leaves_while_its_prompt_is_tokenized(small: Server) -> None
     before = prompt_tokens(small)
     for _ in range(8):
         with socket.create_connection(("127.0.0.1", small.port)) as connection:
-            connection.sendall(b"POST %s HTTP/1.1\r\nhost: a\r\ncontent-length: " % COMPLETIONS.encode())
+            connection.sendall(OPENING + b"content-length: ")
             connection.sendall(b"%d\r\n\r\n%s" % (len(body), body))
             linger = struct.pack("ii", 1, 0)  # a reset, which comes as fast as the body
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
@@ -236,7 +237,7 @@ def test_slow_client_is_let_go_and_a_second_signal_ends_it(tmp_path: Path) -> No
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             slow.connect(("127.0.0.1", server.port))
             body = json.dumps(LONG | {"stream": True, "n": 8, "logprobs": True, "top_logprobs": 20}).encode()
-            slow.sendall(b"POST %s HTTP/1.1\r\nhost: a\r\ncontent-length: " % COMPLETIONS.encode())
+            slow.sendall(OPENING + b"content-length: ")
             slow.sendall(b"%d\r\n\r\n%s" % (len(body), body))
             wait_for(lambda: server.num_running() == 8, "request")
             with httpx.Client(base_url=server.url, timeout=60) as client:  # others do not notice

@@ -1,8 +1,10 @@
 """What an attacker can send over connections: each is answered by a bound, and the server goes on."""
 
+import asyncio
 import json
 import os
 import random
+import re
 import shutil
 import socket
 import ssl
@@ -19,16 +21,17 @@ from unittest.mock import MagicMock
 
 import httpx
 import pytest
-import uvicorn
 from serving import Server, events, user, wait_for
 
 from nanovllm.serve import limits
 from nanovllm.serve.errors import ApiError
-from nanovllm.serve.http.protocol import BoundedProtocol, SharedState
+from nanovllm.serve.http.call import Call
+from nanovllm.serve.http.connection import Connection, Shared
 from nanovllm.serve.metrics import Metrics
 
 CHAT = "/v1/chat/completions"
-OPENING = b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\n"
+OPENING = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+JSON = {"content-type": "application/json"}
 ASK = {"messages": user("What is the capital of France?"), "max_tokens": 4, "temperature": 0}
 
 
@@ -93,7 +96,7 @@ def test_headers_too_large(server: Server, client: httpx.Client, headers: bytes)
 
 
 def test_path_too_long(server: Server) -> None:
-    status, _ = refusal(raw(server, b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nhost: a\r\n\r\n"))
+    status, _ = refusal(raw(server, b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n"))
     assert status == 431
 
 
@@ -118,7 +121,7 @@ def test_headers_that_drip(impatient: Server) -> None:
 
 def test_an_idle_connection_that_sends_an_empty_line_is_closed(impatient: Server) -> None:
     with socket.create_connection(("127.0.0.1", impatient.port), timeout=6) as connection:
-        connection.sendall(b"GET /version HTTP/1.1\r\nhost: a\r\n\r\n")
+        connection.sendall(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n")
         answer = HTTPResponse(connection)
         answer.begin()
         assert answer.status == 200 and answer.read()  # whole, in however many pieces it comes
@@ -164,7 +167,7 @@ def test_bodies_too_large_together(impatient: Server) -> None:
     key = {"authorization": "Bearer sesame"}
     body = b" " * (30 << 20) + json.dumps(ASK).encode()
     for _ in range(2):
-        assert httpx.post(impatient.url + CHAT, content=body, headers=key).status_code == 200
+        assert httpx.post(impatient.url + CHAT, content=body, headers=key | JSON).status_code == 200
 
 
 def test_slow_body(impatient: Server) -> None:
@@ -173,18 +176,53 @@ def test_slow_body(impatient: Server) -> None:
     assert (status, error["code"]) == (408, "request_timeout")
 
 
+def count(server: Server, metric: str) -> float:
+    """The sum of a counter's values."""
+    lines = httpx.get(server.url + "/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(metric))
+
+
 def test_unread_answers(impatient: Server) -> None:
     """A client that asks on and reads nothing is let go, whatever it asks for."""
+    pages, slow = 'http_requests_total{handler="/",', "vllm:slow_clients_closed_total"
+    before = count(impatient, pages)
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", impatient.port))
-        question = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
-        connection.sendall(question * 2000)
-        with pytest.raises(OSError):
-            for _ in range(200):
-                time.sleep(0.1)
-                connection.sendall(question)
-    assert 'slow_clients_closed_total{engine="0",model_name="demo"} 1.0' in httpx.get(impatient.url + "/metrics").text
+        sent = 0
+        while not count(impatient, slow):
+            assert sent < 20_000
+            connection.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * limits.PIPELINE)
+            sent += limits.PIPELINE
+            whole = before + sent
+            wait_for(lambda whole=whole: count(impatient, pages) >= whole or count(impatient, slow), "answers")
+        with pytest.raises(ConnectionError):
+            connection.sendall(b"GET")
+            connection.recv(1)
+            time.sleep(0.2)
+            connection.sendall(b"GET")
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_pipeline_without_end_is_closed(server: Server, client: httpx.Client, reads: bool) -> None:
+    """34 MB of questions made 1.7 GB of requests that waited."""
+    before, _ = resources(server)
+    question = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection, pytest.raises(ConnectionError):
+        for _ in range(100):
+            connection.sendall(question * 8000)
+            if reads and not connection.recv(1 << 20):
+                raise ConnectionResetError
+    still_serves(client)
+    assert resources(server)[0] - before < 100
+
+
+def test_a_short_pipeline_is_answered_in_order(server: Server) -> None:
+    paths = [b"/health", b"/version", b"/v1/models", b"/nothing"] * 7
+    asked = b"".join(b"GET %b HTTP/1.1\r\nhost: localhost\r\n\r\n" % path for path in paths)
+    last = b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+    found = re.findall(rb"HTTP/1.1 (\d+)", raw(server, asked + last))
+    assert found == [b"200", b"200", b"200", b"404"] * 7 + [b"200"]
 
 
 def test_trailers_and_upgrades_are_passed_over(client: httpx.Client, server: Server) -> None:
@@ -198,27 +236,24 @@ def test_trailers_and_upgrades_are_passed_over(client: httpx.Client, server: Ser
 
 
 def test_an_upgrade_is_passed_over_however_it_is_cut() -> None:
-    class Connection(BoundedProtocol):
-        def __init__(self) -> None:
-            super().__init__(uvicorn.Config(None, log_config=None), SharedState(Metrics()), {}, MagicMock())
-            self.connection_made(MagicMock())
-            self.headers, self.url, self.body = [], b"", b""
+    async def body_of(*pieces: bytes) -> Any:
+        bodies = []
 
-        def on_headers_complete(self) -> None:
-            self._in_headers = False
+        async def answer(call: Call) -> None:
+            bodies.append((call.header(b"note"), await call.json()))
 
-        def on_body(self, body: bytes) -> None:
-            self.body += body
-
-        on_message_begin = on_message_complete = lambda self: None
+        connection = Connection(Shared(answer, Metrics(), 1))
+        connection.connection_made(MagicMock(is_closing=lambda: False))
+        for piece in pieces:
+            connection.data_received(piece)
+        await asyncio.gather(*connection.shared.tasks)
+        return bodies
 
     offer = b"POST / HTTP/1.1\r\nNote: upgrade: none\r\nUpGrade: h2c\r\nConnection: Upgrade\r\n"
-    whole = offer + b"content-length: 5\r\n\r\nhello"
+    whole = offer + b'content-type: application/json\r\ncontent-length: 7\r\n\r\n{"a":5}'
     for at in range(len(whole)):
-        connection = Connection()
-        for piece in (whole[:at], whole[at : at + 2], whole[at + 2 :]):
-            connection.data_received(piece)
-        assert connection.body == b"hello" and (b"note", b"upgrade: none") in connection.headers, whole[:at]
+        bodies = asyncio.run(body_of(whole[:at], whole[at : at + 2], whole[at + 2 :]))
+        assert bodies == [("upgrade: none", {"a": 5})], whole[:at]
 
 
 def test_headers_that_end_in_another_read_than_they_began(server: Server) -> None:
@@ -244,7 +279,7 @@ def test_no_http(server: Server) -> None:
     ],
 )
 def test_body_that_is_no_request(client: httpx.Client, body: bytes) -> None:
-    answer = client.post(CHAT, content=body)
+    answer = client.post(CHAT, content=body, headers=JSON)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "invalid_json"
 
@@ -340,12 +375,48 @@ def test_keys_are_not_logged(impatient: Server) -> None:
     assert not any(key in impatient.log for key in ("sesame", "from-file", "from-environment"))
 
 
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "a/json; application/json"])
+def test_what_is_not_said_to_be_json_is_refused(client: httpx.Client, kind: str | None) -> None:
+    """A page of another origin can send these without asking."""
+    headers = {} if kind is None else {"content-type": kind}
+    answer = client.post(CHAT, content=json.dumps(ASK).encode(), headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
+
+
+@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8", "application/vnd.a+json"])
+def test_types_of_json(client: httpx.Client, kind: str) -> None:
+    answer = client.post(CHAT, content=json.dumps(ASK).encode(), headers={"content-type": kind})
+    assert answer.status_code == 200
+
+
 def test_cross_origin_is_closed(client: httpx.Client) -> None:
     headers = {"origin": "https://elsewhere.example", "access-control-request-method": "POST"}
-    assert not any(name.startswith("access-control") for name in client.get("/v1/models", headers=headers).headers)
+    for path in ("/v1/models", "/health", "/"):
+        for origin in ("https://elsewhere.example", "null", "http://localhost:1"):
+            answer = client.get(path, headers={"origin": origin})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden_origin")
     asked = client.options(CHAT, headers=headers)
-    assert asked.status_code >= 400
+    assert asked.status_code == 403
     assert "access-control-allow-origin" not in asked.headers
+
+
+def test_own_pages_may_call(client: httpx.Client) -> None:
+    own = str(client.base_url).rstrip("/")
+    assert client.get("/v1/models", headers={"origin": own}).status_code == 200
+    proxied = {"origin": "https://chat.example", "sec-fetch-site": "same-origin"}
+    assert client.get("/v1/models", headers=proxied).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["rebound.example", "a.example:80", "localhost.example", "10.0.0.1", "[::2]:80", ""])
+def test_other_names_of_this_machine_are_refused(client: httpx.Client, host: str) -> None:
+    """A page's own domain that leads here would make the page one of ours."""
+    answer = client.get("/v1/models", headers={"host": host})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden_host")
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "127.0.0.1", "[::1]:8000", "a.localhost", "127.0.0.1:5"])
+def test_names_of_this_machine(client: httpx.Client, host: str) -> None:
+    assert client.get("/v1/models", headers={"host": host}).status_code == 200
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")

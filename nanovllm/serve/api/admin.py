@@ -75,16 +75,16 @@ class AbortRequests(msgspec.Struct):
 
 async def _options(call: Call, kind: type[Struct]) -> Struct:
     """The call's options. Raises ApiError (400) naming the one that is wrong."""
-    query = parse_qs(call.scope["query_string"].decode("latin-1"), keep_blank_values=True)
+    query = parse_qs(call.query, keep_blank_values=True)
     values: dict[str, Any] = {name: found if name == "tags" else found[-1] for name, found in query.items()}
-    if call.scope["method"] == "POST":
+    if call.method == "POST":
         values = {**await call.json(or_empty=True), **values}
     return convert(kind, values, strict=False)
 
 
 async def _control(front: "Front", call: Call) -> None:
     """A call that the engine answers as it is."""
-    _, kind = ROUTES[call.scope["method"], call.path]
+    _, kind = ROUTES[call.method, call.path]
     assert kind is not None
     options = msgspec.structs.asdict(await _options(call, kind))
     given = {key: value for key, value in options.items() if value is not None}

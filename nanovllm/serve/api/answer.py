@@ -185,11 +185,11 @@ async def answer(call: Call, request: Answer) -> None:
         if request.is_streamed:
             await request.opened
             if not request.has_left:
-                await call.begin(200, SSE, _SSE_HEADERS)
+                call.begin(200, SSE, _SSE_HEADERS)
                 connection.on_writable = lambda: front.streams.write(request, front.now())
                 front.streams.open(request, connection, front.now())
                 await request.done
-                await call.end()
+                call.end()
         else:
             await request.done
             if not request.has_left:

@@ -1,6 +1,6 @@
-"""What the endpoints answer, as types, of which answers and /openapi.json are made; the tests read answers by them."""
+"""What the endpoints answer, as types, of which answers are made; the tests read answers by them."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -21,16 +21,6 @@ class Error(Shape):
 
 class ErrorAnswer(Shape):
     error: Error
-
-
-class AnthropicError(Shape):
-    type: str
-    message: str
-
-
-class AnthropicErrorAnswer(Shape):
-    type: Literal["error"]
-    error: AnthropicError
 
 
 class PromptDetails(Shape):
@@ -109,11 +99,6 @@ class Choice(Shape, kw_only=True):
     finish_reason: FinishReason | None
 
 
-class ChunkChoice(Choice, kw_only=True):
-    stop_reason: int | str | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-
-
 PromptLogprobs = list[dict[str, PromptToken] | None]
 
 
@@ -122,27 +107,10 @@ class WholeChoice(Choice, kw_only=True):
     token_ids: list[int] | None
 
 
-class ChatChoice(WholeChoice, kw_only=True):
-    message: Message
-    logprobs: ChatLogprobs | None
-
-
-class ChatChunkChoice(ChunkChoice, kw_only=True):
-    delta: Delta
-    logprobs: ChatLogprobs | None
-
-
 class TextChoice(WholeChoice, kw_only=True):
     text: str
     prompt_token_ids: list[int] | None
     prompt_logprobs: PromptLogprobs | None
-    logprobs: TextLogprobs | None
-
-
-class TextChunkChoice(ChunkChoice, kw_only=True):
-    text: str
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    """Of the first chunk."""
     logprobs: TextLogprobs | None
 
 
@@ -159,32 +127,9 @@ class Whole(Head):
     kv_transfer_params: None
 
 
-class Chunk(Head):
-    usage: Usage | UnsetType = UNSET
-
-
-class ChatCompletion(Whole, kw_only=True):
-    object: Literal["chat.completion"]
-    choices: list[ChatChoice]
-    prompt_token_ids: list[int] | None
-    prompt_logprobs: PromptLogprobs | None
-
-
-class ChatCompletionChunk(Chunk, kw_only=True):
-    object: Literal["chat.completion.chunk"]
-    choices: list[ChatChunkChoice]
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    """Of the first chunk."""
-
-
 class Completion(Whole, kw_only=True):
     object: Literal["text_completion"]
     choices: list[TextChoice]
-
-
-class CompletionChunk(Chunk, kw_only=True):
-    object: Literal["text_completion"]
-    choices: list[TextChunkChoice]
 
 
 class IdToken(Shape):
@@ -215,12 +160,6 @@ class GeneratedChoice(Shape):
     stop_reason: int | str | UnsetType | None = UNSET
     weight_versions: list[WeightSpan] | UnsetType = UNSET
     sampling_mask: list[list[int] | None] | UnsetType = UNSET
-
-
-class GeneratedChunk(Shape):
-    request_id: str
-    choices: list[GeneratedChoice]
-    usage: Usage | UnsetType = UNSET
 
 
 class Generated(Shape):
@@ -280,26 +219,3 @@ class InputTokens(Shape):
     input_tokens: int
 
 
-class ResponseObject(msgspec.Struct):
-    """OpenAI's object of this name; the fields that are always there."""
-
-    id: str
-    object: Literal["response"]
-    created_at: int
-    status: Literal["in_progress", "completed", "incomplete"]
-    model: str
-    output: list[dict[str, Any]]
-    usage: dict[str, Any] | None
-
-
-class AnthropicMessage(Shape):
-    """Anthropic's object of this name."""
-
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[dict[str, Any]]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
-    stop_sequence: str | None
-    usage: dict[str, Any]

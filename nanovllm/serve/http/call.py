@@ -1,33 +1,71 @@
 """One HTTP request and its response."""
 
+import asyncio
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import Any, Protocol
+from urllib.parse import unquote
 from uuid import uuid4
 
+import httptools
 import msgspec
 
 from nanovllm.serve import limits
-from nanovllm.serve.errors import bad_request
-from nanovllm.serve.http.protocol import BoundedProtocol
+from nanovllm.serve.errors import ApiError, bad_request
 
 JSON = b"application/json"
+STATUS_LINES = {each.value: b"HTTP/1.1 %d %b\r\n" % (each.value, each.phrase.encode()) for each in HTTPStatus}
 _GIVEN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_JSON_TYPE = re.compile(r"application/(?:[\w.-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
+
+
+class Client(Protocol):
+    """The connection of a call, as far as its answer needs it (see connection.py)."""
+
+    transport: Any
+    is_full: bool
+    """Whether the client has to take something before more is written."""
+    on_disconnect: Callable[[], None] | None
+    """Called once when the client leaves before the response is complete."""
+    on_writable: Callable[[], None] | None
+    """Called when the write buffer has been drained after it was full."""
+
+    @property
+    def date(self) -> bytes:
+        """The Date header, with its end of line."""
+
+    def end_answer(self, call: "Call") -> None:
+        """The response to `call` is written."""
+
+    def let_go(self) -> None:
+        """The client does not read what it is sent."""
 
 
 class Call:
     """What a handler gets."""
 
-    def __init__(self, scope: Any, receive: Any, send: Any) -> None:
-        self.scope, self._receive, self._send = scope, receive, send
-        self.path: str = scope["path"]
+    def __init__(
+        self, connection: Client, method: str, url: bytes, headers: list[tuple[bytes, bytes]], stays: bool
+    ) -> None:
+        """`headers`: names in lower case; `stays`: whether the connection is kept for further requests. Raises
+        httptools' error for a URL that is none."""
+        self.connection, self.method, self._headers, self.stays = connection, method, headers, stays
+        parsed = httptools.parse_url(url)
+        self.path = unquote((parsed.path or b"/").decode("latin-1"))
+        self.query = (parsed.query or b"").decode("latin-1")
         self.status = 0
         """Of the response, once it has begun."""
+        self.is_over = False
+        """Whether all of the response is written."""
         self.notes: list[tuple[bytes, bytes]] = []
         """Headers that any response gets."""
         given = self.header(b"x-request-id")
         self.given_id = given if given is not None and _GIVEN_ID.fullmatch(given) else None
         self.request_id = self.given_id or uuid4().hex
+        self._pieces: list[bytes] = []
+        self._came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Set when the body is whole; an error, where the client has left before."""
 
     def name(self, request_id: str) -> None:
         """The id that the request has in its body. Raises ApiError where it is none."""
@@ -36,16 +74,12 @@ class Call:
         self.given_id = self.request_id = request_id
 
     @property
-    def connection(self) -> BoundedProtocol:
-        return self.scope["connection"]  # type: ignore[no-any-return]
-
-    @property
     def is_gone(self) -> bool:
         """Whether the client has left."""
-        return self.connection.transport.is_closing()
+        return bool(self.connection.transport.is_closing())
 
     def header(self, name: bytes) -> str | None:
-        return next((value.decode("latin-1") for key, value in self.scope["headers"] if key == name), None)
+        return next((value.decode("latin-1") for key, value in self._headers if key == name), None)
 
     @property
     def trace_headers(self) -> dict[str, str]:
@@ -53,40 +87,76 @@ class Call:
         found = {name: self.header(name.encode()) for name in ("traceparent", "tracestate")}
         return {name: value for name, value in found.items() if value is not None}
 
+    # -- the body -----------------------------------------------------------------------------------------------
+
+    def take(self, piece: bytes) -> None:
+        self._pieces.append(piece)
+
+    def end_body(self) -> None:
+        if not self._came.done():
+            self._came.set_result(None)
+
+    def lose(self) -> None:
+        """The connection has ended."""
+        if not self._came.done():
+            self._came.set_exception(ConnectionResetError())
+            self._came.exception()  # seen: nobody may be waiting for it
+
     async def json(self, or_empty: bool = False) -> dict[str, Any]:
-        """The object in the body; `or_empty`: there may be no body. Raises ApiError."""
-        pieces = []
-        while True:
-            message = await self._receive()
-            if message["type"] != "http.request":
-                raise ConnectionResetError
-            pieces.append(message["body"])
-            if not message["more_body"]:
-                body = b"".join(pieces)
-                return {} if or_empty and not body else limits.parse_json(body)
+        """The object in the body; `or_empty`: there may be no body. Raises ApiError: 415 where it is not said to be
+        JSON. A page of another origin can send any other type without asking."""
+        given = self.header(b"content-type") or ""
+        if not _JSON_TYPE.match(given) and not (or_empty and not self._announces_body):
+            found = f"content-type={given[:100]!r}" if given else "content-type"
+            raise ApiError(415, f"{found}: must be application/json", "unsupported_media_type")
+        if not self._came.done() and (self.header(b"expect") or "").lower() == "100-continue":
+            self.connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        await self._came
+        body, self._pieces = b"".join(self._pieces), []
+        return {} if or_empty and not body else limits.parse_json(body)
 
-    async def begin(self, status: int, content_type: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-        """Sends status and headers; the body follows. Raises ConnectionError where the client is gone, as `end`."""
-        self.require_client()
-        own = [(b"content-type", content_type), (b"x-request-id", self.request_id.encode())]
-        await self._send({"type": "http.response.start", "status": status, "headers": own + self.notes + headers})
-        self.status = status
+    @property
+    def _announces_body(self) -> bool:
+        length = self.header(b"content-length")
+        return self.header(b"transfer-encoding") is not None if length is None else int(length) > 0
 
-    async def end(self, body: bytes = b"") -> None:
-        self.require_client()
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+    # -- the response -------------------------------------------------------------------------------------------
+
+    def begin(self, status: int, content_type: bytes, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Sends status and headers of a body that follows in chunks. Raises ConnectionError where the client is gone,
+        as `end` and `respond`."""
+        self._write_head(status, content_type, [*headers, (b"transfer-encoding", b"chunked")])
+
+    def end(self) -> None:
+        """Sends the end of the chunks."""
+        self._write_end(b"0\r\n\r\n")
+
+    async def respond(
+        self, body: bytes, status: int = 200, content_type: bytes = JSON, headers: Sequence[tuple[bytes, bytes]] = ()
+    ) -> None:
+        self._write_head(status, content_type, [(b"content-length", b"%d" % len(body)), *headers])
+        self._write_end(b"" if self.method == "HEAD" else body)
+
+    async def respond_json(self, value: Any, status: int = 200) -> None:
+        await self.respond(msgspec.json.encode(value), status)
 
     def require_client(self) -> None:
         """Raises ConnectionError where the client is gone: some event loops refuse writes to it."""
         if self.is_gone:
             raise ConnectionResetError
 
-    async def respond(
-        self, body: bytes, status: int = 200, content_type: bytes = JSON, headers: Sequence[tuple[bytes, bytes]] = ()
-    ) -> None:
-        length = (b"content-length", b"%d" % len(body))
-        await self.begin(status, content_type, [length, *headers])
-        await self.end(b"" if self.scope["method"] == "HEAD" else body)
+    def _write_head(self, status: int, content_type: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+        self.require_client()
+        own = [(b"content-type", content_type), (b"x-request-id", self.request_id.encode())]
+        lines = [b"%b: %b\r\n" % header for header in (*own, *self.notes, *headers)]
+        if not self.stays:
+            lines.append(b"connection: close\r\n")
+        self.connection.transport.write(b"".join([STATUS_LINES[status], self.connection.date, *lines, b"\r\n"]))
+        self.status = status
 
-    async def respond_json(self, value: Any, status: int = 200) -> None:
-        await self.respond(msgspec.json.encode(value), status)
+    def _write_end(self, data: bytes) -> None:
+        self.require_client()
+        if data:
+            self.connection.transport.write(data)
+        self.is_over = True
+        self.connection.end_answer(self)

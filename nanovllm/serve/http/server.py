@@ -1,17 +1,16 @@
-"""The listening side: uvicorn's configuration and protocol, in an event loop of our own."""
+"""The listening side, in an event loop of our own."""
 
 import asyncio
+import resource
 import socket
 import ssl
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import uvicorn
-
 from nanovllm.serve import limits
 from nanovllm.serve.http.app import App
-from nanovllm.serve.http.protocol import BoundedProtocol, SharedState
+from nanovllm.serve.http.connection import Connection, Shared
 from nanovllm.serve.options import ServeOptions
 
 _LAST_WORDS = 0.3  # seconds
@@ -32,55 +31,34 @@ class HttpServer:
     """Accepts connections on one socket."""
 
     def __init__(self, app: App, options: ServeOptions, listener: socket.socket) -> None:
-        asgi: Any = app
-        if options.allowed_origins:
-            from starlette.middleware.cors import CORSMiddleware
-
-            origins = list(options.allowed_origins)
-            asgi = CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-        self._config = uvicorn.Config(
-            asgi,
-            http=BoundedProtocol,
-            ws="none",
-            lifespan="off",
-            interface="asgi3",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            timeout_keep_alive=int(limits.KEEP_ALIVE_SECONDS),
-        )
-        self._config.load()
-        self._state = SharedState(app.metrics)
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - limits.SPARE_DESCRIPTORS
+        self._shared = Shared(app.answer, app.metrics, max(most, 1))
         self._listener, self._tls = listener, _tls_context(options)
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
         create = loop.create_unix_server if self._listener.family == socket.AF_UNIX else loop.create_server
-        self._server = await create(self._protocol, sock=self._listener, ssl=self._tls, backlog=2048)
-
-    def _protocol(self) -> BoundedProtocol:
-        loop = asyncio.get_running_loop()
-        return BoundedProtocol(config=self._config, server_state=self._state, app_state={}, _loop=loop)
+        self._server = await create(lambda: Connection(self._shared), sock=self._listener, ssl=self._tls, backlog=2048)
 
     @property
     def has_unsent(self) -> bool:
         """Whether something of an answer has not left."""
-        return any(each.transport.get_write_buffer_size() for each in self._state.connections)
+        return any(each.transport.get_write_buffer_size() for each in self._shared.connections)
 
     async def finish(self) -> None:
         """Lets the last answers leave, which takes a moment at most."""
         deadline = time.monotonic() + _LAST_WORDS
-        while (self._state.tasks or self.has_unsent) and time.monotonic() < deadline:
+        while (self._shared.tasks or self.has_unsent) and time.monotonic() < deadline:
             await asyncio.sleep(_LOOK)
 
     async def stop(self) -> None:
         """Closes every connection, whatever it is doing."""
         assert self._server is not None
         self._server.close()
-        for connection in list(self._state.connections):
+        for connection in list(self._shared.connections):
             connection.transport.abort()
-        for task in list(self._state.tasks):
+        for task in list(self._shared.tasks):
             task.cancel()
         await asyncio.sleep(0)
 
