@@ -230,7 +230,7 @@ class DecoderLayer(WeightedModule):
                 break
             plan: LayerPlan = self.plans[stream.num_rows]
             around: dict[str, Any] = {}
-            if plan.takes_norm(block.operations):
+            if plan.is_complete and plan.takes_norm(block.operations):
                 residual = block.joint.add(stream)
                 x, around["norm"] = residual, block.joint.row_norm
             else:

@@ -2,9 +2,9 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +17,9 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import refuse
 from nanovllm.kernels import select_kernels
 from nanovllm.kernels.base.compile_keys import hash_triton, resolve_keys
-from nanovllm.kernels.base.memory_split import equal_memory_split
-from nanovllm.kernels.gemm.fixed_order import library_without_parts
 from nanovllm.kernels.plan.config import Choices
-from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.plan.plan import Planner, Rules
-from nanovllm.kernels.plan.table import table_for
 from nanovllm.kernels.row_by_row import row_by_row
-from nanovllm.layers.linear import ParallelLinear
 from nanovllm.layers.quantized import FP8Matrix
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.checkpoint import load_checkpoint, load_dummy
@@ -37,6 +32,7 @@ from nanovllm.models.registry import names_of
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.runner.cuda_graphs import StepGraphs, why_no_graphs
 from nanovllm.runner.device_io import DeviceIO
+from nanovllm.runner.kernel_choice import before_capture, describe, library_settings, rules_of
 from nanovllm.runner.kv_cache import bind_kv_cache, block_bytes, blocks_that_fit, host_memory
 from nanovllm.runner.memory_probe import GIB, NCCL_BYTES, MemoryProbe
 from nanovllm.runner.sampler import OptionSampler
@@ -53,9 +49,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SHARED_PERCENT = 75
-"""A step of one row on an H200, us, so and where each kernel has a division of its own: 0.6B 568 of 637, 8B with 4-bit
-weights 1,640 of 1,784; in FP8, whose attention leaves L1 to the others instead, 2,541 of 2,448."""
 _LAST_WAIT = 2.0  # seconds that close() gives a device after a failure
 
 
@@ -121,7 +114,7 @@ class ModelRunner(WeightCommands):
             self.no_graphs_because = "transformers computes the model"
         if is_first and self.device.type == "cuda" and self.no_graphs_because and not config.enforce_eager:
             logger.warning("no CUDA graphs, which is slow: %s", self.no_graphs_because)
-        self.planner = Planner(self._rules())
+        self.planner = Planner(rules_of(config, self.device, self._tunes, self.kernels.fused))
         context = ModelContext(
             self.group, self.kernels, self.dtype, self.device, model, self.backend, self.max_model_len,
             planner=self.planner,
@@ -274,12 +267,6 @@ class ModelRunner(WeightCommands):
         may = self.device.type == "cuda" and config.exact_bits is None and config.uses("gemm_kernels")
         return may and config.uses("fused_kernels") and self.model_config.implementation == "native"
 
-    def _rules(self) -> Rules:
-        """What decides which kernels run (kernels/plan/plan.py)."""
-        config, device = self.config, Device.of(self.device)
-        table = table_for(device.name, config.kernel_choices)
-        return Rules(device, self.group.size, config.exact_bits, self._tunes, self.kernels.fused, table)
-
     def _tell_backend(self) -> None:
         """Attention leaves L1 to weights that pass through registers, as those of one row in FP8 do."""
         if self.model_config.implementation == "native":
@@ -294,11 +281,11 @@ class ModelRunner(WeightCommands):
         """Takes rank 0's `rules` and captures every step shape; returns their number."""
         self.planner.adopt(rules)
         if self.config.exact_bits is not None and self.device.type == "cuda":
-            with self.io.stream_context(), self._products():
+            with self.io.stream_context(), library_settings(self.planner.rules):
                 check_order(self.model, self.planner, self.config.max_num_batched_tokens)
         if self.no_graphs_because is not None:
             return 0
-        with self.io.stream_context(), self._products():
+        with self.io.stream_context(), library_settings(self.planner.rules):
             self.graphs, before = self._new_graphs(), self.memory.used_bytes()
             with self.memory.libraries(self.graphs.usual_bytes):
                 self.graphs.capture_all()
@@ -322,25 +309,13 @@ class ModelRunner(WeightCommands):
             except ValueError:  # a kernel refuses its shape, on all ranks alike
                 return float("inf")
 
-    def _products(self) -> AbstractContextManager[None]:
-        """The settings that the library multiplies with."""
-        is_fixed = self.config.exact_bits is not None and self.device.type == "cuda"
-        return library_without_parts() if is_fixed else nullcontext()
-
     def _new_graphs(self) -> StepGraphs:
         assert self.io.stream is not None
         self.io.step_buffer.zero_()  # a step without rows: everything is padding
         return StepGraphs(
             self.work.run_padded, self.config.max_num_seqs, self.config.max_num_batched_tokens, self.io.stream,
-            self._progress, self._before_capture,
+            self._progress, partial(before_capture, self.model),
         )  # fmt: skip
-
-    @contextmanager
-    def _before_capture(self, shape: StepShape) -> Iterator[None]:
-        """For a run of `shape` that readies what its graph will launch: fewer layers launch the same kernels."""
-        is_chain = sum(shape) == 1 and self.model.plan(1).is_chain
-        with self.model.few_layers(), equal_memory_split(_SHARED_PERCENT) if is_chain else nullcontext():
-            yield
 
     # -- one step -----------------------------------------------------------------------------------------------
 
@@ -351,7 +326,7 @@ class ModelRunner(WeightCommands):
         num_rows, num_decode_rows, num_sample_rows, num_tokens, *_ = StepCounts.of(packed)
         keep_hidden = section is not None and section.size("targets") > 0
         work, graphs, shape, posted, scores = self.work, self.graphs, None, None, None
-        with self.io.stream_context(), self._products():
+        with self.io.stream_context(), library_settings(self.planner.rules):
             if graphs is not None and not keep_hidden:
                 shape = graphs.shape_for(num_decode_rows, num_rows - num_decode_rows, num_tokens - num_decode_rows)
             if shape is not None and not shape.chunk_tokens and self.io.mailbox is not None:
@@ -392,22 +367,13 @@ class ModelRunner(WeightCommands):
             "attention_backend_reason": self.backend.fallen_back_from or self.backend_reason,
             "block_size": self.block_size,
             "all_reduce": self.group.all_reduce_name,
-            "gemms": self._gemms(),
+            "gemms": describe(self.model, self.planner.rules),
             "exact_bits": self.config.exact_bits,
             "cuda_graphs": len(self.graphs) if self.graphs else 0,
             "no_cuda_graphs_because": self.no_graphs_because,
             **({} if self.live_module is None else self.live_module.report()),
             **self.memory.report(),
         }
-
-    def _gemms(self) -> str:
-        """How many of the model's different GEMMs the table has; rules serve the others."""
-        rules = self.planner.rules
-        if not rules.own_kernels:
-            return "library" if rules.exact_bits is None else "one order of sums for all numbers of rows"
-        linears = (part for part in self.model.modules() if isinstance(part, ParallelLinear))
-        found = {linear.product.gemm(rules.world) for linear in linears}
-        return f"{sum(map(rules.table.is_tuned, found))} of {len(found)} {rules.table.tuned_on(rules.device.name)}"
 
     def close(self, failed: bool) -> None:
         """Frees the device. After a failure no rank is waited for, and a device that does not come to rest keeps all

@@ -148,7 +148,7 @@ class LayerPlan:
 
     def takes_norm(self, operations: Sequence["Operation"]) -> bool:
         """The first of these operations of the layer computes the norm before it."""
-        return self.is_complete and bool(operations) and self.launches[operations[0].kind].norm
+        return bool(operations) and self.launches[operations[0].kind].norm
 
     def is_early(self, operations: Sequence["Operation"]) -> bool:
         """See Launch; of the operation that yields the result of these."""

@@ -1,0 +1,50 @@
+"""Which kernels one rank's steps run (kernels/plan/plan.py decides), and what of the device is set for them."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.config import EngineConfig
+from nanovllm.kernels.base.memory_split import equal_memory_split
+from nanovllm.kernels.gemm.fixed_order import library_without_parts
+from nanovllm.kernels.plan.device import Device
+from nanovllm.kernels.plan.plan import Rules
+from nanovllm.kernels.plan.table import table_for
+from nanovllm.layers.linear import ParallelLinear
+from nanovllm.wire.shapes import StepShape
+
+_SHARED_PERCENT = 75
+"""A step of one row on an H200, us, so and where each kernel has a division of its own: 0.6B 568 of 637, 8B with 4-bit
+weights 1,640 of 1,784; in FP8, whose attention leaves L1 to the others instead, 2,541 of 2,448."""
+
+
+def rules_of(config: EngineConfig, device: torch.device, own_kernels: bool, is_fused: bool) -> Rules:
+    """What decides, for an engine of these options on this device. own_kernels, is_fused: see Rules."""
+    facts = Device.of(device)
+    table = table_for(facts.name, config.kernel_choices)
+    return Rules(facts, config.tensor_parallel_size, config.exact_bits, own_kernels, is_fused, table)
+
+
+def describe(model: nn.Module, rules: Rules) -> str:
+    """How many of a model's different GEMMs the table has; rules serve the others."""
+    if not rules.own_kernels:
+        return "library" if rules.exact_bits is None else "one order of sums for all numbers of rows"
+    linears = (part for part in model.modules() if isinstance(part, ParallelLinear))
+    found = {linear.product.gemm(rules.world) for linear in linears}
+    return f"{sum(map(rules.table.is_tuned, found))} of {len(found)} {rules.table.tuned_on(rules.device.name)}"
+
+
+def library_settings(rules: Rules) -> AbstractContextManager[None]:
+    """The settings that the library multiplies with."""
+    return library_without_parts() if rules.exact_bits is not None and rules.device.is_cuda else nullcontext()
+
+
+@contextmanager
+def before_capture(model: Any, shape: StepShape) -> Iterator[None]:
+    """For a run of `shape` that readies what its graph will launch: fewer layers launch the same kernels."""
+    is_chain = sum(shape) == 1 and model.plan(1).is_chain
+    with model.few_layers(), equal_memory_split(_SHARED_PERCENT) if is_chain else nullcontext():
+        yield
