@@ -70,6 +70,8 @@ class AttentionBackend(ABC):
     """Its steps can be captured in CUDA graphs."""
     takes_functions: bool = False
     """Its constructor takes score_mod and mask_mod of the user's."""
+    prefers_eager_prompts: bool = False
+    """Prompts of eager steps take less time with it than those of captured ones."""
     token_major_cache: bool = False
     """It wants caches whose tokens of all blocks have one stride: memory [num_blocks, block_size, heads, head_dim]."""
     is_required: bool = False

@@ -33,6 +33,7 @@ class FlashBackend(TritonBackend):
     """
 
     name = "flash"
+    prefers_eager_prompts = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -10,10 +10,13 @@ import torch
 
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.kernels import Kernels
-from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape, decode_buckets, mixed_shapes
+from nanovllm.wire.shapes import LARGE_CHUNKS, MAX_PREFILL_ROWS, StepShape, decode_buckets, mixed_shapes
 
 _GRAPH, _FIRST_GRAPH = 8 << 20, 64 << 20
 """Bytes that a graph usually takes outside of torch's allocator, and the first with the kernels that it loads."""
+
+_HIDES_LAUNCHES = 6 * 10**12
+"""Parameters x tokens whose products take an H200 some 20 ms."""
 
 
 def why_no_graphs(
@@ -29,6 +32,16 @@ def why_no_graphs(
     if not backend.can_capture:
         return f"attention backend {backend.name!r} cannot be captured"
     return None
+
+
+def largest_chunk(max_num_batched_tokens: int, backend: AttentionBackend, num_parameters: int) -> int:
+    """Most prompt tokens of a step that is worth capturing. num_parameters: of this rank. A backend may be faster where
+    it is launched kernel by kernel; that takes the host some 10 ms, which a device hides behind the multiplications of
+    the largest chunk where it has enough of them."""
+    is_busy = num_parameters * LARGE_CHUNKS[-1] >= _HIDES_LAUNCHES
+    if backend.prefers_eager_prompts and is_busy:
+        return min(max_num_batched_tokens, LARGE_CHUNKS[-1] - 1)
+    return max_num_batched_tokens
 
 
 class LogitsView:

@@ -30,7 +30,7 @@ from nanovllm.models.names import CheckpointNames
 from nanovllm.models.plugins import load_plugins
 from nanovllm.models.registry import names_of
 from nanovllm.parallel.group import TensorParallelGroup
-from nanovllm.runner.cuda_graphs import StepGraphs, why_no_graphs
+from nanovllm.runner.cuda_graphs import StepGraphs, largest_chunk, why_no_graphs
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.kernel_choice import before_capture, describe, library_settings, rules_of
 from nanovllm.runner.kv_cache import bind_kv_cache, block_bytes, blocks_that_fit, host_memory
@@ -312,9 +312,11 @@ class ModelRunner(WeightCommands):
     def _new_graphs(self) -> StepGraphs:
         assert self.io.stream is not None
         self.io.step_buffer.zero_()  # a step without rows: everything is padding
+        num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        max_tokens = largest_chunk(self.config.max_num_batched_tokens, self.backend, num_parameters)
         return StepGraphs(
-            self.work.run_padded, self.config.max_num_seqs, self.config.max_num_batched_tokens, self.io.stream,
-            self._progress, partial(before_capture, self.model),
+            self.work.run_padded, self.config.max_num_seqs, max_tokens, self.io.stream, self._progress,
+            partial(before_capture, self.model),
         )  # fmt: skip
 
     # -- one step -----------------------------------------------------------------------------------------------

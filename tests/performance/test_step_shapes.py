@@ -1,5 +1,6 @@
 """Every batch finds a captured graph, none much larger than itself, and there are few enough of them to capture."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanovllm.runner.cuda_graphs import StepGraphs
+from nanovllm.runner.cuda_graphs import StepGraphs, largest_chunk
 from nanovllm.wire.shapes import (
     LARGE_CHUNKS,
     MAX_PREFILL_ROWS,
@@ -118,3 +119,15 @@ def test_graph_memory_is_extrapolated_from_the_smaller_increment(monkeypatch: py
     monkeypatch.setattr(graphs, "_capture", lambda shape: None)
     taken = iter([300, 60, 3])
     assert graphs.measure(lambda work, usual: next(taken)) == 300 + 60 + 3 + 3
+
+
+@pytest.mark.parametrize(("prefers_eager", "parameters", "captured"), [
+    (False, 8 * 10**9, True), (True, 8 * 10**9, False), (True, 6 * 10**8, True),
+])  # fmt: skip
+def test_long_prompts_of_large_models_are_left_to_a_backend_that_is_faster_eagerly(
+    prefers_eager: bool, parameters: int, captured: bool
+) -> None:
+    backend: Any = SimpleNamespace(prefers_eager_prompts=prefers_eager)
+    found = graphs(256, largest_chunk(16384, backend, parameters))
+    assert (found.shape_for(0, 1, 4096) is not None) == captured
+    assert found.shape_for(0, 1, 3000) is not None and found.shape_for(200, 1, 3000) is not None
