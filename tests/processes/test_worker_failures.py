@@ -20,7 +20,7 @@ from nanovllm.errors import WorkerError
 from nanovllm.executor import processes
 from nanovllm.executor.channel import Word, WorkerState
 
-SOON = 5.0  # seconds within which a death must be an exception
+SOON = 20.0  # seconds within which a death must be an exception, on a busy machine: one that hangs waits for 60
 
 
 def signal_in_mid_generate(llm: LLM, pid: int, number: int) -> list[float]:
@@ -73,15 +73,15 @@ def test_a_long_step_is_one_that_computes(
     """On a CPU a step may take longer than step_timeout, as long as it computes."""
     monkeypatch.setattr(processes, "_WORKER_MODULE", "faulty_worker")
     monkeypatch.setenv("FAULT", f"step:{how}")
-    with tiny_llm(tiny, step_timeout=1.0) as llm:
+    with tiny_llm(tiny, step_timeout=3.0) as llm:  # in which a worker gets a core, however many want one
         begin = time.monotonic()
         if how == "work":
             assert token_ids(llm, [5] * 9) == warmed_up
-            assert time.monotonic() - begin > 1.0
+            assert time.monotonic() - begin > 3.0
             return
-        with pytest.raises(WorkerError, match=r"rank 1 made no progress for step_timeout=1.0 s"):
+        with pytest.raises(WorkerError, match=r"rank 1 made no progress for step_timeout=3.0 s"):
             token_ids(llm, [5] * 9)
-        assert time.monotonic() - begin < 1.0 + SOON
+        assert time.monotonic() - begin < 3.0 + SOON
 
 
 def test_a_stopped_engine_does_not_blame_its_workers(tiny: str, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_one_rank_fails_at_its_start(fault: str, tiny: str, mark: str, monkeypat
     begin = time.monotonic()
     with pytest.raises(kind, match=pattern) as raised:
         tiny_llm(tiny, step_timeout=1.0)
-    assert time.monotonic() - begin < 5 * SOON  # importing counted, on a busy machine
+    assert time.monotonic() - begin < 2 * SOON  # importing counted
     if kind is ValueError:
         assert "Found by rank 1" in raised.value.__notes__[0]
         assert "in fail" in raised.value.__notes__[0]
@@ -173,10 +173,10 @@ def test_a_long_call_is_one_that_computes(
 def test_ranks_wait_for_one_that_starts_slowly(tiny: str, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits to meet the others does nothing meanwhile, for longer than a rank may stand still."""
     monkeypatch.setattr(processes, "_WORKER_MODULE", "faulty_worker")
-    monkeypatch.setattr(processes, "_START_PATIENCE", 1.0)
+    monkeypatch.setattr(processes, "_START_PATIENCE", 3.0)
     monkeypatch.setenv("FAULT", "group:work")
     heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
-    with tiny_llm(tiny, tensor_parallel_size=3, hf_overrides=heads, step_timeout=1.0) as llm:
+    with tiny_llm(tiny, tensor_parallel_size=3, hf_overrides=heads, step_timeout=3.0) as llm:
         assert len(token_ids(llm, [5] * 9)[0]) == GREEDY.max_tokens
 
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import pty
+import resource
 import select
 import signal
 import socket
@@ -44,7 +45,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def test_start(tmp_path: Path) -> None:
     with Server(tmp_path) as server:
         wait_for(lambda: " answers" in server.log, "port")
-        assert time.monotonic() - server.began < 2.0  # 1 s where nothing else runs on the cores
+        assert cpu_seconds({server.process.pid}) < 2.0, "the front answers soon; others may have the cores meanwhile"
         seen = []
         while (health := server.health()).status_code == 503:
             assert health.json()["status"] == "loading"
@@ -104,9 +105,10 @@ def test_front_imports_neither_torch_nor_transformers() -> None:
 
 def test_port_that_is_taken(small: Server, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "nanovllm", "serve", str(DEMO), "--port", str(small.port)]
-    begin = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=False)
-    assert time.monotonic() - begin < 2.0
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0, "before anything is loaded"
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
     assert str(small.port) in line and str(small.process.pid) in line
@@ -257,11 +259,11 @@ def test_slow_client_is_let_go_and_a_second_signal_ends_it(tmp_path: Path) -> No
 def test_silent_streams_get_comments_and_sigterm_drains(tmp_path: Path) -> None:
     """Also one that waits for its first token: a proxy must not take it for dead. All processes get the signal, as from
     systemd."""
-    arguments = ("--max-num-seqs", "1", "--tensor-parallel-size", "2")
+    arguments = ("--max-num-seqs", "1", "--tensor-parallel-size", "2", "--shutdown-timeout", "300")
     with Server(tmp_path, *arguments, limits={"PING_SECONDS": 0.5}) as server:
         server.wait_until_ready()
         processes = server.everything()
-        thread, found = begin_stream(server, LONG | {"max_tokens": 900})
+        thread, found = begin_stream(server, LONG | {"max_tokens": 1900})
         with httpx.stream("POST", server.url + COMPLETIONS, json=LONG | {"stream": True}, timeout=60) as waiting:
             assert waiting.status_code == 200
             pieces = waiting.iter_text()
@@ -274,14 +276,14 @@ def test_silent_streams_get_comments_and_sigterm_drains(tmp_path: Path) -> None:
         refused = httpx.post(server.url + COMPLETIONS, json=LONG)
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "shutting_down"
-        thread.join(60)
+        thread.join(200)
         assert found[-1]["choices"][0]["finish_reason"] == "length"
-        assert server.process.wait(20) == 0
+        assert server.process.wait(60) == 0
         wait_for(lambda: not alive(processes), "end of all processes", 10)
 
 
 def read_stream(server: Server, found: list[Any], request: dict[str, Any] = LONG) -> None:
-    with httpx.stream("POST", server.url + COMPLETIONS, json=request | {"stream": True}, timeout=60) as response:
+    with httpx.stream("POST", server.url + COMPLETIONS, json=request | {"stream": True}, timeout=200) as response:
         found.append(response.status_code)
         found.extend(events(response))
 
