@@ -2,29 +2,29 @@
 
 import threading
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.control import LLMControl
 from nanovllm.engine.inputs import GivenPrompt, Prompt, as_batch, as_chats, as_params, as_token_ids, plain_prompt
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.protocol import Engine
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import CompletionOutput, EngineStats, RequestOutput, StepColumns, StepOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.start import start_one, start_ranks
 from nanovllm.terminal import ProgressBar, interrupt_between_steps
 from nanovllm.tokenizer import Tokenizer
+from nanovllm.turns import Turns
 
 if TYPE_CHECKING:
     import torch
 
     from nanovllm.engine.sequence import Sequence as Row
-    from nanovllm.executor.local import Report
 
 _PAUSE_LOOK = 0.1  # seconds between two looks of generate() at a paused engine
 
 
-class LLM(LLMControl):
+class LLM:
     """A model served on one or several ranks, all started and ended by this object.
 
     Options are those of EngineConfig, by name. Use it in a `with`, or call close(); the interpreter's exit does it too.
@@ -61,6 +61,16 @@ class LLM(LLMControl):
         llm._take_over(start_ranks(config, model_config, Tokenizer(config, None if path else tokenizer), module))
         return llm
 
+    def _take_over(self, engine: Engine) -> None:
+        self.engine = engine
+        self._turns = Turns(engine, self)
+        try:
+            if engine.tokenizer.is_there:
+                _ = engine.tokenizer.hf  # has been loading meanwhile; raises where it cannot be loaded
+        except BaseException:
+            self.close()
+            raise
+
     @property
     def config(self) -> EngineConfig:
         """The options, with everything that was left open settled."""
@@ -89,27 +99,27 @@ class LLM(LLMControl):
         `sampling_params`: one for all, or one for each. Everything is checked before anything is started: ValueError
         names option, value and bound. An interrupt (Ctrl-C) aborts this call's requests; the engine goes on.
         """
-        self._require_open()
+        self._turns.require_open()
         batch = as_batch(prompts)
         params = as_params(sampling_params, len(batch))
         token_ids = []
         for index, (prompt, param) in enumerate(zip(batch, params, strict=True)):
             try:
                 token_ids.append(self._token_ids(prompt))
-                self.engine.check_request(token_ids[-1], param)
+                self.engine.book.check(token_ids[-1], param)
             except ValueError as error:
                 raise ValueError(f"prompts[{index}]: {error}") from None
-        numbers = self.engine.reserve_ids(params)
+        numbers = self.engine.book.reserve_ids(params)
         ids: list[int] = []
         with interrupt_between_steps() as interrupted:
             try:
-                with self._step_lock:
+                with self._turns.step_lock:
                     self.engine.notice_new_weights()
                     for index in self._queueing_order(token_ids, params):
                         ids.append(self.engine.add_request(token_ids[index], params[index], numbers[index]))
                         if interrupted.is_set():
                             break
-                    self._generating.update(ids)
+                    self._turns.generating.update(ids)
                 self._run_until_finished(ids, use_tqdm, interrupted)
                 if interrupted.is_set():
                     return []  # never reached by the caller: the `with` raises
@@ -117,12 +127,12 @@ class LLM(LLMControl):
                 return [self._finish(request_id, text) for request_id, text in zip(numbers, texts, strict=True)]
             finally:
                 # Another Ctrl-C waits too. A thread that took our last results in has handed them out by now.
-                with interrupt_between_steps(), self._step_lock:
+                with interrupt_between_steps(), self._turns.step_lock:
                     for request_id in ids:  # where they have not been returned
                         self.engine.abort(request_id)
-                        self.engine.forget(request_id)
-                    self._generating.difference_update(ids)
-                    self._ended.difference_update(ids)
+                        self.engine.book.forget(request_id)
+                    self._turns.generating.difference_update(ids)
+                    self._turns.ended.difference_update(ids)
 
     def _queueing_order(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[int]:
         """Indices of a batch in the order in which its requests are to begin.
@@ -133,7 +143,7 @@ class LLM(LLMControl):
         """
         if not self.config.uses("longest_first"):
             return list(range(len(prompts)))
-        limit = self.engine.max_total_tokens
+        limit = self.engine.book.max_total_tokens
         most = [min(param.most_tokens, limit - len(prompt)) for prompt, param in zip(prompts, params, strict=True)]
         return sorted(range(len(prompts)), key=most.__getitem__, reverse=True)
 
@@ -151,7 +161,7 @@ class LLM(LLMControl):
         that the template mentions may be a keyword too, for example enable_thinking=False; a TypeError names any other.
         The outputs' `prompt` is the text that the template made.
         """
-        self._require_open()
+        self._turns.require_open()
         if not (chats := as_chats(messages)):
             return []
         tokenizer = self.engine.tokenizer
@@ -169,17 +179,17 @@ class LLM(LLMControl):
         unfinished = set(request_ids)
         with ProgressBar(self.engine, len(request_ids), use_tqdm) as progress:
             while unfinished and not interrupted.is_set():
-                with self._step_lock:
+                with self._turns.step_lock:
                     if not self.engine.has_unfinished_requests():
                         break  # another thread's generate() has taken the last results in for us
-                    self._dispatch(self.engine.step())
-                    unfinished -= self._ended
+                    self._turns.dispatch(self.engine.step())
+                    unfinished -= self._turns.ended
                 progress.update(len(request_ids) - len(unfinished))
                 if self.engine.is_paused and unfinished:
                     self.engine.wait_for_work(_PAUSE_LOOK)
 
     def _finish(self, request_id: int, prompt: str | None) -> RequestOutput:
-        seqs = self.engine.forget(request_id)
+        seqs = self.engine.book.forget(request_id)
         first = seqs[0]
         rows = first.sampling.prompt_logprob_rows if first.sampling is not None else None
         return RequestOutput(
@@ -226,9 +236,9 @@ class LLM(LLMControl):
         `output_token_ids`: the output begins with these, computed elsewhere or before, and goes on as it would have:
         max_tokens, penalties, stops and grammars count them, and tokens are sampled by seed and position.
         """
-        self._require_open()
-        if self.engine.executor.shares_weights:
-            with self._turn() as engine:
+        self._turns.require_open()
+        if self.engine.shares_weights:
+            with self._turns.turn() as engine:
                 engine.notice_new_weights()
         return self.engine.add_request(
             self._token_ids(plain_prompt(prompt)),
@@ -239,31 +249,31 @@ class LLM(LLMControl):
     def step(self) -> list[StepOutput]:
         """Runs the engine for one step: what each request of add_request gained. Finished requests are dropped from the
         engine when they are reported here. An interrupt (Ctrl-C) waits for the end of the step, and nothing is lost."""
-        self._require_open()
+        self._turns.require_open()
         gained = StepColumns()
         try:
-            with interrupt_between_steps(), self._step_lock:
+            with interrupt_between_steps(), self._turns.step_lock:
                 if self.engine.has_unfinished_requests():
-                    self._dispatch(self.engine.step())
-                gained, self._foreign = self._foreign, gained
+                    self._turns.dispatch(self.engine.step())
+                gained, self._turns.foreign = self._turns.foreign, gained
                 for entry in gained.endings:  # under the lock: another thread's step may end the last of n completions
                     request_id = gained.request_ids[entry]
-                    if self.engine.knows(request_id) and self.engine.is_finished(request_id):
-                        self.engine.forget(request_id)
+                    if self.engine.book.knows(request_id) and self.engine.book.is_finished(request_id):
+                        self.engine.book.forget(request_id)
                 outputs = gained.outputs()
             return outputs
         except KeyboardInterrupt:
-            with interrupt_between_steps(), self._step_lock:
-                gained.extend(self._foreign)  # they did not reach the caller: the next call hands them out
-                self._foreign = gained
+            with interrupt_between_steps(), self._turns.step_lock:
+                gained.extend(self._turns.foreign)  # they did not reach the caller: the next call hands them out
+                self._turns.foreign = gained
             raise
 
     def wait_for_work(self, timeout: float) -> bool:
         """Sleeps until `step` has something to do or to report; returns False after `timeout` seconds without. For a
         thread that steps for others."""
-        self._require_open()
-        woken = bool(self._foreign) or self.engine.wait_for_work(timeout, lambda: bool(self._foreign))
-        self._require_open()
+        self._turns.require_open()
+        woken = bool(self._turns.foreign) or self.engine.wait_for_work(timeout, lambda: bool(self._turns.foreign))
+        self._turns.require_open()
         return woken
 
     def stats(self) -> EngineStats:
@@ -276,19 +286,123 @@ class LLM(LLMControl):
 
     def has_unfinished_requests(self) -> bool:
         """Whether step() has anything left to do or to report."""
-        if self.engine.has_unfinished_requests() or self._foreign:
+        if self.engine.has_unfinished_requests() or self._turns.foreign:
             return True
-        with interrupt_between_steps(), self._step_lock:  # another thread's step may just be handing over what is ours
-            return bool(self._foreign) or self.engine.has_unfinished_requests()
+        # Another thread's step may just be handing over what is ours.
+        with interrupt_between_steps(), self._turns.step_lock:
+            return bool(self._turns.foreign) or self.engine.has_unfinished_requests()
 
     def is_finished(self) -> bool:
         return not self.has_unfinished_requests()
+
+    # -- new weights --------------------------------------------------------------------------------------------
+
+    def load_weights(
+        self,
+        weights: "Iterable[tuple[str, torch.Tensor]] | str | Path",
+        in_flight: str = "recompute",
+        version: int | None = None,
+    ) -> None:
+        """Replaces all weights in place; graphs stay valid, and the prefix cache is emptied.
+
+        `weights`: (checkpoint name, whole tensor) pairs, on any device (a DTensor is gathered), or a folder with
+        *.safetensors. `in_flight`: what becomes of requests that have begun. "recompute": they start over from their
+        tokens so far, which is exact; "keep": they go on with the KV of the old weights; "wait": they end first, while
+        no other begins; "abort": they end now, with what they have, and so do those that wait. `version`: of these
+        weights, see CompletionOutput.weight_versions; default: one more than that of the ones before.
+
+        Raises ValueError naming a missing, surplus or misshapen weight. Of one engine nothing is written then, and it
+        goes on with the weights that it has, unless `weights` can be read but once, as a generator can: steps are then
+        refused until a call succeeds, as they are after any other failure.
+        """
+        self._turns.call("load_weights", weights=weights, in_flight=in_flight, weight_version=version)
+
+    def begin_update(self, in_flight: str = "recompute", partial: bool = False) -> None:
+        """New weights come, by `update`, any number of times. Steps are refused until finish_update succeeds, or wait
+        where the engine is paused. `in_flight`: as in load_weights. `partial`: True where some names may not come, and
+        keep their values. Called again, it starts over."""
+        self._turns.call("begin_update", in_flight=in_flight, partial=partial)
+
+    def update(self, weights: "Iterable[tuple[str, torch.Tensor]] | str | Path") -> None:
+        """Some of the weights, as in load_weights. Raises ValueError naming one that is unknown, misshapen or was there
+        already; those before it are written, and a corrected call can follow."""
+        self._turns.call("update", weights=weights)
+
+    def finish_update(self, version: int | None = None) -> None:
+        """Steps go on with the new weights. Raises ValueError naming weights that did not come, or a version that does
+        not go up; more calls of `update` can follow then."""
+        self._turns.call("finish_update", weight_version=version)
+
+    @property
+    def weight_version(self) -> int:
+        """Of the weights that the next step runs with; 0 for those that the engine started with."""
+        return self.engine.weight_version
+
+    def weights_changed(self) -> None:
+        """Says that the module of from_module was written to: requests in flight start over from their tokens so far,
+        and the prefix cache is emptied. Needed after writes that torch does not count, through a parameter's `.data`;
+        the next request notices all others by itself."""
+        with self._turns.turn() as engine:
+            engine.notice_new_weights(surely=True)
+
+    def checksum(self) -> dict[str, str]:
+        """A checksum of each checkpoint tensor as the ranks hold it (in the engine's type), the same at every number of
+        ranks. Raises RuntimeError where two ranks hold different values of one tensor."""
+        checksums: dict[str, str] = self._turns.call("checksum")["checksums"]
+        return checksums
+
+    def reset_prefix_cache(self) -> None:
+        """Requests that begin from here on find nothing in the prefix cache. Those that run keep their blocks."""
+        self._turns.call("reset_prefix_cache")
+
+    # -- sleep --------------------------------------------------------------------------------------------------
+
+    def sleep(self, level: int = 1, tags: Iterable[str] | None = None) -> int:
+        """Gives memory back to the device until wake_up; returns the bytes. Needs enable_sleep=True.
+
+        `tags`: "weights", "kv_cache" or both, the default. `level` 1 keeps the weights in pinned host memory; 2 drops
+        them: after wake_up they come anew, by load_weights or begin_update. Requests that have begun (in a pause) start
+        over from their tokens so far. Asleep, steps are refused. On a CPU no memory moves. Activations and graphs
+        keep theirs.
+        """
+        return int(self._turns.call("sleep", level=level, mode=None, tags=tags)["freed_bytes"])
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Takes the memory again, at the same addresses, so that graphs stay valid; default: of all that sleeps."""
+        self._turns.call("wake_up", tags=tags)
+
+    # -- pauses -------------------------------------------------------------------------------------------------
+
+    def pause(self, mode: str = "keep") -> None:
+        """Nothing is computed when this returns, until `resume`. "keep": requests stop where they are, and go on later;
+        "wait": those that have begun end first; "abort": all end now, with what they have. New requests wait;
+        `generate` returns after `resume` only."""
+        self._turns.call("pause", mode=mode)
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self._turns.require_open()
+        self.engine.resume()
+
+    @property
+    def is_paused(self) -> bool:
+        return self.engine.is_paused
+
+    def abort_all(self) -> list[int]:
+        """Ends every unfinished request with what it has: step() and generate() hand it out with reason "abort".
+        Returns the ids."""
+        self._turns.require_open()
+        return self.engine.abort_all()
 
     # -- the engine ---------------------------------------------------------------------------------------------
 
     def engine_info(self) -> dict[str, Any]:
         """Device, versions, attention backend and why, KV blocks, start-up seconds: what a benchmark should print."""
         return self.engine.info()
+
+    def close(self) -> None:
+        """Ends the workers and frees the devices; nothing remains. Harmless when called again."""
+        self._turns.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -297,16 +411,10 @@ class LLM(LLMControl):
         self.close()
 
 
-def start_engine(config: EngineConfig, report: "Report | None" = None) -> LLMEngine:
-    """Loads the model of `config`; returns the engine over all of its ranks, or over all of its replicas. `report`: see
-    LocalExecutor; replicas report nothing."""
+def start_engine(config: EngineConfig) -> Engine:
+    """Loads the model of `config`; returns the engine over all of its ranks, or over all of its replicas."""
     if not config.has_front:
-        return start_one(config, report)
-    if config.data_parallel_backend == "ray":
-        from nanovllm.replicas.ray_start import start_ray_replicas
+        return start_one(config)
+    from nanovllm.host.start import start_fleet
 
-        return start_ray_replicas(config)
-    from nanovllm.replicas.start import start_replicas
-
-    return start_replicas(config)
-
+    return start_fleet(config)

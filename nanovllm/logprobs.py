@@ -119,6 +119,17 @@ class KeptIds(Sequence[np.ndarray | None]):
         self._vocab_size = vocab_size
         self._lines: list[np.ndarray | None] = []
 
+    @classmethod
+    def of_ids(cls, vocab_size: int, lines: "Sequence[bytes | None]") -> "KeptIds":
+        """`lines`: int32 ids of each token."""
+        found = cls(vocab_size)
+        for line in lines:
+            bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+            bits[[] if line is None else np.frombuffer(line, np.int32)] = 1
+            words = np.packbits(bits, bitorder="little").view("<i4")
+            found._lines.append(None if line is None else words)
+        return found
+
     def append_missing(self) -> None:
         """A token that came with the request."""
         self._lines.append(None)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 if TYPE_CHECKING:
-    from nanovllm.engine.llm_engine import LLMEngine
+    from nanovllm.engine.protocol import Engine
 
 
 @contextmanager
@@ -41,11 +41,11 @@ class ProgressBar:
 
     _INTERVAL = 0.1
 
-    def __init__(self, engine: "LLMEngine", total: int, enabled: bool) -> None:
+    def __init__(self, engine: "Engine", total: int, enabled: bool) -> None:
         self._engine = engine
         hidden = not (enabled and total) or sys.stderr is None  # as in a program whose standard error is closed
         self._bar = tqdm(total=total, desc="Generating", unit="req", disable=hidden, dynamic_ncols=True)
-        self._prefill, self._decode = engine.num_prefill_tokens, engine.num_decode_tokens
+        self._prefill, self._decode = engine.computed
 
     def update(self, finished: int) -> None:
         if self._bar.disable:
@@ -53,8 +53,8 @@ class ProgressBar:
         seconds = max(self._bar.format_dict["elapsed"], 1e-9)
         if finished > self._bar.n or seconds - getattr(self, "_shown", 0.0) > self._INTERVAL:
             self._shown = seconds
-            prefill = (self._engine.num_prefill_tokens - self._prefill) / seconds
-            decode = (self._engine.num_decode_tokens - self._decode) / seconds
+            prompt_tokens, decoded = self._engine.computed
+            prefill, decode = (prompt_tokens - self._prefill) / seconds, (decoded - self._decode) / seconds
             self._bar.set_postfix_str(f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s", refresh=False)
             self._bar.update(finished - self._bar.n)
 

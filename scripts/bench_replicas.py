@@ -6,42 +6,47 @@ nothing.
     python scripts/bench_replicas.py --replicas 64 --input-len 228 --output-len 50 --requests 8000
 
 CPU time is that of this process with its threads: checks, block hashes, routing, messages, tokens taken in. Texts are
-not made. Replicas are processes (simulated_replica.py) that give a token to up to 256 rows at once.
+not made. Replicas are processes (simulated_engine.py) that give a token to up to 256 rows at once.
 """
 
 import argparse
 import random
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from nanovllm.config import EngineConfig  # noqa: E402
+from nanovllm.host import wire  # noqa: E402
+from nanovllm.host.fleet_engine import FleetEngine  # noqa: E402
+from nanovllm.host.handle import ChildHandle, Handle  # noqa: E402
+from nanovllm.host.start import await_ready  # noqa: E402
 from nanovllm.models.registry import read_model_config  # noqa: E402
-from nanovllm.replicas.engine import ReplicatedEngine  # noqa: E402
-from nanovllm.replicas.link import ProcessLink  # noqa: E402
-from nanovllm.replicas.messages import Start  # noqa: E402
-from nanovllm.replicas.start import start_links  # noqa: E402
 from nanovllm.sampling_params import SamplingParams  # noqa: E402
+from nanovllm.tokenizer import Tokenizer  # noqa: E402
+
+_SIMULATED = {"text": [7], "rate": 0, "rows": 256}
 
 
-def start(replicas: int) -> ReplicatedEngine:
+def start(replicas: int) -> FleetEngine:
     config = EngineConfig(
         str(ROOT / "nanovllm" / "demo_model"), skip_tokenizer_init=True, max_model_len=4096, kvcache_block_size=128,
         hf_overrides={"max_position_embeddings": 4096}, data_parallel_size=replicas, data_parallel_backend="local",
     )  # fmt: skip
-    one = replace(config, data_parallel_size=1, data_parallel_backend=None)
 
-    def link(number: int, num_blocks: int | None, inbox: object) -> ProcessLink:
-        return ProcessLink(number, Start(one, None, None), inbox, "simulated_replica")  # type: ignore[arg-type]
+    def make(number: int, num_blocks: int | None = None) -> Handle:
+        return ChildHandle(wire.Start(config.model, _SIMULATED, number), "simulated_engine")
 
-    return start_links(config, read_model_config(config), link)
+    handles = [make(number) for number in range(replicas)]
+    ready = await_ready(handles)
+    for one in ready:
+        one.info["model"], one.config = config.model, wire.config_fields(config)
+    return FleetEngine(handles, ready, make, config, read_model_config(config), Tokenizer(config))
 
 
-def run(engine: ReplicatedEngine, requests: int, input_len: int, output_len: int) -> None:
+def run(engine: FleetEngine, requests: int, input_len: int, output_len: int) -> None:
     chance = random.Random(1)
     vocab = engine.model_config.vocab_size
     prompts = [[chance.randrange(vocab) for _ in range(input_len)] for _ in range(requests)]
@@ -53,7 +58,7 @@ def run(engine: ReplicatedEngine, requests: int, input_len: int, output_len: int
         gained = engine.step()
         tokens += len(gained)
         for entry in gained.endings:
-            engine.forget(gained.request_ids[entry])
+            engine.book.forget(gained.request_ids[entry])
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     assert tokens == requests * output_len
     each = f"{cpu / requests * 1e6:.0f} us a request, {cpu / tokens * 1e6:.2f} us a token"

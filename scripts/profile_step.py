@@ -95,7 +95,7 @@ def main() -> None:
         params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=2 * args.steps + 150)
         for _ in range(args.batch):
             llm.add_request([draw.randrange(vocab) for _ in range(args.context)], params)
-        while llm.engine.num_prefill_tokens < args.batch * args.context:
+        while llm.engine.computed[0] < args.batch * args.context:
             llm.step()
         for _ in range(20):
             llm.step()

@@ -1,17 +1,20 @@
-"""An engine process without an engine, for bench_front.py: every row gains a token each 1/--rate seconds.
+"""An engine's process without an engine, for bench_front.py and bench_replicas.py.
 
-Started by the front in place of nanovllm.serve.engine_process. Its options: {"rate": steps a second, "text": ids}.
+Started by a front in place of nanovllm.host.program. Its options: {"text": ids that every row gains in turn, "rate":
+steps a second, 0 for as many as it can, "rows": of a step}.
 """
 
 import os
-import queue
 import socket
 import sys
-import threading
 import time
 from typing import Any
 
-from nanovllm.serve import frames
+from nanovllm.host import wire
+from nanovllm.host.program import SocketIntake
+from nanovllm.outputs import EngineStats
+
+BLOCK_SIZE, BLOCKS = 128, 1 << 16
 
 
 class _Row:
@@ -29,66 +32,75 @@ class Simulator:
     """Rows in flight, and the clock that they follow."""
 
     def __init__(self, link: socket.socket) -> None:
-        self._link = link
-        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._link, self._intake = link, SocketIntake(link)
         self._rows: dict[int, _Row] = {}
         self._open: dict[int, int] = {}
         """Completions of each request that have not ended."""
+        self._alive = 0.0
 
     def run(self) -> None:
-        threading.Thread(target=self._receive, daemon=True).start()
-        start = self._inbox.get()
-        self._text, rate = start.options["text"], start.options["rate"]
+        """Until the front leaves, which EOFError says."""
+        start = None
+        while start is None:
+            start = self._intake.next(1.0)
+        assert isinstance(start, wire.Start)
+        self._text, rate, self._most = start.options["text"], start.options["rate"], start.options.get("rows", 1 << 30)
         info = {"max_model_len": 1 << 20, "max_num_seqs": 4096, "vocab_size": 1024, "eos_token_ids": [1023]}
-        self._send(frames.Progress("simulating", 50, start.model))
-        self._send(frames.Ready(info | {"num_kv_tokens": 1 << 30}))
+        self._send(wire.Progress("simulating", 50, start.model))
+        self._send(wire.Ready(info | {"num_kv_tokens": BLOCKS * BLOCK_SIZE, "block_size": BLOCK_SIZE}))
+        self._send(wire.Step([], [], stats=EngineStats(iteration_tokens=(0,) * 14)))
         deadline = time.monotonic()
         while True:
+            self._take_in(0.0 if self._rows else 1.0)
             if not self._rows:
-                self._take(self._inbox.get())
                 deadline = time.monotonic()
-            while not self._inbox.empty():
-                self._take(self._inbox.get())
-            deadline += 1 / rate
-            time.sleep(max(0.0, deadline - time.monotonic()))
+                continue
+            if rate:
+                deadline += 1 / rate
+                time.sleep(max(0.0, deadline - time.monotonic()))
+                self._take_in(0.0)
             self._send(self._step())
 
-    def _receive(self) -> None:
-        buffer = frames.FrameBuffer()
-        while data := self._link.recv(1 << 18):
-            for body in buffer.feed(data):
-                self._inbox.put(frames.down_decoder.decode(body))
-        os._exit(0)
+    def _take_in(self, seconds: float) -> None:
+        if time.monotonic() - self._alive > 1.0:
+            self._alive = time.monotonic()
+            self._send(wire.Alive())
+        while (frame := self._intake.next(seconds)) is not None:
+            self._take(frame)
+            seconds = 0.0
 
     def _take(self, frame: Any) -> None:
-        if isinstance(frame, frames.Add):
+        if isinstance(frame, wire.Add):
             n = frame.params.get("n", 1)
             self._open[frame.request_id] = n
             for row in range(frame.request_id, frame.request_id + n):
                 self._rows[row] = _Row(frame.request_id, row, frame.params["max_tokens"], self._text)
-        elif isinstance(frame, frames.Abort):
+        elif isinstance(frame, wire.Abort):
             self._open.pop(frame.request_id, None)
             self._rows = {i: row for i, row in self._rows.items() if row.request_id != frame.request_id}
 
-    def _step(self) -> frames.Step:
-        step = frames.Step([], [])
-        for row in list(self._rows.values()):
+    def _step(self) -> wire.Step:
+        step = wire.Step([], [])
+        for row in list(self._rows.values())[: self._most]:
             token = row.next_token()
             if row.left:
                 step.rows.append(row.row)
                 step.tokens.append(token)
                 continue
             del self._rows[row.row]
-            step.finishes.append(frames.Finish(row.row, token, "length", None))
+            step.finishes.append(wire.Finish(row.row, token, "length", None))
             self._open[row.request_id] -= 1
             if not self._open[row.request_id]:
                 del self._open[row.request_id]
-                step.done.append(frames.Done(row.request_id, 0, 0.0, 0.0, 0.0))
+                step.done.append(wire.Done(row.request_id))
         return step
 
-    def _send(self, frame: frames.Frame) -> None:
-        self._link.sendall(frames.pack(frame))
+    def _send(self, frame: wire.Frame) -> None:
+        self._link.sendall(wire.pack(frame))
 
 
 if __name__ == "__main__":
-    Simulator(frames.opened(socket.socket(fileno=int(sys.argv[1])))).run()
+    try:
+        Simulator(socket.socket(fileno=int(sys.argv[1]))).run()
+    except (EOFError, OSError):
+        os._exit(0)

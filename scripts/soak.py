@@ -107,7 +107,7 @@ class Soak:
         self.questions = []
         for _ in range(NUM_QUESTIONS):
             params = self._params(max(1, round(3 * self.unit * self.draw.random() ** 2)))
-            longest = self.llm.engine.max_total_tokens - params.max_tokens - 1
+            longest = self.llm.engine.book.max_total_tokens - params.max_tokens - 1
             question = Question(self._prompt(shared, longest)[:longest], params)
             if params.seed is not None:
                 self.llm.engine.scheduler.block_manager.forget_cached()
@@ -300,8 +300,8 @@ class Soak:
             "running": len(scheduler.running),
             "waiting": scheduler.num_waiting,
             "blocks": manager.num_blocks - manager.num_free_blocks,
-            "known requests": len(engine._completions),
-            "sampling rows": engine._num_sampling,
+            "known requests": len(engine.book.rows),
+            "sampling rows": engine.loop._num_sampling,
         }
         if any(left.values()):
             self.ledger.violation(f"left in an idle engine: {left}")

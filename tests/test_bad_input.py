@@ -48,7 +48,7 @@ BAD_PROMPTS = {
 
 def test_a_request_that_may_draw_nothing(llm: LLM) -> None:
     eos = llm.engine.model_config.eos_token_ids[0]
-    forms = [tokens[0] for tokens in llm.engine.request_sampling._words("a")]  # at the start, and after a blank
+    forms = [tokens[0] for tokens in llm.engine.book._sampling._words("a")]  # at the start, and after a blank
     left = {"allowed_token_ids": [eos, 7], "min_tokens": 2}
     for options in ({"allowed_token_ids": [eos], "min_tokens": 1}, {"allowed_token_ids": forms, "bad_words": ["a"]}):
         with pytest.raises(ValueError, match=r"prompts\[0\].*allowed_token_ids=.*must hold a token"):
@@ -64,12 +64,12 @@ def test_a_bad_prompt_stops_the_call_and_nothing_else(name: str, llm: LLM) -> No
     [expected] = llm.generate([[5, 6, 7]], PARAMS, use_tqdm=False)
     request_id = llm.add_request([5, 6, 7], PARAMS)
     gained = [token_id for output in llm.step() for token_id in output.new_token_ids]
-    before = llm.engine._num_requests
+    before = llm.engine.book.num_requests
     with pytest.raises(ValueError, match=r"prompts\[1\].*" + pattern):
         llm.generate([[5, 6], prompt, [7]], PARAMS, use_tqdm=False)
     with pytest.raises(ValueError, match=pattern):
         llm.add_request(prompt, PARAMS)
-    assert llm.engine._num_requests == before, "nothing of a refused call is started"
+    assert llm.engine.book.num_requests == before, "nothing of a refused call is started"
     while not llm.is_finished():
         for output in llm.step():
             assert output.request_id == request_id

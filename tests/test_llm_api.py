@@ -200,7 +200,7 @@ def test_template_variables_and_misspelt_keywords_of_a_chat(llm: LLM) -> None:
 
 
 def test_an_output_without_a_bound_ends_with_the_context(llm: LLM) -> None:
-    limit = llm.engine.max_total_tokens
+    limit = llm.engine.book.max_total_tokens
     params = SamplingParams(max_tokens=None, ignore_eos=True, temperature=0)
     [output] = llm.generate([[5] * (limit - 6)], params, use_tqdm=False)
     assert (len(output.token_ids), output.finish_reason) == (6, "length")
@@ -370,7 +370,7 @@ def test_an_abort_from_another_thread_while_a_request_comes_in(llm: LLM, monkeyp
             threads[-1].start()
             threads[-1].join(0.2)
 
-    monkeypatch.setattr(llm.engine, "_completions", Noticed(llm.engine._completions))
+    monkeypatch.setattr(llm.engine.book, "rows", Noticed(llm.engine.book.rows))
     request_id = llm.add_request([5, 6, 7], FIXED)
     threads[0].join()
     assert [output.finish_reason for output in run_steps(llm, request_id) if output.finished] == ["abort"]
@@ -378,7 +378,7 @@ def test_an_abort_from_another_thread_while_a_request_comes_in(llm: LLM, monkeyp
 
 def test_abort_all_while_another_thread_forgets_a_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the thread that steps does with one that has ended."""
-    forgetting = threading.Thread(target=lambda: llm.engine.forget(1))
+    forgetting = threading.Thread(target=lambda: llm.engine.book.forget(1))
 
     class Row:
         @property
@@ -387,7 +387,7 @@ def test_abort_all_while_another_thread_forgets_a_request(llm: LLM, monkeypatch:
             forgetting.join(0.2)
             return SequenceStatus.FINISHED
 
-    monkeypatch.setattr(llm.engine, "_completions", {0: [Row()], 1: []})
+    monkeypatch.setattr(llm.engine.book, "rows", {0: [Row()], 1: []})
     assert llm.abort_all() == []
     forgetting.join()
 

@@ -74,12 +74,12 @@ def test_the_end_of_a_completion_is_not_lost_between_two_threads() -> None:
     ended, reported = threading.Event(), threading.Event()
     with soak.start(DEMO, "cpu", 1, seed=0) as llm:
         engine: Any = llm.engine
-        step, knows = engine.step, engine.knows
+        step, knows = engine.step, engine.book.knows
         other = threading.Thread(target=lambda: llm.generate([[3] * 5], use_tqdm=False))
         every_third = list(range(0, llm.model_config.vocab_size, 3))  # completion 1 ends in the step after 0's end
         params = SamplingParams(n=2, temperature=1.0, seed=5, max_tokens=8, stop_token_ids=every_third)
         request_id = llm.add_request([5] * 7, params)
-        last = engine._completions[request_id][1]
+        last = engine.book.rows[request_id][1]
 
         def slow_step() -> StepColumns:
             outputs: StepColumns = step()
@@ -95,7 +95,7 @@ def test_the_end_of_a_completion_is_not_lost_between_two_threads() -> None:
             known: bool = knows(number)
             return known
 
-        engine.step, engine.knows = slow_step, slow_knows
+        engine.step, engine.book.knows = slow_step, slow_knows
         ends: list[int] = []
         while len(ends) < 2 and not (reported.is_set() and llm.is_finished()):
             ends += [output.index for output in llm.step() if output.finished]

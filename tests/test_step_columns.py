@@ -29,7 +29,7 @@ def nothing_left(llm: LLM) -> Iterator[None]:
     while not llm.is_finished():
         llm.step()
     llm.engine.scheduler.check_integrity()
-    assert not llm.engine._completions
+    assert not llm.engine.book.rows
 
 
 def run(llm: LLM) -> StepColumns:
@@ -37,7 +37,7 @@ def run(llm: LLM) -> StepColumns:
     while llm.engine.has_unfinished_requests():
         gained.extend(llm.engine.step())
     for request_id in set(gained.request_ids):
-        llm.engine.forget(request_id)
+        llm.engine.book.forget(request_id)
     return gained
 
 

@@ -1,15 +1,19 @@
 """What a trainer does to a live engine: new weights, sleep, pauses, everything aborted."""
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.loop import EngineLoop
-from nanovllm.engine.sequence import SequenceStatus
+from nanovllm.engine.request_book import RequestBook
 from nanovllm.errors import is_integer, refuse
 
 if TYPE_CHECKING:
     import torch
+
+    from nanovllm.engine.calls import Relay
+    from nanovllm.transfer.receiver import WeightReceiver
 
 TAGS = ("weights", "kv_cache")
 """What can sleep."""
@@ -19,107 +23,143 @@ the KV that the old weights computed; they end first, while no other begins; the
 _DROPPED = "sleep(level=2) has dropped the weights"
 
 
-class EngineControl(EngineLoop):
-    """The loop, and what changes its weights, its memory and whether it runs. Called between two steps, by the thread
-    that may step; but abort_all, pause_steps and resume may be called from any thread."""
+class EngineControl:
+    """Changes a loop's weights, its memory and whether it runs. Called between two steps, by the thread that may step;
+    but abort_all, pause_steps and resume may be called from any thread."""
 
-    weight_version = 0
-    """Of the weights that steps run with."""
+    def __init__(self, loop: EngineLoop, book: RequestBook) -> None:
+        self._loop, self._book, self._executor, self._scheduler = loop, book, loop.executor, loop.scheduler
+        self.pause_mode: str | None = None
+        """How the pause that lasts was asked for."""
+        self.sleep_level = 0
+        """Of the last `sleep`."""
+        self.receiver: WeightReceiver | None = None
+        """Of a trainer's calls, once there were any."""
+        self._relay: Relay | None = None
+
+    @property
+    def weight_version(self) -> int:
+        """Of the weights that steps run with."""
+        return self._book.weight_version
+
+    @property
+    def asleep(self) -> set[str]:
+        """What sleeps, of TAGS."""
+        return self._loop.asleep
+
+    @property
+    def device(self) -> str:
+        """Of rank 0."""
+        return self._loop.config.device
 
     # -- new weights --------------------------------------------------------------------------------------------
+
+    def check_load(self, weights: Any, in_flight: str, version: int | None) -> None:
+        """Raises ValueError for weights that cannot be loaded, or a version that does not go up, before anything is
+        begun."""
+        self._check_version(version)
+        self._check_update(in_flight)
+        self._executor.check_weights(weights)
 
     def load_weights(
         self, weights: "Iterable[tuple[str, torch.Tensor]] | str | Path", in_flight: str, version: int | None
     ) -> None:
         """Replaces all weights in place, on the live engine: LLM.load_weights."""
-        self._check_version(version)
-        self._check_update(in_flight)
-        self.executor.check_weights(weights)
+        self.check_load(weights, in_flight, version)
         self.begin_update(in_flight, partial=False)
-        self._incomplete = "load_weights did not finish"
+        self._loop.incomplete = "load_weights did not finish"
         self.update(weights)
         self.finish_update(version)
 
     def begin_update(self, in_flight: str, partial: bool) -> None:
         """Steps are refused from here on, until finish_update succeeds: LLM.begin_update."""
         self._check_update(in_flight)
-        self.settle(self.scheduler.keep_all if in_flight == "keep" else self.scheduler.preempt_all)
-        self._incomplete = "an update of the weights has begun and did not finish"
-        self.executor.call("begin_weight_update", partial)
+        self._loop.settle(self._scheduler.keep_all if in_flight == "keep" else self._scheduler.preempt_all)
+        self._loop.incomplete = "an update of the weights has begun and did not finish"
+        self._executor.call("begin_weight_update", partial)
 
     def _check_update(self, in_flight: str) -> None:
-        if self.executor.shares_weights:
+        if self._executor.shares_weights:
             raise ValueError("load_weights: this engine computes with a module's weights: load them there")
-        self._require_awake("weights")
+        self._loop.require_awake("weights")
         if in_flight not in IN_FLIGHT:
             refuse("in_flight", in_flight, "one of " + ", ".join(map(repr, IN_FLIGHT)))
-        self._raise_failure()
+        self._loop.raise_failure()
 
     def update(self, weights: "Iterable[tuple[str, torch.Tensor]] | str | Path") -> None:
         """Some of the weights, or a folder's: LLM.update."""
         self._require_update("update")
         if isinstance(weights, (str, Path)):
-            self.executor.load_folder(Path(weights))
+            self._executor.load_folder(Path(weights))
         else:
-            self.executor.update_weights(weights)
+            self._executor.update_weights(weights if self._relay is None else self._relayed(weights))
+
+    @contextmanager
+    def relaying(self, relay: "Relay | None") -> "Iterator[None]":
+        """Within it, `relay` gets each weight of `update` too."""
+        self._relay = relay
+        try:
+            yield
+        finally:
+            self._relay = None
+
+    def _relayed(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> "Iterator[tuple[str, torch.Tensor]]":
+        assert self._relay is not None
+        for name, tensor in weights:
+            self._relay(name, tensor)
+            yield name, tensor
 
     def finish_update(self, version: int | None) -> None:
         """All are there: LLM.finish_update."""
         self._require_update("finish_update")
         self._check_version(version)
-        self.executor.finish_weight_update()
-        self._incomplete = None
-        self.weight_version = self.weight_version + 1 if version is None else version
-        with self._work:
-            for seq in (seq for seqs in self._completions.values() for seq in seqs):
-                if seq.status is not SequenceStatus.FINISHED:
-                    seq.note_version(self.weight_version)
+        self._executor.finish_weight_update()
+        self._loop.incomplete = None
+        self._book.set_version(self.weight_version + 1 if version is None else version)
 
     @property
     def lacks_weights(self) -> bool:
         """Whether an update has begun and not finished, or sleep has dropped them."""
-        return self._incomplete is not None
+        return self._loop.incomplete is not None
 
     def _require_update(self, method: str) -> None:
-        self._require_awake("weights")
-        self._raise_failure()
-        if self._incomplete in (None, _DROPPED):
+        self._loop.require_awake("weights")
+        self._loop.raise_failure()
+        if self._loop.incomplete in (None, _DROPPED):
             raise RuntimeError(f"{method}: begin_update was not called")
 
     def _check_version(self, version: int | None) -> None:
-        least = self.weight_version + 1
-        if version is not None and (not is_integer(version) or version < least):
-            refuse("version", version, f"None or an integer >= {least}, as versions go up")
+        check_version(version, self.weight_version)
 
     def notice_new_weights(self, surely: bool = False) -> None:
         """Where the weights are a live module's and it was written to (`surely`: it was), requests in flight start over
         from their tokens so far, and the prefix cache is emptied."""
-        if self.executor.shares_weights and (self.executor.weights_changed() or surely):
-            self._raise_failure()
-            self.settle(self.scheduler.preempt_all)
-            self.executor.call("refresh_weights")
+        if self._executor.shares_weights and (self._executor.weights_changed() or surely):
+            self._loop.raise_failure()
+            self._loop.settle(self._scheduler.preempt_all)
+            self._executor.call("refresh_weights")
 
     def checksum(self) -> dict[str, str]:
         """LLM.checksum."""
-        self._require_awake("weights")
-        self._raise_failure()
-        self._require_weights()
-        self.settle()
-        return self.executor.checksum()
+        self._loop.require_awake("weights")
+        self._loop.raise_failure()
+        self._loop.require_weights()
+        self._loop.settle()
+        return self._executor.checksum()
 
     def reset_prefix_cache(self) -> None:
         """LLM.reset_prefix_cache."""
-        self.settle(self.scheduler.block_manager.forget_cached)
+        self._loop.settle(self._scheduler.block_manager.forget_cached)
 
     # -- sleep --------------------------------------------------------------------------------------------------
 
     def check_sleep(self, level: int, tags: Iterable[str] | None) -> tuple[str, ...]:
         """What is to sleep. Raises as `sleep` does, but for requests that run."""
-        self._raise_failure()
-        config = self.executor.config
+        self._loop.raise_failure()
+        config = self._executor.config
         if not config.enable_sleep:
             raise ValueError("sleep: needs an engine that was started with enable_sleep=True")
-        if self.executor.shares_weights:
+        if self._executor.shares_weights:
             raise ValueError("sleep: this engine computes with a module's weights, which stay where they are")
         if level not in (1, 2) or isinstance(level, bool):
             refuse("level", level, "1 or 2")
@@ -131,24 +171,25 @@ class EngineControl(EngineLoop):
     def sleep(self, level: int, tags: Iterable[str] | None) -> int:
         """LLM.sleep."""
         wanted = self.check_sleep(level, tags)
-        if self.has_begun() and not self.is_paused:
+        if self._loop.has_begun() and not self._loop.is_paused:
             raise RuntimeError("sleep: requests are running: pause(), or abort_all(), first")
-        self.settle(self.scheduler.preempt_all)
-        freed = sum(self.executor.call("sleep", wanted, level == 1))
-        self.asleep |= set(wanted)
+        self._loop.settle(self._scheduler.preempt_all)
+        freed = sum(self._executor.call("sleep", wanted, level == 1))
+        self._loop.asleep |= set(wanted)
+        self.sleep_level = level
         if level == 2 and "weights" in wanted:
-            self._incomplete = _DROPPED
+            self._loop.incomplete = _DROPPED
         return freed
 
     def wake_up(self, tags: Iterable[str] | None) -> None:
         """LLM.wake_up."""
-        self._raise_failure()
+        self._loop.raise_failure()
         wanted = tuple(sorted(self.asleep)) if tags is None else self._tags(tags)
         if not wanted or not self.asleep.issuperset(wanted):
             raise RuntimeError(f"wake_up: not asleep: {', '.join(sorted(set(wanted) - self.asleep)) or 'the engine'}")
-        self.executor.call("wake_up", wanted)
-        self.asleep -= set(wanted)
-        self.wake()
+        self._executor.call("wake_up", wanted)
+        self._loop.asleep -= set(wanted)
+        self._loop.wake()
 
     def _tags(self, tags: Iterable[str] | None) -> tuple[str, ...]:
         wanted = TAGS if tags is None else tuple(dict.fromkeys([tags] if isinstance(tags, str) else tags))
@@ -167,35 +208,39 @@ class EngineControl(EngineLoop):
             self.abort_all()
         elif mode != "wait":
             return
-        elif self.is_paused and self.has_begun():
+        elif self._loop.is_paused and self._loop.has_begun():
             raise ValueError(f"{option}='wait': requests that have begun do not end while the engine is paused")
-        self.scheduler.holds_new = True
+        self._scheduler.holds_new = True
         try:
-            while self.scheduler.holds_new and self.is_busy() and not self.lacks_weights:
+            while self._scheduler.holds_new and self._loop.is_busy() and not self.lacks_weights:
                 yield
         finally:
-            self.scheduler.holds_new = False
-            self.wake()
+            self._scheduler.holds_new = False
+            self._loop.wake()
+
+    def pause(self, mode: str) -> None:
+        """LLM.pause, when requests have ended as `mode` says."""
+        self.pause_steps()
+        self._loop.settle()
+        self.pause_mode = mode
 
     def pause_steps(self) -> None:
         """No step is launched until `resume`."""
-        with self._work:
-            self.is_paused = True
+        self._loop.hold(True)
 
     def resume(self) -> None:
         """Steps go on, and requests begin again."""
-        with self._work:
-            self.is_paused = self.scheduler.holds_new = False
-        self.wake()
+        self.pause_mode = None
+        self._loop.hold(False)
 
     def abort_all(self) -> list[int]:
         """Ends all requests that are unfinished now, with what they have; returns their ids."""
-        with self._work:
-            ids = [
-                request_id
-                for request_id, seqs in self._completions.items()
-                if any(seq.status is not SequenceStatus.FINISHED for seq in seqs)
-            ]
-            self._inbox += [("abort", self._completions[request_id]) for request_id in ids]
-        self.wake()
+        ids = self._book.unfinished()
+        self._loop.abort([self._book.rows[request_id] for request_id in ids])
         return ids
+
+
+def check_version(version: int | None, before: int) -> None:
+    """Raises ValueError where weights of a version cannot follow those of the version before."""
+    if version is not None and (not is_integer(version) or version <= before):
+        refuse("version", version, f"None or an integer >= {before + 1}, as versions go up")

@@ -4,7 +4,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from nanovllm.engine.sampling.plan import StepSampling, plan_sampling, take_scores
@@ -39,8 +39,6 @@ class EngineLoop:
         self._work = threading.Condition()
         """Notified when a request or an abort comes in, and when the engine is closed."""
         self._inbox: deque[tuple[str, list[Sequence]]] = deque()
-        self._completions: dict[int, list[Sequence]] = {}
-        """The rows of every request that is known, by its id; changed under `_work`."""
         self._num_sampling = 0
         """Unfinished rows that need more than greedy or temperature."""
         self._launched: deque[Launched] = deque()
@@ -49,7 +47,7 @@ class EngineLoop:
         self._closed = False
         self._error: BaseException | None = None
         """What ended this engine."""
-        self._incomplete: str | None = None
+        self.incomplete: str | None = None
         """Why there are no weights to step with."""
         self.asleep: set[str] = set()
         """What sleeps, of TAGS (control.py)."""
@@ -63,6 +61,36 @@ class EngineLoop:
         self._num_finished = {"stop": 0, "length": 0, "abort": 0}
         self._iterations = [0] * (len(ITERATION_TOKENS) + 1)
         """Steps launched, by the bounds of ITERATION_TOKENS on their tokens."""
+
+    def add(self, seqs: list[Sequence]) -> None:
+        """Queues a request's rows. From any thread."""
+        with self._work:
+            self._num_sampling += sum(seq.sampling is not None for seq in seqs)
+            self._inbox.append(("add", seqs))
+        self.wake()
+
+    def abort(self, requests: Iterable[list[Sequence]]) -> None:
+        """Ends the unfinished rows of some requests. From any thread."""
+        with self._work:
+            self._inbox += [("abort", seqs) for seqs in requests]
+        self.wake()
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows that wait, and calls of other threads that the next step takes in: about so many requests do not run."""
+        return self.scheduler.num_waiting + len(self._inbox)
+
+    def hold(self, is_paused: bool) -> None:
+        """Whether no step is to be launched. A pause that ends lets requests begin again. From any thread."""
+        with self._work:
+            self.is_paused = is_paused
+            self.scheduler.holds_new &= is_paused
+        self.wake()
+
+    def close(self) -> None:
+        """No step can follow."""
+        self._closed = True
+        self.wake()
 
     def step(self) -> StepColumns:
         """Launches a step if there is one, and takes in the results of the step before it."""
@@ -182,12 +210,12 @@ class EngineLoop:
 
     def check_can_step(self) -> None:
         """Raises RuntimeError where a step would compute without weights or memory."""
-        self._raise_failure()
+        self.raise_failure()
         if not self.is_paused:
-            self._require_awake(*self.asleep)
-            self._require_weights()
+            self.require_awake(*self.asleep)
+            self.require_weights()
 
-    def _raise_failure(self) -> None:
+    def raise_failure(self) -> None:
         """Where this engine cannot go on."""
         if self._closed:
             raise RuntimeError("this engine is closed")
@@ -195,12 +223,12 @@ class EngineLoop:
             raise RuntimeError(f"this engine has failed and cannot go on: {short(self._error)}") from self._error
         self.executor.check()
 
-    def _require_weights(self) -> None:
-        if self._incomplete is not None:
+    def require_weights(self) -> None:
+        if self.incomplete is not None:
             until = "no step can run until load_weights, or begin_update and finish_update, succeed"
-            raise WeightsIncomplete(f"{self._incomplete}: {until}")
+            raise WeightsIncomplete(f"{self.incomplete}: {until}")
 
-    def _require_awake(self, *tags: str) -> None:
+    def require_awake(self, *tags: str) -> None:
         if asleep := self.asleep.intersection(tags):
             raise RuntimeError(f"this engine is asleep ({', '.join(sorted(asleep))}): call wake_up first")
 

@@ -197,7 +197,7 @@ class LocalExecutor:
     def load_folder(self, folder: Path) -> None:
         """Writes the values of *.safetensors, of which each rank reads its own byte ranges; raises as loading a model
         does. Rank 0 looks at names and shapes first, since a worker that raised would be gone."""
-        self.runner.open_weights(folder)
+        self.check_weights(folder)
         self.call("load_weight_folder", folder)
 
     def finish_weight_update(self) -> None:

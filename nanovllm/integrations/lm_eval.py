@@ -54,7 +54,7 @@ class NanoLM(TemplateLM):  # type: ignore[misc]
     @property
     def max_length(self) -> int:
         """Most tokens of context and continuation together."""
-        return self.llm.engine.max_total_tokens
+        return self.llm.engine.book.max_total_tokens
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         if add_special_tokens is None:
@@ -120,7 +120,7 @@ class NanoLM(TemplateLM):  # type: ignore[misc]
 
 def score_ends(llm: LLM, prompts: list[list[int]], counts: list[int], use_tqdm: bool) -> list[Score]:
     """Of the last `count` tokens of each prompt; one that is longer than the engine serves loses its beginning."""
-    prompts = [prompt[-llm.engine.max_total_tokens :] for prompt in prompts]
+    prompts = [prompt[-llm.engine.book.max_total_tokens :] for prompt in prompts]
     starts = [max(1, len(prompt) - count) for prompt, count in zip(prompts, counts, strict=True)]
     params = [SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_logprob_start=start) for start in starts]
     scores = []

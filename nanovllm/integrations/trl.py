@@ -93,7 +93,7 @@ class Generation(_ITS_CLASS):  # type: ignore[misc, valid-type]
         """A completion of each prompt, as the parent's method says. Copies of a prompt are computed once."""
         if images is not None and any(images):
             raise ValueError("images: must be None: the engine serves text models")
-        if "weights" in self.llm.engine.asleep:
+        if "weights" in self.llm.engine.state.asleep:
             self.sync_weights()  # sleep has dropped them
         self._wake("kv_cache")
         with profiler or nullcontext():
@@ -105,7 +105,7 @@ class Generation(_ITS_CLASS):  # type: ignore[misc, valid-type]
         return [output.prompt_token_ids for output in outputs], token_ids, *found
 
     def _wake(self, tag: str) -> None:
-        if tag in self.llm.engine.asleep:
+        if tag in self.llm.engine.state.asleep:
             self.llm.wake_up(tags=[tag])
 
     def _params(self) -> SamplingParams:

@@ -1,1 +1,1 @@
-"""The HTTP server: a front process without torch (this package but for engine_process.py) and the engine's process."""
+"""The HTTP server: a process without torch, which drives the engines of host/."""

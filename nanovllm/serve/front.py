@@ -10,15 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import nanovllm
+from nanovllm.errors import ReplicaError
+from nanovllm.host import wire
+from nanovllm.host.fleet import InternalError
+from nanovllm.host.handle import Lost
 from nanovllm.processes.child import freeze_objects
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve import errors, frames
+from nanovllm.serve import errors
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api.routes import ADMIN_ROUTES, ROUTES
+from nanovllm.serve.engines import Engines, Launch
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.http.app import App
 from nanovllm.serve.http.call import Call
-from nanovllm.serve.link import EngineLink
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.parsers import OutputParser
@@ -41,7 +45,7 @@ _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 class Front:
     """Everything between the HTTP connections and the link to the engine."""
 
-    def __init__(self, model: str, options: ServeOptions) -> None:
+    def __init__(self, model: str, options: ServeOptions, launch: Launch) -> None:
         self.model, self.options = model, options
         self.names = options.served_model_name or (model,)
         self.created = int(time.time())
@@ -52,20 +56,17 @@ class Front:
             from nanovllm.serve import tracing
 
             self.tracer = tracing.RequestTracer(options.otlp_traces_endpoint)
-        self.streams = Streams(self.metrics, lambda request_id: self.link.send(frames.Abort(request_id)))
+        self.streams = Streams(self.metrics, lambda request_id: self.engines.abort(request_id))
         self.state: State = "loading"
         self.progress: tuple[str, int] = ("starting", 0)
         self.on_progress: Callable[[str, int], None] = lambda stage, percent: None
-        self.failure: frames.Failed | None = None
+        self.failure: Lost | None = None
         self.info: dict[str, Any] = {}
-        """What the engine says of itself (engine_process.describe), once it and the tokenizer are there."""
+        """What the engines say of themselves (host/program.py), once they and the tokenizer are there."""
         self.defaults: dict[str, Any] = {}
         """Sampling defaults for what requests leave open."""
         self.default_max_tokens: int | None = None
-        self.link = EngineLink(self.streams, self.on_frame, self.on_engine_end)
-        self._calls: dict[int, asyncio.Future[frames.Answered]] = {}
-        """Of `control`, not answered yet."""
-        self._num_calls = 0
+        self.engines = Engines(launch, self.streams, self.on_frame, self.on_engine_end)
         self.changed = asyncio.Event()
         """Set whenever `state` changes."""
         self._text: asyncio.Task[None] | None = None
@@ -91,32 +92,25 @@ class Front:
         self.state = state
         self.changed.set()
 
-    def on_frame(self, frame: frames.UpFrame) -> None:
-        """Whatever the engine says beside its steps."""
-        if isinstance(frame, frames.Progress):
+    def on_frame(self, frame: wire.Up) -> None:
+        """Whatever engines say beside their steps."""
+        if isinstance(frame, wire.Progress):
             self.progress = (frame.stage, frame.percent)
             self.on_progress(frame.stage, frame.percent)
-            if frame.folder:
+            if frame.folder and self._text is None:
                 self._text = self._loop.create_task(self._load_text(frame.folder))
-        elif isinstance(frame, frames.Ready):
+        elif isinstance(frame, wire.Ready):
             self._loop.create_task(self._become_ready(frame.info))
-        elif isinstance(frame, frames.Failed):
-            self.failure = frame
-            self.on_engine_end()
-        elif isinstance(frame, frames.Refused):
+        elif isinstance(frame, wire.Refused):
             error = errors.server_error() if frame.message is None else errors.from_value_error(frame.message)
             self.streams.refuse(frame.request_id, error)
-        elif isinstance(frame, frames.Answered):
-            self.metrics.control = frame.state
-            if (answered := self._calls.get(frame.call_id)) is not None and not answered.done():
-                answered.set_result(frame)
 
     async def _load_text(self, folder: str) -> None:
         """Tokenizer and sampling defaults, while the engine loads; a mistake in them ends the start at once."""
         try:
             await self._loop.run_in_executor(self._pool, self._read_text, folder)
         except Exception as error:
-            self.failure = frames.Failed(str(error), isinstance(error, (ValueError, OSError)))
+            self.failure = Lost(str(error), type(error) if isinstance(error, (ValueError, OSError)) else None)
             self.set_state("failed")
 
     def _read_text(self, folder: str) -> None:
@@ -145,8 +139,9 @@ class Front:
             self.info = self.metrics.info = info
             self.set_state("ready")
 
-    def on_engine_end(self) -> None:
-        """The engine's end of the link is closed: nothing that runs can be completed."""
+    def on_engine_end(self, lost: Lost) -> None:
+        """No engine is left: nothing that runs can be completed."""
+        self.failure = self.failure or lost
         self.fail(errors.engine_dead())
         self.set_state("failed")
 
@@ -154,30 +149,25 @@ class Front:
         """Ends all that the engine has not answered."""
         for request in list(self.streams.requests):
             self.streams.fail(request, error)
-        for answered in self._calls.values():
-            if not answered.done():
-                answered.set_exception(error)
+        self.engines.fail(error)
 
-    async def control(self, name: str, **options: Any) -> dict[str, Any]:
-        """What the engine answers to a call of admin_calls.py. Raises ApiError."""
+    async def control(self, name: str, **options: Any) -> Any:
+        """What the engines answer to a call of engine/calls.py. Raises ApiError."""
         if self.state != "ready":
             self.admit()
-        self._num_calls += 1
-        number, answered = self._num_calls, self._loop.create_future()
-        self._calls[number] = answered
         try:
             with errors.refusing():
-                self.link.send(frames.Control(number, name, options))
-            answer = await answered
+                return await self.engines.call(name, **options)
+        except ReplicaError:
+            raise errors.engine_dead() from None
+        except InternalError:
+            raise errors.server_error() from None
+        except (TypeError, OSError) as error:
+            raise errors.from_value_error(str(error)) from None
+        except RuntimeError as error:
+            raise ApiError(409, str(error), "wrong_state") from None
         finally:
-            del self._calls[number]
-        if answer.status == 200:
-            return answer.value
-        if answer.message is None:
-            raise errors.server_error()
-        if answer.status == 400:
-            raise errors.from_value_error(answer.message)
-        raise ApiError(answer.status, answer.message, "wrong_state")
+            self.metrics.control = self.engines.state
 
     def close(self) -> None:
         if self.tracer is not None:
@@ -249,7 +239,8 @@ class Front:
             own = {**request.params, "max_tokens": most}
             if own.get("min_tokens", 0) > most:
                 own["min_tokens"] = most
-            self.link.send(frames.Add(request_id, array("i", prompt).tobytes(), own))
+            self.engines.add(request_id, array("i", prompt).tobytes(), own)
+        self.engines.bind()
 
     def _sweep(self) -> None:
         self.streams.sweep(self.now(), self.options.request_timeout)

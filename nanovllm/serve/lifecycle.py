@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from nanovllm.host.handle import Lost
 from nanovllm.serve import errors
-from nanovllm.serve.link import EngineChild
+from nanovllm.serve.engines import Launch
 from nanovllm.serve.loading import Loading
 from nanovllm.serve.log import set_up_logging
 from nanovllm.serve.options import ServeOptions
@@ -102,16 +103,15 @@ def serve(model: str, engine_options: dict[str, Any], options: ServeOptions, mod
     except OSError as error:
         print(f"nanovllm: {error}", file=sys.stderr)
         return 1
-    child = EngineChild(model, engine_options, *([module] if module else []))
+    launch = Launch(model, engine_options, *([module] if module else []))
     _allow_descriptors()
     try:
         from nanovllm.serve.http.server import run_loop  # while the engine imports
 
-        return run_loop(_Life(model, options, listener, child, begin).run)
+        return run_loop(_Life(model, options, listener, launch, begin).run)
     finally:
         listener.close()
-        child.socket.close()
-        child.wait()
+        launch.close()
         if options.uds is not None:
             Path(options.uds).unlink(missing_ok=True)
 
@@ -128,9 +128,9 @@ class _Life:
     """One run of the server."""
 
     def __init__(
-        self, model: str, options: ServeOptions, listener: socket.socket, child: EngineChild, begin: float
+        self, model: str, options: ServeOptions, listener: socket.socket, launch: Launch, begin: float
     ) -> None:
-        self._model, self._options, self._listener, self._child = model, options, listener, child
+        self._model, self._options, self._listener, self._launch = model, options, listener, launch
         self._begin = begin
         self._num_signals = 0
 
@@ -139,10 +139,9 @@ class _Life:
         from nanovllm.serve.http.server import HttpServer
 
         loop = asyncio.get_running_loop()
-        front = self._front = Front(self._model, self._options)
+        front = self._front = Front(self._model, self._options, self._launch)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        await loop.create_unix_connection(lambda: front.link, sock=self._child.socket)
         http = self._http = HttpServer(front.app, self._options, self._listener)
         await http.start()
         logger.info("%s answers; the model is loading", self._url())
@@ -150,12 +149,21 @@ class _Life:
         self._loading.show(*front.progress)  # what came while the port was opened
         front.on_progress = self._loading.show
         try:
+            await self._launch_engines()
             return await self._live()
         finally:
             self._loading.close()
             await http.stop()
-            front.link.close()
+            front.engines.close()
             front.close()
+
+    async def _launch_engines(self) -> None:
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, self._launch.start)
+        except (ValueError, ImportError) as error:
+            self._front.on_engine_end(Lost(str(error), type(error)))
+        else:
+            self._front.engines.listen()
 
     def _on_signal(self) -> None:
         self._num_signals += 1
@@ -196,13 +204,11 @@ class _Life:
 
     async def _report_failure(self) -> int:
         failure = self._front.failure
-        if failure is None:
-            code = self._child.process.poll()
-            logger.error("the engine's process is gone (exit code %s)", "unknown yet" if code is None else code)
-        elif failure.is_users_mistake:
-            logger.error("%s", failure.message)
+        assert failure is not None
+        if failure.kind is not None:
+            logger.error("%s", failure.reason)
         else:
-            logger.error("the engine has failed: %s", failure.message)
+            logger.error("the engine has failed: %s", failure.reason)
         await self._http.finish()
         return 1
 

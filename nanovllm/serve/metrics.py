@@ -5,8 +5,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.engine.calls import EngineState
+from nanovllm.host.wire import Done
 from nanovllm.outputs import ITERATION_TOKENS, EngineStats
-from nanovllm.serve.frames import ControlState, Done
 
 if TYPE_CHECKING:
     from nanovllm.serve.request import Completion
@@ -86,7 +87,7 @@ class Metrics:
         self.http_seconds: dict[str, Histogram] = {}
         self.engine = EngineStats()
         """The engine's latest gauges and counters."""
-        self.control = ControlState()
+        self.control = EngineState()
         self.info: dict[str, Any] = {}
         """Of the engine, once it is ready."""
 

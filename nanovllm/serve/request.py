@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from nanovllm.serve import frames
+from nanovllm.host import wire
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.http.call import Client
 from nanovllm.serve.visible_text import VisibleText
@@ -38,9 +38,9 @@ class Completion:
         self.prefix = b""
         """Of a chunk that holds text alone: all before the text."""
         self.weight_versions: list[tuple[int, int, int]] = []
-        """Once it has ended: see frames.Finish."""
+        """Once it has ended: see wire.Finish."""
         self.kept: list[bytes | None] = []
-        """Of each token the ids that it was sampled from (frames.Done), once all of its prompt's have ended."""
+        """Of each token the ids that it was sampled from (wire.Done), once all of its prompt's have ended."""
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.last_time = 0.0
@@ -52,7 +52,7 @@ class Completion:
         self.state: Any = None
         """What an API keeps between two chunks."""
 
-    def finish(self, end: frames.Finish) -> None:
+    def finish(self, end: wire.Finish) -> None:
         """Takes in the completion's end and its last token."""
         request, token = self.request, end.token
         if token is not None:

@@ -4,7 +4,8 @@ callback, without a task or a queue for each stream."""
 import logging
 from collections.abc import Callable
 
-from nanovllm.serve import frames, limits
+from nanovllm.host import wire
+from nanovllm.serve import limits
 from nanovllm.serve.errors import ApiError, server_error
 from nanovllm.serve.http.call import Client
 from nanovllm.serve.metrics import Metrics
@@ -47,7 +48,7 @@ class Streams:
 
     # -- a step -------------------------------------------------------------------------------------------------
 
-    def take(self, step: frames.Step, now: float) -> None:
+    def take(self, step: wire.Step, now: float) -> None:
         """Takes a step's tokens in; `flush` sends what came of them."""
         rows, touched = self._rows, self._touched
         gaps: dict[float, int] = {}
@@ -84,7 +85,7 @@ class Streams:
         if step.stats is not None:
             self._metrics.engine = step.stats
 
-    def _finish(self, end: frames.Finish, now: float) -> None:
+    def _finish(self, end: wire.Finish, now: float) -> None:
         completion = self._rows.get(end.row)
         if completion is None:
             return
@@ -104,7 +105,7 @@ class Streams:
         self.num_rows -= 1
         completion.request.ready[completion] = self._touched[completion.request] = None
 
-    def _end_part(self, part: frames.Done, now: float) -> None:
+    def _end_part(self, part: wire.Done, now: float) -> None:
         request = self._parts.pop(part.request_id, None)
         if request is None:
             return

@@ -30,7 +30,8 @@ def _bytes_together(settings: dict[str, Any]) -> int:
 class Updatable(Protocol):
     """What an LLM, and the engine inside it, can do."""
 
-    weight_version: Any
+    @property
+    def weight_version(self) -> int: ...
 
     def begin_update(self, in_flight: str, partial: bool) -> None: ...
 

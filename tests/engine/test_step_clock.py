@@ -1,7 +1,7 @@
 """The next step is scheduled shortly before the present one ends, never long after."""
 
-from nanovllm.engine.step_clock import StepClock
 from nanovllm.engine.step_plan import StepPlan
+from nanovllm.host.step_clock import StepClock
 
 
 class Device:

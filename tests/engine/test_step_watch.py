@@ -6,7 +6,7 @@ from pathlib import Path
 
 CODE = """
 import time
-from nanovllm.engine import step_watch
+from nanovllm.host import step_watch
 
 step_watch._LOOK = 0.05
 watch = step_watch.StepWatch(0.5)

@@ -16,7 +16,7 @@ from unittest.mock import DEFAULT, Mock
 import pytest
 from process_checks import GREEDY, LONG, MARK, marked_processes, tiny_llm, token_ids, wait_until
 
-from nanovllm import LLM, SamplingParams, control, terminal
+from nanovllm import LLM, SamplingParams, terminal, turns
 from nanovllm import llm as llm_module
 from nanovllm.engine import fair_lock
 from nanovllm.executor.processes import WorkerProcesses
@@ -151,7 +151,7 @@ def test_forks_of_a_program_neither_disturb_workers_nor_keep_them(tiny: str, new
 
 
 USED_IN_A_FORK = """
-uses = [lambda: token_ids(llm, [5] * 9), lambda: llm.add_request([5] * 9), llm.step, lambda: llm.load_weights([])]
+uses = [lambda: token_ids(llm, [5] * 9), lambda: llm.add_request([5] * 9), llm.step, lambda: llm.load_weights(iter(()))]
 expected = token_ids(llm, [5] * 9)
 for use in uses:
     if (child := os.fork()) == 0:
@@ -178,10 +178,10 @@ def test_ctrl_c_in_generate_leaves_the_engine_usable(tiny: str, mark: str) -> No
     with tiny_llm(tiny) as llm:
         expected = token_ids(llm, [5] * 9, [6] * 9)
         foreign = llm.add_request([7] * 9, GREEDY)
-        before = llm.engine.num_decode_tokens
+        before = llm.engine.computed[1]
 
         def interrupt() -> None:
-            wait_until(lambda: llm.engine.num_decode_tokens > before + 20)
+            wait_until(lambda: llm.engine.computed[1] > before + 20)
             os.kill(os.getpid(), signal.SIGINT)
 
         threading.Thread(target=interrupt).start()
@@ -210,7 +210,7 @@ def test_ctrl_c_while_generate_adds_its_requests(tiny: str, mark: str) -> None:
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[5] * 9] * 50, LONG, use_tqdm=False)
         llm.engine.add_request = add_request  # type: ignore[method-assign]
-        assert not llm.engine._completions, "a request stayed behind"
+        assert not llm.engine.book.rows, "a request stayed behind"
         assert token_ids(llm, [5] * 9) == expected
         assert llm.step() == [] and llm.is_finished()
 
@@ -225,7 +225,7 @@ def test_a_second_ctrl_c_while_generate_ends_its_requests_leaves_none(
             monkeypatch.setattr(llm.engine, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[5] * 9], LONG, use_tqdm=False)
-        assert not (llm.engine._completions or llm._generating), "a request stayed behind"
+        assert not (llm.engine.book.rows or llm._turns.generating), "a request stayed behind"
 
 
 def test_ctrl_c_in_step_loses_nothing(tiny: str, mark: str) -> None:
@@ -254,7 +254,7 @@ def test_ctrl_c_in_step_loses_nothing(tiny: str, mark: str) -> None:
 def interrupted_at(line: int, work: Callable[[], None]) -> bool:
     """Does `work` with a Ctrl-C at that line (counted from 0) of those it runs in the user's front and the lock of
     turns. Whether there are so many."""
-    front, left = {llm_module.__file__, control.__file__, terminal.__file__, fair_lock.__file__}, line
+    front, left = {llm_module.__file__, turns.__file__, terminal.__file__, fair_lock.__file__}, line
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal left
@@ -283,7 +283,7 @@ def assert_unlocked(llm: LLM) -> None:
     got: list[bool] = []
 
     def ask() -> None:
-        for lock in (llm._step_lock._next, llm._step_lock._lock):
+        for lock in (llm._turns.step_lock._next, llm._turns.step_lock._lock):
             if lock.acquire(blocking=False):
                 lock.release()
                 got.append(True)
@@ -311,7 +311,7 @@ def test_ctrl_c_at_any_line_of_a_loop_neither_keeps_the_lock_nor_loses_a_token(t
             assert_unlocked(llm)
             loop()
             assert gained == expected, f"line {line}"
-            assert not llm.engine._completions
+            assert not llm.engine.book.rows
             if not was_interrupted:
                 break
         assert line > 50
@@ -323,7 +323,7 @@ def test_ctrl_c_at_any_line_of_generate_leaves_nothing_behind(tiny: str, mark: s
         for line in count():
             was_interrupted = interrupted_at(line, lambda: llm.generate([[5] * 9], params, use_tqdm=False) and None)
             assert_unlocked(llm)
-            assert not (llm.engine._completions or llm._generating or llm._ended), f"line {line}"
+            assert not (llm.engine.book.rows or llm._turns.generating or llm._turns.ended), f"line {line}"
             assert llm.step() == []
             if not was_interrupted:
                 break
@@ -347,7 +347,7 @@ def test_ctrl_c_in_a_call_that_waits_for_requests_leaves_the_engine_usable(waits
         gained += llm.step()
         llm.engine.step = interrupted_step  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
-            llm.pause("wait") if waits == "pause" else llm.load_weights([], in_flight="wait")
+            llm.pause("wait") if waits == "pause" else llm.load_weights(iter(()), in_flight="wait")
         llm.engine.step = step  # type: ignore[method-assign]
         llm.add_request([6] * 9, GREEDY)
         while llm.has_unfinished_requests():

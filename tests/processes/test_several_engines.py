@@ -70,7 +70,7 @@ def test_a_call_from_within_a_call_is_refused(tiny: str, mark: str) -> None:
         [[found]] = run_in_threads(lambda: token_ids(llm, [5] * 9))
         assert [found] == expected and len(refused) == 3 * GREEDY.max_tokens
         llm.engine.executor.launch = launch  # type: ignore[method-assign]
-        assert token_ids(llm, [5] * 9) == expected and not llm.engine._completions
+        assert token_ids(llm, [5] * 9) == expected and not llm.engine.book.rows
 
 
 def test_made_in_a_thread_that_ends_and_dropped_without_close(tiny: str, mark: str) -> None:
@@ -105,8 +105,8 @@ def test_a_short_call_does_not_wait_for_a_long_one(llm: LLM) -> None:
         ends[name] = time.monotonic()
 
     def generate_short() -> None:
-        before = llm.engine.num_decode_tokens
-        wait_until(lambda: llm.engine.num_decode_tokens > before + 5)
+        before = llm.engine.computed[1]
+        wait_until(lambda: llm.engine.computed[1] > before + 5)
         generate("short", GREEDY)
 
     run_in_threads(lambda: generate("long", LONG), generate_short)
@@ -156,10 +156,10 @@ def test_requests_added_and_aborted_from_other_threads(llm: LLM) -> None:
 
 
 def test_abort_of_a_request_that_generate_waits_for(llm: LLM) -> None:
-    before = llm.engine._num_requests
+    before = llm.engine.book.num_requests
 
     def abort() -> None:
-        wait_until(lambda: llm.engine._num_requests > before)
+        wait_until(lambda: llm.engine.book.num_requests > before)
         time.sleep(0.05)
         llm.abort(before)
 
@@ -172,7 +172,7 @@ def test_a_loop_of_ones_own_lasts_until_its_output_is_there(llm: LLM) -> None:
     """Also where another thread's generate() takes it in: between the engine's turn and the hand-over."""
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     request_id = llm.add_request([5] * 9, params)
-    dispatch, answers = llm._dispatch, []
+    dispatch, answers = llm._turns.dispatch, []
 
     def asked_in_between(outputs: list[Any]) -> None:
         asking = threading.Thread(target=lambda: answers.append(llm.has_unfinished_requests()))
@@ -181,11 +181,11 @@ def test_a_loop_of_ones_own_lasts_until_its_output_is_there(llm: LLM) -> None:
             asking.join(0.2)
         dispatch(outputs)
 
-    llm._dispatch = asked_in_between  # type: ignore[method-assign]
+    llm._turns.dispatch = asked_in_between  # type: ignore[method-assign]
     try:
         run_in_threads(lambda: token_ids(llm, [5] * 9, params=params))
     finally:
-        llm._dispatch = dispatch  # type: ignore[method-assign]
+        llm._turns.dispatch = dispatch  # type: ignore[method-assign]
     assert wait_until(lambda: answers == [True])
     assert [output.finished for output in llm.step() if output.request_id == request_id][-1]
     assert llm.is_finished()
@@ -209,7 +209,7 @@ def test_close_while_another_thread_generates(tiny: str, mark: str) -> None:
     llm = tiny_llm(tiny)
 
     def close() -> None:
-        wait_until(lambda: llm.engine.num_decode_tokens > 5)
+        wait_until(lambda: llm.engine.computed[1] > 5)
         llm.close()
 
     [error, closed] = run_in_threads(lambda: token_ids(llm, [5] * 9, params=LONG), close)

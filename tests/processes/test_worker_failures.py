@@ -28,7 +28,7 @@ def signal_in_mid_generate(llm: LLM, pid: int, number: int) -> list[float]:
     sent: list[float] = []
 
     def send() -> None:
-        wait_until(lambda: llm.engine.num_decode_tokens > 5)
+        wait_until(lambda: llm.engine.computed[1] > 5)
         sent.append(time.monotonic())
         os.kill(pid, number)
 

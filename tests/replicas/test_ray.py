@@ -19,8 +19,7 @@ from test_replicas import killing
 
 from nanovllm import LLM
 from nanovllm.config import EngineConfig
-from nanovllm.replicas import engine as front
-from nanovllm.replicas import ray_cluster
+from nanovllm.host import fleet, ray_cluster
 
 ray = pytest.importorskip("ray")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
@@ -55,7 +54,7 @@ def test_tokens_do_not_depend_on_the_cluster(cluster: Any, expected: list[Any]) 
 
 
 def pids(llm: LLM) -> list[int]:
-    links = [link for link in llm.engine._links if link is not None]  # type: ignore[attr-defined]
+    links = list(llm.engine._by_fd.values())  # type: ignore[attr-defined]
     return ray.get([link._actor.__ray_call__.remote(lambda actor: os.getpid()) for link in links], timeout=60)
 
 
@@ -66,7 +65,7 @@ def actors(cluster: Any) -> list[str]:
     for entry in Path("/proc").iterdir():
         try:
             title = (entry / "cmdline").read_text() if entry.name.isdigit() else ""
-            if "ReplicaActor" in title and os.readlink(entry / "fd" / "1").startswith(logs):
+            if "EngineActor" in title and os.readlink(entry / "fd" / "1").startswith(logs):
                 found.append(title)
         except OSError:
             continue
@@ -105,7 +104,7 @@ def test_an_actor_and_then_a_node_killed_in_mid_generation(
             assert facts(llm.generate(*batch(60), use_tqdm=False)) == expected
         llm.generate(*batch(4), use_tqdm=False)  # takes the loss in, where it came last
         assert llm.engine_info()["num_restarts"] == 1
-        llm.engine._num_requests = 0  # the same numbers, and so the same seeds
+        llm.engine.book.num_requests = 0  # the same numbers, and so the same seeds
         timer = threading.Timer(moment.uniform(0.05, 0.6), lose_second_node, [cluster])
         timer.start()
         try:
@@ -120,11 +119,11 @@ def test_an_actor_and_then_a_node_killed_in_mid_generation(
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_twenty_random_moments(cluster: Any, expected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front, "MOST_RESTARTS", 30)
+    monkeypatch.setattr(fleet.Fleet.__init__, "__defaults__", (None, 30))
     moment = random.Random(11)
     with on_ray(cluster, 3) as llm:
         for n in range(20):
-            llm.engine._num_requests = 0
+            llm.engine.book.num_requests = 0
             if n % 10 == 6:
                 timer = threading.Timer(moment.uniform(0.05, 0.8), lose_second_node, [cluster])
                 timer.start()

@@ -17,9 +17,9 @@ from replica_workload import DEMO, OPTIONS, batch, facts
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
-from nanovllm.replicas import engine as front
-from nanovllm.replicas import link
-from nanovllm.replicas.devices import devices_of_replicas
+from nanovllm.errors import ReplicaError
+from nanovllm.host import fleet, fleet_engine
+from nanovllm.host.devices import devices_of_replicas
 
 
 def replicated(count: int, **options: Any) -> LLM:
@@ -27,7 +27,7 @@ def replicated(count: int, **options: Any) -> LLM:
 
 
 def pids(llm: LLM) -> list[int]:
-    return [link.pid for link in llm.engine._links if link is not None]  # type: ignore[attr-defined]
+    return [handle.pid for handle in llm.engine._by_fd.values()]  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -75,7 +75,7 @@ def own_loop_and_abort(llm: LLM) -> None:
     assert len(ended) == len(set(ended)) == sum(param.n for param in params)
     assert reasons.keys() == set(ids)
     assert reasons[gone] == "abort"
-    assert not llm.engine._live  # type: ignore[attr-defined]
+    assert not llm.engine.fleet.num_live  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -106,14 +106,14 @@ def test_a_rank_killed_in_mid_generation(expected: list[Any], mark: str, caplog:
 def test_fewer_replicas_and_then_none(
     expected: list[Any], mark: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(front, "MOST_RESTARTS", 0)
+    monkeypatch.setattr(fleet.Fleet.__init__, "__defaults__", (None, 0))
     long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     with replicated(2) as llm:
         os.kill(pids(llm)[0], signal.SIGKILL)
         assert facts(llm.generate(*batch(60), use_tqdm=False)) == expected
         assert "the others go on without it" in caplog.text
         assert llm.engine_info()["num_replicas"] == 1
-        with killing(lambda: pids(llm)[0], after=0.2), pytest.raises(front.ReplicaError, match="died by signal 9"):
+        with killing(lambda: pids(llm)[0], after=0.2), pytest.raises(ReplicaError, match="died by signal 9"):
             llm.generate([[5] * 9] * 64, long, use_tqdm=False)
 
 
@@ -146,7 +146,7 @@ def test_a_replica_that_stops_is_noticed(
     """Also while the front waits for it to read: what is sent here is more than a socket takes."""
     longer = {"max_model_len": 4100, "hf_overrides": {"max_position_embeddings": 4100}, "num_kvcache_blocks": 8192}
     with replicated(2, **longer) as llm:
-        monkeypatch.setattr(link, "SILENCE", 8.0)
+        monkeypatch.setattr(fleet_engine, "SILENCE", 8.0)
         os.kill(pids(llm)[0], signal.SIGSTOP)
         outputs = llm.generate([[5] * 4000] * 40, SamplingParams(max_tokens=1), use_tqdm=False)
         assert [len(output.token_ids) for output in outputs] == [1] * 40
@@ -160,12 +160,12 @@ def test_a_replica_that_cannot_start_says_why(mark: str) -> None:
 
 @pytest.mark.slow
 def test_twenty_random_kills(expected: list[Any], mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front, "MOST_RESTARTS", 20)
+    monkeypatch.setattr(fleet.Fleet.__init__, "__defaults__", (None, 20))
     moment = random.Random(7)
     prompts, params = batch(60)
     with replicated(3) as llm:
         for _ in range(20):
-            llm.engine._num_requests = 0  # the same numbers, and so the same seeds
+            llm.engine.book.num_requests = 0  # the same numbers, and so the same seeds
             with killing(lambda: moment.choice(pids(llm)), after=moment.uniform(0.05, 0.8)):
                 assert facts(llm.generate(prompts, params, use_tqdm=False)) == expected
         assert llm.engine_info()["num_replicas"] == 3

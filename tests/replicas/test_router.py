@@ -8,8 +8,8 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import prefix_hashes
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.host.router import Load, Router
 from nanovllm.outputs import RequestMetrics
-from nanovllm.replicas.router import Load, Router
 from nanovllm.sampling_params import SamplingParams
 
 BLOCK = 128

@@ -89,9 +89,9 @@ def test_generation(models: tuple[Any, Any], tmp_path: Path) -> None:
 def test_a_question_is_computed_once(models: tuple[Any, Any]) -> None:
     model = models[0]
     context = model.tok_encode("Lily and Tom went to the park. " * 12)
-    before = model.llm.engine.num_prefill_tokens
+    before = model.llm.engine.computed[0]
     model._loglikelihood_tokens([(None, [*context, number], [1, 2, 3]) for number in range(4)], disable_tqdm=True)
-    assert model.llm.engine.num_prefill_tokens - before < len(context) + 4 * 20
+    assert model.llm.engine.computed[0] - before < len(context) + 4 * 20
 
 
 def test_options_of_a_running_engine_are_refused(models: tuple[Any, Any]) -> None:

@@ -120,9 +120,9 @@ def test_scoring_takes_its_context_from_the_cache(llm: LLM, policies: tuple[Poli
     question = [(7 * i * i + 3 * i) % VOCAB for i in range(1000)]
     prompts = [[*question, answer, 2, 3, answer, 5] for answer in range(4)]
     params = SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_logprob_start=1000)
-    before = llm.engine.num_prefill_tokens
+    before = llm.engine.computed[0]
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert llm.engine.num_prefill_tokens - before <= 1340
+    assert llm.engine.computed[0] - before <= 1340
     for prompt, output in zip(prompts, outputs, strict=True):
         rows = output.prompt_logprobs
         assert rows is not None and len(rows) == 1005 and rows[999] is None

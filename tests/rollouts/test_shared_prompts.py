@@ -24,7 +24,7 @@ def apart(params: list[SamplingParams]) -> list[SamplingParams]:
 
 
 def num_computed(llm: LLM) -> int:
-    return llm.engine.num_prefill_tokens  # type: ignore[no-any-return]
+    return llm.engine.computed[0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("way", ["n", "a step apart"])

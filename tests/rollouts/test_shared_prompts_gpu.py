@@ -37,8 +37,8 @@ def test_copies_have_the_bits_of_what_was_computed(options: dict[str, object]) -
             for number in range(len(prompts))
         ]
         apart = [replace(param, cache_salt=str(number)) for number, param in enumerate(params)]
-        before = llm.engine.num_prefill_tokens
+        before = llm.engine.computed[0]
         shared = [bits(output) for output in llm.generate(prompts, params, use_tqdm=False)]
-        computed = llm.engine.num_prefill_tokens - before
+        computed = llm.engine.computed[0] - before
         assert computed <= sum(map(len, texts)) + 30 * len(prompts)
         assert shared == [bits(output) for output in llm.generate(prompts, apart, use_tqdm=False)]

@@ -60,7 +60,7 @@ def run(llm: LLM, which: Sequence[int]) -> list[list[int]]:
     chosen = [all_requests[i] for i in which]
     outputs: list[RequestOutput] = llm.generate([t for t, _ in chosen], [p for _, p in chosen], use_tqdm=False)
     llm.engine.scheduler.check_integrity()
-    assert llm.engine._num_sampling == 0
+    assert llm.engine.loop._num_sampling == 0
     return [output.token_ids for output in outputs]
 
 
@@ -104,14 +104,14 @@ def test_neighbours_keep_the_fast_path(engines: Engines, alone: list[list[int]])
     """Only option rows travel in the section; a batch without any sends none."""
     llm = engines.get()
     sections: list[Any] = []
-    launch = llm.engine._launch
-    llm.engine._launch = lambda plan: (launch(plan), sections.append(llm.engine._launched[-1].sampling))[0]  # type: ignore[method-assign]
+    launch = llm.engine.loop._launch
+    llm.engine.loop._launch = lambda plan: (launch(plan), sections.append(llm.engine.loop._launched[-1].sampling))[0]  # type: ignore[method-assign]
     assert run(llm, [11, 12, 0]) == [alone[11], alone[12], alone[0]]
     assert sections and all(s is None or int(s.section[0]) <= 1 for s in sections)
     sections.clear()
     run(llm, [11, 12])
     assert sections and all(s is None for s in sections)
-    llm.engine._launch = launch  # type: ignore[method-assign]
+    llm.engine.loop._launch = launch  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])

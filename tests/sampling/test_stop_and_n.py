@@ -41,7 +41,7 @@ def test_stop_strings_end_the_text_where_they_begin(llm: LLM, plain: RequestOutp
 def test_an_output_that_a_stop_string_has_ended_does_not_go_on(llm: LLM, plain: RequestOutput) -> None:
     with pytest.raises(ValueError, match="there is nothing to go on with"):
         llm.add_request(PROMPT, SamplingParams(**SEEDED, stop=plain.text[3:8]), output_token_ids=plain.token_ids[:30])
-    assert not llm.engine._completions
+    assert not llm.engine.book.rows
 
 
 def test_stop_strings_of_bytes_that_are_split(llm: LLM) -> None:
@@ -85,7 +85,7 @@ def test_min_tokens(llm: LLM, plain: RequestOutput) -> None:
 
 @pytest.mark.parametrize("allowed", [[89], [0, 89]], ids=["the word's token alone", "another too"])
 def test_bad_words_that_leave_nothing_end_the_text(llm: LLM, allowed: list[int]) -> None:
-    assert (89, 89) in llm.engine.request_sampling._words("zz")
+    assert (89, 89) in llm.engine.book._sampling._words("zz")
     options = {"logit_bias": {89: 50.0}, "ignore_eos": True, "max_tokens": 6}
     output = one(llm, bad_words=["zz"], allowed_token_ids=allowed, **options)
     if allowed == [89]:
@@ -125,13 +125,13 @@ def test_n_completions_share_the_prompt(llm: LLM) -> None:
 
 def test_siblings_start_from_the_first_ones_blocks(llm: LLM) -> None:
     engine = llm.engine
-    before = engine.num_prefill_tokens
+    before = engine.computed[0]
     request = engine.add_request(list(range(100, 165)), SamplingParams(n=4, max_tokens=3, seed=3))
     while engine.has_unfinished_requests():
         engine.step()
-    seqs = engine.forget(request)
+    seqs = engine.book.forget(request)
     assert [seq.num_prompt_cached_tokens for seq in seqs] == [0, 64, 64, 64]
-    assert engine.num_prefill_tokens - before == 65 + 3
+    assert engine.computed[0] - before == 65 + 3
     engine.scheduler.check_integrity()
 
 
@@ -151,7 +151,7 @@ def test_abort_ends_all_completions(llm: LLM) -> None:
             outputs += llm.step()
         assert sorted(o.index for o in outputs if o.finished) == [0, 1, 2]
         assert all((o.finish_reason, o.new_token_ids) == ("abort", []) for o in outputs if o.finished)
-        assert not llm.engine.knows(request)
+        assert not llm.engine.book.knows(request)
 
 
 def test_metrics(llm: LLM) -> None:

@@ -194,7 +194,7 @@ def test_a_failing_constraint_ends_its_own_request_only(llm: LLM, monkeypatch: p
     first, second = llm.generate([PROMPT] * 2, [constrained, plain], use_tqdm=False)
     assert (first.finish_reason, first.outputs[0].stop_reason) == ("abort", "structured_outputs: broken for the test")
     assert second.token_ids == alone.token_ids
-    assert llm.is_finished() and llm.engine._num_sampling == 0
+    assert llm.is_finished() and llm.engine.loop._num_sampling == 0
 
 
 def test_without_a_way_out(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:

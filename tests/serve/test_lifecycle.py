@@ -17,13 +17,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 from serving import DEMO, ROOT, Server, alive, events, user, wait_for
 
-from nanovllm.serve import frames
+from nanovllm.host import wire
+from nanovllm.serve.engines import Launch
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.front import Front
 from nanovllm.serve.lifecycle import bind
@@ -139,8 +140,8 @@ def test_sampling_defaults_that_no_request_can_have() -> None:
     """Said at the start; and an engine that is there before the tokenizer is asked for nothing."""
 
     async def started() -> Front:
-        front = Front("demo", ServeOptions(override_generation_config={"top_p": 3}))
-        for frame in (frames.Progress("importing", 10, str(DEMO)), frames.Ready({"vocab_size": 5})):
+        front = Front("demo", ServeOptions(override_generation_config={"top_p": 3}), cast(Launch, None))
+        for frame in (wire.Progress("importing", 10, str(DEMO)), wire.Ready({"vocab_size": 5})):
             front.on_frame(frame)
         with pytest.raises(ApiError, match="loading"):
             front.require_tokenizer()
@@ -149,7 +150,7 @@ def test_sampling_defaults_that_no_request_can_have() -> None:
 
     front = asyncio.run(started())
     assert front.state == "failed" and front.failure is not None
-    assert front.failure.is_users_mistake and "top_p=3" in front.failure.message
+    assert front.failure.kind is ValueError and "top_p=3" in front.failure.reason
 
 
 @pytest.mark.parametrize(

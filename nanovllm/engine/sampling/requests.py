@@ -1,8 +1,9 @@
 """From the parameters of a request to the rows of its completions; everything a request can get wrong is found here."""
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
+from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.detokenizer import StreamedText
@@ -103,6 +104,10 @@ class RequestSampling:
         bare = text.lstrip() or text
         both = (tuple(self._tokenizer.encode(form, add_special_tokens=False)) for form in (bare, " " + bare))
         return [word for word in dict.fromkeys(both) if word]
+
+    def is_compiled(self, wanted: Mapping[str, Any]) -> bool:
+        """See StructuredOutputs.is_compiled."""
+        return self._structured is not None and self._structured.is_compiled(wanted)
 
     def _constraints(self) -> StructuredOutputs:
         with self._lock:

@@ -8,7 +8,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,6 +93,11 @@ class StructuredOutputs:
             name = f"StructuredOutput.{kind}={shown(value)}"
             raise ValueError(f"{name}: must compile, but: {short(error)}") from None
         return Matcher(start.deep_copy(), self, self._eos_ids)
+
+    def is_compiled(self, wanted: Mapping[str, Any]) -> bool:
+        """Whether `matcher` has a constraint of these fields of StructuredOutput at hand."""
+        with self._lock:
+            return any((kind, _text(kind, value)) in self._compiled for kind, value in wanted.items())
 
     def _compile(self, kind: str, text: str) -> Any:
         check_text(kind, text)

@@ -11,6 +11,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from nanovllm.engine.calls import CALLS, InFlight
 from nanovllm.serve.api.fields import Struct, convert
 from nanovllm.serve.errors import bad_request
 from nanovllm.serve.http.call import Call
@@ -18,49 +19,12 @@ from nanovllm.serve.http.call import Call
 if TYPE_CHECKING:
     from nanovllm.serve.front import Front
 
-Mode = Literal["abort", "wait", "keep"]
-InFlight = Literal["recompute", "keep", "wait", "abort"]
-Tag = Literal["weights", "kv_cache"]
-
-
-class Nothing(msgspec.Struct):
-    pass
-
-
-class Pause(msgspec.Struct):
-    mode: Mode = "abort"
-    clear_cache: bool = True
-
-
-class Sleep(msgspec.Struct):
-    level: Literal[1, 2] = 1
-    mode: Mode = "abort"
-    tags: list[Tag] | None = None
-
-
-class WakeUp(msgspec.Struct):
-    tags: list[Tag] | None = None
-
-
-class InitWeightTransfer(msgspec.Struct):
-    init_info: dict[str, Any]
-
-
-class StartWeightUpdate(msgspec.Struct):
-    in_flight: InFlight | None = None
-    partial: bool = False
-
-
 class UpdateWeights(msgspec.Struct):
     """`update_info` in an update that was started; `weight_dir` alone is one from start to finish."""
 
     update_info: dict[str, Any] | None = None
     weight_dir: str | None = None
     in_flight: InFlight | None = None
-    weight_version: int | None = None
-
-
-class FinishWeightUpdate(msgspec.Struct):
     weight_version: int | None = None
 
 
@@ -83,12 +47,11 @@ async def _options(call: Call, kind: type[Struct]) -> Struct:
 
 
 async def _control(front: "Front", call: Call) -> None:
-    """A call that the engine answers as it is."""
-    _, kind = ROUTES[call.method, call.path]
-    assert kind is not None
+    """A call of engine/calls.py, whose answer is its own."""
+    name, kind = _NAMES[call.path]
     options = msgspec.structs.asdict(await _options(call, kind))
     given = {key: value for key, value in options.items() if value is not None}
-    await call.respond_json(await front.control(call.path[1:], **given))
+    await call.respond_json(await front.control(name, **given))
 
 
 async def _state(front: "Front", call: Call) -> None:
@@ -101,14 +64,6 @@ async def _state(front: "Front", call: Call) -> None:
         "/get_world_size": {"world_size": 1},  # of a trainer's group: ranks and replicas get weights from the first
     }
     await call.respond_json(values[call.path])
-
-
-async def pause(front: "Front", call: Call) -> None:
-    options = await _options(call, Pause)
-    answer = await front.control("pause", mode=options.mode)
-    if options.clear_cache:
-        await front.control("reset_prefix_cache")
-    await call.respond_json(answer)
 
 
 async def abort_requests(front: "Front", call: Call) -> None:
@@ -127,7 +82,7 @@ async def update_weights(front: "Front", call: Call) -> None:
             if getattr(given, name) is not None:
                 where = "start_weight_update" if name == "in_flight" else "finish_weight_update"
                 raise bad_request(f"{name}: beside update_info it must be left out; {where} takes it")
-        await call.respond_json(await front.control("update_weights", update_info=given.update_info))
+        await call.respond_json(await front.control("receive", update_info=given.update_info))
         return
     options = {name: value for name, value in msgspec.structs.asdict(given).items() if value is not None}
     await call.respond_json(await front.control("load_weights", **options))
@@ -164,19 +119,13 @@ async def server_info(front: "Front", call: Call) -> None:
     await call.respond_json({"vllm_config": config, "engine": engine, "server": options, "state": state})
 
 
+_NAMES = {spec.path: (name, spec.options) for name, spec in CALLS.items() if spec.path and spec.options}
 ROUTES: "dict[tuple[str, str], tuple[Callable[[Front, Call], Awaitable[None]], type[msgspec.Struct] | None]]" = {
-    ("POST", "/pause"): (pause, Pause),
-    ("POST", "/resume"): (_control, Nothing),
+    **{("POST", path): (_control, kind) for path, (_, kind) in _NAMES.items()},
     ("GET", "/is_paused"): (_state, None),
-    ("POST", "/sleep"): (_control, Sleep),
-    ("POST", "/wake_up"): (_control, WakeUp),
     ("GET", "/is_sleeping"): (_state, None),
     ("POST", "/abort_requests"): (abort_requests, AbortRequests),
-    ("POST", "/reset_prefix_cache"): (_control, Nothing),
-    ("POST", "/init_weight_transfer_engine"): (_control, InitWeightTransfer),
-    ("POST", "/start_weight_update"): (_control, StartWeightUpdate),
     ("POST", "/update_weights"): (update_weights, UpdateWeights),
-    ("POST", "/finish_weight_update"): (_control, FinishWeightUpdate),
     ("GET", "/weight_info"): (_state, None),
     ("POST", "/weight_checker"): (weight_checker, WeightChecker),
     ("GET", "/get_world_size"): (_state, None),

@@ -1,4 +1,4 @@
-"""Ends a process of ours in which a step does not end: of a mistake that no wait with a timeout sees."""
+"""Ends a process of ours in which a step or a call does not end: of a mistake that no wait with a timeout sees."""
 
 import faulthandler
 import os
@@ -11,6 +11,8 @@ from nanovllm.config import EngineConfig
 
 BEYOND = 300
 """Seconds that a step may take beyond step_timeout, which a device that hangs ends: kernels may be compiled in it."""
+CALL_SECONDS = 3600.0
+"""The longest that a call, such as new weights from a trainer, may keep an engine from stepping."""
 _LOOK = 1.0  # seconds
 
 
@@ -18,11 +20,11 @@ class StepWatch:
     """Goes around each step of the thread that steps: `with watch: engine.step()`. Does not see a thread that keeps the
     interpreter's lock."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, what: str = "step") -> None:
         """After so many in one step the stacks of all threads go to standard error, and the process ends with 1."""
-        self._seconds = seconds
+        self._seconds, self._what = seconds, what
         self._begun = self._ended = 0
-        threading.Thread(target=self._look, name="nanovllm-step-watch", daemon=True).start()
+        threading.Thread(target=self._look, name="nanovllm-watch", daemon=True).start()
 
     def __enter__(self) -> None:
         self._begun += 1
@@ -39,11 +41,11 @@ class StepWatch:
                 waited += _LOOK
             else:
                 step, waited = self._begun, 0.0
-        print(f"nanovllm: a step has not ended for {self._seconds:.0f} s", file=sys.stderr, flush=True)
+        print(f"nanovllm: a {self._what} has not ended for {self._seconds:.0f} s", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
         os._exit(1)
 
 
 def watch_of(config: EngineConfig) -> AbstractContextManager[None]:
-    """On a CPU, where a step may take as long, none."""
+    """For steps; on a CPU, where one may take as long, none."""
     return StepWatch(config.step_timeout + BEYOND) if config.device == "cuda" else nullcontext()

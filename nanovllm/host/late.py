@@ -1,17 +1,17 @@
-"""Requests whose grammar is still to be compiled, which may take seconds."""
+"""Requests that take long to check, beside the steps and the other requests."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 
-class GrammarThread:
-    """Adds such requests to an engine, one after the other. Steps and other requests do not wait for them."""
+class LateRequests:
+    """Adds such requests to an engine, one after the other, in a thread of its own."""
 
-    def __init__(self, add: Callable[[Any], None], abort: Callable[[int], None]) -> None:
-        """`add`: compiles and queues a request, and raises nothing. `abort`: ends one by its id."""
+    def __init__(self, name: str, add: Callable[[Any], None], abort: Callable[[int], None]) -> None:
+        """`add`: checks and queues a request, and raises nothing. `abort`: ends one by its id."""
         self._add, self._abort = add, abort
-        self._thread = ThreadPoolExecutor(1, "nanovllm-grammars")
+        self._thread = ThreadPoolExecutor(1, name)
         self._waiting: dict[int, Future[None]] = {}
 
     def put(self, request_id: int, request: Any) -> None:
@@ -24,6 +24,6 @@ class GrammarThread:
         added = self._waiting.pop(request_id, None)
         if added is None:
             return False
-        if not added.cancel():  # it is being compiled
+        if not added.cancel():  # it is being checked
             added.add_done_callback(lambda _: self._abort(request_id))
         return True

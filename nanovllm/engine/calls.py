@@ -1,0 +1,264 @@
+"""What a trainer or an administrator asks of a running engine: one table of calls, which LLM, hosts and the admin
+endpoints read. A new call is one entry.
+
+A call is a function of the engine and its options, run between two steps. One that needs steps is a generator, which
+yields where they must run. What it returns is what its endpoint answers.
+"""
+
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from nanovllm.errors import ReplicaError, refuse, shown
+
+if TYPE_CHECKING:
+    import torch
+
+    from nanovllm.engine.llm_engine import LLMEngine
+    from nanovllm.transfer.receiver import WeightReceiver
+
+Steps = Generator[None, None, Any]
+Mode = Literal["abort", "wait", "keep"]
+InFlight = Literal["recompute", "keep", "wait", "abort"]
+Tag = Literal["weights", "kv_cache"]
+PAUSES = ("keep", "wait", "abort")
+Relay = Callable[[str, "torch.Tensor"], None]
+"""Takes each weight that a call receives, for the other engines."""
+
+
+class EngineState(msgspec.Struct, array_like=True):
+    """What calls have made of an engine."""
+
+    paused: bool = False
+    asleep: list[str] = []
+    level: int = 0
+    """Of the sleep."""
+    lacks_weights: bool = False
+    weight_version: int = 0
+    incomplete: str = ""
+    """Why there are no weights to step with."""
+
+
+# -- pauses and sleep -----------------------------------------------------------------------------------------------
+
+
+class Nothing(msgspec.Struct):
+    """A call without options."""
+
+
+class Pause(msgspec.Struct):
+    mode: Mode = "abort"
+    clear_cache: bool = True
+
+
+def _pause(engine: "LLMEngine", mode: str = "abort", clear_cache: bool = False) -> Steps:
+    if mode not in PAUSES:
+        refuse("mode", mode, "one of " + ", ".join(map(repr, PAUSES)))
+    yield from engine.control.end_requests(mode, "mode")
+    engine.control.pause(mode)
+    if clear_cache:
+        engine.control.reset_prefix_cache()
+    return {"status": "paused"}
+
+
+def _resume(engine: "LLMEngine") -> Any:
+    engine.control.resume()
+    return {"status": "resumed"}
+
+
+class Sleep(msgspec.Struct):
+    level: Literal[1, 2] = 1
+    mode: Mode = "abort"
+    tags: list[Tag] | None = None
+
+
+def _sleep(
+    engine: "LLMEngine", level: int = 1, mode: str | None = "abort", tags: Iterable[str] | None = None
+) -> Steps:
+    """`mode` None: refused where requests run. Requests that come meanwhile wait for `wake_up`."""
+    engine.control.check_sleep(level, tags)
+    if mode is not None:
+        yield from engine.control.end_requests(mode, "mode")
+        if not engine.is_paused:
+            engine.control.pause_steps()
+            engine.loop.settle()
+    return {"freed_bytes": engine.control.sleep(level, tags)}
+
+
+class WakeUp(msgspec.Struct):
+    tags: list[Tag] | None = None
+
+
+def _wake_up(engine: "LLMEngine", tags: Iterable[str] | None = None) -> Any:
+    engine.control.wake_up(tags)
+    return {}
+
+
+def _reset_prefix_cache(engine: "LLMEngine") -> Any:
+    engine.control.reset_prefix_cache()
+    return {"success": True}
+
+
+# -- new weights ----------------------------------------------------------------------------------------------------
+
+
+class JoinTransfer(msgspec.Struct):
+    init_info: dict[str, Any]
+
+
+def _receiver(engine: "LLMEngine") -> "WeightReceiver":
+    if engine.control.receiver is None:
+        from nanovllm.transfer.receiver import WeightReceiver  # torch is there by now
+
+        engine.control.receiver = WeightReceiver(engine.control, engine.control.device)
+    return engine.control.receiver
+
+
+def _join_transfer(engine: "LLMEngine", init_info: dict[str, Any]) -> Any:
+    """Returns when all ranks of the trainer's group are there; no step runs meanwhile."""
+    _receiver(engine).init(init_info)
+    return {"message": "weight transfer initialized"}
+
+
+def _end_in_flight(engine: "LLMEngine", asked: str | None) -> Generator[None, None, str]:
+    """What becomes of requests that have begun. Those of a pause by "keep" keep what they have computed, unless
+    something else is asked for."""
+    in_flight = asked or ("keep" if engine.control.pause_mode == "keep" else "recompute")
+    yield from engine.control.end_requests(in_flight, "in_flight")
+    return in_flight
+
+
+class BeginUpdate(msgspec.Struct):
+    in_flight: InFlight | None = None
+    partial: bool = False
+
+
+def _begin_update(engine: "LLMEngine", in_flight: str | None = None, partial: bool = False) -> Steps:
+    engine.control.begin_update((yield from _end_in_flight(engine, in_flight)), partial)
+    return {"message": "weight update started"}
+
+
+class Receive(msgspec.Struct):
+    update_info: dict[str, Any]
+
+
+def _receive(engine: "LLMEngine", update_info: dict[str, Any], relay: Relay | None = None) -> Any:
+    """Weights from a trainer, or from a folder."""
+    if not engine.control.lacks_weights:
+        raise RuntimeError("update_weights: start_weight_update was not called")
+    if (folder := update_info.get("weight_dir")) is not None:
+        engine.control.update(_folder(folder))
+    else:
+        with engine.control.relaying(relay):
+            _receiver(engine).update(update_info)
+    return {"message": "weights updated"}
+
+
+def _update(engine: "LLMEngine", weights: Any = None, folder: str | None = None) -> Any:
+    engine.control.update(weights if folder is None else Path(folder))
+    return {}
+
+
+class FinishUpdate(msgspec.Struct):
+    weight_version: int | None = None
+
+
+def _finish_update(engine: "LLMEngine", weight_version: int | None = None) -> Any:
+    if engine.control.receiver is None:
+        engine.control.finish_update(weight_version)
+    else:
+        engine.control.receiver.finish(weight_version)
+    return {"message": "weight update finished"}
+
+
+class LoadWeights(msgspec.Struct):
+    weight_dir: str
+    in_flight: InFlight | None = None
+    weight_version: int | None = None
+
+
+def _load_weights(
+    engine: "LLMEngine", weights: Any = None, folder: str | None = None, weight_dir: str | None = None,
+    in_flight: str | None = None, weight_version: int | None = None,
+) -> Steps:  # fmt: skip
+    """All weights, from start to finish: `weights`, or a folder's, which an administrator calls weight_dir."""
+    given = weights if folder is None else Path(folder)
+    given = given if weight_dir is None else _folder(weight_dir)
+    engine.control.check_load(given, in_flight or "recompute", weight_version)
+    engine.control.load_weights(given, (yield from _end_in_flight(engine, in_flight)), weight_version)
+    return {"message": "weights updated"}
+
+
+def _folder(name: str) -> Path:
+    """Raises ValueError where it is none, before anything is begun."""
+    path = Path(name)
+    if not any(path.glob("*.safetensors")):
+        raise ValueError(f"weight_dir={shown(name)}: must be a folder with *.safetensors")
+    return path
+
+
+def _checksum(engine: "LLMEngine") -> Any:
+    return {"checksums": engine.control.checksum()}
+
+
+def _info(engine: Any) -> Any:
+    plain = (bool, int, float, str)
+    return {name: value if type(value) in plain else str(value) for name, value in engine.info().items()}
+
+
+# -- the answers of several engines as one --------------------------------------------------------------------------
+
+
+def _first(answers: list[Any]) -> Any:
+    return answers[0]
+
+
+def _sum_of_bytes(answers: list[Any]) -> Any:
+    return {"freed_bytes": sum(answer["freed_bytes"] for answer in answers)}
+
+
+def _equal_checksums(answers: list[Any]) -> Any:
+    """Raises RuntimeError where two engines hold different values of one tensor."""
+    if not answers:
+        raise ReplicaError("checksum: every replica was lost meanwhile")
+    first, *others = (answer["checksums"] for answer in answers)
+    for other in others:
+        if different := [name for name in first if other.get(name) != first[name]]:
+            raise RuntimeError(f"checksum: replicas hold different values of {different[0]}")
+    return answers[0]
+
+
+@dataclass(frozen=True)
+class CallSpec:
+    """One call."""
+
+    run: Callable[..., Any]
+    """(engine, **options) -> its answer, or a generator that returns it."""
+    options: type[msgspec.Struct] | None = Nothing
+    """What an administrator may give; None: not theirs to call."""
+    path: str | None = None
+    """Of the endpoint that offers it with these options."""
+    merge: Callable[[list[Any]], Any] = _first
+    """The answers of several engines -> theirs."""
+    by_first: bool = False
+    """Of several engines the first alone runs it: a trainer's group has one rank for all of them."""
+
+
+CALLS: dict[str, CallSpec] = {
+    "pause": CallSpec(_pause, Pause, "/pause"),
+    "resume": CallSpec(_resume, Nothing, "/resume"),
+    "sleep": CallSpec(_sleep, Sleep, "/sleep", merge=_sum_of_bytes),
+    "wake_up": CallSpec(_wake_up, WakeUp, "/wake_up"),
+    "reset_prefix_cache": CallSpec(_reset_prefix_cache, Nothing, "/reset_prefix_cache"),
+    "join_transfer": CallSpec(_join_transfer, JoinTransfer, "/init_weight_transfer_engine", by_first=True),
+    "begin_update": CallSpec(_begin_update, BeginUpdate, "/start_weight_update"),
+    "receive": CallSpec(_receive, Receive),
+    "update": CallSpec(_update, None),
+    "finish_update": CallSpec(_finish_update, FinishUpdate, "/finish_weight_update"),
+    "load_weights": CallSpec(_load_weights, LoadWeights),
+    "checksum": CallSpec(_checksum, merge=_equal_checksums),
+    "info": CallSpec(_info),
+}

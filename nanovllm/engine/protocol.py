@@ -1,0 +1,94 @@
+"""What an LLM needs of an engine, here or elsewhere."""
+
+from collections.abc import Callable, Generator
+from typing import Any, Protocol
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.calls import EngineState
+from nanovllm.engine.request_book import RequestBook
+from nanovllm.model_config import ModelConfig
+from nanovllm.outputs import EngineStats, StepColumns
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.tokenizer import Tokenizer
+
+
+class Engine(Protocol):
+    """Token ids in, token ids out. One thread at a time steps and calls; the other methods may be called from any."""
+
+    config: EngineConfig
+    """With nothing left open."""
+    model_config: ModelConfig
+    tokenizer: Tokenizer
+    book: RequestBook
+    """Its requests."""
+
+    @property
+    def owner(self) -> int:
+        """The process that can use this engine."""
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether it computes with the weights of a module, whose owner writes to them."""
+
+    @property
+    def state(self) -> EngineState:
+        """What calls have made of it."""
+
+    @property
+    def weight_version(self) -> int:
+        """Of the weights that the next step runs with."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no step is to be launched for now."""
+
+    @property
+    def computed(self) -> tuple[int, int]:
+        """Prompt tokens, and tokens of rows with one to compute, since the start."""
+
+    def add_request(
+        self, prompt_token_ids: list[int], params: SamplingParams, request_id: int | None = None,
+        output_token_ids: list[int] | None = None,
+    ) -> int:  # fmt: skip
+        """Queues a request; returns its id. `request_id`: one that was reserved, for a request that was checked.
+        `output_token_ids`: the output begins with these."""
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request; its last StepOutput says "abort". Unknown and finished ids are ignored."""
+
+    def abort_all(self) -> list[int]:
+        """Ends all requests that are unfinished now, with what they have; returns their ids."""
+
+    def step(self) -> StepColumns:
+        """What requests gain."""
+
+    def call(self, name: str, **options: Any) -> Generator[StepColumns, None, Any]:
+        """Runs one of engine/calls.py; yields what requests gain where it waits for them. Returns its answer."""
+
+    def notice_new_weights(self, surely: bool = False) -> None:
+        """See EngineControl.notice_new_weights."""
+
+    def resume(self) -> None:
+        """Ends a pause."""
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a step has anything to do or to report."""
+
+    def is_busy(self) -> bool:
+        """Whether a step now has something to do or to report: also while requests are held back, or all are."""
+
+    def wait_for_work(self, timeout: float, or_until: Callable[[], bool] = lambda: False) -> bool:
+        """Sleeps until a step has something to do, `or_until` is true after a `wake`, or the engine is closed; at most
+        `timeout` seconds. Returns whether it was woken."""
+
+    def wake(self) -> None:
+        """Lets a thread that waits for work look again."""
+
+    def stats(self) -> EngineStats:
+        """Gauges of now, and counters since the start."""
+
+    def info(self) -> dict[str, Any]:
+        """What this engine runs on and with."""
+
+    def close(self) -> None:
+        """Ends what computes, and frees the devices. Does nothing the second time."""

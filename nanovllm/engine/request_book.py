@@ -1,0 +1,192 @@
+"""The requests that an engine knows, on the side of who asks for them."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
+from typing import Any
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.sampling.requests import RequestSampling
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.errors import shown
+from nanovllm.logprobs import LogprobRows
+from nanovllm.model_config import ModelConfig
+from nanovllm.outputs import RequestMetrics
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.tokenizer import Tokenizer
+
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: consecutive request numbers land far apart
+
+
+def _only_prompt(params: SamplingParams) -> SamplingParams:
+    """What matters of a request whose one token is dropped."""
+    return SamplingParams(
+        n=params.n, temperature=0, max_tokens=0, ignore_eos=True, prompt_logprobs=params.prompt_logprobs,
+        prompt_logprob_start=params.prompt_logprob_start, cache_salt=params.cache_salt,
+    )  # fmt: skip
+
+
+class RequestBook:
+    """Ids, seeds and checks of requests, and the rows that hold their tokens, texts and log-probabilities until they
+    are forgotten. From any thread."""
+
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, tokenizer: Tokenizer, capacity_tokens: int
+    ) -> None:
+        """`config`: with nothing left open. `capacity_tokens`: of the KV cache that one request can have."""
+        self.config, self.model_config, self.tokenizer = config, model_config, tokenizer
+        self._capacity_tokens = capacity_tokens
+        self._sampling = RequestSampling(tokenizer, model_config, config)
+        self._lock = threading.Lock()
+        self.rows: dict[int, list[Sequence]] = {}
+        """The completions of every request that is known, by its id."""
+        self.num_requests = 0
+        """Ids given so far."""
+        self.weight_version = 0
+        """Of the weights that the next token comes from."""
+
+    # -- checks -------------------------------------------------------------------------------------------------
+
+    def check(
+        self, prompt_token_ids: list[int], params: SamplingParams, output_token_ids: Iterable[int] = ()
+    ) -> None:
+        """Raises ValueError naming what is wrong with a request, whose ids are integers (inputs.py), and the bound."""
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params: must be SamplingParams, found {type(params).__name__}")
+        length, limit = len(prompt_token_ids), self.max_total_tokens
+        if length == 0:
+            raise ValueError("prompt: must have at least one token")
+        if length + min(1, params.most_tokens) > limit:
+            name, value = self._length_limit()
+            raise ValueError(f"prompt of {length} tokens: must be shorter than {name}={value} (one token is generated)")
+        vocab = self.model_config.vocab_size
+        low, high = min(prompt_token_ids), max(prompt_token_ids)
+        if low < 0 or high >= vocab:
+            bad = low if low < 0 else high
+            raise ValueError(f"prompt: token id {shown(bad)} must be in 0..{vocab - 1} (vocab_size={vocab})")
+        self._sampling.check(params)
+        if output_token_ids:
+            self._check_output(length, [*output_token_ids], params)
+
+    def _check_output(self, num_prompt_tokens: int, token_ids: list[int], params: SamplingParams) -> None:
+        """What an output begins with that goes on."""
+        name = "output_token_ids"
+        most = self._max_total_tokens(num_prompt_tokens, params.most_tokens) - num_prompt_tokens
+        if params.n > 1:
+            raise ValueError(f"{name}: needs n=1, found n={params.n}")
+        if len(token_ids) >= most or params.max_tokens == 0:
+            raise ValueError(f"{name}: {len(token_ids)} given, must be fewer than the {most} that the output may have")
+        if min(token_ids) < 0 or max(token_ids) >= self.model_config.vocab_size:
+            raise ValueError(f"{name}: token ids must be in 0..{self.model_config.vocab_size - 1}")
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.model_config.eos_token_ids)}
+        if found := ends.intersection(token_ids):
+            raise ValueError(f"{name}: token {min(found)} ends the output: there is nothing to go on with")
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Longest prompt + output that can be served, in tokens."""
+        return self._length_limit()[1]
+
+    def _length_limit(self) -> tuple[str, int]:
+        assert self.config.max_model_len
+        if self._capacity_tokens < self.config.max_model_len:
+            return "KV cache tokens (num_kvcache_blocks * kvcache_block_size)", self._capacity_tokens
+        return "max_model_len", self.config.max_model_len
+
+    def knows_grammar(self, wanted: Mapping[str, Any]) -> bool:
+        """Whether a constraint, the one field of StructuredOutput that is given, was compiled already."""
+        return self._sampling.is_compiled(wanted)
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def reserve_ids(self, params: Iterable[SamplingParams]) -> list[int]:
+        """Ids of requests with these parameters, ascending, for add_request to bring in any order."""
+        with self._lock:
+            ids = [*accumulate((param.n for param in params), initial=self.num_requests)]
+            self.num_requests = ids.pop()
+        return ids
+
+    def open(
+        self, prompt_token_ids: list[int], params: SamplingParams, request_id: int | None = None,
+        output_token_ids: list[int] | None = None, *, admit: Callable[[], None],
+        queue: Callable[[list[Sequence]], None],
+    ) -> int:  # fmt: skip
+        """Makes the rows of a new request, hands them to `queue` and returns its id. `request_id`: one that was
+        reserved, for a request that was checked; else it is checked here, and `admit` may refuse it.
+        `output_token_ids`: the output begins with these."""
+        if request_id is None:
+            self.check(prompt_token_ids, params, output_token_ids or [])
+        if params.max_tokens == 0:
+            params = _only_prompt(params)
+        eos = frozenset() if params.ignore_eos else frozenset(self.model_config.eos_token_ids)
+        stop_ids = eos | frozenset(params.stop_token_ids)
+        rows = self._sampling.rows(params, stop_ids, prompt_token_ids, output_token_ids or [])
+        now = time.perf_counter()
+        if request_id is None:
+            admit()
+            [request_id] = self.reserve_ids([params])
+        seqs = [
+            Sequence(
+                request_id, [*prompt_token_ids, *(output_token_ids or ())], params,
+                num_prompt_tokens=len(prompt_token_ids), seed=self._seed(params, request_id, index),
+                stop_token_ids=stop_ids,
+                max_total_tokens=self._max_total_tokens(len(prompt_token_ids), params.most_tokens),
+                metrics=RequestMetrics(arrival_time=now), index=index, sampling=row,
+            )
+            for index, row in enumerate(rows)
+        ]  # fmt: skip
+        with self._lock:
+            for seq in seqs:
+                seq.note_version(self.weight_version)
+            self.rows[request_id] = seqs
+            queue(seqs)  # with the lock: no abort of another thread's comes before it
+        return request_id
+
+    def _max_total_tokens(self, num_prompt_tokens: int, max_tokens: int) -> int:
+        if max_tokens == 0:
+            return num_prompt_tokens + 1  # the KV of the token that is dropped is never stored
+        return min(num_prompt_tokens + max_tokens, self.max_total_tokens)
+
+    def _seed(self, params: SamplingParams, request_id: int, index: int) -> int:
+        number = params.seed
+        if number is None:
+            number = self.config.seed + (request_id + 1) * _SEED_STRIDE
+        if index:
+            number += index if params.seed is not None else index * _SEED_STRIDE
+        return (number + 2**63) % 2**64 - 2**63
+
+    def set_version(self, version: int) -> None:
+        """Tokens from here on come from weights of this version."""
+        with self._lock:
+            self.weight_version = version
+            for seq in (seq for seqs in self.rows.values() for seq in seqs):
+                if seq.status is not SequenceStatus.FINISHED:
+                    seq.note_version(version)
+
+    def rows_of(self, request_id: int) -> list[Sequence] | None:
+        """Those of a request that is known, and by now queued."""
+        with self._lock:
+            return self.rows.get(request_id)
+
+    def knows(self, request_id: int) -> bool:
+        return request_id in self.rows
+
+    def is_finished(self, request_id: int) -> bool:
+        """Whether all completions of a known request have ended."""
+        return all(seq.status is SequenceStatus.FINISHED for seq in self.rows[request_id])
+
+    def unfinished(self) -> list[int]:
+        """Ids of known requests of which a completion has not ended."""
+        with self._lock:
+            return [request_id for request_id in self.rows if not self.is_finished(request_id)]
+
+    def forget(self, request_id: int) -> list[Sequence]:
+        """Drops a finished request; returns its completions."""
+        with self._lock:
+            return self.rows.pop(request_id, [])
+
+    def prompt_logprobs(self, request_id: int) -> LogprobRows | None:
+        """Of a known request that asked for them; all are there from its first token on."""
+        first = self.rows[request_id][0]
+        return None if first.sampling is None else first.sampling.prompt_logprob_rows

@@ -1,0 +1,324 @@
+"""One engine, driven by frames: it steps while there is work, and between two steps does what it is asked for."""
+
+import pickle
+import time
+import traceback
+from array import array
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
+from operator import add
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nanovllm.engine.calls import CALLS, Steps
+from nanovllm.host import wire
+from nanovllm.host.late import LateRequests
+from nanovllm.host.step_clock import StepClock
+from nanovllm.host.step_watch import CALL_SECONDS, StepWatch, watch_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from nanovllm.engine.llm_engine import LLMEngine
+    from nanovllm.outputs import StepColumns
+
+_STATS_SECONDS = 0.1  # between two frames with counters, while the engine is busy
+_IDLE_LOOK = 1.0  # seconds between two looks at the ranks, while there is no work
+_AWAKE_SECONDS = 0.001
+_LATE = ("structured_outputs", "bad_words")
+"""Options whose check may take long, each with a thread of its own for them."""
+
+
+class Intake(Protocol):
+    """Where an engine finds the frames of its driver."""
+
+    def next(self, seconds: float) -> wire.Down | None:
+        """The next frame; waits up to `seconds` for it, or for `wake`. Raises EOFError where the driver has left."""
+
+    def wake(self) -> None:
+        """From any thread."""
+
+
+class EngineHost:
+    """One engine and the way to its driver."""
+
+    def __init__(self, engine: "LLMEngine", send: Callable[[wire.Up], None], intake: Intake) -> None:
+        """`send`: from any thread."""
+        self._engine, self._send, self._intake = engine, send, intake
+        self._calls: deque[wire.Call] = deque()
+        """Not begun."""
+        self._running: tuple[wire.Call, Steps] | None = None
+        self._buckets: deque[wire.Bucket] = deque()
+        self._call_watch = StepWatch(CALL_SECONDS, "call")
+        self._prompts_due: set[int] = set()
+        """Requests whose prompts' log-probabilities are to be sent."""
+        self._late = {name: LateRequests(f"nanovllm-{name}", self._add_late, self._engine.abort) for name in _LATE}
+        self._num_rows: dict[int, int] = {}
+        """Completions of each request that a thread of _late has."""
+        self._awake_until = self._stats_due = 0.0
+
+    def run(self) -> None:
+        """Until the driver leaves. Raises what the engine cannot go on after."""
+        engine, was_busy = self._engine, False
+        clock = StepClock() if engine.config.device == "cuda" and engine.config.uses("late_scheduling") else None
+        watch = watch_of(engine.config)
+        with suppress(EOFError):
+            while True:
+                self._advance_calls()
+                is_busy = engine.is_busy()
+                if (is_busy and time.monotonic() >= self._stats_due) or (was_busy and not is_busy):
+                    self._send_stats()
+                was_busy = is_busy
+                if is_busy:
+                    if clock is not None and engine.loop.running_step is not None:
+                        clock.wait(engine.executor.has_result)
+                        self._take_in(0.0)
+                    with watch:
+                        gained = engine.step()
+                    if clock is not None:
+                        clock.note(engine.loop.running_step)
+                    self._send_gained(gained)
+                elif engine.executor.failed:
+                    engine.executor.check()  # raises
+                idle = not is_busy and not self._calls and time.monotonic() > self._awake_until
+                self._take_in(_IDLE_LOOK if idle else 0.0)
+
+    def _take_in(self, seconds: float) -> None:
+        while (frame := self._intake.next(seconds)) is not None:
+            self.handle(frame)
+            seconds = 0.0
+
+    def handle(self, frame: wire.Down) -> None:
+        """Queues what a frame asks for."""
+        if isinstance(frame, wire.Add):
+            self._take_request(frame)
+        elif isinstance(frame, wire.Abort):
+            self.abort(frame.request_id)
+        elif isinstance(frame, wire.Call):
+            (self._calls.appendleft if frame.name == "resume" else self._calls.append)(frame)
+        elif isinstance(frame, wire.Bucket):
+            self._buckets.append(frame)
+        elif isinstance(frame, wire.Rouse):
+            self._awake_until = time.monotonic() + _AWAKE_SECONDS
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def _take_request(self, frame: wire.Add) -> None:
+        late = next((name for name in _LATE if name in frame.params), None)
+        if late is None or (late == "structured_outputs" and self._is_compiled(frame)):
+            self._add(frame)
+        else:
+            self._num_rows[frame.request_id] = frame.params.get("n", 1)
+            self._late[late].put(frame.request_id, frame)
+
+    def _is_compiled(self, frame: wire.Add) -> bool:
+        """Whether the request's grammar is known: then it passes those that are not."""
+        return "bad_words" not in frame.params and self._engine.book.knows_grammar(frame.params["structured_outputs"])
+
+    def _add_late(self, frame: wire.Add) -> None:
+        self._add(frame)
+        self._num_rows.pop(frame.request_id, None)
+        self._intake.wake()
+
+    def _add(self, frame: wire.Add) -> None:
+        engine = self._engine
+        try:
+            prompt, params = _ids(frame.prompt), wire.sampling_params(frame.params)
+            engine.book.check(prompt, params)  # compiles its grammar
+            if params.prompt_logprobs is not None:
+                self._prompts_due.add(frame.request_id)
+            engine.add_request(prompt, params, frame.request_id, _ids(frame.known))
+        except Exception as error:  # of this request alone
+            self._prompts_due.discard(frame.request_id)
+            is_users = isinstance(error, (ValueError, TypeError))
+            if not is_users:
+                traceback.print_exc()
+            self._send(wire.Refused(frame.request_id, str(error) if is_users else None))
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request, also one that is still being checked."""
+        if any(late.withdraw(request_id) for late in self._late.values()):
+            self._send(wire.aborted(request_id, self._num_rows.get(request_id, 1)))
+        self._engine.abort(request_id)
+
+    # -- calls --------------------------------------------------------------------------------------------------
+
+    def _advance_calls(self) -> None:
+        """Runs all calls that need no more steps, one after the other; `resume` alone overtakes, and ends one that
+        still waits."""
+        while self._running or self._calls:
+            if self._running and self._calls and self._calls[0].name == "resume":
+                call, steps = self._running
+                self._running = None
+                steps.close()
+                self._answer(call, kind="RuntimeError", message=f"{call.name}: resumed before it was done")
+            if self._running is None:
+                call = self._calls.popleft()
+                self._running = call, self._steps(call)
+            if not self._go_on(*self._running):
+                return
+            self._running = None
+
+    def _steps(self, call: wire.Call) -> Steps:
+        options = dict(call.options)
+        if call.takes_weights:
+            options["weights"] = self._weights(call.number)
+        if call.relays:
+            options["relay"] = relay = _Relay(call.number, self._send)
+        made = CALLS[call.name].run(self._engine, **options)
+        value = made
+        if isinstance(made, Generator):
+            value = yield from made
+        if call.relays:
+            relay.flush()
+        return value
+
+    def _go_on(self, call: wire.Call, steps: Steps) -> bool:
+        """Whether the call is done."""
+        try:
+            with self._call_watch:
+                next(steps)
+        except StopIteration as end:
+            self._answer(call, end.value)
+        except Exception as error:
+            kind = wire.kind_of(error)
+            if kind is None:
+                traceback.print_exc()
+            self._answer(call, None, kind or "", str(error))
+            if self._engine.executor.failed:
+                raise
+        else:
+            return False
+        return True
+
+    def _answer(self, call: wire.Call, value: Any = None, kind: str | None = None, message: str = "") -> None:
+        """Lets steps run or not, as the engine is now, and answers."""
+        engine = self._engine
+        if call.takes_weights:
+            with suppress(RuntimeError):
+                deque(self._weights(call.number), 0)  # what the call has left
+        if call.relays:
+            self._send(wire.Bucket(call.number, None, None if kind is None else "the first engine did not take them"))
+        if not engine.executor.failed:
+            control = engine.control
+            must_rest = control.pause_mode is not None or bool(control.asleep) or control.lacks_weights
+            if must_rest and not engine.is_paused:
+                control.pause_steps()
+            elif engine.is_paused and not must_rest:
+                engine.resume()
+            engine.loop.settle()
+            self._send_gained(engine.loop.take_unreported())
+            self._send_stats()
+        self._send(wire.Answer(call.number, value, engine.state, kind, message))
+
+    def _weights(self, number: int) -> "Iterator[tuple[str, torch.Tensor]]":
+        """(checkpoint name, tensor) of the buckets of a call, up to the last one."""
+        while True:
+            while not self._buckets:
+                if (frame := self._intake.next(_IDLE_LOOK)) is not None:
+                    self.handle(frame)
+            bucket = self._buckets.popleft()
+            if bucket.number != number:
+                continue
+            if bucket.data is None:
+                self._buckets.appendleft(bucket)  # for who asks again
+                if bucket.error is not None:
+                    raise RuntimeError(bucket.error)  # the driver raises why
+                return
+            yield from pickle.loads(bucket.data)
+
+    # -- what it says -------------------------------------------------------------------------------------------
+
+    def _send_stats(self) -> None:
+        self._send(self._count(wire.Step([], [])))
+
+    def _count(self, step: wire.Step) -> wire.Step:
+        """Adds the counters of now, which whoever sees a request's end can rely on."""
+        self._stats_due = time.monotonic() + _STATS_SECONDS
+        step.stats, step.computed = self._engine.stats(), self._engine.computed
+        return step
+
+    def _send_gained(self, gained: "StepColumns") -> None:
+        if len(gained):
+            step = self._step(gained)
+            if step.finishes:
+                self._count(step)
+            self._send(step)
+
+    def _step(self, gained: "StepColumns") -> wire.Step:
+        engine = self._engine
+        if not gained.endings and not gained.logprobs:  # nearly every step
+            return wire.Step(list(map(add, gained.request_ids, gained.indices)), gained.token_ids)
+        frame = wire.Step([], [])
+        for entry, (request_id, index, token) in enumerate(
+            zip(gained.request_ids, gained.indices, gained.token_ids, strict=True)
+        ):
+            row = request_id + index
+            if (found := gained.logprobs.get(entry)) is not None:
+                lines, position = found
+                if (words := lines.words(position)) is not None:
+                    frame.logprobs.append((row, words.tobytes()))
+                if request_id in self._prompts_due:
+                    self._send_prompt(request_id, frame)
+            if (ending := gained.endings.get(entry)) is None:
+                frame.rows.append(row)
+                frame.tokens.append(token)
+                continue
+            last = token if token >= 0 else None
+            versions = ending.weight_versions if any(version for version, *_ in ending.weight_versions) else []
+            frame.finishes.append(wire.Finish(row, last, ending.reason, ending.stop_reason, versions))
+            if engine.book.knows(request_id) and engine.book.is_finished(request_id):  # the last of n reports it
+                if request_id in self._prompts_due:
+                    self._send_prompt(request_id, frame)
+                frame.done.append(_done(request_id, engine.book.forget(request_id)))
+        return frame
+
+    def _send_prompt(self, request_id: int, frame: wire.Step) -> None:
+        """The prompt's log-probabilities."""
+        rows = self._engine.book.prompt_logprobs(request_id)
+        words = [] if rows is None else [rows.words(position) for position in range(len(rows))]
+        frame.prompts.append((request_id, [None if each is None else each.tobytes() for each in words]))
+        self._prompts_due.discard(request_id)
+
+
+class _Relay:
+    """Sends weights up as they are received."""
+
+    def __init__(self, number: int, send: Callable[[wire.Up], None]) -> None:
+        """`number`: of the call."""
+        from nanovllm.host.weights import Bucketing
+
+        self._number, self._send, self._bucketing = number, send, Bucketing()
+
+    def __call__(self, name: str, tensor: "torch.Tensor") -> None:
+        if (full := self._bucketing.put(name, tensor)) is not None:
+            self._send(wire.Bucket(self._number, full))
+
+    def flush(self) -> None:
+        if (rest := self._bucketing.take()) is not None:
+            self._send(wire.Bucket(self._number, rest))
+
+
+def _ids(packed: bytes) -> list[int]:
+    ids = array("i")
+    ids.frombytes(packed)
+    return ids.tolist()
+
+
+def _done(request_id: int, seqs: list[Any]) -> wire.Done:
+    seq = seqs[0]
+    metrics = seq.metrics
+    begin = metrics.first_scheduled_time or metrics.finished_time
+    first = metrics.first_token_time or metrics.finished_time
+    return wire.Done(
+        request_id,
+        seq.num_prompt_cached_tokens or 0,
+        queued=begin - metrics.arrival_time,
+        prefill=first - begin,
+        decode=metrics.finished_time - first,
+        kept=[_kept(each.sampling.kept_ids) for each in seqs] if seq.params.sampling_mask else [],
+    )
+
+
+def _kept(ids: Any) -> list[bytes | None]:
+    return [None if line is None else line.astype("int32").tobytes() for line in ids]

@@ -1,0 +1,468 @@
+"""Several engines as one, or one: who computes which request, what becomes of requests whose engine is lost, and calls
+to all of them. Pure: no socket, clock or thread; frames come in, and frames go out.
+
+A request goes on behind the tokens that it has, on any engine, since they are sampled by seed and position. Where it
+cannot (several completions, or ids that its tokens were sampled from), another engine computes it anew and what it had
+before is left out.
+"""
+
+import logging
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from nanovllm.engine.block_manager import prefix_hashes
+from nanovllm.engine.calls import CALLS, CallSpec, EngineState
+from nanovllm.errors import ReplicaError
+from nanovllm.host import wire
+from nanovllm.host.router import Load, Router
+from nanovllm.outputs import EngineStats
+
+logger = logging.getLogger(__name__)
+
+MOST_RESTARTS = 3  # of each engine that was lost; then the others go on without it
+_NO_BOUND = 1 << 40
+_ENDED = 1 << 60  # tokens to leave out of a completion that has ended
+
+
+class InternalError(RuntimeError):
+    """A call failed by a mistake of ours; the engine's log says more."""
+
+
+@dataclass(eq=False, slots=True)
+class Flight:
+    """A request that has not ended."""
+
+    request_id: int
+    prompt: bytes
+    """int32 token ids."""
+    params: dict[str, Any]
+    num_known: int
+    """Output tokens that the request came with."""
+    tokens: list[list[int]]
+    """Of each completion's output, so far."""
+    versions: list[list[tuple[int, int]]]
+    """For each completion: versions of the weights, and the first token of each."""
+    ended: set[int] = field(default_factory=set)
+    """Completions."""
+    engine: int | None = None
+    num_engines: int = 0
+    """That it was sent to."""
+    is_aborted: bool = False
+
+    @property
+    def n(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt) // 4
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another engine goes on behind the tokens so far; else it computes them again."""
+        return self.n == 1 and not self.params.get("sampling_mask")
+
+    def note_version(self, index: int, version: int) -> None:
+        """Tokens of a completion from here on come from weights of this version."""
+        starts, start = self.versions[index], len(self.tokens[index])
+        if starts and starts[-1][1] == start:
+            starts.pop()
+        starts.append((version, start))
+
+    def spans(self, index: int) -> list[tuple[int, int, int]]:
+        """See CompletionOutput.weight_versions."""
+        starts = self.versions[index]
+        ends = [*(start for _, start in starts[1:]), len(self.tokens[index])][: len(starts)]
+        return [(version, start, end) for (version, start), end in zip(starts, ends, strict=True) if end > start]
+
+
+class Pending:
+    """A call that engines work on."""
+
+    def __init__(self, spec: CallSpec, name: str, numbers: Sequence[int]) -> None:
+        self.name, self._spec = name, spec
+        self.waiting = set(numbers)
+        self.relay_to: list[int] = []
+        """Engines that get the weights which the first receives."""
+        self.answers: dict[int, wire.Answer] = {}
+        self.on_done: Callable[[], None] = lambda: None
+
+    def settle(self, number: int, answer: wire.Answer | None) -> bool:
+        """An engine has answered, or is lost; returns whether all have."""
+        if number not in self.waiting:
+            return False
+        self.waiting.discard(number)
+        if answer is not None:
+            self.answers[number] = answer
+        return not self.waiting
+
+    def result(self) -> Any:
+        """What the engines answer together. Raises what the first raised that did."""
+        answers = [self.answers[number] for number in sorted(self.answers)]
+        for answer in answers:
+            if answer.kind is not None:
+                raise wire.KINDS.get(answer.kind, InternalError)(answer.message)
+        if not answers:
+            raise ReplicaError(f"{self.name}: every replica was lost meanwhile")
+        return self._spec.merge([answer.value for answer in answers])
+
+
+class Fleet:
+    """The engines, all ready when it is made."""
+
+    def __init__(
+        self, infos: Sequence[dict[str, Any]], send: Callable[[int, list[wire.Down]], None],
+        restart: Callable[[int], None] | None = None, most_restarts: int = MOST_RESTARTS,
+    ) -> None:  # fmt: skip
+        """`infos`: of each engine (program.describe). `send`: (engine, frames). `restart`: starts an engine that was
+        lost anew, which says Ready when it computes, or raises OSError; None: one engine is all there is, and its
+        requests end with it. `most_restarts`: of each engine."""
+        self._send, self._restart, self._most_restarts = send, restart, most_restarts
+        self._block_size, count = infos[0]["block_size"] or 1, len(infos)
+        tokens = min(info["num_kv_tokens"] for info in infos)
+        rows, blocks = infos[0]["max_num_seqs"], tokens // self._block_size
+        self._max_total = min(info["max_model_len"] for info in infos)
+        if count == 1:  # an engine's own queue knows more than we
+            rows, blocks = _NO_BOUND, _NO_BOUND
+        self._hashes_wanted = count > 1 and infos[0].get("prefix_caching", True)
+        self._router = Router(count, self._block_size, blocks, rows)
+        self._keeps_tokens = restart is not None
+        self.state = EngineState()
+        """What calls have made of all engines."""
+        self.ended: str | None = None
+        """Why there is no engine any more."""
+        self.out: list[wire.Up] = []
+        """Frames for the owner of the requests, to be taken out."""
+        self._there = set(range(count))
+        """Engines that can be sent to, those that still start included."""
+        self._live: dict[int, Flight] = {}
+        self._rows: dict[int, list[int]] = {}
+        """Tokens of each unfinished completion so far."""
+        self._flights: dict[int, Flight] = {}
+        """By row; where tokens are kept."""
+        self._skips: dict[int, int] = {}
+        """Tokens of a row that are known already."""
+        self._calls: dict[int, Pending] = {}
+        self._num_calls = 0
+        self._stats: list[list[tuple[EngineStats, tuple[int, int]]]] = [[(EngineStats(), (0, 0))] for _ in infos]
+        """The last counters of each engine, those of lost ones before: counters go on."""
+        self._versions = [0] * count
+        self.num_restarts = [0] * count
+        self._weights_replaced = False
+        self._lost: list[int] = []
+        """To be started again once the others are awake, and, where these have other weights than the checkpoint, when
+        all weights come anew."""
+        for number in range(count):
+            self._router.join(number)
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    @property
+    def numbers(self) -> list[int]:
+        """Engines that compute, or start."""
+        return sorted(self._there)
+
+    def has_begun(self) -> bool:
+        """Whether any request was sent to an engine."""
+        return any(flight.engine is not None for flight in self._live.values())
+
+    def add(self, request_id: int, prompt: bytes, params: dict[str, Any], known: Sequence[int] = ()) -> None:
+        """Queues a request; `bind` sends it."""
+        n = params.get("n", 1)
+        tokens = [list(known) for _ in range(n)]
+        flight = Flight(request_id, prompt, params, len(known), tokens, [[] for _ in range(n)])
+        self._live[request_id] = flight
+        if self._keeps_tokens:
+            for index in range(n):
+                self._rows[request_id + index] = tokens[index]
+                self._flights[request_id + index] = flight
+        self._queue(flight)
+
+    def _queue(self, flight: Flight, first: bool = False) -> None:
+        """`first`: before all that wait."""
+        known = len(flight.tokens[0]) if flight.goes_on else flight.num_known
+        length = flight.num_prompt + known
+        most = flight.params.get("max_tokens", 16)
+        total = self._max_total if most is None else min(self._max_total, flight.num_prompt + most)
+        hashes = self._hashes(flight, flight.tokens[0][:known])
+        self._router.add(Load(flight.request_id, hashes, length, max(0, total - length), flight.n), first)
+
+    def _hashes(self, flight: Flight, output: list[int]) -> list[bytes]:
+        """What the router goes by; nothing where it has no choice."""
+        if not self._hashes_wanted:
+            return []
+        ids = array("i")
+        ids.frombytes(flight.prompt)
+        return prefix_hashes(ids.tolist() + output, self._block_size, flight.params.get("cache_salt"))
+
+    def bind(self) -> None:
+        """Sends the requests that engines have room for, all of an engine at once: those that come one by one begin in
+        as many small steps."""
+        batches: dict[int, list[wire.Down]] = {}
+        for number, request_id in self._router.bind():
+            batches.setdefault(number, []).append(self._bound(number, self._live[request_id]))  # type: ignore[index]
+        for number, batch in batches.items():
+            self._send(number, batch)
+
+    def _bound(self, number: int, flight: Flight) -> wire.Add:
+        flight.engine = number
+        flight.num_engines += 1
+        known = flight.tokens[0] if flight.goes_on else flight.tokens[0][: flight.num_known]
+        for index, tokens in enumerate(flight.tokens):
+            if (count := len(tokens) - len(known)) or index in flight.ended:
+                self._skips[flight.request_id + index] = _ENDED if index in flight.ended else count
+            if self._keeps_tokens:
+                flight.note_version(index, self._versions[number])
+        params, most = flight.params, self._max_total - flight.num_prompt
+        if len(self._versions) > 1 and (params.get("max_tokens", 16) or _NO_BOUND) > most:
+            # This engine's KV cache may hold more than that of others.
+            params = {**params, "max_tokens": most, "min_tokens": min(most, params.get("min_tokens", 0))}
+        return wire.Add(flight.request_id, flight.prompt, params, array("i", known).tobytes() if known else b"")
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request early; unknown ones are ignored."""
+        if (flight := self._live.get(request_id)) is None:
+            return
+        flight.is_aborted = True
+        if flight.engine is None:
+            self._router.withdraw(request_id)
+            self._drop(flight)
+        else:
+            self._send(flight.engine, [wire.Abort(request_id)])
+
+    def _drop(self, flight: Flight) -> None:
+        """Ends all of a request's completions that have not ended."""
+        step = wire.aborted(flight.request_id, flight.n)
+        step.finishes = [end for end in step.finishes if end.row - flight.request_id not in flight.ended]
+        for end in step.finishes:
+            end.weight_versions = flight.spans(end.row - flight.request_id)
+        self._forget(flight)
+        self.out.append(step)
+
+    def _forget(self, flight: Flight) -> None:
+        del self._live[flight.request_id]
+        for row in range(flight.request_id, flight.request_id + flight.n):
+            self._rows.pop(row, None)
+            self._flights.pop(row, None)
+            self._skips.pop(row, None)
+
+    # -- what engines say ---------------------------------------------------------------------------------------
+
+    def take(self, number: int, frame: wire.Up) -> None:
+        """Takes a frame of an engine in; what its requests' owner is to have is in `out`."""
+        if isinstance(frame, wire.Step):
+            self._take_step(number, frame)
+        elif isinstance(frame, wire.Answer):
+            self._take_answer(number, frame)
+        elif isinstance(frame, wire.Refused):
+            if (flight := self._live.get(frame.request_id)) is not None:
+                self._finish(number, flight)
+                self.out.append(frame)
+        elif isinstance(frame, wire.Bucket):
+            if (pending := self._calls.get(frame.number)) is not None:
+                for other in pending.relay_to:
+                    self._send(other, [frame])
+        elif isinstance(frame, wire.Ready):
+            if self.state.paused:
+                self._send(number, [wire.Call(0, "pause", {"mode": "keep"})])
+            self._router.join(number)
+            self.bind()
+
+    def _take_step(self, number: int, step: wire.Step) -> None:
+        """A loop over all rows of a step: kept lean."""
+        if step.stats is not None:
+            self._stats[number][-1:] = [(step.stats, step.computed)]
+            step.stats = self.stats()
+        if self._keeps_tokens:
+            if self._skips:
+                step = self._without_known(step)
+            known = self._rows
+            for row, token in zip(step.rows, step.tokens, strict=True):
+                if (tokens := known.get(row)) is not None:
+                    tokens.append(token)
+            for end in step.finishes:
+                self._note_end(end)
+        self.out.append(step)
+        if step.done:
+            for done in step.done:
+                if (flight := self._live.get(done.request_id)) is not None:
+                    self._finish(number, flight)
+            self.bind()
+
+    def _note_end(self, end: wire.Finish) -> None:
+        if (tokens := self._rows.get(end.row)) is None:
+            return
+        if end.token is not None:
+            tokens.append(end.token)
+        flight = self._flights[end.row]
+        index = end.row - flight.request_id
+        flight.ended.add(index)
+        if flight.num_engines > 1:
+            end.weight_versions = flight.spans(index)
+
+    def _without_known(self, step: wire.Step) -> wire.Step:
+        """A step without the tokens that were there before their request's first engine was lost."""
+        skips, known = self._skips, set()
+        found = wire.Step([], [], done=step.done, prompts=step.prompts, stats=step.stats)
+        for row, token in zip(step.rows, step.tokens, strict=True):
+            if (count := skips.get(row)) is None:
+                found.rows.append(row)
+                found.tokens.append(token)
+                continue
+            known.add(row)
+            if count == 1:
+                del skips[row]
+            else:
+                skips[row] = count - 1
+        for end in step.finishes:
+            if (count := skips.pop(end.row, None)) is not None:
+                known.add(end.row)
+                if count > _ENDED // 2:
+                    continue
+                end.token = None  # it ends with a token that is known
+            found.finishes.append(end)
+        found.logprobs = [each for each in step.logprobs if each[0] not in known]
+        return found
+
+    def _finish(self, number: int, flight: Flight) -> None:
+        count = sum(map(len, flight.tokens))
+        left = [digest for tokens in flight.tokens for digest in self._hashes(flight, tokens[:-1])]
+        self._router.finish(number, flight.request_id, count, left)
+        self._forget(flight)
+
+    def stats(self) -> EngineStats:
+        """The sum over engines; kv_cache_usage is their mean."""
+        every = [stats for counted in self._stats for stats, _ in counted]
+        there = [self._stats[number][-1][0] for number in self.numbers]
+        if len(every) == len(there) == 1 and not self._router.num_waiting:
+            return there[0]
+        total: dict[str, Any] = {
+            each.name: sum(getattr(one, each.name) for one in every) for each in fields(EngineStats) if each.type is int
+        }
+        buckets = [one.iteration_tokens for one in every if one.iteration_tokens]
+        return EngineStats(**{
+            **total,
+            "num_running": sum(one.num_running for one in there),
+            "num_waiting": sum(one.num_waiting for one in there) + self._router.num_waiting,
+            "kv_cache_usage": sum(one.kv_cache_usage for one in there) / max(1, len(there)),
+            "finished": {
+                reason: sum(one.finished.get(reason, 0) for one in every) for reason in ("stop", "length", "abort")
+            },
+            "iteration_tokens": tuple(map(sum, zip(*buckets, strict=True))),
+        })  # fmt: skip
+
+    def computed(self) -> tuple[int, int]:
+        """Prompt tokens, and tokens of rows with one to compute, of all engines since the start."""
+        found = [computed for counted in self._stats for _, computed in counted]
+        return sum(prompt for prompt, _ in found), sum(decode for _, decode in found)
+
+    # -- calls --------------------------------------------------------------------------------------------------
+
+    def call(self, name: str, options: dict[str, Any], takes_weights: bool = False) -> Pending:
+        """Begins a call of engine/calls.py on all engines. `takes_weights`: Buckets follow, by `send_bucket`."""
+        spec = CALLS[name]
+        if name == "load_weights" or (name == "begin_update" and not options.get("partial")):
+            self._start_lost(weights_come=True)
+        if name in ("load_weights", "begin_update"):
+            self._weights_replaced = True
+        numbers = sorted(self._there)[: 1 if spec.by_first else None]
+        if name in ("load_weights", "finish_update") and options.get("weight_version") is None and len(numbers) > 1:
+            options = {**options, "weight_version": self.state.weight_version + 1}
+        self._num_calls += 1
+        pending = self._calls[self._num_calls] = Pending(spec, name, numbers)
+        relays = name == "receive" and "weight_dir" not in options["update_info"] and len(numbers) > 1
+        pending.relay_to = numbers[1:] if relays else []
+        for number in numbers:
+            call = wire.Call(self._num_calls, name, options, takes_weights, relays)
+            if number in pending.relay_to:
+                call = wire.Call(self._num_calls, "update", {}, takes_weights=True)
+            self._send(number, [call])
+        if "abort" in (options.get("mode", "abort" if name in ("pause", "sleep") else None), options.get("in_flight")):
+            for flight in [each for each in self._live.values() if each.engine is None]:
+                self.abort(flight.request_id)
+        if not numbers:
+            del self._calls[self._num_calls]
+        return pending
+
+    def send_bucket(self, pending: Pending, data: bytes | None, error: str | None = None) -> None:
+        """Weights for a call that takes some; None: there are no more."""
+        number = next((number for number, each in self._calls.items() if each is pending), 0)
+        for engine in sorted(pending.waiting & self._there):
+            self._send(engine, [wire.Bucket(number, data, error)])
+
+    def _take_answer(self, number: int, answer: wire.Answer) -> None:
+        if (version := answer.state.weight_version) != self._versions[number]:
+            self._versions[number] = version
+            for flight in self._live.values() if self._keeps_tokens else ():
+                if flight.engine == number:
+                    for index in set(range(flight.n)) - flight.ended:
+                        flight.note_version(index, version)
+        self._settle_call(answer.number, number, answer)
+
+    def _settle_call(self, key: int, number: int, answer: wire.Answer | None) -> None:
+        pending = self._calls.get(key)
+        if pending is None or not pending.settle(number, answer):
+            return
+        del self._calls[key]
+        if states := [each.state for each in pending.answers.values()]:
+            self.state = EngineState(
+                any(state.paused for state in states),
+                sorted({tag for state in states for tag in state.asleep}),
+                max(state.level for state in states),
+                any(state.lacks_weights for state in states),
+                max(state.weight_version for state in states),
+                next((state.incomplete for state in states if state.incomplete), ""),
+            )
+        if pending.name in ("reset_prefix_cache", "load_weights", "begin_update", "finish_update", "sleep"):
+            self._router.forget_cached()
+        if pending.name in ("sleep", "wake_up"):
+            self._start_lost()
+        pending.on_done()
+
+    # -- engines that are lost ----------------------------------------------------------------------------------
+
+    def lose(self, number: int, reason: str) -> None:
+        """An engine is gone. Its requests go on elsewhere, before all that wait."""
+        self._there.discard(number)
+        bound = self._router.leave(number)
+        self._versions[number] = 0
+        self._stats[number].append((EngineStats(), (0, 0)))
+        if self._restart is None:
+            self.ended = reason
+        elif self.num_restarts[number] < self._most_restarts:
+            self.num_restarts[number] += 1
+            when = " with the next weights" if self._weights_replaced else ""
+            logger.warning("replica %d was lost and is started again%s: %s", number, when, reason)
+            self._lost.append(number)
+            self._start_lost()
+        else:
+            logger.warning("replica %d was lost, and the others go on without it: %s", number, reason)
+        if not self._there and (self._weights_replaced or not self._lost):
+            self.ended = self.ended or f"no replica is left: replica {number}: {reason}"
+        for request_id in reversed(bound):
+            flight = self._live[request_id]  # type: ignore[index]
+            flight.engine = None
+            if flight.is_aborted:
+                self._drop(flight)
+            else:
+                self._queue(flight, first=True)
+        for key in list(self._calls):
+            self._settle_call(key, number, None)
+        self.bind()
+
+    def _start_lost(self, weights_come: bool = False) -> None:
+        """Those that were lost, once their time has come."""
+        sleeps = self.state.asleep or any(each.name == "sleep" for each in self._calls.values())
+        while self._lost and self._restart and not sleeps and (weights_come or not self._weights_replaced):
+            number = self._lost.pop()
+            try:
+                self._restart(number)
+                self._there.add(number)
+            except OSError as error:  # what took it, a lack of memory say, may keep a process from starting
+                logger.warning("replica %d cannot be started, and the others go on without it: %s", number, error)

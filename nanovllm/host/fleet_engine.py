@@ -1,0 +1,428 @@
+"""An engine whose steps others compute: a book of requests here, and a fleet of engines elsewhere."""
+
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.calls import EngineState
+from nanovllm.engine.control import check_version
+from nanovllm.engine.request_book import RequestBook
+from nanovllm.engine.sequence import Sequence
+from nanovllm.errors import QueueFull, ReplicaError, WeightsIncomplete, short
+from nanovllm.host import wire
+from nanovllm.host.fleet import Fleet, Pending
+from nanovllm.host.fleet_rows import FleetRows
+from nanovllm.host.handle import SILENCE, Handle, Lost, close_all
+from nanovllm.model_config import ModelConfig
+from nanovllm.outputs import EngineStats, StepColumns
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.1  # the longest that a step waits for any engine
+_AWAY_SECONDS = 5.0  # without a caller: what was not heard then says nothing
+_MOST_UNSENT = 64 << 20  # bytes of weights that wait for one engine
+_SPIN_SECONDS, _SPIN_REQUESTS = 0.008, 4  # on a GPU: a first token is awaited without a pause, where so few run
+
+
+class FleetEngine:
+    """Implements Engine. One thread at a time steps and calls; add_request, abort and resume may come from any."""
+
+    def __init__(
+        self, handles: list[Handle], ready: list[wire.Ready], make: Callable[[int, int], Handle], config: EngineConfig,
+        model_config: ModelConfig, tokenizer: Tokenizer,
+    ) -> None:  # fmt: skip
+        """`handles`: of engines that are ready, from here on this engine's to close. `make`: (number, KV blocks) -> the
+        handle of an engine that starts in place of one that was lost. `config`: as the user gave it."""
+        self._handles, self._make = handles, make
+        infos = [one.info for one in ready]
+        self._blocks = min(info["num_kv_tokens"] // info["block_size"] for info in infos)
+        resolved = EngineConfig(infos[0]["model"], **ready[0].config)
+        self.config = replace(
+            resolved, data_parallel_size=len(handles), ray_address=config.ray_address,
+            data_parallel_backend=config.data_parallel_backend or "local",
+        )  # fmt: skip
+        self.model_config, self.tokenizer = model_config, tokenizer
+        capacity = min(info["num_kv_tokens"] for info in infos)
+        self.book = RequestBook(self.config, model_config, tokenizer, capacity)
+        self.fleet = Fleet(infos, self._send, self._restart)
+        self._rows = FleetRows(self.book)
+        self._facts = [one.facts for one in ready]
+        self.owner, self.shares_weights = os.getpid(), False
+        self.startup_seconds = 0.0
+        self._work = threading.Condition()
+        self._inbox: deque[tuple[str, Any]] = deque()
+        """What other threads ask for: ("add", rows), ("abort", id), ("resume", None)."""
+        self._unreported = StepColumns()
+        self._is_paused = self._closed = False
+        self._error: BaseException | None = None
+        self._poll = select.epoll()
+        self._rung, self._bell = socket.socketpair()
+        for end in (self._rung, self._bell):
+            end.setblocking(False)
+        self._poll.register(self._rung, select.EPOLLIN)
+        self._by_fd: dict[int, Handle] = {}
+        self._reads = threading.Lock()
+        self._come: deque[tuple[Handle, wire.Up | Lost]] = deque()
+        """Frames that were read and not taken in."""
+        self._next_look = self._spin_until = 0.0
+        self.at_close: Callable[[], None] = lambda: None
+        """Gives back what the engines ran on."""
+        for handle in handles:
+            self._watch(handle)
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def add_request(
+        self, prompt_token_ids: list[int], params: SamplingParams, request_id: int | None = None,
+        output_token_ids: list[int] | None = None,
+    ) -> int:  # fmt: skip
+        """See Engine.add_request."""
+        if not self.fleet.num_live and self._handles:
+            self._handles[0].rouse()
+        args = prompt_token_ids, params, request_id, output_token_ids
+        return self.book.open(*args, admit=self._check_queue, queue=lambda seqs: self._ask_for("add", seqs))
+
+    def _ask_for(self, kind: str, *what: Any) -> None:
+        """From any thread, of the one that steps."""
+        with self._work:
+            self._inbox += [(kind, each) for each in what]
+        self.wake()
+
+    def _check_queue(self) -> None:
+        limit = self.config.max_queued_requests
+        waiting = self.fleet.stats().num_waiting + len(self._inbox)
+        if limit is not None and waiting >= limit:
+            raise QueueFull(f"max_queued_requests={limit}: {waiting} requests wait already")
+
+    def abort(self, request_id: int) -> None:
+        """See Engine.abort."""
+        if self.book.rows_of(request_id) is not None:
+            self._ask_for("abort", request_id)
+
+    def abort_all(self) -> list[int]:
+        """See Engine.abort_all."""
+        ids = self.book.unfinished()
+        self._ask_for("abort", *ids)
+        return ids
+
+    def _drain_inbox(self) -> None:
+        while self._inbox:
+            kind, what = self._inbox.popleft()
+            if kind == "add":
+                self._queue(what)
+            elif kind == "abort":
+                self.fleet.abort(what)
+            else:
+                self.fleet.call("resume", {})
+        self.fleet.bind()
+
+    def _queue(self, seqs: list[Sequence]) -> None:
+        first = seqs[0]
+        self._rows.open(seqs)
+        size = first.num_prompt_tokens
+        prompt, known = array("i", first.token_ids[:size]), first.token_ids[size:]
+        self.fleet.add(first.request_id, prompt.tobytes(), wire.params_fields(first.params), known)
+        if self.config.device == "cuda" and self.fleet.num_live <= _SPIN_REQUESTS:
+            self._spin_until = time.monotonic() + _SPIN_SECONDS
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def step(self) -> StepColumns:
+        """Takes in what engines have gained; waits a moment where that is nothing."""
+        self._check_can_step()
+        try:
+            self._drain_inbox()
+            waits = not len(self._unreported) and bool(self.fleet.num_live) and not self.is_paused
+            self._take_in(_LOOK_SECONDS if waits and not self.fleet.out else 0.0)
+            self._drain_inbox()
+            self._hand_out()
+        except BaseException as error:
+            self._error = self._error or error
+            raise
+        return self._take_unreported()
+
+    def _take_unreported(self) -> StepColumns:
+        gained, self._unreported = self._unreported, StepColumns()
+        return gained
+
+    def _hand_out(self) -> None:
+        """What the fleet has for requests goes to their rows."""
+        while self.fleet.out:
+            frames, self.fleet.out = self.fleet.out, []
+            for frame in frames:
+                self._rows.take(frame, self._unreported)
+
+    def _check_can_step(self) -> None:
+        self._raise_failure()
+        state = self.fleet.state
+        if not self.is_paused:
+            if state.asleep:
+                raise RuntimeError(f"this engine is asleep ({', '.join(state.asleep)}): call wake_up first")
+            if state.lacks_weights:
+                until = "no step can run until load_weights, or begin_update and finish_update, succeed"
+                raise WeightsIncomplete(f"{state.incomplete}: {until}")
+
+    def _raise_failure(self) -> None:
+        if self._closed:
+            raise RuntimeError("this engine is closed")
+        if self._error is not None:
+            raise RuntimeError(f"this engine has failed and cannot go on: {short(self._error)}") from self._error
+
+    # -- frames -------------------------------------------------------------------------------------------------
+
+    def _send(self, number: int, frames: list[wire.Down]) -> None:
+        self._handles[number].send_packed(b"".join(map(wire.pack, frames)))
+
+    def _watch(self, handle: Handle) -> None:
+        self._by_fd[handle.fileno()] = handle
+        self._poll.register(handle.fileno(), select.EPOLLIN)
+        handle.on_room = self._on_room
+
+    def _on_room(self, handle: Handle, waits: bool) -> None:
+        if handle.fileno() in self._by_fd:
+            self._poll.modify(handle.fileno(), select.EPOLLIN | (select.EPOLLOUT if waits else 0))
+
+    def _forget(self, handle: Handle) -> None:
+        if self._by_fd.pop(handle.fileno(), None) is not None:
+            self._poll.unregister(handle.fileno())
+
+    def _read(self, timeout: float) -> None:
+        """Reads what has come; waits up to `timeout` seconds for something."""
+        now = time.monotonic()
+        if now > self._next_look:
+            away = now > self._next_look + _AWAY_SECONDS
+            self._next_look = now + 1.0
+            for handle in list(self._by_fd.values()):
+                if away:
+                    handle.heard()
+                elif handle.silent_for() > SILENCE:
+                    handle.give_up(f"gave no sign of life for {SILENCE:.0f} s")
+        spins = timeout > 0 and now < self._spin_until
+        while True:
+            for fd, events in self._poll.poll(0 if spins or self._come else timeout):
+                if fd == self._rung.fileno():
+                    self._rung.recv(4096)
+                elif (found := self._by_fd.get(fd)) is not None:
+                    if events & select.EPOLLOUT:
+                        found.flush()
+                    if events & ~select.EPOLLOUT:
+                        self._come.extend((found, frame) for frame in found.receive())
+            if self._come or not spins or time.monotonic() > self._spin_until:
+                return
+            os.sched_yield()  # where cores are few, the engine needs this one
+
+    def _take_in(self, timeout: float) -> None:
+        with self._reads:
+            self._read(timeout)
+            come, self._come = self._come, deque()
+        for handle, frame in come:
+            if isinstance(frame, Lost):
+                self._lose(handle, frame)
+            elif self._handles[handle.number] is handle:
+                if isinstance(frame, wire.Ready):
+                    self._facts[handle.number] = frame.facts
+                elif isinstance(frame, wire.Step) and (frame.rows or frame.finishes):
+                    self._spin_until = 0.0
+                self.fleet.take(handle.number, frame)
+
+    def _lose(self, handle: Handle, lost: Lost) -> None:
+        self._forget(handle)
+        handle.close(patience=0)
+        if self._handles[handle.number] is handle:
+            self.fleet.lose(handle.number, lost.reason)
+        if self.fleet.ended is not None:
+            self._error = ReplicaError(self.fleet.ended)
+            raise self._error
+
+    def _restart(self, number: int) -> None:
+        self._handles[number] = handle = self._make(number, self._blocks)
+        self._watch(handle)
+
+    # -- work ---------------------------------------------------------------------------------------------------
+
+    def has_unfinished_requests(self) -> bool:
+        """See Engine.has_unfinished_requests."""
+        return bool(self._inbox or self.fleet.num_live or self._unreported.request_ids or self.fleet.out)
+
+    def is_busy(self) -> bool:
+        """See Engine.is_busy."""
+        if self._inbox or self._unreported.request_ids or self.fleet.out:
+            return True
+        if not self.is_paused and self.fleet.num_live:
+            return True
+        if not self._come and self._reads.acquire(blocking=False):
+            try:
+                self._read(0.0)
+            finally:
+                self._reads.release()
+        return bool(self._come)
+
+    def wait_for_work(self, timeout: float, or_until: Callable[[], bool] = lambda: False) -> bool:
+        """See Engine.wait_for_work."""
+        with self._work:
+            return self._work.wait_for(lambda: self._closed or self.is_busy() or or_until(), timeout=timeout)
+
+    def wake(self) -> None:
+        """See Engine.wake."""
+        with self._work:
+            self._work.notify_all()
+        with suppress(OSError):  # it rings already, or is closed
+            self._bell.send(b"!")
+
+    # -- calls --------------------------------------------------------------------------------------------------
+
+    def call(self, name: str, **options: Any) -> Generator[StepColumns, None, Any]:
+        """See Engine.call."""
+        self._raise_failure()
+        weights = options.pop("weights", None)
+        if isinstance(weights, (str, Path)):
+            weights, options["folder"] = None, str(weights)
+        self._check_call(name, options)
+        try:
+            self._drain_inbox()
+            if weights is not None and name == "load_weights":
+                return (yield from self._load(weights, **options))
+            answer = yield from self._ask(name, options, weights)
+        finally:
+            self._is_paused = self.fleet.state.paused
+            self.book.set_version(max(self.book.weight_version, self.fleet.state.weight_version))
+        return answer
+
+    def _check_call(self, name: str, options: dict[str, Any]) -> None:
+        """What no engine alone can know."""
+        if name == "sleep" and options.get("mode") is None and self.fleet.has_begun() and not self.is_paused:
+            raise RuntimeError("sleep: requests are running: pause(), or abort_all(), first")
+        if options.get("mode", options.get("in_flight")) == "wait" and self.is_paused and self.fleet.has_begun():
+            option = "mode" if "mode" in options else "in_flight"
+            raise ValueError(f"{option}='wait': requests that have begun do not end while the engine is paused")
+
+    def _load(
+        self, weights: "Iterable[tuple[str, torch.Tensor]]", in_flight: str, weight_version: int | None
+    ) -> Generator[StepColumns, None, Any]:
+        check_version(weight_version, self.weight_version)
+        yield from self._ask("begin_update", {"in_flight": in_flight}, None)
+        for name, options, given in (
+            ("update", {}, weights),
+            ("finish_update", {"weight_version": weight_version}, None),
+        ):
+            for _ in self._ask(name, options, given):
+                pass  # no other thread steps in between
+        return {}
+
+    def _ask(
+        self, name: str, options: dict[str, Any], weights: "Iterable[tuple[str, torch.Tensor]] | None"
+    ) -> Generator[StepColumns, None, Any]:
+        options = {key: list(value) if isinstance(value, (set, tuple)) else value for key, value in options.items()}
+        pending = self.fleet.call(name, options, weights is not None)
+        if weights is not None:
+            self._send_weights(pending, weights)
+        while pending.waiting:
+            self._take_in(_LOOK_SECONDS)
+            self._drain_inbox()
+            self._hand_out()
+            yield self._take_unreported()
+        self._hand_out()
+        return pending.result()
+
+    def _send_weights(self, pending: Pending, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
+        from nanovllm.host.weights import Bucketing
+
+        bucketing = Bucketing()
+        try:
+            for name, tensor in weights:
+                if (full := bucketing.put(name, tensor)) is not None:
+                    self._send_bucket(pending, full)
+            if (rest := bucketing.take()) is not None:
+                self._send_bucket(pending, rest)
+        except BaseException as error:
+            self._send_bucket(pending, None, f"the weights ended: {type(error).__name__}")
+            while pending.waiting:
+                self._take_in(_LOOK_SECONDS)
+            raise
+        self._send_bucket(pending, None)
+
+    def _send_bucket(self, pending: Pending, data: bytes | None, error: str | None = None) -> None:
+        self.fleet.send_bucket(pending, data, error)
+        while pending.waiting and any(handle.num_unsent > _MOST_UNSENT for handle in self._by_fd.values()):
+            self._take_in(_LOOK_SECONDS)
+
+    def notice_new_weights(self, surely: bool = False) -> None:
+        """No module shares its weights with engines elsewhere."""
+
+    @property
+    def weight_version(self) -> int:
+        """See Engine.weight_version."""
+        return self.book.weight_version
+
+    @property
+    def state(self) -> EngineState:
+        """See Engine.state."""
+        return self.fleet.state
+
+    @property
+    def is_paused(self) -> bool:
+        """See Engine.is_paused."""
+        return self._is_paused
+
+    def resume(self) -> None:
+        """See Engine.resume; engines hear of it with the next step."""
+        self._is_paused = False
+        self._ask_for("resume", None)
+
+    # -- the rest -----------------------------------------------------------------------------------------------
+
+    @property
+    def computed(self) -> tuple[int, int]:
+        """See Engine.computed; as engines have last said."""
+        return self.fleet.computed()
+
+    def stats(self) -> EngineStats:
+        """See Engine.stats; tokens are counted as they come here."""
+        stats = self.fleet.stats()
+        waiting = stats.num_waiting + len(self._inbox)
+        finished, count = dict(self._rows.num_finished), self._rows.num_generated
+        return replace(stats, num_waiting=waiting, generation_tokens=count, finished=finished)
+
+    def info(self) -> dict[str, Any]:
+        """What the first engine runs on and with, KV blocks of all, and each one's own."""
+        there = [self._facts[number] for number in self.fleet.numbers]
+        return {
+            **(there or self._facts)[0],
+            "startup_seconds": round(self.startup_seconds, 2),
+            "num_kvcache_blocks": sum(info["num_kvcache_blocks"] for info in there),
+            "data_parallel_size": len(self._handles),
+            "num_replicas": len(there),
+            "num_restarts": sum(self.fleet.num_restarts),
+            "replicas": there,
+        }
+
+    def close(self) -> None:
+        """Ends all engines. Does nothing the second time."""
+        if self._closed:
+            return
+        self._closed = True
+        self.wake()
+        handles = list(self._by_fd.values())
+        for handle in handles:
+            self._forget(handle)
+        close_all(handles)
+        self._poll.close()
+        self._bell.close()
+        self._rung.close()
+        self.at_close()

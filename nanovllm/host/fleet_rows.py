@@ -1,0 +1,136 @@
+"""What engines elsewhere say of requests, written into the rows of a book."""
+
+import time
+from collections.abc import Sequence as Items
+
+import numpy as np
+
+from nanovllm.engine.request_book import RequestBook
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.host import wire
+from nanovllm.logprobs import KeptIds
+from nanovllm.outputs import Ending, StepColumns
+
+
+class FleetRows:
+    """Takes frames in, for a StepColumns."""
+
+    def __init__(self, book: RequestBook) -> None:
+        self._book = book
+        self._live: dict[int, Sequence] = {}
+        """Rows that have not ended, by their number."""
+        self._plain: dict[int, Sequence] = {}
+        """Rows that do nothing but gain tokens, until their end."""
+        self.num_generated = 0
+        self.num_finished = {"stop": 0, "length": 0, "abort": 0}
+
+    def open(self, seqs: list[Sequence]) -> None:
+        """Rows of a request that engines are to compute."""
+        self._live |= {seq.number: seq for seq in seqs}
+
+    def take(self, frame: wire.Up, columns: StepColumns) -> None:
+        """Adds what a frame brings to `columns`."""
+        if isinstance(frame, wire.Step):
+            self._take_step(frame, columns)
+        elif isinstance(frame, wire.Refused):
+            number = frame.request_id
+            while (seq := self._live.get(number)) is not None and seq.request_id == frame.request_id:
+                number += 1
+                end = wire.Finish(seq.number, None, "abort", frame.message)
+                self._end(seq, columns.add(seq.request_id, seq.index, -1), end, columns, time.perf_counter())
+
+    def _take_step(self, step: wire.Step, columns: StepColumns) -> None:
+        """A loop over all rows of a step: kept lean."""
+        now, plain = time.perf_counter(), self._plain
+        lines = dict(step.logprobs)
+        for request_id, words in step.prompts:
+            self._take_prompt(request_id, words)
+        done = {each.request_id: each for each in step.done}
+        ids, indices, tokens = columns.request_ids, columns.indices, columns.token_ids
+        for number, token in zip(step.rows, step.tokens, strict=True):
+            seq = plain.get(number)
+            if seq is None:
+                if (seq := self._live.get(number)) is None:
+                    continue
+                self._gain(seq, token, lines.get(number), now)
+                entry = columns.add(seq.request_id, seq.index, token)
+                if seq.sampling is None:
+                    plain[number] = seq
+                elif (rows := seq.sampling.logprob_rows) is not None:
+                    columns.logprobs[entry] = rows, len(rows) - 1
+                continue
+            seq.token_ids.append(token)
+            seq.num_tokens += 1
+            seq.metrics.token_times.append(now)
+            ids.append(seq.request_id)
+            indices.append(seq.index)
+            tokens.append(token)
+            self.num_generated += 1
+        ended = []
+        for end in step.finishes:
+            if (seq := self._live.get(end.row)) is None:
+                continue
+            token = -1 if end.token is None else end.token
+            if token >= 0:
+                self._gain(seq, token, lines.get(end.row), now)
+            entry = columns.add(seq.request_id, seq.index, token)
+            if seq.sampling is not None and (rows := seq.sampling.logprob_rows) is not None and token >= 0:
+                columns.logprobs[entry] = rows, len(rows) - 1
+            ended.append((seq, entry, end))
+        for request_id, last in done.items():
+            self._take_done(request_id, last, now)
+        for seq, entry, end in ended:
+            self._end(seq, entry, end, columns, now)
+
+    def _gain(self, seq: Sequence, token_id: int, line: bytes | None, now: float) -> None:
+        metrics = seq.metrics
+        if metrics.first_token_time is None:
+            metrics.first_token_time = now
+        metrics.token_times.append(now)
+        seq.token_ids.append(token_id)
+        seq.num_tokens += 1
+        self.num_generated += 1
+        if (row := seq.sampling) is None:
+            return
+        if line is not None and row.logprob_rows is not None:
+            row.logprob_rows.append(np.frombuffer(line, np.int32)[None], 0)
+        if row.text is not None and token_id not in seq.stop_token_ids:
+            row.text.push(token_id, watch=seq.num_output_tokens >= seq.params.min_tokens)
+
+    def _take_prompt(self, request_id: int, lines: Items[bytes | None]) -> None:
+        seqs = self._book.rows.get(request_id)
+        if seqs is None or (row := seqs[0].sampling) is None:
+            return
+        for position, line in enumerate(lines):
+            if line is not None:
+                row.take_prompt_logprobs(position, np.frombuffer(line, np.int32)[None], [0])
+
+    def _take_done(self, request_id: int, done: wire.Done, now: float) -> None:
+        """All completions have ended, some with this step."""
+        for index, seq in enumerate(self._book.rows.get(request_id, [])):
+            if seq.num_prompt_cached_tokens is None:
+                seq.num_prompt_cached_tokens = done.num_cached_tokens
+            if seq.metrics.first_scheduled_time is None:
+                begin = now - done.prefill - done.decode
+                seq.metrics.first_scheduled_time = max(seq.metrics.arrival_time, begin)
+            if done.kept and seq.sampling is not None:
+                vocab = self._book.model_config.vocab_size
+                seq.sampling.kept_ids = KeptIds.of_ids(vocab, done.kept[index])
+
+    def _end(self, seq: Sequence, entry: int, end: wire.Finish, columns: StepColumns, now: float) -> None:
+        seq.finish_reason, seq.stop_reason = end.reason, end.stop_reason
+        seq.status = SequenceStatus.FINISHED
+        seq.metrics.finished_time = now
+        if end.weight_versions:
+            seq.version_starts = [(version, start) for version, start, _ in end.weight_versions]
+        elif seq.version_starts:
+            seq.version_starts = [(0, 0)]
+        del self._live[seq.number]
+        self._plain.pop(seq.number, None)
+        self.num_finished[end.reason] += 1
+        prompt_rows = None if seq.sampling is None else seq.sampling.prompt_logprob_rows
+        columns.endings[entry] = Ending(
+            end.reason, end.stop_reason, seq.num_prompt_tokens, seq.num_prompt_cached_tokens or 0,
+            seq.num_output_tokens, seq.metrics, None if prompt_rows is None else prompt_rows.view(),
+            seq.weight_versions,
+        )  # fmt: skip

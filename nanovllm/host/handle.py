@@ -1,0 +1,217 @@
+"""A driver's hold on an engine elsewhere; here one in a child process, and the socket to it."""
+
+import select
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from nanovllm.host import wire
+from nanovllm.processes.child import end, start_linked
+
+MODULE = "nanovllm.host.program"
+SILENCE = 60.0
+"""Seconds without any sign of life, which is due every second; importing may hold a process that long."""
+EXIT_GRACE = 6.0
+"""Seconds for an engine to end its ranks in order."""
+SOCKET_BYTES = 4 << 20  # that may be on their way to the other end
+_READ_BYTES = 1 << 18
+_ROUSE = wire.pack(wire.Rouse())
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The last of an engine's frames, made on this side: it is gone, and why."""
+
+    reason: str
+    kind: type[Exception] | None = None
+    """What to raise to the user for a mistake of theirs; None for everything else."""
+
+
+class Handle(Protocol):
+    """One engine elsewhere."""
+
+    number: int
+    num_unsent: int
+    """Bytes that wait for the engine to read."""
+    on_room: "Callable[[Handle, bool], None]"
+    """Called with True where the owner is to call `flush` once `fileno` can be written to, and with False when that is
+    over."""
+
+    def send(self, frame: wire.Down) -> None:
+        """Sends a frame, or keeps it until there is room; one that a lost engine does not get is answered by Lost."""
+
+    def send_packed(self, packed: bytes) -> None:
+        """The same of frames as they travel."""
+
+    def rouse(self) -> None:
+        """A request is likely to be sent in a moment. From any thread."""
+
+    def fileno(self) -> int:
+        """Readable when `receive` has something."""
+
+    def receive(self) -> "list[wire.Up | Lost]":
+        """The frames that have come; the last of all is Lost. Does not wait."""
+
+    def flush(self) -> None:
+        """Sends what there was no room for."""
+
+    def silent_for(self) -> float:
+        """Seconds since the last sign of life."""
+
+    def heard(self) -> None:
+        """The owner was away itself: what it did not hear meanwhile says nothing."""
+
+    def give_up(self, reason: str) -> None:
+        """Ends the engine; `receive` says Lost with this reason."""
+
+    def leave(self) -> None:
+        """Asks the engine to end in order."""
+
+    def close(self, patience: float = EXIT_GRACE) -> None:
+        """Waits for an engine that was asked to leave, and kills it when its time is over. Its ranks end with it."""
+
+
+class ChildHandle:
+    """An engine in a process of this host. One thread at a time uses it; `rouse` from any."""
+
+    def __init__(self, start: wire.Start, module: str = MODULE) -> None:
+        """`module`: what the process runs; a benchmark puts a simulator here."""
+        self.number = start.number
+        self.process, self._socket = start_linked(module)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+        self._socket.setblocking(False)
+        self._buffer = wire.FrameBuffer()
+        self._sends = threading.Lock()
+        self._unsent: deque[memoryview] = deque()
+        self.num_unsent = 0
+        self.on_room: Callable[[Handle, bool], None] = lambda handle, waits: None
+        self._heard = time.monotonic()
+        self._failure: wire.Failed | None = None
+        """What the engine said of its end itself."""
+        self._reason: str | None = None
+        """Why it was given up."""
+        self._is_there = True
+        self.send(start)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, frame: wire.Down) -> None:
+        self.send_packed(wire.pack(frame))
+
+    def send_packed(self, packed: bytes) -> None:
+        with self._sends:
+            if not self._is_there:
+                return
+            self._unsent.append(memoryview(packed))
+            self.num_unsent += len(packed)
+            waited = len(self._unsent) > 1
+        if not waited:
+            self.flush()
+
+    def rouse(self) -> None:
+        with self._sends, suppress(OSError):  # its end is noticed by who reads
+            if self._is_there and not self._unsent:
+                self._socket.send(_ROUSE)  # so short that it goes as a whole or not at all
+
+    def flush(self) -> None:
+        with self._sends:
+            waited = bool(self._unsent)
+            try:
+                while self._unsent:
+                    sent = self._socket.send(self._unsent[0])
+                    self.num_unsent -= sent
+                    if sent < len(self._unsent[0]):
+                        self._unsent[0] = self._unsent[0][sent:]
+                    else:
+                        self._unsent.popleft()
+            except BlockingIOError:
+                pass
+            except OSError:  # it is gone, as who reads will see
+                self._unsent.clear()
+                self.num_unsent = 0
+        if waited:
+            self.on_room(self, bool(self._unsent))
+
+    def receive(self) -> "list[wire.Up | Lost]":
+        if not self._is_there:
+            return []
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        if not data:
+            return [self._end()]
+        self._heard = time.monotonic()
+        frames: list[wire.Up | Lost] = []
+        for body in self._buffer.feed(data):
+            frame = wire.up_decoder.decode(body)
+            if isinstance(frame, wire.Failed):
+                self._failure = frame
+            elif not isinstance(frame, wire.Alive):
+                frames.append(frame)
+        return frames
+
+    def silent_for(self) -> float:
+        return time.monotonic() - self._heard
+
+    def heard(self) -> None:
+        self._heard = time.monotonic()
+
+    def give_up(self, reason: str) -> None:
+        self._reason = reason
+        self.process.kill()
+
+    def _end(self) -> Lost:
+        with self._sends:
+            self._is_there = False
+            self._unsent.clear()
+        if (failure := self._failure) is not None:
+            return Lost(failure.message, None if failure.kind is None else wire.KINDS[failure.kind])
+        return Lost(self._reason or self._how_it_ended())
+
+    def _how_it_ended(self) -> str:
+        """A process may take a moment to end when its socket is closed."""
+        try:
+            code = self.process.wait(timeout=2.0)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        return f"died by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
+
+    def leave(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def close(self, patience: float = EXIT_GRACE) -> None:
+        self.leave()
+        deadline = time.monotonic() + patience
+        look = select.poll()
+        look.register(self._socket, select.POLLIN)
+        with suppress(OSError):
+            while (rest := deadline - time.monotonic()) > 0:
+                if look.poll(rest * 1000) and not self._socket.recv(_READ_BYTES):  # it may wait for us to read
+                    break
+        end(self.process, deadline - time.monotonic())
+        self._is_there = False
+        self._socket.close()
+
+
+def close_all(handles: Sequence[Handle]) -> None:
+    """Asks all to leave before it waits for any."""
+    for handle in handles:
+        handle.leave()
+    for handle in handles:
+        handle.close()

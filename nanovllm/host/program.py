@@ -1,0 +1,208 @@
+"""The program of an engine in a process of its own: `python -m nanovllm.host.program FD`, started by handle.py.
+
+The main thread takes frames in and steps. One gives signs of life, and ends the process with its driver.
+"""
+
+import os
+import select
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.host import wire
+from nanovllm.processes.child import end_this, freeze_objects, leave_signals_to_parent
+
+if TYPE_CHECKING:
+    from nanovllm.config import EngineConfig
+    from nanovllm.engine.llm_engine import LLMEngine
+    from nanovllm.host.engine_host import Intake
+
+_LIFE_SECONDS = 1.0
+_EXIT_GRACE = 5.0  # seconds for an orderly end once the driver is gone
+_ALIVE = wire.pack(wire.Alive())
+_READ_BYTES = 1 << 18
+_STAGES = {
+    "load": ("loading weights", 20, 60),
+    "compile": ("compiling kernels", 61, 75),
+    "warm-up": ("warming up", 76, 80),
+    "choose kernels": ("choosing kernels", 81, 84),
+    "capture": ("capturing graphs", 85, 100),
+}
+"""Of an executor's start, as they are told, with their percents."""
+
+
+def run(send: Callable[[wire.Up], None], intake: "Intake") -> int:
+    """An engine as the first frame says, until the driver leaves; tells the driver what ends it otherwise. Returns the
+    exit code."""
+    engine: LLMEngine | None = None
+    try:
+        start = None
+        while start is None:
+            start = intake.next(_LIFE_SECONDS)
+        assert isinstance(start, wire.Start)
+        engine = _load(start, send)
+        from nanovllm.host.engine_host import EngineHost
+
+        host = EngineHost(engine, send, intake)
+        freeze_objects()
+        send(wire.Ready(describe(engine), wire.config_fields(engine.config), engine.info()))
+        host.run()
+        return 0
+    except EOFError:
+        return 0
+    except BaseException as error:
+        kind = wire.kind_of(error) if engine is None and isinstance(error, (ValueError, TypeError, OSError)) else None
+        if kind is None:
+            traceback.print_exc()
+        send(wire.Failed(str(error) or type(error).__name__, kind))
+        return 0 if kind is not None else 1
+    finally:
+        if engine is not None:
+            engine.close()
+
+
+def _load(start: wire.Start, send: Callable[[wire.Up], None]) -> "LLMEngine":
+    from nanovllm.config import EngineConfig
+    from nanovllm.models.registry import resolve_model_folder
+
+    send(wire.Progress("finding the model's files", 0))
+    config = resolve_model_folder(EngineConfig.from_options(start.model, **start.options))
+    send(wire.Progress("importing", 10, config.tokenizer or config.model))
+    _take_share(config, start.number)
+    from nanovllm.start import start_one
+
+    shown = 0
+
+    def report(stage: str, share: float) -> None:
+        nonlocal shown
+        name, begin, end = _STAGES[stage]
+        percent = begin + int(share * (end - begin))
+        if percent > shown:
+            shown = percent
+            send(wire.Progress(name, percent))
+
+    report("load", 0.0)
+    return start_one(replace(config, data_parallel_size=1, data_parallel_backend=None, ray_address=None), report)
+
+
+def _take_share(config: "EngineConfig", number: int) -> None:
+    """Which GPUs of this host, or how many cores, replica `number` has. Ray has chosen already for its actors."""
+    if config.data_parallel_size == 1 or config.data_parallel_backend == "ray":
+        return
+    from nanovllm.host.devices import devices_of_replicas
+
+    if (devices := devices_of_replicas(config)[number]) is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices  # before CUDA starts
+        return
+    from nanovllm.executor.cpu_threads import let_waiting_threads_sleep, usable_cores
+
+    let_waiting_threads_sleep()
+    import torch
+
+    torch.set_num_threads(max(1, usable_cores() // config.data_parallel_size))
+
+
+def describe(engine: "LLMEngine") -> dict[str, Any]:
+    """What a server needs to know of a started engine."""
+    config, model = engine.config, engine.model_config
+    return {
+        "model": config.model,
+        "tokenizer": config.tokenizer or config.model,
+        "max_model_len": engine.book.max_total_tokens,
+        "max_num_seqs": config.max_num_seqs,
+        "vocab_size": model.vocab_size,
+        "eos_token_ids": list(model.eos_token_ids),
+        "num_kv_tokens": engine.scheduler.capacity_tokens,
+        "block_size": config.kvcache_block_size,
+        "startup_seconds": engine.startup_seconds,
+        "dtype": config.dtype,
+        "device": config.device,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "logprobs_mode": config.logprobs_mode,
+        "prefix_caching": config.enable_prefix_caching,
+        "pid": os.getpid(),
+    }
+
+
+class SocketIntake:
+    """Frames of a driver on this host."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._buffer = wire.FrameBuffer()
+        self._frames: deque[wire.Down] = deque()
+        self._heard, self._rung = socket.socketpair()
+        self._heard.setblocking(False)
+        self._rung.setblocking(False)
+        self._poll = select.poll()
+        for end in (link, self._heard):
+            self._poll.register(end, select.POLLIN)
+
+    def next(self, seconds: float) -> wire.Down | None:
+        if not self._frames:
+            for fd, _ in self._poll.poll(seconds * 1000):
+                if fd == self._heard.fileno():
+                    self._heard.recv(64)
+                    continue
+                try:
+                    data = self._link.recv(_READ_BYTES)
+                except OSError:
+                    data = b""
+                if not data:
+                    raise EOFError
+                self._frames += map(wire.down_decoder.decode, self._buffer.feed(data))
+        return self._frames.popleft() if self._frames else None
+
+    def wake(self) -> None:
+        with suppress(OSError):  # it rings already
+            self._rung.send(b"!")
+
+
+def main(fd: int) -> None:
+    leave_signals_to_parent()
+    link = socket.socket(fileno=fd)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+    lock, parent = threading.Lock(), os.getppid()
+    is_serving = threading.Event()
+
+    def send(frame: wire.Up) -> None:
+        data = wire.pack(frame)
+        if isinstance(frame, wire.Ready):
+            is_serving.set()
+        try:
+            with lock:
+                link.sendall(data)
+        except OSError:
+            os._exit(1)  # the driver is gone; ranks end with this process
+
+    def live() -> None:
+        gone = select.poll()
+        gone.register(link, select.POLLRDHUP)
+        # A process that the driver forked may hold the other end open.
+        while not gone.poll(_LIFE_SECONDS * 1000) and os.getppid() == parent:
+            if lock.acquire(blocking=False):  # else something is being sent
+                with suppress(OSError):  # not where there is no room: the driver may not look for hours
+                    link.send(_ALIVE, socket.MSG_DONTWAIT)
+                lock.release()
+        if is_serving.is_set() and os.getppid() == parent:
+            time.sleep(_EXIT_GRACE)
+        os._exit(1)
+
+    threading.Thread(target=live, name="nanovllm-life", daemon=True).start()
+    code = 1
+    try:
+        code = run(send, SocketIntake(link))
+    except BaseException:
+        traceback.print_exc()
+    end_this(code)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,202 @@
+"""An engine in an actor of a Ray cluster, and the hold on it."""
+
+import queue
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import ray
+
+from nanovllm.host import wire
+from nanovllm.host.handle import EXIT_GRACE, SILENCE, Lost
+from nanovllm.host.program import run
+from nanovllm.host.ray_cluster import Placement
+
+_LARGE = 1 << 16  # bytes of a frame that goes through Ray's object store
+_LARGE_AHEAD = 2
+_AHEAD = 2  # messages that an actor holds while its engine steps
+_POLL_SECONDS = 1.0
+
+
+class _QueueIntake:
+    """Frames that another thread hands on; it waits where too many have not been taken out."""
+
+    def __init__(self) -> None:
+        self._packed: queue.Queue[bytes | None] = queue.Queue(_AHEAD)
+        self._buffer = wire.FrameBuffer()
+        self._frames: deque[wire.Down] = deque()
+
+    def put(self, packed: bytes) -> None:
+        """Some frames; none: the driver leaves."""
+        self._packed.put(packed)
+
+    def next(self, seconds: float) -> wire.Down | None:
+        if not self._frames:
+            try:
+                packed = self._packed.get(block=seconds > 0, timeout=seconds or None)
+            except queue.Empty:
+                return None
+            if packed == b"":
+                raise EOFError
+            if packed is not None:
+                self._frames += map(wire.down_decoder.decode, self._buffer.feed(packed))
+        return self._frames.popleft() if self._frames else None
+
+    def wake(self) -> None:
+        with suppress(queue.Full):  # then it has something to take out
+            self._packed.put_nowait(None)
+
+
+class EngineActor:
+    """An engine beside its ranks, in an actor's process."""
+
+    def __init__(self) -> None:
+        self._said: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._intake = _QueueIntake()
+        self._has_ended = False
+        threading.Thread(target=self._run, name="nanovllm-host", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            run(lambda frame: self._said.put(wire.pack(frame)), self._intake)
+        finally:
+            self._has_ended = True
+
+    @ray.method(concurrency_group="down")
+    def handle(self, packed: bytes) -> None:
+        """Frames of the driver."""
+        self._intake.put(packed)
+
+    @ray.method(concurrency_group="up")
+    def poll(self) -> bytes | None:
+        """All that the engine has said since the last call; waits a moment for it. None: it has ended."""
+        said = []
+        ended = self._has_ended
+        try:
+            said.append(self._said.get(timeout=0.0 if ended else _POLL_SECONDS))
+            while True:
+                said.append(self._said.get_nowait())
+        except (queue.Empty, ValueError):
+            pass
+        return None if ended and not said else b"".join(said)
+
+
+class RayHandle:
+    """An engine in an actor, on the node of its bundle. A thread listens to it and rings."""
+
+    num_unsent = 0
+    on_room: Callable[[Any, bool], None]
+    """Never called: Ray holds what the actor has not taken."""
+
+    def __init__(self, start: wire.Start, placement: Placement) -> None:
+        self.number = start.number
+        options = {"concurrency_groups": {"down": 1, "up": 1}, "max_restarts": 0, "max_task_retries": 0}
+        placed = placement.options(start.number, **placement.share())
+        actor: Any = ray.remote(**options, **placed)(EngineActor)  # type: ignore[call-overload,unused-ignore]
+        self._actor = actor.remote()
+        self._large: deque[Any] = deque()
+        """Answers to large messages that the actor may not have taken in."""
+        self._ended = threading.Event()
+        self._buffer = wire.FrameBuffer()
+        self._said: queue.SimpleQueue[bytes | Lost] = queue.SimpleQueue()
+        self._rings, self._bell = socket.socketpair()
+        self._rings.setblocking(False)
+        self._bell.setblocking(False)
+        self._heard = time.monotonic()
+        self._failure: wire.Failed | None = None
+        self.send(start)
+        self._listener = threading.Thread(target=self._listen, name=f"nanovllm-ray-{self.number}", daemon=True)
+        self._listener.start()
+
+    def fileno(self) -> int:
+        return self._rings.fileno()
+
+    def send(self, frame: wire.Down) -> None:
+        self.send_packed(wire.pack(frame))
+
+    def send_packed(self, packed: bytes) -> None:
+        """Frames; one large message is waited for where two are on their way."""
+        if self._ended.is_set():
+            return
+        is_large = len(packed) >= _LARGE
+        taken = self._actor.handle.remote(ray.put(packed) if is_large else packed)
+        if not is_large:
+            return
+        self._large.append(taken)
+        while len(self._large) > _LARGE_AHEAD and not self._ended.is_set():
+            if ray.wait([self._large[0]], timeout=_POLL_SECONDS)[0]:
+                self._large.popleft()
+
+    def rouse(self) -> None:
+        """It would take as long as the request itself."""
+
+    def flush(self) -> None:
+        """Ray holds what the actor has not taken."""
+
+    def receive(self) -> "list[wire.Up | Lost]":
+        with suppress(BlockingIOError):
+            self._rings.recv(4096)
+        frames: list[wire.Up | Lost] = []
+        with suppress(queue.Empty):
+            while True:
+                said = self._said.get_nowait()
+                if isinstance(said, Lost):
+                    failure = self._failure
+                    kind = wire.KINDS[failure.kind] if failure is not None and failure.kind is not None else None
+                    frames.append(said if failure is None else Lost(failure.message, kind))
+                    break
+                for body in self._buffer.feed(said):
+                    frame = wire.up_decoder.decode(body)
+                    if isinstance(frame, wire.Failed):
+                        self._failure = frame
+                    else:
+                        frames.append(frame)
+        return frames
+
+    def silent_for(self) -> float:
+        return time.monotonic() - self._heard
+
+    def heard(self) -> None:
+        self._heard = time.monotonic()
+
+    def give_up(self, reason: str) -> None:
+        """The listener's own time limit does it."""
+
+    def _listen(self) -> None:
+        reason: str | None = None
+        while reason is None:
+            try:
+                said = ray.get(self._actor.poll.remote(), timeout=SILENCE)
+                self._heard = time.monotonic()
+                if said is None:
+                    reason = "ended"
+                elif said:
+                    self._put(said)
+            except ray.exceptions.GetTimeoutError:
+                reason = f"gave no sign of life for {SILENCE:.0f} s"
+            except Exception as error:  # ActorDiedError, and what Ray raises where a node is lost
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        self._ended.set()
+        self._put(Lost(reason))
+
+    def _put(self, said: bytes | Lost) -> None:
+        self._said.put(said)
+        with suppress(OSError):  # it rings already, or is closed
+            self._bell.send(b"!")
+
+    def leave(self) -> None:
+        if not self._ended.is_set():
+            with suppress(Exception):
+                self._actor.handle.remote(b"")
+
+    def close(self, patience: float = EXIT_GRACE) -> None:
+        deadline = time.monotonic() + patience
+        self._listener.join(max(0.0, deadline - time.monotonic()))
+        ray.kill(self._actor)
+        self._listener.join(5.0)
+        self._rings.close()
+        self._bell.close()

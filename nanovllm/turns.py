@@ -1,0 +1,77 @@
+"""Threads that take turns at one engine, and whose outputs each of them steps."""
+
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+from nanovllm.engine.fair_lock import FairLock
+from nanovllm.engine.protocol import Engine
+from nanovllm.outputs import StepColumns
+from nanovllm.terminal import interrupt_between_steps
+
+_CLOSE_PATIENCE = 5.0  # seconds that close() lets another thread's step take to end
+
+
+class Turns:
+    """An engine that several threads use. All methods may be called from any thread: they take effect between two
+    steps, and Ctrl-C waits for their end; a second one does not."""
+
+    def __init__(self, engine: Engine, owner: object) -> None:
+        """`owner`: the engine is closed with it."""
+        self.engine = engine
+        self.step_lock = FairLock()
+        self.foreign = StepColumns()
+        """What requests of add_request gained while generate() was stepping; handed out by the next step()."""
+        self.generating: set[int] = set()
+        self.ended: set[int] = set()
+        """Those of them with all completions ended, until their generate() returns."""
+        # Interpreter exit must not depend on when the owner is collected, nor keep it alive until then.
+        self.close = weakref.finalize(owner, _close, engine, self.step_lock)
+        self.close.atexit = True
+
+    def require_open(self) -> None:
+        """Raises RuntimeError where the engine is closed, or another process's."""
+        if not self.close.alive:
+            raise RuntimeError("this engine is closed")
+        if os.getpid() != (owner := self.engine.owner):  # waiting for what is the owner's would never end
+            raise RuntimeError(f"this engine is process {owner}'s: a fork of it cannot use it")
+
+    @contextmanager
+    def turn(self) -> Iterator[Engine]:
+        """The engine, while no other thread has it."""
+        self.require_open()
+        with interrupt_between_steps(), self.step_lock:
+            yield self.engine
+
+    def call(self, name: str, **options: Any) -> Any:
+        """What a call of engine/calls.py answers; other threads step meanwhile where it waits for requests."""
+        with closing(self.engine.call(name, **options)) as gained:
+            while True:
+                with self.turn():
+                    try:
+                        self.dispatch(next(gained))
+                    except StopIteration as end:
+                        return end.value
+
+    def dispatch(self, gained: StepColumns) -> None:
+        """Keeps what belongs to add_request's callers for step(), and notes which requests of generate() have ended,
+        of this thread or another."""
+        book, generating = self.engine.book, self.generating
+        if generating:
+            for request_id in {gained.request_ids[entry] for entry in gained.endings}:
+                if request_id in generating and book.knows(request_id) and book.is_finished(request_id):
+                    self.ended.add(request_id)
+        # Unknown are those whose generate() was interrupted.
+        knows = book.knows
+        foreign = [n for n, number in enumerate(gained.request_ids) if number not in generating and knows(number)]
+        self.foreign.extend(gained, None if len(foreign) == len(gained) else foreign)
+        if foreign and generating:
+            self.engine.wake()
+
+
+def _close(engine: Engine, step_lock: FairLock) -> None:
+    """Closes between two steps of other threads; but a step that hangs does not keep us."""
+    with step_lock.within(_CLOSE_PATIENCE):
+        engine.close()
