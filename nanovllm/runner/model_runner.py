@@ -35,7 +35,7 @@ from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.kernel_choice import before_capture, describe, library_settings, rules_of
 from nanovllm.runner.kv_cache import bind_kv_cache, block_bytes, blocks_that_fit, host_memory
 from nanovllm.runner.memory_probe import GIB, NCCL_BYTES, MemoryProbe
-from nanovllm.runner.sampler import OptionSampler
+from nanovllm.runner.sampler import OptionSampler, option_bytes
 from nanovllm.runner.sleep import SleepableMemory
 from nanovllm.runner.step_work import StepWork
 from nanovllm.runner.sum_order import check_order
@@ -222,7 +222,7 @@ class ModelRunner(WeightCommands):
             self._progress()
             graph_bytes = 0 if self.no_graphs_because else self._new_graphs().measure(self.memory.growth)
             self.io.forget_results()
-        sampler_bytes = self.option_sampler.reserve_bytes(config.max_num_seqs, self.dtype)
+        sampler_bytes = option_bytes(self.model_config.vocab_size, self.group.size, config.max_num_seqs, self.dtype)
         budget = self.memory.kv_budget(
             config.gpu_memory_utilization, step=step_bytes, graphs=graph_bytes, filters=sampler_bytes
         )

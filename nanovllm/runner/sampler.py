@@ -75,10 +75,6 @@ class OptionSampler:
         self._identity = torch.empty(0, dtype=torch.int32, device=device)
         self._pinned: dict[tuple[str, int], torch.Tensor] = {}
 
-    def reserve_bytes(self, max_num_seqs: int, dtype: torch.dtype) -> int:
-        """See option_bytes."""
-        return option_bytes(self._vocab_size, self._group.size, max_num_seqs, dtype)
-
     # -- one step -----------------------------------------------------------------------------------------------
 
     def run(
