@@ -64,11 +64,6 @@ def ordinary_launch() -> Iterator[None]:
         _pdl_allowed.reset(token)
 
 
-def supports_fp8(device: torch.device) -> bool:
-    """Whether our kernels multiply e4m3 on it: on GPUs that can both do that and have tensor copy engines."""
-    return supports_tma(device)
-
-
 def paged_descriptor(cache: torch.Tensor, block_n: int) -> Any:
     """A tensor descriptor over cache [num_blocks, num_kv_heads, block_size, head_dim], one layer's paged keys or
     values: it loads block_n tokens of one head."""
