@@ -40,7 +40,7 @@ class Answer {
     }
     if (!this.drawing) {
       this.drawing = true;
-      requestAnimationFrame(() => { this.drawing = false; this.draw(); });
+      requestAnimationFrame(() => { this.drawing = false; if (!this.hasEnded) this.draw(); });
     }
   }
   draw() {
@@ -63,6 +63,7 @@ class Answer {
   }
   end(said, isError) {
     this.draw();
+    this.hasEnded = true; // a frame that was asked for before would draw over what is said here
     this.note.textContent = [this.tokens ? this.rate() : "", said].filter(Boolean).join(" · ");
     if (isError) this.note.classList.add("error");
   }
