@@ -16,7 +16,7 @@ from nanovllm.host.fleet import InternalError
 from nanovllm.host.handle import Lost
 from nanovllm.processes.child import freeze_objects
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve import errors
+from nanovllm.serve import errors, limits
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api.routes import ADMIN_ROUTES, ROUTES
 from nanovllm.serve.engines import Engines, Launch
@@ -72,6 +72,8 @@ class Front:
         self._text: asyncio.Task[None] | None = None
         """Reads the tokenizer and what belongs to it."""
         self._pool = ThreadPoolExecutor(2, "nanovllm-text")
+        self._num_preparing = self._preparing_bytes = 0
+        """Requests that the pool works on or has waiting, and the size of their texts."""
         self._loop = asyncio.get_running_loop()
         self._sweeper: asyncio.TimerHandle | None = None
         self._last_totals = (self.now(), 0, 0)
@@ -179,7 +181,7 @@ class Front:
         """Raises ApiError where no request can be taken now."""
         if self.state == "ready":
             most = self.options.max_num_queued_reqs or 4 * self.info["max_num_seqs"] + 512
-            if self.streams.num_rows < most:
+            if self.streams.num_rows + self._num_preparing < most:
                 return
             self.metrics.rejected["queue_full"] += 1
             message = f"the server is full: {most} requests are in flight (--max-num-queued-reqs)"
@@ -222,11 +224,23 @@ class Front:
             text = f"The model `{shown}` does not exist; this server has `{self.names[0]}`"
             raise ApiError(404, text, "model_not_found", "model")
 
-    async def in_pool(self, work: Callable[[], Result], characters: int = 1 << 30) -> Result:
-        """Runs what may take long in one of two threads; on a text of few `characters`, at once, which costs less. A
-        ValueError is the request's mistake (400)."""
+    async def in_pool(self, work: Callable[[], Result], size: int, is_short: bool = True) -> Result:
+        """Runs what may take long in one of two threads; on a text of few bytes or characters (`size`) at once, which
+        costs less, unless `is_short` is False. A ValueError is the request's mistake (400). Raises ApiError (503) where
+        too much waits for the threads."""
         with errors.refusing():
-            return work() if characters <= _SHORT else await self._loop.run_in_executor(self._pool, work)
+            if is_short and size <= _SHORT:
+                return work()
+            if self._preparing_bytes + size > limits.PREPARING_BYTES:
+                self.metrics.rejected["queue_full"] += 1
+                raise ApiError(503, "too many long prompts wait to be tokenized", "server_overloaded")
+            self._num_preparing += 1
+            self._preparing_bytes += size
+            try:
+                return await self._loop.run_in_executor(self._pool, work)
+            finally:
+                self._num_preparing -= 1
+                self._preparing_bytes -= size
 
     def submit(self, request: "Answer") -> None:
         """Hands a request to the engine, each prompt as one of its own. Raises ApiError where it cannot be taken."""

@@ -27,6 +27,13 @@ JSON_DEPTH = 64
 JSON_ITEMS = 1_000_000
 """Lists and objects of one body, and texts of one body, names among them. Numbers are bounded by BODY_BYTES."""
 _SMALL_BODY = 1 << 20
+TEXT_BYTES, TEXT_BYTES_PER_TOKEN = 256 << 10, 16
+"""All that a chat's prompt is made of: messages with reasoning and calls, tools, template variables, as JSON. So many
+bytes, and so many more for each token of the context."""
+PROMPTS_TEXT = 8 << 20
+"""Characters of all prompts of a request."""
+PREPARING_BYTES = 64 << 20
+"""Of all texts that wait for the threads that render and tokenize."""
 COMPLETIONS = 1024
 """Prompts times n."""
 TOOL_CALLS = 128

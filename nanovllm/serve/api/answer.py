@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from nanovllm.serve import limits
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api import shapes
 from nanovllm.serve.api.logprobs import prompt_entries, shower
@@ -215,9 +216,22 @@ def fit(front: "Front", prompt: list[int], fields: api.CommonFields, asked: int 
     return prompt, room if asked is None else min(asked, room)
 
 
+def check_size(front: "Front", parts: Any, name: str) -> int:
+    """The bytes of what a prompt is made of, as JSON. Raises ApiError where they are more than the context is worth,
+    before anything is done with them."""
+    limit, size = front.info["max_model_len"], len(msgspec.json.encode(parts))
+    most = limits.TEXT_BYTES + limits.TEXT_BYTES_PER_TOKEN * limit
+    if size > most:
+        raise _too_long(limit, f"{size} bytes of text, tools and template variables, at most {most} are taken", name)
+    return size
+
+
 def check_characters(front: "Front", count: int, name: str) -> None:
     """Raises ApiError where a text of so many characters cannot fit, before it is tokenized."""
     limit = front.info["max_model_len"]
+    most = limits.TEXT_BYTES + limits.TEXT_BYTES_PER_TOKEN * limit
+    if count > most:
+        raise _too_long(limit, f"{count} characters, at most {most} are taken", name)
     if count > limit * front.tokenizer.longest_token:
         raise _too_long(limit, f"{count} characters, which are more than {limit} tokens", name)
 

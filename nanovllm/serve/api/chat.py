@@ -4,19 +4,24 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from nanovllm.sampling_params import StructuredOutput
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api import shapes
-from nanovllm.serve.api.answer import Answer, answer, check_characters, fit
+from nanovllm.serve.api.answer import Answer, answer, check_characters, check_size, fit
 from nanovllm.serve.api.logprobs import chat_entries
 from nanovllm.serve.api.messages import template_values
-from nanovllm.serve.errors import ApiError, bad_request, refusing
+from nanovllm.serve.errors import ApiError, bad_request
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.parsers import Delta, Plan, check_tools, joined
 from nanovllm.serve.parsers.tags import MarkedDetokenizer
+from nanovllm.serve.parsers.tools import ToolChoice
 from nanovllm.serve.request import Completion
 
 if TYPE_CHECKING:
     from nanovllm.serve.front import Front
+
+_CHECKED_FASTER = 32
+"""Times that tools are checked faster than a text of their size is rendered and tokenized."""
 
 
 class ChatAnswer(Answer):
@@ -162,25 +167,24 @@ async def encode(front: "Front", fields: api.ChatFields) -> tuple[str, list[int]
     """A chat's text and token ids. Raises ApiError, and ValueError for what the template refuses."""
     if fields.chat_template is not None and not front.options.trust_request_chat_template:
         raise bad_request("chat_template: not taken from requests (--trust-request-chat-template)")
-    messages = template_values(fields.messages)
-    count = sum(_characters(message["content"]) for message in messages)
-    check_characters(front, count, "messages")
-    count += 32 * len(messages) + (1 << 20 if fields.tools else 0)  # what the template adds
-    tokenizer, source = front.tokenizer, fields.chat_template
-    if source is not None:
-        tokenizer = await front.in_pool(lambda: front.tokenizer.with_template(source))
-    continues = bool(fields.continue_final_message)
-    return await front.in_pool(
-        lambda: tokenizer.encode_chat(
+    parts = (fields.messages, fields.tools, fields.chat_template_kwargs, fields.chat_template)
+    size = check_size(front, parts, "messages")
+
+    def work() -> tuple[str, list[int]]:
+        messages = template_values(fields.messages)
+        check_characters(front, sum(_characters(message["content"]) for message in messages), "messages")
+        tokenizer, source = front.tokenizer, fields.chat_template
+        continues = bool(fields.continue_final_message)
+        return (tokenizer if source is None else tokenizer.with_template(source)).encode_chat(
             messages,
             None if fields.tool_choice == "none" else fields.tools,
             add_generation_prompt=not continues if (asked := fields.add_generation_prompt) is None else asked,
             continue_final_message=continues,
             chat_template_kwargs=_template_kwargs(front, fields),
             trust_special_tokens=front.options.trust_special_tokens,
-        ),
-        count,
-    )
+        )
+
+    return await front.in_pool(work, size, is_short=not fields.tools and fields.chat_template is None)
 
 
 def _characters(content: Any) -> int:
@@ -194,16 +198,21 @@ async def prepare(front: "Front", call: Call, body: dict[str, Any], kind: type[A
         raise bad_request("top_logprobs: needs logprobs=true")
     asked = api.max_tokens(fields)
     k = None if not fields.logprobs else fields.top_logprobs or 0
-    with refusing():
+    size = check_size(front, fields.tools, "tools")
+
+    def check() -> tuple[ToolChoice | None, StructuredOutput | None, dict[str, Any]]:
         choice = check_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
-    wanted = api.structured(fields)
-    params = api.sampling_fields(fields, front.defaults, max(asked or 1, fields.min_tokens or 0), k, wanted)
+        wanted = api.structured(fields)
+        most = max(asked or 1, fields.min_tokens or 0)
+        return choice, wanted, api.sampling_fields(fields, front.defaults, most, k, wanted)
+
+    choice, wanted, params = await front.in_pool(check, size // _CHECKED_FASTER)
     text, prompt = await encode(front, fields)
     prompt, max_tokens = fit(front, prompt, fields, asked if asked is not None else front.default_max_tokens)
     if choice is None and wanted is None:
         plan = front.parser.plan(text)
     else:  # a grammar is written, of schemas that may be large
-        plan = await front.in_pool(lambda: front.parser.plan(text, choice, wanted))
+        plan = await front.in_pool(lambda: front.parser.plan(text, choice, wanted), size, is_short=False)
     if plan.structured is not None:
         params["structured_outputs"] = plan.structured.given
     return kind(front, call, fields, [prompt], params, [max_tokens], plan)

@@ -75,6 +75,8 @@ async def _prompts(front: "Front", fields: api.CompletionFields) -> list[list[in
         raise bad_request(f"prompt: prompts x n is {count}, must be at most {limits.COMPLETIONS}")
     texts = [prompt for prompt in given if isinstance(prompt, str)]
     check_characters(front, sum(map(len, texts)) if len(texts) == 1 else max(map(len, texts), default=0), "prompt")
+    if (total := sum(map(len, texts))) > limits.PROMPTS_TEXT:
+        raise bad_request(f"prompt: texts have {total} characters together, must be at most {limits.PROMPTS_TEXT}")
     special = fields.add_special_tokens is not False
     ids: Iterator[list[int]] = iter(())
     if texts:

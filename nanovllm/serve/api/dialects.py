@@ -7,7 +7,7 @@ import msgspec
 
 from nanovllm.serve.api import anthropic, responses, shapes
 from nanovllm.serve.api import fields as api
-from nanovllm.serve.api.answer import answer
+from nanovllm.serve.api.answer import answer, check_size
 from nanovllm.serve.api.chat import ChatAnswer, encode, prepare
 from nanovllm.serve.api.responses_tools import ResponsesTools
 from nanovllm.serve.api.writer import Event
@@ -73,6 +73,7 @@ async def create_response(front: "Front", call: Call) -> None:
     front.admit()
     body = await call.json()
     fields = front.read(call, responses.ResponsesFields, body)
+    check_size(front, fields, "input")
     tools = ResponsesTools(fields.tools or ())
     front.note_ignored(call, tools.ignored)
     request = await prepare(front, call, responses.chat_request(fields, tools), ResponsesAnswer)
@@ -84,6 +85,7 @@ async def create_response(front: "Front", call: Call) -> None:
 async def create_message(front: "Front", call: Call) -> None:
     front.admit()
     fields = front.read(call, anthropic.MessagesFields, await call.json())
+    check_size(front, fields, "messages")
     request = await prepare(front, call, anthropic.chat_request(fields), MessagesAnswer)
     request.writer = anthropic.MessageWriter(request.id, request.model)
     await answer(call, request)
@@ -92,6 +94,7 @@ async def create_message(front: "Front", call: Call) -> None:
 async def count_tokens(front: "Front", call: Call) -> None:
     front.admit()
     counted = front.read(call, anthropic.CountFields, await call.json())
+    check_size(front, counted, "messages")
     fields = front.read(call, api.ChatFields, anthropic.chat_request(counted))
     _, ids = await encode(front, fields)
     await call.respond_json(shapes.InputTokens(len(ids)))
