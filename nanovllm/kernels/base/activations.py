@@ -1,4 +1,4 @@
-"""SiLU(gate) * up as kernels that multiply compute it behind their sums."""
+"""SiLU, and SiLU(gate) * up as kernels that multiply compute it behind their sums."""
 
 from nanovllm.kernels.base.triton_import import tl, triton
 

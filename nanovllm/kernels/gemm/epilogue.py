@@ -1,5 +1,6 @@
 """Parts that GEMM kernels share: which weight rows a program owns, RMSNorm, the epilogue, split-K."""
 
+from nanovllm.kernels.base.activations import silu
 from nanovllm.kernels.base.triton_import import tl, triton
 
 # Columns that a warp covers with one load of 16 bytes a lane, of 16-bit numbers; a step has a whole number of them.
@@ -37,7 +38,7 @@ def store_tile(y, residual, lane, row, out_ptr, rows, pid, n_out, BLOCK_N: tl.co
     """
     if PAIRED:
         gate, up = tl.split(tl.reshape(y, [y.shape[0], y.shape[1] // 2, 2]))
-        y = gate / (1.0 + tl.exp(-gate)) * up
+        y = silu(gate) * up
         col = pid * (BLOCK_N // 2) + lane
     else:
         col = pid * BLOCK_N + lane

@@ -6,6 +6,7 @@ Rounding is that of Hugging Face's models: the biased projection, the activation
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.base.activations import silu
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.quantize import empty_rows_for, store_rounded
@@ -18,7 +19,7 @@ KINDS = ("silu", "gelu_tanh", "relu2")
 def _activated(x, KIND: tl.constexpr):
     """float32 -> float32."""
     if KIND == "silu":
-        y = x / (1.0 + tl.exp(-x))
+        y = silu(x)
     elif KIND == "gelu_tanh":
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)  # sqrt(2 / pi)
         tanh = 1.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0)
