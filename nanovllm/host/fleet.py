@@ -69,7 +69,8 @@ class Flight:
         starts, start = self.versions[index], len(self.tokens[index])
         if starts and starts[-1][1] == start:
             starts.pop()
-        starts.append((version, start))
+        if not starts or starts[-1][0] != version:
+            starts.append((version, start))
 
     def spans(self, index: int) -> list[tuple[int, int, int]]:
         """See CompletionOutput.weight_versions."""

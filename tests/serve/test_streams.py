@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ class Connection:
 
     def __init__(self) -> None:
         self.written, self.is_closed = b"", False
-        self.flow = SimpleNamespace(write_paused=False)
+        self.is_full = False
         self.transport = self
         self.let_go = self.abort
 
@@ -129,11 +128,11 @@ async def test_what_is_counted_of_a_prompt_is_of_its_own_completions() -> None:
 @running
 async def test_client_that_reads_late_gets_all() -> None:
     room = Room()
-    room.connection.flow.write_paused = True
+    room.connection.is_full = True
     room.step(5)
     room.step(6, ends=True)
     assert room.streams.requests == {room.request} and room.streams.num_rows == 0
-    room.connection.flow.write_paused = False
+    room.connection.is_full = False
     room.streams.write(room.request, 2.0)
     assert b"<5><6>data: [DONE]" in room.connection.written
     assert room.is_empty
@@ -142,7 +141,7 @@ async def test_client_that_reads_late_gets_all() -> None:
 @running
 async def test_client_that_lets_text_pile_up_is_let_go_after_the_last_token_too() -> None:
     room = Room()
-    room.connection.flow.write_paused = True
+    room.connection.is_full = True
     room.step(5)
     room.request.completions[0].pieces.append("a" * (limits.PENDING_TEXT - 3))
     room.streams.sweep(1.0, None)
@@ -177,16 +176,16 @@ def at_a_step(room: Room) -> None:
 
 
 def at_a_late_write(room: Room) -> None:
-    room.connection.flow.write_paused = True
+    room.connection.is_full = True
     room.step(5)
-    room.connection.flow.write_paused = False
+    room.connection.is_full = False
     room.streams.write(room.request, 2.0)
 
 
 def at_an_error(room: Room) -> None:
-    room.connection.flow.write_paused = True
+    room.connection.is_full = True
     room.step(5)
-    room.connection.flow.write_paused = False
+    room.connection.is_full = False
     room.streams.fail(room.request, engine_dead())
 
 

@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,7 +29,8 @@ NUM_TIMED_MASKS = 20
 MAX_MASK_SECONDS = 0.005
 
 _STACK_BYTES = 512 << 20  # of address space, not of memory: only what is used gets pages
-_PATIENCE = 60.0  # seconds that a compilation may take, those before it included
+_PATIENCE = 60.0  # seconds that a compilation may take
+_MOST_LEFT = 4  # compilations that took longer and still run
 _RULE = re.compile(r"^[ \t]*[?!]?\w[\w.-]*[ \t]*(?:\[[^]\n]*\][ \t]*)?:", re.MULTILINE)
 """A rule's head. Linear in the text: no two of its repeats can share characters, and none goes past its line."""
 
@@ -110,23 +111,36 @@ def check_masks(matcher: Any, eos_ids: frozenset[int]) -> None:
 
 
 class LargeStackThread:
-    """A thread whose stack takes deep recursion; started when it is first used."""
+    """Threads whose stacks take deep recursion, one after the other. One that takes too long is left behind: it holds
+    up neither the next nor the interpreter's exit."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
+        self._turn = threading.Lock()
+        self._left: list[threading.Thread] = []
 
     def run(self, work: Callable[[], _Result]) -> _Result:
-        """Returns or raises what `work` does in that thread. Raises ValueError where it takes too long."""
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-grammars")
-                before = threading.stack_size(_STACK_BYTES)
-                try:
-                    self._pool.submit(lambda: None)  # starts the thread
-                finally:
-                    threading.stack_size(before)
-        try:
-            return self._pool.submit(work).result(timeout=_PATIENCE)
-        except TimeoutError:
-            raise ValueError(f"it takes more than {_PATIENCE:.0f} s") from None
+        """Returns or raises what `work` does in such a thread. Raises ValueError where it takes too long, or too many
+        that were left behind still run."""
+        result: Future[_Result] = Future()
+
+        def compute() -> None:
+            try:
+                result.set_result(work())
+            except BaseException as error:
+                result.set_exception(error)
+
+        with self._turn:
+            self._left = [thread for thread in self._left if thread.is_alive()]
+            if len(self._left) >= _MOST_LEFT:
+                raise ValueError(f"{_MOST_LEFT} others that take more than {_PATIENCE:.0f} s are still being compiled")
+            thread = threading.Thread(target=compute, name="nanovllm-grammar", daemon=True)
+            before = threading.stack_size(_STACK_BYTES)
+            try:
+                thread.start()
+            finally:
+                threading.stack_size(before)
+            try:
+                return result.result(timeout=_PATIENCE)
+            except TimeoutError:
+                self._left.append(thread)
+                raise ValueError(f"it takes more than {_PATIENCE:.0f} s") from None

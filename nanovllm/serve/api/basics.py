@@ -14,11 +14,16 @@ from nanovllm.serve.http.call import Call
 if TYPE_CHECKING:
     from nanovllm.serve.front import Front
 
+_SILENT_SECONDS = 20.0  # of engines, which give a sign of life each second
 _METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 async def health(front: "Front", call: Call) -> None:
-    """200 when requests are served; 503 while the engine loads, while the server drains, and when it has failed."""
+    """200 when requests are served; 503 while the engine loads, while the server drains, when it has failed, and while
+    no engine gives a sign of life."""
+    if front.state == "ready" and front.engines.silent_for > _SILENT_SECONDS:
+        await call.respond_json(shapes.Health("silent"), 503)
+        return
     if front.state == "ready":
         await call.respond_json(shapes.Health("ok"))
         return
