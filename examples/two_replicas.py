@@ -1,0 +1,26 @@
+"""One engine over two replicas; when one dies, its requests go on at the other.
+
+python examples/two_replicas.py
+"""
+
+from nanovllm import LLM, SamplingParams
+
+MODEL = "assets/demo-qwen3"
+
+
+def main() -> None:
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    prompts = [f"Story {number}: once upon a time" for number in range(8)]
+    with LLM(MODEL, data_parallel_size=2) as llm:  # share_gpus=True where there is but one GPU
+        for request_id in [llm.add_request(prompt, params) for prompt in prompts]:
+            print("waits:", request_id)
+        texts: dict[int, list[int]] = {}
+        while llm.has_unfinished_requests():
+            for gained in llm.step():
+                texts.setdefault(gained.request_id, []).extend(gained.new_token_ids)
+        for request_id, ids in sorted(texts.items()):
+            print(request_id, repr(llm.tokenizer.decode(ids)))
+
+
+if __name__ == "__main__":
+    main()
