@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
@@ -91,8 +92,9 @@ class AsyncLLM:
             tokenizer = self.llm.engine.tokenizer
             return tokenizer.encode(tokenizer.apply_chat_template(messages, **template_options), False)
 
-        async for delta in self.generate(await self._in_thread(rendered), sampling_params):
-            yield delta
+        async with aclosing(self.generate(await self._in_thread(rendered), sampling_params)) as deltas:
+            async for delta in deltas:
+                yield delta
 
     async def close(self) -> None:
         """Ends the engine; requests that are unfinished raise RuntimeError. Harmless when called again."""

@@ -89,14 +89,15 @@ async def until(condition: Any) -> None:
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("how", ["break", "aclosing", "cancelled", "cancelled at once"])
+@pytest.mark.parametrize("how", ["break", "aclosing", "a chat's", "cancelled", "cancelled at once"])
 def test_leaving_the_loop_aborts(engine: AsyncLLM, how: str) -> None:
     """And no other request notices."""
     aborted = engine.llm.stats().finished.get("abort", 0)
 
     async def leave() -> None:
-        if how == "aclosing":
-            async with aclosing(engine.generate("A story", LONG)) as deltas:
+        if how in ("aclosing", "a chat's"):
+            chat = engine.chat([{"role": "user", "content": "A story"}], LONG)
+            async with aclosing(chat if how == "a chat's" else engine.generate("A story", LONG)) as deltas:
                 async for _ in deltas:
                     return
         async for _ in engine.generate("A story", LONG):
