@@ -35,9 +35,8 @@ class RequestSampling:
         )
         vocab = self._model.vocab_size
         for name, given in ids:
-            for token_id in given:
-                if token_id >= vocab:
-                    raise ValueError(f"SamplingParams.{name}: token id {token_id} must be below vocab_size={vocab}")
+            if (largest := max(given, default=0)) >= vocab:
+                raise ValueError(f"SamplingParams.{name}: token id {largest} must be below vocab_size={vocab}")
         for name in ("logprobs", "prompt_logprobs"):
             count, most = getattr(params, name), self._max_logprobs
             if count is not None and most >= 0 and not 0 <= count <= most:
