@@ -1,0 +1,42 @@
+"""A server over two replicas, which it holds itself: a killed one loses no request, and calls reach both."""
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+from serving import Server, user
+
+KEY = {"authorization": "Bearer admin"}
+LONG: dict[str, Any] = {
+    "messages": user("Once upon a time"), "max_tokens": 200, "ignore_eos": True, "temperature": 1.0, "seed": 1,
+}  # fmt: skip
+
+
+def text(url: str, seed: int) -> str:
+    answer = httpx.post(f"{url}/v1/chat/completions", json=LONG | {"seed": seed}, headers=KEY, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def test_two_replicas(tmp_path: Path) -> None:
+    options = ("--data-parallel-size", "2", "--admin-api-key", "admin", "--max-num-seqs", "4")
+    with Server(tmp_path, *options) as server, ThreadPoolExecutor(6) as pool:
+        server.wait_until_ready()
+        tasks = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+        engines = [int(pid) for pid in tasks.read_text().split()]
+        assert len(engines) == 2, "no process in between"
+        expected = [*pool.map(lambda seed: text(server.url, seed), range(6))]
+        again = [pool.submit(text, server.url, seed) for seed in range(6)]
+        while not httpx.get(f"{server.url}/load", headers=KEY).json()["running"]:
+            pass
+        os.kill(engines[0], signal.SIGKILL)
+        assert [each.result() for each in again] == expected
+        assert "is started again: died by signal 9" in server.log
+        assert httpx.post(f"{server.url}/pause", headers=KEY, timeout=60).json() == {"status": "paused"}
+        assert httpx.get(f"{server.url}/is_paused", headers=KEY).json() == {"is_paused": True}
+        assert httpx.post(f"{server.url}/resume", headers=KEY, timeout=60).json() == {"status": "resumed"}
+        assert text(server.url, 0) == expected[0]
+        assert server.stop() == 0
