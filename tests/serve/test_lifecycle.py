@@ -1,9 +1,11 @@
 """From the command to the exit code: start, clients that leave, overload, drain, deaths; nothing is left behind."""
 
 import asyncio
+import fcntl
 import json
 import os
 import pty
+import re
 import resource
 import select
 import signal
@@ -93,6 +95,30 @@ def test_bar_on_a_terminal(tmp_path: Path) -> None:
     assert b"loading weights" in shown and "█".encode() in shown
     assert shown.rindex(b"answers; the model is loading") < shown.rindex(b"% ") < shown.rindex(b" ready: ")
     assert not shown[shown.rindex(b"% ") : shown.rindex(b" ready: ")].rpartition(b"\r")[0].rpartition(b"\r")[2].strip()
+
+
+def test_a_log_that_nobody_reads_stops_nothing() -> None:
+    """Once the pipe was full each line waited for a reader, and with it everything."""
+    ours, theirs = os.pipe()
+    fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 4096)
+    command = [sys.executable, "-m", "nanovllm", "serve", str(DEMO), "--port", "0", "--device", "cpu"]
+    process = subprocess.Popen(command, stderr=theirs, stdout=theirs, cwd=ROOT, start_new_session=True)
+    os.close(theirs)
+    try:
+        shown = b""
+        while b" ready: " not in shown and select.select([ours], [], [], 60)[0]:
+            shown += os.read(ours, 4096)
+        url = re.findall(rb"http://[\d.]+:\d+", shown)[0].decode()
+        with httpx.Client(base_url=url, timeout=20) as client:
+            for _ in range(100):
+                assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+            assert client.get("/health").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
 
 
 def test_front_imports_neither_torch_nor_transformers() -> None:
