@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from nanovllm.kernels.gemm.dispatch import matmul
 from nanovllm.kernels.plan.config import (
     DECODE_ROWS,
+    FP8,
     INT4,
     INT4_ROWS,
     KINDS,
@@ -24,7 +25,7 @@ from nanovllm.kernels.plan.config import (
 )
 from nanovllm.kernels.plan.device import KNOWN, Device
 from nanovllm.kernels.plan.fits import misfit
-from nanovllm.kernels.plan.plan import Product, Rules, choose
+from nanovllm.kernels.plan.plan import Experts, Product, Rules, choose, plan
 from nanovllm.kernels.plan.rules import fallback
 from nanovllm.kernels.plan.table import GemmTable, load, ranges_of, save, shipped_table
 
@@ -44,6 +45,19 @@ def lookup(table: GemmTable, gemm: Gemm, rows: int, device: Device = KNOWN[0]) -
     """What multiplies, where the consumer takes whatever consumers of its kind do."""
     product = Product(*gemm[:4], adds_parts=gemm.kind in SUMMED)
     return choose(product, rows, Rules(device, 1 if gemm.fused else 2, own_kernels=True, table=table))[0]
+
+
+@pytest.mark.parametrize("after", ["", "residual"])
+@pytest.mark.parametrize("dtype", ["bfloat16", FP8])
+@pytest.mark.parametrize("rows", [1, 2, 4, 16])
+def test_a_complete_stream_comes_to_experts_that_norm_and_add(dtype: str, after: str, rows: int) -> None:
+    qkv = Product("qkv", 5120, 2048, dtype, before="norm")
+    o = Product("o", 2048, 4096, dtype, after="residual", adds_parts=True)
+    experts = Experts(128, 8, 2048, 768, dtype, after=after)
+    planned = plan((qkv, o, experts), rows, Rules(KNOWN[0], own_kernels=True, table=H200))
+    found = planned.launches["experts"]
+    assert (found.norm, found.residual) == (planned.is_complete, planned.is_complete)
+    assert planned.is_complete or rows > 1 or not after
 
 
 def test_every_entry_fits_its_shape() -> None:

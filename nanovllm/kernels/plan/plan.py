@@ -182,10 +182,10 @@ def plan(operations: Sequence[Operation], rows: int, rules: Rules) -> LayerPlan:
     launches: dict[str, Launch | ExpertsLaunch] = {
         one.kind: launch(one, rows, rules) for one in operations if isinstance(one, Product)
     }
+    experts = [one for one in operations if isinstance(one, Experts)]
     complete = any(each.norm or each.residual for each in launches.values())
-    for one in operations:
-        if isinstance(one, Experts):
-            launches[one.kind] = experts_launch(one, rows, rules, complete)
+    complete &= all(one.after == "residual" for one in experts)
+    launches |= {one.kind: experts_launch(one, rows, rules, complete) for one in experts}
     why = "" if complete else _why_apart(operations, rules)
     o = next((one for one in operations if one.kind == "o"), None)
     if not isinstance(o, Product):
@@ -296,6 +296,8 @@ def _why_apart(operations: Sequence[Operation], rules: Rules) -> str:
         return "exact_bits: one order of sums for all rows"
     if not any(one.after == "residual" for one in operations):
         return "what is between its products is more than an RMSNorm, SiLU(gate) * up and an addition"
+    if any(one.after != "residual" for one in operations if isinstance(one, Experts)):
+        return "the experts take rows that are normed, and their sum is added behind them"
     return "no kernel for few rows multiplies"
 
 
