@@ -110,7 +110,7 @@ class Soak:
             longest = self.llm.engine.book.max_total_tokens - params.max_tokens - 1
             question = Question(self._prompt(shared, longest)[:longest], params)
             if params.seed is not None:
-                self.llm.engine.scheduler.block_manager.forget_cached()
+                self.llm.engine.scheduler.reset_prefix_cache()
                 (output,) = self.llm.generate([question.prompt], params, use_tqdm=False)
                 question.answers = [completion.token_ids for completion in output.outputs]
             self.questions.append(question)
@@ -294,12 +294,12 @@ class Soak:
         """Nothing is left in the engine but the prefix cache."""
         engine, scheduler = self.llm.engine, self.llm.engine.scheduler
         scheduler.check_integrity()
-        manager = scheduler.block_manager
+        memory = scheduler.memory
         left = {
             "unfinished": self.llm.has_unfinished_requests(),
             "running": len(scheduler.running),
             "waiting": scheduler.num_waiting,
-            "blocks": manager.num_blocks - manager.num_free_blocks,
+            "blocks": memory.num_blocks - memory.num_free_blocks,
             "known requests": len(engine.book.rows),
             "sampling rows": engine.loop._num_sampling,
         }

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nanovllm import SamplingParams
-from nanovllm.engine import block_manager
+from nanovllm.engine import prefix_keys
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.outputs import StepColumns
 
@@ -41,14 +41,14 @@ def violations() -> list[str]:
     return run.ledger.violations
 
 
-def content_of_another_text(parent_hash: bytes, token_ids: list[int]) -> bytes:
-    return parent_hash + len(token_ids).to_bytes(4, "little")
+def key_of_another_text(content: bytes, kind: bytes = b"") -> bytes:
+    return len(content).to_bytes(prefix_keys.KEY_SIZE, "little")
 
 
 @pytest.mark.slow
 def test_wrong_sharing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any full block is taken for any other."""
-    monkeypatch.setattr(block_manager, "_content", content_of_another_text)
+    monkeypatch.setattr(prefix_keys, "_digest", key_of_another_text)
     found = violations()
     assert any("alone it was" in text for text in found), found
 

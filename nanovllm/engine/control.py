@@ -149,7 +149,7 @@ class EngineControl:
 
     def reset_prefix_cache(self) -> None:
         """LLM.reset_prefix_cache."""
-        self._loop.settle(self._scheduler.block_manager.forget_cached)
+        self._loop.settle(self._scheduler.reset_prefix_cache)
 
     # -- sleep --------------------------------------------------------------------------------------------------
 

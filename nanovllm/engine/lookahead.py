@@ -15,7 +15,7 @@ from collections import deque
 
 import numpy as np
 
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.row_memory import RowMemory
 from nanovllm.engine.sequence import Sequence
 
 _REMEMBERED_OUTPUTS = 256
@@ -26,8 +26,8 @@ _STEPS_IN_FLIGHT = 2
 class Lookahead:
     """What was seen of the lengths of outputs, and what it says of the future."""
 
-    def __init__(self, block_manager: BlockManager) -> None:
-        self._block_manager = block_manager
+    def __init__(self, memory: RowMemory) -> None:
+        self._memory = memory
         self._most_blocks = 0
         """What all that run would hold if each came to its longest and none ended before."""
         self._past: deque[int] = deque(maxlen=_REMEMBERED_OUTPUTS)
@@ -37,7 +37,7 @@ class Lookahead:
         """Of the lengths from an index on."""
 
     def _most_blocks_of(self, seq: Sequence) -> int:
-        return self._block_manager.num_blocks_for(seq.max_total_tokens - 1)  # the last token's KV is never needed
+        return self._memory.row_blocks(seq.max_total_tokens - 1)  # the last token's KV is never needed
 
     def note_admitted(self, seq: Sequence) -> None:
         self._most_blocks += self._most_blocks_of(seq)
@@ -47,7 +47,7 @@ class Lookahead:
 
     def surely_fits(self, seq: Sequence) -> bool:
         """Without a look at any row: where memory is no concern, none is taken."""
-        return self._most_blocks + self._most_blocks_of(seq) <= self._block_manager.num_blocks
+        return self._most_blocks + self._most_blocks_of(seq) <= self._memory.num_blocks
 
     def note_end(self, seq: Sequence) -> None:
         """An output has ended by itself."""
@@ -68,20 +68,29 @@ class Lookahead:
         first_longer = self._lengths.searchsorted(gained, side="right")
         num_longer = self._lengths.size - first_longer
         expected = np.where(num_longer, self._sums[first_longer] // np.maximum(1, num_longer) - gained, 0)
-        expected = np.maximum(expected, self._block_manager.block_size // 2)
+        expected = np.maximum(expected, self._memory.block_size // 2)
         return np.where([seq.may_stop for seq in seqs], np.minimum(most, expected), most)
 
     def forecast(self, running: list[Sequence]) -> "Forecast":
         """That of the rows that hold blocks now."""
-        manager = self._block_manager
-        size = manager.block_size
+        memory, size = self._memory, self._memory.block_size
         total = np.array([seq.num_tokens + seq.num_inflight_tokens for seq in running], np.int64)
         # Whole blocks of a cached prefix belong to no single row: they may outlive the row that wrote them.
         cached_blocks = np.array([seq.num_cached_tokens for seq in running], np.int64) // size
-        own_blocks = sum([len(seq.block_table) for seq in running]) - int(cached_blocks.sum())
-        shared_blocks = max(0, manager.num_blocks - manager.num_free_blocks - own_blocks)
-        held = total - cached_blocks * size
-        return Forecast(manager.num_blocks - shared_blocks, size, held, self.num_tokens_to_come(running))
+        own_blocks = sum([seq.num_held_blocks for seq in running]) - memory.num_full_tables * int(cached_blocks.sum())
+        shared_blocks = max(0, memory.num_blocks - memory.num_free_blocks - own_blocks)
+        held = memory.num_full_tables * (total - cached_blocks * size)
+        if memory.num_tables > memory.num_full_tables:
+            held += size * np.array([memory.window_blocks(seq.max_total_tokens) for seq in running], np.int64)
+        return Forecast(
+            memory.num_blocks - shared_blocks, size, held, self.num_tokens_to_come(running), memory.num_full_tables
+        )
+
+    def held_tokens(self, seq: Sequence, num_shared_blocks: int) -> int:
+        """What `Forecast.add_if_it_fits` counts as held by a row that begins with so many blocks of other rows."""
+        memory = self._memory
+        own = memory.num_full_tables * seq.num_tokens - num_shared_blocks * memory.block_size
+        return own + memory.window_blocks(seq.max_total_tokens) * memory.block_size
 
     def check_integrity(self, running: list[Sequence]) -> None:
         assert self._most_blocks == sum(map(self._most_blocks_of, running))
@@ -94,21 +103,26 @@ class Forecast:
     count as tokens to come. Made once a step in O(R log R) for R rows; one more row costs O(R).
     """
 
-    def __init__(self, num_blocks: int, block_size: int, held: np.ndarray, to_come: np.ndarray) -> None:
-        """held, to_come: int64 [R], the tokens that each row holds by itself, and those that it will add."""
+    def __init__(
+        self, num_blocks: int, block_size: int, held: np.ndarray, to_come: np.ndarray, num_tables: int = 1
+    ) -> None:
+        """held: int64 [R], tokens that each row holds by itself, counted once for each table. to_come: int64 [R], those
+        that it will add to each of `num_tables`."""
+        self._growth = num_tables
         self._num_tokens, self._empty = num_blocks * block_size, block_size // 2
         order = np.argsort(-to_come)
         self._held, self._to_come = held[order] + self._empty, to_come[order] + _STEPS_IN_FLIGHT
         last = np.searchsorted(-self._to_come, -self._to_come, side="right")  # rows that end no earlier are before it
-        self._used = np.append(0, np.cumsum(self._held))[last] + last * self._to_come
+        self._used = np.append(0, np.cumsum(self._held))[last] + last * self._to_come * num_tables
         """int64 [R]: tokens held when the blocks of row k become free. Rows that ended before have none."""
 
     def add_if_it_fits(self, held: int, to_come: int) -> bool:
         """Adds one more row where there is room for all rows until they have ended; False where there is not."""
         held, to_come = held + self._empty, to_come + _STEPS_IN_FLIGHT
         others = self._held[self._to_come >= to_come]
-        at_its_end = int(others.sum()) + held + (len(others) + 1) * to_come
-        used = np.append(self._used + np.where(self._to_come <= to_come, held + self._to_come, 0), at_its_end)
+        at_its_end = int(others.sum()) + held + (len(others) + 1) * to_come * self._growth
+        more = np.where(self._to_come <= to_come, held + self._to_come * self._growth, 0)
+        used = np.append(self._used + more, at_its_end)
         if int(used.max()) > self._num_tokens:
             return False
         self._held, self._to_come = np.append(self._held, held), np.append(self._to_come, to_come)

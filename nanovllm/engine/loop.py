@@ -260,10 +260,10 @@ class EngineLoop:
     def stats(self) -> EngineStats:
         """Gauges of now, and counters since the start. From any thread, at any time."""
         scheduler = self.scheduler
-        blocks = scheduler.block_manager
+        memory = scheduler.memory
         return EngineStats(
             num_running=len(scheduler.running), num_waiting=scheduler.num_waiting,
-            kv_cache_usage=1 - blocks.num_free_blocks / blocks.num_blocks, prompt_tokens=scheduler.num_prompt_tokens,
+            kv_cache_usage=1 - memory.num_free_blocks / memory.num_blocks, prompt_tokens=scheduler.num_prompt_tokens,
             generation_tokens=self._num_generated,
             prefix_cache_queries=scheduler.num_prompt_tokens if self.config.enable_prefix_caching else 0,
             prefix_cache_hits=scheduler.num_prompt_cached_tokens, num_preemptions=scheduler.num_preemptions,

@@ -12,13 +12,14 @@ turns out to have ended computed one token too many in the step already launched
 from collections.abc import Iterable
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.lookahead import Forecast, Lookahead
+from nanovllm.engine.prefix_cache import CachedPrefix
+from nanovllm.engine.row_memory import RowMemory
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.sharing import CachedPrefix, StepSharing
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.engine.waiting import WaitingQueues, has_begun
 from nanovllm.wire.shapes import chunk_within, fitting_chunk, quiet_chunk
+from nanovllm.wire.state import PageGroup
 from nanovllm.wire.step import UPDATE_SIZE, most_block_updates
 
 _Chunk = tuple[Sequence, int]
@@ -41,12 +42,18 @@ class Scheduler:
     """Tokens. Where no more are left to compute, chunks are so small that decodes hardly notice; not at the end of a
     prompt that had more, which has waited long enough."""
 
-    def __init__(self, config: EngineConfig, num_blocks: int, block_size: int, is_dense: bool = True) -> None:
+    def __init__(
+        self, config: EngineConfig, num_blocks: int, block_size: int, is_dense: bool = True,
+        groups: tuple[PageGroup, ...] = (PageGroup(),),
+    ) -> None:  # fmt: skip
         """`is_dense`: the model reads all of its weights in every step, so that a small chunk beside decodes costs
-        little; one of a mixture of experts reads experts that the decodes do not."""
+        little; one of a mixture of experts reads experts that the decodes do not. `groups`: of its layers, by the
+        tokens that they need."""
         self.config, self._is_dense = config, is_dense
-        self.block_manager = BlockManager(num_blocks, block_size, config.enable_prefix_caching)
-        self.lookahead = Lookahead(self.block_manager)
+        table_width = -(-(config.max_model_len or 0) // block_size)
+        self.memory = RowMemory(num_blocks, block_size, groups, config.enable_prefix_caching, table_width)
+        self._most_updates = most_block_updates(num_blocks, config.max_num_seqs, self.memory.num_tables)
+        self.lookahead = Lookahead(self.memory)
         self.running: list[Sequence] = []
         """Oldest first; preemption takes from the end."""
         self.waiting = WaitingQueues(config.long_prefill_threshold)
@@ -71,7 +78,7 @@ class Scheduler:
     @property
     def capacity_tokens(self) -> int:
         """Tokens that one request can hold when it has the whole KV cache."""
-        return self.block_manager.num_blocks * self.block_manager.block_size
+        return self.memory.capacity_tokens
 
     def has_unfinished(self) -> bool:
         return bool(self.running or self.waiting)
@@ -98,14 +105,21 @@ class Scheduler:
         self._last_plan = None
         while self.running:
             self._preempt_newest()
-        self.block_manager.forget_cached()
+        self.memory.forget_cached()
 
     def keep_all(self) -> None:
         """Running rows go on with the KV that they have, which no other row may share from here on."""
         self._last_plan = None
         for seq in self.running:
             seq.is_stale = True
-        self.block_manager.forget_cached()
+        self.memory.forget_cached()
+
+    def reset_prefix_cache(self) -> None:
+        """Rows that begin from here on share nothing that was computed before. Running rows go on."""
+        self._last_plan = None
+        for seq in self.running:
+            seq.num_published = max(seq.num_published, self.memory.num_blocks_for(seq.num_computed_tokens))
+        self.memory.forget_cached()
 
     # -- one step -----------------------------------------------------------------------------------------------
 
@@ -119,7 +133,8 @@ class Scheduler:
         prompts = [seq for seq in self.running if not seq.last_token_on_device]
         if plan.num_decode_rows:
             budget = min(budget, self._prefill_cap(plan.num_decode_rows, prompts))
-        chunks = self._continue_prompts(prompts, budget)
+        chunks, budget = self._continue_prompts(plan, prompts, budget)
+        prompts = [seq for seq in prompts if seq.status is SequenceStatus.RUNNING]
         self._admit(plan, prompts, budget, chunks)
         for seq, count in sorted(chunks, key=_is_partial):  # those that finish first, else in this order
             self._add_row(plan, seq, count)
@@ -128,7 +143,6 @@ class Scheduler:
 
     def _schedule_decodes(self, plan: StepPlan, budget: int) -> int:
         """Adds the rows that have one token to compute, oldest first; makes room by preempting the newest."""
-        block_size = self.block_manager.block_size
         seqs, starts, epochs = plan.seqs, plan.starts, plan.epochs
         for seq in self.running:  # _grow may shorten the list from its end meanwhile; iteration then ends earlier
             if budget == 0:
@@ -139,7 +153,7 @@ class Scheduler:
             if seq.needs_last_token and seq.num_inflight_tokens:
                 continue  # what it may sample next depends on a token that is not here yet
             start = seq.num_computed_tokens
-            if start == len(seq.block_table) * block_size and not self._grow(plan, seq):
+            if start == seq.num_reserved_tokens and not self._grow(plan, seq):
                 continue  # it was the newest itself and had to go
             seqs.append(seq)
             starts.append(start)
@@ -152,12 +166,12 @@ class Scheduler:
         return budget
 
     def _grow(self, plan: StepPlan, seq: Sequence) -> bool:
-        """Gives `seq` one more block. False: `seq` itself was preempted, being the newest."""
-        while self.block_manager.num_free_blocks == 0:
+        """Gives `seq` one more block in each table. False: `seq` itself was preempted, being the newest."""
+        while not self.memory.can_grow(seq):
             self.num_preemptions += 1
             if self._preempt_newest() is seq:
                 return False
-        plan.block_updates += (seq.slot, len(seq.block_table), self.block_manager.append_block(seq))
+        plan.block_updates += self.memory.reserve(seq, 1)
         return True
 
     def _prefill_cap(self, num_decode_rows: int, prompts: list[Sequence]) -> int:
@@ -179,18 +193,30 @@ class Scheduler:
         chunk = min(high, 1 << (share.bit_length() - 1))
         return fitting_chunk(num_decode_rows, chunk, config.max_num_seqs)
 
-    def _continue_prompts(self, prompts: list[Sequence], budget: int) -> list[_Chunk]:
-        """Prompts that an earlier step began, in order of their admission."""
+    def _continue_prompts(self, plan: StepPlan, prompts: list[Sequence], budget: int) -> tuple[list[_Chunk], int]:
+        """Prompts that an earlier step began, in order of their admission; and the budget that is left for others: none
+        where layers with windows leave no memory to one of them."""
         chunks: list[_Chunk] = []
-        waiting = self.waiting
+        waiting, lacks_memory = self.waiting, False
         short_waits = bool(waiting.short) or any(not waiting.is_long(seq.num_tokens_to_compute) for seq in prompts)
         for seq in prompts:
             if budget == 0:
                 break
-            count = self._chunk(seq.num_tokens_to_compute, budget, short_waits)
-            chunks.append((seq, count))
-            budget -= count
-        return chunks
+            if seq.status is not SequenceStatus.RUNNING:
+                continue  # preempted for one before it
+            count = self.memory.prepare(seq, self._chunk(seq.num_tokens_to_compute, budget, short_waits))
+            while not (count or chunks or plan.seqs):  # or nobody would get on
+                newest = self._preempt_newest()
+                assert newest is not seq, seq
+                self.num_preemptions += 1
+                count = self.memory.prepare(seq, 1)
+            if count:
+                plan.block_updates += self.memory.reserve(seq, count)
+                chunks.append((seq, count))
+                budget -= count
+            else:
+                lacks_memory = True
+        return chunks, 0 if lacks_memory else budget
 
     def _chunk(self, num_remaining_tokens: int, budget: int, short_waits: bool) -> int:
         """How many of a prompt's tokens this step computes."""
@@ -210,53 +236,52 @@ class Scheduler:
         A request that begins with what a row is computing now waits for it, and lets others pass.
         """
         forecast: Forecast | None = None
-        manager, size = self.block_manager, self.block_manager.block_size
-        most_updates = most_block_updates(manager.num_blocks, self.config.max_num_seqs)
-        sharing = StepSharing(manager, prompts)
-        budget -= sum(count for _, count in chunks)
+        memory, waiting = self.memory, self.waiting
+        memory.cache.begin_step(prompts)
         num_partial = len(prompts) - len(chunks) + sum(map(_is_partial, chunks))
-        num_long = sum(1 for seq in prompts if self.waiting.is_long(seq.num_tokens_to_compute))
-        while budget > 0 and self._free_slots and manager.num_free_blocks:
-            seq = self.waiting.next(num_long < self.config.max_long_partial_prefills, self.holds_new)
+        num_long = sum(1 for seq in prompts if waiting.is_long(seq.num_tokens_to_compute))
+        while budget > 0 and self._free_slots and memory.num_free_blocks:
+            seq = waiting.next(num_long < self.config.max_long_partial_prefills, self.holds_new)
             if seq is None or seq.num_inflight_tokens:  # preempted, and its last token is not known yet
                 break
-            prefix = sharing.prefix_for(seq)
+            copies_held = bool(waiting.held) and memory.cache.are_copies(seq, waiting.held[-1])
+            prefix = None if copies_held else memory.cache.lookup(seq)
             if prefix is None:
-                if not sharing.hold(seq, self.waiting):
+                if not waiting.hold(seq):
                     break
                 continue
-            if not manager.can_admit(seq, prefix.hits):
+            count = self._chunk(seq.num_tokens - prefix.num_tokens, budget, short_waits=bool(waiting.short))
+            prefix, count = memory.fit(seq, prefix, count)
+            if not count:
                 break
             if self.config.uses("lookahead") and self.running and not self.lookahead.surely_fits(seq):
                 forecast = forecast or self.lookahead.forecast(self.running)
-                held = seq.num_tokens - manager.num_in_use(prefix.hits) * size
+                held = self.lookahead.held_tokens(seq, memory.num_owned_blocks(seq, prefix))
                 if not forecast.add_if_it_fits(held, int(self.lookahead.num_tokens_to_come([seq])[0])):
                     break
-            if len(plan.block_updates) // UPDATE_SIZE + manager.num_blocks_for(seq.num_tokens) > most_updates:
+            if len(plan.block_updates) // UPDATE_SIZE + memory.num_updates(seq, prefix, count) > self._most_updates:
                 break
-            remaining = seq.num_tokens - prefix.num_tokens(size)
-            count = self._chunk(remaining, budget, short_waits=bool(self.waiting.short))
+            remaining = seq.num_tokens - prefix.num_tokens
             if count < remaining and num_partial >= self.config.max_num_partial_prefills:
                 break
-            self.waiting.remove(seq)
-            self._start(plan, seq, prefix)
-            sharing.note(seq)
-            num_long += self.waiting.is_long(remaining)
+            waiting.remove(seq)
+            self._start(plan, seq, prefix, count)
+            memory.cache.note_computing(seq)
+            num_long += waiting.is_long(remaining)
             budget -= count
             if remaining == 1 and not (seq.sampling is not None and seq.sampling.num_prompt_logprobs_missing):
                 self._add_decode(plan, seq)
             else:
                 chunks.append((seq, count))
                 num_partial += count < remaining
-        sharing.put_back(self.waiting)
+        waiting.put_back_held()
 
-    def _start(self, plan: StepPlan, seq: Sequence, prefix: CachedPrefix) -> None:
-        self.block_manager.admit(seq, prefix.hits, prefix.parent_hash)
+    def _start(self, plan: StepPlan, seq: Sequence, prefix: CachedPrefix, count: int) -> None:
+        """`count`: tokens that it computes first."""
+        plan.block_copies += self.memory.admit(seq, prefix, count)
         seq.status = SequenceStatus.RUNNING
         seq.slot = self._free_slots.pop()
-        seq.num_computed_tokens = seq.num_cached_tokens = prefix.num_tokens(self.block_manager.block_size)
-        if prefix.num_copied:
-            plan.block_copies += (prefix.source, seq.block_table[len(prefix.hits)])
+        seq.num_computed_tokens = seq.num_cached_tokens = prefix.num_tokens
         if seq.num_prompt_cached_tokens is None:
             seq.num_prompt_cached_tokens = seq.num_cached_tokens
             if seq.index == 0:
@@ -265,8 +290,7 @@ class Scheduler:
         self.running.append(seq)
         self.lookahead.note_admitted(seq)
         plan.new_slots.append(seq)
-        for index, block_id in enumerate(seq.block_table):
-            plan.block_updates += (seq.slot, index, block_id)
+        plan.block_updates += self.memory.all_updates(seq)
 
     def _add_row(self, plan: StepPlan, seq: Sequence, count: int) -> None:
         """A row that computes its next `count` tokens, and gains one where these are its last."""
@@ -294,7 +318,7 @@ class Scheduler:
 
     def apply(self, plan: StepPlan, token_ids: list[int]) -> list[tuple[Sequence, int]]:
         """Takes in a step's sampled tokens (one for each of its first rows); returns who gained which."""
-        block_size = self.block_manager.block_size
+        block_size = self.memory.block_size
         self._publish_written(
             plan, (row for row in range(plan.num_old_rows) if (plan.starts[row] + 1) % block_size == 0)
         )
@@ -328,7 +352,7 @@ class Scheduler:
         for row in rows:
             seq = plan.seqs[row]
             if seq.epoch == plan.epochs[row]:
-                self.block_manager.publish(seq, plan.starts[row] + plan.counts[row])
+                self.memory.cache.publish(seq, plan.starts[row] + plan.counts[row])
 
     def _finish(self, seq: Sequence, reason: str) -> None:
         if seq.status is SequenceStatus.RUNNING:
@@ -351,7 +375,7 @@ class Scheduler:
 
     def _release(self, seq: Sequence) -> None:
         # Safe while a launched step still writes there: the next owner of the slot or a block runs in a later step.
-        self.block_manager.release(seq)
+        self.memory.release(seq)
         self.lookahead.note_released(seq)
         self._free_slots.append(seq.slot)
         seq.slot = -1
@@ -363,10 +387,10 @@ class Scheduler:
         for seq in [*self.running, *waiting]:
             seq.check()
         assert all(seq.status is SequenceStatus.RUNNING and seq.slot >= 0 for seq in self.running)
-        assert all(seq.status is SequenceStatus.WAITING and not seq.block_table for seq in waiting)
+        assert all(seq.status is SequenceStatus.WAITING and not seq.pages for seq in waiting)
         slots = sorted([seq.slot for seq in self.running] + self._free_slots)
         assert slots == list(range(self.config.max_num_seqs)), slots
         assert self.waiting.num_tokens == sum(seq.num_tokens for seq in waiting)
         assert len({seq.number for seq in [*self.running, *waiting]}) == len(self.running) + len(waiting)
         self.lookahead.check_integrity(self.running)
-        self.block_manager.check_integrity(self.running)
+        self.memory.check_integrity(self.running)

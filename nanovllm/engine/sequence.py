@@ -4,6 +4,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from nanovllm.engine.block_pool import Page
+from nanovllm.engine.prefix_keys import Extras, extras_of
 from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
 
@@ -64,11 +66,22 @@ class Sequence:
     slot: int = field(default=-1, init=False)
     last_token_on_device: bool = field(default=False, init=False)
     """Whether this slot's last sampled token is the row's next input: then the row decodes without host data."""
-    block_table: list[int] = field(default_factory=list, init=False)
-    num_hashed_blocks: int = field(default=0, init=False)
-    """Leading blocks of the table that are known to the prefix cache."""
-    parent_hash: bytes = field(default=b"", init=False)
-    """Chained hash of those blocks."""
+    pages: list[list[Page | None]] = field(default_factory=list, init=False)
+    """Its memory by group of layers and block of tokens; None: no layer of the group needs that block any more."""
+    num_held_blocks: int = field(default=0, init=False)
+    """Blocks of all these pages."""
+    num_reserved_tokens: int = field(default=0, init=False)
+    """Tokens that there are pages for in all groups."""
+    extras: Extras = field(init=False)
+    """What its keys and values depend on beside its tokens."""
+    block_keys: list[bytes] = field(default_factory=list, init=False)
+    """Keys of its first blocks, as far as they were asked for."""
+    num_matched: int = field(default=0, init=False)
+    """Blocks that the prefix cache was last found to have, in the groups without a window,"""
+    matched_at: int = field(default=-1, init=False)
+    """and the cache's generation then."""
+    num_published: int = field(default=0, init=False)
+    """Leading blocks that are known to the prefix cache, or are not to be."""
     epoch: int = field(default=0, init=False)
     """Counts the times that the blocks were given back: results of a step from an earlier epoch own no blocks."""
     is_stale: bool = field(default=False, init=False)
@@ -78,6 +91,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.token_ids)
+        self.extras = extras_of(self.params.cache_salt)
         self.needs_last_token = self.sampling is not None and self.sampling.needs_last_token
         self.may_stop = bool(self.stop_token_ids) or (self.sampling is not None and self.sampling.watches)
 

@@ -5,6 +5,9 @@ from collections.abc import Iterator
 
 from nanovllm.engine.sequence import Sequence
 
+_MOST_HELD = 64
+"""Requests that others pass in one step: a bound on the host's time."""
+
 
 class WaitingQueues:
     """Each in order of arrival, also of rows that come back."""
@@ -16,6 +19,8 @@ class WaitingQueues:
         self.long: deque[Sequence] = deque()
         self.num_tokens = 0
         """Of all that wait."""
+        self.held: list[Sequence] = []
+        """Taken out for the rest of a step's admissions, so that others pass."""
 
     def __len__(self) -> int:
         return len(self.short) + len(self.long)
@@ -50,6 +55,19 @@ class WaitingQueues:
         else:
             queue.remove(seq)
         self.num_tokens -= seq.num_tokens
+
+    def hold(self, seq: Sequence) -> bool:
+        """Takes `seq` out until put_back_held; False where so many are held that it stays."""
+        if len(self.held) == _MOST_HELD:
+            return False
+        self.remove(seq)
+        self.held.append(seq)
+        return True
+
+    def put_back_held(self) -> None:
+        """Those that were held are the first of their queues again."""
+        while self.held:
+            self.put_back(self.held.pop())
 
     def next(self, long_allowed: bool, holds_new: bool) -> Sequence | None:
         """The one that came first; a short one where a long prompt must not hold it back. `holds_new`: of those that

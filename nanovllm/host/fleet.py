@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from nanovllm.engine.block_manager import prefix_hashes
 from nanovllm.engine.calls import CALLS, CallSpec, EngineState
+from nanovllm.engine.prefix_keys import prefix_keys
 from nanovllm.errors import ReplicaError
 from nanovllm.host import wire
 from nanovllm.host.router import Load, Router
@@ -200,7 +200,7 @@ class Fleet:
             return []
         ids = array("i")
         ids.frombytes(flight.prompt)
-        return prefix_hashes(ids.tolist() + output, self._block_size, flight.params.get("cache_salt"))
+        return prefix_keys(ids.tolist() + output, self._block_size, flight.params.get("cache_salt"))
 
     def bind(self) -> None:
         """Sends the requests that engines have room for, all of an engine at once: those that come one by one begin in

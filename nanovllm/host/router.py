@@ -36,7 +36,7 @@ class HeldPrefixes:
 
     def touch(self, hashes: Iterable[bytes]) -> None:
         held = self._hashes
-        for digest in reversed(list(hashes)):  # a prompt's tail is reused first, as in BlockManager.release
+        for digest in reversed(list(hashes)):  # a prompt's tail is reused first, as in RowMemory.release
             held[digest] = None
             held.move_to_end(digest)
         while len(held) > self._num_blocks:
@@ -52,7 +52,7 @@ class Load:
 
     key: Hashable
     hashes: list[bytes]
-    """Chained hashes of the prompt's full blocks (BlockManager.prefix_hashes)."""
+    """Keys of the prompt's full blocks (engine/prefix_keys.py)."""
     num_prompt_tokens: int
     max_output_tokens: int
     num_rows: int = 1

@@ -54,16 +54,16 @@ class StepCounts(NamedTuple):
         return cls(*packed[: len(cls._fields)].tolist())
 
 
-def most_block_updates(num_blocks: int, max_num_seqs: int) -> int:
+def most_block_updates(num_blocks: int, max_num_seqs: int, num_tables: int = 1) -> int:
     """Block updates of one step, at most. An admitted row has its whole block table announced, hits included, so that
     rows with one long prefix could bring any number: the scheduler lets those that are too many wait a step."""
-    return num_blocks + max_num_seqs
+    return num_blocks + max_num_seqs * num_tables
 
 
-def packed_capacity(num_blocks: int, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+def packed_capacity(num_blocks: int, max_num_seqs: int, max_num_batched_tokens: int, num_tables: int = 1) -> int:
     """int32 words of the largest packed step, without its sampling section."""
-    fixed = HEADER_SIZE + (3 + RECORD_SIZE + COPY_SIZE) * max_num_seqs
-    return fixed + UPDATE_SIZE * most_block_updates(num_blocks, max_num_seqs) + max_num_batched_tokens
+    fixed = HEADER_SIZE + (3 + RECORD_SIZE + COPY_SIZE * num_tables) * max_num_seqs
+    return fixed + UPDATE_SIZE * most_block_updates(num_blocks, max_num_seqs, num_tables) + max_num_batched_tokens
 
 
 def pack_step(

@@ -24,11 +24,12 @@ def make_sequence(
     seed: int = 0,
     capacity: int = 10**9,
     temperature: float = 0.0,
+    salt: str | None = None,
 ) -> Sequence:
     return Sequence(
         request_id,
         list(prompt),
-        SamplingParams(max_tokens=max_tokens, temperature=temperature),
+        SamplingParams(max_tokens=max_tokens, temperature=temperature, cache_salt=salt),
         num_prompt_tokens=len(prompt),
         seed=seed,
         stop_token_ids=stop,
@@ -168,7 +169,7 @@ class Simulation:
         for request in self.requests.values():
             assert request.seq.status is SequenceStatus.FINISHED
             self._check_outcome(request)
-        assert self.scheduler.block_manager.num_free_blocks == self.scheduler.block_manager.num_blocks
+        assert self.scheduler.memory.num_free_blocks == self.scheduler.memory.num_blocks
         assert self.scheduler.waiting.num_tokens == 0
         return steps
 
@@ -179,7 +180,7 @@ class Simulation:
         for seq in self._with_status(SequenceStatus.WAITING):
             assert seq.num_computed_tokens == seq.num_cached_tokens == 0
         for seq in self.scheduler.running:
-            assert len(seq.block_table) * self.scheduler.block_manager.block_size >= seq.num_computed_tokens
+            assert seq.num_reserved_tokens >= seq.num_computed_tokens
 
     def _with_status(self, *statuses: SequenceStatus) -> list[Sequence]:
         return [request.seq for request in self.requests.values() if request.seq.status in statuses]
@@ -202,7 +203,7 @@ class Simulation:
         self.num_preemptions += kept.count(False)
 
     def _check_limits(self, plan: StepPlan, waiting_before: list[Sequence]) -> None:
-        config, num_blocks = self.config, self.scheduler.block_manager.num_blocks
+        config, num_blocks = self.config, self.scheduler.memory.num_blocks
         assert len(plan.block_updates) <= 3 * most_block_updates(num_blocks, config.max_num_seqs)
         capacity = packed_capacity(num_blocks, config.max_num_seqs, config.max_num_batched_tokens)
         assert len(plan.pack(config.max_num_seqs)) <= capacity
@@ -232,9 +233,9 @@ class Simulation:
 
     def _waiting_for_room(self, plan: StepPlan) -> list[Sequence]:
         """Those that wait, without those that may wait to share what rows of this step do not share yet."""
-        size = self.scheduler.block_manager.block_size
+        size = self.scheduler.memory.block_size
         beginnings = [
-            seq.token_ids[: min(start, seq.num_hashed_blocks * size) + 1]
+            seq.token_ids[: min(start, seq.num_published * size) + 1]
             for seq, start in zip(plan.seqs, plan.starts, strict=True)
         ]
         return [
@@ -264,6 +265,12 @@ class Simulation:
                 if left.request_id < admitted.request_id:
                     assert self._is_long(left) and not self._is_long(admitted), f"{admitted} overtook {left}"
                     assert num_long >= self.config.max_long_partial_prefills, f"{admitted} overtook {left}"
+
+
+def blocks_of(seq: Sequence) -> list[int]:
+    """The row's blocks where it has one table, without those that its window has left."""
+    [table] = seq.pages
+    return [page.blocks[0] for page in table if page is not None]
 
 
 def rows(plan: StepPlan | None) -> list[tuple[int, int, int]]:

@@ -50,7 +50,7 @@ def test_a_step_from_before_a_preemption_makes_no_hits_of_blocks_owned_since() -
     assert rows(simulation.launch()) == [(1, 0, 1), (0, 0, 6)], "the same row again, by less"
     simulation.collect()
     again = simulation.add(prompt)
-    assert simulation.scheduler.block_manager.match_prefix(again.seq, 19)[0] == []
+    assert simulation.scheduler.memory.cache.num_hits(again.seq, 19) == 0
     simulation.run_to_end()
 
 
@@ -64,7 +64,7 @@ def test_kv_of_former_weights_is_shared_once_it_is_computed_anew() -> None:
     for expected in (2, 5):  # of the second request; of the first, preempted
         for _ in range(15 if expected == 2 else 2):
             simulation.step()
-        assert len(simulation.scheduler.block_manager.match_prefix(text, 20)[0]) == expected
+        assert simulation.scheduler.memory.cache.num_hits(text, 20) == expected
         simulation.replace_weights()
 
 

@@ -3,6 +3,7 @@
 import pytest
 from simulation import Simulation, decoding, make_sequence, rows
 
+from nanovllm.engine import prefix_keys
 from nanovllm.engine.sequence import SequenceStatus
 
 # -- one step after another -----------------------------------------------------------------------------------------
@@ -321,3 +322,43 @@ def test_groups_of_one_template() -> None:
     steps = [simulation.launch(), simulation.launch()]
     assert [len(rows(plan)) for plan in steps] == [1, 7 + 8]
     assert sum(plan.num_prefill_tokens for plan in steps if plan) + num_computed(simulation) == 63 + 7 * 23 + 7 * 8
+
+
+# -- a long row at the head -----------------------------------------------------------------------------------------
+
+
+def test_a_row_that_waits_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long text whose prefix is cached waits for memory at the head, while others decode and end blocks: its blocks
+    are hashed once, and a step that waits looks up no more of them than before."""
+    made: list[int] = []
+    digest = prefix_keys._digest
+    monkeypatch.setattr(prefix_keys, "_digest", lambda *content: made.append(1) or digest(*content))
+    simulation = Simulation(num_blocks=240, block_size=4, depth=1)
+    text = [1, 2, 3] * 200
+    simulation.add(text, max_tokens=1)
+    simulation.run_to_end()
+    decoding(simulation, 3, max_tokens=80)
+    made.clear()
+    late = simulation.add([*text, *range(10, 220)], max_tokens=200)
+    simulation.step()
+    assert late.seq.num_matched == 150 and len(made) <= 230
+    for _ in range(20):
+        made.clear()
+        simulation.step()
+        assert late.seq.status is SequenceStatus.WAITING
+        assert len(made) <= 9, "blocks that the others have ended"
+    simulation.run_to_end()
+
+
+def test_after_a_reset_nothing_computed_before_is_shared() -> None:
+    simulation = Simulation(block_size=32, max_num_batched_tokens=40, long_prefill_token_threshold=0)
+    simulation.add([1] * 90, max_tokens=60)
+    for _ in range(2):
+        simulation.launch()
+        simulation.collect()
+    simulation.scheduler.reset_prefix_cache()
+    late = simulation.add([1] * 90)
+    simulation.step()
+    simulation.step()
+    assert late.seq.num_cached_tokens == 0
+    simulation.run_to_end()

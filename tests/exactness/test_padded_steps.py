@@ -27,11 +27,11 @@ def test_padding_changes_no_token(budget: int, tmp_path: Path, monkeypatch: pyte
     options: dict[str, Any] = {"max_num_seqs": 10, "num_kvcache_blocks": 24, "max_num_batched_tokens": budget}
     with LLM(model, load_format="dummy", skip_tokenizer_init=True, device="cpu", **options) as llm:
         exact = [out.token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
-        llm.engine.scheduler.block_manager.forget_cached()
+        llm.engine.scheduler.reset_prefix_cache()
         steps = PaddedSteps(llm, monkeypatch)
         padded = [out.token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
         llm.engine.scheduler.check_integrity()
-        llm.engine.scheduler.block_manager.forget_cached()
+        llm.engine.scheduler.reset_prefix_cache()
         alone = llm.generate([prompts[5]], params[5], use_tqdm=False)  # its first step has no decodes
     assert [*padded, alone[0].token_ids] == [*exact, exact[5]]
     assert {shape.decode_rows > 0 for shape in steps.used if shape.chunk_tokens} == {False, True}
@@ -51,7 +51,7 @@ def test_steps_by_mailbox_by_copy_and_redrawn_follow_each_other(
     options: dict[str, Any] = {"max_num_seqs": 4, "num_kvcache_blocks": 24, "max_num_batched_tokens": 32}
     with LLM(model, load_format="dummy", skip_tokenizer_init=True, device="cpu", **options) as llm:
         exact = [out.token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
-        llm.engine.scheduler.block_manager.forget_cached()
+        llm.engine.scheduler.reset_prefix_cache()
         PaddedSteps(llm, monkeypatch)
         io, ways = llm.engine.executor.runner.io, []
         for name in ("post", "upload", "expect", "download"):

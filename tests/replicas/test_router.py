@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.block_manager import prefix_hashes
+from nanovllm.engine.prefix_keys import prefix_keys
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.host.router import Load, Router
@@ -38,7 +38,7 @@ class Fleet:
                 if self.route is not None:
                     live[number] = self._start(self.route(number), number, work)
                 else:
-                    self.router.add(Load(number, prefix_hashes(prompt, BLOCK), len(prompt), count))
+                    self.router.add(Load(number, prefix_keys(prompt, BLOCK), len(prompt), count))
             for replica, key in self.router.bind() if self.route is None else ():
                 assert isinstance(key, int)
                 live[key] = self._start(replica, key, work)
@@ -53,7 +53,7 @@ class Fleet:
                     if seq.finish_reason is not None:
                         del live[seq.request_id]
                         if self.route is None:
-                            hashes = prefix_hashes(seq.token_ids[:-1], BLOCK)
+                            hashes = prefix_keys(seq.token_ids[:-1], BLOCK)
                             self.router.finish(replica, seq.request_id, len(seq.output_token_ids), hashes)
 
     def _start(self, replica: int, number: int, work: Work) -> tuple[int, Sequence]:

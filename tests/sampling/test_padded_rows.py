@@ -27,7 +27,7 @@ def test_the_same_tokens_behind_padding(
     llm = engines.get(**options)
     everyone = list(range(len(OPTIONS)))
     exact = run(llm, everyone)
-    llm.engine.scheduler.block_manager.forget_cached()
+    llm.engine.scheduler.reset_prefix_cache()
     steps = AlwaysPadded(llm, monkeypatch)
     assert run(llm, everyone) == exact
     assert any(shape.chunk_tokens for shape in steps.used) and any(not shape.chunk_tokens for shape in steps.used)

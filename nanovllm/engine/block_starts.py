@@ -1,0 +1,53 @@
+"""A sorted list of block beginnings. The longest common prefix is with one of the two neighbours of the place where the
+query would be inserted."""
+
+from array import array
+from bisect import bisect_left
+
+import numpy as np
+
+from nanovllm.engine.prefix_keys import KEY_SIZE
+
+
+def block_start(before: bytes, token_ids: list[int]) -> bytes:
+    """The first tokens of a block, behind what stands for all before them (prefix_keys.before_block): int32 each."""
+    return before + array("i", token_ids).tobytes()
+
+
+def num_common(start: bytes, other: bytes) -> int:
+    """First tokens that are equal, where what comes before them is."""
+    length = min(len(start), len(other))
+    if start[:length] == other[:length]:
+        return (length - KEY_SIZE) // 4
+    ours, theirs = (np.frombuffer(one[:length], np.int32) for one in (start, other))
+    return max(0, int((ours != theirs).argmax()) - KEY_SIZE // 4)
+
+
+class BlockStarts:
+    """A set of block starts, in order."""
+
+    def __init__(self) -> None:
+        self.in_order: list[bytes] = []
+
+    def add(self, start: bytes) -> None:
+        at = bisect_left(self.in_order, start)
+        if at == len(self.in_order) or self.in_order[at] != start:
+            self.in_order.insert(at, start)
+
+    def remove(self, start: bytes) -> None:
+        """Removes one that is there."""
+        at = bisect_left(self.in_order, start)
+        assert self.in_order[at] == start
+        del self.in_order[at]
+
+    def clear(self) -> None:
+        self.in_order.clear()
+
+    def nearest(self, start: bytes) -> tuple[bytes, int]:
+        """The one with most first tokens in common, and how many; (b"", 0) where none has any."""
+        at = bisect_left(self.in_order, start)
+        found, most = b"", 0
+        for other in self.in_order[max(0, at - 1) : at + 1]:
+            if (common := num_common(start, other)) > most:
+                found, most = other, common
+        return found, most

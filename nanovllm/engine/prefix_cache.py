@@ -1,0 +1,236 @@
+"""What of a text is there already: blocks shared by content, copied where a text leaves another inside a block, and
+waited for where a row computes them in this very step.
+
+A page that nobody owns keeps its key until its blocks are reused, so that a later text with the same prefix finds it.
+Layers with a window need the last tokens of a text alone: a prefix of n tokens is a hit where all pages of the other
+layers are there, and those that the window at n reaches.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from nanovllm.engine.block_pool import Page
+from nanovllm.engine.block_starts import BlockStarts, block_start
+from nanovllm.engine.prefix_keys import before_block, extend_keys
+from nanovllm.engine.sequence import Sequence
+from nanovllm.wire.state import PageGroup
+
+_LEAST_COPIED = 16
+"""Tokens for which a copy is made, at least: fewer are computed sooner. In small blocks it is half a block."""
+
+
+class CachedPrefix(NamedTuple):
+    """What the cache has of a row's beginning."""
+
+    num_blocks: int
+    """Whole blocks, to be shared."""
+    num_copied: int
+    """Tokens after them that the row has in common with the pages of `source`, to be copied."""
+    source: tuple[Page, ...]
+    """By group; empty where nothing is copied."""
+    num_tokens: int
+    """All of these."""
+
+
+def most_cached_tokens(seq: Sequence) -> int:
+    """Tokens of a row that may come from the cache: all but the last, whose step is the one that samples, and none of
+    those whose log-probabilities are wanted, since these come with computing."""
+    if seq.sampling is not None and seq.sampling.num_prompt_logprobs_missing:
+        return seq.sampling.prompt_logprob_start - 1
+    return seq.num_tokens - 1
+
+
+class PrefixCache:
+    """Pages by the text that they hold."""
+
+    def __init__(self, block_size: int, groups: tuple[PageGroup, ...], enabled: bool = True) -> None:
+        """enabled: whether rows share anything."""
+        self.block_size, self.groups, self.enabled = block_size, groups, enabled
+        self._full = [index for index, group in enumerate(groups) if group.window is None]
+        self._windows = [index for index, group in enumerate(groups) if group.window is not None]
+        self._pages: list[dict[bytes, Page]] = [{} for _ in groups]
+        """Cached or owned pages by key, for each group."""
+        self._generation = 0
+        """Counts the times that a key went."""
+        self._starts = BlockStarts()
+        self._pages_of_start: dict[bytes, tuple[Page, ...]] = {}
+        """By group; of several blocks that begin alike, the newest."""
+        self._computing = BlockStarts()
+        """What rows of the step that is being scheduled compute."""
+        self.least_copied = min(_LEAST_COPIED, -(-block_size // 2))
+
+    # -- finding ------------------------------------------------------------------------------------------------
+
+    def begin_step(self, prompts: Iterable[Sequence]) -> None:
+        """A step is scheduled. prompts: running rows that it computes known tokens of."""
+        self._computing.clear()
+        for seq in prompts:
+            self.note_computing(seq)
+
+    def note_computing(self, seq: Sequence) -> None:
+        """`seq` computes the first block that it has not computed, which others may share later."""
+        if not seq.is_stale and (start := self._start_of(seq, seq.num_published, seq.num_tokens)) is not None:
+            self._computing.add(start)
+
+    def lookup(self, seq: Sequence) -> CachedPrefix | None:
+        """What a waiting row can begin with. None: it had better wait for what a row of this step computes, which
+        spares it a whole block, or half of what it would compute."""
+        most, size = most_cached_tokens(seq), self.block_size
+        num_blocks = self.num_hits(seq, most)
+        start = self._start_of(seq, num_blocks, most)
+        if start is None:
+            return CachedPrefix(num_blocks, 0, (), num_blocks * size)
+        found, num_copied = self._starts.nearest(start)
+        source = self._pages_of_start[found] if num_copied >= self.least_copied else ()
+        num_copied = num_copied if source else 0
+        num_tokens = num_blocks * size + num_copied
+        _, common = self._computing.nearest(start)
+        spared = common - num_copied if common >= self.least_copied else 0
+        if spared > 0 and (common == size or 2 * spared >= seq.num_tokens - num_tokens):
+            return None
+        return CachedPrefix(num_blocks, num_copied, source, num_tokens)
+
+    def num_hits(self, seq: Sequence, most_tokens: int) -> int:
+        """Blocks of the longest cached prefix of `seq` within its first `most_tokens`.
+
+        A row that asks again is looked up from where it was found to end, as long as no key has gone."""
+        if not self.enabled:
+            return 0
+        limit = most_tokens // self.block_size
+        self._extend_keys(seq, limit)
+        keys, begin = seq.block_keys, 0
+        if seq.matched_at == self._generation:
+            begin = min(seq.num_matched, limit)
+        end = limit
+        for group in self._full:
+            found = self._pages[group]
+            end = next((index for index in range(begin, end) if keys[index] not in found), end)
+        seq.num_matched, seq.matched_at = end, self._generation
+        while (shorter := min((self._window_hits(group, keys, end) for group in self._windows), default=end)) < end:
+            end = shorter
+        return end
+
+    def _window_hits(self, group: int, keys: list[bytes], end: int) -> int:
+        """Most blocks, up to `end`, after which a window reaches cached pages alone."""
+        window, pages = self.groups[group].window, self._pages[group]
+        assert window is not None
+        reached, run = -(-(window - 1) // self.block_size), 0
+        if not reached:
+            return end
+        for index in range(end - 1, -1, -1):
+            run = run + 1 if keys[index] in pages else 0
+            if run == reached:
+                return index + run
+        return run
+
+    def _start_of(self, seq: Sequence, index: int, num_tokens: int) -> bytes | None:
+        """How a row's block `index` begins, within the row's first `num_tokens`; None where these are too few."""
+        begin, end = index * self.block_size, min((index + 1) * self.block_size, num_tokens)
+        if not self.enabled or end - begin < self.least_copied:
+            return None
+        self._extend_keys(seq, index)
+        return block_start(before_block(seq.block_keys, index, self.block_size, seq.extras), seq.token_ids[begin:end])
+
+    def _extend_keys(self, seq: Sequence, num_blocks: int) -> None:
+        extend_keys(seq.block_keys, seq.token_ids, num_blocks, self.block_size, seq.extras)
+
+    def are_copies(self, seq: Sequence, other: Sequence) -> bool:
+        """Whether one prefix serves both. `other` was looked up."""
+        most = most_cached_tokens(seq)
+        if seq.num_tokens != other.num_tokens or most != most_cached_tokens(other) or seq.extras != other.extras:
+            return False
+        num_blocks = most // self.block_size
+        self._extend_keys(seq, num_blocks)
+        rest = num_blocks * self.block_size
+        last = slice(max(0, num_blocks - 1), num_blocks)
+        return seq.block_keys[last] == other.block_keys[last] and seq.token_ids[rest:] == other.token_ids[rest:]
+
+    def first_kept(self, group: int, position: int) -> int:
+        """The first block that a query at `position` reaches."""
+        window = self.groups[group].window
+        return 0 if window is None else max(0, position + 1 - window) // self.block_size
+
+    def hits(self, seq: Sequence, prefix: CachedPrefix) -> list[list[Page]]:
+        """By group, the pages that a row with this prefix shares."""
+        firsts = [self.first_kept(group, prefix.num_tokens) for group in range(len(self.groups))]
+        return [
+            [pages[key] for key in seq.block_keys[first : prefix.num_blocks]]
+            for first, pages in zip(firsts, self._pages, strict=True)
+        ]
+
+    # -- contents -----------------------------------------------------------------------------------------------
+
+    def publish(self, seq: Sequence, num_written_tokens: int) -> None:
+        """Makes the row's full blocks below `num_written_tokens` hits: their data is written and their tokens known.
+        What is left may be copied."""
+        if not self.enabled or seq.is_stale:
+            return
+        size, num_tokens = self.block_size, min(num_written_tokens, seq.num_tokens)
+        for index in range(seq.num_published, num_tokens // size):
+            self._extend_keys(seq, index + 1)
+            self._note_start(seq, index, num_tokens)
+            key = seq.block_keys[index]
+            for pages, table in zip(self._pages, seq.pages, strict=True):
+                page = table[index]
+                if page is not None and key not in pages:  # else: computed twice at once; the first stays the hit
+                    assert page.key is None and page.num_owners > 0, page
+                    page.key, pages[key] = key, page
+            seq.num_published = index + 1
+        self._note_start(seq, seq.num_published, num_tokens)
+
+    def _note_start(self, seq: Sequence, index: int, num_tokens: int) -> None:
+        """These tokens of a row's block are written, unless they are too few to be copied."""
+        start = self._start_of(seq, index, num_tokens)
+        if start is None:
+            return
+        pages = tuple([page for table in seq.pages if (page := table[index]) is not None])
+        if len(pages) < len(seq.pages) or pages[0].start == start:
+            return
+        for page in pages:
+            self._forget_start(page)
+        if start in self._pages_of_start:
+            for page in self._pages_of_start[start]:
+                page.start = b""
+        else:
+            self._starts.add(start)
+        self._pages_of_start[start] = pages
+        for page in pages:
+            page.start = start
+
+    def _forget_start(self, page: Page) -> None:
+        if page.start:
+            self._starts.remove(page.start)
+            for each in self._pages_of_start.pop(page.start):
+                each.start = b""
+
+    def forget(self, page: Page) -> None:
+        """The blocks of a page are about to be reused."""
+        if page.key is not None:
+            del self._pages[page.group][page.key]
+            page.key = None
+            self._generation += 1
+        self._forget_start(page)
+
+    def forget_all(self) -> None:
+        """Empties the cache. Rows keep their blocks."""
+        for pages in self._pages:
+            for page in pages.values():
+                page.key = None
+            pages.clear()
+        for pages_of_start in self._pages_of_start.values():
+            for page in pages_of_start:
+                page.start = b""
+        self._starts.clear()
+        self._pages_of_start.clear()
+        self._generation += 1
+
+    def check_integrity(self, known: set[Page]) -> None:
+        """Asserts that keys and starts lead to their pages. known: all that are owned or cached."""
+        for group, pages in enumerate(self._pages):
+            found = {page.key: page for page in known if page.group == group and page.key is not None}
+            assert found == pages, (found, pages)
+        starts = Counter(page.start for page in known if page.start)
+        assert starts == {start: len(pages) for start, pages in self._pages_of_start.items()}
+        assert all(page.start == start for start, pages in self._pages_of_start.items() for page in pages)
+        assert sorted(self._pages_of_start) == self._starts.in_order

@@ -1,0 +1,52 @@
+"""Keys of blocks: digests of all that the keys and values in a block depend on.
+
+That is the block's tokens, the tokens before them, and the extras of the text: digests of what else changes keys and
+values, each by the position from which on it does. A cache_salt is one, at position 0. The digest is a cryptographic
+one: two blocks with one key hold the same text, whoever made it.
+"""
+
+from array import array
+from hashlib import blake2b
+
+KEY_SIZE = 16
+"""Bytes of a key."""
+Extras = tuple[tuple[int, bytes], ...]
+"""(position, digest), by ascending position."""
+_ROOT = bytes(KEY_SIZE)
+
+
+def _digest(content: bytes, kind: bytes = b"") -> bytes:
+    return blake2b(content, digest_size=KEY_SIZE, person=kind).digest()
+
+
+def extras_of(cache_salt: str | None) -> Extras:
+    """The extras of a text with this salt; None: without."""
+    return () if cache_salt is None else ((0, _digest(cache_salt.encode("utf-8", "surrogatepass"), b"salt")),)
+
+
+def before_block(keys: list[bytes], index: int, block_size: int, extras: Extras) -> bytes:
+    """KEY_SIZE bytes that stand for all that block `index` depends on but its own tokens. `keys`: of the blocks before
+    it, at least."""
+    parent = keys[index - 1] if index else _ROOT
+    own = [digest for position, digest in extras if index * block_size <= position < (index + 1) * block_size]
+    return _digest(parent + b"".join(own), b"extras") if own else parent
+
+
+def extend_keys(keys: list[bytes], token_ids: list[int], num_blocks: int, block_size: int, extras: Extras = ()) -> None:
+    """Appends to the keys of a text's first blocks those up to block `num_blocks`; its tokens must be there."""
+    first = len(keys)
+    if first >= num_blocks:
+        return
+    tokens = array("i", token_ids[first * block_size : num_blocks * block_size]).tobytes()
+    assert len(tokens) == 4 * block_size * (num_blocks - first)
+    for index in range(first, num_blocks):
+        begin = 4 * block_size * (index - first)
+        before = before_block(keys, index, block_size, extras)
+        keys.append(_digest(before + tokens[begin : begin + 4 * block_size]))
+
+
+def prefix_keys(token_ids: list[int], block_size: int, cache_salt: str | None = None) -> list[bytes]:
+    """Keys of the full blocks of a text: equal where a PrefixCache would share the block."""
+    keys: list[bytes] = []
+    extend_keys(keys, token_ids, len(token_ids) // block_size, block_size, extras_of(cache_salt))
+    return keys

@@ -1,0 +1,226 @@
+"""The memory of rows: which blocks each has for its keys and values, and what fits.
+
+A row has a table of pages for each group of layers. Layers without a window need all of its tokens: a row is admitted
+where all its known tokens fit, and gets their pages at once. Layers with a window need its last tokens alone: a row
+gets their pages for what it computes next, and gives them back as the window moves on. Pages given back stay in the
+prefix cache until their blocks are reused.
+"""
+
+from collections.abc import Iterable
+
+from nanovllm.engine.block_pool import BlockPool
+from nanovllm.engine.prefix_cache import CachedPrefix, PrefixCache
+from nanovllm.engine.sequence import Sequence
+from nanovllm.wire.state import PageGroup
+
+_ONE_GROUP = (PageGroup(),)
+
+
+class RowMemory:
+    """Owner of every block. Raises only on its own mistakes: callers ask first what fits."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, groups: tuple[PageGroup, ...] = _ONE_GROUP,
+        enable_prefix_caching: bool = True, table_width: int = 0,
+    ) -> None:  # fmt: skip
+        """table_width: blocks of one block table on the device; needed where rows have several tables."""
+        self.num_blocks, self.block_size, self._table_width = num_blocks, block_size, table_width
+        self.cache = PrefixCache(block_size, groups, enable_prefix_caching)
+        self.pool = BlockPool(num_blocks, self.cache.forget)
+        self._full = [index for index, group in enumerate(groups) if group.window is None]
+        self._windows = [index for index, group in enumerate(groups) if group.window is not None]
+        self._groups = groups
+        self.num_tables = sum(group.num_tables for group in groups)
+        self.num_full_tables = sum(groups[index].num_tables for index in self._full)
+        """Tables that grow with the row."""
+        self._first_table = [sum(group.num_tables for group in groups[:index]) for index in range(len(groups))]
+
+    # -- sizes --------------------------------------------------------------------------------------------------
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be handed out; those that are still hits count too."""
+        return self.pool.num_free_blocks
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks of one table."""
+        return -(-num_tokens // self.block_size)
+
+    def window_blocks(self, num_tokens: int) -> int:
+        """Most blocks that a row of up to `num_tokens` holds for layers with windows while it decodes."""
+        most = self.num_blocks_for(num_tokens)
+        return sum(
+            min(most, -(-(window - 1) // self.block_size) + 1) * num_tables
+            for window, num_tables in self._groups if window is not None
+        )  # fmt: skip
+
+    def row_blocks(self, num_tokens: int) -> int:
+        """Most blocks that such a row holds while it decodes."""
+        return self.num_full_tables * self.num_blocks_for(num_tokens) + self.window_blocks(num_tokens)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens of the longest row that fits alone."""
+        low, high = 0, (self.num_blocks + 1) * self.block_size
+        if not self._full and self.window_blocks(high) <= self.num_blocks:
+            return 1 << 40  # windows alone: as long as it likes
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.row_blocks(middle) <= self.num_blocks else (low, middle)
+        return low
+
+    # -- rows ---------------------------------------------------------------------------------------------------
+
+    def fit(self, seq: Sequence, prefix: CachedPrefix, count: int) -> tuple[CachedPrefix, int]:
+        """How many tokens, at most `count`, a waiting row can compute first where it gets its `prefix`, blocks for all
+        its tokens in layers without a window, and for these in the others; 0: it does not fit. And that prefix,
+        without what it would copy where a block of that is needed."""
+        shared = prefix.num_blocks
+        left = self.num_free_blocks - self.num_full_tables * (self.num_blocks_for(seq.num_tokens) - shared)
+        if left < 0:
+            return prefix, 0
+        left -= self.pool.num_cached_blocks(page for pages in self.cache.hits(seq, prefix) for page in pages)
+        if self.num_tables > 1 and prefix.source:  # with one table a block may be copied onto itself
+            source = self.pool.num_cached_blocks(prefix.source)
+            if found := self._within_windows(prefix.num_tokens, count, shared, left - source):
+                return prefix, found
+            prefix = CachedPrefix(shared, 0, (), shared * self.block_size)
+        return prefix, self._within_windows(prefix.num_tokens, count, shared, left)
+
+    def num_owned_blocks(self, seq: Sequence, prefix: CachedPrefix) -> int:
+        """Blocks of a waiting row's prefix that other rows have anyway, in layers without a window."""
+        hits = self.cache.hits(seq, prefix)
+        pages = [page for group in self._full for page in hits[group]]
+        return sum(len(page.blocks) for page in pages) - self.pool.num_cached_blocks(pages)
+
+    def _within_windows(self, start: int, count: int, num_blocks: int, num_free: int) -> int:
+        """How many of `count` tokens from `start` on `num_free` blocks serve, in groups with windows whose tables have
+        `num_blocks` so far."""
+        if num_free < 0:
+            return 0
+        if not self._windows:
+            return count
+        most = num_blocks + num_free // (self.num_tables - self.num_full_tables)
+        return max(0, min(count, most * self.block_size - start))
+
+    def admit(self, seq: Sequence, prefix: CachedPrefix, count: int) -> list[int]:
+        """Gives `seq` its prefix, and fresh blocks for its other tokens; in layers with windows for the first `count`
+        of these. Returns flat pairs of blocks to copy, source and destination."""
+        assert not seq.pages, seq
+        hits, source = self.cache.hits(seq, prefix), prefix.source if self.num_tables > 1 else ()
+        for page in (page for found in [*hits, source] for page in found):
+            self.pool.share(page)  # before any block is taken
+        for found in hits:
+            seq.pages.append([*[None] * (prefix.num_blocks - len(found)), *found])
+        seq.num_held_blocks = sum(len(page.blocks) for found in hits for page in found)
+        for group in self._full:
+            self._extend(seq, group, seq.num_tokens)
+        for group in self._windows:
+            self._extend(seq, group, prefix.num_tokens + count)
+        copies: list[int] = []
+        for page, table in zip(prefix.source, seq.pages, strict=False):
+            own = table[prefix.num_blocks]
+            assert own is not None
+            for pair in zip(page.blocks, own.blocks, strict=True):
+                copies += pair
+        for page in source:
+            self.pool.give_back(page)
+        seq.num_published = prefix.num_blocks
+        self._note_reserved(seq)
+        return copies
+
+    def _extend(self, seq: Sequence, group: int, num_tokens: int) -> None:
+        """Adds pages to a row's table until it holds so many tokens."""
+        table, num_tables = seq.pages[group], self._groups[group].num_tables
+        more = self.num_blocks_for(num_tokens) - len(table)
+        for _ in range(more):
+            table.append(self.pool.take(group, num_tables))
+        seq.num_held_blocks += max(0, more) * num_tables
+
+    def _note_reserved(self, seq: Sequence) -> None:
+        seq.num_reserved_tokens = self.block_size * min(map(len, seq.pages))
+
+    def can_grow(self, seq: Sequence) -> bool:
+        """Whether a row that decodes can have one more block in each table; what its windows have left goes first."""
+        self._leave_behind(seq, seq.num_computed_tokens)
+        return self.num_free_blocks >= self.num_tables
+
+    def num_updates(self, seq: Sequence, prefix: CachedPrefix, count: int) -> int:
+        """Blocks of a row that is admitted so."""
+        found = self.num_full_tables * self.num_blocks_for(seq.num_tokens)
+        end = self.num_blocks_for(prefix.num_tokens + count)
+        for group in self._windows:
+            found += self._groups[group].num_tables * (end - self.cache.first_kept(group, prefix.num_tokens))
+        return found
+
+    def prepare(self, seq: Sequence, count: int) -> int:
+        """Makes room for the next `count` tokens of a running row, whose windows leave pages behind first: how many of
+        these tokens have room. All of them where no layer has a window, since it has blocks for its known tokens."""
+        if not self._windows:
+            return count
+        start = seq.num_computed_tokens
+        self._leave_behind(seq, start)
+        num_blocks = min(len(seq.pages[group]) for group in self._windows)
+        return self._within_windows(start, count, num_blocks, self.num_free_blocks)
+
+    def reserve(self, seq: Sequence, count: int) -> list[int]:
+        """Gives a running row blocks for its next `count` tokens, for which `prepare` found room. Returns block
+        updates: flat triples slot, index, block."""
+        updates: list[int] = []
+        for group, table in enumerate(seq.pages):
+            first = len(table)
+            self._extend(seq, group, seq.num_computed_tokens + count)
+            updates += self._updates(seq, group, first)
+        self._note_reserved(seq)
+        return updates
+
+    def _leave_behind(self, seq: Sequence, position: int) -> None:
+        """Gives back what no query from `position` on reaches."""
+        for group in self._windows:
+            table, end = seq.pages[group], self.cache.first_kept(group, position)
+            first = next((index for index in range(end, 0, -1) if table[index - 1] is None), 0)
+            for index in range(first, end):
+                page, table[index] = table[index], None
+                assert page is not None
+                seq.num_held_blocks -= len(page.blocks)
+                self.pool.give_back(page)
+
+    def all_updates(self, seq: Sequence) -> list[int]:
+        """The block updates that tell a device all of a row's blocks."""
+        return [number for group in range(len(self._groups)) for number in self._updates(seq, group, 0)]
+
+    def _updates(self, seq: Sequence, group: int, first: int) -> list[int]:
+        updates: list[int] = []
+        for index, page in enumerate(seq.pages[group][first:], first):
+            if page is not None:
+                for table, block in enumerate(page.blocks, self._first_table[group]):
+                    updates += (seq.slot, table * self._table_width + index, block)
+        return updates
+
+    def release(self, seq: Sequence) -> None:
+        """Takes the row's blocks back. Its tail is reused first: the front of a prompt is the likelier hit."""
+        for table in seq.pages:
+            for page in reversed(table):
+                if page is not None:
+                    self.pool.give_back(page)
+        seq.pages = []
+        seq.num_held_blocks = seq.num_reserved_tokens = 0
+        seq.is_stale = False
+        seq.epoch += 1
+
+    def forget_cached(self) -> None:
+        """Empties the prefix cache. Rows keep their blocks."""
+        self.cache.forget_all()
+        self.pool.drop_cached()
+
+    def check_integrity(self, owners: Iterable[Sequence]) -> None:
+        """Asserts that blocks, pages and the tables of these rows agree."""
+        owners = list(owners)
+        owned = [page for seq in owners for table in seq.pages for page in table if page is not None]
+        self.cache.check_integrity(self.pool.check_integrity(owned))
+        for seq in owners:
+            held = [page for table in seq.pages for page in table if page is not None]
+            assert seq.num_held_blocks == sum(len(page.blocks) for page in held), seq
+            for group, table in enumerate(seq.pages):
+                kept = self.cache.first_kept(group, seq.num_computed_tokens)
+                assert all(page is not None and page.group == group for page in table[kept:]), seq

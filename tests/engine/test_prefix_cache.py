@@ -1,0 +1,215 @@
+"""Blocks of KV memory: what is a hit, what is reused first, and that none is lost or owned twice."""
+
+from collections import OrderedDict
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from simulation import blocks_of, make_sequence
+
+from nanovllm.engine.prefix_cache import CachedPrefix
+from nanovllm.engine.prefix_keys import prefix_keys
+from nanovllm.engine.row_memory import RowMemory
+from nanovllm.engine.sequence import Sequence
+from nanovllm.wire.state import PageGroup
+
+BLOCK_SIZE = 4
+
+
+def admit(memory: RowMemory, tokens: list[int], *, salt: str | None = None) -> Sequence:
+    """A row of `tokens` that owns its blocks and whose KV is all there."""
+    seq = make_sequence(0, tokens, salt=salt)
+    prefix = memory.cache.lookup(seq)
+    prefix, count = memory.fit(seq, prefix, seq.num_tokens - prefix.num_tokens)
+    assert count == seq.num_tokens - prefix.num_tokens
+    memory.admit(seq, prefix, count)
+    seq.num_computed_tokens = seq.num_tokens
+    memory.cache.publish(seq, seq.num_tokens)
+    return seq
+
+
+def num_hits(memory: RowMemory, tokens: list[int], salt: str | None = None) -> int:
+    return memory.cache.num_hits(make_sequence(0, tokens, salt=salt), len(tokens) - 1)
+
+
+def block_of(*tokens: int) -> list[int]:
+    """Tokens for whole blocks, each filled with one value."""
+    return [token for token in tokens for _ in range(BLOCK_SIZE)]
+
+
+def test_texts_of_another_salt_are_misses() -> None:
+    memory = RowMemory(10, BLOCK_SIZE)
+    memory.release(admit(memory, [*block_of(1, 2), 0], salt="a"))
+    assert [num_hits(memory, [*block_of(1, 2), 0], salt) for salt in ("a", "b", None)] == [2, 0, 0]
+
+
+def test_an_extra_counts_from_its_position_on() -> None:
+    """As the digest of an image does."""
+    memory = RowMemory(10, BLOCK_SIZE)
+
+    def text(digest: bytes) -> Sequence:
+        seq = make_sequence(0, [*block_of(1, 2, 3), 0])
+        seq.extras = ((BLOCK_SIZE + 1, digest),)
+        return seq
+
+    first = text(b"one")
+    memory.admit(first, CachedPrefix(0, 0, (), 0), first.num_tokens)
+    memory.cache.publish(first, first.num_tokens)
+    assert [memory.cache.num_hits(text(digest), 3 * BLOCK_SIZE) for digest in (b"one", b"two")] == [3, 1]
+    assert memory.cache.lookup(text(b"two")).num_tokens == BLOCK_SIZE, "nor is the second block copied"
+
+
+@pytest.mark.parametrize("damage", ["lost", "counted twice", "dangling key"])
+def test_the_integrity_check_notices(damage: str) -> None:
+    memory = RowMemory(4, BLOCK_SIZE)
+    seq = admit(memory, block_of(1, 2))
+    owners = {"lost": [], "counted twice": [seq, seq], "dangling key": [seq]}[damage]
+    if damage == "dangling key":
+        seq.pages[0][0].key = b"?"
+    with pytest.raises(AssertionError):
+        memory.check_integrity(owners)
+
+
+def test_a_window_that_moves_on_leaves_hits_behind() -> None:
+    """A prefix is found where the full layers have all of it and the others what their window reaches."""
+    memory = RowMemory(60, BLOCK_SIZE, (PageGroup(), PageGroup(window=6, num_tables=2)), table_width=20)
+    seq = admit(memory, [*range(40)])
+    assert seq.num_held_blocks == 30 and memory.num_free_blocks == 30
+    assert memory.prepare(seq, 0) == 0
+    assert [page is not None for page in seq.pages[1]] == [False] * 8 + [True] * 2
+    memory.check_integrity([seq])
+    assert num_hits(memory, [*range(40), 0]) == 10
+    assert num_hits(memory, [*range(30), 0]) == 7, "pages of former windows are there while nobody needs them"
+    other = admit(memory, [100] * 60)  # takes what is free and more
+    assert num_hits(memory, [*range(30), 0]) < 7
+    assert num_hits(memory, [*range(40), 0]) == 10
+    for row in (seq, other):
+        memory.release(row)
+    memory.check_integrity([])
+    assert memory.num_free_blocks == 60
+
+
+class RowMemoryMachine(RuleBasedStateMachine):
+    """Against a model that knows texts only: which prefixes are hits, and which of them goes next."""
+
+    @initialize(num_blocks=st.integers(1, 6), is_caching=st.sampled_from((True, True, False)))
+    def start(self, num_blocks: int, is_caching: bool) -> None:
+        self.is_caching = is_caching
+        self.memory = RowMemory(num_blocks, BLOCK_SIZE, enable_prefix_caching=is_caching)
+        self.rows: list[Sequence] = []
+        self.texts: dict[int, tuple[int, ...]] = {}  # block -> the text that ends with it, where it is a hit
+        self.free_hits: OrderedDict[tuple[int, ...], None] = OrderedDict()  # hits that nobody owns, next to go first
+        self.seen: set[tuple[int, ...]] = set()
+
+    def prefixes(self, tokens: list[int]) -> list[tuple[int, ...]]:
+        return [tuple(tokens[:end]) for end in range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE)]
+
+    def took(self, blocks: list[int], num_empty: int) -> None:
+        """Fresh blocks were handed out: the empty ones first, then the hit that was free for longest."""
+        for index, block in enumerate(blocks):
+            if index < num_empty:
+                assert block not in self.texts
+            else:
+                assert self.texts.pop(block) == self.free_hits.popitem(last=False)[0]
+
+    @rule(
+        values=st.lists(st.integers(0, 1), max_size=3),
+        tail=st.integers(1, BLOCK_SIZE),
+        then=st.sampled_from(("runs", "is written", "is written and ends", "ends")),
+    )
+    def admit(self, values: list[int], tail: int, then: str) -> None:
+        seq = make_sequence(0, block_of(*values) + [2] * tail)
+        self.seen.add(tuple(seq.token_ids))
+        prefix = CachedPrefix(num := self.memory.cache.num_hits(seq, seq.num_tokens - 1), 0, (), num * BLOCK_SIZE)
+        hits = [page.blocks[0] for page in self.memory.cache.hits(seq, prefix)[0]]
+        known = set(self.texts.values())
+        expected = [p for p in self.prefixes(seq.token_ids) if len(p) < len(seq.token_ids)]
+        longest = next((i for i, prefix in enumerate(expected) if prefix not in known), len(expected))
+        assert [self.texts[block] for block in hits] == expected[:longest]
+        num_full = (seq.num_tokens - 1) // BLOCK_SIZE if self.is_caching else 0
+        assert seq.block_keys == prefix_keys(seq.token_ids, BLOCK_SIZE)[:num_full]
+        num_fresh = self.memory.num_blocks_for(seq.num_tokens) - len(hits)
+        revived = [text for text in expected[:longest] if text in self.free_hits]
+        free = self.memory.num_free_blocks
+        fits = self.memory.fit(seq, prefix, 1)[1] == 1
+        assert fits == (num_fresh <= free - len(revived))
+        if fits:
+            num_empty = free - len(self.free_hits)
+            for text in revived:
+                del self.free_hits[text]
+            self.memory.admit(seq, prefix, 1)
+            assert blocks_of(seq)[: len(hits)] == hits
+            assert len(blocks_of(seq)) == 1 + (seq.num_tokens - 1) // BLOCK_SIZE
+            self.took(blocks_of(seq)[len(hits) :], num_empty)
+            self.rows.append(seq)
+            if "written" in then:
+                self.publish_first(seq, seq.num_tokens)
+            if "ends" in then:
+                self.release_row(len(self.rows) - 1)
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def publish(self, data: st.DataObject) -> None:
+        seq = data.draw(st.sampled_from(self.rows))
+        self.publish_first(seq, data.draw(st.integers(0, seq.num_tokens)))
+
+    def publish_first(self, seq: Sequence, written: int) -> None:
+        known = seq.num_published  # what has been forgotten since stays so
+        self.memory.cache.publish(seq, written)
+        prefixes = self.prefixes(seq.token_ids[:written]) if self.is_caching else []
+        for block, prefix in list(zip(blocks_of(seq), prefixes, strict=False))[known:]:
+            if prefix not in self.texts.values():
+                assert block not in self.texts
+                self.texts[block] = prefix
+
+    @precondition(lambda self: self.rows and self.memory.num_free_blocks)
+    @rule(data=st.data())
+    def grow(self, data: st.DataObject) -> None:
+        seq = data.draw(st.sampled_from(self.rows))
+        num_empty = self.memory.num_free_blocks - len(self.free_hits)
+        seq.num_computed_tokens = seq.num_reserved_tokens
+        assert self.memory.can_grow(seq)
+        [_, index, block] = self.memory.reserve(seq, 1)
+        assert blocks_of(seq)[index:] == [block]
+        self.took([block], num_empty)
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.release_row(data.draw(st.integers(0, len(self.rows) - 1)))
+
+    def release_row(self, index: int) -> None:
+        seq = self.rows.pop(index)
+        owned = blocks_of(seq)
+        self.memory.release(seq)
+        still = {block for row in self.rows for block in blocks_of(row)}
+        for block in reversed(owned):
+            if block not in still and block in self.texts:
+                self.free_hits[self.texts[block]] = None
+
+    @rule()
+    def forget(self) -> None:
+        """Rows keep their blocks."""
+        self.memory.forget_cached()
+        self.texts.clear()
+        self.free_hits.clear()
+
+    @invariant()
+    def check(self) -> None:
+        self.memory.check_integrity(self.rows)
+        for tokens in self.seen:
+            expected = [p for p in self.prefixes(list(tokens)) if len(p) < len(tokens)]
+            known = set(self.texts.values())
+            longest = next((i for i, prefix in enumerate(expected) if prefix not in known), len(expected))
+            assert num_hits(self.memory, list(tokens)) == longest
+
+    def teardown(self) -> None:
+        if hasattr(self, "memory"):
+            self.check()
+            for seq in self.rows:
+                self.memory.release(seq)
+            self.memory.check_integrity([])
+            assert self.memory.num_free_blocks == self.memory.num_blocks
+
+
+TestAgainstModel = RowMemoryMachine.TestCase
