@@ -318,6 +318,11 @@ class DecoderForCausalLM(WeightedModule):
             logits.mul_(self.config.logits_multiplier)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
+    @property
+    def num_weights(self) -> int:
+        """That a token is multiplied by in all layers, on this rank."""
+        return sum(one.num_weights for layer in self.layers for one in layer.operations)
+
     def attention_layers(self) -> list[Attention]:
         return [layer.self_attn for layer in self.layers]
 

@@ -15,8 +15,8 @@ from nanovllm.wire.shapes import LARGE_CHUNKS, MAX_PREFILL_ROWS, StepShape, deco
 _GRAPH, _FIRST_GRAPH = 8 << 20, 64 << 20
 """Bytes that a graph usually takes outside of torch's allocator, and the first with the kernels that it loads."""
 
-_HIDES_LAUNCHES = 6 * 10**12
-"""Parameters x tokens whose products take an H200 some 20 ms."""
+_HIDES_LAUNCHES = 5.5e12
+"""Weights x tokens whose products take an H200 some 20 ms."""
 
 
 def why_no_graphs(
@@ -34,11 +34,11 @@ def why_no_graphs(
     return None
 
 
-def largest_chunk(max_num_batched_tokens: int, backend: AttentionBackend, num_parameters: int) -> int:
-    """Most prompt tokens of a step that is worth capturing. num_parameters: of this rank. A backend may be faster where
-    it is launched kernel by kernel; that takes the host some 10 ms, which a device hides behind the multiplications of
-    the largest chunk where it has enough of them."""
-    is_busy = num_parameters * LARGE_CHUNKS[-1] >= _HIDES_LAUNCHES
+def largest_chunk(max_num_batched_tokens: int, backend: AttentionBackend, num_weights: int) -> int:
+    """Most prompt tokens of a step that is worth capturing. num_weights: that this rank multiplies a token by. A
+    backend may be faster where it is launched kernel by kernel; that takes the host some 10 ms, which a device hides
+    behind the multiplications of the largest chunk where it has enough of them."""
+    is_busy = num_weights * LARGE_CHUNKS[-1] >= _HIDES_LAUNCHES
     if backend.prefers_eager_prompts and is_busy:
         return min(max_num_batched_tokens, LARGE_CHUNKS[-1] - 1)
     return max_num_batched_tokens

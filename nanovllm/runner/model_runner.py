@@ -312,8 +312,7 @@ class ModelRunner(WeightCommands):
     def _new_graphs(self) -> StepGraphs:
         assert self.io.stream is not None
         self.io.step_buffer.zero_()  # a step without rows: everything is padding
-        num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        max_tokens = largest_chunk(self.config.max_num_batched_tokens, self.backend, num_parameters)
+        max_tokens = largest_chunk(self.config.max_num_batched_tokens, self.backend, self.model.num_weights)
         return StepGraphs(
             self.work.run_padded, self.config.max_num_seqs, max_tokens, self.io.stream, self._progress,
             partial(before_capture, self.model),

@@ -8,7 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanovllm.config import EngineConfig
+from nanovllm.executor.resolve import settle
+from nanovllm.models.registry import read_model_config
 from nanovllm.runner.cuda_graphs import StepGraphs, largest_chunk
+from nanovllm.runner.memory_plan import rank_model
 from nanovllm.wire.shapes import (
     LARGE_CHUNKS,
     MAX_PREFILL_ROWS,
@@ -121,13 +125,27 @@ def test_graph_memory_is_extrapolated_from_the_smaller_increment(monkeypatch: py
     assert graphs.measure(lambda work, usual: next(taken)) == 300 + 60 + 3 + 3
 
 
-@pytest.mark.parametrize(("prefers_eager", "parameters", "captured"), [
+@pytest.mark.parametrize(("prefers_eager", "weights", "captured"), [
     (False, 8 * 10**9, True), (True, 8 * 10**9, False), (True, 6 * 10**8, True),
 ])  # fmt: skip
 def test_long_prompts_of_large_models_are_left_to_a_backend_that_is_faster_eagerly(
-    prefers_eager: bool, parameters: int, captured: bool
+    prefers_eager: bool, weights: int, captured: bool
 ) -> None:
     backend: Any = SimpleNamespace(prefers_eager_prompts=prefers_eager)
-    found = graphs(256, largest_chunk(16384, backend, parameters))
+    found = graphs(256, largest_chunk(16384, backend, weights))
     assert (found.shape_for(0, 1, 4096) is not None) == captured
     assert found.shape_for(0, 1, 3000) is not None and found.shape_for(200, 1, 3000) is not None
+
+
+@pytest.mark.parametrize(("name", "ranks", "captured"), [
+    ("Qwen3-0.6B", 1, True), ("Qwen3-1.7B", 1, False), ("Qwen3-8B", 2, False), ("Qwen3-30B-A3B", 1, False),
+    ("Qwen3-30B-A3B", 8, True),
+])  # fmt: skip
+def test_of_a_mixture_those_experts_keep_a_device_busy_that_a_token_chose(
+    name: str, ranks: int, captured: bool
+) -> None:
+    config = EngineConfig(name, load_format="dummy", device="cuda", tensor_parallel_size=ranks)
+    model = read_model_config(config)
+    backend: Any = SimpleNamespace(prefers_eager_prompts=True)
+    found = graphs(256, largest_chunk(16384, backend, rank_model(settle(config, model), model).num_weights))
+    assert (found.shape_for(0, 1, 4096) is not None) == captured

@@ -70,6 +70,11 @@ class Product:
         return Gemm(self.kind, self.n, self.k, self.dtype, world == 1)
 
     @property
+    def num_weights(self) -> int:
+        """That a token is multiplied by."""
+        return self.n * self.k
+
+    @property
     def num_bytes(self) -> int:
         """Of the weight."""
         return self.n * self.k * {FP8: 2, INT4: 1}.get(self.dtype, 2 * ITEM_SIZES.get(self.dtype, 8)) // 2
@@ -94,6 +99,11 @@ class Experts:
     """The consumer can add up the experts of a token."""
 
     kind = "experts"
+
+    @property
+    def num_weights(self) -> int:
+        """That a token is multiplied by: those of its experts."""
+        return 3 * self.top_k * self.width * self.hidden
 
 
 Operation = Product | Experts
