@@ -33,7 +33,7 @@ class GatedAttention(Attention):
     """o_proj(sigmoid(gate_proj(x)) * attention(x)): [T, hidden] -> [T, hidden], a partial sum of this rank's heads."""
 
     def __init__(self, context: ModelContext, spec: LayerSpec, tables: PositionTables, place: Place) -> None:
-        cos_sin = None if spec.rope is None else tables.cos_sin[spec.rope]
+        cos_sin = None if spec.rope is None else tables.cos_sin[spec.rope, spec.head_dim]
         super().__init__(
             context, context.config, spec, context.backend, cos_sin, tables.query_scale, adds_parts=place.adds_parts
         )

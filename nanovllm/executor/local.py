@@ -13,11 +13,12 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import WorkerError, short
-from nanovllm.executor.cpu_threads import threads_for, usable_cores
+from nanovllm.executor.cpu_threads import threads_for
 from nanovllm.executor.processes import WorkerProcesses
 from nanovllm.executor.resolve import resolve
 from nanovllm.executor.store import WatchedStore, open_store
 from nanovllm.model_config import ModelConfig
+from nanovllm.processes.machine import usable_cores
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.weight_update import merged_checksums, named_tensor
 from nanovllm.startup.compile_pool import KernelCompiler

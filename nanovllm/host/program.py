@@ -101,7 +101,8 @@ def _take_share(config: "EngineConfig", number: int) -> None:
     if (devices := devices_of_replicas(config)[number]) is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = devices  # before CUDA starts
         return
-    from nanovllm.executor.cpu_threads import let_waiting_threads_sleep, usable_cores
+    from nanovllm.executor.cpu_threads import let_waiting_threads_sleep
+    from nanovllm.processes.machine import usable_cores
 
     let_waiting_threads_sleep()
     import torch

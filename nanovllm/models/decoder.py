@@ -67,21 +67,27 @@ def attention_specs(config: ModelConfig, rank: int, size: int) -> tuple[Attentio
 class PositionTables:
     """What depends on the position alone, one for all layers; lengths are the engine's longest context."""
 
-    cos_sin: dict[str, torch.Tensor]
-    """By name; see cos_sin_table."""
+    cos_sin: dict[tuple[str, int], torch.Tensor]
+    """By name and width of a head; see cos_sin_table."""
     query_scale: torch.Tensor | None
     """float32 [max_position]: factor on queries."""
 
     @classmethod
     def of(cls, context: ModelContext) -> "PositionTables":
         config, length, device = context.config, context.max_model_len, context.device
-        args = (config.head_dim, length, config.max_position_embeddings, device)
         scale = None
         if config.query_scaling is not None:
             beta, original = config.query_scaling
             positions = torch.arange(length, dtype=torch.float32, device="cpu")
             scale = (1 + beta * torch.log1p(torch.floor(positions / original))).to(device)
-        return cls({name: cos_sin_table(rope, *args) for name, rope in config.ropes.items()}, scale)
+        kinds = {(spec.rope, spec.head_dim) for spec in config.layers if spec.rope is not None}
+        tables = {
+            (name, head_dim): cos_sin_table(
+                config.ropes[name], head_dim, length, config.max_position_embeddings, device
+            )
+            for name, head_dim in sorted(kinds)
+        }
+        return cls(tables, scale)
 
 
 def has_plain_joints(config: ModelConfig) -> bool:
@@ -110,7 +116,7 @@ class Place:
 
 
 def attention(context: ModelContext, spec: LayerSpec, tables: PositionTables, place: Place) -> Attention:
-    cos_sin = None if spec.rope is None else tables.cos_sin[spec.rope]
+    cos_sin = None if spec.rope is None else tables.cos_sin[spec.rope, spec.head_dim]
     return Attention(
         context, context.config, spec, context.backend, cos_sin, tables.query_scale, place.fuses, place.adds_parts
     )

@@ -1,7 +1,6 @@
 """The paged KV cache of one rank: how many blocks fit, and the tensors."""
 
 import math
-import os
 
 import torch
 
@@ -37,11 +36,6 @@ def blocks_that_fit(budget_bytes: int, bytes_per_block: int, option: str, becaus
             f"(one block){because and f': {because}'}"
         )
     return int(blocks)
-
-
-def host_memory() -> int:
-    """Bytes of memory that this machine has."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def bind_kv_cache(

@@ -30,10 +30,11 @@ from nanovllm.models.names import CheckpointNames
 from nanovllm.models.plugins import load_plugins
 from nanovllm.models.registry import names_of
 from nanovllm.parallel.group import TensorParallelGroup
+from nanovllm.processes.machine import usable_memory
 from nanovllm.runner.cuda_graphs import StepGraphs, largest_chunk, why_no_graphs
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.kernel_choice import before_capture, describe, library_settings, rules_of
-from nanovllm.runner.kv_cache import bind_kv_cache, block_bytes, blocks_that_fit, host_memory
+from nanovllm.runner.kv_cache import bind_kv_cache, block_bytes, blocks_that_fit
 from nanovllm.runner.memory_probe import GIB, NCCL_BYTES, MemoryProbe
 from nanovllm.runner.sampler import OptionSampler, option_bytes
 from nanovllm.runner.sleep import SleepableMemory
@@ -192,11 +193,11 @@ class ModelRunner(WeightCommands):
         size, share = (sum(weight.nbytes for weight in self.model.parameters()), self._host_share)
         if size > share:
             needed = f"model={self.config.model!r}: a rank's weights take {size / GIB:.1f} GiB in {self.config.dtype}"
-            raise ValueError(f"{needed}, must be at most {share / GIB:.1f}, its share of this machine's memory")
+            raise ValueError(f"{needed}, must be at most {share / GIB:.1f}, its share of the memory here")
 
     @property
     def _host_share(self) -> float:
-        return host_memory() / self.config.tensor_parallel_size
+        return usable_memory() / self.config.tensor_parallel_size
 
     @torch.inference_mode()
     def measure_kv_cache(self) -> int:
@@ -208,7 +209,7 @@ class ModelRunner(WeightCommands):
             if config.num_kvcache_blocks is not None:
                 return self._blocks_asked_for(int(share / per_block))
             if gib * GIB > share:
-                refuse("cpu_kvcache_gib", gib, f"at most {share / GIB:.1f}, a rank's share of this machine's memory")
+                refuse("cpu_kvcache_gib", gib, f"at most {share / GIB:.1f}, a rank's share of the memory here")
             return blocks_that_fit(int(gib * GIB), per_block, f"cpu_kvcache_gib={gib}")
         with self.io.stream_context():
             with self.memory.libraries():

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from nanovllm.executor import cpu_threads
-from nanovllm.executor.cpu_threads import threads_for, usable_cores
+from nanovllm.executor.cpu_threads import threads_for
+from nanovllm.processes import machine
+from nanovllm.processes.machine import usable_cores, usable_memory
 
 SHAPE = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 1024, "hidden_size": 1024,
@@ -91,7 +93,28 @@ def test_control_groups_count(
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    monkeypatch.setattr(cpu_threads, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(cpu_threads, "_OWN_CGROUPS", own)
+    monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "_OWN_CGROUPS", own)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     assert usable_cores() == cores
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limit"),
+    [
+        ("0::/pod/own", {"pod/memory.max": str(1 << 30), "pod/own/memory.max": "max"}, 1 << 30),
+        ("4:cpu:/a\n5:memory:/own", {"memory/own/memory.limit_in_bytes": str(1 << 29)}, 1 << 29),
+        ("0::/own", {"own/memory.max": "max"}, None),
+    ],
+)
+def test_memory_is_what_a_control_group_allows(
+    groups: str, files: dict[str, str], limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (own := tmp_path / "groups").write_text(groups)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "_OWN_CGROUPS", own)
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert usable_memory() == (whole if limit is None else limit)
