@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.errors import QueueFull, ReplicaError, StepTimeout, WeightsIncomplete, WorkerError
+from nanovllm.errors import OutOfMemory, QueueFull, ReplicaError, StepTimeout, WeightsIncomplete, WorkerError
 from nanovllm.logprobs import Logprob
 from nanovllm.outputs import CompletionOutput, RequestOutput, StepOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutput
@@ -19,6 +19,7 @@ __all__ = [
     "AsyncLLM",
     "CompletionOutput",
     "Logprob",
+    "OutOfMemory",
     "QueueFull",
     "ReplicaError",
     "RequestOutput",

@@ -36,6 +36,11 @@ class StepTimeout(RuntimeError):
     """The device did not finish a step in time."""
 
 
+class OutOfMemory(RuntimeError):
+    """Device or host memory for sleep or wake_up is taken by others: nothing has changed, and a later call may
+    succeed."""
+
+
 class WeightsIncomplete(RuntimeError):
     """An update of the weights stopped half-way, or sleep has dropped them: there is no model to run."""
 

@@ -363,12 +363,13 @@ class LLM:
         `tags`: "weights", "kv_cache" or both, the default. `level` 1 keeps the weights in pinned host memory; 2 drops
         them: after wake_up they come anew, by load_weights or begin_update. Requests that have begun (in a pause) start
         over from their tokens so far. Asleep, steps are refused. On a CPU no memory moves. Activations and graphs
-        keep theirs.
+        keep theirs. Raises OutOfMemory, with nothing changed, where the host has no room for the weights.
         """
         return int(self._turns.call("sleep", level=level, mode=None, tags=tags)["freed_bytes"])
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Takes the memory again, at the same addresses, so that graphs stay valid; default: of all that sleeps."""
+        """Takes the memory again, at the same addresses, so that graphs stay valid; default: of all that sleeps.
+        Raises OutOfMemory, with nothing changed, while others hold it: the call may be made again."""
         self._turns.call("wake_up", tags=tags)
 
     # -- pauses -------------------------------------------------------------------------------------------------

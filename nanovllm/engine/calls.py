@@ -24,6 +24,8 @@ Steps = Generator[None, None, Any]
 Mode = Literal["abort", "wait", "keep"]
 InFlight = Literal["recompute", "keep", "wait", "abort"]
 Tag = Literal["weights", "kv_cache"]
+TAGS = ("weights", "kv_cache")
+"""What can sleep."""
 PAUSES = ("keep", "wait", "abort")
 Relay = Callable[[str, "torch.Tensor"], None]
 """Takes each weight that a call receives, for the other engines."""

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.engine.calls import TAGS
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.request_book import RequestBook
 from nanovllm.errors import is_integer, refuse
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from nanovllm.engine.calls import Relay
     from nanovllm.transfer.receiver import WeightReceiver
 
-TAGS = ("weights", "kv_cache")
-"""What can sleep."""
 IN_FLIGHT = ("recompute", "keep", "wait", "abort")
 """What becomes of requests in flight when new weights come: they start over from their tokens so far; they go on with
 the KV that the old weights computed; they end first, while no other begins; they are aborted."""
@@ -174,7 +173,7 @@ class EngineControl:
         if self._loop.has_begun() and not self._loop.is_paused:
             raise RuntimeError("sleep: requests are running: pause(), or abort_all(), first")
         self._loop.settle(self._scheduler.preempt_all)
-        freed = sum(self._executor.call("sleep", wanted, level == 1))
+        freed = self._executor.sleep(wanted, keep_weights=level == 1)
         self._loop.asleep |= set(wanted)
         self.sleep_level = level
         if level == 2 and "weights" in wanted:
@@ -187,7 +186,7 @@ class EngineControl:
         wanted = tuple(sorted(self.asleep)) if tags is None else self._tags(tags)
         if not wanted or not self.asleep.issuperset(wanted):
             raise RuntimeError(f"wake_up: not asleep: {', '.join(sorted(set(wanted) - self.asleep)) or 'the engine'}")
-        self._executor.call("wake_up", wanted)
+        self._executor.wake_up(wanted)
         self._loop.asleep -= set(wanted)
         self._loop.wake()
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.errors import WorkerError, short
+from nanovllm.errors import OutOfMemory, WorkerError, short
 from nanovllm.executor.cpu_threads import threads_for
 from nanovllm.executor.processes import WorkerProcesses
 from nanovllm.executor.resolve import resolve
@@ -206,6 +206,21 @@ class LocalExecutor:
         self.runner.weight_update.finish()
         self._free_buckets()
 
+    def sleep(self, tags: tuple[str, ...], keep_weights: bool) -> int:
+        """Gives the memory of "weights" and "kv_cache" back; returns the bytes. Raises OutOfMemory, with nothing
+        changed, where the host has no room for weights that are to be kept."""
+        if keep_weights and "weights" in tags:
+            _require_memory("sleep", self.call("prepare_sleep"))
+        return sum(self.call("sleep", tags, keep_weights))
+
+    def wake_up(self, tags: tuple[str, ...]) -> None:
+        """Takes the memory again. Raises OutOfMemory, with nothing changed, where a rank's device has too little."""
+        answers = self.call("prepare_wake_up", tags)
+        if any(answers):
+            self.call("give_up_wake_up", tags)
+        _require_memory("wake_up", answers)
+        self.call("wake_up", tags)
+
     def checksum(self) -> dict[str, str]:
         """A checksum of each checkpoint tensor, the same at every number of ranks. Raises RuntimeError where ranks hold
         different values of one tensor."""
@@ -299,6 +314,12 @@ class LocalExecutor:
         if store is not None:
             store.close()
         self.processes.close_store()
+
+
+def _require_memory(call: str, answers: list[str | None]) -> None:
+    """`answers`: of each rank, why it has none."""
+    if failed := [f"rank {rank}: {why}" for rank, why in enumerate(answers) if why is not None]:
+        raise OutOfMemory(f"{call}: {'; '.join(failed)}; nothing has changed, and the call may be made again")
 
 
 def _dry_run(runner: ModelRunner, compiler: KernelCompiler) -> None:

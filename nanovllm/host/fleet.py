@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from nanovllm.engine.calls import CALLS, CallSpec, EngineState
+from nanovllm.engine.calls import CALLS, TAGS, CallSpec, EngineState
 from nanovllm.engine.prefix_keys import prefix_keys
 from nanovllm.errors import ReplicaError
 from nanovllm.host import wire
@@ -130,6 +130,8 @@ class Fleet:
         self._hashes_wanted = count > 1 and infos[0].get("prefix_caching", True)
         self._router = Router(count, self._block_size, blocks, rows)
         self._keeps_tokens = restart is not None
+        self._states: dict[int, EngineState] = {}
+        """Of each engine that has answered a call."""
         self.state = EngineState()
         """What calls have made of all engines."""
         self.ended: str | None = None
@@ -372,7 +374,7 @@ class Fleet:
             self._start_lost(weights_come=True)
         if name in ("load_weights", "begin_update"):
             self._weights_replaced = True
-        numbers = sorted(self._there)[: 1 if spec.by_first else None]
+        numbers = self._wanted(name, options)[: 1 if spec.by_first else None]
         if name in ("load_weights", "finish_update") and options.get("weight_version") is None and len(numbers) > 1:
             options = {**options, "weight_version": self.state.weight_version + 1}
         self._num_calls += 1
@@ -391,6 +393,15 @@ class Fleet:
             del self._calls[self._num_calls]
         return pending
 
+    def _wanted(self, name: str, options: dict[str, Any]) -> list[int]:
+        """Who gets a call: all, but where only some could sleep or wake up before, those that could not."""
+        numbers = self.numbers
+        if name in ("sleep", "wake_up"):
+            tags = set(options.get("tags") or TAGS)
+            asleep = {number: tags & set(self._states.get(number, EngineState()).asleep) for number in numbers}
+            return [number for number in numbers if bool(asleep[number]) == (name == "wake_up")] or numbers
+        return numbers
+
     def send_bucket(self, pending: Pending, data: bytes | None, error: str | None = None) -> None:
         """Weights for a call that takes some; None: there are no more."""
         number = next((number for number, each in self._calls.items() if each is pending), 0)
@@ -398,6 +409,7 @@ class Fleet:
             self._send(engine, [wire.Bucket(number, data, error)])
 
     def _take_answer(self, number: int, answer: wire.Answer) -> None:
+        self._states[number] = answer.state
         if (version := answer.state.weight_version) != self._versions[number]:
             self._versions[number] = version
             for flight in self._live.values() if self._keeps_tokens else ():
@@ -411,7 +423,7 @@ class Fleet:
         if pending is None or not pending.settle(number, answer):
             return
         del self._calls[key]
-        if states := [each.state for each in pending.answers.values()]:
+        if states := list(self._states.values()):
             self.state = EngineState(
                 any(state.paused for state in states),
                 sorted({tag for state in states for tag in state.asleep}),
@@ -431,6 +443,7 @@ class Fleet:
     def lose(self, number: int, reason: str) -> None:
         """An engine is gone. Its requests go on elsewhere, before all that wait."""
         self._there.discard(number)
+        self._states.pop(number, None)
         bound = self._router.leave(number)
         self._versions[number] = 0
         self._stats[number].append((EngineStats(), (0, 0)))

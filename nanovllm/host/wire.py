@@ -13,7 +13,7 @@ import msgspec
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.calls import EngineState
-from nanovllm.errors import WeightsIncomplete
+from nanovllm.errors import OutOfMemory, WeightsIncomplete
 from nanovllm.outputs import EngineStats
 from nanovllm.processes import framing
 from nanovllm.sampling_params import SamplingParams, StructuredOutput
@@ -174,7 +174,9 @@ Up = Alive | Progress | Ready | Failed | Refused | Answer | Bucket | Step
 
 KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (ValueError, TypeError, FileNotFoundError, OSError, ImportError, WeightsIncomplete, RuntimeError)
+    for kind in (
+        ValueError, TypeError, FileNotFoundError, OSError, ImportError, WeightsIncomplete, OutOfMemory, RuntimeError,
+    )
 }
 """Errors that are raised again on the other side, the first that fits."""
 

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from nanovllm.errors import OutOfMemory
 from nanovllm.parallel.peer.driver import Driver
 from nanovllm.parallel.peer.virtual_memory import VirtualMemory
 
@@ -52,14 +53,32 @@ class SleepableMemory:
             for module, name in owners[key]:
                 setattr(module, name, moved)
 
+    def take_host_memory(self) -> None:
+        """For the weights that `sleep` is to keep. Raises OutOfMemory, with nothing changed."""
+        self._ranges["weights"].take_host_memory()
+
     def sleep(self, tags: tuple[str, ...], keep_weights: bool) -> int:
-        """Gives the memory of these tags back; returns the bytes. Weights may wait in host memory."""
+        """Gives the memory of these tags back; returns the bytes. Weights may wait in host memory, taken before."""
         for tag in tags:
             self._ranges[tag].sleep(keep=tag == "weights" and keep_weights)
         return sum(self._ranges[tag].nbytes for tag in tags)
 
+    def take_again(self, tags: tuple[str, ...]) -> None:
+        """Device memory again, of undefined content. Raises OutOfMemory, with nothing changed."""
+        try:
+            for tag in tags:
+                self._ranges[tag].map()
+        except OutOfMemory:
+            self.give_back(tags)
+            raise
+
+    def give_back(self, tags: tuple[str, ...]) -> None:
+        """Undoes `take_again`."""
+        for tag in tags:
+            self._ranges[tag].unmap()
+
     def wake(self, tags: tuple[str, ...]) -> None:
-        """Memory again: what was kept, or zeros."""
+        """What was kept, or zeros, in memory that was taken."""
         for tag in tags:
             self._ranges[tag].wake()
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.errors import OutOfMemory
 from nanovllm.layers.weights import CheckpointWeight, TensorSource
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.checkpoint import HEAD, check_names, load_checkpoint, open_checkpoint
@@ -109,6 +110,15 @@ class WeightCommands:
             self.live_module.refresh()
         self.io.synchronize()
 
+    def prepare_sleep(self) -> str | None:
+        """Takes host memory for the weights. Returns why there is none, as a rank that raised would be gone."""
+        try:
+            if self.sleepable is not None:
+                self.sleepable.take_host_memory()
+        except OutOfMemory as error:
+            return str(error)
+        return None
+
     @torch.inference_mode()
     def sleep(self, tags: tuple[str, ...], keep_weights: bool) -> int:
         """Gives the memory of "weights" and "kv_cache" back; returns the bytes."""
@@ -119,9 +129,23 @@ class WeightCommands:
         self.memory.release_cached()
         return freed
 
+    def prepare_wake_up(self, tags: tuple[str, ...]) -> str | None:
+        """Takes device memory again, at the same addresses. Returns why there is none: then nothing has changed."""
+        self.memory.release_cached()
+        try:
+            if self.sleepable is not None:
+                self.sleepable.take_again(tags)
+        except OutOfMemory as error:
+            return str(error)
+        return None
+
+    def give_up_wake_up(self, tags: tuple[str, ...]) -> None:
+        """Gives back what prepare_wake_up took: another rank got none."""
+        if self.sleepable is not None:
+            self.sleepable.give_back(tags)
+
     @torch.inference_mode()
     def wake_up(self, tags: tuple[str, ...]) -> None:
-        """Takes it again, at the same addresses."""
-        self.memory.release_cached()
+        """Fills the memory with what was kept."""
         if self.sleepable is not None:
             self.sleepable.wake(tags)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nanovllm.engine.calls import EngineState
-from nanovllm.errors import ReplicaError
+from nanovllm.errors import OutOfMemory, ReplicaError
 from nanovllm.host import wire
 from nanovllm.host.fleet import Fleet
 
@@ -158,3 +158,21 @@ def test_the_end_of_the_last_engine_is_the_end() -> None:
     alone = Engines(1, restarts=False)
     alone.fleet.lose(0, "died")
     assert alone.fleet.ended == "died"
+
+
+def test_a_sleep_that_some_could_not_do_is_repeated_by_those_alone() -> None:
+    """As is a wake_up; the others have done it already."""
+    engines = Engines(2)
+    for number, (name, before, after) in enumerate((("sleep", [], ["weights"]), ("wake_up", ["weights"], [])), start=1):
+        pending = engines.fleet.call(name, {"tags": ["weights"]})
+        assert [engine for engine, _ in engines.take_sent()] == [0, 1]
+        engines.fleet.take(0, wire.Answer(2 * number - 1, {"freed_bytes": 1}, EngineState(asleep=after)))
+        state = EngineState(asleep=before)
+        engines.fleet.take(1, wire.Answer(2 * number - 1, None, state, "OutOfMemory", "taken by others"))
+        with pytest.raises(OutOfMemory, match="taken by others"):
+            pending.result()
+        assert engines.fleet.state.asleep == ["weights"], "one of them sleeps"
+        pending = engines.fleet.call(name, {"tags": ["weights"]})
+        assert [engine for engine, _ in engines.take_sent()] == [1]
+        engines.fleet.take(1, wire.Answer(2 * number, {"freed_bytes": 1}, EngineState(asleep=after)))
+        assert pending.result() == {"freed_bytes": 1} and engines.fleet.state.asleep == after

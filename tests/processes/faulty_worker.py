@@ -1,5 +1,5 @@
-"""A worker that fails (or only works for long) where the test says: FAULT="import|group|load|step|call:how", for one
-rank of an engine."""
+"""A worker that fails (or only works for long) where the test says: FAULT="import|group|load|step|call|memory:how", for
+one rank of an engine."""
 
 import os
 import signal
@@ -29,6 +29,16 @@ def fail(*_: Any, **__: Any) -> Any:
     raise KeyError("a bug of ours")
 
 
+def lacks_once(runner: Any, name: str) -> None:
+    prepare, calls = getattr(runner, name), []
+
+    def lack_or_prepare(*args: Any) -> str | None:
+        calls.append(1)
+        return "taken by others" if len(calls) == 1 else prepare(*args)
+
+    setattr(runner, name, lack_or_prepare)
+
+
 def install(where: str) -> None:
     if where == "import":
         fail()
@@ -41,6 +51,9 @@ def install(where: str) -> None:
         model_runner.ModelRunner.load = fail  # type: ignore[method-assign]
     elif where == "call":
         model_runner.ModelRunner.update_from_bucket = fail  # type: ignore[method-assign]
+    elif where == "memory":  # there is none at the first time of asking
+        for name in ("prepare_sleep", "prepare_wake_up"):
+            lacks_once(model_runner.ModelRunner, name)
     elif where == "step":
         launch, steps = model_runner.ModelRunner.launch, []
 

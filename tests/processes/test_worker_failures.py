@@ -16,7 +16,7 @@ import torch
 from process_checks import GREEDY, LONG, marked_processes, open_files, tiny_llm, token_ids, wait_until
 
 from nanovllm import LLM
-from nanovllm.errors import WorkerError
+from nanovllm.errors import OutOfMemory, WorkerError
 from nanovllm.executor import processes
 from nanovllm.executor.channel import Word, WorkerState
 
@@ -168,6 +168,31 @@ def test_a_long_call_is_one_that_computes(
             llm.load_weights(weights)
         assert time.monotonic() - begin < 1.2 + SOON
         assert_refuses_use(llm)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_engine_lives_on_where_memory_is_taken(
+    size: int, tiny: str, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer still holds what sleep or wake_up needs, on one rank: nothing changes, and the call may be repeated."""
+    monkeypatch.setattr(processes, "_WORKER_MODULE", "faulty_worker")
+    monkeypatch.setenv("FAULT", "memory:lack")
+    with tiny_llm(tiny, tensor_parallel_size=size, enable_sleep=True) as llm:
+        if size == 1:
+            for name in ("prepare_sleep", "prepare_wake_up"):
+                given = [None, "taken by others"]
+                monkeypatch.setattr(llm.engine.executor.runner, name, lambda *_, given=given: given.pop())
+        before = token_ids(llm, [5] * 9)
+        with pytest.raises(OutOfMemory, match=rf"sleep: rank {size - 1}: taken by others; nothing has changed"):
+            llm.sleep()
+        assert token_ids(llm, [5] * 9) == before
+        llm.sleep()
+        with pytest.raises(OutOfMemory, match=rf"wake_up: rank {size - 1}: taken by others; nothing has changed"):
+            llm.wake_up()
+        with pytest.raises(RuntimeError, match="asleep"):
+            token_ids(llm, [5] * 9)
+        llm.wake_up()
+        assert token_ids(llm, [5] * 9) == before
 
 
 def test_ranks_wait_for_one_that_starts_slowly(tiny: str, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:

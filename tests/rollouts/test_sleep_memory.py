@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from nanovllm.parallel.peer import virtual_memory
+from nanovllm.errors import OutOfMemory
+from nanovllm.parallel.peer import pinned_memory, virtual_memory
 from nanovllm.runner import sleep
 from nanovllm.runner.sleep import SleepableMemory
 
@@ -25,6 +26,8 @@ class Driver:
         self.created: dict[int, int] = {}
         self.mappings: dict[int, int] = {}
         self.most = 0
+        self.room = 1 << 40
+        """Bytes that others leave."""
         self.others: list[weakref.ref[nn.Parameter]] = []
         self._ranges: list[Any] = []
 
@@ -35,6 +38,8 @@ class Driver:
         elif name == "cuMemCreate":
             handle, size = args[0]._obj, args[1].value
             assert size % PAGE == 0
+            if sum(self.created.values()) + size > self.room:
+                raise OutOfMemory("cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY (2)")
             handle.value = len(self.created) + 1
             self.created[handle.value] = size
             held = sum(p.nbytes for ref in self.others if (p := ref()) is not None)
@@ -76,5 +81,32 @@ def test_a_model_moves_a_piece_at_a_time(memory: SleepableMemory) -> None:
     for tags in (("weights",), ("weights",)):  # what has been mapped in pieces goes and returns
         memory.sleep(tags, keep_weights=False)
         assert memory.nbytes == 0 == sum(driver.created.values()) and not driver.mappings
+        memory.take_again(tags)
         memory.wake(tags)
         assert memory.nbytes >= total and not any(p.any() for p in model)
+
+
+def test_no_memory_changes_nothing(memory: SleepableMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer holds the device's memory, or the host has none: what was there stays, and a later call does it."""
+    model = nn.ParameterList([nn.Parameter(torch.randn(1 << 19, 3), requires_grad=False)])
+    expected = model[0].clone()
+    memory.adopt("weights", model)
+    memory.take("kv_cache", 5 * PAGE)
+    driver: Driver = memory._driver  # type: ignore[assignment]
+    both, mapped = ("kv_cache", "weights"), memory.nbytes
+    monkeypatch.setattr(pinned_memory, "_available", lambda: PAGE)
+    with pytest.raises(OutOfMemory, match="host memory are needed, and 2097152 are available"):
+        memory.take_host_memory()
+    assert torch.equal(model[0], expected) and memory.nbytes == mapped
+    monkeypatch.setattr(pinned_memory, "_available", lambda: 1 << 40)
+    memory.take_host_memory()
+    memory.sleep(both, keep_weights=True)
+    for room in (0, 5 * PAGE):  # for nothing, and for the first of two
+        driver.room = room
+        with pytest.raises(OutOfMemory, match="CUDA_ERROR_OUT_OF_MEMORY"):
+            memory.take_again(both)
+        assert memory.nbytes == 0 == sum(driver.created.values()) and not driver.mappings
+    driver.room = 1 << 40
+    memory.take_again(both)
+    memory.wake(both)
+    assert torch.equal(model[0], expected) and memory.nbytes >= mapped

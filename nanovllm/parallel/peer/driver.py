@@ -5,6 +5,9 @@ from typing import Any
 
 import torch
 
+from nanovllm.errors import OutOfMemory
+
+_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 _PAGE = 2 << 20  # bytes
 
 
@@ -51,7 +54,8 @@ class Driver:
         if code != 0:
             text = ctypes.c_char_p()
             self._lib.cuGetErrorName(code, ctypes.byref(text))
-            raise RuntimeError(f"{name}: {(text.value or b'unknown error').decode()} ({code})")
+            kind = OutOfMemory if code == _OUT_OF_MEMORY else RuntimeError
+            raise kind(f"{name}: {(text.value or b'unknown error').decode()} ({code})")
 
     def allocate(self, nbytes: int) -> int:
         """Whole 2 MiB pages: a handle covers the pages of an allocation, and those must hold nothing else."""

@@ -9,19 +9,31 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from nanovllm.errors import OutOfMemory
 from nanovllm.parallel.peer.driver import Driver
 
 _PIECE = 256 << 20  # bytes that a thread fills in at a time
 _MAX_THREADS = 16
 
 
+def _available() -> int:
+    """Bytes that the host can give to processes."""
+    with open("/proc/meminfo") as lines:
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+
+
 class PinnedMemory:
     """`nbytes` of page-locked memory, private to this process."""
 
     def __init__(self, driver: Driver, nbytes: int) -> None:
-        """Raises MemoryError or OSError where the host does not have it."""
+        """Raises OutOfMemory where the host does not have it."""
         self._driver = driver
-        self._mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if nbytes > (room := _available()):  # taking it would end some process
+            raise OutOfMemory(f"{nbytes} bytes of host memory are needed, and {room} are available")
+        try:
+            self._mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise OutOfMemory(f"{nbytes} bytes of host memory: {error.strerror}") from None
         with contextlib.suppress(OSError):  # a hint, which some kernels do not know
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)

@@ -59,7 +59,8 @@ class VirtualMemory:
         """uint8 [nbytes]; not to be touched while nothing is mapped."""
 
     def map(self, end: int | None = None) -> None:
-        """Takes memory from the driver, for what has none of all bytes or of those before `end`."""
+        """Takes memory from the driver, for what has none of all bytes or of those before `end`. Raises OutOfMemory,
+        with nothing changed, where the device has no more."""
         size = min(self.nbytes, self.nbytes if end is None else _in_pages(end)) - self.mapped
         if size <= 0:
             return
@@ -80,18 +81,23 @@ class VirtualMemory:
             self._driver.call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(size))
             self._driver.call("cuMemRelease", handle)
 
+    def take_host_memory(self) -> None:
+        """Pinned host memory for what `sleep` is to keep, where there is none yet; it stays for the next time. Raises
+        OutOfMemory where the host has no more."""
+        if self._host is None:
+            self._host = PinnedMemory(self._driver, self.nbytes)
+
     def sleep(self, keep: bool) -> None:
-        """Gives the memory back; `keep`: its content waits in pinned host memory, which stays for the next time."""
+        """Gives the memory back; `keep`: its content waits in host memory, which was taken before."""
         if keep:
-            self._host = self._host or PinnedMemory(self._driver, self.nbytes)
+            assert self._host is not None
             self._host.bytes.copy_(self.bytes)
         self._is_kept = keep
         torch.cuda.synchronize(self._driver.device)
         self.unmap()
 
     def wake(self) -> None:
-        """Memory again, with what `sleep` kept, or else zeros."""
-        self.map()
+        """What `sleep` kept, or else zeros, in memory that `map` has taken again."""
         if self._is_kept and self._host is not None:
             self.bytes.copy_(self._host.bytes)
         else:
