@@ -37,7 +37,7 @@ def _require_absent(raw: dict[str, Any], *names: str) -> None:
 
 def _read_fp8(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
     """quant_method "fp8"."""
-    _option(raw.get("fmt", "e4m3"), "fmt", "e4m3")
+    _option(raw.get("fmt", "e4m3"), "fmt", "e4m3", "float8_e4m3fn")
     _option(raw.get("scale_fmt"), "scale_fmt", None, "float")
     static = _option(raw.get("activation_scheme", "dynamic"), "activation_scheme", "dynamic", "static") == "static"
     block = _option(raw.get("weight_block_size"), "weight_block_size", None, _BLOCK)

@@ -42,6 +42,31 @@ def test_no_entry_of_transformers_configuration_is_passed_over(architecture: str
     assert not passed_over
 
 
+MINIMAX_M2: dict[str, Any] = {
+    "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "attn_type_list": [1] * 62,
+    "auto_map": {"AutoConfig": "configuration_minimax_m2.MiniMaxM2Config"}, "dtype": "bfloat16", "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 1536, "max_position_embeddings": 204800,
+    "mtp_transformer_layers": 1, "num_attention_heads": 48, "num_experts_per_tok": 8, "num_hidden_layers": 62,
+    "num_key_value_heads": 8, "num_local_experts": 256, "num_mtp_modules": 3, "qk_norm_type": "per_layer",
+    "quantization_config": {
+        "activation_scheme": "dynamic", "fmt": "float8_e4m3fn", "quant_method": "fp8", "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+    },
+    "rms_norm_eps": 1e-6, "rope_theta": 5000000, "rotary_dim": 64, "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0, "tie_word_embeddings": False, "use_cache": True, "use_mtp": True,
+    "use_qk_norm": True, "use_routing_bias": True, "vocab_size": 200064,
+}  # fmt: skip
+"""As it is published."""
+
+
+def test_the_published_configuration_of_minimax_m2_is_served() -> None:
+    model = parse_config(MINIMAX_M2)
+    assert all(spec.quantization is not None and spec.quantization.method == "fp8" for spec in model.layers)
+    for entry in ({"use_qk_norm": False}, {"scoring_func": "softmax"}, {"shared_intermediate_size": 512}):
+        with pytest.raises(ValueError, match=rf"^{next(iter(entry))}=.*: must be"):
+            parse_config({**MINIMAX_M2, **entry})
+
+
 PLAIN: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 512, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 8,
     "num_key_value_heads": 8, "max_position_embeddings": 512, "moe_intermediate_size": 32,

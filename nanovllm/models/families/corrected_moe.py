@@ -46,7 +46,10 @@ def read_glm4_moe(config: ConfigReader, generation: Fields) -> Fields:
 
 
 def read_minimax_m2(config: ConfigReader, generation: Fields) -> Fields:
-    """Its checkpoints give the rotated dimensions of a head as a number."""
+    """Its checkpoints give the rotated dimensions of a head as a number, and name what transformers always does."""
+    always = {"use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_routing_bias": True}
+    for name, value in (always | {"shared_intermediate_size": 0}).items():
+        config.require(name, value)
     rotated = config.get("rotary_dim")
     if rotated is not None:
         share = config.integer("rotary_dim") / config.integer("head_dim")
