@@ -27,7 +27,7 @@ def make_parser() -> Parser:
         description="Says what a model takes of each GPU and how many users fit beside it, for 1, 2, 4 and 8 ranks or "
         "-tp N. Needs no GPU and no weights. Takes the engine's options (nanovllm serve --help).",
     )
-    parser.add_argument("model", metavar="MODEL", help="a folder with config.json, a hub id, or a published model's name")
+    parser.add_argument("model", metavar="MODEL", help="a folder with config.json, a hub id, or a shape's name")
     parser.add_argument("--memory", action="store_true", help="memory alone, which is all there is so far")
     parser.add_argument("--gpu", default="H200", metavar="X", help="its name, or its memory in GiB [H200]")
     parser.add_argument("--length", type=count, nargs="+", metavar="N", help="tokens of a user [4k 32k longest]")
