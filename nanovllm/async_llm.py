@@ -24,7 +24,7 @@ _UPDATE_SECONDS = 0.02  # between two looks at weights that are being replaced
 
 @dataclass
 class TextDelta:
-    """What one completion of a request has gained since the one before."""
+    """Text and tokens that one completion of a request has gained since the delta before."""
 
     text: str
     """Whole characters. The end of a text waits while it may begin a stop string. "" under skip_tokenizer_init."""

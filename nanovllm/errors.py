@@ -50,7 +50,7 @@ class ReplicaError(RuntimeError):
 
 
 class QueueFull(RuntimeError):
-    """As many requests wait as max_queued_requests allows: try again later."""
+    """Refusal of a request while as many wait as max_queued_requests allows: try again later."""
 
 
 def shown(value: Any) -> str:

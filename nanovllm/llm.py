@@ -78,6 +78,7 @@ class LLM:
 
     @property
     def model_config(self) -> ModelConfig:
+        """The checkpoint's configuration, in the form that all families share."""
         return self.engine.model_config
 
     @property
@@ -293,6 +294,7 @@ class LLM:
             return bool(self._turns.foreign) or self.engine.has_unfinished_requests()
 
     def is_finished(self) -> bool:
+        """True where no request is left to step for."""
         return not self.has_unfinished_requests()
 
     # -- new weights --------------------------------------------------------------------------------------------
@@ -335,7 +337,7 @@ class LLM:
 
     @property
     def weight_version(self) -> int:
-        """Of the weights that the next step runs with; 0 for those that the engine started with."""
+        """Version of the weights that the next step runs with; 0 for those that the engine started with."""
         return self.engine.weight_version
 
     def weights_changed(self) -> None:
@@ -387,6 +389,7 @@ class LLM:
 
     @property
     def is_paused(self) -> bool:
+        """True between `pause` and `resume`."""
         return self.engine.is_paused
 
     def abort_all(self) -> list[int]:

@@ -55,7 +55,7 @@ class _ByName:
 
 @dataclass
 class StepOutput(_ByName):
-    """What one completion of a request gained in one step."""
+    """Tokens that one completion of a request gained in one step."""
 
     _NAMES = ("request_id", "new_token_ids", "finished", "finish_reason", "index", "stop_reason", "logprobs")
 
@@ -201,14 +201,17 @@ class RequestOutput(_ByName):
 
     @property
     def text(self) -> str:
+        """Text of the first completion."""
         return self.outputs[0].text
 
     @property
     def token_ids(self) -> list[int]:
+        """Token ids of the first completion."""
         return self.outputs[0].token_ids
 
     @property
     def finish_reason(self) -> str | None:
+        """Reason for which the first completion ended: "stop", "length" or "abort"."""
         return self.outputs[0].finish_reason
 
 

@@ -50,7 +50,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """What an output must look like; exactly one field is given. Needs the optional extra "structured" (llguidance)."""
+    """Form that an output must have; exactly one field is given. Needs the optional extra "structured" (llguidance)."""
 
     json: str | Mapping[str, Any] | None = None
     """A JSON schema, as a dict or as text, or a pydantic model: the output is JSON that it admits."""
