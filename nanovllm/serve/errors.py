@@ -20,6 +20,8 @@ class ApiError(Exception):
         self.status, self.code, self.param = status, code, param
         self.message = message if len(message) <= _MOST_MESSAGE else message[: _MOST_MESSAGE - 3] + "..."
         self.type = "invalid_request_error" if status < 500 else "server_error"
+        if status == 429:
+            self.type = "rate_limit_error"
 
     def body(self) -> bytes:
         error = shapes.Error(self.message, self.type, self.param, self.code)
@@ -29,7 +31,7 @@ class ApiError(Exception):
         """Of the response. Clients of OpenAI send a 408 again by themselves, and so treble a load that is too high."""
         if self.status == 408:
             return [(b"x-should-retry", b"false")]
-        return [(b"retry-after", b"1")] if self.status == 503 else []
+        return [(b"retry-after", b"1")] if self.status in (429, 503) else []
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -72,8 +73,10 @@ class Front:
         self._text: asyncio.Task[None] | None = None
         """Reads the tokenizer and what belongs to it."""
         self._pool = ThreadPoolExecutor(2, "nanovllm-text")
-        self._num_preparing = self._preparing_bytes = 0
-        """Requests that the pool works on or has waiting, and the size of their texts."""
+        self._preparing: Counter[int | None] = Counter()
+        """Requests of each API key that the pool works on or has waiting."""
+        self._preparing_bytes = 0
+        """The size of their texts."""
         self._loop = asyncio.get_running_loop()
         self._sweeper: asyncio.TimerHandle | None = None
         self._last_totals = (self.now(), 0, 0)
@@ -177,15 +180,22 @@ class Front:
 
     # -- for handlers -------------------------------------------------------------------------------------------
 
-    def admit(self) -> None:
-        """Raises ApiError where no request can be taken now."""
+    def admit(self, key: int | None = None) -> None:
+        """Raises ApiError where no request can be taken now. `key`: which of the API keys it came with."""
         if self.state == "ready":
-            most = self.options.max_num_queued_reqs or 4 * self.info["max_num_seqs"] + 512
-            if self.streams.num_rows + self._num_preparing < most:
+            rows: int = self.info["max_num_seqs"]
+            most = self.options.max_num_queued_reqs or 4 * rows + 512
+            if self.streams.num_rows + self._preparing.total() >= most:
+                self.metrics.rejected["queue_full"] += 1
+                message = f"the server is full: {most} requests are in flight (--max-num-queued-reqs)"
+                raise ApiError(503, message, "server_overloaded")
+            if key is None or (share := self._share(most - rows)) is None:
                 return
-            self.metrics.rejected["queue_full"] += 1
-            message = f"the server is full: {most} requests are in flight (--max-num-queued-reqs)"
-            raise ApiError(503, message, "server_overloaded")
+            if self.streams.rows_by_key[key] + self._preparing[key] >= rows + share:
+                self.metrics.rejected["key_full"] += 1
+                message = f"this API key has {rows + share} requests in flight: {share} more than can run at once"
+                raise ApiError(429, f"{message} (--max-waiting-per-key)", "rate_limit_exceeded")
+            return
         if self.state == "loading":
             self.metrics.rejected["loading"] += 1
             stage, percent = self.progress
@@ -194,6 +204,12 @@ class Front:
             self.metrics.rejected["draining"] += 1
             raise errors.shutting_down()
         raise errors.engine_dead()
+
+    def _share(self, places: int) -> int | None:
+        """How many of the places that wait one key may take; None: all."""
+        if (given := self.options.max_waiting_per_key) is not None:
+            return given
+        return max(0, places) // 2 if len(self.options.api_keys) > 1 else None
 
     def require_tokenizer(self) -> None:
         if not self.info:
@@ -224,7 +240,7 @@ class Front:
             text = f"The model `{shown}` does not exist; this server has `{self.names[0]}`"
             raise ApiError(404, text, "model_not_found", "model")
 
-    async def in_pool(self, work: Callable[[], Result], size: int, is_short: bool = True) -> Result:
+    async def in_pool(self, call: Call, work: Callable[[], Result], size: int, is_short: bool = True) -> Result:
         """Runs what may take long in one of two threads; on a text of few bytes or characters (`size`) at once, which
         costs less, unless `is_short` is False. A ValueError is the request's mistake (400). Raises ApiError (503) where
         too much waits for the threads."""
@@ -234,17 +250,17 @@ class Front:
             if self._preparing_bytes + size > limits.PREPARING_BYTES:
                 self.metrics.rejected["queue_full"] += 1
                 raise ApiError(503, "too many long prompts wait to be tokenized", "server_overloaded")
-            self._num_preparing += 1
+            self._preparing[call.key] += 1
             self._preparing_bytes += size
             try:
                 return await self._loop.run_in_executor(self._pool, work)
             finally:
-                self._num_preparing -= 1
+                self._preparing[call.key] -= 1
                 self._preparing_bytes -= size
 
     def submit(self, request: "Answer") -> None:
         """Hands a request to the engine, each prompt as one of its own. Raises ApiError where it cannot be taken."""
-        self.admit()
+        self.admit(request.key)
         self.metrics.count_request(request.n, max(request.max_tokens))
         ids = self.streams.add(request)
         if self._sweeper is None:

@@ -82,7 +82,7 @@ class Metrics:
         self._histograms["time_per_output_token_seconds"] = self.inter_token  # its older name
         self.slow_clients = 0
         self.finished: Counter[str] = Counter(stop=0, length=0, abort=0, error=0)
-        self.rejected: Counter[str] = Counter(queue_full=0, loading=0, draining=0)
+        self.rejected: Counter[str] = Counter(queue_full=0, key_full=0, loading=0, draining=0)
         self.http: Counter[tuple[str, str, str]] = Counter()
         self.http_seconds: dict[str, Histogram] = {}
         self.engine = EngineStats()

@@ -31,6 +31,9 @@ class ServeOptions:
     """Names that requests may ask for; the first is the one shown. Default: the model's."""
     max_num_queued_reqs: int | None = None
     """Most completions in flight; beyond it requests get a 503. Default: 4 * max_num_seqs + 512."""
+    max_waiting_per_key: int | None = None
+    """Most completions of one API key in flight beyond max_num_seqs; then its requests get a 429. Default: with several
+    keys half of the places that wait, with one all."""
     stream_interval: int = 1
     """Tokens of a chunk: more of them save clients work. The first token is never kept back."""
     request_timeout: float | None = None
@@ -77,6 +80,10 @@ class ServeOptions:
             raise ValueError(f"port={self.port}: must be in 0..65535")
         if self.max_num_queued_reqs is not None and self.max_num_queued_reqs < 1:
             raise ValueError(f"max_num_queued_reqs={self.max_num_queued_reqs}: must be >= 1")
+        if self.max_waiting_per_key is not None and self.max_waiting_per_key < 0:
+            raise ValueError(f"max_waiting_per_key={self.max_waiting_per_key}: must be >= 0")
+        if self.max_waiting_per_key is not None and not self.api_keys:
+            raise ValueError("max_waiting_per_key: needs api_keys")
         if self.stream_interval < 1:
             raise ValueError(f"stream_interval={self.stream_interval}: must be >= 1")
         if self.otlp_traces_endpoint is not None:

@@ -83,6 +83,8 @@ class Request:
 
     def __init__(self, request_id: str, prompts: Sequence[list[int]], now: float) -> None:
         self.id = self.call_id = request_id
+        self.key: int | None = None
+        """Which of the server's API keys it came with."""
         self.prompts = prompts
         self.completions: list[Completion] = []
         self.hidden_ids: frozenset[int] = frozenset()

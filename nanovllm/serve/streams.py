@@ -2,6 +2,7 @@
 callback, without a task or a queue for each stream."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 
 from nanovllm.host import wire
@@ -27,7 +28,13 @@ class Streams:
         """What the steps at hand have something for."""
         self._turn = 0
         self._next_id = 0
-        self.num_rows = 0
+        self.rows_by_key: Counter[int | None] = Counter()
+        """Completions in flight of each API key."""
+
+    @property
+    def num_rows(self) -> int:
+        """Completions in flight."""
+        return self.rows_by_key.total()
 
     def add(self, request: Request) -> list[int]:
         """Takes a request in; returns the engine's id for each of its prompts."""
@@ -43,7 +50,7 @@ class Streams:
             self._parts[first] = request
             ids.append(first)
         self.requests.add(request)
-        self.num_rows += len(request.completions)
+        self.rows_by_key[request.key] += len(request.completions)
         return ids
 
     # -- a step -------------------------------------------------------------------------------------------------
@@ -102,7 +109,7 @@ class Streams:
             self._metrics.inter_token.observe(now - completion.last_time)
         completion.last_time = now
         self._metrics.count_completion(completion)
-        self.num_rows -= 1
+        self.rows_by_key[completion.request.key] -= 1
         completion.request.ready[completion] = self._touched[completion.request] = None
 
     def _end_part(self, part: wire.Done, now: float) -> None:
@@ -208,7 +215,7 @@ class Streams:
         self.requests.discard(request)
         if reason is not None:
             gone = sum(self._rows.pop(each.row, None) is not None for each in request.completions)
-            self.num_rows -= gone
+            self.rows_by_key[request.key] -= gone
             self._metrics.finished[reason] += gone
 
     def sweep(self, now: float, request_timeout: float | None) -> None:

@@ -239,6 +239,36 @@ def prompt_tokens(server: Server) -> float:
     return float(line.split()[1])
 
 
+def test_a_key_cannot_take_all_places_that_wait(tmp_path: Path) -> None:
+    """Two rows and six in flight: one key of two may have half of the four that wait."""
+    keys = ("--api-key", "greedy", "--api-key", "patient")
+    with (
+        Server(tmp_path, "--max-num-seqs", "2", "--max-num-queued-reqs", "6", *keys) as server,
+        ThreadPoolExecutor(1) as pool,
+        httpx.Client(base_url=server.url, timeout=60, headers={"authorization": "Bearer greedy"}) as greedy,
+        httpx.Client(base_url=server.url, timeout=60, headers={"authorization": "Bearer patient"}) as patient,
+    ):
+        server.wait_until_ready()
+
+        def in_flight() -> int:
+            return int(patient.get("/load").json()["server_load"])
+
+        with greedy.stream("POST", COMPLETIONS, json=LONG | {"n": 4, "stream": True}):
+            wait_for(lambda: in_flight() == 4, "requests")
+            refused = greedy.post(COMPLETIONS, json=LONG | {"max_tokens": 1})
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            error = refused.json()["error"]
+            assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+            told = greedy.post("/v1/messages", json={"messages": user("a"), "max_tokens": 1}).json()["error"]
+            assert told["type"] == "rate_limit_error"
+            waiting = pool.submit(patient.post, COMPLETIONS, json=LONG | {"max_tokens": 1})
+            wait_for(lambda: in_flight() == 5 or waiting.done(), "request")
+        assert waiting.result().status_code == 200
+        wait_for(lambda: in_flight() == 0, "abort")
+        assert greedy.post(COMPLETIONS, json=LONG | {"max_tokens": 1}).status_code == 200
+        assert 'reason="key_full"} 2.0' in metrics(server)
+
+
 def test_overload(small: Server) -> None:
     wait_for(lambda: small.num_running() == 0, "rest")
     with (

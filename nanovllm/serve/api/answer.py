@@ -34,7 +34,7 @@ class Answer(Request):
     ) -> None:  # fmt: skip
         """`params`: fields of SamplingParams, for all prompts; `max_tokens`: of each."""
         super().__init__(call.given_id or self.id_prefix + call.request_id, prompts, front.now())
-        self.call_id = call.request_id
+        self.call_id, self.key = call.request_id, call.key
         self.fields, self.front, self.params, self.max_tokens = fields, front, params, max_tokens
         self.trace_headers = call.trace_headers if front.tracer is not None else {}
         self.is_streamed = bool(fields.stream)

@@ -67,12 +67,12 @@ async def tokenize(front: "Front", call: Call) -> None:
     fields: api.TokenizeChatFields | api.TokenizeFields
     if "messages" in body:
         fields = chat = front.read(call, api.TokenizeChatFields, body)
-        _, ids = await encode(front, chat)
+        _, ids = await encode(front, call, chat)
     else:
         fields = front.read(call, api.TokenizeFields, body)
         text, special = fields.prompt, fields.add_special_tokens is not False
         check_characters(front, len(text), "prompt")
-        ids = await front.in_pool(lambda: front.tokenizer.encode(text, special), len(text))
+        ids = await front.in_pool(call, lambda: front.tokenizer.encode(text, special), len(text))
     answer = shapes.Tokens(len(ids), front.info["max_model_len"], ids, None)
     if fields.return_token_strs:
         answer.token_strs = [front.tokenizer.backend_tokenizer.id_to_token(each) or "" for each in ids]
@@ -87,5 +87,5 @@ async def detokenize(front: "Front", call: Call) -> None:
         raise bad_request(f"tokens: must have at most {most} items")
     if max(fields.tokens, default=0) >= vocab:
         raise bad_request(f"tokens: must be a list of token ids in 0..{vocab - 1}")
-    text = await front.in_pool(lambda: front.tokenizer.decode(fields.tokens, False), len(fields.tokens))
+    text = await front.in_pool(call, lambda: front.tokenizer.decode(fields.tokens, False), len(fields.tokens))
     await call.respond_json(shapes.Prompt(text))

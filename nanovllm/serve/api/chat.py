@@ -163,7 +163,7 @@ def _template_kwargs(front: "Front", fields: api.ChatFields) -> dict[str, Any]:
     return kwargs
 
 
-async def encode(front: "Front", fields: api.ChatFields) -> tuple[str, list[int]]:
+async def encode(front: "Front", call: Call, fields: api.ChatFields) -> tuple[str, list[int]]:
     """A chat's text and token ids. Raises ApiError, and ValueError for what the template refuses."""
     if fields.chat_template is not None and not front.options.trust_request_chat_template:
         raise bad_request("chat_template: not taken from requests (--trust-request-chat-template)")
@@ -184,7 +184,7 @@ async def encode(front: "Front", fields: api.ChatFields) -> tuple[str, list[int]
             trust_special_tokens=front.options.trust_special_tokens,
         )
 
-    return await front.in_pool(work, size, is_short=not fields.tools and fields.chat_template is None)
+    return await front.in_pool(call, work, size, is_short=not fields.tools and fields.chat_template is None)
 
 
 def _characters(content: Any) -> int:
@@ -206,18 +206,18 @@ async def prepare(front: "Front", call: Call, body: dict[str, Any], kind: type[A
         most = max(asked or 1, fields.min_tokens or 0)
         return choice, wanted, api.sampling_fields(fields, front.defaults, most, k, wanted)
 
-    choice, wanted, params = await front.in_pool(check, size // _CHECKED_FASTER)
-    text, prompt = await encode(front, fields)
+    choice, wanted, params = await front.in_pool(call, check, size // _CHECKED_FASTER)
+    text, prompt = await encode(front, call, fields)
     prompt, max_tokens = fit(front, prompt, fields, asked if asked is not None else front.default_max_tokens)
     if choice is None and wanted is None:
         plan = front.parser.plan(text)
     else:  # a grammar is written, of schemas that may be large
-        plan = await front.in_pool(lambda: front.parser.plan(text, choice, wanted), size, is_short=False)
+        plan = await front.in_pool(call, lambda: front.parser.plan(text, choice, wanted), size, is_short=False)
     if plan.structured is not None:
         params["structured_outputs"] = plan.structured.given
     return kind(front, call, fields, [prompt], params, [max_tokens], plan)
 
 
 async def chat(front: "Front", call: Call) -> None:
-    front.admit()
+    front.admit(call.key)
     await answer(call, await prepare(front, call, await call.json(), ChatAnswer))

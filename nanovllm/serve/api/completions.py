@@ -67,7 +67,7 @@ class CompletionAnswer(Answer):
         return {"text": text, "logprobs": logprobs, **self.of_prompt(completion.prompt_index)}
 
 
-async def _prompts(front: "Front", fields: api.CompletionFields) -> list[list[int]]:
+async def _prompts(front: "Front", call: Call, fields: api.CompletionFields) -> list[list[int]]:
     """The prompts as token ids. Raises ApiError."""
     given = _as_list(fields.prompt)
     count = len(given) * (fields.n or 1)  # n is checked by now
@@ -81,7 +81,7 @@ async def _prompts(front: "Front", fields: api.CompletionFields) -> list[list[in
     ids: Iterator[list[int]] = iter(())
     if texts:
         size = sum(map(len, texts)) + 32 * len(texts)
-        ids = iter(await front.in_pool(lambda: [front.tokenizer.encode(text, special) for text in texts], size))
+        ids = iter(await front.in_pool(call, lambda: [front.tokenizer.encode(text, special) for text in texts], size))
     return [next(ids) if isinstance(prompt, str) else token_ids(front, prompt) for prompt in given]
 
 
@@ -94,7 +94,7 @@ def token_ids(front: "Front", prompt: list[int]) -> list[int]:
 
 
 async def completions(front: "Front", call: Call) -> None:
-    front.admit()
+    front.admit(call.key)
     fields = front.read(call, api.CompletionFields, await call.json())
     asked = _DEFAULT_MAX_TOKENS if (most := api.max_tokens(fields)) is None else most
     if asked == 0 and not fields.echo:
@@ -103,7 +103,8 @@ async def completions(front: "Front", call: Call) -> None:
     params = api.sampling_fields(fields, front.defaults, longest, fields.logprobs, api.structured(fields))
     if fields.echo and fields.logprobs is not None:
         params["prompt_logprobs"] = max(fields.logprobs, fields.prompt_logprobs or 0)
-    prompts, counts = zip(*[fit(front, prompt, fields, asked) for prompt in await _prompts(front, fields)], strict=True)
+    given = await _prompts(front, call, fields)
+    prompts, counts = zip(*[fit(front, prompt, fields, asked) for prompt in given], strict=True)
     request = CompletionAnswer(front, call, fields, [*prompts], params, [*counts])
     if fields.echo:
         request.needs_prompt_lines = fields.logprobs is not None
@@ -111,7 +112,7 @@ async def completions(front: "Front", call: Call) -> None:
         both = zip(_as_list(fields.prompt), request.prompts, strict=True)
         decode = partial(front.tokenizer.decode, skip_special_tokens=False)
         echoes = (text if whole and isinstance(text, str) else decode(ids) for text, ids in both)
-        request.echoes = await front.in_pool(lambda: [*echoes], request.num_prompt_tokens)
+        request.echoes = await front.in_pool(call, lambda: [*echoes], request.num_prompt_tokens)
     await answer(call, request)
 
 

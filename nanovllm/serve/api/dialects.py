@@ -70,7 +70,7 @@ class MessagesAnswer(DialectAnswer):
 
 
 async def create_response(front: "Front", call: Call) -> None:
-    front.admit()
+    front.admit(call.key)
     body = await call.json()
     fields = front.read(call, responses.ResponsesFields, body)
     check_size(front, fields, "input")
@@ -83,7 +83,7 @@ async def create_response(front: "Front", call: Call) -> None:
 
 
 async def create_message(front: "Front", call: Call) -> None:
-    front.admit()
+    front.admit(call.key)
     fields = front.read(call, anthropic.MessagesFields, await call.json())
     check_size(front, fields, "messages")
     request = await prepare(front, call, anthropic.chat_request(fields), MessagesAnswer)
@@ -92,11 +92,11 @@ async def create_message(front: "Front", call: Call) -> None:
 
 
 async def count_tokens(front: "Front", call: Call) -> None:
-    front.admit()
+    front.admit(call.key)
     counted = front.read(call, anthropic.CountFields, await call.json())
     check_size(front, counted, "messages")
     fields = front.read(call, api.ChatFields, anthropic.chat_request(counted))
-    _, ids = await encode(front, fields)
+    _, ids = await encode(front, call, fields)
     await call.respond_json(shapes.InputTokens(len(ids)))
 
 

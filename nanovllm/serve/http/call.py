@@ -58,6 +58,8 @@ class Call:
         """Of the response, once it has begun."""
         self.is_over = False
         """Whether all of the response is written."""
+        self.key: int | None = None
+        """Which of the server's API keys it came with, where it needs one."""
         self.notes: list[tuple[bytes, bytes]] = []
         """Headers that any response gets."""
         given = self.header(b"x-request-id")
