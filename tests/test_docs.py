@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import json
 import re
 import shlex
 import tomllib
@@ -117,6 +118,20 @@ def test_commands_are_understood(page: Path) -> None:
     groups = load(ROOT / "scripts" / "bench_table").GROUPS
     for arguments in commands(page, "scripts/bench_table"):
         assert set(arguments) <= set(groups), arguments
+
+
+def test_recipes_send_json_and_quote_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    from nanovllm.cli.main import main
+
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    requests = re.findall(r"--json '([^']+)'", page)
+    assert len(requests) >= 10
+    for body in requests:
+        assert json.loads(body)["messages"]
+    arguments = re.search(r"\$ nanovllm (plan .*)", page)
+    assert arguments and main(shlex.split(arguments[1])) == 0
+    quoted = page.partition(f"{arguments[0]}\n")[2].partition("\n\nThe same")[0]
+    assert [line[4:] for line in quoted.splitlines()] == capsys.readouterr().out.splitlines()
 
 
 @by_page
