@@ -249,6 +249,8 @@ def _refusal(product: Product, gemm: Gemm, config: GemmConfig, device: Device) -
             return "4-bit weights of one row take 16-bit numbers, not float32"
         if product.scale_rows is not None and product.scale_rows % 16:
             return f"{product.scale_rows} weight rows share scales, not 16"
+        if product.scale_rows is not None and product.n % (32 if product.after == "gate" else 16):
+            return f"{product.n} weight rows are no whole 16s that share scales"
     if config.kernel == "specialized":
         if not device.has_roles:
             return f"kernels with roles run on compute capability 9.0, not {device.capability}"
