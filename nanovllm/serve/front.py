@@ -217,6 +217,16 @@ class Front:
         if self.options.skip_tokenizer_init:
             raise errors.bad_request("skip_tokenizer_init: the server has no tokenizer")
 
+    async def json(self, call: Call, or_empty: bool = False) -> dict[str, Any]:
+        """The object in a request's body, or an empty one where there may be no body. A large one is read in the pool.
+        Raises ApiError."""
+        body = await call.body(or_empty)
+        if or_empty and not body:
+            return {}
+        if len(body) <= limits.SMALL_BODY:
+            return limits.parse_json(body)
+        return await self.in_pool(call, lambda: limits.parse_json(body), len(body))
+
     def read(self, call: Call, kind: type[api.Given], body: dict[str, Any]) -> api.Given:
         """The fields of a request; those that mean nothing here are named in a header. Raises ApiError."""
         fields, ignored = api.read(kind, body)
@@ -249,7 +259,7 @@ class Front:
                 return work()
             if self._preparing_bytes + size > limits.PREPARING_BYTES:
                 self.metrics.rejected["queue_full"] += 1
-                raise ApiError(503, "too many long prompts wait to be tokenized", "server_overloaded")
+                raise ApiError(503, "too many large requests wait to be read and tokenized", "server_overloaded")
             self._preparing[call.key] += 1
             self._preparing_bytes += size
             try:

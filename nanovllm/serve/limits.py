@@ -25,8 +25,11 @@ SPARE_DESCRIPTORS = 64
 
 JSON_DEPTH = 64
 JSON_ITEMS = 1_000_000
-"""Lists and objects of one body, and texts of one body, names among them. Numbers are bounded by BODY_BYTES."""
-_SMALL_BODY = 1 << 20
+"""Lists and objects of one body, and texts of one body, names among them."""
+JSON_COMMAS = 1_500_000
+"""Outside of texts: as many token ids as all prompts of one request may have."""
+SMALL_BODY = 1 << 20
+"""Bytes that are read in some milliseconds, whatever they are."""
 TEXT_BYTES, TEXT_BYTES_PER_TOKEN = 256 << 10, 16
 """All that a chat's prompt is made of: messages with reasoning and calls, tools, template variables, as JSON. So many
 bytes, and so many more for each token of the context."""
@@ -54,7 +57,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     """The object in a request's body. Raises ApiError (400): no NaN or Infinity, no deep nesting, nothing that takes
     seconds to read."""
     structure = b""
-    if len(body) > _SMALL_BODY or body.count(b"[") + body.count(b"{") > JSON_DEPTH:
+    if len(body) > SMALL_BODY or body.count(b"[") + body.count(b"{") > JSON_DEPTH:
         structure = _structure(body)
     try:
         value = msgspec.json.decode(body)
@@ -70,15 +73,18 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
-_NO_MARKS = bytes(set(range(256)) - set(b'[]{}"'))
+_NO_MARKS = bytes(set(range(256)) - set(b'[]{}",'))
 
 
 def _structure(body: bytes) -> bytes:
     """A bracket for each end of a list or object; those in texts are left out. Raises ApiError where there are too many
-    of either."""
+    of either, or of commas outside of texts."""
     marks = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(_ONE_KIND, _NO_MARKS)
     if marks.count(b'"') <= 2 * JSON_ITEMS:
-        brackets = b"".join(marks.split(b'"')[::2])
+        outside = b"".join(marks.split(b'"')[::2])
+        brackets = outside.translate(None, b",")
         if len(brackets) <= 2 * JSON_ITEMS:
+            if len(outside) - len(brackets) > JSON_COMMAS:
+                raise bad_request(f"the body has more than {JSON_COMMAS:,} values", code="invalid_json")
             return brackets
     raise bad_request(f"the body has more than {JSON_ITEMS:,} lists, objects or texts", code="invalid_json")

@@ -10,24 +10,29 @@ import socket
 import ssl
 import string
 import subprocess
+import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from http.client import HTTPResponse
 from pathlib import Path
-from typing import Any
-from unittest.mock import MagicMock
+from typing import Any, cast
+from unittest.mock import AsyncMock, MagicMock, patch
 
 import httpx
 import pytest
 from serving import Server, events, user, wait_for
 
 from nanovllm.serve import limits
+from nanovllm.serve.engines import Launch
 from nanovllm.serve.errors import ApiError
+from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.http.connection import Connection, Shared
 from nanovllm.serve.metrics import Metrics
+from nanovllm.serve.options import ServeOptions
 
 CHAT = "/v1/chat/completions"
 OPENING = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -240,7 +245,7 @@ def test_an_upgrade_is_passed_over_however_it_is_cut() -> None:
         bodies = []
 
         async def answer(call: Call) -> None:
-            bodies.append((call.header(b"note"), await call.json()))
+            bodies.append((call.header(b"note"), json.loads(await call.body())))
 
         connection = Connection(Shared(answer, Metrics(), 1))
         connection.connection_made(MagicMock(is_closing=lambda: False))
@@ -316,6 +321,48 @@ def test_structure_is_bounded_before_it_is_read(client: httpx.Client, items: byt
     with pytest.raises(ApiError, match="more than 1,000,000 lists"):
         limits.parse_json(body)
     assert time.monotonic() - begin < 2.0  # 0.2 s where nothing else runs on the cores
+
+
+@pytest.mark.parametrize("value", [b"1", b"1234567", b"0.5", b"1e5", b"null", b" 7"], ids=str)
+def test_values_are_bounded_before_they_are_read(value: bytes) -> None:
+    """32 MiB of numbers took hundreds of MB, and 0.3 s of the event loop."""
+    items = (31 << 20) // (len(value) + 1)
+    body = b'{"a":["1,2",' + (value + b",") * items + value + b"]}"
+    before = time.process_time()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError, match="more than 1,500,000 values"):
+            limits.parse_json(body)
+        assert tracemalloc.get_traced_memory()[1] < 128 << 20
+    finally:
+        tracemalloc.stop()
+    assert time.process_time() - before < 1.0  # 0.2 s where nothing else runs on the cores
+
+
+def test_commas_of_texts_are_no_values() -> None:
+    body = {"a": "1," * 2_000_000, "b": ["\",", [5] * 1000]}
+    assert limits.parse_json(json.dumps(body).encode()) == body
+
+
+def test_a_large_body_is_not_read_in_the_event_loop() -> None:
+    """Others are answered meanwhile."""
+    events = threading.Event()
+
+    async def read() -> dict[str, Any]:
+        front = Front("m", ServeOptions(), cast(Launch, None))
+        call = MagicMock(key=None, body=AsyncMock(return_value=json.dumps({"a": "b" * limits.SMALL_BODY}).encode()))
+        reading = asyncio.create_task(front.json(call))
+        while not reading.done():
+            await asyncio.sleep(0.01)
+            events.set()
+        return await reading
+
+    def parse(body: bytes) -> dict[str, Any]:
+        assert events.wait(20), "the event loop waits for the body"
+        return {}
+
+    with patch.object(limits, "parse_json", parse):
+        assert asyncio.run(read()) == {}
 
 
 def test_large_body(client: httpx.Client) -> None:

@@ -37,19 +37,19 @@ class AbortRequests(msgspec.Struct):
     request_ids: list[str] | None = None
 
 
-async def _options(call: Call, kind: type[Struct]) -> Struct:
+async def _options(front: "Front", call: Call, kind: type[Struct]) -> Struct:
     """The call's options. Raises ApiError (400) naming the one that is wrong."""
     query = parse_qs(call.query, keep_blank_values=True)
     values: dict[str, Any] = {name: found if name == "tags" else found[-1] for name, found in query.items()}
     if call.method == "POST":
-        values = {**await call.json(or_empty=True), **values}
+        values = {**await front.json(call, or_empty=True), **values}
     return convert(kind, values, strict=False)
 
 
 async def _control(front: "Front", call: Call) -> None:
     """A call of engine/calls.py, whose answer is its own."""
     name, kind = _NAMES[call.path]
-    options = msgspec.structs.asdict(await _options(call, kind))
+    options = msgspec.structs.asdict(await _options(front, call, kind))
     given = {key: value for key, value in options.items() if value is not None}
     await call.respond_json(await front.control(name, **given))
 
@@ -68,13 +68,13 @@ async def _state(front: "Front", call: Call) -> None:
 
 async def abort_requests(front: "Front", call: Call) -> None:
     """Ends requests with what they have: those of these ids, or all where none are given."""
-    ids = (await _options(call, AbortRequests)).request_ids
+    ids = (await _options(front, call, AbortRequests)).request_ids
     count = front.streams.abort_all(lambda request: ids is None or request.id in ids or request.call_id in ids)
     await call.respond_json({"status": "aborted", "aborted": count})
 
 
 async def update_weights(front: "Front", call: Call) -> None:
-    given = await _options(call, UpdateWeights)
+    given = await _options(front, call, UpdateWeights)
     if (given.update_info is None) == (given.weight_dir is None):
         raise bad_request("update_info, weight_dir: exactly one of them must be given", "update_info")
     if given.update_info is not None:
@@ -90,7 +90,7 @@ async def update_weights(front: "Front", call: Call) -> None:
 
 async def weight_checker(front: "Front", call: Call) -> None:
     """Checksums by name, or the names whose checksums are not those of `baseline`."""
-    given = await _options(call, WeightChecker)
+    given = await _options(front, call, WeightChecker)
     if given.action == "compare" and given.baseline is None:
         raise bad_request("baseline: is required where action is 'compare'")
     answer = await front.control("checksum")

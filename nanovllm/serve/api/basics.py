@@ -63,7 +63,7 @@ async def model(front: "Front", call: Call) -> None:
 async def tokenize(front: "Front", call: Call) -> None:
     """Token ids of a text ("prompt") or of a chat ("messages"), as vLLM's endpoint of this name."""
     front.require_tokenizer()
-    body = await call.json()
+    body = await front.json(call)
     fields: api.TokenizeChatFields | api.TokenizeFields
     if "messages" in body:
         fields = chat = front.read(call, api.TokenizeChatFields, body)
@@ -81,7 +81,7 @@ async def tokenize(front: "Front", call: Call) -> None:
 
 async def detokenize(front: "Front", call: Call) -> None:
     front.require_tokenizer()
-    fields = front.read(call, api.DetokenizeFields, await call.json())
+    fields = front.read(call, api.DetokenizeFields, await front.json(call))
     most, vocab = front.info["max_model_len"], front.info["vocab_size"]
     if len(fields.tokens) > most:
         raise bad_request(f"tokens: must have at most {most} items")

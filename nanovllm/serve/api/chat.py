@@ -220,4 +220,4 @@ async def prepare(front: "Front", call: Call, body: dict[str, Any], kind: type[A
 
 async def chat(front: "Front", call: Call) -> None:
     front.admit(call.key)
-    await answer(call, await prepare(front, call, await call.json(), ChatAnswer))
+    await answer(call, await prepare(front, call, await front.json(call), ChatAnswer))

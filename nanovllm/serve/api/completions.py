@@ -95,7 +95,7 @@ def token_ids(front: "Front", prompt: list[int]) -> list[int]:
 
 async def completions(front: "Front", call: Call) -> None:
     front.admit(call.key)
-    fields = front.read(call, api.CompletionFields, await call.json())
+    fields = front.read(call, api.CompletionFields, await front.json(call))
     asked = _DEFAULT_MAX_TOKENS if (most := api.max_tokens(fields)) is None else most
     if asked == 0 and not fields.echo:
         raise bad_request("max_tokens=0: must be >= 1, or come with echo=true")

@@ -71,7 +71,7 @@ class MessagesAnswer(DialectAnswer):
 
 async def create_response(front: "Front", call: Call) -> None:
     front.admit(call.key)
-    body = await call.json()
+    body = await front.json(call)
     fields = front.read(call, responses.ResponsesFields, body)
     check_size(front, fields, "input")
     tools = ResponsesTools(fields.tools or ())
@@ -84,7 +84,7 @@ async def create_response(front: "Front", call: Call) -> None:
 
 async def create_message(front: "Front", call: Call) -> None:
     front.admit(call.key)
-    fields = front.read(call, anthropic.MessagesFields, await call.json())
+    fields = front.read(call, anthropic.MessagesFields, await front.json(call))
     check_size(front, fields, "messages")
     request = await prepare(front, call, anthropic.chat_request(fields), MessagesAnswer)
     request.writer = anthropic.MessageWriter(request.id, request.model)
@@ -93,7 +93,7 @@ async def create_message(front: "Front", call: Call) -> None:
 
 async def count_tokens(front: "Front", call: Call) -> None:
     front.admit(call.key)
-    counted = front.read(call, anthropic.CountFields, await call.json())
+    counted = front.read(call, anthropic.CountFields, await front.json(call))
     check_size(front, counted, "messages")
     fields = front.read(call, api.ChatFields, anthropic.chat_request(counted))
     _, ids = await encode(front, call, fields)

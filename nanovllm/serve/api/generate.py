@@ -59,7 +59,7 @@ class GenerateAnswer(Answer):
 
 async def generate(front: "Front", call: Call) -> None:
     front.admit(call.key)
-    given = front.read(call, api.GenerateFields, await call.json())
+    given = front.read(call, api.GenerateFields, await front.json(call))
     if given.output_mode not in (None, "tokens"):
         raise bad_request("output_mode: must be 'tokens'; /v1/completions has text")
     wanted = dict(given.sampling_params)

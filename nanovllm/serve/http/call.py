@@ -11,7 +11,6 @@ from uuid import uuid4
 import httptools
 import msgspec
 
-from nanovllm.serve import limits
 from nanovllm.serve.errors import ApiError, bad_request
 
 JSON = b"application/json"
@@ -104,8 +103,8 @@ class Call:
             self._came.set_exception(ConnectionResetError())
             self._came.exception()  # seen: nobody may be waiting for it
 
-    async def json(self, or_empty: bool = False) -> dict[str, Any]:
-        """The object in the body; `or_empty`: there may be no body. Raises ApiError: 415 where it is not said to be
+    async def body(self, or_empty: bool = False) -> bytes:
+        """The body, once it is whole; `or_empty`: there may be none. Raises ApiError: 415 where it is not said to be
         JSON. A page of another origin can send any other type without asking."""
         given = self.header(b"content-type") or ""
         if not _JSON_TYPE.match(given) and not (or_empty and not self._announces_body):
@@ -115,7 +114,7 @@ class Call:
             self.connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         await self._came
         body, self._pieces = b"".join(self._pieces), []
-        return {} if or_empty and not body else limits.parse_json(body)
+        return body
 
     @property
     def _announces_body(self) -> bool:
