@@ -66,5 +66,10 @@ def engine_dead() -> ApiError:
     return ApiError(500, "the engine has stopped; the server is going down", "engine_dead")
 
 
+def weights_incomplete(waiting: str) -> ApiError:
+    """`waiting`: for what, and since when."""
+    return ApiError(503, f"the server has no complete weights: {waiting}", "weights_incomplete")
+
+
 def shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down", "shutting_down")

@@ -31,6 +31,7 @@ from nanovllm.serve.streams import Streams
 from nanovllm.serve.text import FrontTokenizer
 from nanovllm.serve.text.no_tokenizer import NoTokenizer
 from nanovllm.serve.text.tokenizer import read_json
+from nanovllm.serve.weight_wait import WeightWait
 
 if TYPE_CHECKING:
     from nanovllm.serve.api.answer import Answer
@@ -68,6 +69,7 @@ class Front:
         """Sampling defaults for what requests leave open."""
         self.default_max_tokens: int | None = None
         self.engines = Engines(launch, self.streams, self.on_frame, self.on_engine_end)
+        self.weight_wait = WeightWait(options.weight_update_timeout)
         self.changed = asyncio.Event()
         """Set whenever `state` changes."""
         self._text: asyncio.Task[None] | None = None
@@ -160,6 +162,7 @@ class Front:
         """What the engines answer to a call of engine/calls.py. Raises ApiError."""
         if self.state != "ready":
             self.admit()
+        self.weight_wait.hear(name, self.engines.state, self.now())
         try:
             with errors.refusing():
                 return await self.engines.call(name, **options)
@@ -173,6 +176,7 @@ class Front:
             raise ApiError(409, str(error), "wrong_state") from None
         finally:
             self.metrics.control = self.engines.state
+            self.weight_wait.hear(name, self.engines.state, self.now())
 
     def close(self) -> None:
         if self.tracer is not None:
@@ -183,6 +187,8 @@ class Front:
     def admit(self, key: int | None = None) -> None:
         """Raises ApiError where no request can be taken now. `key`: which of the API keys it came with."""
         if self.state == "ready":
+            if self.weight_wait.is_over(now := self.now()):
+                raise errors.weights_incomplete(str(self.weight_wait.text(now)))
             rows: int = self.info["max_num_seqs"]
             most = self.options.max_num_queued_reqs or 4 * rows + 512
             if self.streams.num_rows + self._preparing.total() >= most:
@@ -283,7 +289,11 @@ class Front:
         self.engines.bind()
 
     def _sweep(self) -> None:
-        self.streams.sweep(self.now(), self.options.request_timeout)
+        now = self.now()
+        self.streams.sweep(now, self.options.request_timeout)
+        if self.weight_wait.is_over(now):
+            for request in list(self.streams.requests):
+                self.streams.fail(request, errors.weights_incomplete(str(self.weight_wait.text(now))))
         if not self.options.disable_log_stats:
             self._log_totals()
         busy = bool(self.streams.requests)

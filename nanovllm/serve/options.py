@@ -38,6 +38,9 @@ class ServeOptions:
     """Tokens of a chunk: more of them save clients work. The first token is never kept back."""
     request_timeout: float | None = None
     """Seconds after which a request is ended; off by default."""
+    weight_update_timeout: float | None = 600.0
+    """Seconds that requests wait for a trainer that calls no more. Then they get a 503 until an update succeeds; None:
+    they wait without end."""
     shutdown_timeout: float = 30.0
     """Seconds that running requests get after SIGTERM."""
     skip_tokenizer_init: bool = False
@@ -72,7 +75,7 @@ class ServeOptions:
     """Whether / is a chat page."""
 
     def __post_init__(self) -> None:
-        for name in ("shutdown_timeout", "request_timeout"):
+        for name in ("shutdown_timeout", "request_timeout", "weight_update_timeout"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
                 raise ValueError(f"{name}={value!r}: must be a number >= 0")

@@ -394,6 +394,31 @@ def test_a_call_is_refused_when_the_server_ends(tmp_path: Path, pool: ThreadPool
                 stream.text()
 
 
+def test_a_trainer_that_leaves_in_an_update(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    """Requests wait for it, as /health says, but not without end; the next update serves again."""
+    options = ("--admin-api-key", KEY, "--weight-update-timeout", "2")
+    with Server(tmp_path, *options) as server:
+        server.wait_until_ready()
+        with httpx.Client(base_url=server.url, timeout=60, headers={"x-api-key": KEY}) as admin:
+            assert admin.get("/health").json() == {"status": "ok"}
+            stream = pool.submit(lambda: admin.post("/v1/chat/completions", json=LONG | {"max_tokens": 2000}))
+            wait_for(lambda: admin.get("/load").json()["running"], "request")
+            call(admin, "/start_weight_update")
+            health = admin.get("/health")
+            assert health.status_code == 200 and "waiting for new weights since" in health.json()["stage"]
+            answer = stream.result(30)
+            assert answer.status_code == 503 and answer.json()["error"]["code"] == "weights_incomplete"
+            health = admin.get("/health")
+            assert health.status_code == 503 and health.json()["status"] == "incomplete"
+            answer = admin.post("/v1/chat/completions", json=SHORT)
+            assert answer.status_code == 503 and "waiting for new weights since" in answer.json()["error"]["message"]
+            call(admin, "/weight_checker", 409, action="checksum")
+            call(admin, "/update_weights", update_info={"weight_dir": str(DEMO)})
+            call(admin, "/finish_weight_update")
+            assert ask(admin) == "The capital of Italy is Rome."
+            assert admin.get("/health").json() == {"status": "ok"}
+
+
 def test_keys_must_differ() -> None:
     with pytest.raises(ValueError, match="admin_api_keys"):
         ServeOptions(api_keys=("a", "b"), admin_api_keys=("b",))

@@ -3,6 +3,8 @@
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
+import msgspec
+
 import nanovllm
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api import shapes
@@ -19,13 +21,15 @@ _METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 async def health(front: "Front", call: Call) -> None:
-    """200 when requests are served; 503 while the engine loads, while the server drains, when it has failed, and while
-    no engine gives a sign of life."""
+    """200 when requests are served, or wait for new weights; 503 while the engine loads, while the server drains, when
+    it has failed, while no engine gives a sign of life, and when a trainer has sent nothing for too long."""
     if front.state == "ready" and front.engines.silent_for > _SILENT_SECONDS:
         await call.respond_json(shapes.Health("silent"), 503)
         return
     if front.state == "ready":
-        await call.respond_json(shapes.Health("ok"))
+        waiting, is_over = front.weight_wait.text(front.now()), front.weight_wait.is_over(front.now())
+        answer = shapes.Health("incomplete" if is_over else "ok", waiting or msgspec.UNSET)
+        await call.respond_json(answer, 503 if is_over else 200)
         return
     progress = front.progress if front.state == "loading" else ()
     await call.respond_json(shapes.Health(front.state, *progress), 503)

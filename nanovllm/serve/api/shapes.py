@@ -199,7 +199,7 @@ class Prompt(Shape):
 
 
 class Health(Shape):
-    status: Literal["loading", "ok", "silent", "draining", "failed"]
+    status: Literal["loading", "ok", "incomplete", "silent", "draining", "failed"]
     stage: str | UnsetType = UNSET
     percent: int | UnsetType = UNSET
 

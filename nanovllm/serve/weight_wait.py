@@ -1,0 +1,33 @@
+"""How long the server has waited for a trainer's weights, and whether that is too long."""
+
+from nanovllm.engine.calls import EngineState
+
+_OF_UPDATES = frozenset(("begin_update", "receive", "finish_update", "load_weights", "wake_up"))
+"""Calls that a trainer makes on the way to new weights."""
+
+
+class WeightWait:
+    """Of engines that have no weights to compute with: since when, and when a trainer was last heard."""
+
+    def __init__(self, limit: float | None) -> None:
+        """`limit`: seconds without a call of the trainer after which it counts as gone; None: never."""
+        self.limit = limit
+        self._since: float | None = None
+        self._heard = 0.0
+
+    def hear(self, name: str, state: EngineState, now: float) -> None:
+        """A call begins or is over, and has left the engines in this state."""
+        if name in _OF_UPDATES:
+            self._heard = now
+        if not state.lacks_weights or "weights" in state.asleep:
+            self._since = None
+        elif self._since is None:
+            self._since = self._heard = now
+
+    def text(self, now: float) -> str | None:
+        """What requests wait for, if they do."""
+        return None if self._since is None else f"waiting for new weights since {now - self._since:.0f} s"
+
+    def is_over(self, now: float) -> bool:
+        """Whether requests are to wait no longer."""
+        return self._since is not None and self.limit is not None and now - self._heard > self.limit
