@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "assets" / "demo-qwen3"
 ENGINE = ("--device", "cpu", "--max-num-seqs", "32", "--num-kvcache-blocks", "1024")
 PATIENCE = 60.0
+SOON_SILENT = {"nanovllm.host.handle:SILENCE": 10.0, "nanovllm.serve.api.basics:_SILENT_SECONDS": 2.0}
+"""Limits under which an engine that stands still is noticed within seconds."""
 
 
 def wait_for(condition: Callable[[], Any], what: str, seconds: float = PATIENCE) -> Any:
@@ -58,12 +60,14 @@ class Server:
         env: dict[str, str] | None = None,
         limits: dict[str, float] | None = None,
     ) -> None:
-        """`limits`: bounds of nanovllm/serve/limits.py that take other values, so that a test need not wait as long."""
+        """`limits`: bounds of nanovllm/serve/limits.py, or of a module that is named before a colon, that take other
+        values, so that a test need not wait as long."""
         self.log_file = folder / "server.log"
         command = [sys.executable, "-m", "nanovllm", "serve", str(model), "--served-model-name", "demo", "--port", "0"]
         if limits:
-            patches = "; ".join(f"limits.{name} = {value}" for name, value in limits.items())
-            code = f"import sys; from nanovllm.serve import limits; {patches}; from nanovllm.cli.main import main"
+            named = [(("nanovllm.serve.limits:" + name).rsplit(":", 2)[-2:], value) for name, value in limits.items()]
+            patches = "; ".join(f"setattr(import_module({m!r}), {name!r}, {value})" for (m, name), value in named)
+            code = f"import sys; from importlib import import_module; {patches}; from nanovllm.cli.main import main"
             command[1:3] = ["-c", f"{code}; sys.exit(main())"]
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})}

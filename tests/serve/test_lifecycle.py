@@ -23,7 +23,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
-from serving import DEMO, ROOT, Server, alive, events, user, wait_for
+from serving import DEMO, ROOT, SOON_SILENT, Server, alive, events, user, wait_for
 
 from nanovllm.host import wire
 from nanovllm.serve.engines import Launch
@@ -384,6 +384,24 @@ def test_death_of_the_engine_ends_everything(tmp_path: Path, victim: str) -> Non
         assert server.process.wait(10) == 1
         wait_for(lambda: not alive(processes), "end of all processes", 10)
         assert time.monotonic() - begin < 8.0  # 5 s where nothing else runs on the cores
+
+
+def test_an_engine_that_stands_still_ends_everything(tmp_path: Path) -> None:
+    """Its process is stopped, and not dead: its socket stays open."""
+    with Server(tmp_path, limits=SOON_SILENT) as server, ThreadPoolExecutor(1) as pool:
+        server.wait_until_ready()
+        processes = server.everything()
+        thread, found = begin_stream(server, LONG | {"n": 8})
+        whole = pool.submit(httpx.post, server.url + COMPLETIONS, json=LONG | {"n": 8}, timeout=60)
+        wait_for(lambda: server.num_running() == 16, "both requests")
+        os.kill(server.engine, signal.SIGSTOP)
+        health = wait_for(lambda: (said := server.health()).status_code == 503 and said, "word of it")
+        assert health.json() == {"status": "silent"}
+        thread.join(30)
+        assert found[-1]["error"]["code"] == "engine_dead"
+        assert whole.result(10).status_code == 500
+        assert server.process.wait(10) == 1 and "gave no sign of life for 10 s" in server.log
+        wait_for(lambda: not alive(processes), "end of all processes", 10)
 
 
 def test_death_of_the_front_ends_everything(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""A server over two replicas, which it holds itself: a killed one loses no request, and calls reach both."""
+"""A server over two replicas, which it holds itself: one that is killed or stands still loses no request, and calls
+reach both."""
 
 import os
 import signal
@@ -7,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from serving import Server, user
+import pytest
+from serving import SOON_SILENT, Server, user
 
 KEY = {"authorization": "Bearer admin"}
 LONG: dict[str, Any] = {
@@ -21,9 +23,12 @@ def text(url: str, seed: int) -> str:
     return str(answer.json()["choices"][0]["message"]["content"])
 
 
-def test_two_replicas(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGKILL, "died by signal 9"), (signal.SIGSTOP, "gave no sign of life for 10 s")]
+)
+def test_two_replicas(number: int, reason: str, tmp_path: Path) -> None:
     options = ("--data-parallel-size", "2", "--admin-api-key", "admin", "--max-num-seqs", "4")
-    with Server(tmp_path, *options) as server, ThreadPoolExecutor(6) as pool:
+    with Server(tmp_path, *options, limits=SOON_SILENT) as server, ThreadPoolExecutor(6) as pool:
         server.wait_until_ready()
         tasks = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
         engines = [int(pid) for pid in tasks.read_text().split()]
@@ -32,9 +37,9 @@ def test_two_replicas(tmp_path: Path) -> None:
         again = [pool.submit(text, server.url, seed) for seed in range(6)]
         while not httpx.get(f"{server.url}/load", headers=KEY).json()["running"]:
             pass
-        os.kill(engines[0], signal.SIGKILL)
+        os.kill(engines[0], number)
         assert [each.result() for each in again] == expected
-        assert "is started again: died by signal 9" in server.log
+        assert f"is started again: {reason}" in server.log
         assert httpx.post(f"{server.url}/pause", headers=KEY, timeout=60).json() == {"status": "paused"}
         assert httpx.get(f"{server.url}/is_paused", headers=KEY).json() == {"is_paused": True}
         assert httpx.post(f"{server.url}/resume", headers=KEY, timeout=60).json() == {"status": "resumed"}
