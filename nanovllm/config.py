@@ -120,8 +120,8 @@ class EngineConfig:
     """Number of replicas of the model, 1..1024, each with tensor_parallel_size ranks; replica i has the GPUs from
     i * tensor_parallel_size on."""
     data_parallel_backend: str | None = None
-    """"local": replicas are processes of this host, behind a front, also a single one; "ray": actors of a Ray cluster.
-    None: "local" where data_parallel_size > 1, else an engine without a front."""
+    """"local": processes of this host, also a single one; "ray": actors of Ray.
+    None: "local" where data_parallel_size > 1, else an engine in the caller's process."""
     ray_address: str | None = None
     """With data_parallel_backend="ray": host:port of the cluster, or "auto" for the one that this host belongs to.
     None: the program's own connection, else RAY_ADDRESS, else a Ray of this host, for as long as the engine lives."""
