@@ -23,9 +23,10 @@ from unittest.mock import AsyncMock, MagicMock, patch
 
 import httpx
 import pytest
-from serving import Server, events, user, wait_for
+from serving import DEMO, Server, events, user, wait_for
 
 from nanovllm.serve import limits
+from nanovllm.serve.api.answer import answer
 from nanovllm.serve.engines import Launch
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.front import Front
@@ -365,11 +366,50 @@ def test_a_large_body_is_not_read_in_the_event_loop() -> None:
         assert asyncio.run(read()) == {}
 
 
+def test_many_log_probabilities_are_not_written_in_the_event_loop() -> None:
+    """16 prompts of 1,900 tokens took 2.6 s, in which no stream went on."""
+    goes_on = threading.Event()
+
+    def response() -> bytes:
+        assert goes_on.wait(20), "the event loop waits for the answer"
+        return b"{}"
+
+    async def ask() -> None:
+        front = Front("m", ServeOptions(), cast(Launch, None))
+        done = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        request = MagicMock(front=front, is_streamed=False, has_left=False, done=done, response=response)
+        request.num_details = 16 * 1900 * 4
+        call = MagicMock(key=None, respond=AsyncMock())
+        with patch.object(front, "submit"), patch.object(front, "log_request"):
+            answering = asyncio.create_task(answer(call, request))
+            while not answering.done():
+                await asyncio.sleep(0.01)
+                goes_on.set()
+            await answering
+        call.respond.assert_awaited_once_with(b"{}")
+
+    asyncio.run(ask())
+
+
 def test_large_body(client: httpx.Client) -> None:
     """Many prompts as token ids: some 2 MB."""
     body = {"prompt": [[5] * 1000] * 1024, "max_tokens": 0, "echo": True}
     assert client.post("/v1/completions", json=body | {"n": 2}).status_code == 400
     assert client.post("/v1/completions", json=body | {"prompt": "a", "user": "a" * 2_000_000}).status_code == 200
+
+
+def test_clients_do_not_send_a_408_again() -> None:
+    """Those of OpenAI would, and treble a load that is too high."""
+    assert ApiError(408, "no end in time").headers() == [(b"x-should-retry", b"false")]
+
+
+def test_metrics_show_no_paths_and_no_process(server: Server, client: httpx.Client) -> None:
+    """They need no key."""
+    text = client.get("/metrics").text
+    assert "cache_config_info" in text
+    assert str(DEMO.parent) not in text and f'="{server.engine}"' not in text
+    assert "pid" not in text
 
 
 # -- keys -----------------------------------------------------------------------------------------------

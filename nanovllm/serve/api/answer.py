@@ -159,6 +159,13 @@ class Answer(Request):
         """What the whole answer says beside its choices."""
         return {"service_tier": None, "kv_transfer_params": None}
 
+    @property
+    def num_details(self) -> int:
+        """Token ids and log-probabilities that the answer names beside its text."""
+        lines = [*self.prompt_lines, *(each.lines for each in self.completions)]
+        kept = sum(len(ids) // 4 for each in self.completions for ids in each.kept if ids is not None)
+        return kept + sum(len(line) // 4 for part in lines for line in part or () if line is not None)
+
     def of_prompt(self, prompt_index: int) -> dict[str, Any]:
         """What a request may have asked for about a prompt; null where it has not."""
         found: dict[str, Any] = {"prompt_token_ids": None, "prompt_logprobs": None}
@@ -194,7 +201,7 @@ async def answer(call: Call, request: Answer) -> None:
         else:
             await request.done
             if not request.has_left:
-                await call.respond(request.response())
+                await call.respond(await front.in_pool(call, request.response, request.num_details))
     finally:
         connection.on_disconnect = connection.on_writable = None
         front.streams.leave(request)  # where it has not ended
