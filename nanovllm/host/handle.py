@@ -1,5 +1,6 @@
 """A driver's hold on an engine elsewhere; here one in a child process, and the socket to it."""
 
+import os
 import select
 import signal
 import socket
@@ -84,7 +85,7 @@ class ChildHandle:
     def __init__(self, start: wire.Start, module: str = MODULE) -> None:
         """`module`: what the process runs; a benchmark puts a simulator here."""
         self.number = start.number
-        self.process, self._socket = start_linked(module)
+        self.process, self._socket = start_linked(module, str(os.getpid()))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
         self._socket.setblocking(False)
         self._buffer = wire.FrameBuffer()

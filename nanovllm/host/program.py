@@ -1,4 +1,4 @@
-"""The program of an engine in a process of its own: `python -m nanovllm.host.program FD`, started by handle.py.
+"""The program of an engine in a process of its own: `python -m nanovllm.host.program FD PARENT`, started by handle.py.
 
 The main thread takes frames in and steps. One gives signs of life, and ends the process with its driver.
 """
@@ -166,11 +166,12 @@ class SocketIntake:
             self._rung.send(b"!")
 
 
-def main(fd: int) -> None:
+def main(fd: int, parent: int) -> None:
+    """`parent`: the driver's process, which may be gone by now."""
     leave_signals_to_parent()
     link = socket.socket(fileno=fd)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
-    lock, parent = threading.Lock(), os.getppid()
+    lock = threading.Lock()
     is_serving = threading.Event()
 
     def send(frame: wire.Up) -> None:
@@ -206,4 +207,4 @@ def main(fd: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:3]))

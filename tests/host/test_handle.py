@@ -3,14 +3,21 @@
 import os
 import select
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from nanovllm.host import wire
+from nanovllm.config import EngineConfig
+from nanovllm.errors import WorkerError
+from nanovllm.host import program, wire
 from nanovllm.host.handle import ChildHandle, Lost
 
 DEMO = str(Path(__file__).resolve().parents[2] / "nanovllm" / "demo_model")
@@ -88,3 +95,96 @@ def test_an_engine_that_is_killed_is_lost() -> None:
     [lost] = frames_until(handle, lambda frame: isinstance(frame, Lost))[-1:]
     assert lost == Lost("died by signal 9 (SIGKILL)") and handle.receive() == []
     handle.close()
+
+
+def test_driver_and_engine_that_both_send_do_not_wait_for_each_other() -> None:
+    """The engine does not read while it cannot send, and nothing is taken out meanwhile; all arrives, in order."""
+    sent: list[Any] = [wire.Bucket(number, os.urandom(1 << 18)) for number in range(60)]
+    echo = ChildHandle(wire.Start(DEMO, {}), "echo_engine")
+    room: list[bool] = []
+    echo.on_room = lambda _, waits: room.append(waits)
+    for frame in sent:
+        echo.send(frame)
+    assert echo.num_unsent and room[-1]
+    received: list[Any] = []
+    deadline = time.monotonic() + 60
+    while len(received) < 3 * len(sent) and time.monotonic() < deadline:
+        readable, writable, _ = select.select([echo], [echo] if echo.num_unsent else [], [], 1.0)
+        if writable:
+            echo.flush()
+        received += echo.receive() if readable else []
+    assert received[::3] == received[1::3] == received[2::3] == sent
+    assert not echo.num_unsent and not room[-1]
+    echo.close(patience=0)
+
+
+def test_an_engine_of_a_program_without_output_ends_in_order() -> None:
+    """Files of ours would get the number of standard output, where the engine writes."""
+    output = os.dup(1)
+    os.close(1)
+    try:
+        handle = ChildHandle(wire.Start(DEMO, {**OPTIONS, "max_model_len": 999999}))
+    finally:
+        os.dup2(output, 1)
+        os.close(output)
+    assert isinstance(frames_until(handle, lambda frame: isinstance(frame, Lost))[-1], Lost)
+    handle.close()
+    assert handle.process.returncode == 0, "it had said what is wrong"
+
+
+def is_running(pid: int) -> bool:
+    """Zombies do not."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.mark.parametrize("when", ["loading", "loaded"])
+def test_an_engine_ends_with_its_driver_though_a_fork_of_it_holds_the_socket(when: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, map(str, sys.path)))}
+    command = [sys.executable, "-m", "echo_engine", when]
+    with (tmp_path / "pids").open("w") as said:
+        subprocess.run(command, env=environment, stdout=said, timeout=120)
+    pid, fork = map(int, (tmp_path / "pids").read_text().split())
+    try:
+        deadline = time.monotonic() + 30
+        while is_running(pid) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not is_running(pid) and is_running(fork)
+    finally:
+        for left in (pid, fork):
+            with suppress(ProcessLookupError):
+                os.kill(left, signal.SIGKILL)
+
+
+class Quiet:
+    """A driver that says how an engine starts, and nothing more."""
+
+    def __init__(self) -> None:
+        self._frames = [wire.Start(DEMO, OPTIONS)]
+        self.looks = 0
+
+    def next(self, seconds: float) -> Any:
+        self.looks += 1
+        assert self.looks < 10, "nobody looks at the ranks"
+        return self._frames.pop() if self._frames else None
+
+    def wake(self) -> None:
+        pass
+
+
+def test_a_rank_that_dies_while_nothing_runs_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check() -> None:
+        raise WorkerError("rank 1 died by signal 9")
+
+    executor = SimpleNamespace(failed=True, check=check)
+    config = EngineConfig(DEMO, **{**OPTIONS, "kvcache_block_size": 16})
+    engine: Any = Mock(config=config, executor=executor)
+    engine.is_busy.return_value, engine.info.return_value = False, {}
+    monkeypatch.setattr(program, "_load", lambda *_: engine)
+    monkeypatch.setattr(program, "describe", lambda _: {})
+    monkeypatch.setattr(program, "freeze_objects", lambda: None)
+    said: list[Any] = []
+    assert program.run(said.append, Quiet()) == 1
+    assert said[-1] == wire.Failed("rank 1 died by signal 9")
+    engine.close.assert_called_once_with()
