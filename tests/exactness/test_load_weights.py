@@ -47,7 +47,7 @@ def engine(request: pytest.FixtureRequest, models: tuple[Model, Model]) -> Itera
 def llm(engine: LLM, models: tuple[Model, Model]) -> LLM:
     """The engine with the first model's weights, idle, whatever a test before did to it."""
     engine.load_weights(models[0].weights.items())
-    while not engine.book.is_finished():
+    while not engine.is_finished():
         engine.step()
     return engine
 
