@@ -6,6 +6,7 @@ python examples/grpo_trl.py
 import tempfile
 from typing import Any
 
+import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
@@ -25,6 +26,7 @@ def main() -> None:
         args = GRPOConfig(
             output_dir=folder, use_vllm=True, vllm_mode="colocate", num_generations=4, max_steps=2, report_to=[],
             per_device_train_batch_size=8, max_completion_length=16, logging_steps=1,
+            use_cpu=not torch.cuda.is_available(), bf16=torch.cuda.is_available(),
         )  # fmt: skip
         trainer = GRPOTrainer(model=MODEL, args=args, train_dataset=data, reward_funcs=shorter_is_better)
         trainer.train()
