@@ -9,13 +9,14 @@ before is left out.
 import logging
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import Any
 
-from nanovllm.engine.calls import CALLS, TAGS, CallSpec, EngineState
+from nanovllm.engine.calls import CALLS, TAGS, EngineState
 from nanovllm.engine.prefix_keys import prefix_keys
-from nanovllm.errors import ReplicaError
 from nanovllm.host import wire
+from nanovllm.host.flight import Flight
+from nanovllm.host.pending import Pending
 from nanovllm.host.router import Load, Router
 from nanovllm.outputs import EngineStats
 
@@ -24,90 +25,6 @@ logger = logging.getLogger(__name__)
 MOST_RESTARTS = 3  # of each engine that was lost; then the others go on without it
 _NO_BOUND = 1 << 40
 _ENDED = 1 << 60  # tokens to leave out of a completion that has ended
-
-
-class InternalError(RuntimeError):
-    """A call failed by a mistake of ours; the engine's log says more."""
-
-
-@dataclass(eq=False, slots=True)
-class Flight:
-    """A request that has not ended."""
-
-    request_id: int
-    prompt: bytes
-    """int32 token ids."""
-    params: dict[str, Any]
-    num_known: int
-    """Output tokens that the request came with."""
-    tokens: list[list[int]]
-    """Of each completion's output, so far."""
-    versions: list[list[tuple[int, int]]]
-    """For each completion: versions of the weights, and the first token of each."""
-    ended: set[int] = field(default_factory=set)
-    """Completions."""
-    engine: int | None = None
-    num_engines: int = 0
-    """That it was sent to."""
-    is_aborted: bool = False
-
-    @property
-    def n(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.prompt) // 4
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether another engine goes on behind the tokens so far; else it computes them again."""
-        return self.n == 1 and not self.params.get("sampling_mask")
-
-    def note_version(self, index: int, version: int) -> None:
-        """Tokens of a completion from here on come from weights of this version."""
-        starts, start = self.versions[index], len(self.tokens[index])
-        if starts and starts[-1][1] == start:
-            starts.pop()
-        if not starts or starts[-1][0] != version:
-            starts.append((version, start))
-
-    def spans(self, index: int) -> list[tuple[int, int, int]]:
-        """See CompletionOutput.weight_versions."""
-        starts = self.versions[index]
-        ends = [*(start for _, start in starts[1:]), len(self.tokens[index])][: len(starts)]
-        return [(version, start, end) for (version, start), end in zip(starts, ends, strict=True) if end > start]
-
-
-class Pending:
-    """A call that engines work on."""
-
-    def __init__(self, spec: CallSpec, name: str, numbers: Sequence[int]) -> None:
-        self.name, self._spec = name, spec
-        self.waiting = set(numbers)
-        self.relay_to: list[int] = []
-        """Engines that get the weights which the first receives."""
-        self.answers: dict[int, wire.Answer] = {}
-        self.on_done: Callable[[], None] = lambda: None
-
-    def settle(self, number: int, answer: wire.Answer | None) -> bool:
-        """An engine has answered, or is lost; returns whether all have."""
-        if number not in self.waiting:
-            return False
-        self.waiting.discard(number)
-        if answer is not None:
-            self.answers[number] = answer
-        return not self.waiting
-
-    def result(self) -> Any:
-        """What the engines answer together. Raises what the first raised that did."""
-        answers = [self.answers[number] for number in sorted(self.answers)]
-        for answer in answers:
-            if answer.kind is not None:
-                raise wire.KINDS.get(answer.kind, InternalError)(answer.message)
-        if not answers:
-            raise ReplicaError(f"{self.name}: every replica was lost meanwhile")
-        return self._spec.merge([answer.value for answer in answers])
 
 
 class Fleet:

@@ -21,9 +21,10 @@ from nanovllm.engine.request_book import RequestBook
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import QueueFull, ReplicaError, WeightsIncomplete, short
 from nanovllm.host import wire
-from nanovllm.host.fleet import Fleet, Pending
+from nanovllm.host.fleet import Fleet
 from nanovllm.host.fleet_rows import FleetRows
 from nanovllm.host.handle import SILENCE, Handle, Lost, close_all
+from nanovllm.host.pending import Pending
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import EngineStats, StepColumns
 from nanovllm.sampling_params import SamplingParams

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import nanovllm
 from nanovllm.errors import ReplicaError
 from nanovllm.host import wire
-from nanovllm.host.fleet import InternalError
 from nanovllm.host.handle import Lost
+from nanovllm.host.pending import InternalError
 from nanovllm.processes.child import freeze_objects
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve import errors, limits

@@ -1,0 +1,43 @@
+"""A call to several engines, until all have answered or are lost."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nanovllm.engine.calls import CallSpec
+from nanovllm.errors import ReplicaError
+from nanovllm.host import wire
+
+
+class InternalError(RuntimeError):
+    """A call failed by a mistake of ours; the engine's log says more."""
+
+
+class Pending:
+    """A call that engines work on."""
+
+    def __init__(self, spec: CallSpec, name: str, numbers: Sequence[int]) -> None:
+        self.name, self._spec = name, spec
+        self.waiting = set(numbers)
+        self.relay_to: list[int] = []
+        """Engines that get the weights which the first receives."""
+        self.answers: dict[int, wire.Answer] = {}
+        self.on_done: Callable[[], None] = lambda: None
+
+    def settle(self, number: int, answer: wire.Answer | None) -> bool:
+        """An engine has answered, or is lost; returns whether all have."""
+        if number not in self.waiting:
+            return False
+        self.waiting.discard(number)
+        if answer is not None:
+            self.answers[number] = answer
+        return not self.waiting
+
+    def result(self) -> Any:
+        """What the engines answer together. Raises what the first raised that did."""
+        answers = [self.answers[number] for number in sorted(self.answers)]
+        for answer in answers:
+            if answer.kind is not None:
+                raise wire.KINDS.get(answer.kind, InternalError)(answer.message)
+        if not answers:
+            raise ReplicaError(f"{self.name}: every replica was lost meanwhile")
+        return self._spec.merge([answer.value for answer in answers])
