@@ -35,9 +35,16 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_experts": 20, **SMALL_EXPERTS, "shared_expert_intermediate_size": 200, "sliding_window": 50,
         "num_attention_heads_per_layer": [8, 4, 16, 8],
     },
-    "minimax_m2": {"num_local_experts": 24, "num_experts_per_tok": 4, "rotary_dim": 32},
+    # transformers reads rotary_dim from 5.18 or so on; before it takes the factor alone.
+    "minimax_m2": {
+        "num_local_experts": 24, "num_experts_per_tok": 4, "rotary_dim": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+    },
     "ernie4_5_moe": {"moe_num_experts": 20, "moe_k": 4, "moe_intermediate_size": 136},
-    "granitemoeshared": {"num_local_experts": 16, "num_experts_per_tok": 4, "shared_intermediate_size": 200},
+    "granitemoeshared": {
+        "num_local_experts": 16, "num_experts_per_tok": 4, "shared_intermediate_size": 200,
+        "attention_multiplier": 0.125,  # else attention is so sharp that bfloat16 changes whole texts
+    },
     # transformers reads swiglu_limit from 5.18 or so on; before it takes gpt-oss's own number, as here.
     "gpt_oss": {"num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 50, "swiglu_limit": 7.0},
 }
