@@ -79,6 +79,31 @@ class Handle(Protocol):
         """Waits for an engine that was asked to leave, and kills it when its time is over. Its ranks end with it."""
 
 
+class UpFrames:
+    """The frames of an engine, from bytes as they come, and what its end means by the failure that it told of."""
+
+    def __init__(self) -> None:
+        self._buffer = wire.FrameBuffer()
+        self._failure: wire.Failed | None = None
+
+    def feed(self, data: bytes) -> list[wire.Up]:
+        """The frames that these bytes complete. Signs of life say nothing more, and a failure is kept for `failure`."""
+        frames: list[wire.Up] = []
+        for body in self._buffer.feed(data):
+            frame = wire.up_decoder.decode(body)
+            if isinstance(frame, wire.Failed):
+                self._failure = frame
+            elif not isinstance(frame, wire.Alive):
+                frames.append(frame)
+        return frames
+
+    def failure(self) -> Lost | None:
+        """The engine's end by the failure that it told of; None where it told of none."""
+        if (failure := self._failure) is None:
+            return None
+        return Lost(failure.message, None if failure.kind is None else wire.KINDS[failure.kind])
+
+
 class ChildHandle:
     """An engine in a process of this host. One thread at a time uses it; `rouse` from any."""
 
@@ -88,13 +113,12 @@ class ChildHandle:
         self.process, self._socket = start_linked(module, str(os.getpid()))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
         self._socket.setblocking(False)
-        self._buffer = wire.FrameBuffer()
+        self._frames = UpFrames()
         self._sends = threading.Lock()
         self._unsent: deque[memoryview] = deque()
         self.num_unsent = 0
         self.on_room: Callable[[Handle, bool], None] = lambda handle, waits: None
         self._heard = time.monotonic()
-        self._failure: wire.Failed | None = None
         """What the engine said of its end itself."""
         self._reason: str | None = None
         """Why it was given up."""
@@ -157,14 +181,7 @@ class ChildHandle:
         if not data:
             return [self._end()]
         self._heard = time.monotonic()
-        frames: list[wire.Up | Lost] = []
-        for body in self._buffer.feed(data):
-            frame = wire.up_decoder.decode(body)
-            if isinstance(frame, wire.Failed):
-                self._failure = frame
-            elif not isinstance(frame, wire.Alive):
-                frames.append(frame)
-        return frames
+        return [*self._frames.feed(data)]
 
     def silent_for(self) -> float:
         return time.monotonic() - self._heard
@@ -180,9 +197,7 @@ class ChildHandle:
         with self._sends:
             self._is_there = False
             self._unsent.clear()
-        if (failure := self._failure) is not None:
-            return Lost(failure.message, None if failure.kind is None else wire.KINDS[failure.kind])
-        return Lost(self._reason or self._how_it_ended())
+        return self._frames.failure() or Lost(self._reason or self._how_it_ended())
 
     def _how_it_ended(self) -> str:
         """A process may take a moment to end when its socket is closed."""

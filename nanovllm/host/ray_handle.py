@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from nanovllm.host import wire
-from nanovllm.host.handle import EXIT_GRACE, SILENCE, Lost
+from nanovllm.host.handle import EXIT_GRACE, SILENCE, Lost, UpFrames
 from nanovllm.host.program import run
 from nanovllm.host.ray_cluster import Placement
 
@@ -101,13 +101,12 @@ class RayHandle:
         self._large: deque[Any] = deque()
         """Answers to large messages that the actor may not have taken in."""
         self._ended = threading.Event()
-        self._buffer = wire.FrameBuffer()
+        self._frames = UpFrames()
         self._said: queue.SimpleQueue[bytes | Lost] = queue.SimpleQueue()
         self._rings, self._bell = socket.socketpair()
         self._rings.setblocking(False)
         self._bell.setblocking(False)
         self._heard = time.monotonic()
-        self._failure: wire.Failed | None = None
         self.send(start)
         self._listener = threading.Thread(target=self._listen, name=f"nanovllm-ray-{self.number}", daemon=True)
         self._listener.start()
@@ -145,16 +144,9 @@ class RayHandle:
             while True:
                 said = self._said.get_nowait()
                 if isinstance(said, Lost):
-                    failure = self._failure
-                    kind = wire.KINDS[failure.kind] if failure is not None and failure.kind is not None else None
-                    frames.append(said if failure is None else Lost(failure.message, kind))
+                    frames.append(self._frames.failure() or said)
                     break
-                for body in self._buffer.feed(said):
-                    frame = wire.up_decoder.decode(body)
-                    if isinstance(frame, wire.Failed):
-                        self._failure = frame
-                    else:
-                        frames.append(frame)
+                frames += self._frames.feed(said)
         return frames
 
     def silent_for(self) -> float:
