@@ -60,8 +60,10 @@ class RankPlan:
 
     ranks: int
     weights: int
+    libraries: int
+    """With the CUDA context."""
     used: int
-    """With the weights: tables, peer memory, libraries and the CUDA context."""
+    """With the weights and libraries: tables and peer memory."""
     reserved: Mapping[str, int]
     """What is kept free, by name: "step", "graphs" and "filters"."""
     token_bytes: Mapping[tuple[int | None, int, int], tuple[int, int]]
@@ -99,7 +101,8 @@ def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
     attention = layers.attention_layers()
     weights = weight_bytes(layers)
     tables = {id(one.cos_sin): one.cos_sin.nbytes for one in attention if one.cos_sin is not None}
-    used = weights + sum(tables.values()) + _peer_bytes(config, model, dtype) + _library_bytes(config, gpu)
+    libraries = _library_bytes(config, gpu)
+    used = weights + libraries + sum(tables.values()) + _peer_bytes(config, model, dtype)
     rows = config.max_num_seqs
     reserved = {
         "step": _step_bytes(layers, config.max_num_batched_tokens + rows, dtype),
@@ -114,7 +117,7 @@ def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
     one_of = {(one.spec.window, *one.cache_shape): one for one in attention}
     token_bytes = {key: (count, count * block_bytes([one_of[key]], 1, kv_dtype)) for key, count in groups.items()}
     size = config.tensor_parallel_size
-    return RankPlan(size, weights, used, reserved, token_bytes, config.kvcache_block_size, blocks)
+    return RankPlan(size, weights, libraries, used, reserved, token_bytes, config.kvcache_block_size, blocks)
 
 
 def weight_bytes(layers: DecoderForCausalLM) -> int:
