@@ -30,15 +30,15 @@ class TextDelta:
     """Whole characters. The end of a text waits while it may begin a stop string. "" under skip_tokenizer_init."""
     token_ids: list[int]
     index: int = 0
-    """Which of the request's n completions."""
+    """Number of the completion, 0 to n - 1."""
     finished: bool = False
-    """This is the completion's last one."""
+    """True in the completion's last delta."""
     finish_reason: str | None = None
     """See StepOutput.finish_reason."""
     stop_reason: int | str | None = None
     """See StepOutput.stop_reason."""
     logprobs: LogprobsList | None = field(default=None, repr=False)
-    """Of token_ids, where the request asks for them."""
+    """Log-probabilities of token_ids, if the request asks for them."""
 
 
 class AsyncLLM:
@@ -112,7 +112,8 @@ class AsyncLLM:
         await self.close()
 
     async def _in_thread(self, work: Callable[[], T], undo: Callable[[T], None] = lambda _: None) -> T:
-        """What `work` returns; a caller that is cancelled meanwhile leaves it to `undo`."""
+        """Runs `work` in a thread and returns its result. If the caller is cancelled meanwhile, `undo` gets the
+        result."""
         task = asyncio.get_running_loop().run_in_executor(None, work)
         try:
             return await asyncio.shield(task)
@@ -185,21 +186,21 @@ class AsyncLLM:
 
 
 class _Stream:
-    """What a request has gained and its task has not taken yet."""
+    """Queue between the stepping thread and one request's task: outputs that the task has not taken yet."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._gained: asyncio.Queue[list[StepOutput] | BaseException] = asyncio.Queue()
 
     def tell(self, gained: list[StepOutput] | BaseException) -> None:
-        """From any thread."""
+        """Adds outputs, or the error that ends the stream. May be called from any thread."""
         try:
             self._loop.call_soon_threadsafe(self._gained.put_nowait, gained)
         except RuntimeError:
             pass  # its loop is closed: nobody listens
 
     async def take(self) -> list[StepOutput]:
-        """Of one step, at least one. Raises RuntimeError where the engine has ended."""
+        """Waits for the outputs of the next step, at least one. Raises RuntimeError if the engine has ended."""
         gained = await self._gained.get()
         if isinstance(gained, BaseException):
             raise RuntimeError(f"the engine has ended: {gained}") from gained

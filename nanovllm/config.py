@@ -1,4 +1,4 @@
-"""What the user chose. Frozen, validated, no torch. What the checkpoint says is in model_config.py."""
+"""Engine options: frozen, validated, no torch. The checkpoint's own configuration is in model_config.py."""
 
 import os
 from collections.abc import Callable
@@ -24,7 +24,7 @@ OPTIMISATIONS = {
     "lookahead": "a request starts as soon as its tokens of now fit, whether all will fit until they end or not",
     "longest_first": "generate() queues its requests in the order of the prompts, not by max_tokens",
 }
-"""What EngineConfig.disable takes, and what happens without each. Tokens stay the same, up to rounding."""
+"""Names that EngineConfig.disable takes, and what happens without each. Tokens stay the same, up to rounding."""
 
 
 def _is_path(value: Any) -> bool:
@@ -72,7 +72,7 @@ _BOUNDS: dict[str, Bound] = {
     "trace": (_is_path, "a path"),
     "step_timeout": _POSITIVE,
 }
-"""Of each option by itself; all others are flags. An option whose default is None may be left open."""
+"""Bound of each option that is not a flag, checked by itself. An option whose default is None may also be None."""
 
 
 def _require(condition: bool, option: str, value: Any, bound: str) -> None:
@@ -123,8 +123,9 @@ class EngineConfig:
     """"local": processes of this host, also a single one; "ray": actors of Ray.
     None: "local" where data_parallel_size > 1, else an engine in the caller's process."""
     ray_address: str | None = None
-    """With data_parallel_backend="ray": host:port of the cluster, or "auto" for the one that this host belongs to.
-    None: the program's own connection, else RAY_ADDRESS, else a Ray of this host, for as long as the engine lives."""
+    """Address (host:port) of the Ray cluster for data_parallel_backend="ray"; "auto": the cluster that this host
+    belongs to. None: the program's own connection, else RAY_ADDRESS, else a Ray of this host that lives as long as the
+    engine."""
     share_gpus: bool = False
     """True: where there are fewer GPUs than ranks, ranks take turns on a GPU; to try more ranks, not to be fast. Needs
     num_kvcache_blocks."""
@@ -186,10 +187,11 @@ class EngineConfig:
     """"flash", "triton", "torch" or "auto": the best of them that is installed and that the device can run; "flex":
     PyTorch's FlexAttention, for functions of your own."""
     score_mod: Callable[..., Any] | None = None
-    """With attention_backend="flex": (score, slot, head, query position, key position) -> score, of tensors."""
+    """Function of tensors (score, slot, head, query position, key position) -> score; needs
+    attention_backend="flex"."""
     mask_mod: Callable[..., Any] | None = None
-    """With attention_backend="flex": (slot, head, query position, key position) -> whether that key is seen, of those
-    that the model sees."""
+    """Function of tensors (slot, head, query position, key position) -> bool: whether that key is seen, among those
+    that the model sees; needs attention_backend="flex"."""
     enforce_eager: bool = False
     """True: no CUDA graphs."""
     kernel_choices: str | None = None

@@ -13,7 +13,7 @@ class Detokenizer(Protocol):
         """The text that is certain now and was not before: whole characters only, often "" ."""
 
     def flush(self) -> str:
-        """What was held back for a character that did not complete, as U+FFFD."""
+        """Returns the bytes held back for a character that was never completed, as U+FFFD."""
 
 
 def byte_of_character() -> dict[str, int]:
@@ -54,7 +54,7 @@ class TokenBytes:
 
 
 class ByteDetokenizer:
-    """For byte-level tokenizers: an incremental UTF-8 decoder over the tokens' bytes."""
+    """Incremental UTF-8 decoder over the tokens' bytes, for byte-level tokenizers."""
 
     def __init__(self, token_bytes: TokenBytes, skip_special_tokens: bool) -> None:
         self._bytes = token_bytes
@@ -69,7 +69,7 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other tokenizer: decodes a window that moves along, and emits how the text grew.
+    """Detokenizer for any other tokenizer: decodes a moving window of tokens and emits what the text has gained.
 
     The window starts some tokens before what is new, since a token's text can depend on the one before it (a leading
     blank, say). While its text ends in U+FFFD a character may be incomplete; a character has at most four bytes, so a
@@ -121,8 +121,8 @@ class WindowDetokenizer:
 
 
 def find_stop(text: str, stops: Sequence[str], num_fresh: int) -> tuple[int, str] | None:
-    """Which of `stops` is completed by the last `num_fresh` characters of text, and where it begins: the one that
-    begins first, of several there the first in the list."""
+    """Finds the stop string that the last `num_fresh` characters of the text complete: (where it begins, which one). Of
+    several, the one that begins first; at the same place, the first in the list."""
     found = []
     for order, stop in enumerate(stops):
         at = text.find(stop, max(0, len(text) - num_fresh - len(stop) + 1))
@@ -171,7 +171,7 @@ class StreamedText:
         return False
 
     def take(self, ended: bool = False) -> str:
-        """What is certain and was not taken before; `ended`: no more tokens come."""
+        """Returns text that is final and was not taken before. `ended`: no more tokens come."""
         if ended:
             self.finish()
         end = len(self._tail) - (0 if ended else self._overlap)

@@ -13,12 +13,12 @@ MAX_SHOWN = 200
 
 
 TEXT_ALONE = "images, sound and files are not taken: the engine serves text alone"
-"""What to say to parts of a message that are something else."""
+"""Error message for message parts that are not text."""
 
 
 class _Repr(reprlib.Repr):
     def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        """Of the first entries as they are: reprlib sorts all of them before."""
+        """Shows the first entries in their own order; reprlib would sort all of them before."""
         return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)
 
 
@@ -89,7 +89,7 @@ def short(error: object) -> str:
 
 
 def near_miss(name: str, known: Iterable[str]) -> str:
-    """What to say after an unknown name: the known one that was meant, if one is near."""
+    """Hint that follows an unknown name in an error: the known name that was probably meant, else nothing."""
     near = difflib.get_close_matches(name, known, 1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -107,7 +107,7 @@ def refuse(name: str, value: Any, bound: str) -> NoReturn:
 
 
 Bound = tuple[Callable[[Any], bool], str]
-"""What a value must be: a test, and the words for it."""
+"""Bound of a value: a test, and the words that describe it."""
 
 
 def one_of(*words: str) -> Bound:

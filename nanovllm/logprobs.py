@@ -56,12 +56,13 @@ class LogprobRows:
         return is_new
 
     def view(self, positions: range | None = None) -> "LogprobsList":
-        """What users see of `positions`; default: all that are there now."""
+        """Log-probabilities of `positions` (default: all that are there now) in the form that users see."""
         return LogprobsList(self, range(len(self)) if positions is None else positions)
 
     def packed(self, positions: range) -> tuple[Any, ...]:
-        """What `unpacked` makes rows of `positions` alone of: in a table of their own, since the steps' are shared with
-        other requests, and with their tokens' texts, since the tokenizer holds a thread. For pickle and copy."""
+        """Arguments from which `unpacked` rebuilds rows of `positions` alone, for pickle and copy: in a table of their
+        own, since other requests share the steps' tables, and with the tokens' texts, since the tokenizer holds a
+        thread."""
         k = self._k
         found = [(at, words) for at, where in enumerate(positions) if (words := self.words(where)) is not None]
         table = np.empty((len(found), 3 + 2 * k), np.int32)
@@ -90,7 +91,7 @@ class LogprobRows:
         return None if table is None else table[self._lines[position]]
 
     def shown(self, position: int) -> dict[int, Logprob] | None:
-        """By token id, the position's own first."""
+        """Log-probabilities at a position by token id, the position's own token first."""
         words, k, decode = self.words(position), self._k, self._decode
         if words is None:
             return None
@@ -104,13 +105,13 @@ class LogprobRows:
         return found
 
     def logprob(self, position: int) -> float:
-        """That of the position's own token; 0 where there is none."""
+        """Log-probability of the position's own token; 0 where there is none."""
         words = self.words(position)
         return 0.0 if words is None else float(words[_own_logprob(words)].view(np.float32))
 
 
 class KeptIds(Sequence[np.ndarray | None]):
-    """For each token of an output the ids that it was sampled from, int64, ascending, unpacked when looked at; None for
+    """Token ids that each token of an output was sampled from: int64, ascending, unpacked when looked at. None for
     tokens that came with the request."""
 
     __slots__ = ("_lines", "_vocab_size")
@@ -155,7 +156,7 @@ class KeptIds(Sequence[np.ndarray | None]):
 
 
 def _own_logprob(words: np.ndarray) -> int:
-    """Where a line's log-probabilities begin."""
+    """Index of the first log-probability in a line of words."""
     return (words.size + 1) // 2
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint's configuration says, in one form for all families. Frozen, no torch.
+"""Model configuration: what a checkpoint's config.json says, in one form for all families. Frozen, no torch.
 
 `models/` fills it in: each family reads its own config.json (models/families/), so a switch has one name here whatever
 its names there.
@@ -23,7 +23,7 @@ class RopeConfig:
     original_max_position_embeddings: int | None = None
     """Tokens of the context before it was extended; None where nothing extends it."""
     attention_factor: float | None = None
-    """On cos and sin; None: what the kind computes."""
+    """Factor on cos and sin; None: computed from the kind."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
@@ -41,19 +41,20 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class Quantization:
-    """How linear layers hold their weights in fewer bits (layers/quantized.py)."""
+    """Format of quantised linear weights (layers/quantized.py)."""
 
     method: str = "fp8"
     scales: str = "channel"
-    """Of weights in the checkpoint: of a "tensor", of each "channel" (row), or of each "block" of 128 x 128."""
+    """Granularity of the checkpoint's weight scales: one a "tensor", one a "channel" (row), or one a "block" of 128 x
+    128."""
     scale_name: str = "weight_scale"
-    """Of the tensor beside "weight" that has them."""
+    """Name of the scale tensor that stands beside "weight"."""
     static_inputs: bool = False
     """The checkpoint has a scale of activations for each tensor, "input_scale"."""
     while_loading: bool = False
     """The checkpoint's weights are not quantised; ours are made from them."""
     layout: str = ""
-    """Of packed 4-bit weights: "compressed-tensors", "awq", "gptq" or "gptq_v2"."""
+    """Layout of packed 4-bit weights: "compressed-tensors", "awq", "gptq" or "gptq_v2"."""
     group: int = 0
     """Columns that share a scale of 4-bit weights; 0: all."""
     has_zeros: bool = False
@@ -62,28 +63,27 @@ class Quantization:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What may differ between the layers of one model."""
+    """Properties that may differ between the layers of one model."""
 
     head_dim: int
     num_kv_heads: int
-    """Of the whole model, not of one rank."""
+    """KV heads of the whole model, not of one rank."""
     window: int | None = None
     """A query at position p sees keys p - window + 1 .. p; None: all keys up to p."""
     rope: str | None = FULL
     """Name in ModelConfig.ropes; None: no rotary embedding (NoPE)."""
     mixer: str = "attention"
-    """What mixes tokens: "attention", or a name that a plugin has registered (models/plugins.py)."""
+    """Mixer of tokens: "attention", or a name that a plugin has registered (models/plugins.py)."""
     mlp: str = "dense"
     """Kind of MLP: "dense", "moe", or a name that a plugin has registered."""
     options: Hashable = None
-    """What a plugin's mixer or MLP wants to know beside."""
+    """Options for a plugin's mixer or MLP, passed on as they are."""
     has_sinks: bool = False
     num_heads: int | None = None
     """Query heads, of the whole model; None: ModelConfig.num_attention_heads."""
     quantization: Quantization | None = None
     wide: frozenset[str] = frozenset()
-    """What is not quantised all the same: of "qkv", "o", "gate_up", "down", "experts", "shared_gate_up" and
-    "shared_down"."""
+    """Parts that stay unquantised: of "qkv", "o", "gate_up", "down", "experts", "shared_gate_up" and "shared_down"."""
 
     @property
     def signature(self) -> Hashable:
@@ -92,7 +92,7 @@ class LayerSpec:
         return (self.head_dim, self.num_kv_heads, self.num_heads, self.window, self.rope is None, *kinds)
 
     def precision(self, part: str) -> Quantization | None:
-        """Of one of the parts that `wide` may name; None: the model's dtype."""
+        """Quantisation of a part that `wide` may name; None: the part is in the model's dtype."""
         return None if part in self.wide else self.quantization
 
 
@@ -104,7 +104,7 @@ class MoEConfig:
     top_k: int
     """Experts of each token."""
     intermediate_size: int
-    """Of one expert."""
+    """Width of one expert."""
     scoring: str = "softmax"
     """"softmax", or "sigmoid" or "corrected_softmax", which choose by score + a correction of each expert."""
     renormalise: bool = True
@@ -113,21 +113,21 @@ class MoEConfig:
     top_groups: int = 1
     """Experts are chosen from the best groups alone; for sigmoid."""
     scale: float = 1.0
-    """On the weights of the chosen experts."""
+    """Factor on the weights of the chosen experts."""
     shared_size: int = 0
     """Intermediate size of the expert that every token goes to; 0: none."""
     shared_name: str = "shared_experts"
-    """Its name in the checkpoint."""
+    """Name of the shared expert in the checkpoint."""
     shared_gate: bool = False
     """A sigmoid of the token weighs what that expert computes."""
     bias: bool = False
-    """Of the router and of all projections."""
+    """Whether the router and all projections have a bias."""
     activation_limit: float | None = None
     activation_alpha: float = 1.0
     """Clamped SwiGLU where there is a limit; see ExpertActivation."""
     layout: str = "experts"
-    """How the checkpoint holds the experts' weights, see layers/moe.py: "experts", "linears", "parameters",
-    "turned" or "transposed"."""
+    """Layout of the experts' weights in the checkpoint (layers/moe.py): "experts", "linears", "parameters", "turned" or
+    "transposed"."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class ModelConfig:
     torch_dtype: str
     eos_token_ids: tuple[int, ...]
     head_precision: Quantization | None = None
-    """How an output head of its own holds its weight; None: in the model's dtype."""
+    """Quantisation of an output head that is not tied to the embedding; None: the model's dtype."""
 
     norm_kind: str = "rms"
     """"rms": the normalised row is rounded, then times weight; "rms_float32": times weight in float32, then rounded;
@@ -160,9 +160,9 @@ class ModelConfig:
     """The checkpoint holds weight - 1."""
     norm_bias: bool = False
     out_norm_eps: float | None = None
-    """Of norms after a block; None: norm_eps."""
+    """Epsilon of norms after a block; None: norm_eps."""
     last_norm_is_whole: bool = False
-    """Of the norm before the head the checkpoint holds the weight itself, whatever norm_adds_one says."""
+    """True: the checkpoint holds the whole weight of the norm before the head, even with norm_adds_one."""
     norm_placement: str = "pre"
     """"pre": before each block; "post": after it, before the addition; "sandwich": both; "parallel": one norm, both
     blocks, one addition."""
@@ -181,7 +181,8 @@ class ModelConfig:
     qk_norm_scale: float | None = None
     """The norm over each head has no weights: queries are multiplied by this, keys by 1."""
     attention_gate: str | None = None
-    """Of another projection of the rows, "g_proj", that multiplies what attention yields: "sigmoid" or "softplus"."""
+    """Activation of the gate "g_proj", another projection of the rows that multiplies attention's output: "sigmoid" or
+    "softplus". None: no gate."""
     gate_per_head: bool = False
     """One gate for a head; False: one for each of its elements."""
     interleaved_rope: bool = False
@@ -189,7 +190,7 @@ class ModelConfig:
     float_rope: bool = False
     """Rotation in float32, rounded once."""
     attention_scale: float | None = None
-    """On scores; None: head_dim ** -0.5."""
+    """Factor on attention scores; None: head_dim ** -0.5."""
     attention_softcap: float | None = None
     query_scaling: tuple[float, int] | None = None
     """(beta, length): queries times 1 + beta * ln(1 + position // length), after rope."""
@@ -200,7 +201,7 @@ class ModelConfig:
     rounds_embedding_multiplier: bool = False
     """The multiplier is rounded to the model's dtype first."""
     residual_multiplier: float = 1.0
-    """On what a block adds to the residual stream."""
+    """Factor on each block's output before it is added to the residual stream."""
     logits_multiplier: float = 1.0
     logits_softcap: float | None = None
     """cap * tanh(logits / cap), after the multiplier."""

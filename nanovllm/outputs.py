@@ -1,4 +1,4 @@
-"""What the engine hands back. Plain data, no torch."""
+"""Outputs of the engine: plain data, no torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
     token_times: list[float] = field(default_factory=list, repr=False)
-    """When each output token reached the host."""
+    """Time at which each output token reached the host."""
 
     @property
     def queued(self) -> float | None:
@@ -66,16 +66,16 @@ class StepOutput(_ByName):
     """"stop" (an end-of-text token, stop_token_ids, a stop string or the end of a grammar), "length" (max_tokens,
     max_model_len or the whole KV cache) or "abort"."""
     index: int = 0
-    """Which of the request's n completions; `finished` is about this one."""
+    """Number of the completion, 0 to n - 1; `finished` is about this one."""
     stop_reason: int | str | None = None
     """The stop string or the id of stop_token_ids that ended it; for "abort", why where there is a reason to give."""
     logprobs: LogprobsList | None = field(default=None, repr=False)
-    """Of new_token_ids, where the request asks for them."""
+    """Log-probabilities of new_token_ids, if the request asks for them."""
 
 
 @dataclass
 class Ending:
-    """How one completion ended."""
+    """End of one completion: reason, and the totals that are known only then."""
 
     reason: str
     """See StepOutput.finish_reason."""
@@ -87,14 +87,14 @@ class Ending:
     num_output_tokens: int
     metrics: RequestMetrics
     prompt_logprobs: LogprobsList | None = None
-    """Those of the prompt, with completion 0 of a request that asks for them."""
+    """Log-probabilities of the prompt, with completion 0 of a request that asks for them."""
     weight_versions: list[tuple[int, int, int]] = field(default_factory=list)
     """See CompletionOutput.weight_versions."""
 
 
 @dataclass
 class StepColumns:
-    """What one step gained, a list for each fact: entry i is about completion indices[i] of request request_ids[i].
+    """Results of one step, a list for each fact: entry i is about completion indices[i] of request request_ids[i].
 
     One object for a whole step, so that a server can send it on as one message.
     """
@@ -104,9 +104,9 @@ class StepColumns:
     token_ids: list[int] = field(default_factory=list)
     """The token that each gained; -1 where it ended without one (aborted, or max_tokens=0)."""
     endings: dict[int, Ending] = field(default_factory=dict)
-    """By entry, of the completions that have ended."""
+    """Endings by entry, of completions that have ended."""
     logprobs: dict[int, tuple[LogprobRows, int]] = field(default_factory=dict)
-    """By entry, of the completions that ask for them: their rows, and the position of the token in these."""
+    """Log-probabilities by entry, of completions that ask for them: the rows, and the token's position in these."""
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -136,7 +136,7 @@ class StepColumns:
                 self.logprobs[new] = other.logprobs[entry]
 
     def outputs(self) -> "list[StepOutput]":
-        """The same, an object for each entry."""
+        """Returns the results as one StepOutput for each entry."""
         outputs = []
         for entry, token_id in enumerate(self.token_ids):
             output = StepOutput(self.request_ids[entry], [token_id] if token_id >= 0 else [], index=self.indices[entry])
@@ -167,9 +167,9 @@ class CompletionOutput(_ByName):
     logprobs: LogprobsList | None = None
     metrics: RequestMetrics | None = None
     sampling_mask: KeptIds | None = None
-    """For each token the ids that it was sampled from, where the request asks for them."""
+    """Ids that each token was sampled from, if the request asks for them."""
     weight_versions: list[tuple[int, int, int]] = field(default_factory=list)
-    """Which weights the tokens come from: (version, first token, end) in order; LLM.load_weights counts versions."""
+    """Weights that the tokens come from: (version, first token, end) in order; LLM.load_weights counts versions."""
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -194,10 +194,10 @@ class RequestOutput(_ByName):
     num_cached_tokens: int
     """Prompt tokens whose KV came from the prefix cache when the request was first scheduled."""
     metrics: RequestMetrics
-    """Those of the first completion."""
+    """Metrics of the first completion."""
     finished: bool = field(default=True)
     prompt_logprobs: LogprobsList | None = None
-    """By prompt position, None for the first token; where the request asks for them."""
+    """Log-probabilities by prompt position, None for the first token; only if the request asks for them."""
 
     @property
     def text(self) -> str:
@@ -221,15 +221,15 @@ ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 163
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What an engine is doing, and what it has done since it started. Completions of n > 1 count one by one, their
-    prompt once."""
+    """State of an engine, and its counters since it started. Completions of n > 1 count one by one, their prompt
+    once."""
 
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
     """Share of the KV blocks that running completions hold, 0..1. A finished prompt that may still be a hit is free."""
     prompt_tokens: int = 0
-    """Of the requests that have begun, those found in the prefix cache too."""
+    """Prompt tokens of requests that have begun, those found in the prefix cache included."""
     generation_tokens: int = 0
     prefix_cache_queries: int = 0
     """Prompt tokens that were looked up in the prefix cache, at the first admission of each request."""

@@ -1,4 +1,4 @@
-"""How one request is sampled. Frozen and checked when made; no torch.
+"""Sampling options of one request: frozen, checked when made, no torch.
 
 The order in which the options act, as in vLLM: the raw logits give `logprobs`, unless logprobs_mode says otherwise;
 then allowed_token_ids, bad_words, the grammar of `structured_outputs`, min_tokens, logit_bias, the penalties,
@@ -127,7 +127,7 @@ _BOUNDS: dict[str, Bound] = {
         ("sampling_mask", "ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"), FLAG
     ),
 }
-"""Of each field by itself where it is not the default, but for lists."""
+"""Bound of each field that is not a list, checked by itself where the value is not the default."""
 _ANY: Bound = (lambda value: True, "")
 
 
@@ -141,33 +141,33 @@ class SamplingParams:
     temperature: float = 1.0
     """Divides the logits; 0 is greedy (ties go to the lowest token id)."""
     top_p: float = 1.0
-    """In (0, 1]: sample from the fewest most likely tokens whose probabilities add up to this much. Tokens as likely
-    as the last of them stay too. 1 is off."""
+    """Sample from the fewest most likely tokens whose probabilities add up to this much, in (0, 1]. Tokens as likely as
+    the last of them stay too. 1 is off."""
     top_k: int = 0
     """Sample from the k most likely tokens; tokens as likely as the k-th stay too. 0 and -1 are off."""
     min_p: float = 0.0
-    """In [0, 1]: drop tokens less likely than this share of the likeliest one's probability. 0 is off."""
+    """Drop tokens less likely than this share, in [0, 1], of the likeliest token's probability. 0 is off."""
     presence_penalty: float = 0.0
-    """In [-2, 2]: subtracted from the logits of tokens that the output has."""
+    """Subtracted, in [-2, 2], from the logits of tokens that the output has."""
     frequency_penalty: float = 0.0
-    """In [-2, 2]: subtracted from a token's logit as many times as the output has it."""
+    """Subtracted, in [-2, 2], from a token's logit as many times as the output has it."""
     repetition_penalty: float = 1.0
     """Above 0: divides positive logits, multiplies negative ones, of tokens that prompt or output have. 1 is off."""
     seed: int | None = None
     """Keys this request's sampling; completion i of n has seed + i. Default: derived from the engine's seed and the
     request's number."""
     stop: str | Iterable[str] = ()
-    """At most 16 texts that end the output where they appear, also across tokens. The output text ends before them. Of
-    several that the same token completes, the one that begins first counts."""
+    """Texts, at most 16, that end the output where they appear, also across tokens. The output text ends before them.
+    If a token completes several, the one that begins first counts."""
     include_stop_str_in_output: bool = False
     """True: the output text ends after the stop string instead."""
     stop_token_ids: Iterable[int] = ()
-    """At most 1,024 token ids that end the output; the token itself stays part of it."""
+    """Token ids, at most 1,024, that end the output; the token itself stays part of it."""
     ignore_eos: bool = False
     """True: end-of-text tokens do not end the output."""
     min_tokens: int = 0
-    """Until the output has this many tokens, end-of-text and stop_token_ids cannot be sampled and `stop` is not looked
-    for."""
+    """Least number of output tokens: until then end-of-text and stop_token_ids cannot be sampled, and `stop` is not
+    looked for."""
     max_tokens: int | None = 16
     """Most tokens to generate; fewer where max_model_len or the KV cache ends first. None: up to there. 0: the prompt
     is computed, for its log-probabilities say, and the output is empty."""
@@ -175,20 +175,21 @@ class SamplingParams:
     """Log-probabilities of that many likeliest tokens and of the sampled one, for each token; -1: of the whole
     vocabulary. Bounded by the engine's max_logprobs."""
     logprobs_mode: str | None = None
-    """What `logprobs` are of: "raw", the logits as the model gives them; "processed", what the token is sampled from,
-    after bias, penalties, grammar and temperature, among the tokens that the filters keep (temperature 0 divides and
-    filters nothing). None: as the engine's option says."""
+    """Distribution of `logprobs`: "raw", the logits as the model gives them; "processed", what the token is sampled
+    from: after bias, penalties, grammar and temperature, among the tokens that the filters keep (temperature 0 divides
+    and filters nothing). None: as the engine's option says."""
     sampling_mask: bool = False
     """True: the completion's `sampling_mask` has, for each token, the ids that it was sampled from."""
     prompt_logprobs: int | None = None
-    """The same as `logprobs` for each token of the prompt but the first, always of the raw logits."""
+    """Likeliest tokens whose log-probabilities are returned, as by `logprobs`, for each prompt token but the first;
+    always of the raw logits."""
     prompt_logprob_start: int = 0
     """First position of the prompt whose log-probability is wanted: those before it may come from the prefix cache."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     """Added to the logits of at most 1,024 token ids; each bias in [-100, 100]."""
     bad_words: Iterable[str] = ()
-    """At most 256 texts that the output must not hold, each as the tokenizer writes it at the start of a text and after
-    a blank."""
+    """Texts, at most 256, that the output must not hold, each as the tokenizer writes it at the start of a text and
+    after a blank."""
     allowed_token_ids: Iterable[int] | None = None
     """Only these can be sampled."""
     structured_outputs: StructuredOutput | None = field(default=None, hash=False)
@@ -198,8 +199,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """False: special tokens are part of the text."""
     cache_salt: str | None = None
-    """At most 128 characters: prompts share cached KV blocks only with requests of the same salt, so that the time to a
-    first token tells nothing about the prompts of others (CVE-2025-46570)."""
+    """Text of at most 128 characters: prompts share cached KV blocks only with requests of the same salt, so that the
+    time to a first token tells nothing about the prompts of others (CVE-2025-46570)."""
 
     def __new__(cls, *_: Any, **options: Any) -> "SamplingParams":
         require_known("SamplingParams", "field", options, cls.__dataclass_fields__)

@@ -1,4 +1,4 @@
-"""From options to an engine that runs."""
+"""Start of an engine from its options."""
 
 import time
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What generate() shows and hears at a terminal: a bar of its progress, and Ctrl-C between two steps."""
+"""Terminal of generate(): a progress bar, and Ctrl-C between two steps."""
 
 import signal
 import sys

@@ -31,7 +31,7 @@ class Tokenizer:
         self._of_user: Any = None
         self._lock = threading.Lock()
         self._loses: dict[str, bool] = {}
-        """By chat template: see _loses_texts."""
+        """Results of _loses_texts by chat template."""
         self._token_bytes: TokenBytes | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._load, name="nanovllm-tokenizer", daemon=True)
@@ -99,7 +99,7 @@ class Tokenizer:
         return None if self._skip else self.hf.decode([token_id])
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """For one output, token by token; the same text in the end as `decode` gives."""
+        """Creates an incremental detokenizer for one output; in the end its text equals that of `decode`."""
         hf = self.hf
         if not TokenBytes.suits(hf):
             return WindowDetokenizer(lambda ids: hf.decode(ids, skip_special_tokens=skip_special_tokens))

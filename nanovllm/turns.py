@@ -23,10 +23,10 @@ class Turns:
         self.engine = engine
         self.step_lock = FairLock()
         self.foreign = StepColumns()
-        """What requests of add_request gained while generate() was stepping; handed out by the next step()."""
+        """Outputs of add_request's requests while generate() was stepping; the next step() hands them out."""
         self.generating: set[int] = set()
         self.ended: set[int] = set()
-        """Those of them with all completions ended, until their generate() returns."""
+        """Requests of generate() whose completions have all ended, until their generate() returns."""
         # Interpreter exit must not depend on when the owner is collected, nor keep it alive until then.
         self.close = weakref.finalize(owner, _close, engine, self.step_lock)
         self.close.atexit = True
@@ -46,7 +46,8 @@ class Turns:
             yield self.engine
 
     def call(self, name: str, **options: Any) -> Any:
-        """What a call of engine/calls.py answers; other threads step meanwhile where it waits for requests."""
+        """Runs a call of engine/calls.py and returns its answer. If it waits for requests, other threads step
+        meanwhile."""
         with closing(self.engine.call(name, **options)) as gained:
             while True:
                 with self.turn():

@@ -18,7 +18,8 @@ from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 
 Scored = tuple[tuple[str, str] | None, list[int], list[int]]
-"""What a result is cached under; the tokens of context and continuation."""
+"""A request for scores: the key under which its result is cached, the tokens of the context, those of the
+continuation."""
 Score = tuple[float, bool]
 """Log-probability of some tokens, and whether they are what greedy sampling gives."""
 
@@ -119,7 +120,8 @@ class NanoLM(TemplateLM):  # type: ignore[misc]
 
 
 def score_ends(llm: LLM, prompts: list[list[int]], counts: list[int], use_tqdm: bool) -> list[Score]:
-    """Of the last `count` tokens of each prompt; one that is longer than the engine serves loses its beginning."""
+    """Scores the last `count` tokens of each prompt. A prompt that is longer than the engine serves loses its
+    beginning."""
     prompts = [prompt[-llm.engine.book.max_total_tokens :] for prompt in prompts]
     starts = [max(1, len(prompt) - count) for prompt, count in zip(prompts, counts, strict=True)]
     params = [SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_logprob_start=start) for start in starts]

@@ -25,7 +25,7 @@ _replaced: list[ModuleType] = []
 
 
 def install(**engine_options: Any) -> None:
-    """From here on TRL's trainers with use_vllm=True sample with this engine. `engine_options`: of EngineConfig, beyond
+    """Makes TRL's trainers with use_vllm=True sample with this engine. `engine_options`: options of EngineConfig beyond
     those that the trainer sets."""
     uninstall()
     chosen = type("Generation", (Generation,), {"engine_options": engine_options})
@@ -42,7 +42,7 @@ def uninstall() -> None:
 
 
 class Engine(LLM):
-    """What trainers look for in an engine, beside LLM's own methods."""
+    """LLM with the methods and attributes that trainers expect of vLLM's engine."""
 
     @property
     def llm_engine(self) -> Any:

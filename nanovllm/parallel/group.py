@@ -84,23 +84,23 @@ class TensorParallelGroup:
 
     @property
     def peer_bytes(self) -> int:
-        """Of this rank's GPU that are mapped for the others, outside of torch's allocator."""
+        """Bytes of this rank's GPU that are mapped for the others, outside of torch's allocator."""
         return 0 if self._peer is None else self._peer.memory.layout.nbytes
 
     @property
     def all_reduce_name(self) -> str:
-        """What sums over the ranks, for reports."""
+        """Name of the all-reduce, for reports."""
         if self.size == 1:
             return "none"
         return self._library if self._peer is None else f"peer memory, {self._library} for large sums"
 
     @property
     def width_multiple(self) -> int:
-        """What a rank's share of a width that may be padded is a multiple of: whole leaves (kernels/gemm)."""
+        """Multiple that a rank's share of a padded width must be: whole leaves of the sum over K (kernels/gemm)."""
         return LEAVES * LEAF_MULTIPLE // self.size if self.exact_bits == "tp" else 1
 
     def fused_all_reduce(self, num_rows: int) -> "PeerAllReduce | None":
-        """What sums, adds and normalises [num_rows, hidden] in one kernel; None where nothing does."""
+        """The kernel that sums, adds and normalises [num_rows, hidden] at once; None if there is none."""
         return self._peer if self._peer is not None and self._peer.takes(num_rows) else None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What ranks say to each other on a CPU, or on a GPU that they share: by memory that all map, without a network."""
+"""Communication of ranks on a CPU, or on a GPU that they share: memory that all of them map, without a network."""
 
 import mmap
 import os
@@ -15,7 +15,8 @@ SLOT = 1 << 20
 _LINE = 8
 """Words of a counter: a cache line of its own."""
 _LOOKS, _YIELDS, _REST = 20, 200, 50e-6
-"""How often a rank looks for the others at once, how often it lets others have the core, and seconds of sleep after."""
+"""Polling of the other ranks: polls without a pause, then polls that yield the core, then seconds of sleep between
+polls."""
 
 
 class HostMemory:

@@ -69,8 +69,8 @@ class Overlap:
             self.stream = torch.cuda.Stream(device, priority=-1)
 
     def cut(self, num_rows: int, num_decode_rows: int) -> int | None:
-        """How many of a step's tokens are its first half, which has all decodes; None: the step stays whole. The same
-        on all ranks."""
+        """Number of the step's tokens in its first half, which has all decodes; None: the step stays whole. All ranks
+        get the same number."""
         first = self.first_half(num_rows)
         if num_rows < self.min_rows or not num_decode_rows <= first < num_rows:
             return None
@@ -83,7 +83,7 @@ class Overlap:
         return -(-num_rows // (2 * self.cut_multiple)) * self.cut_multiple
 
     def fork(self) -> None:
-        """What the side stream gets from here on comes after all that the current stream has been given."""
+        """Makes the side stream wait for all work that the current stream has been given so far."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
 
@@ -92,8 +92,8 @@ class Overlap:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def under_way(self, finish: Callable[[], Result], *used: torch.Tensor | None) -> UnderWay[Result]:
-        """What the side stream has been given since the last `fork`. `finish` runs in the main stream; `used` lives
-        until then."""
+        """Handle on the side stream's work since the last `fork`. `finish` runs in the main stream; the tensors `used`
+        live until then."""
         return UnderWay(finish, None if self.stream is None else self.stream.record_event(), used)
 
 

@@ -11,7 +11,8 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-"""What keeps NCCL, torch and NVSHMEM from creating NVLink multicast objects; to be set before CUDA starts."""
+"""Environment variables that keep NCCL, torch and NVSHMEM from creating NVLink multicast objects; to be set before CUDA
+starts."""
 
 LEFT_TO_PARENT = (signal.SIGINT, signal.SIGTERM)
 """Blocked in new interpreters of ours: they end none that is just starting, whoever sends them to all processes."""
@@ -67,8 +68,8 @@ def end_this(code: int) -> NoReturn:
 
 
 def freeze_objects() -> None:
-    """At the end of a start: what is here now stays, so that no later collection of garbage looks at it. A full one
-    would hold up all requests for some 90 ms, in which it walks through what torch and others have imported."""
+    """Exempts all objects that exist now from garbage collection; called at the end of a start. A full collection would
+    hold up all requests for some 90 ms while it walks through what torch and others have imported."""
     gc.collect()
     gc.freeze()
 

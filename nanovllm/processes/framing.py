@@ -4,7 +4,7 @@ import struct
 from collections.abc import Iterator
 
 LENGTH = struct.Struct("<Q")
-"""Of a pickled message between processes of ours."""
+"""Length prefix of a pickled message between our own processes."""
 _ONE_PIECE = 1 << 16  # bytes of a message that is copied behind its length, to be sent at once
 
 

@@ -1,4 +1,4 @@
-"""For programs of Ray: `Predictor` for Ray Data. (Replicas on a Ray cluster: EngineConfig.data_parallel_backend.)"""
+"""Ray Data: `Predictor`. (Replicas on a Ray cluster: EngineConfig.data_parallel_backend.)"""
 
 from nanovllm.ray.predictor import Predictor
 

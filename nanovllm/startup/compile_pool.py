@@ -166,8 +166,8 @@ def stamp_path(config: EngineConfig, model: ModelConfig) -> Path:
 
 
 def _device_names() -> list[str]:
-    """As the kernel driver lists them; nothing where it does not (then a cache shared by different devices has one
-    stamp for all, and the second kind compiles on its own)."""
+    """Names of the GPUs as the kernel driver lists them. Empty if it does not: then a cache shared by different devices
+    has one stamp for all, and the second kind compiles on its own."""
     names = []
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         try:
@@ -178,7 +178,7 @@ def _device_names() -> list[str]:
 
 
 def _triton_cache_dir() -> Path:
-    """Where Triton keeps what it compiled (its own word for it would cost an import)."""
+    """Triton's cache folder (asking Triton itself would cost an import)."""
     if folder := os.environ.get("TRITON_CACHE_DIR"):
         return Path(folder)
     return Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"

@@ -27,13 +27,13 @@ class CompileJob:
     name: str
     """The kernel's qualified name in its module."""
     specialization: str
-    """What JITFunction.preload takes: signature, constants, attributes and options as JSON."""
+    """Argument of JITFunction.preload: signature, constants, attributes and options as JSON."""
     target: tuple[str, Any, int]
     """backend, architecture, threads of a warp."""
 
 
 class _TargetOnly:
-    """What Triton gets in place of a device's driver: enough to compile for that device."""
+    """Stand-in for a device's driver that tells Triton enough to compile for that device."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -75,7 +75,7 @@ def _build_driver_module() -> None:
 
 
 def _import_everything(parent: int) -> None:
-    """What forks then need not do again: the kernels' modules, and what Triton computes once a process."""
+    """Imports the kernels' modules, and computes what Triton computes once a process, so that forks need not."""
     from nanovllm.kernels.base.compile_keys import hash_triton, resolve_keys  # not for compile_pool.py: it brings torch
 
     hashing = threading.Thread(target=hash_triton)
@@ -99,7 +99,7 @@ def _leave_without(parent: int) -> None:
 
 
 def _run(job: CompileJob | None) -> None:
-    """In a fork. None: the module through which Triton speaks to CUDA."""
+    """Compiles one job, in a fork. None: the module through which Triton speaks to CUDA."""
     _die_with_parent()
     if job is None:
         _build_driver_module()

@@ -27,7 +27,7 @@ class Broadcast(Protocol):
 
 
 class Gloo:
-    """What NCCL is between GPUs, between processes of one host without any."""
+    """Process group over gloo, with the interface of NCCL's, for processes of one host without GPUs."""
 
     def __init__(self, size: int, rank: int, store: dist.Store, timeout: float) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]

@@ -28,7 +28,7 @@ def _bytes_together(settings: dict[str, Any]) -> int:
 
 
 class Updatable(Protocol):
-    """What an LLM, and the engine inside it, can do."""
+    """Interface of an LLM, and of the engine inside it, that takes new weights."""
 
     @property
     def weight_version(self) -> int: ...

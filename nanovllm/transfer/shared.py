@@ -75,7 +75,7 @@ class SharedBucket:
             yield self.fill(waiting)
 
     def close(self) -> None:
-        """After the last update: the engine must not read it any more."""
+        """Frees the bucket after the last update: the engine must not read it any more."""
         del self._memory
         if self.device.type == "cuda":
             self._driver.free(self._address)
@@ -92,7 +92,7 @@ class FarTensor:
         self.address, self.dtype, self.shape, self._driver = address, dtype, torch.Size(shape), driver
 
     def view(self, dtype: torch.dtype) -> "FarTensor":
-        """Of another type of as many bytes."""
+        """The same bytes as another dtype of equal size."""
         return FarTensor(self.address, dtype, self.shape, self._driver)
 
     def whole(self) -> torch.Tensor:
@@ -120,7 +120,7 @@ class MappedBuckets:
         self._mapped: dict[tuple[int, int], torch.Tensor] = {}
         """Files by device and inode: a name goes on to another file where a process closes one and opens a second."""
         self._addresses: dict[bytes, int] = {}
-        """Of those on a GPU."""
+        """Device addresses of mapped buckets on a GPU, by handle."""
 
     def tensors(self, message: dict[str, Any]) -> NamedTensors:
         """The tensors of a SharedBucket's message: to be copied before the bucket is filled again. Raises ValueError
@@ -129,7 +129,7 @@ class MappedBuckets:
         return ((name, source if isinstance(source, torch.Tensor) else source.whole()) for name, source in found)
 
     def sources(self, message: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor | FarTensor]]:
-        """The same where they are, for whoever needs but a part of them."""
+        """Tensors of a message where they lie, not copied, for a reader that needs a part of them."""
         entries, nbytes = entries_of(message), message.get("nbytes")
         needed = sum(entry.nbytes for entry in entries)
         if not isinstance(nbytes, int) or nbytes < needed:

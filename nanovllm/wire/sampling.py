@@ -42,24 +42,24 @@ PENALTIES, MASK, TEMPERED = 1, 2, 4
 temperature."""
 
 COPIED, CHANGED, FILTERED, UNCHANGED = KINDS = range(4)
-"""How an option row is sampled: from a copy of its logits, edited (single ids, or filters after penalties or a mask);
-from its logits, changed by counts and mask as they are read; from its logits, filtered; not again, the step's own
-token is kept (only log-probabilities are wanted)."""
+"""Ways of sampling an option row. COPIED: from an edited copy of its logits (single ids, or filters after penalties or
+a mask). CHANGED: from its logits, changed by counts and mask as they are read. FILTERED: from its logits, filtered.
+UNCHANGED: the step's own token is kept (only log-probabilities are wanted)."""
 MAX_FEW = 20
 """Most likeliest ids that come from the one-pass kernel; more are sorted out in another way."""
 RAW_FEW, RAW_MANY, EDITED_FEW, EDITED_MANY = SCORES = range(4)
-"""Where log-probabilities come from: the raw logits, or the copies of rows of kind COPIED, edited and filtered; and
-whether at most MAX_FEW likeliest ids are wanted beside the token. What a row gets does not depend on its neighbours."""
+"""Sources of log-probabilities: the raw logits, or the edited and filtered copies of COPIED rows; FEW: at most MAX_FEW
+likeliest ids are wanted beside the token. A row's values do not depend on its neighbours."""
 
 
 @dataclass
 class StepScores:
-    """What a step brings back beside its tokens; tables are int32, None where nothing was asked for."""
+    """Results of a step beside its tokens; tables are int32, None where nothing was asked for."""
 
     scored: list[np.ndarray | None]
-    """In the order of SCORES, [rows, 3 + 2 k] each: kernels/sampling/logprobs.py."""
+    """Log-probability tables in the order of SCORES, [rows, 3 + 2 k] each (kernels/sampling/logprobs.py)."""
     prompt: list[np.ndarray | None]
-    """The same of prompt targets: of those that want few likeliest ids, and of those that want many."""
+    """Log-probability tables of prompt targets: of those that want few likeliest ids, and of those that want many."""
     kept: np.ndarray | None
     """[rows, mask_words]: bits of the ids that could be sampled."""
 
@@ -81,11 +81,11 @@ class SectionBuilder:
     """Rank 0's side: lists that `pack` lays one after the other."""
 
     rows: list[list[int]] = field(default_factory=lambda: [[] for _ in KINDS])
-    """By kind, as the two lists below."""
+    """Rows by kind, in the order of KINDS; entries as in the two lists below."""
     slots: list[list[int]] = field(default_factory=lambda: [[] for _ in KINDS])
     records: list[list[bytes]] = field(default_factory=lambda: [[] for _ in KINDS])
     scored: list[list[tuple[int, int]]] = field(default_factory=lambda: [[] for _ in SCORES])
-    """In the order of SCORES: kind, and place among the rows of that kind."""
+    """Scored rows in the order of SCORES: (kind, place among the rows of that kind)."""
     kept: list[int] = field(default_factory=list)
     """Places among the rows of kind COPIED."""
     edits: list[np.ndarray] = field(default_factory=list)
@@ -98,7 +98,7 @@ class SectionBuilder:
     masks: list[np.ndarray] = field(default_factory=list)
     """int32 [n, words] each."""
     hidden: list[list[int]] = field(default_factory=lambda: [[], []])
-    """Of prompts that want few likeliest ids, and of those that want many; as `targets`."""
+    """Places of prompt targets: those that want few likeliest ids, and those that want many; parallel to `targets`."""
     targets: list[list[int]] = field(default_factory=lambda: [[], []])
     copies_filter: bool = False
     """Whether any row of kind COPIED is filtered."""
@@ -153,14 +153,14 @@ class Section:
         self.of_kind, self.of_score, self.of_prompt = (
             _consecutive([*islice(numbers, count)]) for count in (len(KINDS), len(SCORES), 2)
         )
-        """Where the rows of each kind lie among all; the scored rows of each of SCORES; the targets that want few and
-        many ids."""
+        """Slices: the rows of each kind among all rows; the scored rows of each of SCORES; the targets that want few
+        and many ids."""
         self.num_logprobs, self.num_prompt_logprobs = ([*islice(numbers, count)] for count in (len(SCORES), 2))
         self.copies_filter, self.copied_flags, self.changed_flags, self.is_tempered = numbers
         assert slices[-1].stop == words.size, (slices, words.size)
 
     def on(self, words: Any) -> "Section":
-        """The same one where its words are in another array or tensor."""
+        """The same section over words in another array or tensor."""
         other = copy(self)
         other.words = words
         return other
@@ -170,7 +170,7 @@ class Section:
         return self.words[self._slices[name]]
 
     def size(self, name: str) -> int:
-        """Its words."""
+        """Number of words of the list `name`."""
         found = self._slices[name]
         return found.stop - found.start
 

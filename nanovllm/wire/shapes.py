@@ -18,8 +18,8 @@ class StepShape(NamedTuple):
 MAX_PREFILL_ROWS = 32
 SMALL_CHUNKS = (16, 64, 128, 256)
 LARGE_CHUNKS = (512, 1024, 2048, 4096)
-"""What padded prompt tokens of a captured step are made of. Longer ones would need much memory for their activations a
-second time; they keep the device busy while the host launches them kernel by kernel."""
+"""Chunk sizes that the padded prompt tokens of a captured step are made of. Larger graphs would need much memory for
+their activations a second time; such chunks keep the device busy while the host launches them kernel by kernel."""
 QUIET_TOKENS = (256, 320)
 """Tokens, decodes included, of a step that lasts little longer than its decodes alone: reading the weights of a dense
 model takes about as long as multiplying them by so many rows. The second where that is the end of all prompts."""

@@ -1,4 +1,4 @@
-"""What a row's keys and values are kept in, as the scheduler and the ranks agree on it. No torch."""
+"""Kinds of memory for a row's keys and values, on which the scheduler and the ranks agree. No torch."""
 
 from typing import NamedTuple
 

@@ -99,7 +99,7 @@ def row_lengths(packed: np.ndarray, max_num_seqs: int) -> tuple[np.ndarray, np.n
 
 
 def block_copies(packed: np.ndarray) -> slice | None:
-    """Where in a packed step (without a section) its block copies are; None: it has none."""
+    """Slice of a packed step (without a section) that holds its block copies; None: it has none."""
     num_words = COPY_SIZE * int(packed[COPIES_WORD])
     return slice(packed.size - num_words, packed.size) if num_words else None
 

@@ -72,8 +72,8 @@ class PeerAllReduce:
         }  # fmt: skip
 
     def path(self, rows: int, rounds: bool = False) -> Path:
-        """Who takes a sum of `rows` rows: one of the kernels here, or ("nccl") the caller's communicator. rounds: it
-        may be rounded to e4m3."""
+        """Chooses the way of a sum of `rows` rows: one of the kernels here, or "nccl", the caller's communicator.
+        rounds: the result may be rounded to e4m3."""
         layout = self.memory.layout
         if rows <= min(layout.one_shot_rows, one_shot_rows(layout.world_size, self._row_bytes, rounds)):
             return "one_shot"
@@ -90,7 +90,7 @@ class PeerAllReduce:
         return [slice(begin, min(begin + self._most_rows, rows)) for begin in range(0, rows, self._most_rows)]
 
     def split(self, rows: int) -> int:
-        """How many parts a two-shot sum of so many rows, with its norm, cuts the columns of each into."""
+        """Number of parts into which a two-shot sum of so many rows, with its norm, cuts the columns of each row."""
         most = 0 if self.one_order else cut_rows(self.memory.layout.world_size, self._row_bytes)
         return MAX_SPLIT if rows <= most else 1
 

@@ -32,7 +32,7 @@ class CopyEngineSums:
     """The sums of one rank. `max_spins`: rounds of a wait before it gives up and sets the abort word to 2."""
 
     programs = 128
-    """Of the kernel of step 2; any number is right."""
+    """Programs of the kernel of step 2; any number is right."""
 
     def __init__(self, memory: PeerMemory, max_spins: int = MAX_SPINS) -> None:
         self.memory, self.max_spins = memory, max_spins
@@ -40,7 +40,7 @@ class CopyEngineSums:
         world, hidden = layout.world_size, layout.hidden_size
         self._row_bytes = hidden * layout.itemsize
         self.max_rows = layout.half_rows
-        """Of a half."""
+        """Rows that one half holds."""
         self.enabled = True
         """False: nothing is sent, in a dry run, which rank 0 makes alone."""
         rows = block[layout.inbox : layout.inbox + 2 * world * layout.half_units * self._row_bytes]

@@ -92,8 +92,8 @@ class Driver:
         self._check("cuMemcpyAsync", self._lib.cuMemcpyAsync(target, source, nbytes, stream))
 
     def copy_rows(self, target: int, source: int, nbytes: int, stride: int, rows: int, stream: int) -> None:
-        """The same of `nbytes` of each of `rows` rows, which begin every `stride` bytes (less than 2 GiB) at the source
-        and follow one another at the target."""
+        """Copies `nbytes` of each of `rows` rows. At the source they begin every `stride` bytes (less than 2 GiB); at
+        the target they follow one another."""
         unified = 4
         what = _Rows(
             source_kind=unified, source_address=source, source_pitch=stride, target_kind=unified, target_address=target,

@@ -34,7 +34,7 @@ def end_call(parity_state, parity):
 
 @triton.jit
 def _without_sentinel(bits, SENTINEL: tl.constexpr, SUBSTITUTE: tl.constexpr):
-    """What may be sent: the sentinel itself becomes its equal (+0.0; for keys the next larger integer)."""
+    """Bits that may be sent: the sentinel itself becomes its equal (+0.0; for keys the next larger integer)."""
     return tl.where(bits == SENTINEL, tl.full(bits.shape, SUBSTITUTE, bits.dtype), bits)
 
 
@@ -64,8 +64,8 @@ def rounded(x, out, INT: tl.constexpr, SENTINEL: tl.constexpr):
 @triton.jit
 def load_addend(partial, at, rows, mask, out, PARTS: tl.constexpr, HIDDEN: tl.constexpr, INT: tl.constexpr,
             SENTINEL: tl.constexpr, NODES: tl.constexpr = False):  # fmt: skip
-    """What this rank sends of the elements `at`: the bits that `partial` holds; of several parts their sum, with NODES
-    of each two of them rounded."""
+    """Bits that this rank sends of the elements `at`: those of `partial`; if that has several parts their sum, with
+    NODES each sum of two rounded."""
     if PARTS == 1:
         return _without_sentinel(tl.load(partial + at, mask=mask, other=0), SENTINEL, 0)
     else:

@@ -1,4 +1,4 @@
-"""Which way takes a sum of rows over ranks, by its bytes: read off measurements.
+"""Limits in bytes, read off measurements, that choose the way of a sum of rows over the ranks.
 
 One-shot moves (world-1) x bytes out of each rank in one hop, two-shot (with the residual left with its owners)
 2 (world-1)/world x bytes in two hops of about 2 us each. Measured on H200s, us of sum, residual and norm:
@@ -31,14 +31,14 @@ holds four times as much for them."""
 _ONE_SHOT_BYTES = {2: (2 << 20, 1 << 20), 4: (640 << 10, 160 << 10), 8: (144 << 10, 144 << 10)}
 """Most bytes of a one-shot sum over up to so many ranks, where two-shot takes whole rows and where it cuts them."""
 _ROUNDED_BYTES = 3 << 20
-"""The same over two ranks where the sum rounds to e4m3, as two-shot ones cannot: a step of 128 rows of 32B takes 9,750
-us so, and 10,430 with two-shot sums and kernels that round, of 224 rows 15,030 and 16,220."""
+"""Limit over two ranks where the sum rounds to e4m3, which two-shot sums cannot: a step of 128 rows of 32B takes 9,750
+us so, and 10,430 with two-shot sums and kernels that round; of 224 rows 15,030 and 16,220."""
 _ONE_SHOT_ROWS = 128
-"""With three ranks and more."""
+"""Rows up to which three or more ranks sum in one shot."""
 _CUT_ROWS = 256
-"""With more, whole rows occupy the chip."""
+"""Rows up to which columns are cut; with more, whole rows occupy the chip."""
 _LEAST_CUT_BYTES = 4096
-"""Of a row: parts of shorter ones were not measured."""
+"""Least bytes of a row whose columns are cut: parts of shorter rows were not measured."""
 
 
 def _one_shot_bytes(world_size: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What every sum here computes, in plain PyTorch."""
+"""Plain PyTorch twins of every sum in this folder."""
 
 import torch
 

@@ -25,8 +25,8 @@ _SQUARES_SENTINEL = tl.constexpr(-(2**31))
 
 @triton.jit
 def _look(pointers, mask, squares, squares_mask, stop, SENTINEL: tl.constexpr):
-    """What `pointers` and `squares` point to now (0 where not mask), and whether some of it is missing; with `stop`
-    nothing is. The sentinels are the smallest integers.
+    """Loads what `pointers` and `squares` point to (0 where not mask), and says whether some of it is missing; with
+    `stop` nothing is. The sentinels are the smallest integers.
 
     Every warp reads `stop`, and the few squares, for itself and may see another state of them. Whether to look again is
     for the whole program: so what a warp saw enters its own elements of the tile, and the minimum is over all of them.
@@ -70,8 +70,8 @@ def _sum_item(item, rank, rows, residual, residual_out, weight, out, own, theirs
               UNITS: tl.constexpr, HIDDEN: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
               RESIDUAL: tl.constexpr, NORM: tl.constexpr, NODES: tl.constexpr, INT: tl.constexpr,
               SENTINEL: tl.constexpr):  # fmt: skip
-    """This rank's part of an item, if the row is there: waits for all ranks' addends, and sends a whole row's result to
-    the others, or a part's sum to all and, once for each reader, its sum of squares."""
+    """Computes this rank's part of an item, if the row is there: waits for all ranks' addends, then sends a whole row's
+    result to the others, or a part's sum to all and, once for each reader, its sum of squares."""
     cols = tl.arange(0, BLOCK)
     mask = cols < HIDDEN // SPLIT
     source = tl.arange(0, WORLD_BLOCK)

@@ -97,7 +97,7 @@ class VirtualMemory:
         self.unmap()
 
     def wake(self) -> None:
-        """What `sleep` kept, or else zeros, in memory that `map` has taken again."""
+        """Restores what `sleep` kept, else zeros, in memory that `map` has taken again."""
         if self._is_kept and self._host is not None:
             self.bytes.copy_(self._host.bytes)
         else:
