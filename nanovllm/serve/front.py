@@ -258,21 +258,19 @@ class Front:
 
     async def in_pool(self, call: Call, work: Callable[[], Result], size: int, is_short: bool = True) -> Result:
         """Runs what may take long in one of two threads; on a text of few bytes or characters (`size`) at once, which
-        costs less, unless `is_short` is False. A ValueError is the request's mistake (400). Raises ApiError (503) where
-        too much waits for the threads."""
-        with errors.refusing():
-            if is_short and size <= _SHORT:
-                return work()
-            if self._preparing_bytes + size > limits.PREPARING_BYTES:
-                self.metrics.rejected["queue_full"] += 1
-                raise ApiError(503, "too many large requests wait to be read and tokenized", "server_overloaded")
-            self._preparing[call.key] += 1
-            self._preparing_bytes += size
-            try:
-                return await self._loop.run_in_executor(self._pool, work)
-            finally:
-                self._preparing[call.key] -= 1
-                self._preparing_bytes -= size
+        costs less, unless `is_short` is False. Raises ApiError (503) where too much waits for the threads."""
+        if is_short and size <= _SHORT:
+            return work()
+        if self._preparing_bytes + size > limits.PREPARING_BYTES:
+            self.metrics.rejected["queue_full"] += 1
+            raise ApiError(503, "too many large requests wait to be read and tokenized", "server_overloaded")
+        self._preparing[call.key] += 1
+        self._preparing_bytes += size
+        try:
+            return await self._loop.run_in_executor(self._pool, work)
+        finally:
+            self._preparing[call.key] -= 1
+            self._preparing_bytes -= size
 
     def submit(self, request: "Answer") -> None:
         """Hands a request to the engine, each prompt as one of its own. Raises ApiError where it cannot be taken."""

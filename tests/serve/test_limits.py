@@ -30,6 +30,7 @@ from nanovllm.serve.api.answer import answer
 from nanovllm.serve.engines import Launch
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.front import Front
+from nanovllm.serve.http.app import App, Operation
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.http.connection import Connection, Shared
 from nanovllm.serve.metrics import Metrics
@@ -390,6 +391,29 @@ def test_many_log_probabilities_are_not_written_in_the_event_loop() -> None:
         call.respond.assert_awaited_once_with(b"{}")
 
     asyncio.run(ask())
+
+
+@pytest.mark.parametrize("num_details", [0, 100_000], ids=["at once", "in the pool"])
+def test_a_mistake_of_ours_in_an_answer_is_a_500(num_details: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where it looks like one of the request."""
+
+    async def ask() -> bytes:
+        front = Front("m", ServeOptions(), cast(Launch, None))
+        done = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        request = MagicMock(front=front, is_streamed=False, has_left=False, done=done, num_details=num_details)
+        request.response.side_effect = ValueError("prompt: a mistake of ours")
+        app = App(front, {("POST", "/"): Operation(lambda _, call: answer(call, request))}, front.options, Metrics())
+        connection = Connection(Shared(app.answer, Metrics(), 1))
+        connection.connection_made(transport := MagicMock(is_closing=lambda: False))
+        with patch.object(front, "submit"), patch.object(front, "log_request"):
+            connection.data_received(b"POST / HTTP/1.1\r\nx-request-id: abc\r\ncontent-length: 0\r\n\r\n")
+            await asyncio.gather(*connection.shared.tasks)
+        return b"".join(each.args[0] for each in transport.write.call_args_list)
+
+    status, error = refusal(asyncio.run(ask()))
+    assert (status, error["code"]) == (500, "internal_error")
+    assert "abc" in caplog.text and "a mistake of ours" in caplog.text
 
 
 def test_large_body(client: httpx.Client) -> None:

@@ -10,7 +10,7 @@ from nanovllm.serve.api import shapes
 from nanovllm.serve.api.answer import Answer, answer, check_characters, check_size, fit
 from nanovllm.serve.api.logprobs import chat_entries
 from nanovllm.serve.api.messages import template_values
-from nanovllm.serve.errors import ApiError, bad_request
+from nanovllm.serve.errors import ApiError, bad_request, refusing
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.parsers import Delta, Plan, check_tools, joined
 from nanovllm.serve.parsers.tags import MarkedDetokenizer
@@ -164,7 +164,7 @@ def _template_kwargs(front: "Front", fields: api.ChatFields) -> dict[str, Any]:
 
 
 async def encode(front: "Front", call: Call, fields: api.ChatFields) -> tuple[str, list[int]]:
-    """A chat's text and token ids. Raises ApiError, and ValueError for what the template refuses."""
+    """A chat's text and token ids. Raises ApiError."""
     if fields.chat_template is not None and not front.options.trust_request_chat_template:
         raise bad_request("chat_template: not taken from requests (--trust-request-chat-template)")
     parts = (fields.messages, fields.tools, fields.chat_template_kwargs, fields.chat_template)
@@ -184,7 +184,8 @@ async def encode(front: "Front", call: Call, fields: api.ChatFields) -> tuple[st
             trust_special_tokens=front.options.trust_special_tokens,
         )
 
-    return await front.in_pool(call, work, size, is_short=not fields.tools and fields.chat_template is None)
+    with refusing():
+        return await front.in_pool(call, work, size, is_short=not fields.tools and fields.chat_template is None)
 
 
 def _characters(content: Any) -> int:
@@ -206,13 +207,15 @@ async def prepare(front: "Front", call: Call, body: dict[str, Any], kind: type[A
         most = max(asked or 1, fields.min_tokens or 0)
         return choice, wanted, api.sampling_fields(fields, front.defaults, most, k, wanted)
 
-    choice, wanted, params = await front.in_pool(call, check, size // _CHECKED_FASTER)
+    with refusing():
+        choice, wanted, params = await front.in_pool(call, check, size // _CHECKED_FASTER)
     text, prompt = await encode(front, call, fields)
     prompt, max_tokens = fit(front, prompt, fields, asked if asked is not None else front.default_max_tokens)
     if choice is None and wanted is None:
         plan = front.parser.plan(text)
     else:  # a grammar is written, of schemas that may be large
-        plan = await front.in_pool(call, lambda: front.parser.plan(text, choice, wanted), size, is_short=False)
+        with refusing():
+            plan = await front.in_pool(call, lambda: front.parser.plan(text, choice, wanted), size, is_short=False)
     if plan.structured is not None:
         params["structured_outputs"] = plan.structured.given
     return kind(front, call, fields, [prompt], params, [max_tokens], plan)

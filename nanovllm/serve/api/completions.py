@@ -9,7 +9,7 @@ from nanovllm.serve.api import fields as api
 from nanovllm.serve.api import shapes
 from nanovllm.serve.api.answer import Answer, answer, check_characters, fit
 from nanovllm.serve.api.logprobs import completion_logprobs
-from nanovllm.serve.errors import bad_request
+from nanovllm.serve.errors import bad_request, refusing
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.request import Completion
 
@@ -81,7 +81,9 @@ async def _prompts(front: "Front", call: Call, fields: api.CompletionFields) -> 
     ids: Iterator[list[int]] = iter(())
     if texts:
         size = sum(map(len, texts)) + 32 * len(texts)
-        ids = iter(await front.in_pool(call, lambda: [front.tokenizer.encode(text, special) for text in texts], size))
+        with refusing():  # without a tokenizer
+            found = await front.in_pool(call, lambda: [front.tokenizer.encode(text, special) for text in texts], size)
+        ids = iter(found)
     return [next(ids) if isinstance(prompt, str) else token_ids(front, prompt) for prompt in given]
 
 
