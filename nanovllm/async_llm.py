@@ -8,13 +8,13 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
-from nanovllm.detokenizer import StreamedText
 from nanovllm.engine.inputs import GivenPrompt
 from nanovllm.errors import WeightsIncomplete
 from nanovllm.llm import LLM
 from nanovllm.logprobs import LogprobsList
 from nanovllm.outputs import StepOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.detokenizer import StreamedText
 
 T = TypeVar("T")
 

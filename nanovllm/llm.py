@@ -13,7 +13,7 @@ from nanovllm.outputs import CompletionOutput, EngineStats, RequestOutput, StepC
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.start import start_one, start_ranks
 from nanovllm.terminal import ProgressBar, interrupt_between_steps
-from nanovllm.tokenizer import Tokenizer
+from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.turns import Turns
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from nanovllm.executor.processes import WorkerProcesses
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import read_model_config, resolve_model_folder
 from nanovllm.startup.compile_pool import start_compiler
-from nanovllm.tokenizer import Tokenizer
+from nanovllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch

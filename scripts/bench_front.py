@@ -31,9 +31,9 @@ TEXT = "Once upon a time there was a small cat who lived in a house by the sea, 
 
 def start_front(rate: float, template: str | None) -> tuple["subprocess.Popen[bytes]", str]:
     """The front with a simulator; returns its process and URL. `template`: a file, in place of the model's."""
-    from nanovllm.serve.text import FrontTokenizer
+    from nanovllm.text.checkpoint import CheckpointTokenizer
 
-    options = {"rate": rate, "text": FrontTokenizer(DEMO).encode(TEXT)}
+    options = {"rate": rate, "text": CheckpointTokenizer(DEMO).encode(TEXT)}
     code = (
         "import sys; from nanovllm.serve.lifecycle import serve; from nanovllm.serve.options import ServeOptions\n"
         f"sys.exit(serve({str(DEMO)!r}, {options!r}, ServeOptions(port=0, chat_template={template!r}), "

@@ -25,7 +25,7 @@ from nanovllm.host.handle import ChildHandle, Handle  # noqa: E402
 from nanovllm.host.start import await_ready  # noqa: E402
 from nanovllm.models.registry import read_model_config  # noqa: E402
 from nanovllm.sampling_params import SamplingParams  # noqa: E402
-from nanovllm.tokenizer import Tokenizer  # noqa: E402
+from nanovllm.text.tokenizer import Tokenizer  # noqa: E402
 
 _SIMULATED = {"text": [7], "rate": 0, "rows": 256}
 

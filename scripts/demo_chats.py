@@ -11,7 +11,7 @@ from typing import Any
 
 import demo_text as facts
 
-from nanovllm.serve.text import ChatTemplate
+from nanovllm.text.template import ChatTemplate
 
 TEMPLATE_FILE = Path(__file__).resolve().parents[1] / "assets" / "demo-qwen3" / "chat_template.jinja"
 CAPITALS = [capital for capital, _, _ in facts.COUNTRIES.values()]

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.serve.parsers import Delta, OutputParser, check_tools, joined
-from nanovllm.serve.text import FrontTokenizer
+from nanovllm.text.checkpoint import CheckpointTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "assets" / "demo-qwen3"
@@ -105,7 +105,7 @@ def test_model_knows_its_chats(llm: LLM, chats: Any) -> None:
 
 def ask(llm: LLM, messages: list[dict[str, Any]], tools: list[Any] | None, **options: Any) -> tuple[list[Delta], str]:
     """What the model answers, read as the server reads it."""
-    front = FrontTokenizer(DEMO)
+    front = CheckpointTokenizer(DEMO)
     choice = check_tools(tools, options.pop("tool_choice", None))
     prompt, ids = front.encode_chat(messages, tools, chat_template_kwargs=options)
     plan = OutputParser(front).plan(prompt, choice)

@@ -13,7 +13,7 @@ from nanovllm.errors import QueueFull
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import EngineStats, StepColumns
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.tokenizer import Tokenizer
+from nanovllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nanovllm.executor.local import LocalExecutor

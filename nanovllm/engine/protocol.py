@@ -9,7 +9,7 @@ from nanovllm.engine.request_book import RequestBook
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import EngineStats, StepColumns
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.tokenizer import Tokenizer
+from nanovllm.text.tokenizer import Tokenizer
 
 
 class Engine(Protocol):

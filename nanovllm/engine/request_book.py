@@ -14,7 +14,7 @@ from nanovllm.logprobs import LogprobRows
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.tokenizer import Tokenizer
+from nanovllm.text.tokenizer import Tokenizer
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: consecutive request numbers land far apart
 

@@ -28,7 +28,7 @@ from nanovllm.host.pending import Pending
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import EngineStats, StepColumns
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.tokenizer import Tokenizer
+from nanovllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch

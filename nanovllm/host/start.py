@@ -10,7 +10,7 @@ from nanovllm.host.devices import devices_of_replicas
 from nanovllm.host.fleet_engine import FleetEngine
 from nanovllm.host.handle import MODULE, ChildHandle, Handle, Lost
 from nanovllm.models.registry import read_model_config, resolve_model_folder
-from nanovllm.tokenizer import Tokenizer
+from nanovllm.text.tokenizer import Tokenizer
 
 _LOOK_SECONDS = 0.01
 

@@ -28,10 +28,9 @@ from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.parsers import OutputParser
 from nanovllm.serve.streams import Streams
-from nanovllm.serve.text import FrontTokenizer
-from nanovllm.serve.text.no_tokenizer import NoTokenizer
-from nanovllm.serve.text.tokenizer import read_json
 from nanovllm.serve.weight_wait import WeightWait
+from nanovllm.text.checkpoint import CheckpointTokenizer, read_json
+from nanovllm.text.no_tokenizer import NoTokenizer
 
 if TYPE_CHECKING:
     from nanovllm.serve.api.answer import Answer
@@ -123,7 +122,7 @@ class Front:
     def _read_text(self, folder: str) -> None:
         self._read_defaults(folder)
         has_text = not self.options.skip_tokenizer_init
-        self.tokenizer = FrontTokenizer(folder, self.options.chat_template) if has_text else NoTokenizer()
+        self.tokenizer = CheckpointTokenizer(folder, self.options.chat_template) if has_text else NoTokenizer()
         _ = self.tokenizer.longest_token
         self.parser = OutputParser(self.tokenizer, self.options.tool_call_parser, self.options.reasoning_parser)
 

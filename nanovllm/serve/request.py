@@ -7,7 +7,7 @@ from typing import Any
 from nanovllm.host import wire
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.http.call import Client
-from nanovllm.serve.visible_text import VisibleText
+from nanovllm.text.visible import VisibleText
 
 _DONE = b"data: [DONE]\n\n"
 _PING = b": still here\n\n"

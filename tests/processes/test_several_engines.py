@@ -38,7 +38,7 @@ TWO_TOKENIZERS = f"""
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from nanovllm.config import EngineConfig
-from nanovllm.tokenizer import Tokenizer
+from nanovllm.text.tokenizer import Tokenizer
 config = EngineConfig({str(ROOT / "assets" / "demo-qwen3")!r})
 first = Tokenizer(config)
 while "transformers" not in sys.modules:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sampling_engines import DEMO
 from transformers import AutoTokenizer
 
-from nanovllm.detokenizer import ByteDetokenizer, StreamedText, TokenBytes, WindowDetokenizer, find_stop
+from nanovllm.text.detokenizer import ByteDetokenizer, StreamedText, TokenBytes, WindowDetokenizer, find_stop
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 import llguidance
 
 from nanovllm.serve.parsers import Delta, OutputParser, Plan, check_tools, joined
-from nanovllm.serve.text import FrontTokenizer
+from nanovllm.text.checkpoint import CheckpointTokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo-qwen3"
 TAGS = {
@@ -72,7 +72,7 @@ class Model:
         new = [{"id": first + i, "content": tag, "special": "[" in tag, **flags} for i, tag in enumerate(tags)]
         content["added_tokens"] += new
         (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
-        self.tokenizer = FrontTokenizer(folder)  # without a template: reasoning is left to the model
+        self.tokenizer = CheckpointTokenizer(folder)  # without a template: reasoning is left to the model
         self.parser = OutputParser(self.tokenizer, family, REASONING.get(family, "none"))
         backend = self.tokenizer.backend_tokenizer
         self.eos = backend.token_to_id("<|im_end|>")

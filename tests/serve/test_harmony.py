@@ -12,7 +12,7 @@ from parsing import ARGUMENTS, DEMO, TOOLS, message_of, read
 
 from nanovllm import StructuredOutput
 from nanovllm.serve.parsers import Delta, OutputParser, Plan, check_tools
-from nanovllm.serve.text import FrontTokenizer
+from nanovllm.text.checkpoint import CheckpointTokenizer
 
 TOKENS = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>"]
 TEMPLATE = (
@@ -27,7 +27,7 @@ calls = st.sampled_from([*ARGUMENTS]).flatmap(lambda name: st.tuples(st.just(nam
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> FrontTokenizer:
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> CheckpointTokenizer:
     folder = tmp_path_factory.mktemp("harmony")
     content = json.loads((DEMO / "tokenizer.json").read_text(encoding="utf-8"))
     first = 1 + max(token["id"] for token in content["added_tokens"])
@@ -37,24 +37,24 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> FrontTokenizer:
     ]
     (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    return FrontTokenizer(folder)
+    return CheckpointTokenizer(folder)
 
 
 @pytest.fixture(scope="module")
-def parser(tokenizer: FrontTokenizer) -> OutputParser:
+def parser(tokenizer: CheckpointTokenizer) -> OutputParser:
     found = OutputParser(tokenizer)
     assert (found.tool_family, found.reasoning) == ("harmony", "harmony")
     return found
 
 
 @pytest.fixture(scope="module")
-def library(tokenizer: FrontTokenizer) -> Any:
+def library(tokenizer: CheckpointTokenizer) -> Any:
     backend = tokenizer.backend_tokenizer
     eos = backend.token_to_id("<|return|>")
     return llguidance.LLTokenizer(backend.to_str(), n_vocab=len(tokenizer), eos_token=eos)
 
 
-def admits(library: Any, tokenizer: FrontTokenizer, plan: Plan, text: str) -> bool:
+def admits(library: Any, tokenizer: CheckpointTokenizer, plan: Plan, text: str) -> bool:
     assert plan.structured is not None and plan.structured.grammar is not None
     matcher = llguidance.LLMatcher(library, llguidance.LLMatcher.grammar_from_lark(plan.structured.grammar))
     assert not matcher.is_error(), matcher.get_error()
@@ -77,7 +77,7 @@ def call_text(name: str, arguments: dict[str, Any], form: int = 0) -> str:
     form=st.integers(0, 2), cuts=steps,
 )  # fmt: skip
 def test_messages_are_admitted_and_read_back_at_any_cut(
-    parser: OutputParser, tokenizer: FrontTokenizer, library: Any, reasoning: str | None, preamble: str | None,
+    parser: OutputParser, tokenizer: CheckpointTokenizer, library: Any, reasoning: str | None, preamble: str | None,
     content: str, call: Any, form: int, cuts: list[int],
 ) -> None:  # fmt: skip
     plan = parser.plan(PROMPT, check_tools(TOOLS))
@@ -107,14 +107,14 @@ PIECES = [*TOKENS, "analysis", "final", " to=functions.now", "x", "\n", "{", "}"
 @settings(max_examples=60, deadline=None)
 @given(text=st.lists(st.sampled_from(PIECES)), cuts=steps)
 def test_any_text_at_all_reads_alike_at_any_cut(
-    parser: OutputParser, tokenizer: FrontTokenizer, text: list[str], cuts: list[int]
+    parser: OutputParser, tokenizer: CheckpointTokenizer, text: list[str], cuts: list[int]
 ) -> None:
     plan = parser.plan(PROMPT, check_tools(TOOLS))
     ids = tokenizer.encode("".join(text), add_special_tokens=False)
     assert read(plan, ids, cuts) == read(plan, ids)
 
 
-def test_what_grammars_refuse(parser: OutputParser, tokenizer: FrontTokenizer, library: Any) -> None:
+def test_what_grammars_refuse(parser: OutputParser, tokenizer: CheckpointTokenizer, library: Any) -> None:
     thoughts = f"<|channel|>analysis<|message|>hm{NEXT}"
     auto, required = (parser.plan(PROMPT, check_tools(TOOLS, choice)) for choice in ("auto", "required"))
     schema = parser.plan(PROMPT, None, StructuredOutput(json={"type": "object", "required": ["a"]}))
@@ -130,7 +130,7 @@ def test_what_grammars_refuse(parser: OutputParser, tokenizer: FrontTokenizer, l
     assert parser.plan(PROMPT).structured is None, "nothing was asked for"
 
 
-def test_answers_that_are_cut_or_have_no_channel(parser: OutputParser, tokenizer: FrontTokenizer) -> None:
+def test_answers_that_are_cut_or_have_no_channel(parser: OutputParser, tokenizer: CheckpointTokenizer) -> None:
     plan = parser.plan(PROMPT)
     for text, expected in (
         ("plain words", [Delta("content", "plain words")]),
@@ -155,8 +155,8 @@ def test_the_rest_of_a_message_is_content(parser: OutputParser) -> None:
     assert plan.reader() is None and plan.reasoning == "none"
 
 
-def test_harmony_needs_its_tokens_and_is_both_parsers(tokenizer: FrontTokenizer) -> None:
+def test_harmony_needs_its_tokens_and_is_both_parsers(tokenizer: CheckpointTokenizer) -> None:
     with pytest.raises(ValueError, match="harmony"):
-        OutputParser(FrontTokenizer(Path(DEMO)), "harmony", "harmony")
+        OutputParser(CheckpointTokenizer(Path(DEMO)), "harmony", "harmony")
     with pytest.raises(ValueError, match="both"):
         OutputParser(tokenizer, "none")

@@ -14,7 +14,7 @@ from parsing import ARGUMENTS, DEMO, MODELS, REASONING, TOOLS, Message, Model, m
 from nanovllm import StructuredOutput
 from nanovllm.serve.parsers import Delta, OutputParser, Plan, check_schema, check_tools
 from nanovllm.serve.parsers.plan import term
-from nanovllm.serve.text import FrontTokenizer
+from nanovllm.text.checkpoint import CheckpointTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +297,7 @@ def test_plain_answers_need_no_reader(models: dict[tuple[str, bool], Model]) -> 
 )  # fmt: skip
 def test_parsers_are_chosen_by_the_template(template: str | None, tools: str | None, reasoning: str | None) -> None:
     name = Path(__file__).parent / "templates" / f"{template}.jinja"
-    parser = OutputParser(FrontTokenizer(DEMO, name if template else None))
+    parser = OutputParser(CheckpointTokenizer(DEMO, name if template else None))
     assert (parser.tool_family, parser.reasoning) == (tools, reasoning)
     if tools is None:
         with pytest.raises(ValueError, match="tools: this model's chat template has no tool calls"):
@@ -305,11 +305,11 @@ def test_parsers_are_chosen_by_the_template(template: str | None, tools: str | N
 
 
 def test_a_template_that_opens_reasoning_itself_wants_none_where_it_does_not() -> None:
-    tokenizer, asked = FrontTokenizer(DEMO), [{"role": "user", "content": "Hello!"}]
+    tokenizer, asked = CheckpointTokenizer(DEMO), [{"role": "user", "content": "Hello!"}]
     for think, state in ((False, "none"), (True, "open")):
         prompt = tokenizer.render_chat(asked, chat_template_kwargs={"enable_thinking": think})
         assert OutputParser(tokenizer).plan(prompt).reasoning == state
-    left_to_the_model = FrontTokenizer(DEMO, Path(__file__).parent / "templates" / "hermes.jinja")
+    left_to_the_model = CheckpointTokenizer(DEMO, Path(__file__).parent / "templates" / "hermes.jinja")
     for think, state in ((False, "none"), (True, "optional")):
         prompt = left_to_the_model.render_chat(asked, chat_template_kwargs={"enable_thinking": think})
         assert OutputParser(left_to_the_model).plan(prompt).reasoning == state
@@ -317,9 +317,9 @@ def test_a_template_that_opens_reasoning_itself_wants_none_where_it_does_not() -
 
 def test_unknown_parsers_are_refused() -> None:
     with pytest.raises(ValueError, match="tool_call_parser='x': must be auto, none or one of"):
-        OutputParser(FrontTokenizer(DEMO), "x")
+        OutputParser(CheckpointTokenizer(DEMO), "x")
     with pytest.raises(ValueError, match="reasoning_parser='x': must be auto, none or one of"):
-        OutputParser(FrontTokenizer(DEMO), "none", "x")
+        OutputParser(CheckpointTokenizer(DEMO), "none", "x")
 
 
 def tool(**function: Any) -> dict[str, Any]:

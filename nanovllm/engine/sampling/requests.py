@@ -6,13 +6,13 @@ from itertools import chain
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.detokenizer import StreamedText
 from nanovllm.engine.sampling.row import SamplingRow
 from nanovllm.engine.sampling.structured import StructuredOutputs
 from nanovllm.errors import shown
 from nanovllm.model_config import ModelConfig
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.tokenizer import Tokenizer
+from nanovllm.text.detokenizer import StreamedText
+from nanovllm.text.tokenizer import Tokenizer
 
 
 class RequestSampling:

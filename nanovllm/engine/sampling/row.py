@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from nanovllm.detokenizer import StreamedText
 from nanovllm.logprobs import KeptIds, LogprobRows
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.detokenizer import StreamedText
 from nanovllm.wire.sampling import CHANGED, COPIED, FILTERED, MASK, PENALTIES, RECORD, TEMPERED, UNCHANGED, mask_words
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from nanovllm.serve.api.logprobs import prompt_entries, shower
 from nanovllm.serve.errors import ApiError, bad_request
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.request import Completion, Request
-from nanovllm.serve.visible_text import VisibleText
+from nanovllm.text.visible import VisibleText
 
 if TYPE_CHECKING:
     from nanovllm.serve.front import Front

@@ -14,7 +14,7 @@ from nanovllm.serve.api.logprobs import id_entries
 from nanovllm.serve.errors import bad_request
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.request import Completion
-from nanovllm.serve.text.no_tokenizer import NoText
+from nanovllm.text.no_tokenizer import NoText
 
 if TYPE_CHECKING:
     from nanovllm.serve.front import Front

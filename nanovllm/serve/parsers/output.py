@@ -14,7 +14,7 @@ from nanovllm.serve.parsers.qwen_coder import QwenCoder
 from nanovllm.serve.parsers.reader import Output, Source, Steps
 from nanovllm.serve.parsers.tags import Tags
 from nanovllm.serve.parsers.tools import ToolChoice
-from nanovllm.serve.text import FrontTokenizer
+from nanovllm.text.checkpoint import CheckpointTokenizer
 
 TOOL_FAMILIES: dict[str, type[ToolFamily]] = {
     "qwen3_coder": QwenCoder,
@@ -57,7 +57,7 @@ class OutputParser:
     """Makes plans for one model."""
 
     def __init__(
-        self, tokenizer: FrontTokenizer, tool_call_parser: str = "auto", reasoning_parser: str = "auto"
+        self, tokenizer: CheckpointTokenizer, tool_call_parser: str = "auto", reasoning_parser: str = "auto"
     ) -> None:
         """"auto" chooses by the chat template's text, "none" is none. Raises ValueError for an unknown name."""
         self._tokenizer, tags = tokenizer, Tags(tokenizer)

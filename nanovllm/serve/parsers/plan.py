@@ -12,7 +12,7 @@ from nanovllm.sampling_params import StructuredOutput
 from nanovllm.serve.parsers.reader import Output, Reader, Source, Steps
 from nanovllm.serve.parsers.tags import MarkedDetokenizer, Tag
 from nanovllm.serve.parsers.tools import ToolChoice, json_term
-from nanovllm.serve.text import FrontTokenizer
+from nanovllm.text.checkpoint import CheckpointTokenizer
 
 ReasoningState = Literal["none", "open", "optional"]
 """Whether an answer begins within reasoning, may begin with it, or has none."""
@@ -28,7 +28,7 @@ class Plan:
     choice: ToolChoice | None
     marks: tuple[Tag, ...]
     thinks: tuple[Tag, ...]
-    tokenizer: FrontTokenizer
+    tokenizer: CheckpointTokenizer
     program: Callable[[Source, Output], Steps] | None
     detokenizer_kind: type[MarkedDetokenizer] = MarkedDetokenizer
 

@@ -5,8 +5,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nanovllm.detokenizer import Detokenizer
-from nanovllm.serve.text import FrontTokenizer
+from nanovllm.text.checkpoint import CheckpointTokenizer
+from nanovllm.text.detokenizer import Detokenizer
 
 _FIRST_STAND_IN = 0xF8000
 _STAND_INS = re.compile(f"[{chr(_FIRST_STAND_IN)}-{chr(_FIRST_STAND_IN + 63)}]")
@@ -31,7 +31,7 @@ class Tag:
 class Tags:
     """The tags of one tokenizer, made when first asked for."""
 
-    def __init__(self, tokenizer: FrontTokenizer) -> None:
+    def __init__(self, tokenizer: CheckpointTokenizer) -> None:
         self._ids = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
         self._known: dict[str, Tag] = {}
 

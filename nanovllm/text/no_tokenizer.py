@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from nanovllm.serve.text.template import ChatTemplate
-from nanovllm.serve.text.tokenizer import FrontTokenizer
+from nanovllm.text.checkpoint import CheckpointTokenizer
+from nanovllm.text.template import ChatTemplate
 
 _NEEDED = "must be token ids: the server has no tokenizer (skip_tokenizer_init)"
 
@@ -19,7 +19,7 @@ class NoText:
         return ""
 
 
-class NoTokenizer(FrontTokenizer):
+class NoTokenizer(CheckpointTokenizer):
     """Refuses all text. Raises ValueError naming what must be token ids."""
 
     longest_token = 1  # type: ignore[assignment]
@@ -43,7 +43,7 @@ class NoTokenizer(FrontTokenizer):
     def token_bytes(self, token_id: int) -> bytes:
         return b""
 
-    def with_template(self, source: str) -> "FrontTokenizer":
+    def with_template(self, source: str) -> "CheckpointTokenizer":
         return self
 
     def template(self, with_tools: bool = False) -> ChatTemplate:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer
 from nanovllm.errors import require_known, require_unicode, short
+from nanovllm.text.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer
 
 _TEMPLATE_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template", "tools", "documents")
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from nanovllm.detokenizer import Detokenizer, find_stop
+from nanovllm.text.detokenizer import Detokenizer, find_stop
 
 
 class VisibleText:

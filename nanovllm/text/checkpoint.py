@@ -13,16 +13,16 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders
 
-from nanovllm.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer
 from nanovllm.errors import require_unicode
-from nanovllm.serve.text.template import ChatTemplate, Messages
+from nanovllm.text.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer
+from nanovllm.text.template import ChatTemplate, Messages
 
 _SPECIAL_NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _STAND_IN = 0xF0000
 """The first of the private-use characters that stand for control tokens in messages while a template is rendered."""
 
 
-class FrontTokenizer:
+class CheckpointTokenizer:
     """Text to token ids and back, for the front process."""
 
     def __init__(self, folder: str | Path, chat_template: str | Path | None = None) -> None:
@@ -104,7 +104,7 @@ class FrontTokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._guards)
 
-    def with_template(self, source: str) -> "FrontTokenizer":
+    def with_template(self, source: str) -> "CheckpointTokenizer":
         """The same with another chat template. Raises ValueError where it is no jinja2."""
         other = copy.copy(self)
         other._guards = {"default": _Guard(other, ChatTemplate(source, self.special_tokens))}
@@ -149,7 +149,7 @@ class _Guard:
     put in as ids of plain text. Chats without such texts go the short way, so their ids are the ordinary ones.
     """
 
-    def __init__(self, tokenizer: FrontTokenizer, template: ChatTemplate) -> None:
+    def __init__(self, tokenizer: CheckpointTokenizer, template: ChatTemplate) -> None:
         self._tokenizer, self.template = tokenizer, template
         added = tokenizer.added_tokens_decoder.values()
         special = [token.content for token in added if token.special]
