@@ -34,10 +34,10 @@ STEP, CALL = 0, 1
 
 
 class Word(IntEnum):
-    """What the header has of a reader."""
+    """Words that the header has for each reader."""
 
     SLEEPING = 0
-    """It is to be woken."""
+    """1 while the reader sleeps and must be woken."""
     CONSUMED = 1
     """Slots that it has taken out."""
     STATE = 2
@@ -47,7 +47,7 @@ class Word(IntEnum):
 
 
 class WorkerState(IntEnum):
-    """What a worker says of itself; processes.py says what counts as a hang in which state."""
+    """State that a worker reports of itself; processes.py says what counts as a hang in which state."""
 
     CALLING = 0
     """Starting, loading or carrying out a rare call. Fresh memory says so: a worker starts this way."""
@@ -206,7 +206,7 @@ class CommandReader(_Ring):
 
     @property
     def state(self) -> WorkerState:
-        """What this worker says that it is doing."""
+        """State that this worker reports."""
         return WorkerState(self.get(Word.STATE, self._reader))
 
     @state.setter
@@ -218,7 +218,8 @@ class CommandReader(_Ring):
         self.put(Word.PROGRESS, self._reader, self.get(Word.PROGRESS, self._reader) + 1)
 
     def report_work(self) -> None:
-        """The same of what the thread that made this reader computes, if that counts; from another thread, so that it
-        is said in the midst of work. Who waits for other ranks on a CPU sleeps."""
+        """Reports the CPU time of the thread that made this reader as a heartbeat, if that counts. Runs in another
+        thread, so that it is reported in the midst of work. (On a CPU a rank that waits for others sleeps, so its time
+        stands still.)"""
         if self.counts_work:
             self.put(Word.PROGRESS, self._reader, time.clock_gettime_ns(self._work_clock))

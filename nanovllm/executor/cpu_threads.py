@@ -1,10 +1,12 @@
-"""How many threads compute on a CPU, and that those which wait sleep. No torch: it takes both over as it is loaded."""
+"""Threads that compute on a CPU: their number, and that those which wait sleep. No torch: it takes both over as it is
+loaded."""
 
 import os
 import sys
 
 _NUMBERS_PER_THREAD = 1 << 19
-"""Of a square matrix as wide as the model: below, handing work to a thread costs more than the thread computes."""
+"""Least elements for each thread, of a square matrix as wide as the model: with fewer, handing work to a thread costs
+more than the thread computes."""
 
 
 def let_waiting_threads_sleep() -> None:

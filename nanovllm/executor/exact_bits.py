@@ -1,4 +1,4 @@
-"""What EngineConfig.exact_bits cannot be promised for, by name."""
+"""Options and devices for which EngineConfig.exact_bits cannot be promised, by name."""
 
 import torch
 
@@ -8,7 +8,7 @@ from nanovllm.kernels.plan.order import leaves_of
 from nanovllm.model_config import ModelConfig
 
 CAPABILITY = (9, 0)
-"""Of the GPUs whose tensor cores were measured."""
+"""Compute capability of the GPUs whose tensor cores were measured."""
 
 
 def check_exact_bits(config: EngineConfig, model: ModelConfig) -> None:

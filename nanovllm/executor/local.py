@@ -27,7 +27,7 @@ from nanovllm.transfer.shared import SharedBucket
 from nanovllm.wire.sampling import StepScores
 
 _BUCKET_BYTES = 256 << 20
-"""Of new weights that go to the other ranks at a time; more where a larger tensor has come."""
+"""Bytes of new weights that go to the other ranks at a time; more if a larger tensor has come."""
 
 Report = Callable[[str, float], None]
 """Takes a stage of the start and the share of it that is done: "load", "compile", "warm-up", "choose kernels" or
@@ -278,12 +278,12 @@ class LocalExecutor:
         self._buckets = []
 
     def weights_changed(self) -> bool:
-        """Where it shares_weights: whether they were written to since the last call of refresh_weights on the ranks.
-        Raises RuntimeError where the module has other tensors by now."""
+        """Whether shared weights (`shares_weights`) were written to since the last call of refresh_weights on the
+        ranks. Raises RuntimeError if the module has other tensors by now."""
         return self.runner.live_module is not None and self.runner.live_module.has_changed()
 
     def info(self) -> dict[str, Any]:
-        """What the ranks run on and with."""
+        """Facts for engine_info: those of rank 0, sizes, versions and the times of the start's phases."""
         return {
             **self.runner.info(),
             "tensor_parallel_size": self.config.tensor_parallel_size,

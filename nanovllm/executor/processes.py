@@ -38,7 +38,7 @@ _WORKER_MODULE = "nanovllm.executor.worker"
 
 @dataclass
 class _Progress:
-    """What was last seen of a worker, and for how many seconds it has not changed while we looked on."""
+    """Last sign of life of a worker, and for how many seconds of our looking it has not changed."""
 
     seen: object = None
     unchanged: float = 0.0
@@ -75,9 +75,10 @@ class WorkerProcesses:
         """File descriptor of memory without a name that every worker inherits, to meet the others (store.py)."""
         self.step_timeout = step_timeout
         self.is_starting = True
-        """Until the caller says that the first step can come: what a start takes has little to do with a step."""
+        """True until the caller says that the first step can come: the time a start takes has little to do with a
+        step's."""
         self.is_loading = True
-        """Until the caller says that all ranks have met and loaded."""
+        """True until the caller says that all ranks have met and loaded."""
         self._failure: _Failure | None = None
         self._closing = False
         self._processes: list[subprocess.Popen[bytes]] = []

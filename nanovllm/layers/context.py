@@ -1,4 +1,4 @@
-"""What every layer of one rank is built with, and what passes between its blocks."""
+"""Context that every layer of one rank is built with, and the stream that passes between a layer's blocks."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,12 +12,12 @@ from nanovllm.parallel.group import TensorParallelGroup
 
 @dataclass(frozen=True)
 class LayerContext:
-    """The same for all layers."""
+    """Context shared by all layers of one rank."""
 
     group: TensorParallelGroup
     kernels: Kernels
     dtype: torch.dtype
-    """Of activations, and of weights that are not quantised."""
+    """Dtype of activations, and of weights that are not quantised."""
     device: torch.device
     planner: Planner = field(default_factory=Planner, kw_only=True)
     """Says which kernel multiplies."""
@@ -29,8 +29,8 @@ class Stream(NamedTuple):
     residual: torch.Tensor | None
     """[T, hidden]. With several ranks, rows of it may be another's, or missing."""
     partial: torch.Tensor | None = None
-    """What is still to be added: [T, hidden], or [parts, T, hidden] whose sum it is; with several ranks this rank's
-    addend."""
+    """Addend not yet in the residual: [T, hidden], or [parts, T, hidden] whose sum it is; with several ranks this
+    rank's share of the sum."""
     is_early: bool = False
     """The kernel that computes `partial` lets the next one start early (Launch.is_early)."""
 

@@ -1,4 +1,4 @@
-"""How the attention heads of a layer are split over the ranks."""
+"""Split of a layer's attention heads over the ranks."""
 
 import math
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from nanovllm.model_config import LayerSpec, ModelConfig
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """Which attention heads a rank computes, when `num_heads` query heads share `num_kv_heads` key/value heads.
+    """Attention heads that a rank computes, when `num_heads` query heads share `num_kv_heads` key/value heads.
 
     A rank takes a contiguous range of query heads and every key/value head that they need. Where the range cuts through
     a group, key/value heads are held twice, so that the rank's own query heads divide evenly over its own key/value
@@ -58,18 +58,18 @@ class HeadSplit:
 
     @property
     def kv_heads_held_first(self) -> list[bool]:
-        """For each of this rank's key/value heads whether no other place before it, on this or an earlier rank, holds
-        the same one."""
+        """Flag for each of this rank's key/value heads: True where this is the first copy of that head over all ranks,
+        so that sums count it once."""
         before = -1 if self.rank == 0 else replace(self, rank=self.rank - 1).kv_head(self.local_kv_heads - 1)
         heads = [self.kv_head(local) for local in range(self.local_kv_heads)]
         return [head > held for head, held in zip(heads, [before, *heads], strict=False)]
 
     def query_cuts(self, rows: int) -> tuple[Cut, ...]:
-        """Of all query heads' rows, `rows` each, this rank's."""
+        """This rank's range of the rows of all query heads, `rows` for each head."""
         return (Cut(0, 0, self.first_head * rows, self.local_heads * rows),)
 
     def kv_cuts(self, rows: int, place: int = 0) -> tuple[Cut, ...]:
-        """The same of key/value heads, which begin at the rank's row `place`."""
+        """This rank's ranges of the rows of all key/value heads, `rows` for each head; its own begin at row `place`."""
         runs = self.kv_head_runs()
         return tuple(Cut(0, place + local * rows, head * rows, count * rows) for local, head, count in runs)
 
@@ -87,5 +87,5 @@ class HeadSplit:
 
 
 def heads_of(config: ModelConfig, layer: LayerSpec, rank: int, size: int) -> HeadSplit:
-    """Those of one of `size` ranks in this layer."""
+    """Heads of one of `size` ranks in this layer."""
     return HeadSplit(layer.num_heads or config.num_attention_heads, layer.num_kv_heads, rank, size)

@@ -42,8 +42,8 @@ class Int4Matrix(nn.Module):
     def checkpoint_weights(
         self, path: str, shape: tuple[int, int], cuts: tuple[Cut, ...], input_index: int = 0
     ) -> Iterator[CheckpointWeight]:
-        """Of the module `path`, a matrix of this shape, of which `cuts` are kept; along columns they begin at multiples
-        of 128."""
+        """Checkpoint tensors of the module `path`, a matrix of this shape of which `cuts` are kept; along columns they
+        begin at multiples of 128."""
         rows, columns = shape
         scales, zeros = self.groups.unbind(-1)
         parts = [("weight", self.words.transpose(0, 1), SPAN), (SCALES, scales.T, self.group)]
@@ -63,8 +63,8 @@ class Int4Matrix(nn.Module):
 
 
 def _shard(held: torch.Tensor, cut: Cut, each: int, count: int) -> Shard:
-    """Of a part [rows, columns / each, ...], of `count` in the whole, or [rows, 1] where `each` is 0, the range of a
-    cut of the matrix."""
+    """Shard of a checkpoint part for a cut of the matrix. The part is [rows, columns / each, ...] and has `count`
+    columns in the whole; it is [rows, 1] where `each` is 0."""
     if cut.dim == 0:
         return Shard(held[cut.place : cut.place + cut.length, :count], 0, cut.start)
     if not each:

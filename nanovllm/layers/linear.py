@@ -57,7 +57,7 @@ class ParallelLinear(WeightedModule):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Of a layer that is not quantised, [out, in]."""
+        """Weight [out, in] of a layer that is not quantised."""
         return self.matrix.weight
 
     def forward(
@@ -136,8 +136,8 @@ class MergedColumnParallelLinear(ParallelLinear):
     def silu_mul(
         self, x: torch.Tensor | FP8Rows, kernels: Kernels, *, norm: Norm | None = None
     ) -> torch.Tensor | FP8Rows:
-        """This layer as gate and up, silu(gate) * up: [T, in] -> [T, out / 2], rounded to e4m3 where the consumer takes
-        it so. norm: as in forward."""
+        """Computes silu(gate) * up, with this layer as gate and up: [T, in] -> [T, out / 2], rounded to e4m3 where the
+        consumer takes it so. norm: as in forward."""
         launch: Launch = self.launches[x.shape[0]]
         if launch.gate:
             return self.matrix.multiply(x, launch.config, gated=True, norm=norm)

@@ -24,7 +24,7 @@ class Matrix(Protocol):
 
     @property
     def type_name(self) -> str:
-        """Its type in Product.dtype."""
+        """Name of the weight's type in Product.dtype."""
         ...
 
     @property

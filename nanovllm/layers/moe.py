@@ -135,7 +135,7 @@ class MoE(WeightedModule):
 
     @property
     def gate_up_cuts(self) -> tuple[Cut, Cut]:
-        """This rank's ranges of an expert's gate and up, in its matrix of both."""
+        """This rank's ranges of an expert's gate and up in the matrix that holds both."""
         return Cut(0, 0, self.begin, self.valid), Cut(0, self.size, self.begin, self.valid)
 
     @property
@@ -143,7 +143,7 @@ class MoE(WeightedModule):
         return Cut(1, 0, self.begin, self.valid)
 
     def _weights(self) -> tuple[torch.Tensor, torch.Tensor] | tuple[FP8Weight, FP8Weight]:
-        """Of gate and up, and of down, as kernels take them."""
+        """Weights of gate and up, and of down, in the form that kernels take."""
         if self.quantized is None:
             return self.gate_up, self.down
         gate_up, down = self.quantized
@@ -184,7 +184,7 @@ class MoE(WeightedModule):
             yield from self.shared.checkpoint_weights(f"{prefix}.{self.config.shared_name}")
 
     def gate_and_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Of gate_up or its bias what is no padding: [experts, 2, I, ...]."""
+        """View of gate_up or its bias without padding: [experts, 2, I, ...]."""
         count, rows = tensor.shape[:2]
         return tensor.view(count, 2, rows // 2, *tensor.shape[2:])[:, :, : self.valid]
 

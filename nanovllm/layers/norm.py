@@ -98,6 +98,7 @@ class ReduceAddNorm(WeightedModule):
         return self.kernels.add_norms_fp8(x, residual, self.row_norm, after, self.multiplier)
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> Normed:
-        """The same for x [T, hidden] (or in parts) that is complete; residual None: zeros."""
+        """Adds x [T, hidden], complete on this rank (or in parts), to the residual and normalises. residual None:
+        zeros."""
         norm, after = (None if n is None else n.for_kernel() for n in (self.norm, self.after))
         return self.kernels.add_norms(x, residual, norm, after, self.multiplier, self.nodes)

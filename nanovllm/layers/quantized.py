@@ -21,7 +21,8 @@ _ALIGNMENT = 8
 
 
 def column_multiple(quantization: Quantization | None) -> int:
-    """Of which a rank's share of a layer's inputs is: ranks that cut within a group of columns would round others."""
+    """Multiple that a rank's share of a layer's inputs must be: ranks that cut within a group of columns would round
+    otherwise."""
     return _ALIGNMENT if quantization is None else BLOCK
 
 
@@ -64,7 +65,8 @@ class FP8Matrix(nn.Module):
     def checkpoint_weights(
         self, path: str, shape: tuple[int, int], cuts: tuple[Cut, ...], input_index: int = 0, expert: int | None = None
     ) -> Iterator[CheckpointWeight]:
-        """Of the module `path`, a matrix of this shape, of which `cuts` are kept; of one expert, where there are."""
+        """Checkpoint tensors of the module `path`, a matrix of this shape of which `cuts` are kept; `expert`: its
+        number, if there are several."""
         made, kind = self.quantization, self.quantization.scales
         weight, scale = (held if expert is None else held[expert] for held in (self.weight, self.scale))
         of_cuts = [(cut, self._scales_of(scale, cut)) for cut in cuts]
@@ -88,7 +90,7 @@ class FP8Matrix(nn.Module):
             yield CheckpointWeight(f"{path}.input_scale", (), (shard,), is_scale=True)
 
     def _scales_of(self, scale: torch.Tensor, cut: Cut) -> torch.Tensor:
-        """Of a matrix's scales those of a range."""
+        """View of the scales of one range of a matrix."""
         if cut.dim == 0:
             first = cut.place // self.rows_each
             return scale[first : first + -(-cut.length // self.rows_each)]
@@ -96,7 +98,7 @@ class FP8Matrix(nn.Module):
         return scale[:, first : first + -(-cut.length // BLOCK)] if self.in_blocks else scale
 
     def _block_shards(self, of_cuts: Iterable[tuple[Cut, torch.Tensor]]) -> Iterator[Shard]:
-        """Of the checkpoint's scales of blocks, where several of ours may take one's value."""
+        """Shards of the checkpoint's block scales; several of our scales may take the value of one of its."""
         for cut, scales in of_cuts:
             if cut.dim == 1 or self.rows_each == BLOCK:
                 yield Shard(scales, cut.dim, cut.start // BLOCK)

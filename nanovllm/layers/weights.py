@@ -1,4 +1,4 @@
-"""How a parameter gets its shard: as data.
+"""Data that says how each parameter gets its shard of the checkpoint.
 
 Every layer lists the checkpoint tensors that it is made of and, for each, which range of it lands where in this rank's
 parameters. Loading, checking for missing or surplus names, dummy weights and live weight updates all walk this list.
@@ -49,17 +49,17 @@ class Turned:
 
 
 class Cut(NamedTuple):
-    """Which range of a checkpoint's matrix [out, in] a rank keeps, and where in its own."""
+    """Range of a checkpoint's matrix [out, in] that a rank keeps, and its place in the rank's own matrix."""
 
     dim: int
     place: int
-    """Where the range begins in the rank's matrix, along `dim`."""
+    """First row or column of the range in the rank's matrix, along `dim`."""
     start: int
-    """Where it begins in the whole one."""
+    """First row or column of the range in the whole matrix."""
     length: int
 
     def shard(self, matrix: torch.Tensor, scales: "Scales | None" = None) -> "Shard":
-        """Of the rank's matrix."""
+        """The shard that loads this range of the rank's `matrix`."""
         return Shard(matrix.narrow(self.dim, self.place, self.length), self.dim, self.start, scales)
 
 
@@ -67,7 +67,7 @@ class Piece(NamedTuple):
     """A matrix of the checkpoint of which a layer's is made."""
 
     name: str
-    """Its module, below the layer's path; "": the layer itself."""
+    """Name of its module below the layer's path; "": the layer itself."""
     shape: tuple[int, int]
     cuts: tuple[Cut, ...]
 
@@ -100,14 +100,15 @@ class Shard:
     scales: Scales | None = None
 
     def length(self, num_dims: int) -> int:
-        """Of the range, in a checkpoint tensor with `num_dims` dimensions."""
+        """Length of the range in a checkpoint tensor with `num_dims` dimensions."""
         extra = self.target.dim() - num_dims
         return self.target.shape[self.dim : self.dim + extra + 1].numel()
 
 
 def deinterleaved(shard: Shard, head_dim: int, rotary_dim: int) -> Iterator[Shard]:
-    """The same for rows of whole heads that a checkpoint rotates in pairs (2i, 2i + 1), one shard after the other: the
-    first elements of a head's pairs land before the second ones, as our rotation pairs i with i + rotary_dim / 2."""
+    """Splits a shard of whole heads' rows, which the checkpoint rotates in pairs (2i, 2i + 1), one shard after the
+    other: the first elements of a head's pairs land before the second ones, as our rotation pairs i with i + rotary_dim
+    / 2."""
     for first in range(0, shard.target.shape[0], head_dim):
         rotated, rest = slice(first, first + rotary_dim), slice(first + rotary_dim, first + head_dim)
         scales = None if shard.scales is None else shard.scales.values
@@ -131,7 +132,7 @@ class CheckpointWeight:
     shape: tuple[int, ...]
     shards: tuple[Shard, ...]
     offset: float = 0.0
-    """What is added after the copy: 1 where a checkpoint holds weight - 1."""
+    """Number added after the copy: 1 where a checkpoint holds weight - 1."""
     scaled_by: tuple[str, ...] = ()
     """Names of the tensors that a quantised checkpoint brings with this one. Where this comes wide, they do not."""
     is_scale: bool = False
@@ -156,7 +157,7 @@ class CheckpointWeight:
                 raise ValueError(f"weight {self.name!r} has type {source.dtype}: {bound}")
 
     def _as_here(self, source: TensorSource) -> TensorSource:
-        """In the order of our dimensions, which is the file's where both would do."""
+        """The source in the order of our dimensions; in the file's order where both would do."""
         return Turned(source) if self.may_be_turned and tuple(source.shape) != self.shape else source
 
     def is_wide(self, source: TensorSource) -> bool:
@@ -164,8 +165,8 @@ class CheckpointWeight:
         return any(shard.scales is not None for shard in self.shards) and source.dtype.itemsize > 1
 
     def parts(self, source: TensorSource) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """This rank's targets in pieces of about PIECE_BYTES, or whole where `source` is in memory, each with its range
-        of it; after `check`."""
+        """This rank's targets in pieces of about PIECE_BYTES (whole where `source` is in memory), each with its range
+        of the source. Call `check` first."""
         self.check(source)
         for shard in self.shards:
             length = shard.length(len(self.shape))
@@ -212,7 +213,7 @@ class CheckpointWeight:
 
 
 def _core(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Without the dimensions of 1 at its end."""
+    """Shape without the dimensions of 1 at its end."""
     while shape and shape[-1] == 1:
         shape = shape[:-1]
     return shape

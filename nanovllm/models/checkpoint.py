@@ -19,7 +19,7 @@ FILE_DTYPES = {
     **DTYPES, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32,
     "I64": torch.int64,
 }  # fmt: skip
-"""Those of files; integers are parts of quantised tensors."""
+"""Dtypes of files by safetensors' names; integers are parts of quantised tensors."""
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _READ_THREADS = 8
 
@@ -29,7 +29,7 @@ class FileTensor:
     """A tensor inside a mapped file; only the ranges that are narrowed to and copied are ever read."""
 
     part: Any
-    """What safe_open's get_slice gives."""
+    """Slice object of safe_open's get_slice."""
     dtype: torch.dtype
     shape: torch.Size
 
@@ -166,7 +166,7 @@ class DummySource:
     device: torch.device
     seed: int
     offset: float = 0.0
-    """What is added to it when it is loaded."""
+    """Number that is added when it is loaded."""
 
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(self.name.encode()) ^ self.seed)

@@ -34,7 +34,7 @@ class ConfigReader:
         """Entries that a family has asked for."""
 
     def replaced(self, **entries: Any) -> "ConfigReader":
-        """The same config.json with other values, for a spelling that means something else than it says."""
+        """Reader of the same config.json with other values, where an entry means something else than it says."""
         other = ConfigReader({**self.raw, **entries})
         other.was_read = self.was_read
         return other

@@ -38,7 +38,7 @@ from nanovllm.parallel.two_batch import run_micro_batches
 
 @dataclass(frozen=True)
 class ModelContext(LayerContext):
-    """What a model is built with on one rank."""
+    """Context that a model is built with on one rank."""
 
     config: ModelConfig
     backend: AttentionBackend
@@ -65,10 +65,10 @@ def attention_specs(config: ModelConfig, rank: int, size: int) -> tuple[Attentio
 
 @dataclass(frozen=True)
 class PositionTables:
-    """What depends on the position alone, one for all layers; lengths are the engine's longest context."""
+    """Tables by position, shared by all layers; as long as the engine's longest context."""
 
     cos_sin: dict[tuple[str, int], torch.Tensor]
-    """By name and width of a head; see cos_sin_table."""
+    """Tables of cos and sin by the name of the rope and head_dim; see cos_sin_table."""
     query_scale: torch.Tensor | None
     """float32 [max_position]: factor on queries."""
 
@@ -107,7 +107,7 @@ def can_fuse(config: ModelConfig, spec: LayerSpec) -> bool:
 
 @dataclass(frozen=True)
 class Place:
-    """What is around a block."""
+    """Surroundings of a block that decide what it may leave to its neighbours."""
 
     fuses: bool = False
     """Kernels for few rows may compute the norm before it, and the addition after it."""
@@ -123,8 +123,8 @@ def attention(context: ModelContext, spec: LayerSpec, tables: PositionTables, pl
 
 
 OWN_MIXERS: dict[str, Callable[[ModelContext, LayerSpec, PositionTables, Place], Any]] = {"attention": attention}
-"""What builds a layer's mixer, by LayerSpec.mixer: a module with `operations`, (rows [T, hidden], step) -> [wanted,
-hidden], a partial sum, that keeps keys and values as Attention does. plugins.MIXERS has more."""
+"""Builders of a layer's mixer by LayerSpec.mixer. A mixer is a module with `operations`, (rows [T, hidden], step) ->
+[wanted, hidden], a partial sum, that keeps keys and values as Attention does. plugins.MIXERS has more."""
 
 
 def dense_mlp(context: ModelContext, spec: LayerSpec, place: Place) -> MLP:
@@ -142,8 +142,8 @@ def moe_mlp(context: ModelContext, spec: LayerSpec, place: Place) -> MoE:
 
 
 OWN_MLPS: dict[str, Callable[[ModelContext, LayerSpec, Place], Any]] = {"dense": dense_mlp, "moe": moe_mlp}
-"""What builds a layer's MLP, by LayerSpec.mlp: a module with `operations`, [T, hidden] -> [T, hidden], a partial sum.
-plugins.MLPS has more."""
+"""Builders of a layer's MLP by LayerSpec.mlp. An MLP is a module with `operations`, [T, hidden] -> [T, hidden], a
+partial sum. plugins.MLPS has more."""
 
 
 def part(kind: str, name: str, own: dict[str, Callable[..., Any]], registered: dict[str, Builder]) -> Builder:
@@ -164,7 +164,7 @@ class Block:
     """(rows [T, hidden], step) -> partial [T or wanted, hidden]. Where the layer's plan has its operations compute what
     is around them it is called with `norm`, of the rows, and with `residual`, which it adds to in place."""
     operations: tuple[Operation, ...] = ()
-    """From the one that takes the rows to the one that yields the result."""
+    """Operations in order, from the one that takes the rows to the one that yields the result."""
 
     def compute_whole(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """`compute` for a sum that takes one addend: parts of a product's sum [parts, T, hidden] are added up to
@@ -216,7 +216,7 @@ class DecoderLayer(WeightedModule):
         rounds = rounds and takes_rounded(spec.precision("qkv"), device)
         self.input_layernorm = context.joint(get("attention_norm"), incoming, rounds)
         self.blocks: tuple[Block, ...]
-        """In the order in which each step goes through them."""
+        """Blocks in the order in which a step goes through them."""
         if is_parallel:
             self.blocks = (Block(self.input_layernorm, side_by_side(self.self_attn, self.mlp)),)
         else:
@@ -314,7 +314,7 @@ class DecoderForCausalLM(WeightedModule):
         return wanted_rows(run_micro_batches((self.embed(first), self.embed(second)), steps, blocks, self.norm), wanted)
 
     def plan(self, num_rows: int) -> LayerPlan:
-        """What runs in the last layer for so many tokens."""
+        """Kernel plan of the last layer for so many tokens."""
         return self.layers[-1].plans[num_rows]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -326,7 +326,7 @@ class DecoderForCausalLM(WeightedModule):
 
     @property
     def num_weights(self) -> int:
-        """That a token is multiplied by in all layers, on this rank."""
+        """Number of weights on this rank that a token is multiplied by, in all layers."""
         return sum(one.num_weights for layer in self.layers for one in layer.operations)
 
     def attention_layers(self) -> list[Attention]:

@@ -1,4 +1,5 @@
-"""What a family of models is to the engine, and what nearly all of them read alike. No torch."""
+"""Families of models as the engine sees them, and the configuration entries that nearly all of them read alike. No
+torch."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -87,7 +88,7 @@ def read_decoder(
 
 
 def _read_kinds(config: ConfigReader, kinds: list[str] | None) -> list[str]:
-    """Of all layers."""
+    """Kind of each layer, for all layers."""
     count = config.integer("num_hidden_layers")
     if kinds is None:
         return [FULL] * count

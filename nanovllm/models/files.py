@@ -12,9 +12,9 @@ CONFIGURATION = ("config.json", "generation_config.json", "adapter_config.json")
 TEXTS = ("*.json", "*.txt", "*.jinja", "*.model")
 WEIGHTS = ("*.safetensors",)
 _TWICE = ("*/*.safetensors", "consolidated*.safetensors")
-"""The same weights by other names, which are never read."""
+"""Patterns of files that hold the same weights by other names, and are never read."""
 _TOKENIZERS = ("tokenizer", "vocab", "merges", "tekken", "spiece", "sentencepiece")
-"""How the files of one begin."""
+"""Beginnings of the names of a tokenizer's files."""
 _NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
@@ -53,7 +53,7 @@ def fetch(
 
 
 def _names(model: str, folder: Path) -> list[str]:
-    """Of the files that `model`'s folder has, or its repository, as far as the hub answers."""
+    """Names of the files in `model`'s folder, or in its repository as far as the hub answers."""
     here = [path.name for path in folder.iterdir()]
     if model == str(folder):
         return here
@@ -99,7 +99,7 @@ def check_tokenizer(option: str, folder: Path) -> None:
 
 
 def _number(content: dict[str, Any]) -> Any:
-    """What transformers writes for numbers that JSON does not have."""
+    """Replaces what transformers writes for numbers that JSON does not have."""
     tag = content.get("__float__") if len(content) == 1 else None
     return _NUMBERS.get(tag, content) if isinstance(tag, str) else content
 

@@ -19,7 +19,7 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Header:
-    """Of one tensor; nothing can be read of it."""
+    """Shape and dtype of one tensor, whose contents cannot be read."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -42,7 +42,8 @@ def headers_of_folder(folder: Path) -> dict[str, Header]:
 
 
 def headers_of_hub(model: str, revision: str | None = None) -> dict[str, Header]:
-    """Of a repository, a few ranges of its files. Raises FileNotFoundError where the hub does not give them."""
+    """Headers of a repository's tensors by name, from a few ranges of its files. Raises FileNotFoundError if the hub
+    does not give them."""
     from huggingface_hub import get_safetensors_metadata
 
     try:

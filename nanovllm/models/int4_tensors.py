@@ -24,7 +24,7 @@ from nanovllm.layers.weights import CheckpointWeight, TensorSource, all_of
 from nanovllm.model_config import ModelConfig, Quantization
 
 _INTERLEAVED = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where AWQ puts each of eight numbers in an int32."""
+"""Places at which AWQ puts each of eight numbers in an int32."""
 _AT_ONCE = 4 << 20
 """Numbers that are unpacked at a time."""
 
@@ -50,7 +50,7 @@ class PackedWords:
 
     @property
     def _size(self) -> tuple[int, int]:
-        """Of the matrix, rounded up to eight where it is packed."""
+        """Size (rows, columns) of the matrix, rounded up to eight where it is packed."""
         first, second = self.packed.shape
         return {"compressed-tensors": (first, 8 * second), "awq": (8 * second, first)}.get(
             self.layout, (second, 8 * first)
@@ -92,7 +92,7 @@ class WideWords:
     wide: TensorSource
     group: int
     kind: torch.dtype
-    """Of the scales."""
+    """Dtype of the scales."""
     device: torch.device
     dtype = torch.int16
 
@@ -138,7 +138,7 @@ def reader_for(
 
 
 class Int4Reader:
-    """What translates tensors for a model of which some matrices are held in 4 bits."""
+    """Translation of a checkpoint's tensors for a model that holds some matrices in 4 bits."""
 
     def __init__(
         self, weights: Iterable[CheckpointWeight], quantization: Quantization, dtype: torch.dtype, device: torch.device
@@ -208,7 +208,8 @@ class Int4Reader:
             yield f"{path}.{ZEROS}", LazyTensor(shape, torch.float32, lambda: torch.full(shape, float(ZERO)))
 
     def _of_groups(self, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], torch.Tensor]) -> TensorSource:
-        """What `make` gives, with a column for each group that layers hold: at most 128 columns of the matrix."""
+        """The tensor that `make` gives, with a column for each group that layers hold: at most 128 columns of the
+        matrix."""
         times = max(1, self.quantization.group // SPAN)
         held = torch.Size((shape[0], shape[1] * times)) if len(shape) == 2 else torch.Size(shape)
         return LazyTensor(held, dtype, lambda: make().repeat_interleave(times, dim=-1))

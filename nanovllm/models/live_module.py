@@ -41,7 +41,7 @@ def options_of(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_of(module: nn.Module, overrides: dict[str, Any]) -> ModelConfig:
-    """What the module's own configuration says, as if it were in files, with `overrides` (EngineConfig.hf_overrides).
+    """Model configuration of a live module, as if it were in files, with `overrides` (EngineConfig.hf_overrides).
     Raises ValueError for an architecture or an entry that is not served."""
     config: Any = getattr(module, "config", None)
     generation: Any = getattr(module, "generation_config", None)
@@ -71,7 +71,7 @@ class LiveModule:
     def __init__(self, module: nn.Module, spelling: CheckpointNames) -> None:
         self._module, self._spelling = module, spelling
         self._pointers: dict[str, int] = {}
-        """Of each shared parameter, the address of the memory that it shares."""
+        """Address of the memory that each shared parameter shares."""
         self._copied: list[CheckpointWeight] = []
         self._seen: dict[str, _State] = {}
         self._was_optimized = False
@@ -80,7 +80,7 @@ class LiveModule:
         self._watch_optimizers()
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        """As they are now."""
+        """The module's parameters by name, as they are now."""
         return dict(self._spelling.select(self._module.named_parameters(remove_duplicate=False)))
 
     def _watch_optimizers(self) -> None:
@@ -127,8 +127,8 @@ class LiveModule:
     def _shared(
         self, ours: torch.Tensor, held: list[CheckpointWeight], theirs: dict[str, torch.Tensor]
     ) -> torch.Tensor | None:
-        """What stands in for `ours`, whose parts `held` the module's parameters are from here on; None where they
-        cannot be."""
+        """Tensor that replaces `ours`, made of the module's parameters for its parts `held`; None if they cannot be
+        shared."""
         places = [weight.contiguous_target() for weight in held]
         if any(place is None for place in places):
             return None
@@ -167,7 +167,7 @@ class LiveModule:
             weight.load(now[weight.name].detach())
 
     def report(self) -> dict[str, object]:
-        """How much of the weights is shared with the module, for engine_info."""
+        """Share of the weights that is shared with the module, for engine_info."""
         return {"shared_parameters": self.num_shared, "copied_parameters": self.num_copied}
 
 

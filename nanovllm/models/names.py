@@ -1,4 +1,4 @@
-"""How a family's checkpoint spells the tensors that our layers name, as data.
+"""Spelling of our layers' tensors in each family's checkpoints, as data.
 
 Layers name their tensors canonically ("model.layers.3.self_attn.q_proj.weight"). `CheckpointNames` says what the
 checkpoint calls them, which of them it holds as one, and what else is in it that is not the language model's.
@@ -74,6 +74,6 @@ class CheckpointNames:
         return name if name.startswith(self.only) else None
 
     def select(self, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Those of a checkpoint's (name, tensor) pairs that are ours, by their canonical names."""
+        """Selects the (name, tensor) pairs of a checkpoint that are ours, and gives them their canonical names."""
         pairs = ((self.canonical(name), tensor) for name, tensor in tensors)
         return [(name, tensor) for name, tensor in pairs if name is not None]

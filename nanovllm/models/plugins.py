@@ -12,7 +12,8 @@ Builder = Callable[..., Any]
 
 MIXERS: dict[str, Builder] = {}
 MLPS: dict[str, Builder] = {}
-"""What LayerSpec.mixer and .mlp may name beside our own; models/decoder.py says how they are called."""
+"""Registered builders (mixers above, MLPs here) by the names that LayerSpec.mixer and .mlp may have beside our own;
+models/decoder.py says how they are called."""
 
 
 def add_parts(mixers: Mapping[str, Builder], mlps: Mapping[str, Builder]) -> None:

@@ -56,4 +56,4 @@ PUBLISHED_SHAPES: dict[str, dict[str, Any]] = {
         num_experts_per_tok=4, sliding_window=128, rms_norm_eps=1e-5, attention_bias=True,
     ),
 }  # fmt: skip
-"""By name."""
+"""Contents of config.json by the model's name."""

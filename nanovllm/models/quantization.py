@@ -1,4 +1,4 @@
-"""How a checkpoint says that its weights are quantised (`quantization_config`), and what of it is served. No torch."""
+"""Reading of `quantization_config`: how a checkpoint's weights are quantised, and which of that is served. No torch."""
 
 import re
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ PARTS = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-"""What is quantised together (LayerSpec.wide) -> its modules in a layer."""
+"""Parts that are quantised together (LayerSpec.wide) -> their modules in a layer."""
 _BLOCK = [128, 128]
 _INT4_GROUP = 128
 """Columns of a group where weights of 4 bits are made while loading."""
@@ -137,7 +137,7 @@ def read_quantization(raw: dict[str, Any] | None, wanted: str | None) -> tuple[Q
 
 
 class _Named:
-    """What a list such as modules_to_not_convert or ignore names: paths, whole parts of paths, and patterns ("re:...")
+    """Matcher of a list such as modules_to_not_convert or ignore: paths, whole parts of paths, and patterns ("re:...")
     that the beginning of a path matches."""
 
     def __init__(self, names: list[str]) -> None:

@@ -40,7 +40,7 @@ FAMILIES: dict[str, Family] = {
     for module in (llama, qwen, gemma, phi, olmo, others, moe, corrected_moe)
     for name, family in module.FAMILIES.items()
 }
-"""By the name in `architectures`."""
+"""Families by the name in `architectures`."""
 
 
 def register_model(
@@ -103,7 +103,7 @@ def parse_config(
 
 
 def names_of(config: ModelConfig) -> CheckpointNames:
-    """How the checkpoint of a model of ours spells the tensors that layers name."""
+    """Spelling of the layers' tensors in the checkpoint of a model of ours."""
     names = family(config.architecture).names
     return names if config.wrapper is None else WRAPPERS[config.wrapper].names(names)
 
@@ -147,7 +147,8 @@ def read_model_config(config: EngineConfig) -> ModelConfig:
 
 
 def _head_precision(found: ModelConfig) -> Quantization:
-    """With lm_head_dtype="fp8". Raises ValueError where the head cannot be quantised by itself."""
+    """Quantisation of the output head under lm_head_dtype="fp8". Raises ValueError if the head cannot be quantised by
+    itself."""
     if found.implementation == "transformers":
         refuse("lm_head_dtype", "fp8", "'auto' where transformers computes the model (model_impl)")
     if found.tie_word_embeddings:

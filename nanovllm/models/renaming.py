@@ -1,4 +1,4 @@
-"""From the tensors that our layers name to those of a family's checkpoint: renamed, fused, de-interleaved."""
+"""Translation of the tensors that our layers name to those of a family's checkpoint: renamed, fused, de-interleaved."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace

@@ -13,7 +13,7 @@ _NUMBERS = ("factor", "attention_factor", "beta_fast", "beta_slow", "low_freq_fa
 
 
 def rope_entries(config: ConfigReader) -> dict[str, Any]:
-    """Of the model's one table; the older spelling wins, as in transformers."""
+    """Rope entries of the model's one table; the older spelling wins, as in transformers."""
     newer, older = config.get("rope_parameters", {}), config.get("rope_scaling", {})
     found = older or newer
     _require_dict(found)

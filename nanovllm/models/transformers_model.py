@@ -34,7 +34,7 @@ from nanovllm.models.config_reader import check_overrides, end_of_text
 _PROBE = 6  # tokens of the texts by which a module is tried
 _LONG = 160  # of one that is long enough for keys of many tokens; DeepSeek V4 adds one after 128
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.2}
-"""Of a logit, as a share of the logits' standard deviation."""
+"""Tolerance of a logit, as a share of the logits' standard deviation."""
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec, torch.Tensor | None], torch.Tensor]
 """(queries, keys, values, each [T, heads, D]; spec, sinks) -> [T, Hq, D]"""
@@ -71,7 +71,7 @@ class PagedAttention:
         return self.spec.num_kv_heads, self.spec.head_dim
 
     def bind_cache(self, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_scales: torch.Tensor | None) -> None:
-        """As layers/attention.py has it."""
+        """Takes the KV cache, with the arguments of Attention.bind_cache (layers/attention.py)."""
         self.k_cache, self.v_cache, self.kv_scales = k_cache, v_cache, kv_scales
 
     def unbind_cache(self) -> None:
@@ -81,7 +81,8 @@ class PagedAttention:
 
 
 class TransformersModel(WeightedModule):
-    """The same to its runner as DecoderForCausalLM, but for what several ranks and graphs need."""
+    """Model computed by transformers' own module, with the interface of DecoderForCausalLM but for what several ranks
+    and graphs need."""
 
     def __init__(self, module: PreTrainedModel, kernels: Kernels) -> None:
         """Tries the module: raises ValueError where it computes something that packed rows over a cache of keys and
@@ -89,12 +90,12 @@ class TransformersModel(WeightedModule):
         super().__init__()
         self.module, self.kernels = module, kernels
         self.backend: AttentionBackend | None = None
-        """Of the specs that the trial has found; the runner's to set."""
+        """Attention backend for the specs that the trial has found; set by the runner."""
         self._rounds_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
         self._attend: Attend | None = None
         self._found: list[AttentionSpec] = []
         self._windows: set[int] = set()
-        """Of the masks that the module has asked for."""
+        """Windows of the masks that the module has asked for."""
         self._register()
         self._try()
         none = torch.empty(0, dtype=module.dtype, device=module.device)
@@ -132,7 +133,7 @@ class TransformersModel(WeightedModule):
         return logits if wanted is None or rows else logits.index_select(0, wanted)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What `forward` returns are logits."""
+        """Returns its argument: the results of `forward` are logits already."""
         return hidden
 
     def checkpoint_weights(self, prefix: str = "") -> Iterator[CheckpointWeight]:

@@ -10,7 +10,7 @@ _KINDS = {
     },
     "attention in chunks": {"chunked_attention"},
 }  # fmt: skip
-"""What a model has -> what its lists of kinds of layers say then."""
+"""Feature -> names that stand for it in a model's lists of layer kinds."""
 _LISTS = ("layer_types", "layers_block_type", "block_types")
 _ENTRIES = {
     "recurrent layers": (
@@ -21,12 +21,12 @@ _ENTRIES = {
     "sparse attention": ("index_topk", "index_topk_blocks", "sparse_attention_config"),
     "attention in chunks": ("attention_chunk_size",),
 }  # fmt: skip
-"""What a model has -> entries of which it then gives one a value."""
+"""Feature -> entries of config.json that have a value in a model with that feature."""
 _BESIDE_TEXT = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower")
 
 
 def unserved_parts(raw: dict[str, Any]) -> str:
-    """What a model of an architecture that is not here has and the engine lacks, in words; "" where nothing is seen.
+    """Describes in words what a model of an unknown architecture has and the engine lacks; "" where nothing is seen.
     raw: config.json, with the entries of its language model in place of the outer ones."""
     lists = [raw[name] for name in _LISTS if isinstance(raw.get(name), list)]
     kinds = {kind for each in lists for kind in each if isinstance(kind, str)}

@@ -17,7 +17,7 @@ class Wrapper:
     text: str
     """model_type of the language model, where `text_config` names none."""
     stripped: str = "language_model."
-    """What its tensors' names have beside those of its family."""
+    """Prefix that its tensors' names have beside those of its family."""
 
     def names(self, of_family: CheckpointNames) -> CheckpointNames:
         return replace(of_family, stripped=self.stripped, only=_OF_TEXT)
@@ -47,7 +47,7 @@ WRAPPERS = {
     "SmolVLMForConditionalGeneration": Wrapper("llama", _INSIDE),
     "VoxtralForConditionalGeneration": Wrapper("llama"),
 }
-"""By the name in `architectures`."""
+"""Wrappers by the name in `architectures`."""
 _QWEN_VL = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80, "num_key_value_heads": 8}
 _QWEN3_VL = {"rope_theta": 5e5}
 _TEXTS: dict[str, tuple[str, dict[str, Any]]] = {

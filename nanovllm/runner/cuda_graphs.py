@@ -71,7 +71,7 @@ def captured_shapes(max_num_seqs: int, max_tokens: int) -> list[StepShape]:
 
 
 def usual_graph_bytes(shapes: list[StepShape]) -> int:
-    """That graphs of these shapes usually take outside of torch's allocator."""
+    """Bytes that graphs of these shapes usually take outside of torch's allocator."""
     return _FIRST_GRAPH + len(shapes) * _GRAPH
 
 
@@ -101,7 +101,7 @@ class StepGraphs:
 
     @property
     def usual_bytes(self) -> int:
-        """That all usually take outside of torch's allocator."""
+        """Bytes that all graphs usually take outside of torch's allocator."""
         return usual_graph_bytes(self._shapes)
 
     @property

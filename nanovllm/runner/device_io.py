@@ -19,12 +19,12 @@ _LONGEST_PAUSE = 1.0  # seconds that count between two looks: in a longer pause 
 
 
 class _Result(NamedTuple):
-    """Of a step that runs: host memory that has it all when the event has come."""
+    """Result of a running step: host memory that is complete when the event has come."""
 
     tokens: torch.Tensor
     event: torch.cuda.Event | None
     padding: slice
-    """Of the tokens."""
+    """Rows of the tokens that are padding."""
     scores: StepScores | None
 
 
@@ -60,7 +60,7 @@ class DeviceIO:
 
     @property
     def ring_index(self) -> int:
-        """Which of the staging buffers the last step has; that of a step is free when its tokens are here."""
+        """Index of the last step's staging buffer; a step's buffer is free when its tokens are here."""
         return self._index
 
     def allocate(self, capacity: int, max_rows: int, mailbox: bool = True) -> None:
@@ -75,7 +75,7 @@ class DeviceIO:
         self._results = [torch.empty(max_rows, dtype=torch.int32, device="cpu", pin_memory=True) for _ in range(RING)]
         self._events = [torch.cuda.Event() for _ in range(RING)]
         self.step_buffer = torch.zeros(capacity, dtype=torch.int32, device=self.device)
-        """Where a CUDA graph finds its step, unless it comes through the mailbox."""
+        """Buffer in which a CUDA graph finds its step, unless the step comes through the mailbox."""
 
     def _next_index(self) -> None:
         self._index = (self._index + 1) % RING
@@ -92,7 +92,7 @@ class DeviceIO:
         return self.step_buffer
 
     def post(self, packed: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """In place of `upload`, for the captured step that is launched next: see Mailbox.post."""
+        """Posts the captured step that is launched next, in place of `upload`; see Mailbox.post."""
         assert self.mailbox is not None
         if self.is_cuda:
             self._next_index()
@@ -114,7 +114,7 @@ class DeviceIO:
     def expect(
         self, result: torch.Tensor, num_decode_rows: int, first_chunk_row: int, scores: StepScores | None = None
     ) -> None:
-        """The same for tokens that the device itself brings to `result`, on the host, by the end of the step."""
+        """Registers a result that the device itself brings to `result`, on the host, by the end of the step."""
         event = None
         if self.is_cuda:
             event = self._events[self._index]
@@ -122,7 +122,7 @@ class DeviceIO:
         self._launched.append(_Result(result, event, slice(num_decode_rows, first_chunk_row), scores))
 
     def forget_results(self) -> None:
-        """For steps whose tokens are not collected."""
+        """Drops the results of steps whose tokens are not collected."""
         self._launched.clear()
 
     def has_result(self) -> bool:

@@ -1,4 +1,4 @@
-"""Which kernels one rank's steps run (kernels/plan/plan.py decides), and what of the device is set for them."""
+"""Kernels of one rank's steps (kernels/plan/plan.py decides), and the settings of the device for them."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,14 +22,14 @@ weights 1,640 of 1,784; in FP8, whose attention leaves L1 to the others instead,
 
 
 def rules_of(config: EngineConfig, device: torch.device, own_kernels: bool, is_fused: bool) -> Rules:
-    """What decides, for an engine of these options on this device. own_kernels, is_fused: see Rules."""
+    """Rules that choose kernels, for an engine of these options on this device. own_kernels, is_fused: see Rules."""
     facts = Device.of(device)
     table = table_for(facts.name, config.kernel_choices)
     return Rules(facts, config.tensor_parallel_size, config.exact_bits, own_kernels, is_fused, table)
 
 
 def describe(model: nn.Module, rules: Rules) -> str:
-    """How many of a model's different GEMMs the table has; rules serve the others."""
+    """Says how many of a model's different GEMMs the table has; rules serve the others."""
     if not rules.own_kernels:
         return "library" if rules.exact_bits is None else "one order of sums for all numbers of rows"
     linears = (part for part in model.modules() if isinstance(part, ParallelLinear))
@@ -44,7 +44,8 @@ def library_settings(rules: Rules) -> AbstractContextManager[None]:
 
 @contextmanager
 def before_capture(model: Any, shape: StepShape) -> Iterator[None]:
-    """For a run of `shape` that readies what its graph will launch: fewer layers launch the same kernels."""
+    """Context for a run of `shape` that loads the kernels of its graph; few layers suffice, as all launch the same
+    kernels."""
     is_chain = sum(shape) == 1 and model.plan(1).is_chain
     with model.few_layers(), equal_memory_split(_SHARED_PERCENT) if is_chain else nullcontext():
         yield

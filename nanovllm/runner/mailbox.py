@@ -29,7 +29,7 @@ class Mailbox:
         self._launched = 0
 
     def begin(self) -> None:
-        """From here on both sides count from zero; whatever ran before had no rows."""
+        """Restarts the count of lines at zero on both sides; whatever ran before had no rows."""
         self.ring_index.zero_()
         self._launched = 0
 

@@ -1,5 +1,5 @@
-"""What an engine takes of each GPU and how many tokens fit beside it, told without a GPU: by the engine's own layers,
-without memory behind them, and its own arithmetic.
+"""Memory plan: bytes that an engine takes of each GPU and how many tokens fit beside it, computed without a GPU by the
+engine's own layers, without memory behind them, and its own arithmetic.
 
 Weights, KV cache, tables, peer memory and filters are exact. An engine measures the largest step, its graphs and the
 libraries when it starts; here they follow from the widest part of a layer and from what libraries usually take.
@@ -28,11 +28,11 @@ from nanovllm.wire.shapes import MAX_PREFILL_ROWS
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _STAGES = 2
-"""Of a start in which kernels are loaded."""
+"""Stages of a start in which kernels are loaded."""
 _WORKSPACE = 64 * MIB
-"""That the library multiplies with."""
+"""Bytes of workspace of the library's matrix products."""
 _ROUNDED_UP = 1.05
-"""By torch's allocator."""
+"""Factor by which torch's allocator rounds up."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class RankPlan:
-    """Of one rank; sizes are bytes."""
+    """Memory plan of one rank; sizes are bytes."""
 
     ranks: int
     weights: int
@@ -65,7 +65,7 @@ class RankPlan:
     used: int
     """With the weights and libraries: tables and peer memory."""
     reserved: Mapping[str, int]
-    """What is kept free, by name: "step", "graphs" and "filters"."""
+    """Bytes kept free, by name: "step", "graphs" and "filters"."""
     token_bytes: Mapping[tuple[int | None, int, int], tuple[int, int]]
     """(window, KV heads of a rank, head_dim) -> (layers, bytes that a token takes in them)."""
     block_size: int
@@ -121,7 +121,7 @@ def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
 
 
 def weight_bytes(layers: DecoderForCausalLM) -> int:
-    """Of the memory that weights and their scales are loaded into, each counted once."""
+    """Bytes of the memory that weights and their scales are loaded into, each counted once."""
     held = list(layers.parameters())
     for shard in (shard for weight in layers.checkpoint_weights() for shard in weight.shards):
         held += [shard.target] if shard.scales is None else [shard.target, shard.scales.values]  # type: ignore[list-item]
@@ -146,8 +146,8 @@ def _library_bytes(config: EngineConfig, gpu: Gpu) -> int:
 
 
 def _step_bytes(layers: DecoderForCausalLM, tokens: int, dtype: torch.dtype) -> int:
-    """At the peak of a step, in the widest part of its widest layer: what goes in and out there, beside the residual
-    stream and the rows that are normed."""
+    """Bytes of activations at the peak of a step, in the widest part of its widest layer: inputs and outputs there,
+    beside the residual stream and the rows that are normed."""
     hidden, widest = layers.config.hidden_size, 0
     for layer in layers.layers:
         spec, mlp = layer.self_attn.spec, layer.mlp
@@ -157,7 +157,7 @@ def _step_bytes(layers: DecoderForCausalLM, tokens: int, dtype: torch.dtype) -> 
 
 
 def _mlp_bytes(layers: DecoderForCausalLM, mlp: Any, dtype: torch.dtype) -> int:
-    """Of one token within an MLP or a mixture of experts."""
+    """Bytes of one token within an MLP or a mixture of experts."""
     config, ranks = layers.config, layers.group.size
     if not isinstance(mlp, MoE):
         return (3 if config.gated_mlp else 2) * -(-config.intermediate_size // ranks) * dtype.itemsize
@@ -167,7 +167,7 @@ def _mlp_bytes(layers: DecoderForCausalLM, mlp: Any, dtype: torch.dtype) -> int:
 
 
 def _graph_bytes(layers: DecoderForCausalLM, config: EngineConfig, dtype: torch.dtype) -> int:
-    """Of all graphs: their pool is that of the largest, and holds its logits."""
+    """Bytes of all graphs: their pool is that of the largest, and holds its logits."""
     rows = config.max_num_seqs + MAX_PREFILL_ROWS
     shapes = captured_shapes(config.max_num_seqs, config.max_num_batched_tokens)
     logits = rows * layers.lm_head.weight.shape[0] * dtype.itemsize

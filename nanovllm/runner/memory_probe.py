@@ -1,4 +1,5 @@
-"""What an engine takes of a GPU that others use, too: measured, and the room that its share leaves for the KV cache."""
+"""Measurement of the memory that an engine takes of a GPU which others use, too, and of the room that its share leaves
+for the KV cache."""
 
 import gc
 import logging
@@ -17,9 +18,9 @@ CONTEXT_PER_SM = 4 * MIB
 """A CUDA context takes some 0.5 GiB of a GPU with 132 multiprocessors, and less of smaller ones. It exists before the
 free memory can be read, so it cannot be measured."""
 KERNELS = 96 * MIB
-"""What loading kernels usually takes in a stage of the start."""
+"""Bytes that loading kernels usually takes in one stage of the start."""
 NCCL_BYTES = 512 * MIB
-"""What NCCL usually takes."""
+"""Bytes that NCCL usually takes."""
 _PLAUSIBLE = 4
 """Times its usual growth: what libraries may take at once. More was taken by others."""
 
@@ -31,7 +32,7 @@ def kv_room(share: int, used: int, free: int, reserved: Mapping[str, int]) -> in
 
 
 class TorchMemory:
-    """What torch and the driver say of a GPU's memory, in bytes."""
+    """Figures of a GPU's memory in bytes, from torch and the driver."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -39,11 +40,11 @@ class TorchMemory:
         self.context = torch.cuda.get_device_properties(device).multi_processor_count * CONTEXT_PER_SM
 
     def free(self) -> int:
-        """Of the whole GPU."""
+        """Free bytes of the whole GPU."""
         return torch.cuda.mem_get_info(self._device)[0]
 
     def reserved(self) -> int:
-        """Of this process's allocator: tensors, pools of graphs, and what is cached."""
+        """Bytes of this process's allocator: tensors, pools of graphs, and its cache."""
         return torch.cuda.memory_reserved(self._device)
 
     def reset_peak(self) -> None:
@@ -64,8 +65,8 @@ class TorchMemory:
 
 
 class MemoryProbe:
-    """What this engine has taken of its GPU since it began, whatever others take and give back meanwhile. On a CPU it
-    measures nothing.
+    """Memory that this engine has taken of its GPU since it began, whatever others take and give back meanwhile. On a
+    CPU it measures nothing.
 
     Torch's allocator knows what is this process's own, and `count` is told what is mapped beside it. Only what
     libraries take (kernels, communicators, graphs) has no figure but the GPU's free memory, which others move as well:
@@ -80,7 +81,7 @@ class MemoryProbe:
         self._reported: dict[str, int] = {}
         self._mapped: list[Callable[[], int]] = []
         self.crowded = ""
-        """What others hold, where that leaves less than this engine's share."""
+        """Report of what others hold, where that leaves less than this engine's share; else ""."""
         if self._gpu is not None:
             self._libraries = self._gpu.context
             self._gpu.release_cached()
@@ -121,7 +122,7 @@ class MemoryProbe:
         return self._gpu.reserved() - reserved + by_libraries
 
     def _free_of_libraries(self) -> int:
-        """What shrinks as libraries grow, and moves with what others do."""
+        """Bytes that shrink as libraries grow, and that move with what others do."""
         assert self._gpu is not None
         return self._gpu.free() + self._gpu.reserved() + self._mapped_bytes()
 
@@ -180,11 +181,11 @@ class MemoryProbe:
         return bool(finished)
 
     def note_graphs(self, num_bytes: int) -> None:
-        """What the graphs took in the end, of what was kept free for them."""
+        """Records the bytes that the graphs took in the end, of those kept free for them."""
         self._reported["graphs_taken"] = num_bytes
 
     def report(self) -> dict[str, object]:
-        """What is kept free beside weights and KV, in GiB, by name; of what is kept for graphs, what they took; and
+        """Figures in GiB by name: what is kept free beside weights and KV; of what is kept for graphs, what they took;
         what the engine has taken in all."""
         if self._gpu is None:
             return {}

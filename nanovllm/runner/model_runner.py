@@ -145,7 +145,7 @@ class ModelRunner(WeightCommands):
         self.option_sampler = OptionSampler(self.kernels, self.group, self.io, self.device, model.vocab_size)
 
     def _make_backend(self, specs: tuple[AttentionSpec, ...]) -> AttentionBackend:
-        """What computes attention, and in backend_reason why."""
+        """Makes the attention backend, and notes in backend_reason why it is that one."""
         config, mode = self.config, self.config.exact_bits
         name = config.attention_backend
         if mode is not None:
@@ -274,7 +274,7 @@ class ModelRunner(WeightCommands):
             self.backend.leave_l1(self.model.plan(1).fills_registers)
 
     def choose_kernels(self) -> Rules:
-        """What all ranks are to multiply by. Called on rank 0 alone."""
+        """Rules by which all ranks are to choose kernels. Called on rank 0 alone."""
         return self.planner.rules
 
     @torch.inference_mode()
@@ -358,7 +358,7 @@ class ModelRunner(WeightCommands):
     # -- the rest -----------------------------------------------------------------------------------------------
 
     def info(self) -> dict[str, object]:
-        """What this rank runs on and with."""
+        """Facts about this rank for engine_info: device, dtypes, backends and kernels."""
         cuda = self.device.type == "cuda"
         return {
             "device": torch.cuda.get_device_name(self.device) if cuda else "cpu",

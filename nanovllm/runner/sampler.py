@@ -192,8 +192,8 @@ class OptionSampler:
         return shards.transpose(0, 1).reshape(local.shape[0], -1)
 
     def _prompt_logprobs(self, section: Section, hidden: torch.Tensor, model: Any) -> list[torch.Tensor | None]:
-        """Of targets that want few likeliest ids, and of those that want many: their tables leave the device piece by
-        piece."""
+        """Tables of prompt targets: of those that want few likeliest ids, and of those that want many, which leave the
+        device piece by piece."""
         indices, targets = section["hidden"], section["targets"]
         tables: list[torch.Tensor | None] = []
         for which, k in zip(section.of_prompt, section.num_prompt_logprobs, strict=True):

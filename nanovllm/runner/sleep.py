@@ -20,7 +20,7 @@ class SleepableMemory:
 
     @property
     def nbytes(self) -> int:
-        """That are mapped now."""
+        """Bytes that are mapped now."""
         return sum(memory.mapped for memory in self._ranges.values())
 
     def take(self, tag: str, nbytes: int) -> torch.Tensor:
@@ -54,7 +54,7 @@ class SleepableMemory:
                 setattr(module, name, moved)
 
     def take_host_memory(self) -> None:
-        """For the weights that `sleep` is to keep. Raises OutOfMemory, with nothing changed."""
+        """Allocates host memory for the weights that `sleep` is to keep. Raises OutOfMemory, with nothing changed."""
         self._ranges["weights"].take_host_memory()
 
     def sleep(self, tags: tuple[str, ...], keep_weights: bool) -> int:
@@ -78,7 +78,7 @@ class SleepableMemory:
             self._ranges[tag].unmap()
 
     def wake(self, tags: tuple[str, ...]) -> None:
-        """What was kept, or zeros, in memory that was taken."""
+        """Maps memory again, and restores what was kept, else zeros."""
         for tag in tags:
             self._ranges[tag].wake()
 

@@ -1,4 +1,4 @@
-"""What one rank computes in a step: rows, layers, head, sampling; at its exact size, or padded for a CUDA graph."""
+"""Work of one rank in a step: rows, layers, head, sampling; at its exact size, or padded for a CUDA graph."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ class StepWork:
         self._model, self._io, self._device, self._vocab_size = model, io, context.device, context.config.vocab_size
         self._kernels, self._group, self._backend = context.kernels, context.group, context.backend
         self.captured_logits: dict[StepShape, LogitsView] = {}
-        """Where the graph of each shape leaves the logits that it drew from."""
+        """Logits that the graph of each shape leaves behind, from which it has sampled."""
 
     def allocate(self, max_rows: int, max_tokens: int) -> None:
         """The requests' state by slot, anew, and the buffers of steps of at most so many rows and tokens. The KV cache
@@ -85,7 +85,7 @@ class StepWork:
             self._kernels.publish_tokens(buffers.tokens, mailbox.tokens, mailbox.ring_index)
 
     def _expand(self, step: torch.Tensor, buffers: StepBuffers, num_decode_rows: int) -> None:
-        """What a packed step brings into the state, and its rows into `buffers`."""
+        """Applies a packed step to the state, and expands its rows into `buffers`."""
         self._kernels.apply_deltas(step, self._max_num_seqs, self.state)
         self._kernels.expand_rows(step, self._max_num_seqs, self.state, self._block_size, buffers, num_decode_rows)
 

@@ -34,7 +34,7 @@ class WeightCommands:
     weights: list[CheckpointWeight]
     weight_update: WeightUpdate
     buckets: MappedBuckets | None = None
-    """Of new weights, that this rank has mapped."""
+    """Buckets of new weights that this rank has mapped."""
     _progress: Callable[[], None]
     _spelling: CheckpointNames
 
@@ -77,7 +77,7 @@ class WeightCommands:
 
     @torch.inference_mode()
     def weight_checksums(self) -> dict[str, list[ShardChecksums]]:
-        """Of what this rank holds: runner/weight_update.py."""
+        """Checksums of this rank's shards (runner/weight_update.py)."""
         self.io.synchronize()
         return weight_checksums(self.weights, self._progress)
 
@@ -91,7 +91,7 @@ class WeightCommands:
 
     @torch.inference_mode()
     def update_from_bucket(self, message: dict[str, Any]) -> None:
-        """The same for what rank 0 has filled into a bucket: see transfer/shared.py."""
+        """Takes weights that rank 0 has filled into a bucket (transfer/shared.py)."""
         self.buckets = self.buckets or MappedBuckets(self.device)
         with self.io.stream_context():
             self.weight_update.load(list(self.buckets.sources(message)))

@@ -116,7 +116,7 @@ depends on every bit of what is held there."""
 def weight_checksums(
     weights: Iterable[CheckpointWeight], progress: Callable[[], None] = lambda: None
 ) -> dict[str, list[ShardChecksums]]:
-    """By checkpoint name, of the shards of one rank. `progress`: called after each piece."""
+    """Checksums of one rank's shards by checkpoint name. `progress`: called after each piece."""
     found: dict[str, list[ShardChecksums]] = {}
     for weight in weights:
         found[weight.name] = []
@@ -137,7 +137,7 @@ def weight_checksums(
 
 
 def _scale_checksums(shard: Shard, scales: Scales, length: int) -> ShardChecksums:
-    """Of scales made while loading: by row, or where a rank holds a range of columns by their blocks."""
+    """Checksums of scales made while loading: by row, or by block where a rank holds a range of columns."""
     if shard.dim == 1 and scales.in_blocks:
         return 1, shard.start // BLOCK, _mixed(scales.values.T).cpu().numpy()
     rows = scales.values.reshape(-1, scales.values.shape[-1]).repeat_interleave(scales.rows_each, 0)
@@ -155,7 +155,7 @@ def _mixed(lines: torch.Tensor) -> torch.Tensor:
 
 
 def merged_checksums(ranks: list[dict[str, list[ShardChecksums]]]) -> dict[str, str]:
-    """By checkpoint name, the first 16 hexadecimal digits of a SHA-256 over all ranks' numbers in their order. Raises
+    """First 16 hexadecimal digits of a SHA-256 over all ranks' numbers in their order, by checkpoint name. Raises
     RuntimeError where two ranks hold different values of one index."""
     merged: dict[str, str] = {}
     for name in ranks[0]:

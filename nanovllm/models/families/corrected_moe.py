@@ -46,7 +46,8 @@ def read_glm4_moe(config: ConfigReader, generation: Fields) -> Fields:
 
 
 def read_minimax_m2(config: ConfigReader, generation: Fields) -> Fields:
-    """Its checkpoints give the rotated dimensions of a head as a number, and name what transformers always does."""
+    """Reads MiniMax-M2, whose checkpoints give a head's rotated dimensions as a number, and name what transformers
+    always does."""
     always = {"use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_routing_bias": True}
     for name, value in (always | {"shared_intermediate_size": 0}).items():
         config.require(name, value)
@@ -89,7 +90,8 @@ def read_exaone_moe(config: ConfigReader, generation: Fields) -> Fields:
 
 
 def read_laguna(config: ConfigReader, generation: Fields) -> Fields:
-    """What attention yields is gated, by head or by element; layers may have numbers of query heads of their own."""
+    """Reads Laguna: attention's output is gated by head or by element; layers may differ in their number of query
+    heads."""
     count, of_all = config.integer("num_hidden_layers"), config.integer("num_attention_heads")
     gating = config.get("gating", True)
     if gating not in (True, "per-head", "per-element"):
@@ -132,7 +134,8 @@ def read_ernie4_5_moe(config: ConfigReader, generation: Fields) -> Fields:
 
 _CORRECTION = "mlp.gate.e_score_correction_bias"
 _GLM4_NAMES = CheckpointNames(PRE_NORMS, skipped=("model.layers.46.", "model.layers.92."))
-"""Of GLM-4.5-Air and GLM-4.5 the layers after the last one are left out: they draft tokens (multi-token prediction)."""
+"""Names of GLM-4.5-Air and GLM-4.5 without the layers after the last one, which draft tokens (multi-token
+prediction)."""
 _GLM4 = {
     "n_routed_experts": 128, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5,
 }  # fmt: skip

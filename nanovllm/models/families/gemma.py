@@ -37,7 +37,7 @@ def read_gemma3(config: ConfigReader, generation: Fields) -> Fields:
 
 
 def _sandwich(config: ConfigReader, pattern: int) -> Fields:
-    """Of `pattern` layers the last sees all keys."""
+    """Fields of Gemma 2 and 3, where the last layer of every `pattern` sees all keys."""
     return {
         "hidden_act": "hidden_activation",
         "norm_placement": "sandwich",

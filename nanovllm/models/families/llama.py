@@ -16,8 +16,8 @@ def read_llama(config: ConfigReader, generation: Fields, **switches: Any) -> Fie
 
 
 def windows_everywhere(config: ConfigReader, mixed: bool = False) -> Fields:
-    """Of a family whose layers all see a window where `sliding_window` is a number; mixed: unless `layer_types` says
-    otherwise."""
+    """Fields of a family whose layers all see a window where `sliding_window` is a number; mixed: unless `layer_types`
+    says otherwise."""
     window = config.get("sliding_window")
     if window is None:
         return {}
@@ -90,8 +90,8 @@ def read_hunyuan(config: ConfigReader, generation: Fields) -> Fields:
 
 
 def read_muse_glimmer(config: ConfigReader, generation: Fields) -> Fields:
-    """What attention yields is gated; queries, keys and embeddings are normalised without weights; layers whose
-    `layer_rope_theta` is 0 have no rotary embedding: every fourth, from the last one back."""
+    """Reads Muse Glimmer: attention's output is gated; queries, keys and embeddings are normalised without weights;
+    layers whose `layer_rope_theta` is 0 have no rotary embedding: every fourth, from the last one back."""
     count, theta = config.integer("num_hidden_layers"), config.get("layer_rope_theta")
     fourth = [(count - 1 - i) % 4 == 0 for i in range(count)]
     if theta is not None and (not isinstance(theta, list) or len(theta) < count):

@@ -90,7 +90,7 @@ def read_olmoe(config: ConfigReader, generation: Fields) -> Fields:
 
 
 def read_hunyuan_moe(config: ConfigReader, generation: Fields) -> Fields:
-    """Its checkpoints have a list by layer where all layers have one number."""
+    """Reads HunYuan's mixtures, whose checkpoints list by layer what is one number for all layers."""
     for name in ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert"):
         numbers = config.get(name)
         if isinstance(numbers, list) and numbers and all(number == numbers[0] for number in numbers):

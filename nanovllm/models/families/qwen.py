@@ -14,7 +14,7 @@ def read_qwen3(config: ConfigReader, generation: Fields) -> Fields:
 
 
 def _windows(config: ConfigReader) -> Fields:
-    """Where `use_sliding_window` says so, the layers from `max_window_layers` on see a window."""
+    """Fields of windows: with `use_sliding_window`, layers from `max_window_layers` on see one."""
     size, first = config.get("sliding_window", 4096), config.integer("max_window_layers", 28, low=0)
     window = size if config.flag("use_sliding_window") else None
     count = config.integer("num_hidden_layers")
